@@ -1,0 +1,134 @@
+"""The block: 16 consecutive images of the global mini-batch.
+
+It is the layout (an array of per-image values is `(blocks, *image shape, 16)`, the 16 lanes being
+16 images), the unit of a rank's work, and the leaf of the tree that adds everything up.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mpidl import fold
+
+LANES = 16
+
+
+def blocks_of(count):
+    """How many blocks hold `count` images."""
+    return -(-count // LANES)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One global mini-batch, and which part of it is this rank's."""
+
+    count: int  # images in the global mini-batch
+    tree: fold.Tree  # over its blocks
+    world: object  # what folds a Partial: `world.gplus`
+    indices: np.ndarray = field(repr=False)  # this share's sample indices in the data set
+    epoch: int = 0
+    seed: int = 0
+
+    @property
+    def blocks(self):
+        """How many blocks this rank holds."""
+        return self.tree.run[1] - self.tree.run[0]
+
+    @property
+    def images(self):
+        """The images this rank holds, as (first, one past the last) of the global mini-batch."""
+        return tuple(min(edge * LANES, self.count) for edge in self.tree.run)
+
+    def valid(self, block):
+        """How many images this rank's block number `block` holds: 16 but for the last of all."""
+        return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
+
+    def counts(self):
+        """`valid` of each of this rank's blocks, as int32."""
+        return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
+
+
+def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=False):
+    """This rank's Batch of a mini-batch of `count` images; `indices` are all its samples."""
+    leaves = blocks_of(count)
+    tree = fold.Tree(leaves, fold.split_blocks(leaves, world.size, load), world.rank, plain)
+    first, last = (min(edge * LANES, count) for edge in tree.run)
+    indices = np.arange(count) if indices is None else np.asarray(indices)
+    return Batch(count, tree, world, indices[first:last], epoch, seed)
+
+
+class Blocked:
+    """A value with one entry per image, held by the rank that owns the image's block.
+
+    lanes: (blocks, *image_shape, 16). Where the last block is not full, what lies in its unused
+    lanes has no meaning in a value and is zero in a cotangent, so that sums need no mask.
+    """
+
+    __slots__ = ("lanes", "batch")
+
+    def __init__(self, lanes, batch):
+        if lanes.shape[0] != batch.blocks or lanes.shape[-1] != LANES:
+            raise ValueError(
+                f"expected ({batch.blocks}, ..., {LANES}) lanes for this share, got {lanes.shape}"
+            )
+        self.lanes, self.batch = lanes, batch
+
+    @property
+    def image_shape(self):
+        """The shape of one image's entry."""
+        return self.lanes.shape[1:-1]
+
+    @property
+    def shape(self):
+        """(images in the global mini-batch, *image_shape): the same on every rank."""
+        return (self.batch.count, *self.image_shape)
+
+    @property
+    def dtype(self):
+        return self.lanes.dtype
+
+    def like(self, lanes):
+        """Another value of the same images."""
+        return Blocked(lanes, self.batch)
+
+    def block(self, b):
+        """Block b as a plain C-ordered (n <= 16, *image_shape) array (always the same layout)."""
+        return np.ascontiguousarray(np.moveaxis(self.lanes[b], -1, 0)[: self.batch.valid(b)])
+
+    def local(self):
+        """This rank's images as a plain (n, *image_shape) array."""
+        flat = np.moveaxis(self.lanes, -1, 1).reshape(-1, *self.image_shape)
+        first, last = self.batch.images
+        return np.ascontiguousarray(flat[: last - first])
+
+    def _refuse(self, *_, **__):
+        raise TypeError(
+            "each rank holds only its share of this value's images: use dl.mean(value) or "
+            "dl.sum(value) for the mean or sum over all of them, value.local() for the share"
+        )
+
+    mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
+
+    def __repr__(self):
+        return f"Blocked(shape={self.shape}, {self.batch.blocks} block(s) here, {self.dtype})"
+
+
+def from_images(images, batch, dtype=None):
+    """A Blocked value of this share's plain (n, *image_shape) array; unused lanes are zero."""
+    images = np.asarray(images)
+    dtype = images.dtype if dtype is None else dtype
+    lanes = np.zeros((batch.blocks, *images.shape[1:], LANES), dtype)
+    first, last = batch.images
+    if len(images) != last - first:
+        raise ValueError(f"expected this share's {last - first} images, got {len(images)}")
+    for b in range(batch.blocks):
+        n = batch.valid(b)
+        lanes[b, ..., :n] = np.moveaxis(images[b * LANES : b * LANES + n], 0, -1)
+    return Blocked(lanes, batch)
+
+
+def zero_unused(lanes, batch):
+    """Set the unused lanes to zero, in place: what every cotangent owes its readers."""
+    if batch.blocks and batch.valid(batch.blocks - 1) < LANES:
+        lanes[-1, ..., batch.valid(batch.blocks - 1) :] = 0
+    return lanes

@@ -1,0 +1,8 @@
+"""The one exception that is a user's to mend."""
+
+
+class UserError(Exception):
+    """Unusable options or data: one line that names the file or option, what was expected and found.
+
+    The commands print it from rank 0, without a traceback, and end with exit code 2.
+    """
