@@ -1,0 +1,1 @@
+"""Argument definitions shared by the commands."""

@@ -1,0 +1,1 @@
+"""Ranks and what they say to each other; the one package that imports mpi4py."""

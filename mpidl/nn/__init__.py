@@ -1,0 +1,1 @@
+"""Layers, the network made of them, and the networks that come along."""

@@ -1,0 +1,1 @@
+"""Options, the loop, optimizers, checkpoints, evaluation."""

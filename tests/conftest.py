@@ -1,0 +1,119 @@
+"""pytest under mpirun: every rank runs every test, rank 0 reports, a failing rank ends the job.
+
+`python -m pytest` runs all tests on one rank; `mpirun -n 3 python -m pytest tests` runs on three
+those that start no jobs of their own. A collective call that some rank never reaches would hang,
+so the first failure anywhere is printed, headed by its rank, and aborts all ranks.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import mpi4py
+import pytest
+
+import mpidl  # noqa: F401  before a test loads NumPy: it holds the BLAS to one thread
+
+# Read before MPI is initialized: Open MPI sets them in a process that no mpirun started, too.
+LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
+
+mpi4py.rc.thread_level = "funneled"
+from mpi4py import MPI  # noqa: E402  importing it initializes MPI
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+LAUNCH_TESTS = Path(__file__).resolve().parent / "launch"
+
+
+@pytest.fixture(scope="session")
+def world():
+    """The ranks that run this session."""
+    from mpidl.comm import World
+
+    return World()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the plugins that make the folders and the reporter
+def pytest_configure(config):
+    if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
+        raise pytest.UsageError(
+            f"mpirun started {LAUNCHED_RANKS} ranks, {MPI.get_vendor()[0]} counts {SIZE}: "
+            "use the mpirun of the MPI that mpi4py loads"
+        )
+    if SIZE > 1:
+        base = config.option.basetemp
+        if RANK == 0 and base is None:
+            base = tempfile.mkdtemp(prefix="mpidl-tests-")
+        base = Path(MPI.COMM_WORLD.bcast(base))
+        base.mkdir(parents=True, exist_ok=True)
+        config.option.basetemp = str(base / f"rank-{RANK}")
+    if RANK > 0:
+        config.pluginmanager.set_blocked("terminalreporter")
+
+
+def pytest_sessionstart(session):
+    if RANK > 0:  # one rank writes the cache; all read it, so that all select the same tests
+        session.config.cache.set = lambda key, value: None
+
+
+def pytest_report_header(config):
+    library = " ".join(map(str, MPI.get_vendor()))
+    lines = [f"MPI: {library}, {SIZE} rank(s)"]
+    if LAUNCHED_RANKS:
+        lines.append("left out under mpirun: tests/launch, whose tests start mpirun themselves")
+    return lines
+
+
+def pytest_ignore_collect(collection_path, config):
+    if LAUNCHED_RANKS and collection_path.resolve() == LAUNCH_TESTS:
+        return True
+
+
+def pytest_collection_finish(session):
+    """Ranks that run different tests would wait for each other for ever."""
+    if SIZE > 1:
+        names = "\n".join(item.nodeid for item in session.items)
+        digests = MPI.COMM_WORLD.allgather(hashlib.sha256(names.encode()).hexdigest())
+        if len(set(digests)) > 1:
+            raise pytest.UsageError("the ranks collected different tests")
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        _end_the_job(f"{report.nodeid} ({report.when})", report)
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        _end_the_job(f"{report.nodeid} (collection)", report)
+
+
+def pytest_internalerror(excrepr):
+    _end_the_job("pytest's own error", excrepr)
+
+
+def _end_the_job(what, report):
+    """Print what failed on this rank and abort all ranks; a session of one rank goes on."""
+    if SIZE == 1:
+        return
+    text = getattr(report, "longreprtext", None) or str(report)
+    for title, content in getattr(report, "sections", ()):
+        text += f"\n--- {title} ---\n{content}"
+    heading = f"rank {RANK} of {SIZE}: {what}"
+    sys.stdout.flush()
+    sys.stderr.write(f"\n=== {heading} failed ===\n{text}\n")
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    if SIZE > 1 and exitstatus == pytest.ExitCode.OK:
+        MPI.COMM_WORLD.barrier()  # a test may have handed its folder to the other ranks
+        mine = Path(session.config.option.basetemp)
+        shutil.rmtree(mine, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty yet: the last rank removes it
+            mine.parent.rmdir()
