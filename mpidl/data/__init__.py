@@ -1,0 +1,19 @@
+"""Sets of images and the queue of mini-batches."""
+
+from mpidl.data.cache import NodeCache
+from mpidl.data.datastore import ArrayDatastore, Datastore
+from mpidl.data.folder import ImageFolder, open_data, open_test_data
+from mpidl.data.idx import idx_folder, read_idx
+from mpidl.data.queue import MinibatchQueue
+
+__all__ = [
+    "ArrayDatastore",
+    "Datastore",
+    "ImageFolder",
+    "MinibatchQueue",
+    "NodeCache",
+    "idx_folder",
+    "open_data",
+    "open_test_data",
+    "read_idx",
+]

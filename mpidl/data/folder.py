@@ -1,0 +1,256 @@
+"""A folder of images, one sub-folder a class; and opening whatever `--data` names."""
+
+import difflib
+import os
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from mpidl.data import idx
+from mpidl.data.datastore import Datastore, counted, digest, on_rank_0, shown
+from mpidl.errors import UserError
+
+SUFFIXES = (".png", ".jpg", ".jpeg")
+KINDS = {1: "gray", 3: "RGB"}
+TEST_FOLDERS = ("test", "val", "valid", "validation")
+
+
+class ImageFolder(Datastore):
+    """PNG and JPEG files; an image's label is the sub-folder of `folder` that it lies in.
+
+    The sub-folders may have sub-folders. Files are sorted by the bytes of their relative paths,
+    classes by the bytes of their names. Hidden files and files of other kinds are passed over.
+    With a world it is collective: rank 0 lists and looks at the first image, the others are told.
+
+    classes: the names that labels count by, where another set (the one trained on) has fixed them.
+    labelled=False accepts images outside of class sub-folders, and other sub-folders than the
+    classes; the labels are then not known (None).
+
+    Images are gray (C = 1; from gray, gray with alpha, black and white; of 16 bits the high 8) or
+    RGB (C = 3; from RGB, RGB with alpha, palette, CMYK, YCbCr). Alpha is dropped and the
+    orientation a camera noted is not applied. All images are of the first one's size and kind.
+    """
+
+    def __init__(self, folder, world=None, *, classes=None, labelled=True):
+        self.folder = os.fspath(folder)
+        found = on_rank_0(world, lambda: listing(self.folder, classes, labelled))
+        self.files, self.sizes, self.labels, self.classes, self.image_shape = found
+
+    def __len__(self):
+        return len(self.files)
+
+    def read(self, indices):
+        images = np.empty((len(indices), *self.image_shape), np.uint8)
+        for image, i in zip(images, indices, strict=True):
+            path = os.path.join(self.folder, self.files[i])
+            pixels = decode(path)
+            if pixels.shape != image.shape:
+                raise UserError(self._other_shape(path, pixels.shape))
+            image[:] = pixels
+        return images
+
+    def name(self, i):
+        return shown(os.path.join(self.folder, self.files[i]))
+
+    def describe(self):
+        return f"{shown(self.folder)}: {counted(self)}"
+
+    def fingerprint(self):
+        # Relative paths: the same files in another place are the same set.
+        return digest(super().fingerprint(), *self.files, self.sizes)
+
+    def _other_shape(self, path, found):
+        expected, found = (
+            f"{shape[2]}x{shape[1]} {KINDS[shape[0]]}" for shape in (self.image_shape, found)
+        )
+        return (
+            f"{shown(path)}: expected a {expected} image like the first one "
+            f"({shown(self.files[0])}), found {found}; all images must have one size and be all "
+            "gray or all RGB; resize or convert them first"
+        )
+
+
+def decode(path):
+    """The pixels of a PNG or JPEG file, uint8 (1, H, W) or (3, H, W); UserError naming the path."""
+    try:
+        with Image.open(path, formats=("PNG", "JPEG")) as image:
+            if image.mode.startswith("I"):  # 16 bits, which convert() would clip, not scale
+                return (np.asarray(image) >> 8).astype(np.uint8)[None]
+            if image.mode in ("1", "L", "LA"):
+                return np.asarray(image.convert("L"))[None]
+            return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise UserError(
+            f"{shown(path)}: expected a PNG or JPEG image, found something else or a damaged file"
+        ) from None
+    except FileNotFoundError:
+        raise UserError(f"{shown(path)}: no such file any more") from None
+    except Exception as e:  # Pillow raises many kinds for damaged files
+        raise UserError(f"{shown(path)}: the image cannot be read: {reason(e)}") from None
+
+
+def listing(folder, classes=None, labelled=True):
+    """(files, their sizes in bytes, labels or None, classes, image_shape) of an image folder."""
+    needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
+    check_folder(folder)
+    found = sorted(images_below(folder), key=lambda item: os.fsencode(item[0]))
+    folders = sub_folders(folder)
+    if not found:
+        empty = "an empty folder" if not visible(folder) else "no such file"
+        raise UserError(f"{shown(folder)}: {needs}; found {empty}")
+    files = [file for file, _ in found]
+    sizes = np.array([size for _, size in found], np.int64)
+    stray = [file for file in files if os.sep not in file]
+    names = [file.split(os.sep)[0] for file in files if os.sep in file]
+    problem = None
+    if not names:
+        problem = f"{needs}; found images ({shown(stray[0])}) and no class sub-folders"
+    elif stray:
+        problem = f"{shown(stray[0])} lies outside of the class sub-folders: move it into one"
+    elif classes is None and (empty := [name for name in folders if name not in set(names)]):
+        problem = f"sub-folder {shown(empty[0])} has no images: fill it, or remove it"
+    elif classes is not None and (other := sorted(set(names) - set(classes), key=os.fsencode)):
+        problem = (
+            f"sub-folder {shown(other[0])} is none of the classes "
+            f"({', '.join(shown(name) for name in classes)}){nearest(other[0], classes)}"
+        )
+    if problem and labelled:
+        raise UserError(f"{shown(folder)}: {problem}")
+    labels = None
+    if classes is None:
+        classes = [] if problem else folders
+    if not problem:
+        label = {name: i for i, name in enumerate(classes)}
+        labels = np.array([label[name] for name in names], np.int64)
+    image_shape = decode(os.path.join(folder, files[0])).shape
+    return files, sizes, labels, list(classes), image_shape
+
+
+def images_below(folder, inside="", ancestors=()):
+    """Yield (path relative to the first `folder`, size in bytes) of each image file, unsorted."""
+    try:
+        here = os.stat(folder)
+        if (here.st_dev, here.st_ino) in ancestors:  # a link back up
+            return
+        ancestors = (*ancestors, (here.st_dev, here.st_ino))
+        for entry in visible(folder):
+            relative = os.path.join(inside, entry.name)
+            if entry.is_dir():
+                yield from images_below(entry.path, relative, ancestors)
+            elif entry.name.lower().endswith(SUFFIXES):
+                try:
+                    yield relative, entry.stat().st_size
+                except FileNotFoundError:
+                    raise UserError(f"{shown(entry.path)}: a link to a missing file") from None
+    except OSError as e:
+        raise UserError(f"{shown(folder)}: the folder cannot be read: {reason(e)}") from None
+
+
+def visible(folder):
+    """The entries of a folder but for hidden ones (.DS_Store, ._x, ...)."""
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def sub_folders(folder):
+    """The names of a folder's sub-folders, sorted by bytes."""
+    return sorted((e.name for e in visible(folder) if e.is_dir()), key=os.fsencode)
+
+
+def check_folder(folder, option=None):
+    """A UserError where `folder` is none that can be listed, with the nearest name there is."""
+    prefix = f"{option} {shown(folder)}" if option else shown(folder)
+    if not os.path.exists(folder):
+        parent, name = os.path.split(os.path.abspath(folder))
+        try:
+            others = [entry.name for entry in visible(parent) if entry.is_dir()]
+        except OSError:
+            others = []
+        others += ["digits"] if option else []
+        raise UserError(f"{prefix}: no such folder{nearest(name, others)}")
+    if not os.path.isdir(folder):
+        raise UserError(f"{prefix}: expected a folder, found a file")
+    try:
+        visible(folder)
+    except OSError as e:
+        raise UserError(f"{prefix}: the folder cannot be read: {reason(e)}") from None
+
+
+def nearest(name, known):
+    """ "; did you mean NAME?", or nothing where no known name is near."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {shown(close[0])}?" if close else ""
+
+
+def reason(error):
+    """What went wrong, without the path and the number that an OSError's text has."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def kind_of(folder, option):
+    """ "idx", "train+test", or "classes": what a folder holds. UserError where it is no folder."""
+    check_folder(folder, option)
+    if idx.is_idx_folder(folder):
+        return "idx"
+    # A class may be called "train": only a folder with nothing but such names is a split set.
+    names = sub_folders(folder)
+    if "train" in names and set(names) <= {"train", *TEST_FOLDERS}:
+        train = os.path.join(folder, "train")
+        if sub_folders(train) and not any(file_of_image(e) for e in visible(train)):
+            if "test" in names:
+                return "train+test"
+            others = f" and --test-data {shown(folder)}/{names[-1]}" if len(names) > 1 else ""
+            raise UserError(
+                f"{option} {shown(folder)}: found train/ but no test/ beside it; name the "
+                f"folders themselves: --data {shown(train)}{others}"
+            )
+    return "classes"
+
+
+def file_of_image(entry):
+    """Whether a folder's entry is an image file, by its name."""
+    return entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
+
+
+def open_data(text, world=None, option="--data"):
+    """(training set, its own test set or None) of what `--data` says. Collective.
+
+    "digits" is the embedded digit set; else a folder: of IDX files (train-* and t10k-*), of
+    train/ and test/ with class sub-folders in both, or of class sub-folders.
+    """
+    if text == "digits":
+        return _digits(world), None
+    kind = on_rank_0(world, lambda: kind_of(text, option))
+    if kind == "idx":
+        train = idx.idx_folder(text, "train", world)
+        if not on_rank_0(world, lambda: idx.is_idx_folder(text, "test")):
+            return train, None
+        return train, idx.idx_folder(text, "test", world, classes=train.classes)
+    if kind == "train+test":
+        train = ImageFolder(os.path.join(text, "train"), world)
+        return train, ImageFolder(os.path.join(text, "test"), world, classes=train.classes)
+    return ImageFolder(text, world), None
+
+
+def open_test_data(text, world=None, *, classes=None, labelled=True, option="--test-data"):
+    """One set to test or predict on: the test part of what has one, else all of it. Collective.
+
+    classes: those of the set trained on, which the labels must count by. labelled=False accepts
+    images without labels, as prediction does.
+    """
+    if text == "digits":
+        return _digits(world)
+    kind = on_rank_0(world, lambda: kind_of(text, option))
+    if kind == "idx":
+        which = "test" if on_rank_0(world, lambda: idx.is_idx_folder(text, "test")) else "train"
+        return idx.idx_folder(text, which, world, classes=classes, labelled=labelled)
+    folder = os.path.join(text, "test") if kind == "train+test" else text
+    return ImageFolder(folder, world, classes=classes, labelled=labelled)
+
+
+def _digits(world):
+    from mpidl.data.digits import digits
+
+    return digits(world)
