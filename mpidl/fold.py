@@ -193,6 +193,15 @@ class Partial:
 
     __rmul__ = __mul__
 
+    def __neg__(self):
+        return self * -1.0
+
+    def __sub__(self, other):
+        return self + (-other)
+
+    def __truediv__(self, divisor):
+        return self * (1.0 / float(divisor))
+
     def finish(self, roots):
         """The value, given the root of each term: scaled, added in order, `once` last."""
         total = None
@@ -203,6 +212,15 @@ class Partial:
             total = self.once if total is None else total + self.once
         return np.asarray(total, self.dtype).reshape(self.shape)
 
+    def local(self):
+        """This rank's own part of a single sum, added up; zero where the rank has no block."""
+        (term,) = self.terms
+        parts = [np.array(value) for value in term.nodes] or [np.zeros(self.shape, self.dtype)]
+        while len(parts) > 1:
+            right = parts.pop()
+            parts[-1] = term.combine(parts[-1], right)
+        return parts[0]
+
     def _refuse(self, *_):
         raise TypeError(
             "a Partial is not added up over the ranks yet, so only sums and multiples of it have a "
@@ -210,8 +228,15 @@ class Partial:
         )
 
     __float__ = __bool__ = __len__ = __array__ = __pow__ = __lt__ = __gt__ = _refuse
-    __rsub__ = __truediv__ = __rtruediv__ = __abs__ = __format__ = _refuse
+    __rtruediv__ = __abs__ = __format__ = _refuse
+    __array_ufunc__ = None  # so that array + partial asks the Partial, not NumPy
 
     def __repr__(self):
         terms = ", ".join(f"{len(t.nodes)} node(s) x {t.scale:g}" for t in self.terms)
         return f"Partial(shape={self.shape}, terms=[{terms}], once={self.once is not None})"
+
+
+def replicated(value):
+    """A Partial of a value that every rank has already: nothing to exchange, it counts once."""
+    value = np.asarray(value)
+    return Partial([], value, value.shape, value.dtype)

@@ -1,1 +1,5 @@
-"""Ranks and what they say to each other; the one package that imports mpi4py."""
+"""What goes between ranks. The only package that talks to MPI."""
+
+from mpidl.comm.world import World
+
+__all__ = ["World"]

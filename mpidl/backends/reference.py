@@ -1,0 +1,241 @@
+"""NumPy backend: one block at a time, BLAS for the products.
+
+Every BLAS call is one block at one fixed shape (16 lanes, full or not), because BLAS picks its
+kernel, and with it the rounding, by the shape of the call. Every sum over images goes to the fold
+as one leaf per block. `counts` are the valid images of each block, `tree` this mini-batch's tree.
+
+Shapes: x (B, C, H, W, 16), weight (K, C/groups, R, S), y (B, K, P, Q, 16), B blocks of this rank.
+`stride` and `dilation` are (down, across), `padding` is ((top, bottom), (left, right)).
+"""
+
+import numpy as np
+
+from mpidl.fold import Counter, merge_moments
+
+
+def conv2d_shape(x_shape, weight_shape, stride, padding, dilation):
+    """(K, P, Q) of a convolution of one (C, H, W) image."""
+    sizes = [
+        (size + sum(pad) - d * (taps - 1) - 1) // s + 1
+        for size, pad, d, taps, s in zip(
+            x_shape[1:], padding, dilation, weight_shape[2:], stride, strict=True
+        )
+    ]
+    return (weight_shape[0], *sizes)
+
+
+class _Columns:
+    """Unfolds padded blocks into the matrix (C*R*S, P*Q*16) whose product with the weights is the
+    convolution (Chellapilla et al., "High performance convolutional neural networks for document
+    processing", 2006), and folds such a matrix back. Its two buffers are reused by all blocks."""
+
+    def __init__(self, x, weight_shape, stride, padding, dilation):
+        (c, h, w, lanes), (_, _, r, s) = x.shape[1:], weight_shape
+        (top, bottom), (left, right) = padding
+        _, p, q = conv2d_shape((c, h, w), weight_shape, stride, padding, dilation)
+        self.padded = np.zeros((c, h + top + bottom, w + left + right, lanes), x.dtype)
+        self.image = self.padded[:, top : top + h, left : left + w]
+        self.columns = np.empty((c, r, s, p, q, lanes), x.dtype)
+        self.rows = (c, r * s, p * q * lanes)
+        self.taps = [
+            (
+                i,
+                j,
+                slice(i * dilation[0], i * dilation[0] + stride[0] * (p - 1) + 1, stride[0]),
+                slice(j * dilation[1], j * dilation[1] + stride[1] * (q - 1) + 1, stride[1]),
+            )
+            for i in range(r)
+            for j in range(s)
+        ]
+
+    def groups(self, matrix, groups):
+        """The matrix as (groups, C/groups*R*S, P*Q*16)."""
+        c, taps, pixels = self.rows
+        return matrix.reshape(groups, c // groups * taps, pixels)
+
+    def unfold(self, block):
+        self.image[...] = block
+        for i, j, down, across in self.taps:
+            self.columns[:, i, j] = self.padded[:, down, across]
+        return self.columns
+
+    def fold_back(self, out):
+        """Sum `columns` into the pixels they came from."""
+        self.padded[...] = 0
+        for i, j, down, across in self.taps:
+            self.padded[:, down, across] += self.columns[:, i, j]
+        out[...] = self.image
+
+
+def conv2d(x, weight, bias, stride, padding, dilation, groups):
+    """y = x * weight + bias (cross-correlation)."""
+    shape = conv2d_shape(x.shape[1:-1], weight.shape, stride, padding, dilation)
+    y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
+    columns = _Columns(x, weight.shape, stride, padding, dilation)
+    filters = weight.reshape(groups, len(weight) // groups, -1)
+    for b in range(len(x)):
+        out = y[b].reshape(groups, len(weight) // groups, -1)
+        matrix = columns.groups(columns.unfold(x[b]), groups)
+        for g in range(groups):
+            np.matmul(filters[g], matrix[g], out=out[g])
+        y[b] += bias[:, None, None, None]
+    return y
+
+
+def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
+    """Gradient with respect to x; of x only shape and type are used."""
+    dx = np.empty_like(x)
+    columns = _Columns(x, weight.shape, stride, padding, dilation)
+    filters = weight.reshape(groups, len(weight) // groups, -1)
+    matrix = columns.groups(columns.columns, groups)
+    for b in range(len(x)):
+        out = dy[b].reshape(groups, len(weight) // groups, -1)
+        for g in range(groups):
+            np.matmul(filters[g].T, out[g], out=matrix[g])
+        columns.fold_back(dx[b])
+    return dx
+
+
+def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
+    """Partial of the gradient with respect to weight; of weight only shape and type are used."""
+    columns = _Columns(x, weight.shape, stride, padding, dilation)
+    counter = Counter(tree)
+    for b in range(len(x)):
+        matrix = columns.groups(columns.unfold(x[b]), groups)
+        out = dy[b].reshape(groups, len(weight) // groups, -1)
+        leaf = np.empty((groups, out.shape[1], matrix.shape[1]), weight.dtype)
+        for g in range(groups):
+            np.matmul(out[g], matrix[g].T, out=leaf[g])
+        counter.push(leaf.reshape(weight.shape))
+    return counter.partial(weight.shape, weight.dtype)
+
+
+def channel_sums(x, tree):
+    """Partial of the sum over images and pixels: (C,). Unused lanes of x must be zero."""
+    counter = Counter(tree)
+    for block in x:
+        counter.push(block.reshape(len(block), -1).sum(axis=1))
+    return counter.partial(x.shape[1:2], x.dtype)
+
+
+def moments(x, counts, tree):
+    """Partial of (count, mean, M2) by channel, packed for `merge_moments`: (1 + 2C,) float64.
+
+    The mean is taken first and M2 about it; the mean's own rounding is corrected.
+    """
+    channels = x.shape[1]
+    counter = Counter(tree, merge_moments)
+    for block, valid in zip(x, counts, strict=True):
+        values = np.ascontiguousarray(block[..., :valid]).reshape(channels, -1)
+        count = values.shape[1]
+        mean = values.mean(axis=1, keepdims=True)
+        centred = values - mean
+        error = centred.sum(axis=1).astype(np.float64) / count
+        np.square(centred, out=centred)
+        m2 = centred.sum(axis=1).astype(np.float64) - count * error * error
+        counter.push(np.concatenate([[count], mean[:, 0] + error, m2]))
+    return counter.partial((1 + 2 * channels,), np.float64)
+
+
+def _per_channel(vector, dtype, ndim):
+    return np.asarray(vector, dtype).reshape(-1, *(1,) * (ndim - 2))
+
+
+def batchnorm(x, mean, scale, beta):
+    """y = (x - mean) * scale + beta, each by channel."""
+    mean, scale, beta = (_per_channel(v, x.dtype, x.ndim) for v in (mean, scale, beta))
+    y = np.empty_like(x)
+    for block, out in zip(x, y, strict=True):
+        np.subtract(block, mean, out=out)
+        out *= scale
+        out += beta
+    return y
+
+
+def batchnorm_sums(dy, x, mean, tree):
+    """Partial of [sum of dy, sum of dy * (x - mean)] by channel: (2C,) float64."""
+    channels = x.shape[1]
+    mean = _per_channel(mean, x.dtype, x.ndim)
+    counter = Counter(tree)
+    for grad, block in zip(dy, x, strict=True):
+        product = block - mean
+        product *= grad
+        sums = [v.reshape(channels, -1).sum(axis=1) for v in (grad, product)]
+        counter.push(np.concatenate(sums).astype(np.float64))
+    return counter.partial((2 * channels,), np.float64)
+
+
+def batchnorm_dx(dy, x, mean, a, b, c, counts):
+    """dx = a * dy + b * (x - mean) + c by channel, zero in unused lanes."""
+    mean, a, b, c = (_per_channel(v, x.dtype, x.ndim) for v in (mean, a, b, c))
+    dx = np.empty_like(x)
+    for grad, block, out, valid in zip(dy, x, dx, counts, strict=True):
+        np.subtract(block, mean, out=out)
+        out *= b
+        out += c
+        out += a * grad
+        out[..., valid:] = 0
+    return dx
+
+
+def relu(x):
+    """max(x, 0)."""
+    return np.maximum(x, 0)
+
+
+def relu_dx(dy, y):
+    """dy where y > 0, else 0."""
+    return np.multiply(dy, y > 0)
+
+
+def dense(x, weight, bias):
+    """y = weight @ x + bias; x (B, F, 16), weight (K, F), bias (K,), y (B, K, 16)."""
+    y = np.empty((len(x), len(weight), x.shape[-1]), x.dtype)
+    for block, out in zip(x, y, strict=True):
+        np.matmul(weight, block, out=out)
+        out += bias[:, None]
+    return y
+
+
+def dense_dx(dy, weight):
+    """Gradient with respect to x: (B, F, 16)."""
+    dx = np.empty((len(dy), weight.shape[1], dy.shape[-1]), dy.dtype)
+    for grad, out in zip(dy, dx, strict=True):
+        np.matmul(weight.T, grad, out=out)
+    return dx
+
+
+def dense_dweight(dy, x, tree):
+    """Partial of the gradient with respect to weight: (K, F)."""
+    counter = Counter(tree)
+    for grad, block in zip(dy, x, strict=True):
+        counter.push(grad @ block.T)
+    return counter.partial((dy.shape[1], x.shape[1]), x.dtype)
+
+
+def softmax(logits):
+    """exp(logits) / sum over classes; logits (B, K, 16), computed in float64."""
+    probabilities = np.empty(logits.shape, np.float64)
+    for block, out in zip(logits, probabilities, strict=True):
+        np.exp(block - block.max(axis=0).astype(np.float64), out=out)
+        out /= out.sum(axis=0)
+    return probabilities
+
+
+def cross_entropy(logits, labels):
+    """-log softmax(logits)[label] of each image: (B, 16) float64; labels (B, 16) integers."""
+    losses = np.empty(labels.shape, np.float64)
+    for block, label, out in zip(logits, labels, losses, strict=True):
+        z = block - block.max(axis=0).astype(np.float64)
+        np.log(np.exp(z).sum(axis=0), out=out)
+        out -= np.take_along_axis(z, label[None], axis=0)[0]
+    return losses
+
+
+def image_sums(x, counts, tree):
+    """Partial of the sum over images, in float64: (*image_shape,)."""
+    counter = Counter(tree)
+    for block, valid in zip(x, counts, strict=True):
+        values = np.ascontiguousarray(block[..., :valid])
+        counter.push(values.sum(axis=-1, dtype=np.float64))
+    return counter.partial(x.shape[1:-1], np.float64)

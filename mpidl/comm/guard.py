@@ -1,0 +1,124 @@
+"""Ends a job on all its ranks, or on none: exceptions, signals, launchers of another MPI."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from mpidl.errors import UserError
+
+# what launchers say of the number of tasks, and of which one this is
+LAUNCHERS = {
+    "PMI_SIZE": "PMI_RANK",
+    "PMIX_SIZE": "PMIX_RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+}
+
+
+def refuse_foreign_launcher(size, library):
+    """Stop N jobs of one rank, which is what the `mpirun` of another MPI makes of one of N."""
+    for variable in LAUNCHERS:
+        tasks = os.environ.get(variable, "")
+        if size == 1 and tasks.isdigit() and int(tasks) > 1:
+            raise UserError(
+                f"the launcher started {tasks} tasks ({variable}={tasks}), but MPI sees one rank: "
+                f"expected the launcher of {library.split(',')[0].splitlines()[0].strip()}, such "
+                f"as {os.path.join(os.path.dirname(sys.executable), 'mpirun')}"
+            )
+
+
+_net = None  # the Net of this process's world, once there is one
+
+
+def watch(net):
+    """Have an uncaught exception on this rank end the job on all of them, within seconds."""
+    global _net
+    first, _net = _net is None, net
+    if net.size == 1 or not first:
+        return
+
+    def hook(kind, error, trace):
+        if net.rank:
+            time.sleep(0.5)  # where all ranks fail alike, rank 0 speaks and ends the others
+        head = f"mpidl: rank {net.rank} on host {net.hosts[net.rank]} failed, {net.doing}:"
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(f"{head}\n{text}", file=sys.stderr, end="", flush=True)
+        net.abort(1)
+
+    sys.excepthook = hook
+    atexit.register(_leave_together)
+
+
+def _leave_together():
+    """At exit, wait for the other ranks; a rank that left alone would leave them waiting."""
+    net = _net
+    if net.MPI.Is_finalized() or net.left:
+        return
+    net.doing = "leaving"
+    net.until(net.control.Ibarrier().Test, "the end of the program on all ranks")
+
+
+def run(main):
+    """Run a command's main() and end the process with the exit code it returns.
+
+    A UserError is one line on stderr and exit code 2. Most are raised by all ranks, and rank 0
+    speaks; one that a single rank raised is told by that rank, which then ends the job.
+    """
+    try:
+        code = main()
+    except UserError as error:
+        code = 2
+        rank = _launched_rank() if _net is None else _net.rank
+        if rank == 0:
+            print(f"mpidl: {error}", file=sys.stderr, flush=True)
+        if _net is not None and not _all_here(_net, 5.0):
+            if rank:
+                print(f"mpidl: rank {rank}: {error}", file=sys.stderr, flush=True)
+            _net.abort(code)
+    sys.exit(code)
+
+
+def _launched_rank():
+    """This process's rank before there is a world, as the launcher tells it."""
+    return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
+
+
+def _all_here(net, seconds):
+    """Whether all ranks came to leave within some seconds."""
+    request, deadline = net.control.Ibarrier(), time.monotonic() + seconds
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    net.left = True
+    return True
+
+
+class Signals:
+    """While entered, USR1, TERM and INT ask for a stop instead of ending the process.
+
+    `name` is the signal that came to this rank, or None; the ranks agree on it between steps. A
+    second INT interrupts at once.
+    """
+
+    def __init__(self):
+        self.name, self.before = None, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+                self.before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame):
+        if number == signal.SIGINT and self.name == "SIGINT":
+            raise KeyboardInterrupt
+        self.name = signal.Signals(number).name

@@ -1,0 +1,101 @@
+"""Adds Partials up over the ranks, in buckets, while other work goes on."""
+
+import numpy as np
+
+from mpidl.comm import exchange
+from mpidl.fold import Partial
+
+BUCKET = 1 << 20  # bytes
+
+
+class Flight:
+    """One exchange under way: a generator of requests, advanced whenever they are complete."""
+
+    def __init__(self, generator):
+        self.generator, self.requests, self.root, self.done = generator, [], None, False
+        self.advance()
+
+    def advance(self):
+        """Go on to the next requests; the present ones are complete."""
+        try:
+            self.requests = next(self.generator)
+        except StopIteration as end:
+            self.root, self.done, self.requests = end.value, True, []
+
+
+class Reducer:
+    """Takes named values as they become final; `finish` returns their sums.
+
+    Partials are packed into buckets of about `bucket_bytes` in the order they come, which is the
+    tape's and so the same on every rank; a full bucket leaves at once. Each term of a Partial is
+    folded by itself (see `Partial`). Terms of another tree, type or operation start a new bucket.
+    """
+
+    def __init__(self, world, bucket_bytes=BUCKET):
+        self.world, self.bucket_bytes = world, bucket_bytes
+        self.values, self.buckets = {}, []
+        self.open, self.open_key, self.open_bytes = [], None, 0
+
+    def push(self, name, value):
+        """Hand over one value: a Partial, or an array that every rank has already."""
+        self.values[name] = value
+        if not isinstance(value, Partial):
+            return
+        for index, term in enumerate(value.terms):
+            dtype = term.nodes[0].dtype if term.nodes else value.dtype
+            key = (term.tree, term.combine, dtype)
+            if self.open and key != self.open_key:
+                self._post()
+            self.open_key = key
+            size = int(np.prod(value.shape))
+            self.open.append((name, index, term.nodes, size))
+            self.open_bytes += size * np.dtype(dtype).itemsize
+            if self.open_bytes >= self.bucket_bytes:
+                self._post()
+
+    def _post(self):
+        tree, combine, dtype = self.open_key
+        count = len(tree.nodes[tree.rank])
+        if len(self.open) == 1:
+            nodes = [np.reshape(v, -1) for v in self.open[0][2]]
+        else:
+            nodes = [
+                np.concatenate([np.reshape(item[2][j], -1) for item in self.open])
+                for j in range(count)
+            ]
+        width = sum(size for *_, size in self.open)
+        matrix = np.stack(nodes) if nodes else np.empty((0, width), dtype)
+        places = [(name, index, size) for name, index, _, size in self.open]
+        self.buckets.append((places, self.world.fly(tree, matrix, combine)))
+        self.open, self.open_key, self.open_bytes = [], None, 0
+
+    def progress(self):
+        """Let the exchanges under way go on; never waits."""
+        self.world.progress()
+
+    def finish(self):
+        """Wait for all sums; returns {name: array}."""
+        if self.open:
+            self._post()
+        roots = {}
+        for places, flight in self.buckets:
+            self.world.land(flight)
+            at = 0
+            for name, index, size in places:
+                roots[name, index] = flight.root[at : at + size]
+                at += size
+        sums = {}
+        for name, value in self.values.items():
+            if isinstance(value, Partial):
+                shape = value.shape
+                terms = range(len(value.terms))
+                value = value.finish([roots[name, i].reshape(shape) for i in terms])
+            sums[name] = value
+        self.values, self.buckets = {}, []
+        return sums
+
+
+def post(net, tag, tree, matrix, combine):
+    """Start the exchange of a (nodes, width) matrix by the way its layout and size call for."""
+    way = exchange.choose(tree, matrix.shape[1] * matrix.itemsize, combine)
+    return Flight(way(net, tag, tree, matrix, combine))

@@ -1,0 +1,229 @@
+"""The world: this rank, of how many, and what they do together."""
+
+import functools
+import pickle
+
+import numpy as np
+
+from mpidl.comm import guard
+from mpidl.comm.net import Net, node_array
+from mpidl.comm.reducer import Reducer, post
+from mpidl.errors import UserError
+from mpidl.fold import Partial
+
+OPERATIONS = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "min": np.minimum,
+    "max": np.maximum,
+    "sum": np.add,
+    "prod": np.multiply,
+}
+GATHER, SEND, TAGS = 3, 4, 10  # control tags; exchanges take the tags from TAGS on
+
+
+class World:
+    """All ranks of the job. Every method is collective but `send`, `report` and `progress`.
+
+    comm: an mpi4py communicator, COMM_WORLD by default. timeout: seconds until a wait names the
+    ranks that do not answer and ends the job. plain: sums by MPI_Allreduce, whose result depends on
+    the number of ranks (for measurements and negative controls).
+
+    Ranks are numbered in (host, rank) order, so that neighbours in the fold share a host; rank 0
+    stays rank 0. MPI is initialized FUNNELED: only the main thread may call these methods.
+    """
+
+    def __init__(self, comm=None, *, timeout=300.0, plain=False):
+        import mpi4py
+
+        mpi4py.rc.thread_level = "funneled"
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD if comm is None else comm
+        guard.refuse_foreign_launcher(comm.size, MPI.Get_library_version())
+        hosts = comm.allgather(MPI.Get_processor_name())
+        place = sorted(range(comm.size), key=lambda r: (hosts.index(hosts[r]), r))
+        self.net = Net(comm.Split(0, place.index(comm.rank)), timeout)
+        self.rank, self.size, self.plain = self.net.rank, self.net.size, plain
+        self.hosts, self.host = self.net.hosts, self.net.hosts[self.rank]
+        self.flying, self.next_tag, self.windows = [], 0, []
+        self.handler, self.sent, self.received = None, 0, 0
+        guard.watch(self.net)
+
+    # sums and other reductions
+
+    def gplus(self, value):
+        """Add up over all ranks; every rank gets the same bytes.
+
+        A Partial is folded: the result does not depend on the number of ranks. A dict, list or
+        tuple is done item by item, in one exchange where it can be. A number or plain array is
+        added in a fixed order of the ranks: repeatable, but dependent on how many there are.
+        """
+        if isinstance(value, dict):
+            reducer = Reducer(self, bucket_bytes=float("inf"))
+            for name, item in value.items():
+                reducer.push(name, item if isinstance(item, Partial) else self.gplus(item))
+            return reducer.finish()
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.gplus(dict(enumerate(value))).values())
+        if isinstance(value, Partial):
+            return self.gplus({"": value})[""]
+        return self.gop("sum", value)
+
+    def gop(self, operation, value):
+        """Combine a number or array of all ranks with an operation; every rank gets the result.
+
+        operation: "and", "or", "min", "max", "sum", "prod", or a function of two arrays. Applied
+        from rank 0 upwards.
+        """
+        if not callable(operation) and operation not in OPERATIONS:
+            raise ValueError(
+                f"gop: expected one of {', '.join(OPERATIONS)} or a function, got {operation!r}"
+            )
+        combine = OPERATIONS.get(operation, operation)
+        if isinstance(value, Partial):
+            raise TypeError("gop: got a Partial; world.gplus(value) is what folds it")
+        array = np.atleast_1d(np.asarray(value))
+        if array.dtype == object:
+            raise TypeError(f"gop: expected numbers, got {value!r}")
+        inbox = [np.empty_like(array) for _ in range(self.size)]
+        inbox[self.rank] = np.ascontiguousarray(array)
+        tag = self._tag()
+        others = [r for r in range(self.size) if r != self.rank]
+        requests = [self.net.irecv(inbox[r], r, tag) for r in others]
+        requests += [self.net.isend(inbox[self.rank], r, tag) for r in others]
+        self._wait(requests, f"gop {getattr(operation, '__name__', operation)}")
+        result = np.asarray(functools.reduce(combine, inbox)).reshape(np.shape(value))
+        return result if isinstance(value, np.ndarray) else result[()].item()
+
+    def reducer(self):
+        """What `value_and_grad(f, reduce=world)` hands gradients to."""
+        return Reducer(self)
+
+    # objects
+
+    def broadcast(self, value, root=0):
+        """rank `root`'s value (any object that can be pickled) on all ranks."""
+        if self.size == 1:
+            return value
+        data = np.frombuffer(pickle.dumps(value) if self.rank == root else b"", np.uint8)
+        size = np.array([data.size])
+        self._wait([self.net.comm.Ibcast(size, root)], "broadcast")
+        data = data if self.rank == root else np.empty(size[0], np.uint8)
+        self._wait([self.net.comm.Ibcast(data, root)], "broadcast")
+        return value if self.rank == root else pickle.loads(data)
+
+    def gather(self, value):
+        """The list of all ranks' values on rank 0, None elsewhere."""
+        if self.rank:
+            self._wait([self.net.control.isend(value, 0, GATHER)], "gather")
+            return None
+        found = [value]
+        for source in range(1, self.size):
+            message = None
+
+            def arrived(source=source):
+                nonlocal message
+                message = self.net.control.improbe(source, GATHER)
+                return message is not None
+
+            self.net.until(arrived, f"gather from rank {source}", self.progress)
+            found.append(message.recv())
+        return found
+
+    def barrier(self):
+        """Wait for all ranks, and on rank 0 for what they have sent."""
+        sent = self.gop("sum", self.sent)
+        if self.rank == 0 and self.handler:
+            self.net.until(lambda: self.received == sent, "messages sent to rank 0", self.progress)
+        self._wait([self.net.comm.Ibarrier()], "barrier")
+
+    def together(self, error=None):
+        """Agree on an error: where any rank passes an exception, all ranks raise the first one's.
+
+        What only one rank can notice (a corrupt image, a full disk) becomes one UserError that all
+        ranks raise at the same place.
+        """
+        if self.gop("max", int(error is not None)):
+            found = self.broadcast(self.gather(None if error is None else str(error)))
+            raise UserError(next(text for text in found if text is not None))
+
+    # messages to rank 0 while work goes on
+
+    def after_each(self, handler):
+        """On rank 0, call handler(data) for each `send` of any rank (MATLAB's afterEach)."""
+        self.handler = handler
+
+    def send(self, data):
+        """Send data (anything that can be pickled) to the handler on rank 0, without waiting.
+
+        Rank 0 takes it while it waits in any collective method, at `progress()` and, at the latest,
+        at `barrier()`.
+        """
+        self.sent += 1
+        if self.rank == 0:
+            self._handle(data)
+        else:
+            self.net.control.isend(data, 0, SEND)
+
+    def _handle(self, data):
+        self.received += 1
+        if self.handler is None:
+            raise RuntimeError("send: rank 0 has no handler; every rank calls after_each first")
+        self.handler(data)
+
+    def report(self, **facts):
+        """Print `Epoch: 1, Loss: 0.3071` from rank 0."""
+        if self.rank == 0:
+            words = (
+                f"{name.replace('_', ' ').capitalize()}: "
+                + (f"{v:.4f}" if isinstance(v, (float, np.floating, np.ndarray)) else str(v))
+                for name, v in facts.items()
+            )
+            print(", ".join(words), flush=True)
+
+    # memory shared by a node
+
+    def shared_array(self, shape, dtype):
+        """A zeroed array that the ranks of one host share; each sees the others' writes."""
+        array, window = node_array(self.net, shape, dtype)
+        self.windows.append(window)
+        return array
+
+    # exchanges under way
+
+    def fly(self, tree, matrix, combine):
+        """Start folding a (nodes, width) matrix; see `land`."""
+        flight = post(self.net, self._tag(), tree, matrix, combine)
+        if not flight.done:
+            self.flying.append(flight)
+        return flight
+
+    def land(self, flight):
+        """Wait until a flight has its root."""
+        while not flight.done:
+            self._wait(flight.requests, "a sum over the ranks")
+            if not flight.done:
+                self._advance(flight)
+
+    def progress(self):
+        """Let exchanges under way go on, and hand messages to rank 0's handler; never waits."""
+        testall = self.net.MPI.Request.Testall
+        for flight in list(self.flying):
+            if not flight.done and testall(flight.requests):
+                self._advance(flight)
+        if self.handler and self.rank == 0 and self.size > 1:
+            while (message := self.net.control.improbe(tag=SEND)) is not None:
+                self._handle(message.recv())
+
+    def _advance(self, flight):
+        flight.advance()
+        if flight.done and flight in self.flying:
+            self.flying.remove(flight)
+
+    def _wait(self, requests, what):
+        self.net.wait(requests, what, self.progress if self.flying or self.handler else None)
+
+    def _tag(self):
+        self.next_tag = (self.next_tag + 1) % 16384  # MPI promises tags up to 32767
+        return TAGS + self.next_tag

@@ -1,0 +1,48 @@
+"""The ops: each family in a file, forward and vjp side by side."""
+
+from mpidl.ops.activation import relu, softmax
+from mpidl.ops.arithmetic import (
+    add,
+    divide,
+    exp,
+    log,
+    multiply,
+    negative,
+    power,
+    reshape,
+    sqrt,
+    subtract,
+    total,
+    transpose,
+)
+from mpidl.ops.batchnorm import batchnorm, batchnorm_predict
+from mpidl.ops.conv import conv2d
+from mpidl.ops.dense import dense, flatten
+from mpidl.ops.loss import correct_count, mean, mean_squared_error, softmax_cross_entropy, sum
+
+__all__ = [
+    "add",
+    "batchnorm",
+    "batchnorm_predict",
+    "conv2d",
+    "correct_count",
+    "dense",
+    "divide",
+    "exp",
+    "flatten",
+    "log",
+    "mean",
+    "mean_squared_error",
+    "multiply",
+    "negative",
+    "power",
+    "relu",
+    "reshape",
+    "softmax",
+    "softmax_cross_entropy",
+    "sqrt",
+    "subtract",
+    "sum",
+    "total",
+    "transpose",
+]

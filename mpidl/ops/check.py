@@ -1,0 +1,34 @@
+"""What an op checks of its arguments: each error says what was expected and what was found."""
+
+from mpidl.blocks import Blocked
+
+
+def images(name, x, ndim=None):
+    """x must be blocked, with `ndim` axes counting the images' own."""
+    if not isinstance(x, Blocked):
+        raise TypeError(f"{name}: expected a value per image (Blocked), got {type(x).__name__}")
+    if ndim is not None and len(x.shape) != ndim:
+        axes = "(N, C, H, W)" if ndim == 4 else f"{ndim} axes"
+        raise ValueError(f"{name}: expected x of shape {axes}, got {x.shape}")
+    return x
+
+
+def pair(name, option, value, least):
+    """An option given once or as (down, across), as a pair of integers >= least."""
+    both = (value, value) if isinstance(value, int) else tuple(value)
+    if len(both) != 2 or any(not isinstance(v, int) or v < least for v in both):
+        raise ValueError(f"{name}: {option} must be an integer >= {least} or two, got {value!r}")
+    return both
+
+
+def pads(name, value):
+    """Padding given as p, (down, across) or ((top, bottom), (left, right)), as the last."""
+    both = (value, value) if isinstance(value, int) else tuple(value)
+    both = tuple((v, v) if isinstance(v, int) else tuple(v) for v in both)
+    sides = [v for axis in both for v in axis]
+    if len(both) != 2 or len(sides) != 4 or any(not isinstance(v, int) or v < 0 for v in sides):
+        raise ValueError(
+            f"{name}: padding must be an integer >= 0, (down, across) or ((top, bottom), (left, "
+            f"right)), got {value!r}"
+        )
+    return both

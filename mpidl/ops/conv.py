@@ -1,0 +1,44 @@
+"""Convolution."""
+
+from mpidl import backends
+from mpidl.ops import check
+from mpidl.tape import op
+
+
+@op(blocks=True)
+def conv2d(x, weight, bias, *, stride=1, padding=0, dilation=1, groups=1):
+    """2-D cross-correlation.
+
+    x: (N, C, H, W); weight: (K, C/groups, R, S); bias: (K,); returns (N, K, P, Q) with
+    P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, Q likewise. stride and dilation
+    are integers or (down, across); padding is an integer, (down, across) or
+    ((top, bottom), (left, right)) pixels of zero.
+    """
+    check.images("conv2d", x, 4)
+    stride = check.pair("conv2d", "stride", stride, 1)
+    dilation = check.pair("conv2d", "dilation", dilation, 1)
+    padding = check.pads("conv2d", padding)
+    channels = x.shape[1]
+    if weight.ndim != 4 or weight.shape[1] * groups != channels or len(weight) % groups:
+        raise ValueError(
+            f"conv2d: expected weight (K, {channels}/groups, R, S) with K a multiple of "
+            f"groups={groups}, got weight {weight.shape} for x {x.shape}"
+        )
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"conv2d: expected bias ({len(weight)},), got {bias.shape}")
+    backend = backends.of(x)
+    size = backend.conv2d_shape(x.image_shape, weight.shape, stride, padding, dilation)
+    if min(size[1:]) < 1:
+        raise ValueError(f"conv2d: filters {weight.shape} leave nothing of images {x.image_shape}")
+    y = backend.conv2d(x.lanes, weight, bias, stride, padding, dilation, groups)
+
+    def vjp(dy, needs):
+        tree, how = x.batch.tree, (stride, padding, dilation, groups)
+        dx = backend.conv2d_dx(dy.lanes, x.lanes, weight, *how) if needs[0] else None
+        return (
+            x.like(dx) if needs[0] else None,
+            backend.conv2d_dweight(dy.lanes, x.lanes, weight, *how, tree) if needs[1] else None,
+            backend.channel_sums(dy.lanes, tree) if needs[2] else None,
+        )
+
+    return x.like(y), vjp

@@ -1,0 +1,364 @@
+"""Reverse-mode differentiation: a tape of ops, played back once.
+
+A value is *blocked* (`Blocked`: per image, on the rank that owns the image's block), *replicated*
+(a NumPy array, the same bytes on every rank: learnables, and what is computed from them alone) or a
+`Partial` (a sum over the images that is not added up over the ranks yet). Cotangents follow:
+
+    value        its cotangent
+    Blocked      Blocked, zero in unused lanes
+    Partial      replicated
+    replicated   a Partial from a blocked op, replicated from any other; their sum is a Partial
+
+A Partial reaches a learnable as it is and goes to whoever adds it up. Where it meets a replicated
+value that was itself computed (a tied weight, a normalized weight), it is folded over all ranks at
+that fixed place of the tape before the vjp runs: a vjp is never applied to parts of a sum.
+"""
+
+import functools
+import itertools
+
+import numpy as np
+
+from mpidl import keyed
+from mpidl.blocks import Blocked, from_images
+from mpidl.fold import Counter, Partial, replicated
+
+_clock = itertools.count()
+
+
+class Var:
+    """A value that remembers the op that made it. Learnables are the ones without parents."""
+
+    __slots__ = ("value", "parents", "vjp", "name", "index")
+
+    def __init__(self, value, parents=(), vjp=None, name=None):
+        self.value, self.parents, self.vjp, self.name = value, parents, vjp, name
+        self.index = next(_clock)
+
+    shape = property(lambda self: self.value.shape)
+    dtype = property(lambda self: self.value.dtype)
+
+    def _refuse(self, *_, **__):
+        raise TypeError(
+            f"{self.name!r} is being differentiated: combine it with dl's ops or with + - * / **, "
+            "or write an op of your own with @dl.op"
+        )
+
+    __float__ = __bool__ = __len__ = __array__ = __iter__ = mean = sum = _refuse
+
+    def __repr__(self):
+        return f"Var({self.name}, {self.value!r})"
+
+
+def value_of(x):
+    """The value of a Var, anything else as it is."""
+    return x.value if isinstance(x, Var) else x
+
+
+def op(forward=None, *, blocks=False):
+    """Make an op of `forward(*arrays, **options) -> (y, vjp)`.
+
+    Without `blocks`, forward sees plain arrays: where any argument is blocked it is called once for
+    each block, with the block's images as C-ordered (n <= 16, ...) arrays and replicated arguments
+    whole, and returns y of shape (n, ...); otherwise it is called once. `vjp(dy)` returns a tuple
+    with one cotangent for each positional argument (None where there is nothing to say); those of
+    replicated arguments are folded over the blocks. A rank with no block calls forward on one image
+    of zeros to learn y's shape.
+
+    With `blocks=True`, forward sees Blocked values, whole shares, and `vjp(dy, needs)` returns
+    Partials for replicated arguments; needs[i] says whether argument i wants its cotangent.
+    """
+    if forward is None:
+        return functools.partial(op, blocks=blocks)
+    name = forward.__name__
+
+    @functools.wraps(forward)
+    def wrapped(*args, **options):
+        values = [value_of(a) for a in args]
+        y, vjp = (
+            forward(*values, **options) if blocks else _by_block(name, forward, values, options)
+        )
+        if not any(isinstance(a, Var) for a in args):
+            return y
+        return Var(y, args, vjp, name)
+
+    return wrapped
+
+
+def _by_block(name, forward, values, options):
+    """Run a plain-array op once, or over each block of this rank's share."""
+    if any(isinstance(v, Partial) for v in values):
+        raise TypeError(
+            f"{name}: got a Partial, which is not added up over the ranks yet; only sums and "
+            "multiples of it have a meaning before world.gplus(value)"
+        )
+    blocked = [v for v in values if isinstance(v, Blocked)]
+    if not blocked:
+        y, vjp = forward(*values, **options)
+        return y, lambda dy, needs: _checked(name, vjp(dy), values)
+    batch = blocked[0].batch
+    if any(v.batch is not batch for v in blocked):
+        raise ValueError(f"{name}: its blocked arguments belong to different mini-batches")
+    results = []
+    for b in range(batch.blocks):
+        args = [v.block(b) if isinstance(v, Blocked) else v for v in values]
+        results.append(forward(*args, **options))
+        _check_rows(name, results[-1][0], batch.valid(b))
+    if results:
+        local = np.concatenate([np.asarray(y) for y, _ in results])
+    else:
+        local = _empty_result(name, forward, values, options)
+    vjps = [vjp for _, vjp in results]
+
+    def vjp(dy, needs):
+        columns = []
+        for i, v in enumerate(values):
+            if not needs[i]:
+                columns.append(None)
+            elif isinstance(v, Blocked):
+                columns.append([np.empty((0, *v.image_shape), v.dtype)])
+            else:
+                columns.append(Counter(batch.tree))
+        for b, block_vjp in enumerate(vjps):
+            args = [v.block(b) if isinstance(v, Blocked) else v for v in values]
+            for column, v, d in zip(
+                columns, values, _checked(name, block_vjp(dy.block(b)), args), strict=True
+            ):
+                if column is None:
+                    continue
+                if isinstance(v, Blocked):
+                    size = (batch.valid(b), *v.image_shape)
+                    column.append(np.zeros(size, v.dtype) if d is None else d)
+                else:
+                    leaf = np.zeros(np.shape(v), v.dtype) if d is None else d
+                    column.push(np.array(leaf, v.dtype))
+            vjps[b] = None
+        return tuple(
+            None
+            if column is None
+            else from_images(np.concatenate(column), batch, v.dtype)
+            if isinstance(v, Blocked)
+            else column.partial(np.shape(v), v.dtype)
+            for column, v in zip(columns, values, strict=True)
+        )
+
+    return from_images(local, batch), vjp
+
+
+def _empty_result(name, forward, values, options):
+    args = [
+        np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values
+    ]
+    with np.errstate(all="ignore"):
+        y, _ = forward(*args, **options)
+    _check_rows(name, y, 1)
+    return np.asarray(y)[:0]
+
+
+def _check_rows(name, y, rows):
+    if np.ndim(y) == 0 or len(y) != rows:
+        raise ValueError(
+            f"{name}: expected one result per image, ({rows}, ...), got shape {np.shape(y)}; for "
+            "a loss, return one value per image and use dl.mean"
+        )
+
+
+def _checked(name, cotangents, args):
+    if not isinstance(cotangents, (tuple, list)) or len(cotangents) != len(args):
+        found = f"{len(cotangents)}" if isinstance(cotangents, (tuple, list)) else "no tuple"
+        raise ValueError(
+            f"{name}: its vjp must return a tuple of {len(args)} cotangents, one for each "
+            f"positional argument; got {found}"
+        )
+    for i, (d, a) in enumerate(zip(cotangents, args, strict=True)):
+        if d is not None and np.shape(d) != np.shape(a):
+            raise ValueError(
+                f"{name}: cotangent of shape {np.shape(d)} for argument {i} of shape {np.shape(a)}"
+            )
+    return cotangents
+
+
+def _accumulate(a, b):
+    if isinstance(a, Blocked):
+        return a.like(a.lanes + b.lanes)
+    return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
+
+
+def backward(root, seed, *, fold=None, on_ready=None, progress=None):
+    """Play the tape back from `root`, whose cotangent is `seed`; returns {leaf Var: gradient}.
+
+    The order is the tape's, backwards: the same on every rank. `on_ready(leaf, gradient)` is called
+    as soon as a gradient is final, `progress()` after each vjp. Saved arrays are freed as they are
+    used, so that a tape can be played once only.
+    """
+    waiting, stack = {root: 0}, [root]
+    while stack:
+        for parent in stack.pop().parents:
+            if isinstance(parent, Var):
+                if parent not in waiting:
+                    waiting[parent] = 0
+                    stack.append(parent)
+                waiting[parent] += 1
+    cotangents, gradients = {root: seed}, {}
+
+    def finish(leaf):
+        gradients[leaf] = cotangents.pop(leaf, None)
+        if gradients[leaf] is None:
+            gradients[leaf] = np.zeros(leaf.shape, leaf.dtype)
+        if on_ready:
+            on_ready(leaf, gradients[leaf])
+
+    nodes = sorted(waiting, key=lambda v: v.index, reverse=True)
+    for node in nodes:
+        if not node.parents:
+            if node is root:
+                finish(node)
+            continue
+        parents, vjp, dy = node.parents, node.vjp, cotangents.pop(node, None)
+        if vjp is None:
+            raise RuntimeError(f"the tape through {node.name!r} was already played back")
+        if isinstance(dy, Partial):
+            dy = fold(dy)
+        needs = tuple(isinstance(p, Var) for p in parents)
+        parts = vjp(dy, needs) if dy is not None else (None,) * len(parents)
+        node.vjp = node.value = vjp = dy = None
+        for parent, part in zip(parents, parts, strict=True):
+            if not isinstance(parent, Var):
+                continue
+            if part is not None:
+                if parent in cotangents:
+                    part = _accumulate(cotangents[parent], part)
+                cotangents[parent] = part
+            waiting[parent] -= 1
+            if waiting[parent] == 0 and not parent.parents:
+                finish(parent)
+        if progress:
+            progress()
+    return gradients
+
+
+def batch_of(*args):
+    """The Batch of the first blocked argument, None where there is none."""
+    for a in args:
+        value = value_of(a)
+        if isinstance(value, Blocked):
+            return value.batch
+    return None
+
+
+def _as_partial(value):
+    return value if isinstance(value, Partial) else replicated(value)
+
+
+def value_and_grad(f, *, reduce=None):
+    """`value_and_grad(f)(model, *args)` -> f's value, gradients (and the new state of a network).
+
+    model: a dict of named arrays, or a Network; f gets it with the learnables being differentiated
+    and returns a scalar loss, or a tuple (loss, *others) whose others are not differentiated.
+    Returns (value, gradients) for a dict, (value, gradients, state) for a Network; gradients is a
+    dict by name.
+
+    Without `reduce`, the loss and the gradients come back as Partials, for `world.gplus`: nothing
+    but batch-norm sums was exchanged. With `reduce=world` they are exchanged while backward runs
+    and come back added up.
+    """
+
+    def run(model, *args, **options):
+        network = hasattr(model, "bind")
+        learnables = model.parameters if network else model
+        leaves = {name: Var(value, name=name) for name, value in learnables.items()}
+        traced = model.bind(leaves) if network else leaves
+        result = f(traced, *args, **options)
+        loss, *others = result if isinstance(result, tuple) else (result,)
+        value = [value_of(v) for v in (loss, *others)]
+        if getattr(value[0], "shape", ()) != () or isinstance(value[0], Blocked):
+            raise ValueError(
+                f"a loss must be one number, got {value[0]!r}; dl.mean makes one of a value per "
+                "image"
+            )
+        batch = batch_of(*args)
+        world = batch.world if batch else reduce
+        reducer = reduce.reducer() if reduce is not None else None
+        found = {}
+        if isinstance(loss, Var):
+            found = backward(
+                loss,
+                np.ones((), value[0].dtype),
+                fold=world.gplus if world is not None else None,
+                on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
+                progress=reducer.progress if reducer else None,
+            )
+        gradients = {
+            name: found[leaf] if leaf in found else np.zeros(leaf.shape, leaf.dtype)
+            for name, leaf in leaves.items()
+        }
+        if reducer:
+            gradients |= reducer.finish()
+            value = [reduce.gplus(v) if isinstance(v, Partial) else v for v in value]
+        else:
+            value[0] = _as_partial(value[0])
+            gradients = {name: _as_partial(g) for name, g in gradients.items()}
+        value = tuple(value) if isinstance(result, tuple) else value[0]
+        return (value, gradients, traced.state) if network else (value, gradients)
+
+    return run
+
+
+def check_vjp(f, *args, step=1e-6, tolerance=1e-6, seed=0):
+    """Check the vjp of `f(*args)` along one random direction: <v, J d> = <vjp(v), d>.
+
+    J d is the central difference of f at args +- step * d. Floating arguments (NumPy arrays and
+    Blocked values, float64 for the default step and tolerance) are varied together. Returns the
+    relative difference; AssertionError where it is above `tolerance`. Collective where an argument
+    is blocked.
+    """
+    batch = batch_of(*args)
+    world = batch.world if batch else None
+
+    def direction(i, value):
+        label = f"check_vjp {i}"
+        if isinstance(value, Blocked):
+            count = int(np.prod(value.shape))
+            whole = 2 * keyed.uniform(seed, label, count).reshape(value.shape) - 1
+            return from_images(whole[slice(*value.batch.images)], value.batch, value.dtype)
+        count = int(np.prod(np.shape(value)))
+        return (2 * keyed.uniform(seed, label, count) - 1).reshape(np.shape(value))
+
+    def added(value):
+        return world.gplus(value) if isinstance(value, Partial) else value
+
+    def inner(a, b):
+        if isinstance(a, Blocked):
+            mine = np.array([np.sum(a.local() * b.local(), dtype=np.float64)])
+            return float(world.gplus(mine)[0])
+        return float(np.sum(np.asarray(a) * np.asarray(b), dtype=np.float64))
+
+    def moved(value, d, t):
+        return value.like(value.lanes + t * d.lanes) if isinstance(value, Blocked) else value + t * d
+
+    floating = [
+        i for i, a in enumerate(args) if np.dtype(getattr(a, "dtype", "O")).kind == "f"
+    ]
+    steps = {i: direction(i, args[i]) for i in floating}
+
+    def at(t):
+        shifted = [moved(a, steps[i], t) if i in steps else a for i, a in enumerate(args)]
+        return added(value_of(f(*shifted)))
+
+    y = f(*[Var(a, name=f"argument {i}") if i in steps else a for i, a in enumerate(args)])
+    v = direction("v", added(y.value))
+    high, low = at(step), at(-step)
+    slope = high.like(high.lanes - low.lanes) if isinstance(high, Blocked) else high - low
+    forward = inner(slope, v) / (2 * step)
+    reverse = 0.0
+    for i, d in steps.items():
+        leaf = [Var(a, name="x") if j == i else a for j, a in enumerate(args)]
+        found = backward(f(*leaf), v, fold=world.gplus if world else None)[leaf[i]]
+        reverse += inner(added(found), d)
+    difference = abs(forward - reverse) / max(abs(forward), abs(reverse), 1e-300)
+    if not difference <= tolerance:
+        raise AssertionError(
+            f"vjp of {getattr(f, '__name__', f)}: <v, J d> = {forward:.12g} by differences, "
+            f"<vjp(v), d> = {reverse:.12g}, relative difference {difference:.3g} > {tolerance:g}"
+        )
+    return difference
