@@ -1,0 +1,265 @@
+"""The commands' arguments. Pure parsing: no MPI, nothing printed but --help.
+
+An option of training is defined once, in `training.options`; here it gets its flag and help text.
+`train` returns only what was typed, so that `options.resolve` can tell where each value came from.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+
+from mpidl.errors import UserError
+from mpidl.training import checkpoint, options
+
+EXIT_CODES = """\
+exit codes: 0 done; 1 a fault; 2 unusable options or data; 75 asked to stop (USR1, TERM, INT),
+checkpoint written: run again with --resume DIR
+"""
+
+# What a run leaves in its folder, and a later run in the same folder replaces.
+RESULTS = (
+    checkpoint.CURRENT,
+    checkpoint.PREVIOUS,
+    "metrics.jsonl",
+    "model.h5",
+    "options.toml",
+    "progress.png",
+    "summary.json",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line UserErrors, no abbreviations, and help only where it is wanted."""
+
+    def __init__(self, command, description, quiet, **keywords):
+        super().__init__(
+            prog=f"python -m mpidl.{command}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **keywords,
+        )
+        self.quiet = quiet
+
+    def error(self, message):
+        raise UserError(message.removeprefix("argument "))
+
+    def print_help(self, file=None):
+        if not self.quiet:
+            super().print_help(file)
+
+    def parse(self, argv):
+        """The Namespace; UserError for what is unknown, with the nearest known option."""
+        argv = sys.argv[1:] if argv is None else list(argv)
+        known = [text for action in self._actions for text in action.option_strings]
+        for text in argv:
+            name = text.partition("=")[0]
+            if name == "--":
+                break
+            if name.startswith("--") and name not in known:
+                raise UserError(f"unknown option {name}{options.nearest(name, known)}")
+        found, extra = self.parse_known_args(argv)
+        if extra:
+            raise UserError(f"unexpected argument {extra[0]} (--help lists the options)")
+        return found
+
+    def add_options(self, *names, **defaults):
+        """Flags for these options of training; {name: default} for one that is not theirs."""
+        for name in names:
+            self._add_option(name, options.OPTIONS[name], defaults.get(name))
+
+    def _add_option(self, name, known, default):
+        rule, text = known.metadata["rule"], known.metadata["help"]
+        default = known.default if default is None else default
+        default = "no limit" if default is None else default
+        self.add_argument(
+            options.flag(name),
+            type=lambda value: options.check(name, value, options.flag(name), text=True),
+            metavar="|".join(rule.choices) or {int: "N", float: "X"}[rule.kind],
+            help=f"{text} ({default})",
+            default=argparse.SUPPRESS,
+        )
+
+
+def train(argv=None, quiet=False):
+    """{name: value} of what was typed: options, network, data, test_data, out, resume, config.
+
+    `quiet`: --help ends the program without printing, as it must on all ranks but one. Raises
+    UserError.
+    """
+    parser = Parser(
+        "train",
+        "Train a network on all ranks that mpirun or srun started. Without options: the digits\n"
+        "network on the embedded digit images, by its recipe.",
+        quiet,
+        epilog="In parentheses: the default, where the network's recipe has no other; the digits\n"
+        f"recipe: {_recipe('digits')}.\n"
+        "A value comes from the command line, else --config, else the run that is resumed, else\n"
+        f"the recipe, else the default.\n\n{EXIT_CODES}",
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_data(parser)
+    parser.add_argument("--test-data", metavar="DATA", help="test images (a tenth of --data)")
+    parser.add_options(*options.NAMES)
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder for the results; those of an earlier run in it are replaced (the first of "
+        "runs/NETWORK, runs/NETWORK-2, ... that does not exist)",
+    )
+    parser.add_argument("--resume", metavar="DIR", help="go on from the checkpoint in DIR")
+    parser.add_argument("--config", metavar="FILE.toml", help="file of options")
+    return vars(parser.parse(argv))
+
+
+def predict(argv=None, quiet=False):
+    """Namespace of model, data, out, batch_size, device, threads, timeout."""
+    parser = Parser("predict", "Classify images with a trained network.", quiet)
+    parser.add_argument("--model", metavar="FILE.h5", required=True, help="model.h5 of a run")
+    parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
+    parser.add_argument(
+        "--out", metavar="FILE.csv", help="write a row an image: name, class, a score a class"
+    )
+    names = ("batch_size", "device", "threads", "timeout")
+    parser.add_options(*names)
+    defaults = {name: options.OPTIONS[name].default for name in names}
+    return argparse.Namespace(**defaults | vars(parser.parse(argv)))
+
+
+def verify(argv=None, quiet=False):
+    """Namespace of ranks (a list) and given, {name: value} of a short training run.
+
+    given holds what was typed, for `options.resolve`, and a max_iterations in any case.
+    """
+    parser = Parser(
+        "verify",
+        "Train briefly on each number of ranks and compare the weights: they must be the same,\n"
+        "byte for byte.",
+        quiet,
+        epilog="exit codes: 0 all the same; 1 they differ; 2 unusable options",
+    )
+    parser.add_argument(
+        "--ranks", type=_rank_counts, default=[1, 2, 3, 4], metavar="N,N,...", help="(1,2,3,4)"
+    )
+    _add_data(parser)
+    parser.add_options(
+        *("max_iterations", "batch_size", "learning_rate", "momentum", "l2", "shuffle", "seed"),
+        *("device", "threads", "batchnorm", "timeout"),
+        max_iterations=5,
+    )
+    given = vars(parser.parse(argv))
+    ranks = given.pop("ranks")
+    return argparse.Namespace(ranks=ranks, given={"max_iterations": 5, **given})
+
+
+def bench(argv=None, quiet=False):
+    """Namespace of what, iterations, rounds, and given, {name: value} for `options.resolve`."""
+    parser = Parser("bench", "Measure.", quiet)
+    parser.add_argument(
+        "what",
+        choices=["fold"],
+        help="fold: the training step with the fixed fold against one with a plain Allreduce",
+    )
+    parser.add_argument(
+        "--iterations", type=_count("--iterations"), default=20, metavar="N", help="a round (20)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_count("--rounds"),
+        default=5,
+        metavar="N",
+        help="times that both kinds of step take turns (5)",
+    )
+    _add_data(parser)
+    parser.add_options("batch_size", "seed", "device", "threads", "batchnorm", "timeout")
+    given = vars(parser.parse(argv))
+    named = {name: given.pop(name) for name in ("what", "iterations", "rounds")}
+    return argparse.Namespace(**named, given=given)
+
+
+def info(argv=None, quiet=False):
+    """Namespace without names: --help is all there is."""
+    return Parser("info", "Show what mpidl found on this machine and its ranks.", quiet).parse(argv)
+
+
+DATA_HELP = "digits, a folder with a sub-folder of images for each class, or a folder of IDX files"
+
+
+def as_flags(given):
+    """The command line that means `given`: {"batch_size": 8} is ["--batch-size", "8"]."""
+    texts = {name: "none" if value is None else str(value) for name, value in given.items()}
+    return [text for name in texts for text in (options.flag(name), texts[name])]
+
+
+def _add_data(parser):
+    parser.add_argument(
+        "--network",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="digits, or FILE.py:FUNCTION, called as FUNCTION(input_shape, classes) (digits)",
+    )
+    parser.add_argument(
+        "--data",
+        default=argparse.SUPPRESS,
+        metavar="DATA",
+        help=f"{DATA_HELP} (digits)",
+    )
+
+
+def _count(spelled):
+    def convert(text):
+        return options.check("epochs", text, spelled, text=True)
+
+    return convert
+
+
+def _rank_counts(text):
+    return [options.check("epochs", part, "--ranks", text=True) for part in text.split(",")]
+
+
+def _recipe(name):
+    return ", ".join(
+        f"{key.replace('_', ' ')} {value}" for key, value in options.RECIPES[name].items()
+    )
+
+
+def output_folder(given, network):
+    """Make the folder for a run's results and return its path; `given` as from `train`.
+
+    --out as it is, with an earlier run's results removed; else, for a resumed run, its own folder;
+    else the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist. Raises UserError.
+    """
+    out, resume = given.get("out"), given.get("resume")
+    try:
+        if out is None:
+            return _next_folder(network) if resume is None else resume
+        os.makedirs(out, exist_ok=True)
+        if resume is None:
+            for path in (os.path.join(out, name) for name in RESULTS):
+                if os.path.lexists(path):
+                    os.unlink(path)
+        elif not os.path.samefile(out, resume):
+            metrics = os.path.join(resume, "metrics.jsonl")
+            if os.path.exists(metrics):
+                shutil.copyfile(metrics, os.path.join(out, "metrics.jsonl"))
+    except OSError as error:
+        place = f"--out {out}" if out else error.filename
+        raise UserError(f"{place}: cannot be written: {error.strerror or error}") from error
+    if not os.access(out, os.W_OK):
+        raise UserError(f"--out {out}: cannot be written: no permission")
+    return out
+
+
+def _next_folder(network):
+    """Make and return the first folder of its name that does not exist; safe with two jobs."""
+    name = os.path.basename(network.rpartition(":")[2]) or "run"
+    os.makedirs("runs", exist_ok=True)
+    number = 1
+    while True:
+        path = os.path.join("runs", name if number == 1 else f"{name}-{number}")
+        try:
+            os.mkdir(path)
+            return path
+        except FileExistsError:
+            number += 1

@@ -1,0 +1,203 @@
+"""model.h5, and the way all HDF5 files of a run are written and read.
+
+A file holds tables of arrays, `<table>/<layer>/<name>`, in the order given, and root attributes.
+Its attribute `sha256` covers both. It is put together in memory, written under another name,
+flushed to disk, then renamed: it is there as a whole or not at all, and a full disk is an ordinary
+error. It is read through Python's own file object, so that HDF5's file locks, which the file
+systems of some clusters refuse, play no part. Nothing is ever unpickled.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+
+import numpy as np
+
+from mpidl.errors import UserError
+
+FORMAT_VERSION = 1
+
+
+class Torn(Exception):
+    """A file that is not the whole of what was written; the text says what is wrong with it."""
+
+
+def write_whole(path, content, aside=None):
+    """Write bytes to `path` at once: afterwards it holds all of them, or is what it was before.
+
+    aside: the path that the file there before is renamed to, if it is to be kept. Raises UserError,
+    naming the path, where the disk is full or the folder cannot be written to.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    part = os.path.join(folder, f".{name}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if aside is not None:
+            os.replace(path, aside)
+            _sync_folder(folder)
+        os.replace(part, path)
+        _sync_folder(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _sync_folder(folder):
+    """Make renames in this folder last; some file systems have no such call and need none."""
+    handle = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        os.fsync(handle)
+    os.close(handle)
+
+
+def pack(tables, attributes):
+    """The bytes of an HDF5 file: the same for the same content.
+
+    tables: {"learnables": {"conv1.weight": array, ...}, ...}; attributes: {name: text, whole number
+    or list of whole numbers}.
+    """
+    import h5py
+
+    buffer = io.BytesIO()
+    # From HDF5 1.8 on, the file's own tables are checksummed and attributes may exceed 64 KiB.
+    with h5py.File(buffer, "w", libver=("v108", "v108"), track_order=True) as file:
+        for table, arrays in tables.items():
+            group = file.create_group(table, track_order=True)
+            for name, array in arrays.items():
+                inner = group
+                *groups, last = name.split(".")
+                for step in groups:
+                    if step not in inner:
+                        inner.create_group(step, track_order=True)
+                    inner = inner[step]
+                array = np.asarray(array)
+                array = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+                inner.create_dataset(last, data=array, track_times=False)
+        for name, value in attributes.items():
+            file.attrs[name] = value
+        file.attrs["format"] = "mpidl"
+        file.attrs["format_version"] = FORMAT_VERSION
+        file.attrs["sha256"] = _digest(*_content(file))
+    return buffer.getbuffer()
+
+
+def read(path):
+    """(tables, attributes) of a file that `pack` made; raises Torn."""
+    import h5py
+
+    try:
+        with open(path, "rb") as raw, h5py.File(raw, "r") as file:
+            tables, attributes = _content(file)
+            checksum = _plain(file.attrs.get("sha256"))
+    except FileNotFoundError as error:
+        raise Torn("it is missing") from error
+    except Exception as error:  # whatever h5py makes of damaged bytes
+        reason = str(error).split("\n")[0] or type(error).__name__
+        raise Torn(f"it cannot be read: {reason}") from error
+    if attributes.get("format") != "mpidl":
+        raise Torn("it is not a file of mpidl")
+    if attributes.get("format_version") != FORMAT_VERSION:
+        found = attributes.get("format_version")
+        raise Torn(f"its format_version is {found}, this mpidl reads {FORMAT_VERSION}")
+    if checksum != _digest(tables, attributes):
+        raise Torn("its content does not match its checksum")
+    return tables, attributes
+
+
+def _content(file):
+    """({table: {name: array}}, {attribute: value}) of an open file, but for its checksum."""
+    tables = {table: dict(_arrays(group, "")) for table, group in file.items()}
+    attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "sha256"}
+    return tables, attributes
+
+
+def _arrays(group, prefix):
+    for name, item in group.items():
+        if hasattr(item, "items"):
+            yield from _arrays(item, f"{prefix}{name}.")
+        else:
+            yield prefix + name, np.asarray(item[()])
+
+
+def _plain(value):
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def _digest(tables, attributes):
+    """SHA-256 over all names, types, shapes, bytes and attributes."""
+    digest = hashlib.sha256()
+    for table, arrays in tables.items():
+        for name, array in arrays.items():
+            array = np.asarray(array)
+            digest.update(json.dumps([table, name, array.dtype.str, array.shape]).encode())
+            digest.update(np.ascontiguousarray(array))
+    digest.update(json.dumps(sorted(attributes.items())).encode())
+    return digest.hexdigest()
+
+
+def describe(layers, classes, input_shape, normalization):
+    """The root attributes that say what the network is; `layers`: the list of their specs."""
+    return {
+        "network": json.dumps(layers),
+        "classes": json.dumps(list(classes)),
+        "input_shape": [int(n) for n in input_shape],
+        "normalization": normalization,
+    }
+
+
+def described(attributes):
+    """`describe` undone: {"network", "classes", "input_shape", "normalization"}."""
+    return {
+        "network": json.loads(attributes["network"]),
+        "classes": json.loads(attributes["classes"]),
+        "input_shape": tuple(attributes["input_shape"]),
+        "normalization": attributes["normalization"],
+    }
+
+
+def save_model(path, net, classes, normalization):
+    """Write a trained network. `normalization`: a text such as "rescale-zero-one"."""
+    layers = [layer.spec() for layer in net.layers]
+    attributes = describe(layers, classes, net.input_shape, normalization)
+    write_whole(path, pack({"learnables": net.parameters, "state": net.state}, attributes))
+
+
+def load_model(path):
+    """(net, {"classes", "input_shape", "normalization", "network"}). Raises UserError."""
+    from mpidl.nn import Network
+
+    try:
+        tables, attributes = read(path)
+        info = described(attributes)
+    except Torn as error:
+        raise UserError(f"{path}: not a model that can be loaded: {error}") from error
+    except KeyError as error:
+        raise UserError(f"{path}: not a model: it has no attribute {error}") from error
+    net = Network.from_spec(info["network"], info["input_shape"])
+    net.parameters = matching(net.parameters, tables.get("learnables", {}), path)
+    net.state = matching(net.state, tables.get("state", {}), path)
+    return net, info
+
+
+def matching(expected, found, path):
+    """`found` in the order of `expected`; UserError where a name or a shape differs."""
+    for name in [*expected, *found]:
+        old = expected[name].shape if name in expected else "nothing"
+        new = found[name].shape if name in found else "nothing"
+        if old != new:
+            raise UserError(f"{path}: {name}: the network has {old}, the file {new}")
+    return {name: found[name] for name in expected}
+
+
+def weights_sha256(net):
+    """SHA-256 over all learnables, then all state, in table order, as little-endian float32."""
+    digest = hashlib.sha256()
+    for array in (*net.parameters.values(), *net.state.values()):
+        digest.update(np.ascontiguousarray(array, "<f4"))
+    return digest.hexdigest()

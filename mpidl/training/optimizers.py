@@ -1,0 +1,88 @@
+"""Optimizers: replicated parameters and gradients in, new parameters out.
+
+Every rank computes the same step from the same bytes, element by element; nothing is exchanged.
+"""
+
+import numpy as np
+
+from mpidl.training import options
+
+
+class SGDM:
+    """Stochastic gradient descent with momentum, in MATLAB's form.
+
+        v <- momentum * v - learning_rate * g,    w <- w + v
+
+    PyTorch has v <- momentum * v + g, w <- w - learning_rate * v. At a constant rate both make the
+    same steps; after a change of the rate, here the steps kept by the momentum are still those of
+    the old rate, there they are scaled to the new one at once.
+
+    l2: added to the gradient as l2 * factor * w. The factor is 1 for the parameters whose names end
+    in ".weight" and 0 for all others (biases, gamma, beta); l2_factors, {name: factor}, overrides.
+    """
+
+    def __init__(self, learning_rate=0.01, momentum=0.9, l2=0.0, l2_factors=None):
+        self.learning_rate = options.check("learning_rate", learning_rate)
+        self.momentum = options.check("momentum", momentum)
+        self.l2 = options.check("l2", l2)
+        self.l2_factors = dict(l2_factors or {})
+        self.velocity = {}  # {parameter: array}; none before the first step
+
+    def __call__(self, parameters, gradients):
+        """One step. Both are {name: array}; returns new arrays, and leaves these as they are.
+
+        The arithmetic has the parameter's precision, float32. Raises ValueError where names or
+        shapes do not match.
+        """
+        _match("gradients", gradients, parameters)
+        if self.velocity:
+            _match("the velocity", self.velocity, parameters)
+        unknown = [name for name in self.l2_factors if name not in parameters]
+        if unknown:
+            hint = options.nearest(unknown[0], parameters)
+            raise ValueError(f"l2_factors: unknown parameter {unknown[0]}{hint}")
+        stepped = {}
+        for name, weight in parameters.items():
+            number = weight.dtype.type
+            gradient = np.asarray(gradients[name], weight.dtype)
+            decay = number(self.l2 * self._factor(name))
+            if decay:
+                gradient = gradient + decay * weight
+            step = number(self.learning_rate) * gradient
+            if name in self.velocity:
+                np.subtract(number(self.momentum) * self.velocity[name], step, out=step)
+            else:
+                np.negative(step, out=step)
+            self.velocity[name] = step
+            stepped[name] = weight + step
+        return stepped
+
+    def _factor(self, name):
+        return self.l2_factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
+
+    def state(self):
+        """{name: array} of all that a checkpoint needs beside the options."""
+        return {f"velocity.{name}": array for name, array in self.velocity.items()}
+
+    def load_state(self, state):
+        """Take what `state` gave. Raises ValueError for anything else."""
+        velocity = {}
+        for name, array in state.items():
+            table, _, parameter = name.partition(".")
+            if table != "velocity" or not parameter:
+                raise ValueError(f"the state of SGDM is its velocity, found {name}")
+            velocity[parameter] = np.array(array)
+        self.velocity = velocity
+
+
+def _match(what, tables, parameters):
+    """Raise ValueError unless `tables` has an array for each parameter, of its shape."""
+    missing = [name for name in parameters if name not in tables]
+    unknown = [name for name in tables if name not in parameters]
+    if missing or unknown:
+        wrong = [f"missing {n}" for n in missing] + [f"unknown {n}" for n in unknown]
+        raise ValueError(f"{what} do not match the parameters: {', '.join(wrong)}")
+    for name, weight in parameters.items():
+        if np.shape(tables[name]) != weight.shape:
+            found = np.shape(tables[name])
+            raise ValueError(f"{what} of {name}: expected shape {weight.shape}, found {found}")

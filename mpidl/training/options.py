@@ -1,0 +1,339 @@
+"""The options of a training run: one definition for the library, the command line and TOML files.
+
+Each field of `TrainingOptions` carries its help text and the values it takes. Where a run's values
+come from, the first that has one: the command line, --config FILE.toml, the run that is resumed,
+the network's recipe, the defaults (those of MATLAB's trainingOptions).
+"""
+
+import difflib
+import json
+import math
+import operator
+import platform
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from mpidl.errors import UserError
+from mpidl.training.modelfile import write_whole
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "digits": {
+        "epochs": 20,
+        "batch_size": 128,
+        "learning_rate": 0.01,
+        "momentum": 0.9,
+        "l2": 0.0,
+        "shuffle": "every-epoch",
+    },
+}
+
+# What a run is about beside its options: known on the command line and in a file's [run] table.
+RUN = {"network": "digits", "data": "digits", "test_data": None}
+
+
+class Rule(NamedTuple):
+    """What a value must be: of this kind, and between the bounds."""
+
+    kind: type  # int, float or str
+    words: str  # "at least 1", as the error says it
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # low itself is refused
+    below: bool = False  # high itself is refused
+    choices: tuple = ()
+    optional: bool = False  # None will do; files and the command line write "none"
+
+
+def at_least(low, *, optional=False):
+    return Rule(int, f"at least {low}", low, optional=optional)
+
+
+def positive():
+    return Rule(float, "positive", 0, above=True)
+
+
+def one_of(*choices):
+    words = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+    return Rule(str, words, choices=choices)
+
+
+def option(default, rule, text, *, resume="free"):
+    """A field of TrainingOptions. `resume`: "free" to change, "fixed", or may only go "up"."""
+    return field(default=default, metadata={"rule": rule, "help": text, "resume": resume})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """How to train. Raises UserError for an unknown name or a value that cannot be used."""
+
+    epochs: int = option(30, at_least(1), "passes over the training set", resume="up")
+    max_iterations: int | None = option(
+        None,
+        at_least(1, optional=True),
+        "stop after this many mini-batches in all, resumed runs included",
+    )
+    batch_size: int = option(
+        128, at_least(1), "images in a mini-batch, over all ranks", resume="fixed"
+    )
+    learning_rate: float = option(0.01, positive(), "step of SGD with momentum", resume="fixed")
+    momentum: float = option(
+        0.9,
+        Rule(float, "at least 0 and below 1", 0, 1, below=True),
+        "share of the last step that is kept",
+        resume="fixed",
+    )
+    l2: float = option(
+        1e-4, Rule(float, "at least 0", 0), "L2 regularization, of weights alone", resume="fixed"
+    )
+    shuffle: str = option(
+        "once", one_of("never", "once", "every-epoch"), "order of the training set", resume="fixed"
+    )
+    seed: int = option(
+        0,
+        Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
+        "of all random numbers: weights, split and order",
+        resume="fixed",
+    )
+    device: str = option("auto", one_of("auto", "cpu", "gpu"), "where each rank computes")
+    threads: int = option(1, Rule(int, "1", 1, 1), "threads of one rank")
+    batchnorm: str = option(
+        "global",
+        one_of("global", "local"),
+        "statistics of the whole mini-batch, or of each rank's share of it, which makes the "
+        "weights depend on the number of ranks",
+        resume="fixed",
+    )
+    checkpoint_every: int = option(
+        0, at_least(0), "iterations between checkpoints, beside those at the ends of epochs"
+    )
+    timeout: float = option(300.0, positive(), "seconds to wait for a rank that does not answer")
+    verbose_every: int = option(
+        50, at_least(0), "iterations between lines in a log; 0: a line an epoch only"
+    )
+    validation: Any = None  # a datastore, evaluated after each epoch; in the library only
+
+    def __new__(cls, **keywords):
+        for name in keywords:
+            if name not in cls.__dataclass_fields__:
+                raise UserError(f"unknown option {name}{nearest(name, cls.__dataclass_fields__)}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        for name in NAMES:
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+    @classmethod
+    def from_recipe(cls, name, **explicit):
+        """The options of the recipe `name` ("digits"), overridden by the explicit ones."""
+        if name not in RECIPES:
+            raise UserError(f"no recipe {name}: expected one of {', '.join(RECIPES)}")
+        return cls(**{**RECIPES[name], **explicit})
+
+    def as_dict(self):
+        """{name: value} of all but `validation`; values are numbers, texts or None."""
+        return {name: getattr(self, name) for name in NAMES}
+
+
+OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
+NAMES = tuple(OPTIONS)
+
+
+def flag(name):
+    """An option's name as typed: batch_size is --batch-size."""
+    return "--" + name.replace("_", "-")
+
+
+def nearest(name, known):
+    """': did you mean ...?' where a known name is near, else ''."""
+    found = [other for other in known if other.startswith(name)]
+    found = found or difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def check(name, value, spelled=None, text=False):
+    """The value of this option in its proper type.
+
+    `spelled`: the option as the user wrote it, for the error. `text`: the value comes from a text,
+    such as a command line, so that "12" is a number. Raises UserError.
+    """
+    rule = OPTIONS[name].metadata["rule"]
+    if rule.optional and (value is None or value == "none"):
+        return None
+    number = _convert(rule.kind, value, text)
+    if (
+        number is None
+        or (rule.choices and number not in rule.choices)
+        or (rule.kind is not str and not _within(rule, number))
+    ):
+        kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
+        kind = kind if number is None and rule.words[0] != "1" else ""
+        message = f"{spelled or name} must be {kind}{rule.words}, found {value}"
+        if name == "threads" and number is not None and number > 1:
+            message += ": the NumPy arithmetic runs one thread a rank, so start more ranks instead"
+        raise UserError(message)
+    return number
+
+
+def _convert(kind, value, text):
+    """The value as an int, float or str; None where it is none."""
+    if kind is str:
+        return value if isinstance(value, str) else None
+    if isinstance(value, bool) or (isinstance(value, str) and not text):
+        return None
+    try:
+        if kind is int:
+            return int(value) if isinstance(value, str) else operator.index(value)
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _within(rule, number):
+    low = number > rule.low if rule.above else number >= rule.low
+    high = number < rule.high if rule.below else number <= rule.high
+    return math.isfinite(number) and low and high
+
+
+class Resolved(NamedTuple):
+    """A run's options, what it is about ({network, data, test_data}), and each value's source."""
+
+    options: TrainingOptions
+    run: dict
+    sources: dict
+
+
+def resolve(given, *, config=None, resumed=None):
+    """Put together the options of a run.
+
+    given: {name: value} from the command line; names that are neither options nor in RUN are
+    passed over. config: path of a TOML file. resumed: {"options": {...}, "run": {...}} as the
+    checkpoint kept them. Returns Resolved. Raises UserError.
+    """
+    layers = [("command line", {n: v for n, v in given.items() if n in OPTIONS or n in RUN})]
+    if config is not None:
+        layers.append((f"config {config}", read_config(config)))
+    if resumed is not None:
+        layers.append(("resumed run", {**resumed["options"], **resumed["run"]}))
+    network = next((known["network"] for _, known in layers if "network" in known), RUN["network"])
+    layers.append((f"recipe {network}", RECIPES.get(network, {})))
+    layers.append(("default", {**TrainingOptions().as_dict(), **RUN}))
+
+    values, sources = {}, {}
+    for name in (*NAMES, *RUN):
+        sources[name], known = next((s, known) for s, known in layers if name in known)
+        values[name] = known[name]
+        if name in OPTIONS:
+            spelled = flag(name) if sources[name] == "command line" else name
+            if sources[name].startswith("config "):
+                spelled = f"{config}: {name}"
+            values[name] = check(name, values[name], spelled)
+    run = {name: values.pop(name) for name in RUN}
+    return Resolved(TrainingOptions(**values), run, sources)
+
+
+def read_config(path):
+    """{name: value} of a TOML file: options at the top or in [options], and those of [run].
+
+    An options.toml that a run left is such a file; its [sources] and [versions] are passed over.
+    Raises UserError.
+    """
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"--config {path}: not a TOML file: {error}") from error
+
+    table = {name: value for name, value in table.items() if name not in ("sources", "versions")}
+    for group in ("options", "run"):
+        inner = table.pop(group, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"{path}: [{group}] must be a table, found {inner}")
+        table.update(inner)
+    values = {}
+    for name, value in table.items():
+        known = name.replace("-", "_")
+        if known in OPTIONS:
+            values[known] = check(known, value, f"{path}: {name}")
+        elif known in RUN:
+            if not isinstance(value, str):
+                raise UserError(f"{path}: {name} must be a text, found {value}")
+            values[known] = None if value == "none" else value
+        else:
+            raise UserError(f"{path}: unknown option {name}{nearest(known, [*OPTIONS, *RUN])}")
+    return values
+
+
+def write_options(path, resolved, versions):
+    """Write options.toml: [options], [run], where each value came from, and what ran.
+
+    `versions`: {"python": "3.11.7", ...}, see `versions_of`. None is written as "none".
+    """
+    import tomli_w
+
+    def plain(table):
+        return {name: "none" if value is None else value for name, value in table.items()}
+
+    tables = {
+        "options": plain(resolved.options.as_dict()),
+        "run": plain(resolved.run),
+        "sources": resolved.sources,
+        "versions": plain(versions),
+    }
+    write_whole(path, tomli_w.dumps(tables).encode())
+
+
+def versions_of(mpi_library):
+    """The versions that options.toml records; `mpi_library`: MPI's own text about itself."""
+    versions = {"python": platform.python_version()}
+    for package in ("numpy", "mpidl", "mpi4py"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    first_line = (mpi_library.strip().splitlines() or ["unknown"])[0]
+    return {**versions, "mpi": " ".join(first_line.replace("\0", "").split())}
+
+
+def changed_on_resume(saved, now, where="the resumed run"):
+    """Refuse what a resumed run may not change, by name.
+
+    saved, now: {"options": {...}, "network": ..., "fingerprint": ...}: the options, the network's
+    list of layers and the fingerprint of the data, as in the checkpoint and as of now. Ranks are in
+    neither: they may change. Raises UserError.
+    """
+    refused = []
+    for name, known in OPTIONS.items():
+        rule, old, new = known.metadata["resume"], saved["options"].get(name), now["options"][name]
+        if name not in saved["options"] or old == new:
+            continue
+        if rule == "fixed":
+            refused.append(f"{flag(name)} was {old}, is {new}")
+        elif rule == "up" and new < old:
+            refused.append(f"{flag(name)} was {old}, is {new} (it may only grow)")
+    network = json.loads(json.dumps(now["network"]))  # lists for tuples, as in the checkpoint
+    if saved["network"] != network:
+        refused.append(f"--network: {_difference(saved['network'], network)}")
+    if saved["fingerprint"] != now["fingerprint"]:
+        refused.append(
+            f"--data: the images are not those of the run (fingerprint was "
+            f"{saved['fingerprint'][:12]}, is {now['fingerprint'][:12]})"
+        )
+    if refused:
+        raise UserError(f"--resume: {where} cannot go on: {'; '.join(refused)}")
+
+
+def _difference(saved, now):
+    """In words, where two lists of layers part."""
+    for old, new in zip(saved, now, strict=False):
+        if old != new:
+            name = new.get("name", "?")
+            changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            return f"layer {name} differs in {', '.join(changed)}"
+    return f"{len(saved)} layers were trained, {len(now)} are given"
