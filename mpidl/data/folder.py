@@ -78,6 +78,8 @@ def decode(path):
                 return (np.asarray(image) >> 8).astype(np.uint8)[None]
             if image.mode in ("1", "L", "LA"):
                 return np.asarray(image.convert("L"))[None]
+            if image.mode == "P":  # by way of RGBA, or Pillow warns of a palette with alpha
+                image = image.convert("RGBA")
             return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     except MemoryError:
         raise

@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from mpidl.data.datastore import ArrayDatastore, on_rank_0, shown
+from mpidl.data.datastore import ArrayDatastore, checked_labels, on_rank_0, shown
 from mpidl.errors import UserError
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -80,8 +80,9 @@ def idx_folder(folder, which="train", world=None, *, classes=None, labelled=True
                     "this folder; found no such file"
                 )
         pixels = checked_images(images)
-        known = None if labels is None else checked_labels(labels, images, len(pixels))
-        return images, pixels, known
+        if labels is None:
+            return images, pixels, None
+        return images, pixels, checked_labels(read_idx(labels), len(pixels), classes, shown(labels))
 
     if world is None:
         path, pixels, labels = load()
@@ -100,23 +101,14 @@ def idx_folder(folder, which="train", world=None, *, classes=None, labelled=True
 def checked_images(path):
     """The pixels of an IDX file of images; UserError where it holds something else."""
     pixels = read_idx(path)
+    if not pixels.size:
+        raise UserError(f"{shown(path)}: expected images, found none (sizes {pixels.shape})")
     if pixels.ndim not in (3, 4) or not (pixels.dtype == np.uint8 or pixels.dtype.kind == "f"):
         raise UserError(
             f"{shown(path)}: expected uint8 images in 3 dimensions, found {pixels.dtype} in "
             f"{pixels.ndim}"
         )
     return pixels if pixels.dtype == np.uint8 else pixels.astype(np.float32)
-
-
-def checked_labels(path, images, count):
-    """The labels in an IDX file; UserError where they are not one for each image."""
-    labels = read_idx(path)
-    if labels.shape != (count,):
-        raise UserError(
-            f"{shown(path)}: expected {count} labels, one for each image of "
-            f"{shown(os.path.basename(images))}, found shape {labels.shape}"
-        )
-    return labels
 
 
 def once_per_node(world, shape, dtype, own, path):
@@ -134,11 +126,15 @@ def once_per_node(world, shape, dtype, own, path):
         if turn and not there[0]:
             try:
                 mine = own()
-                pixels[...] = checked_images(path) if mine is None else mine
+                mine = checked_images(path) if mine is None else mine
+                if mine.shape != pixels.shape:
+                    raise UserError(
+                        f"{shown(path)}: images of shape {mine.shape} on {world.host}, "
+                        f"{pixels.shape} on {world.hosts[0]}"
+                    )
+                pixels[...] = mine
                 there[0] = 1
             except UserError as e:
                 error = e
-            except ValueError:  # the sizes do not match rank 0's
-                error = UserError(f"{shown(path)}: another file on {world.host} than on rank 0's")
         world.together(error)
     return pixels

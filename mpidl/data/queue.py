@@ -77,9 +77,7 @@ class MinibatchQueue:
         zero. What goes wrong in reading is raised at the mini-batch it belongs to.
         """
         if not 0 <= start <= len(self):
-            raise ValueError(
-                f"expected a mini-batch from 0 to {len(self)} to start at, got {start}"
-            )
+            raise ValueError(f"start must be a mini-batch from 0 to {len(self)}, got {start}")
         batches = self._batches(epoch, start)
         return ahead(batches, self.prefetch) if self.prefetch else batches
 
