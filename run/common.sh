@@ -11,7 +11,7 @@ die() { # one line, and the exit code of unusable options
     exit 2
 }
 
-choose_environment() { # sets venv and mpi, and puts the environment first on PATH
+choose_environment() { # sets venv and mpi
     case ${MPIDL_MPI:-mpich} in
     openmpi) venv=$root/.venv-openmpi ;;
     mpich | system) venv=$root/.venv ;;
@@ -25,6 +25,9 @@ choose_environment() { # sets venv and mpi, and puts the environment first on PA
     # Two MPIs in one environment load each other's libraries.
     [ -z "$held" ] || [ "$held" = "$mpi" ] ||
         die "$venv was made with MPI '$held', not '$mpi': name another folder in MPIDL_VENV"
+}
+
+use_environment() {
     PATH=$venv/bin:$PATH # by its full path mpirun would start another python
     export PATH
     if [ "$mpi" != mpich ]; then # Open MPI refuses root, and more ranks than cores, unless told
@@ -48,12 +51,13 @@ prepare() { # prepare train|test [PIP OPTION...]: the environment holds this che
     local kind=$1
     shift
     choose_environment
-    is_ready "$kind" && return
-    make_environment
-    exec 9>"$venv/mpidl-lock" # a second start waits here for the first
-    ! command -v flock >/dev/null || flock 9
-    is_ready "$kind" || install_package "$kind" "$@"
-    exec 9>&-
+    if ! is_ready "$kind"; then
+        exec 9<"$root" # a second start in this checkout waits here for the first
+        ! command -v flock >/dev/null || flock 9 2>/dev/null || true
+        is_ready "$kind" || { make_environment && install_package "$kind" "$@"; }
+        exec 9<&-
+    fi
+    use_environment
 }
 
 make_environment() {
@@ -68,7 +72,7 @@ make_environment() {
         die "$venv is not empty and holds no Python >= 3.10 with pip: name another in MPIDL_VENV"
     fi
     python=$(find_python) || die "Python 3.10 or newer is missing ($python)"
-    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    "$python" -c 'import ensurepip, venv; ensurepip.version()' 2>/dev/null ||
         die "Python's venv module is missing: apt-get install ${python##*/}-venv"
     say "making $venv and installing mpidl with MPI '$mpi' into it (once, a minute or two)"
     local output
@@ -111,7 +115,9 @@ explain_pip() { # says in one line why pip failed, by its log, and exits
     if grep -qE "$offline|Failed to establish|Connection refused" "$1"; then
         die "pip cannot reach the package index; without internet: run/install --help (log: $1)"
     fi
-    die "pip failed: $(grep -m 1 '^ERROR: ' "$1" || tail -n 1 "$1") (log: $1)"
+    local error
+    error=$(grep -iE '^ *error: ' "$1" | grep -v 'subprocess-exited' | head -n 1 | sed 's/^ *//') || true
+    die "pip failed: ${error:-$(tail -n 1 "$1")} (log: $1)"
 }
 
 count_cores() { # how many cores this process may use: affinity and the container's quota
