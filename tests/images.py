@@ -1,0 +1,91 @@
+"""Images on disk and pretended ranks, for the tests of `mpidl.data`."""
+
+import gzip
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mpidl.errors import UserError
+
+
+def pixels_of(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def save(path, pixels, **options):
+    """Write (C, H, W) pixels as an image file; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(
+        path, **options
+    )
+    return path
+
+
+def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
+    """A tree of PNG files; returns {relative path: pixels}."""
+    drawn = {}
+    for c, name in enumerate(classes):
+        for i in range(per_class):
+            drawn[f"{name}/{i}.png"] = pixels_of((c, i), *shape)
+            save(folder / name / f"{i}.png", drawn[f"{name}/{i}.png"])
+    return drawn
+
+
+def write_idx(path, values, code=0x08):
+    header = bytes([0, 0, code, values.ndim]) + np.array(values.shape, ">i4").tobytes()
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wb") as file:
+        file.write(header + values.tobytes())
+    return path
+
+
+def refusal(function, *args, **kwargs):
+    """The text of the UserError that the call ends with: one line."""
+    with pytest.raises(UserError) as caught:
+        function(*args, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def on_ranks(size, function, hosts=None):
+    """function(world) on each rank of a pretended world, ranks being threads; their results."""
+    meet = threading.Barrier(size, timeout=20)
+    hosts = hosts or ["node0"] * size
+    slots, results = [None] * size, [None] * size
+
+    class World:
+        def __init__(self, rank):
+            self.rank, self.size, self.hosts, self.host = rank, size, hosts, hosts[rank]
+
+        def exchange(self, value):
+            slots[self.rank] = value
+            meet.wait()
+            values = list(slots)
+            meet.wait()
+            return values
+
+        def broadcast(self, value, root=0):
+            return self.exchange(value)[root]
+
+        def together(self, error):
+            errors = [e for e in self.exchange(error) if e is not None]
+            if errors:
+                raise UserError(str(errors[0]))
+
+        def shared_array(self, shape, dtype):
+            return self.exchange(np.zeros(shape, dtype))[hosts.index(self.host)]
+
+    def run(rank):
+        try:
+            results[rank] = function(World(rank))
+        except BaseException as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
