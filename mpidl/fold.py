@@ -121,7 +121,7 @@ class Counter:
     def push(self, value, stop=None):
         """Take the next value, which the fold may overwrite."""
         self.starts.append(self.next)
-        self.values.append(value)
+        self.values.append(np.asarray(value))
         self.next = self.next + 1 if stop is None else stop
         while len(self.values) > 1 and self.tree.joins(self.starts[-2], self.next):
             right = self.values.pop()

@@ -201,25 +201,24 @@ class World:
 
     def land(self, flight):
         """Wait until a flight has its root."""
-        while not flight.done:
-            self._wait(flight.requests, "a sum over the ranks")
-            if not flight.done:
-                self._advance(flight)
+
+        def landed():
+            self.progress()  # which alone advances flights, this one among them
+            return flight.done
+
+        self.net.until(landed, "a sum over the ranks")
 
     def progress(self):
         """Let exchanges under way go on, and hand messages to rank 0's handler; never waits."""
         testall = self.net.MPI.Request.Testall
         for flight in list(self.flying):
-            if not flight.done and testall(flight.requests):
-                self._advance(flight)
+            if testall(flight.requests):
+                flight.advance()
+                if flight.done:
+                    self.flying.remove(flight)
         if self.handler and self.rank == 0 and self.size > 1:
             while (message := self.net.control.improbe(tag=SEND)) is not None:
                 self._handle(message.recv())
-
-    def _advance(self, flight):
-        flight.advance()
-        if flight.done and flight in self.flying:
-            self.flying.remove(flight)
 
     def _wait(self, requests, what):
         self.net.wait(requests, what, self.progress if self.flying or self.handler else None)

@@ -1,1 +1,7 @@
-"""Layers, the network made of them, and the networks that come along."""
+"""Networks: layers, the network that holds their learnables and state, and the zoo."""
+
+from mpidl.nn import zoo
+from mpidl.nn.layers import BatchNorm, Conv2D, Dense, Flatten, Layer, ReLU
+from mpidl.nn.network import Network
+
+__all__ = ["BatchNorm", "Conv2D", "Dense", "Flatten", "Layer", "Network", "ReLU", "zoo"]

@@ -6,7 +6,7 @@ from mpidl import backends
 from mpidl.blocks import Blocked, zero_unused
 from mpidl.fold import Counter
 from mpidl.ops import check
-from mpidl.tape import op
+from mpidl.tape import op, value_of
 
 
 @op(blocks=True)
@@ -115,6 +115,7 @@ def correct_count(logits, labels):
 
     logits: (N, K); labels: (N,). Among equal scores the first class counts.
     """
+    logits = value_of(logits)
     check_labels("correct_count", labels, logits.shape[1])
     right = (logits.lanes.argmax(axis=1) == labels.lanes).astype(np.float64)
     return backends.of(logits).image_sums(right, logits.batch.counts(), logits.batch.tree)

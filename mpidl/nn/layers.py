@@ -1,0 +1,200 @@
+"""Layers: what a network is a list of.
+
+A layer is a frozen set of arguments. It says what learnables and state it needs for images of a
+shape (`build`) and applies its op (`forward`); the arrays belong to the network.
+"""
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from mpidl import keyed, ops
+from mpidl.backends.reference import conv2d_shape
+from mpidl.ops import check
+
+
+@dataclass
+class Built:
+    """What a layer needs: shape of its output for one image, learnables and state by name.
+
+    Each of the latter is (shape, initial value), the value a number or function(seed, key).
+    """
+
+    output_shape: tuple
+    learnables: dict = field(default_factory=dict)
+    state: dict = field(default_factory=dict)
+
+
+class At:
+    """A layer's place in a running network: its learnables, its state, and how it runs."""
+
+    def __init__(self, layer, parameters, state, training, batchnorm):
+        self.name, self.parameters, self.state = layer.name, parameters, state
+        self.training, self.batchnorm = training, batchnorm
+
+    def __getitem__(self, name):
+        return self.parameters[f"{self.name}.{name}"]
+
+
+@dataclass
+class Layer:
+    """Base of all layers. `name` is given by the network where it is None."""
+
+    def spec(self):
+        """The layer as JSON-able arguments, for model files."""
+        return {"type": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def build(self, shape):
+        """Built for images of `shape`."""
+        return Built(shape)
+
+    def forward(self, x, at):
+        """The layer's output for x, a Blocked value or a Var of one."""
+        raise TypeError(f"layer {type(self).__name__} has no forward method")
+
+
+def glorot_uniform(fan_in, fan_out):
+    """Uniform in +-sqrt(6 / (fan_in + fan_out)), keyed by seed and name.
+
+    Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks",
+    2010, equation 16.
+    """
+    bound = np.sqrt(6.0 / (fan_in + fan_out))
+
+    def values(seed, key, shape):
+        drawn = keyed.uniform(seed, f"initial {key}", int(np.prod(shape)))
+        return ((2 * drawn - 1) * bound).reshape(shape)
+
+    return values
+
+
+@dataclass
+class Conv2D(Layer):
+    """Convolution with `filters` filters of `size` (an integer or (rows, columns)).
+
+    stride, padding, dilation, groups as in `ops.conv2d`. Glorot uniform weights, zero bias.
+    """
+
+    size: int | tuple[int, int]
+    filters: int
+    stride: int | tuple[int, int] = 1
+    padding: int | tuple = 0
+    dilation: int | tuple[int, int] = 1
+    groups: int = 1
+    name: str | None = None
+
+    def build(self, shape):
+        if len(shape) != 3:
+            raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
+        r, s = check.pair("Conv2D", "size", self.size, 1)
+        if shape[0] % self.groups or self.filters % self.groups:
+            raise ValueError(
+                f"{self.name}: {shape[0]} channels and {self.filters} filters do not divide into "
+                f"{self.groups} groups"
+            )
+        weight = (self.filters, shape[0] // self.groups, r, s)
+        output = conv2d_shape(
+            shape,
+            weight,
+            check.pair("Conv2D", "stride", self.stride, 1),
+            check.pads("Conv2D", self.padding),
+            check.pair("Conv2D", "dilation", self.dilation, 1),
+        )
+        if min(output) < 1:
+            raise ValueError(f"{self.name}: filters {weight} leave nothing of images {shape}")
+        fans = weight[1] * r * s, self.filters // self.groups * r * s
+        return Built(
+            output, {"weight": (weight, glorot_uniform(*fans)), "bias": ((self.filters,), 0.0)}
+        )
+
+    def forward(self, x, at):
+        return ops.conv2d(
+            x,
+            at["weight"],
+            at["bias"],
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+
+
+@dataclass
+class BatchNorm(Layer):
+    """Batch normalization; `decay` is the weight of a new mini-batch in the running state."""
+
+    epsilon: float = 1e-5
+    decay: float = 0.1
+    name: str | None = None
+
+    def build(self, shape):
+        c = (shape[0],)
+        return Built(
+            shape, {"gamma": (c, 1.0), "beta": (c, 0.0)}, {"mean": (c, 0.0), "variance": (c, 1.0)}
+        )
+
+    def forward(self, x, at):
+        mean, variance = f"{self.name}.mean", f"{self.name}.variance"
+        if not at.training:
+            return ops.batchnorm_predict(
+                x,
+                at.state[mean],
+                at.state[variance],
+                at["gamma"],
+                at["beta"],
+                epsilon=self.epsilon,
+            )
+
+        def record(*statistics):
+            for key, value in zip((mean, variance), statistics, strict=True):
+                old = at.state[key]
+                at.state[key] = (old + self.decay * (value - old)).astype(old.dtype)
+
+        return ops.batchnorm(
+            x, at["gamma"], at["beta"], epsilon=self.epsilon, scope=at.batchnorm, record=record
+        )
+
+
+@dataclass
+class ReLU(Layer):
+    """max(x, 0)."""
+
+    name: str | None = None
+
+    def forward(self, x, at):
+        return ops.relu(x)
+
+
+@dataclass
+class Flatten(Layer):
+    """(C, H, W) to C*H*W features."""
+
+    name: str | None = None
+
+    def build(self, shape):
+        return Built((int(np.prod(shape)),))
+
+    def forward(self, x, at):
+        return ops.flatten(x)
+
+
+@dataclass
+class Dense(Layer):
+    """Fully connected: `outputs` numbers of all features of an image (flattened if need be)."""
+
+    outputs: int
+    name: str | None = None
+
+    def build(self, shape):
+        features = int(np.prod(shape))
+        return Built(
+            (self.outputs,),
+            {
+                "weight": ((self.outputs, features), glorot_uniform(features, self.outputs)),
+                "bias": ((self.outputs,), 0.0),
+            },
+        )
+
+    def forward(self, x, at):
+        x = ops.flatten(x) if len(x.shape) > 2 else x
+        return ops.dense(x, at["weight"], at["bias"])
