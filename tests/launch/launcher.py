@@ -1,0 +1,152 @@
+"""Starts jobs under mpirun as a user would, and never lets one outlive its test."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Result(NamedTuple):
+    """What a job left: its exit code, or minus the signal that ended it, and its output."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def environment(extra=None):
+    """This process's environment without a launcher's variables, `extra` on top.
+
+    The checkout and this Python's folder come first, so that `mpirun` and `python` fit together.
+    Open MPI is told to accept root and more ranks than cores, as containers need.
+    """
+    ours = (
+        "PMI_",
+        "PMIX_",
+        "PRTE_",
+        "OMPI_",
+        "OPAL_",
+        "HYDRA_",
+        "HYDI_",
+        "MPI_",
+        "MPIR_",
+        "SLURM_",
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    kept |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    return kept | {name: str(value) for name, value in (extra or {}).items()}
+
+
+def command(ranks, *args):
+    """`mpirun -n ranks python args...`; without ranks (None), python alone."""
+    python = [sys.executable, *map(str, args)]
+    if ranks is None:
+        return python
+    path = environment()["PATH"]
+    mpirun = shutil.which("mpirun", path=path) or pytest.fail(f"no mpirun on PATH={path}")
+    return [mpirun, "-n", str(ranks), *python]
+
+
+class Job(subprocess.Popen):
+    """A started job; `with start(...) as job:` leaves nothing of it running."""
+
+    def __exit__(self, *exception):
+        kill(self)
+        return super().__exit__(*exception)
+
+    def rank_pids(self):
+        """Of each rank that is up, its process id, as a dictionary."""
+        found = {}
+        for pid in _descendants(self.pid):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+                named = dict(word.partition("=")[::2] for word in words.split("\0"))
+                rank = named.get("PMI_RANK") or named.get("OMPI_COMM_WORLD_RANK")
+                if rank is not None:
+                    found[int(rank)] = pid
+        return found
+
+
+def start(ranks, *args, env=None, cwd=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
+    """Start `mpirun -n ranks python args...` (text pipes) and return the Job."""
+    return Job(
+        command(ranks, *args),
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        env=environment(env),
+        cwd=cwd,
+        start_new_session=True,
+    )
+
+
+def finish(job, timeout=120, input=None):
+    """Wait for a started job and return its Result; past `timeout` seconds the test fails."""
+    try:
+        stdout, stderr = job.communicate(input, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill(job)
+        stdout, stderr = job.communicate()
+        pytest.fail(f"not done after {timeout} s: {_shown(job.args, stdout, stderr)}")
+    finally:
+        kill(job)
+    return Result(job.returncode, stdout, stderr)
+
+
+def mpirun(ranks, *args, timeout=120, env=None, input=None, check=None, cwd=None):
+    """Run `mpirun -n ranks python args...` to its end and return its Result.
+
+    check: the exit code it must have; the test fails with what was printed where it has another.
+    """
+    result = finish(start(ranks, *args, env=env, cwd=cwd), timeout, input)
+    if check is not None and result.returncode != check:
+        shown = _shown(command(ranks, *args), result.stdout, result.stderr)
+        pytest.fail(f"exit code {result.returncode}, expected {check}: {shown}")
+    return result
+
+
+def kill(job):
+    """End what is left of the job: mpirun, which ends its ranks, then whatever outlived it."""
+    family = _descendants(job.pid)  # each rank may be in a session of its own
+    if job.poll() is None:
+        job.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(5)
+    for pid in [*family, *_descendants(job.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if job.poll() is None:
+        job.kill()
+
+
+def _descendants(pid):
+    """The process ids below `pid`, as far as they have not been orphaned."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:
+        found.extend(children.get(child, ()))
+    return found
+
+
+def _shown(args, stdout, stderr):
+    return f"{' '.join(map(str, args))}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"

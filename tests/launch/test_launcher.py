@@ -1,0 +1,58 @@
+"""The helper that the tests of whole jobs lean on."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from launcher import mpirun, start
+
+SAY_RANK = "from mpi4py import MPI; print(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)"
+
+
+def test_ranks_and_exit_code():
+    result = mpirun(3, "-c", SAY_RANK, check=0)
+    assert sorted(result.stdout.split()) == ["0", "1", "2", "3", "3", "3"]
+    assert mpirun(2, "-c", SAY_RANK + "; raise SystemExit(75)").returncode == 75
+    assert mpirun(None, "-c", SAY_RANK, check=0).stdout.split() == ["0", "1"]
+
+
+def test_input_and_environment():
+    text = "import os, sys; print(os.environ['GREETING'], sys.stdin.readline())"
+    result = mpirun(1, "-c", text, env={"GREETING": "hello"}, input="world\n", check=0)
+    assert result.stdout.split() == ["hello", "world"]
+
+
+def test_a_wrong_exit_code_shows_the_output():
+    with pytest.raises(pytest.fail.Exception, match=r"exit code 0, expected 1[^$]*here it is"):
+        mpirun(1, "-c", "print('here it is')", check=1)
+
+
+def test_a_job_that_hangs_is_ended(tmp_path):
+    text = f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()"
+    text += "; print('up', flush=True); time.sleep(600)"
+    with pytest.raises(pytest.fail.Exception, match=r"not done after 3 s[^$]*up"):
+        mpirun(2, "-c", text, timeout=3)
+    _assert_gone(map(int, os.listdir(tmp_path)))
+
+
+def test_rank_pids():
+    with start(2, "-c", SAY_RANK + "; import time; time.sleep(600)") as job:
+        for _ in range(100):
+            pids = job.rank_pids()
+            if len(pids) == 2:
+                break
+            time.sleep(0.1)
+        assert sorted(pids) == [0, 1]
+    _assert_gone(pids.values())
+
+
+def _assert_gone(pids):
+    pids = list(pids)
+    assert len(pids) == 2
+    for _ in range(50):  # a killed process stays for a moment, until its parent has seen it end
+        alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        if not alive:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"still there: {alive}")
