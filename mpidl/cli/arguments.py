@@ -10,6 +10,7 @@ import shutil
 import sys
 
 from mpidl.errors import UserError
+from mpidl.nn import zoo
 from mpidl.training import checkpoint, options
 
 EXIT_CODES = """\
@@ -219,9 +220,7 @@ def _rank_counts(text):
 
 
 def _recipe(name):
-    return ", ".join(
-        f"{key.replace('_', ' ')} {value}" for key, value in options.RECIPES[name].items()
-    )
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in zoo.RECIPES[name].items())
 
 
 def output_folder(given, network):

@@ -93,18 +93,20 @@ def read(path):
 
     try:
         with open(path, "rb") as raw, h5py.File(raw, "r") as file:
+            if _plain(file.attrs.get("format")) != "mpidl":
+                raise Torn("it is not a file of mpidl")
+            version = _plain(file.attrs.get("format_version"))
+            if version != FORMAT_VERSION:
+                raise Torn(f"its format_version is {version}, this mpidl reads {FORMAT_VERSION}")
             tables, attributes = _content(file)
             checksum = _plain(file.attrs.get("sha256"))
+    except Torn:
+        raise
     except FileNotFoundError as error:
         raise Torn("it is missing") from error
     except Exception as error:  # whatever h5py makes of damaged bytes
         reason = str(error).split("\n")[0] or type(error).__name__
         raise Torn(f"it cannot be read: {reason}") from error
-    if attributes.get("format") != "mpidl":
-        raise Torn("it is not a file of mpidl")
-    if attributes.get("format_version") != FORMAT_VERSION:
-        found = attributes.get("format_version")
-        raise Torn(f"its format_version is {found}, this mpidl reads {FORMAT_VERSION}")
     if checksum != _digest(tables, attributes):
         raise Torn("its content does not match its checksum")
     return tables, attributes
@@ -163,8 +165,7 @@ def described(attributes):
 
 def save_model(path, net, classes, normalization):
     """Write a trained network. `normalization`: a text such as "rescale-zero-one"."""
-    layers = [layer.spec() for layer in net.layers]
-    attributes = describe(layers, classes, net.input_shape, normalization)
+    attributes = describe(net.spec(), classes, net.input_shape, normalization)
     write_whole(path, pack({"learnables": net.parameters, "state": net.state}, attributes))
 
 
@@ -175,11 +176,13 @@ def load_model(path):
     try:
         tables, attributes = read(path)
         info = described(attributes)
+        net = Network.from_spec(info["network"], info["input_shape"])
     except Torn as error:
         raise UserError(f"{path}: not a model that can be loaded: {error}") from error
     except KeyError as error:
         raise UserError(f"{path}: not a model: it has no attribute {error}") from error
-    net = Network.from_spec(info["network"], info["input_shape"])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}: its network cannot be built: {error}") from error
     net.parameters = matching(net.parameters, tables.get("learnables", {}), path)
     net.state = matching(net.state, tables.get("state", {}), path)
     return net, info

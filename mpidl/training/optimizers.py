@@ -36,7 +36,7 @@ class SGDM:
         """
         _match("gradients", gradients, parameters)
         if self.velocity:
-            _match("the velocity", self.velocity, parameters)
+            _match("velocities", self.velocity, parameters)
         unknown = [name for name in self.l2_factors if name not in parameters]
         if unknown:
             hint = options.nearest(unknown[0], parameters)

@@ -15,18 +15,8 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from mpidl.errors import UserError
+from mpidl.nn.zoo import RECIPES
 from mpidl.training.modelfile import write_whole
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "digits": {
-        "epochs": 20,
-        "batch_size": 128,
-        "learning_rate": 0.01,
-        "momentum": 0.9,
-        "l2": 0.0,
-        "shuffle": "every-epoch",
-    },
-}
 
 # What a run is about beside its options: known on the command line and in a file's [run] table.
 RUN = {"network": "digits", "data": "digits", "test_data": None}

@@ -1,0 +1,174 @@
+"""What rank 0 shows while a run goes on: a bar on a terminal, plain lines elsewhere."""
+
+import datetime
+import os
+import stat
+import sys
+import time
+
+BAR_SECONDS = 0.2  # between two drawings of the bar
+LINE_SECONDS = 10.0  # between two lines of iterations in a log
+LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orterun"}
+
+
+class Console:
+    """Progress on rank 0; on the other ranks the same methods do nothing.
+
+    A context manager: leaving it takes the bar away, so that what is printed next stands alone.
+    verbose_every: iterations between lines where there is no terminal (0: a line an epoch only);
+    however small, there is one in 10 s at most. stream: where to write, stdout; width: draw the bar
+    for a terminal of that many columns, found out where None, and no bar where 0.
+    """
+
+    def __init__(self, rank=0, *, verbose_every=50, stream=None, width=None):
+        self.stream = stream or sys.stdout if rank == 0 else None
+        self.verbose_every = verbose_every
+        self.width = terminal_width(self.stream) if width is None else width
+        self.epochs = 0
+        self.bar = self.task = None
+        self.drawn = self.written = time.monotonic()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def line(self, text):
+        """Print one line, above the bar."""
+        if self.stream is None:
+            return
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def header(self, **facts):
+        """Print `Name: fact` lines: header(network=..., data=..., ranks=..., results=...)."""
+        for name, fact in facts.items():
+            self.line(f"{name.replace('_', ' ').capitalize()}: {fact}")
+
+    def start(self, epochs, iterations, done=0):
+        """Begin with the progress: of so many iterations in all, so many were done before."""
+        self.epochs = epochs
+        if self.stream is None or not self.width:
+            return
+        self.bar = _bar(self.stream, self.width)
+        self.task = self.bar.add_task("", total=iterations, completed=done, epoch="", values="")
+        self.bar.start()
+        self.bar.console.show_cursor(True)  # a job that is killed could not bring it back
+        self.bar.refresh()
+
+    def iteration(self, epoch, iteration, loss, images_per_second, accuracy=None):
+        """Show the state after an iteration; loss and accuracy of its mini-batch."""
+        if self.stream is None:
+            return
+        now = time.monotonic()
+        values = f"loss {loss:.4f}" + ("" if accuracy is None else f"  accuracy {accuracy:.4f}")
+        if self.bar is not None and now - self.drawn >= BAR_SECONDS:
+            self.drawn = now
+            self.bar.update(
+                self.task,
+                completed=iteration,
+                epoch=f"Epoch {epoch}/{self.epochs}",
+                values=f"{values}  {images_per_second:.0f} images/s",
+                refresh=True,
+            )
+        due = self.verbose_every and iteration % self.verbose_every == 0
+        if self.bar is None and due and now - self.written >= LINE_SECONDS:
+            self.written = now
+            self.line(
+                f"Iteration: {iteration}, Epoch: {epoch}, Loss: {loss:.4f}, "
+                f"Images/s: {images_per_second:.0f}"
+            )
+
+    def epoch(self, epoch, loss, images_per_second, seconds, accuracy=None, validation=None):
+        """Print the line of an epoch: mean loss and accuracy over its images, seconds so far.
+
+        validation: accuracy on the validation set, where it was evaluated.
+        """
+        parts = [f"Epoch: {epoch}", f"Loss: {loss:.4f}"]
+        if accuracy is not None:
+            parts.append(f"Accuracy: {accuracy:.4f}")
+        if validation is not None:
+            parts.append(f"Validation accuracy: {validation:.4f}")
+        parts.append(f"Images/s: {images_per_second:.0f}")
+        parts.append(f"Elapsed: {clock(seconds)}")
+        self.written = time.monotonic()
+        self.line(", ".join(parts))
+
+    def finish(self, out, seconds, accuracy=None, images=None):
+        """End the progress; print the test accuracy, the time, and where the results are."""
+        self.close()
+        if accuracy is not None:
+            of = "" if images is None else f" ({images} images)"
+            self.line(f"Test accuracy: {accuracy:.4f}{of}")
+        self.line(f"Training time: {clock(seconds)}")
+        self.line(f"Results: {out}")
+
+    def close(self):
+        """Take the bar away."""
+        if self.bar is not None:
+            bar, self.bar = self.bar, None
+            bar.stop()
+
+
+def clock(seconds):
+    """12.3 as 0:00:12."""
+    return str(datetime.timedelta(seconds=int(seconds)))
+
+
+def _bar(stream, width):
+    import rich.console
+    from rich import progress
+
+    console = rich.console.Console(file=stream, force_terminal=True, width=width)
+    # Drawn by the calls of `iteration` alone: no thread beside the one that computes.
+    return progress.Progress(
+        progress.TextColumn("{task.fields[epoch]}"),
+        progress.BarColumn(bar_width=None),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[values]}"),
+        progress.TimeRemainingColumn(compact=True),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        expand=True,
+    )
+
+
+def terminal_width(stream):
+    """Columns of the terminal that shows what is written to `stream`; 0 where there is none.
+
+    Under mpirun stdout is a pipe to the launcher, which passes all on to its own stdout: that one
+    counts, when this process is a child of the launcher.
+    """
+    if stream is None or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+        return 0
+    try:
+        handle = stream.fileno()
+        if os.isatty(handle):
+            return os.get_terminal_size(handle).columns or 80
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            return _launcher_width(os.getppid())
+    except (OSError, ValueError, AttributeError):
+        pass
+    return 0
+
+
+def _launcher_width(pid):
+    """Columns of the terminal that the launcher `pid`, or the one above it, writes to, else 0."""
+    while True:
+        with open(f"/proc/{pid}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+        if name not in LAUNCHERS:
+            return 0
+        shown = os.readlink(f"/proc/{pid}/fd/1")
+        if shown.startswith(("/dev/pts/", "/dev/tty")):
+            handle = os.open(shown, os.O_WRONLY | os.O_NOCTTY)
+            try:
+                return os.get_terminal_size(handle).columns or 80
+            finally:
+                os.close(handle)
+        pid = int(rest.split()[1])

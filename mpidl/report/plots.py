@@ -1,0 +1,80 @@
+"""progress.png: loss and accuracy against iterations."""
+
+import os
+
+from mpidl.report import metrics
+
+TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
+
+
+def progress(metrics_path, png_path):
+    """Draw the records of a metrics file into a PNG file; False where matplotlib is missing.
+
+    Above the loss: of each iteration, and its mean over each epoch. Below the accuracy in per cent.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+
+    records = metrics.read(metrics_path)
+    figure = Figure(figsize=(9, 6.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True)
+
+    ends = {r["epoch"]: r["iteration"] for r in records if r.get("kind") == "epoch"}
+    _draw(above, records, ends, "loss", 1)
+    losses = [r["loss"] for r in records if r.get("loss")]
+    if losses and max(losses) > 20 * min(losses) > 0:
+        above.set_yscale("log")
+    else:
+        above.set_ylim(bottom=0)
+    above.set_ylabel("loss")
+
+    _draw(below, records, ends, "accuracy", 100)
+    below.set_ylabel("accuracy (%)")
+    below.set_xlabel("iteration")
+    _mark_epochs(above, below, ends)
+    above.set_title("Training progress", loc="left", pad=26)
+
+    part = f"{png_path}.part"
+    figure.savefig(part, format="png")
+    os.replace(part, png_path)
+    return True
+
+
+def _draw(axes, records, ends, key, factor):
+    """One panel: thin per iteration, an epoch's mean at its middle, validation at its end."""
+    looks = {
+        "iteration": dict(color=FAINT, linewidth=0.8, label="mini-batch"),
+        "epoch": dict(color=TRAINING, linewidth=1.8, marker="o", label="training, mean of epoch"),
+        "validation": dict(color=VALIDATION, linewidth=1.8, marker="s", label="validation"),
+    }
+    for kind, look in looks.items():
+        chosen = [r for r in records if r.get("kind") == kind and r.get(key) is not None]
+        places = [r["iteration"] for r in chosen]
+        if kind == "epoch":
+            places = [(ends.get(r["epoch"] - 1, 0) + r["iteration"]) / 2 for r in chosen]
+        if chosen:
+            axes.plot(places, [r[key] * factor for r in chosen], markersize=4, **look)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)
+
+
+def _mark_epochs(above, below, ends):
+    """A faint line at the end of each epoch, or of every second, fifth, ..., and its number."""
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if len(ends) <= 12 * s or s == 1000)
+    marked = {epoch: iteration for epoch, iteration in ends.items() if epoch % step == 0}
+    for axes in (above, below):
+        for iteration in marked.values():
+            axes.axvline(iteration, color="#e4e4e4", linewidth=0.8, zorder=0)
+    top = above.secondary_xaxis("top")
+    top.set_xticks(list(marked.values()), [str(epoch) for epoch in marked])
+    top.tick_params(length=0, labelsize=8, labelcolor="#777777")
+    top.set_xlabel("end of epoch", fontsize=8, color="#777777", loc="right")
+    top.spines["top"].set_visible(False)

@@ -1,0 +1,293 @@
+"""Checkpoints and model files: what was saved comes back, and what is torn is never loaded."""
+
+import errno
+import hashlib
+import json
+import os
+import resource
+
+import h5py
+import numpy as np
+import pytest
+
+from mpidl import nn
+from mpidl.errors import UserError
+from mpidl.training import checkpoint, modelfile
+
+LAYERS = [{"type": "Conv2D", "name": "conv1", "size": [5, 5]}, {"type": "Dense", "name": "dense1"}]
+FACTS = {
+    "network": LAYERS,
+    "classes": ["0", "eins", "zwei"],
+    "input_shape": (1, 28, 28),
+    "normalization": "rescale-zero-one",
+    "iteration": 7,
+    "loss_sum": 0.1 + 0.2,
+    "best": float("inf"),
+    "options": {"seed": 2**63 - 1, "max_iterations": None},
+}
+
+
+def tables(seed):
+    random = np.random.default_rng(seed)
+    weights = {
+        "conv1.weight": random.standard_normal((2, 1, 5, 5)).astype(np.float32),
+        "conv1.bias": random.standard_normal(2).astype(np.float32),
+        "batchnorm1.gamma": np.ones(2, np.float32),
+    }
+    return {
+        "learnables": weights,
+        "state": {"batchnorm1.mean": np.zeros(2, np.float32)},
+        "optimizer": {f"velocity.{name}": -array for name, array in weights.items()},
+        "sums": {"loss": np.array(random.random())},
+    }
+
+
+def same(one, other):
+    return list(one) == list(other) and all(
+        list(one[t]) == list(other[t])
+        and all(
+            a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+            for a, b in zip(one[t].values(), other[t].values(), strict=True)
+        )
+        for t in one
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with two generations: iterations 7 and 8."""
+    checkpoint.save(tmp_path, tables(7), FACTS)
+    checkpoint.save(tmp_path, tables(8), {**FACTS, "iteration": 8})
+    return tmp_path
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    checkpoint.save(tmp_path, tables(1), FACTS)
+    arrays, facts = checkpoint.load(tmp_path)
+    assert same(arrays, tables(1)) and facts == FACTS
+    assert os.listdir(tmp_path) == ["checkpoint.h5"]
+    assert checkpoint.exists(tmp_path) and not checkpoint.exists(tmp_path / "not here")
+
+
+def test_the_file_is_the_documented_one(folder):
+    with h5py.File(folder / "checkpoint.h5") as file:
+        assert file["learnables/conv1/weight"].shape == (2, 1, 5, 5)
+        assert file["optimizer/velocity/conv1/bias"].dtype == "<f4"
+        assert file["state/batchnorm1/mean"].dtype == "<f4"
+        assert (file.attrs["format"], file.attrs["format_version"]) == ("mpidl", 1)
+        assert json.loads(file.attrs["network"]) == LAYERS
+        assert json.loads(file.attrs["classes"]) == FACTS["classes"]
+        assert tuple(file.attrs["input_shape"]) == (1, 28, 28)
+        assert file.attrs["normalization"] == "rescale-zero-one"
+
+
+def test_the_same_content_makes_the_same_bytes(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        checkpoint.save(tmp_path / name, tables(1), FACTS)
+    files = [(tmp_path / name / "checkpoint.h5").read_bytes() for name in "ab"]
+    assert files[0] == files[1]
+
+
+def test_facts_of_any_length(tmp_path):
+    long = {**FACTS, "classes": [f"class {n}" for n in range(20000)], "note": "x" * 200000}
+    checkpoint.save(tmp_path, tables(1), long)
+    assert checkpoint.load(tmp_path)[1] == long
+
+
+def test_facts_that_are_no_numbers_or_texts(tmp_path):
+    checkpoint.save(tmp_path, tables(1), {**FACTS, "iteration": np.int64(3)})
+    assert checkpoint.load(tmp_path)[1]["iteration"] == 3
+    with pytest.raises(TypeError, match="not ndarray"):
+        checkpoint.save(tmp_path, tables(1), {**FACTS, "sums": np.zeros(3)})
+
+
+def test_there_are_two_generations(folder):
+    assert sorted(os.listdir(folder)) == ["checkpoint-previous.h5", "checkpoint.h5"]
+    assert checkpoint.load(folder)[1]["iteration"] == 8
+    os.unlink(folder / "checkpoint.h5")  # as it is between the two renames
+    lines = []
+    assert checkpoint.load(folder, lines.append)[1]["iteration"] == 7
+    assert len(lines) == 1 and "checkpoint.h5: it is missing" in lines[0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_not_loaded(folder, share, capsys):
+    path = folder / "checkpoint.h5"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    arrays, facts = checkpoint.load(folder)
+    assert facts["iteration"] == 7 and same(arrays, tables(7))
+    assert "checkpoint.h5" in capsys.readouterr().err
+
+
+def test_a_flipped_bit_is_noticed(folder):
+    path = folder / "checkpoint.h5"
+    content = path.read_bytes()
+    weight = tables(8)["learnables"]["conv1.weight"].tobytes()
+    flip(path, content.index(weight) + 10)
+    lines = []
+    assert checkpoint.load(folder, lines.append)[1]["iteration"] == 7
+    assert "does not match its checksum" in lines[0] and lines[0].endswith("checkpoint-previous.h5")
+
+
+def test_a_flipped_bit_anywhere_never_changes_what_is_loaded(folder):
+    path = folder / "checkpoint.h5"
+    content = path.read_bytes()
+    noticed = 0
+    for place in range(0, len(content), 211):
+        flip(path, place)
+        arrays, facts = checkpoint.load(folder, lambda line: None)
+        assert same(arrays, tables(facts["iteration"]))
+        noticed += facts["iteration"] == 7
+        path.write_bytes(content)
+    assert noticed > 10
+
+
+def test_changed_facts_are_noticed(folder):
+    with h5py.File(folder / "checkpoint.h5", "r+") as file:
+        file.attrs["facts"] = file.attrs["facts"].replace("8", "9")
+    assert checkpoint.load(folder, lambda line: None)[1]["iteration"] == 7
+
+
+def test_another_format_version_is_named(folder):
+    with h5py.File(folder / "checkpoint.h5", "r+") as file:
+        file.attrs["format_version"] = 2
+    lines = []
+    checkpoint.load(folder, lines.append)
+    assert "its format_version is 2, this mpidl reads 1" in lines[0]
+
+
+def test_where_nothing_can_be_loaded(folder, tmp_path):
+    for name in os.listdir(folder):
+        (folder / name).write_bytes(b"torn")
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(folder)
+    assert str(folder) in str(caught.value) and "checkpoint-previous.h5" in str(caught.value)
+    with pytest.raises(UserError, match="expected a folder with checkpoint.h5"):
+        checkpoint.load(tmp_path / "not here")
+
+
+def test_a_torn_file_does_not_take_the_place_of_a_whole_one(folder):
+    (folder / "checkpoint.h5").write_bytes(b"torn")
+    checkpoint.save(folder, tables(9), {**FACTS, "iteration": 9})
+    assert checkpoint.load(folder)[1]["iteration"] == 9
+    os.unlink(folder / "checkpoint.h5")
+    assert checkpoint.load(folder, lambda line: None)[1]["iteration"] == 7
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_at_every_instant_one_can_be_loaded(folder, monkeypatch, broken, count):
+    """The disk fails at the first or second call of os.fsync or os.replace."""
+    real, calls = getattr(os, broken), []
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == count:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, broken, fails)
+        if broken == "fsync" and count == 2:  # of the folder: not every file system has it
+            checkpoint.save(folder, tables(9), {**FACTS, "iteration": 9})
+        else:
+            with pytest.raises(UserError, match="checkpoint.h5: cannot be written: Input/output"):
+                checkpoint.save(folder, tables(9), {**FACTS, "iteration": 9})
+    arrays, facts = checkpoint.load(folder, lambda line: None)
+    assert facts["iteration"] in (8, 9) and same(arrays, tables(facts["iteration"]))
+    assert not [name for name in os.listdir(folder) if name.endswith(".part")]
+
+
+def test_a_full_disk(folder):
+    """A limit on the size of files stands for it: a real failing write."""
+    before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError) as caught:
+            checkpoint.save(folder, tables(9), FACTS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{folder}/checkpoint.h5: cannot be written: " in str(caught.value)
+    assert before == {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="checkpoint.h5: cannot be written: Not a directory"):
+        checkpoint.save(tmp_path / "file", tables(1), FACTS)
+
+
+def network(seed, *, size=2):
+    return nn.Network([nn.Conv2D(3, size), nn.BatchNorm(), nn.Dense(3)], (1, 5, 5), seed=seed)
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.h5"
+    modelfile.save_model(path, network(1), ["a", "b", "c"], "rescale-zero-one")
+    return path
+
+
+def test_a_model_comes_back(model):
+    net, info = modelfile.load_model(model)
+    assert net.spec() == network(1).spec() and net.input_shape == (1, 5, 5)
+    assert modelfile.weights_sha256(net) == modelfile.weights_sha256(network(1))
+    assert modelfile.weights_sha256(net) != modelfile.weights_sha256(network(2))
+    assert (info["classes"], info["normalization"]) == (["a", "b", "c"], "rescale-zero-one")
+    with h5py.File(model) as file:
+        assert list(file["learnables"]) == ["conv1", "batchnorm1", "dense1"]
+
+
+def test_models_that_cannot_be_loaded(model, tmp_path):
+    with pytest.raises(UserError, match="none.h5: not a model that can be loaded: it is missing"):
+        modelfile.load_model(tmp_path / "none.h5")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = 1
+    with pytest.raises(UserError, match="it is not a file of mpidl"):
+        modelfile.load_model(tmp_path / "other.h5")
+    (tmp_path / "text.h5").write_text("hello")
+    with pytest.raises(UserError, match="text.h5: not a model that can be loaded"):
+        modelfile.load_model(tmp_path / "text.h5")
+
+
+def test_models_whose_parts_do_not_fit(tmp_path):
+    path = tmp_path / "model.h5"
+    net = network(1)
+    attributes = modelfile.describe(net.spec(), [], net.input_shape, "none")
+
+    def write(parameters):
+        tables = {"learnables": parameters, "state": net.state}
+        modelfile.write_whole(path, modelfile.pack(tables, attributes))
+
+    write(network(1, size=3).parameters)
+    with pytest.raises(UserError, match=r"conv1.weight: the network has \(2, 1, 3, 3\), the file"):
+        modelfile.load_model(path)
+    write({**net.parameters, "dense2.bias": np.zeros(1, np.float32)})
+    with pytest.raises(UserError, match="dense2.bias: the network has nothing, the file"):
+        modelfile.load_model(path)
+    attributes["network"] = '[{"type": "Konv"}]'
+    write(net.parameters)
+    with pytest.raises(UserError, match="its network cannot be built: .*Konv"):
+        modelfile.load_model(path)
+    del attributes["classes"]
+    write(net.parameters)
+    with pytest.raises(UserError, match="it has no attribute 'classes'"):
+        modelfile.load_model(path)
+
+
+def test_weights_sha256_is_over_the_bytes_in_table_order():
+    net = network(3)
+    arrays = [*net.parameters.values(), *net.state.values()]
+    content = b"".join(array.astype("<f4").tobytes() for array in arrays)
+    assert modelfile.weights_sha256(net) == hashlib.sha256(content).hexdigest()
+    net.state = {**net.state, "batchnorm1.mean": np.full(2, 1e-30, np.float32)}
+    assert modelfile.weights_sha256(net) != hashlib.sha256(content).hexdigest()

@@ -1,0 +1,122 @@
+"""SGDM against a float64 loop, and against the other form when the rate changes."""
+
+import numpy as np
+import pytest
+
+from mpidl.errors import UserError
+from mpidl.training.optimizers import SGDM
+
+SHAPES = {"conv1.weight": (3, 1, 2, 2), "conv1.bias": (3,), "batchnorm1.gamma": (3,)}
+
+
+def tables(seed, dtype=np.float32):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(s).astype(dtype) for name, s in SHAPES.items()}
+
+
+def loop(rates, momentum, l2, torch_form=False):
+    """The same steps in float64, element by element."""
+    weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
+    for name, weight in weights.items():
+        velocity = np.zeros_like(weight)
+        for step, rate in enumerate(rates):
+            gradient = tables(step + 1)[name].astype(np.float64)
+            for place in np.ndindex(weight.shape):
+                g = gradient[place] + (l2 * weight[place] if name.endswith(".weight") else 0)
+                if torch_form:
+                    velocity[place] = momentum * velocity[place] + g
+                    weight[place] -= rate * velocity[place]
+                else:
+                    velocity[place] = momentum * velocity[place] - rate * g
+                    weight[place] += velocity[place]
+    return weights
+
+
+def train(rates, momentum, l2):
+    sgdm, weights = SGDM(momentum=momentum, l2=l2), tables(0)
+    for step, rate in enumerate(rates):
+        sgdm.learning_rate = rate
+        weights = sgdm(weights, tables(step + 1))
+    return weights
+
+
+def distance(one, other):
+    return max(np.abs(one[name] - other[name]).max() for name in SHAPES)
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.1])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_are_those_of_a_float64_loop(momentum, l2):
+    rates = [0.1, 0.1, 0.01, 0.01]
+    weights = train(rates, momentum, l2)
+    assert all(array.dtype == np.float32 for array in weights.values())
+    assert distance(weights, loop(rates, momentum, l2)) < 1e-6
+
+
+def test_the_two_forms_part_when_the_rate_changes():
+    same, changed = [0.1] * 4, [0.1, 0.1, 0.01, 0.01]
+    assert distance(train(same, 0.9, 0.0), loop(same, 0.9, 0.0, torch_form=True)) < 1e-6
+    assert distance(train(changed, 0.9, 0.0), loop(changed, 0.9, 0.0, torch_form=True)) > 1e-2
+
+
+def test_arguments_are_left_as_they_are():
+    weights, gradients = tables(0), tables(1)
+    sgdm = SGDM(l2=0.1)
+    stepped = sgdm(sgdm(weights, gradients), gradients)
+    assert distance(weights, tables(0)) == 0 and distance(gradients, tables(1)) == 0
+    stepped["conv1.bias"] += 1  # the velocity is not the weight
+    assert np.abs(sgdm.velocity["conv1.bias"]).max() < 1
+
+
+def test_l2_factors():
+    zero = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    stepped = SGDM(1.0, l2=0.5, l2_factors={"conv1.bias": 0.5})(tables(0), zero)
+    start = tables(0)
+    assert np.allclose(stepped["conv1.weight"], 0.5 * start["conv1.weight"])
+    assert np.allclose(stepped["conv1.bias"], 0.75 * start["conv1.bias"])
+    assert np.array_equal(stepped["batchnorm1.gamma"], start["batchnorm1.gamma"])
+    with pytest.raises(ValueError, match="did you mean conv1.bias"):
+        SGDM(l2_factors={"conv1.bia": 1.0})(tables(0), zero)
+
+
+def test_going_on_from_its_state_makes_the_same_bytes():
+    straight, weights = SGDM(), tables(0)
+    for step in (1, 2, 3):
+        weights = straight(weights, tables(step))
+    stopped, again = SGDM(), tables(0)
+    for step in (1, 2):
+        again = stopped(again, tables(step))
+    resumed = SGDM()
+    resumed.load_state(stopped.state())
+    again = resumed(again, tables(3))
+    assert all(again[name].tobytes() == weights[name].tobytes() for name in SHAPES)
+    forgetful = SGDM()(stopped(tables(0), tables(1)), tables(3))
+    assert distance(forgetful, weights) > 1e-3
+
+
+def test_a_new_optimizer_has_no_state():
+    assert SGDM().state() == {}
+    SGDM().load_state({})
+    with pytest.raises(ValueError, match="found conv1.weight"):
+        SGDM().load_state(tables(0))
+
+
+def test_names_and_shapes_that_do_not_match():
+    weights = tables(0)
+    with pytest.raises(ValueError, match="missing conv1.bias"):
+        SGDM()(weights, {n: a for n, a in tables(1).items() if n != "conv1.bias"})
+    with pytest.raises(ValueError, match="unknown dense1.bias"):
+        SGDM()(weights, {**tables(1), "dense1.bias": weights["conv1.bias"]})
+    with pytest.raises(ValueError, match=r"conv1.bias: expected shape \(3,\), found \(4,\)"):
+        SGDM()(weights, {**tables(1), "conv1.bias": np.zeros(4, np.float32)})
+    sgdm = SGDM()
+    sgdm.load_state({"velocity.dense9.bias": np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match="velocities do"):
+        sgdm(weights, tables(1))
+
+
+def test_rates_that_cannot_be_used():
+    with pytest.raises(UserError, match="learning_rate must be positive, found 0"):
+        SGDM(learning_rate=0)
+    with pytest.raises(UserError, match="momentum"):
+        SGDM(momentum=1.0)

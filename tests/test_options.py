@@ -1,0 +1,252 @@
+"""Options: their values, where they come from, the command line, what a resume may change."""
+
+import os
+import pickle
+
+import pytest
+
+from mpidl.cli import arguments
+from mpidl.errors import UserError
+from mpidl.training import options
+from mpidl.training.options import TrainingOptions, resolve
+
+
+def refused(call, *args, **keywords):
+    """The text of the UserError that the call raises: one line."""
+    with pytest.raises(UserError) as caught:
+        call(*args, **keywords)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_matlab():
+    known = TrainingOptions()
+    assert (known.epochs, known.batch_size, known.shuffle) == (30, 128, "once")
+    assert (known.learning_rate, known.momentum, known.l2) == (0.01, 0.9, 1e-4)
+    assert known.validation is None and "validation" not in known.as_dict()
+
+
+def test_the_digits_recipe_and_what_overrides_it():
+    known = TrainingOptions.from_recipe("digits", momentum=0.5)
+    assert (known.epochs, known.l2, known.shuffle, known.momentum) == (20, 0.0, "every-epoch", 0.5)
+    assert "digits" in refused(TrainingOptions.from_recipe, "letters")
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("batch_size", 0, "batch_size must be at least 1, found 0"),
+        ("batch_size", 2.0, "batch_size must be a whole number, at least 1, found 2.0"),
+        ("batch_size", "8", "batch_size must be a whole number, at least 1, found 8"),
+        ("epochs", True, "epochs must be a whole number, at least 1, found True"),
+        ("max_iterations", 0, "max_iterations must be at least 1, found 0"),
+        ("learning_rate", -0.1, "learning_rate must be positive, found -0.1"),
+        ("learning_rate", float("nan"), "learning_rate must be positive, found nan"),
+        ("timeout", float("inf"), "timeout must be positive, found inf"),
+        ("momentum", 1, "momentum must be at least 0 and below 1, found 1"),
+        ("l2", -1e-9, "l2 must be at least 0, found -1e-09"),
+        ("seed", 2**63, f"seed must be between 0 and 2**63 - 1, found {2**63}"),
+        ("seed", -1, "seed must be between 0 and 2**63 - 1, found -1"),
+        ("shuffle", "daily", "shuffle must be never, once or every-epoch, found daily"),
+        ("device", None, "device must be auto, cpu or gpu, found None"),
+        ("checkpoint_every", -1, "checkpoint_every must be at least 0, found -1"),
+        ("batchsize", 8, "unknown option batchsize: did you mean batch_size?"),
+        ("colour", 8, "unknown option colour"),
+    ],
+)
+def test_values_that_cannot_be_used(name, value, text):
+    assert refused(TrainingOptions, **{name: value}) == text
+
+
+def test_more_threads_than_this_version_has():
+    assert "start more ranks" in refused(TrainingOptions, threads=4)
+
+
+def test_options_have_their_types_and_travel():
+    known = TrainingOptions(learning_rate=1, l2=0, max_iterations=None)
+    assert [type(v) for v in (known.learning_rate, known.l2)] == [float, float]
+    assert pickle.loads(pickle.dumps(known)) == known
+
+
+def test_each_value_comes_from_the_first_that_has_one(tmp_path):
+    config = tmp_path / "my.toml"
+    config.write_text("batch_size = 32\nepochs = 7\n[run]\ndata = 'images'\n")
+    resumed = {
+        "options": {**TrainingOptions().as_dict(), "seed": 9, "epochs": 3},
+        "run": {"network": "digits", "data": "digits", "test_data": None},
+    }
+    known, run, sources = resolve({"epochs": 5, "out": "x"}, config=config)
+    assert (known.epochs, known.batch_size, known.shuffle) == (5, 32, "every-epoch")
+    assert run == {"network": "digits", "data": "images", "test_data": None}
+    assert sources["epochs"] == "command line"
+    assert sources["batch_size"] == sources["data"] == f"config {config}"
+    assert sources["shuffle"] == "recipe digits"
+    assert sources["seed"] == sources["network"] == "default"
+    assert set(sources) == {*options.NAMES, *options.RUN}
+
+    known, _, sources = resolve({}, config=config, resumed=resumed)
+    assert (known.epochs, known.seed, known.shuffle) == (7, 9, "once")
+    assert sources["seed"] == sources["shuffle"] == "resumed run"
+
+
+def test_another_network_has_no_recipe():
+    known, run, sources = resolve({"network": "my.py:net"})
+    assert known == TrainingOptions() and run["network"] == "my.py:net"
+    assert set(sources.values()) == {"command line", "default"}
+
+
+def test_options_toml_is_a_config_file_again(tmp_path):
+    path = str(tmp_path / "options.toml")
+    first = resolve({"learning_rate": 0.1 + 0.2, "seed": 2**63 - 1})
+    options.write_options(path, first, options.versions_of("MPICH Version: 5.0\nand more"))
+    with open(path) as file:
+        text = file.read()
+    assert 'learning_rate = "command line"' in text and 'mpi = "MPICH Version: 5.0"' in text
+    assert 'max_iterations = "none"' in text and "numpy = " in text
+    again = resolve({}, config=path)
+    assert again.options == first.options and again.run == first.run
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("batchsize = 3", "unknown option batchsize: did you mean batch_size?"),
+        ("batch_size = '3'", "batch_size must be a whole number, at least 1, found 3"),
+        ("[options]\nepochs = 0", "epochs must be at least 1, found 0"),
+        ("network = 3", "network must be a text, found 3"),
+        ("options = 3", "[options] must be a table, found 3"),
+        ("epochs = ", "not a TOML file"),
+    ],
+)
+def test_config_files_that_cannot_be_used(tmp_path, content, text):
+    path = tmp_path / "my.toml"
+    path.write_text(content)
+    message = refused(resolve, {}, config=path)
+    assert text in message and str(path) in message
+
+
+def test_a_config_file_that_is_missing(tmp_path):
+    assert "nothing.toml" in refused(resolve, {}, config=tmp_path / "nothing.toml")
+
+
+def resumable(**changes):
+    known = TrainingOptions(epochs=10).as_dict()
+    return {
+        "options": {**known, **changes},
+        "network": [{"type": "Conv2D", "name": "conv1", "filters": 20, "size": [5, 5]}],
+        "fingerprint": "0123456789abcdef",
+    }
+
+
+def test_what_may_change_at_resume():
+    now = resumable(threads=1, device="cpu", timeout=5.0, checkpoint_every=3, epochs=12)
+    now["options"]["max_iterations"] = 7
+    now["network"][0]["size"] = (5, 5)
+    options.changed_on_resume(resumable(), now)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("batch_size", 64),
+        ("seed", 1),
+        ("learning_rate", 0.02),
+        ("momentum", 0.8),
+        ("l2", 0.0),
+        ("shuffle", "never"),
+        ("batchnorm", "local"),
+        ("epochs", 9),
+    ],
+)
+def test_what_may_not_change_at_resume(name, value):
+    old = resumable()["options"][name]
+    text = refused(options.changed_on_resume, resumable(), resumable(**{name: value}))
+    assert f"{options.flag(name)} was {old}, is {value}" in text
+
+
+def test_another_network_or_data_set_at_resume():
+    now = resumable()
+    now["network"][0]["filters"] = 21
+    now["fingerprint"] = "fedcba9876543210"
+    text = refused(options.changed_on_resume, resumable(), now, "runs/digits")
+    assert "--network: layer conv1 differs in filters" in text and "--data" in text
+    assert text.startswith("--resume: runs/digits cannot go on")
+    now["network"].append(now["network"][0])
+    now["network"][0] = resumable()["network"][0]
+    assert "1 layers" in refused(options.changed_on_resume, resumable(), now)
+
+
+def test_the_command_line_gives_only_what_was_typed():
+    assert arguments.train([]) == {}
+    given = arguments.train("--epochs 3 --l2=0 --data x --out y --max-iterations none".split())
+    assert given == {"epochs": 3, "l2": 0.0, "data": "x", "out": "y", "max_iterations": None}
+    assert arguments.train(arguments.as_flags(given)) == given
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        ("--batch-size 0", "--batch-size must be at least 1, found 0"),
+        ("--batch-size ten", "--batch-size must be a whole number, at least 1, found ten"),
+        ("--learning-rate -0.1", "--learning-rate must be positive, found -0.1"),
+        ("--shuffle no", "--shuffle must be never, once or every-epoch, found no"),
+        ("--batchsize 8", "unknown option --batchsize: did you mean --batch-size?"),
+        ("--ep=4", "unknown option --ep: did you mean --epochs?"),
+        ("--zzz", "unknown option --zzz"),
+        ("--epochs", "--epochs: expected one argument"),
+        ("digits", "unexpected argument digits (--help lists the options)"),
+    ],
+)
+def test_command_lines_that_cannot_be_used(line, text):
+    assert refused(arguments.train, line.split()) == text
+
+
+def test_the_other_commands():
+    known = arguments.predict("--model m.h5 --data x --batch-size 7".split())
+    assert (known.model, known.data, known.out, known.batch_size) == ("m.h5", "x", None, 7)
+    assert "--model" in refused(arguments.predict, [])
+    known = arguments.verify("--ranks 1,3 --seed 4".split())
+    assert known.ranks == [1, 3] and known.given == {"seed": 4, "max_iterations": 5}
+    assert "--ranks must be" in refused(arguments.verify, ["--ranks", "1,x"])
+    known = arguments.bench(["fold", "--rounds", "2", "--batch-size", "64"])
+    assert (known.what, known.rounds, known.given) == ("fold", 2, {"batch_size": 64})
+    assert "--rounds must be" in refused(arguments.bench, ["fold", "--rounds", "0"])
+    assert vars(arguments.info([])) == {}
+
+
+def test_help_names_every_option_on_one_rank_only(capsys):
+    with pytest.raises(SystemExit) as ended:
+        arguments.train(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name in (*options.NAMES, *options.RUN, "out", "resume", "config"):
+        assert options.flag(name) in shown
+    with pytest.raises(SystemExit):
+        arguments.train(["--help"], quiet=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_output_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert arguments.output_folder({}, "digits") == "runs/digits"
+    assert arguments.output_folder({}, "digits") == "runs/digits-2"
+    assert arguments.output_folder({}, "nets/my.py:small") == "runs/small"
+    assert arguments.output_folder({"resume": "runs/digits"}, "digits") == "runs/digits"
+
+    assert arguments.output_folder({"out": "mine/one"}, "digits") == "mine/one"
+    for name in ("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "notes.txt"):
+        (tmp_path / "mine/one" / name).write_text("old")
+    resumed = {"out": "mine/two", "resume": "mine/one"}
+    assert arguments.output_folder(resumed, "digits") == "mine/two"
+    assert os.listdir("mine/two") == ["metrics.jsonl"]
+    arguments.output_folder({"out": "mine/one"}, "digits")
+    assert os.listdir("mine/one") == ["notes.txt"]
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "run")
+    assert refused(arguments.output_folder, {"out": out}, "digits").startswith(f"--out {out}: ")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    assert "runs" in refused(arguments.output_folder, {}, "digits")
