@@ -1,0 +1,150 @@
+"""The direction of the imports, read from the sources: kernels to commands, and never back."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
+
+# What each room of the house may import beside itself. A room is a package, or a module at the top.
+BOTTOM = {"errors", "keyed", "fold", "blocks", "tape"}
+BACKENDS = BOTTOM - {"tape"} | {"kernels"}
+OPS = BOTTOM | {"backends"}
+NN = OPS | {"ops"}
+BESIDE = {"comm", "data", "report"}
+TRAINING = NN | BESIDE | {"nn"}
+CLI = TRAINING | {"training"}
+MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
+    "kernels": set(),
+    "backends": BACKENDS,
+    "ops": OPS,
+    "nn": NN,
+    "comm": BOTTOM - {"tape"},
+    "data": BOTTOM - {"tape"},
+    "report": {"errors"},
+    "training": TRAINING,
+    "cli": CLI,
+}
+COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
+
+# Who may import a foreign package at all, and which of them only inside functions.
+ONLY_IN = {"mpi4py": ("mpidl.comm",), "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl")}
+LATE = {"cupy", "h5py", "matplotlib", "rich", "torch"}
+
+
+def read_package():
+    """Of each module of the package, its text, by its dotted name."""
+    texts = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        texts[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return texts
+
+
+def imports_of(module, text, modules):
+    """Of each import in the text: (what it names, line, whether importing the module runs it).
+
+    `from mpidl import fold` names mpidl.fold; `from mpidl import World` names mpidl itself.
+    """
+    is_package = any(name.startswith(module + ".") for name in modules)
+
+    def names(node):
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        base = node.module or ""
+        if node.level:
+            up = module.split(".")[: len(module.split(".")) - node.level + is_package]
+            base = ".".join([*up, base] if base else up)
+        whole = [f"{base}.{alias.name}" for alias in node.names]
+        return [name if name in modules else base for name in whole]
+
+    def walk(node, late):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                yield from ((name, child.lineno, not late) for name in names(child))
+            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from walk(child, late or inner or typing_only)
+
+    return list(walk(ast.parse(text), late=False))
+
+
+def violations(texts):
+    """One line for each import that breaks a rule; texts: {dotted module name: source}."""
+    found, graph = [], {}
+    for module, text in texts.items():
+        room = (module.split(".") + [""])[1]
+        allowed = MAY_IMPORT.get(room, COMMANDS) | {room}
+        for name, line, eager in imports_of(module, text, texts):
+            where, top = f"{module}:{line} imports {name}", name.split(".")[0]
+            if top == "mpidl":
+                target = (name.split(".") + [""])[1]
+                if target == "" and room in MAY_IMPORT:
+                    found.append(f"{where}: the public names stand above it")
+                elif target not in allowed and target != "":
+                    found.append(f"{where}: {room or 'mpidl'} may not import {target}")
+                if eager and name != module:
+                    graph.setdefault(module, set()).add(name)
+            if top in ONLY_IN and not module.startswith(ONLY_IN[top]):
+                found.append(f"{where}: only {' and '.join(ONLY_IN[top])} may")
+            if top in LATE and eager:
+                found.append(f"{where}: only inside a function")
+    return found + [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(graph)]
+
+
+def cycles(graph):
+    """The cycles of a graph {node: set of nodes} that a walk in sorted order comes upon."""
+    found, done, path = [], set(), []
+
+    def visit(node):
+        if node in path:
+            found.append([*path[path.index(node) :], node])
+        elif node not in done:
+            path.append(node)
+            for following in sorted(graph.get(node, ())):
+                visit(following)
+            done.add(path.pop())
+
+    for node in sorted(graph):
+        visit(node)
+    return found
+
+
+def test_the_package_keeps_the_direction():
+    texts = read_package()
+    assert {"mpidl.fold", "mpidl.comm", "mpidl.ops.conv"} <= set(texts)
+    assert violations(texts) == []
+
+
+BROKEN = {
+    "ops may not import comm": {"mpidl.ops.bad": "def f():\n    from mpidl.comm import World\n"},
+    "backends may not import tape": {"mpidl.backends.bad": "import mpidl.tape\n"},
+    "data may not import comm": {"mpidl.data.bad": "from ..comm import world\n"},
+    "nn may not import training": {"mpidl.nn.bad": "from mpidl import training\n"},
+    "fold may not import ops": {"mpidl.fold": "from mpidl.ops import conv2d\n"},
+    "cli may not import train": {"mpidl.cli.bad": "import mpidl.train\n"},
+    "the public names stand above it": {"mpidl.ops.bad": "from mpidl import World\n"},
+    "only mpidl.comm may": {"mpidl.training.bad": "def f():\n    from mpi4py import MPI\n"},
+    "only mpidl.backends.gpu": {"mpidl.ops.bad": "def f():\n    import cupy\n"},
+    "imports h5py: only inside": {
+        "mpidl.data.bad": "try:\n    import h5py\nexcept ImportError: 0\n"
+    },
+    "cycle: mpidl.nn.a -> mpidl.nn.b -> mpidl.nn.a": {
+        "mpidl.nn.a": "import mpidl.nn.b\n",
+        "mpidl.nn.b": "from mpidl.nn.a import x\n",
+    },
+}
+
+
+@pytest.mark.parametrize("expected", BROKEN)
+def test_a_broken_rule_is_seen(expected):
+    """The negative control: a module that breaks a rule, put among the real ones."""
+    kept = read_package() | BROKEN[expected]
+    assert any(expected in line for line in violations(kept)), violations(kept)
+
+
+def test_what_is_allowed_passes():
+    text = "def f():\n    import h5py, rich\n    from . import b\n"
+    fine = {"mpidl.training.a": text, "mpidl.training.b": "from mpidl.training import a\n"}
+    assert violations(read_package() | fine) == []
