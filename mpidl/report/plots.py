@@ -1,7 +1,9 @@
 """progress.png: loss and accuracy against iterations."""
 
+import contextlib
 import os
 
+from mpidl.errors import UserError
 from mpidl.report import metrics
 
 TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
@@ -11,6 +13,7 @@ def progress(metrics_path, png_path):
     """Draw the records of a metrics file into a PNG file; False where matplotlib is missing.
 
     Above the loss: of each iteration, and its mean over each epoch. Below the accuracy in per cent.
+    Raises UserError, naming the file, where it cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -39,8 +42,13 @@ def progress(metrics_path, png_path):
     above.set_title("Training progress", loc="left", pad=26)
 
     part = f"{png_path}.part"
-    figure.savefig(part, format="png")
-    os.replace(part, png_path)
+    try:
+        figure.savefig(part, format="png")
+        os.replace(part, png_path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise UserError(f"{png_path}: cannot be written: {error.strerror or error}") from error
     return True
 
 
