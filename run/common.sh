@@ -47,17 +47,26 @@ is_ready() {
         [ "$(<"$venv/mpidl-$1")" = "$(installed)" ]
 }
 
-prepare() { # prepare train|test [PIP OPTION...]: the environment holds this checkout
-    local kind=$1
-    shift
+prepare() { # prepare train|test: an environment that holds this checkout, at once if it does
     choose_environment
-    if ! is_ready "$kind"; then
-        exec 9<"$root" # a second start in this checkout waits here for the first
-        ! command -v flock >/dev/null || flock 9 2>/dev/null || true
-        is_ready "$kind" || { make_environment && install_package "$kind" "$@"; }
-        exec 9<&-
+    if ! is_ready "$1"; then
+        lock
+        is_ready "$1" || set_up "$1" ""
+        unlock
     fi
     use_environment
+}
+
+lock() { # a second start in this checkout waits here for the first
+    exec 9<"$root"
+    ! command -v flock >/dev/null || flock 9 2>/dev/null || true
+}
+
+unlock() { exec 9<&-; }
+
+set_up() { # set_up train|test EXTRAS [PIP OPTION...]
+    make_environment
+    install_package "$@"
 }
 
 make_environment() {
@@ -74,7 +83,7 @@ make_environment() {
     python=$(find_python) || die "Python 3.10 or newer is missing ($python)"
     "$python" -c 'import ensurepip, venv; ensurepip.version()' 2>/dev/null ||
         die "Python's venv module is missing: apt-get install ${python##*/}-venv"
-    say "making $venv and installing mpidl with MPI '$mpi' into it (once, a minute or two)"
+    say "making $venv for mpidl with MPI '$mpi' (once, a minute or two)"
     local output
     output=$("$python" -m venv $clear "$venv" 2>&1) ||
         die "cannot make the environment $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
@@ -95,16 +104,21 @@ find_python() { # prints the first Python that is new enough, or why there is no
     return 1
 }
 
-install_package() { # install_package train|test [PIP OPTION...]
-    local kind=$1 extras="" log=$venv/mpidl-install.log
-    shift
-    [ "$mpi" = system ] || extras=$mpi
-    [ "$kind" = train ] || extras=${extras:+$extras,}$kind
+extras_of() { # extras_of train|test EXTRAS: the MPI's extra and these, in brackets
+    local all=$2
+    [ "$mpi" = system ] || all=$mpi${all:+,$all}
+    [ "$1" = train ] || all=${all:+$all,}$1
+    echo "${all:+[$all]}"
+}
+
+install_package() { # install_package train|test EXTRAS [PIP OPTION...]
+    local kind=$1 extras log=$venv/mpidl-install.log
+    extras=$(extras_of "$kind" "$2")
+    shift 2
     # Editable: the checkout is what runs, also after a `git pull`.
-    if ! (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install \
-        --disable-pip-version-check --no-input "$@" -e ".${extras:+[$extras]}") >"$log" 2>&1; then
+    (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install \
+        --disable-pip-version-check --no-input "$@" -e ".$extras") >"$log" 2>&1 ||
         explain_pip "$log"
-    fi
     echo "$mpi" >"$venv/mpidl-mpi"
     installed >"$venv/mpidl-$kind"
     [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
