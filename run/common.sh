@@ -86,7 +86,7 @@ make_environment() {
     say "making $venv for mpidl with MPI '$mpi' (once, a minute or two)"
     local output
     output=$("$python" -m venv $clear "$venv" 2>&1) ||
-        die "cannot make the environment $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
+        die "cannot make $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
 }
 
 find_python() { # prints the first Python that is new enough, or why there is none
