@@ -130,7 +130,8 @@ explain_pip() { # says in one line why pip failed, by its log, and exits
         die "pip cannot reach the package index; without internet: run/install --help (log: $1)"
     fi
     local error
-    error=$(grep -iE '^ *error: ' "$1" | grep -v 'subprocess-exited' | head -n 1 | sed 's/^ *//') || true
+    error=$(grep -iE '^ *error: ' "$1" | grep -v subprocess-exited | head -n 1) || true
+    error=${error#"${error%%[! ]*}"} # without leading blanks
     die "pip failed: ${error:-$(tail -n 1 "$1")} (log: $1)"
 }
 
