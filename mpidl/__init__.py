@@ -14,3 +14,20 @@ if "numpy" in sys.modules:
     import threadpoolctl
 
     threadpoolctl.threadpool_limits(1, user_api="blas")
+
+from mpidl import data, nn, ops
+from mpidl.blocks import Batch, Blocked, from_images, share
+from mpidl.comm import World
+from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
+from mpidl.errors import Fault, UserError
+from mpidl.fold import Partial
+from mpidl.nn import BatchNorm, Conv2D, Dense, Flatten, Layer, Network, ReLU
+from mpidl.ops import *  # noqa: F403
+from mpidl.tape import Var, check_vjp, op, value_and_grad
+from mpidl.training.evaluate import evaluate
+from mpidl.training.loop import train
+from mpidl.training.modelfile import load_model, save_model, weights_sha256
+from mpidl.training.optimizers import SGDM
+from mpidl.training.options import TrainingOptions
+
+__version__ = "0.1.0"

@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The commands print it from rank 0, without a traceback, and end with exit code 2.
     """
+
+
+class Fault(Exception):
+    """A run that cannot go on, through no option's fault (a loss of NaN): one line, exit code 1."""

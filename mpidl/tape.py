@@ -294,7 +294,9 @@ def value_and_grad(f, *, reduce=None):
         }
         if reducer:
             gradients |= reducer.finish()
-            value = [reduce.gplus(v) if isinstance(v, Partial) else v for v in value]
+            partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
+            for i, v in reduce.gplus(partials).items():
+                value[i] = v
         else:
             value[0] = _as_partial(value[0])
             gradients = {name: _as_partial(g) for name, g in gradients.items()}

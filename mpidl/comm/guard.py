@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 
-from mpidl.errors import UserError
+from mpidl.errors import Fault, UserError
 
 # what launchers say of the number of tasks, and of which one this is
 LAUNCHERS = {
@@ -65,14 +65,15 @@ def _leave_together():
 def run(main):
     """Run a command's main() and end the process with the exit code it returns.
 
-    A UserError is one line on stderr and exit code 2. Most are raised by all ranks, and rank 0
-    speaks; one that a single rank raised is told by that rank, which then ends the job.
+    A UserError is one line on stderr and exit code 2, a Fault one and exit code 1. Most are raised
+    by all ranks, and rank 0 speaks; one that a single rank raised is told by that rank, which then
+    ends the job.
     """
     try:
         code = main()
-    except UserError as error:
-        code = 2
-        rank = _launched_rank() if _net is None else _net.rank
+    except (UserError, Fault) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        rank = launched_rank() if _net is None else _net.rank
         if rank == 0:
             print(f"mpidl: {error}", file=sys.stderr, flush=True)
         if _net is not None and not _all_here(_net, 5.0):
@@ -82,7 +83,7 @@ def run(main):
     sys.exit(code)
 
 
-def _launched_rank():
+def launched_rank():
     """This process's rank before there is a world, as the launcher tells it."""
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
 
@@ -106,7 +107,7 @@ class Signals:
     """
 
     def __init__(self):
-        self.name, self.before = None, {}
+        self.name, self.agreed, self.before = None, False, {}
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():

@@ -86,6 +86,13 @@ class World:
         array = np.atleast_1d(np.asarray(value))
         if array.dtype == object:
             raise TypeError(f"gop: expected numbers, got {value!r}")
+        exact = {"and": "LAND", "or": "LOR", "min": "MIN", "max": "MAX"}.get(operation)
+        if exact and array.dtype.kind in "iub":  # the same in any order: MPI's own will do
+            array = array.astype(bool) if operation in ("and", "or") else array
+            result = np.empty_like(array)
+            request = self.net.comm.Iallreduce(array, result, getattr(self.net.MPI, exact))
+            self._wait([request], f"gop {operation}")
+            return self._as_given(result, value)
         inbox = [np.empty_like(array) for _ in range(self.size)]
         inbox[self.rank] = np.ascontiguousarray(array)
         tag = self._tag()
@@ -93,7 +100,12 @@ class World:
         requests = [self.net.irecv(inbox[r], r, tag) for r in others]
         requests += [self.net.isend(inbox[self.rank], r, tag) for r in others]
         self._wait(requests, f"gop {getattr(operation, '__name__', operation)}")
-        result = np.asarray(functools.reduce(combine, inbox)).reshape(np.shape(value))
+        return self._as_given(np.asarray(functools.reduce(combine, inbox)), value)
+
+    @staticmethod
+    def _as_given(result, value):
+        """An array for an array, a Python number for a number."""
+        result = result.reshape(np.shape(value))
         return result if isinstance(value, np.ndarray) else result[()].item()
 
     def reducer(self):

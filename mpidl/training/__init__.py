@@ -1,1 +1,1 @@
-"""Options, the loop, optimizers, checkpoints, evaluation."""
+"""Training: options, loop, optimizers, checkpoints, evaluation."""

@@ -1,0 +1,91 @@
+"""`python -m mpidl.info`: what mpidl found on this machine and its ranks."""
+
+import os
+import platform
+import sys
+
+import numpy as np
+
+import mpidl
+from mpidl.cli import arguments, start
+from mpidl.comm import guard
+
+
+def main(argv=None):
+    """Run the command; returns its exit code."""
+    arguments.info(argv, quiet=guard.launched_rank() > 0)
+    world = start.world(60.0)
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = world.gather((world.host, cores, start.blas()))
+    if world.rank:
+        return 0
+    facts = {
+        "mpidl": f"{mpidl.__version__}, {os.path.dirname(mpidl.__file__)}",
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
+        "arithmetic": "NumPy (no C kernels in this version)",
+        "CPU": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "CPU features": ", ".join(_features()) or "not known",
+        "MPI": _first_line(world.net.MPI.Get_library_version()),
+        "mpi4py": start.version_of("mpi4py"),
+        "fabric": _fabric(world.net.MPI.Get_library_version()),
+        "GPU": start.gpus(),
+    }
+    for name, fact in facts.items():
+        print(f"{name:13} {fact}")
+    by_host = {}
+    for rank, (host, bound, _) in enumerate(ranks):
+        by_host.setdefault(host, []).append(f"{rank} on cores {_ranges(bound)}")
+    print(f"{'ranks':13} {world.size} on {len(by_host)} host(s)")
+    for host, lines in by_host.items():
+        print(f"  {host}: " + "; ".join(f"rank {line}" for line in lines))
+    kinds = {blas for *_, blas in ranks}
+    if len(kinds) > 1:
+        print(f"warning: the ranks' BLAS differ: {'; '.join(sorted(kinds))}")
+    return 0
+
+
+def _first_line(text):
+    return " ".join(text.strip().splitlines()[0].replace("\0", "").split())
+
+
+def _cpu_model():
+    """The CPU as /proc/cpuinfo names it, else as Python knows it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _features():
+    """The CPU's features that NumPy found and can use."""
+    found = np.show_config(mode="dicts").get("SIMD Extensions", {})
+    return [*found.get("baseline", []), *found.get("found", [])]
+
+
+def _fabric(library):
+    """How messages travel, as far as the MPI library's own description and settings tell."""
+    chosen = [
+        f"{name}={os.environ[name]}"
+        for name in ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
+        if name in os.environ
+    ]
+    for line in library.splitlines():
+        if "device" in line.lower():
+            chosen.insert(0, " ".join(line.partition(":")[2].split()))
+    return ", ".join(chosen) or "the MPI library's own choice"
+
+
+def _ranges(numbers):
+    """[0, 1, 2, 5] as 0-2,5."""
+    parts, first = [], None
+    for i, n in enumerate(numbers):
+        first = n if first is None else first
+        if i + 1 == len(numbers) or numbers[i + 1] != n + 1:
+            parts.append(f"{first}-{n}" if n > first else f"{n}")
+            first = None
+    return ",".join(parts)

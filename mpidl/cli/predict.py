@@ -1,0 +1,55 @@
+"""`python -m mpidl.predict`: classify images with a trained network."""
+
+import csv
+import io
+
+from mpidl import data
+from mpidl.cli import arguments, start
+from mpidl.cli.start import on_rank_0
+from mpidl.comm import guard
+from mpidl.errors import UserError
+from mpidl.training import evaluate, modelfile
+
+
+def main(argv=None):
+    """Run the command; returns its exit code."""
+    given = arguments.predict(argv, quiet=guard.launched_rank() > 0)
+    world = start.world(given.timeout)
+    start.check_device(given.device)
+    net, about = on_rank_0(world, lambda: modelfile.load_model(given.model))
+    classes = about["classes"]
+    images = data.open_test_data(
+        given.data, world, classes=classes, labelled=False, option="--data"
+    )
+    if images.image_shape != net.input_shape:
+        raise UserError(
+            f"--data {given.data}: expected images of shape {net.input_shape}, as the model was "
+            f"trained on, found {images.image_shape}"
+        )
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["image", "predicted", *classes])
+    right = 0
+    for indices, scores in evaluate.predict(
+        net, images, world=world, batch_size=given.batch_size
+    ):
+        if indices is None:
+            continue
+        found = scores.argmax(axis=1)
+        if images.labels is not None:
+            right += int((found == images.labels[indices]).sum())
+        if given.out:
+            for i, k, row in zip(indices, found, scores, strict=True):
+                # nine digits hold every bit of a float32
+                rows.writerow([images.name(i), classes[k], *(f"{v:.9g}" for v in row)])
+    if given.out:
+        content = text.getvalue().encode()
+        on_rank_0(world, lambda: modelfile.write_whole(given.out, content))
+    if world.rank == 0:
+        if images.labels is not None and len(images):
+            print(f"Accuracy: {right / len(images):.4f} ({len(images)} images)")
+        else:
+            print(f"{len(images)} images, no labels known")
+        if given.out:
+            print(f"Scores: {given.out}")
+    return 0

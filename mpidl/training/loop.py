@@ -1,0 +1,256 @@
+"""The training loop: what `dl.train` and the command `train` run."""
+
+import contextlib
+import hashlib
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from mpidl import ops
+from mpidl.comm import World
+from mpidl.comm.guard import Signals
+from mpidl.data import MinibatchQueue, NodeCache
+from mpidl.errors import Fault
+from mpidl.report import Console, Metrics, plots
+from mpidl.tape import value_and_grad
+from mpidl.training import checkpoint, modelfile
+from mpidl.training.evaluate import agreed, evaluate
+from mpidl.training.optimizers import SGDM
+from mpidl.training.options import TrainingOptions
+
+
+@dataclass
+class Position:
+    """How far a run has come; what of it a checkpoint keeps."""
+
+    epoch: int = 1  # the epoch under way, from 1
+    batch: int = 0  # mini-batches of it that are done
+    iteration: int = 0  # mini-batches done in all
+    loss: float = 0.0  # sum over this epoch's images so far
+    correct: float = 0.0  # images of this epoch classified right in training
+    images: int = 0  # of this epoch so far
+    seconds: float = 0.0  # spent training, resumed runs included
+    all_images: int = 0  # of all epochs
+
+
+@dataclass
+class Result:
+    """What a training run came to. `stopped`: the signal that ended it early, or None.
+
+    epochs: completed; loss: mean over the images of the last one that was begun.
+    """
+
+    stopped: str | None
+    epochs: int
+    iterations: int
+    loss: float
+    images_per_second: float
+    train_seconds: float
+
+
+def model_loss(net, images, labels):
+    """Mean cross-entropy, which is differentiated, and how many images were classified right."""
+    scores = net(images)
+    return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
+
+
+def train(
+    net, datastore, options=None, *, world=None, out=None, console=None, resume=None, facts=()
+):
+    """Train a classifier; the network's parameters and state change in place. Collective.
+
+    datastore: labelled images. options: TrainingOptions. world: all ranks by default. out: folder
+    for metrics.jsonl, progress.png and the checkpoints (None: nothing is written). resume:
+    (arrays, facts) of a checkpoint to go on from. facts: more to keep in the checkpoints.
+
+    USR1, TERM or INT on any rank ends the run after the present mini-batch, on all ranks, with a
+    checkpoint; the result says so. Raises Fault where the loss is not finite.
+    """
+    options = TrainingOptions() if options is None else options
+    world = World(timeout=options.timeout) if world is None else world
+    with console or Console(world.rank, verbose_every=options.verbose_every) as shown:
+        return _Run(net, datastore, options, world, out, shown, resume, dict(facts)).go()
+
+
+class _Run:
+    def __init__(self, net, datastore, options, world, out, console, resume, facts):
+        self.net, self.options, self.world, self.out = net, options, world, out
+        self.console, self.facts = console, facts
+        self.datastore = NodeCache(datastore, world)
+        self.queue = MinibatchQueue(
+            self.datastore, options.batch_size, options.seed, world, options.shuffle
+        )
+        self.optimizer = SGDM(options.learning_rate, options.momentum, options.l2)
+        self.at = Position()
+        net.batchnorm = options.batchnorm
+        if resume is not None:
+            self._restore(*resume)
+        self.began = time.monotonic() - self.at.seconds
+        self.metrics = None
+        if out is not None:
+            path = os.path.join(out, "metrics.jsonl")
+            cut = None if resume is None else self.at.iteration
+            error = None
+            try:
+                self.metrics = Metrics(path, world.rank, cut=cut)
+            except Exception as problem:
+                error = problem
+            world.together(error)
+        self.gradient = value_and_grad(model_loss, reduce=world)
+
+    def go(self):
+        at, options = self.at, self.options
+        limit = options.max_iterations or math.inf
+        total = min(options.epochs * len(self.queue), limit)
+        self.console.start(options.epochs, total, at.iteration)
+        loss = math.nan
+        with Signals() as signals, np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            while at.epoch <= options.epochs and at.iteration < limit and not signals.agreed:
+                batches = self.queue.epoch(at.epoch, start=at.batch)
+                started, images = time.monotonic(), at.images
+                with contextlib.closing(batches):
+                    for batch in agreed(batches, self.world, signals):
+                        self._step(*batch)
+                        if at.iteration >= limit or at.batch == len(self.queue):
+                            break
+                        if self._checkpoint_is_due():
+                            self._save()
+                loss = at.loss / at.images if at.images else loss
+                if at.batch == len(self.queue):
+                    self._end_epoch((at.images - images) / (time.monotonic() - started))
+                    self._save()
+            if signals.agreed or at.batch:
+                self._save()
+        if self.metrics:
+            self.metrics.close()
+        seconds = max(at.seconds, 1e-9)
+        name = self.world.broadcast(next(filter(None, self._names(signals)), None))
+        return Result(
+            name if signals.agreed else None,
+            at.epoch - 1,
+            at.iteration,
+            loss,
+            at.all_images / seconds,
+            at.seconds,
+        )
+
+    def _names(self, signals):
+        return self.world.gather(signals.name) or []
+
+    def _step(self, images, labels):
+        at, count = self.at, images.batch.count
+        started = time.monotonic()
+        self.world.net.doing = f"epoch {at.epoch}, iteration {at.iteration + 1}"
+        (loss, correct), gradients, state = self.gradient(self.net, images, labels)
+        loss, correct = float(loss), float(correct)
+        if not math.isfinite(loss):
+            self._blame(images, labels, loss)
+        self.net.state = state
+        self.net.parameters = self.optimizer(self.net.parameters, gradients)
+        at.batch, at.iteration = at.batch + 1, at.iteration + 1
+        at.loss, at.correct = at.loss + loss * count, at.correct + correct
+        at.images, at.all_images = at.images + count, at.all_images + count
+        now = time.monotonic()
+        at.seconds = now - self.began
+        rate, accuracy = count / (now - started), correct / count
+        self.console.iteration(at.epoch, at.iteration, loss, rate, accuracy)
+        self._record("iteration", at.epoch, loss, rate, accuracy)
+
+    def _record(self, kind, epoch, loss, rate, accuracy):
+        if self.metrics:
+            at = self.at
+            self.metrics.record(
+                kind,
+                epoch,
+                at.iteration,
+                loss,
+                self.optimizer.learning_rate,
+                rate,
+                at.seconds,
+                accuracy,
+            )
+
+    def _end_epoch(self, rate):
+        at = self.at
+        loss, accuracy = at.loss / at.images, at.correct / at.images
+        found = None
+        self._record("epoch", at.epoch, loss, rate, accuracy)
+        if self.options.validation is not None:
+            found = evaluate(self.net, self.options.validation, world=self.world)
+            self._record("validation", at.epoch, found.loss, rate, found.accuracy)
+        self.console.epoch(
+            at.epoch, loss, rate, at.seconds, accuracy, found.accuracy if found else None
+        )
+        at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, 0.0, 0
+
+    def _blame(self, images, labels, loss):
+        """Raise the Fault of a loss that is not finite, naming the ranks whose images made it."""
+        (own, _), _, _ = value_and_grad(model_loss)(self.net, images, labels)
+        ranks = self.world.gather(not np.isfinite(own.local()).all())
+        guilty = [str(r) for r, bad in enumerate(self.world.broadcast(ranks)) if bad]
+        where = f"rank {', '.join(guilty)}" if len(guilty) < self.world.size else "all ranks"
+        kept = self.out and checkpoint.exists(self.out)
+        raise Fault(
+            f"the loss is {loss} at epoch {self.at.epoch}, iteration {self.at.iteration + 1}, on "
+            f"{where}; lower --learning-rate (now {self.optimizer.learning_rate:g}) or look at the "
+            f"images" + (f"; the last checkpoint is in {self.out}" if kept else "")
+        )
+
+    def _checkpoint_is_due(self):
+        every = self.options.checkpoint_every
+        return every and self.at.iteration % every == 0
+
+    def _tables(self):
+        return {
+            "learnables": self.net.parameters,
+            "state": self.net.state,
+            "optimizer": self.optimizer.state(),
+        }
+
+    def _save(self):
+        """Write a checkpoint, having seen that all ranks hold the same weights."""
+        if self.out is None:
+            return
+        tables, error = self._tables(), None
+        self._compare(tables)
+        if self.world.rank == 0:
+            try:
+                self.metrics.flush()
+                facts = {
+                    "network": self.net.spec(),
+                    "input_shape": self.net.input_shape,
+                    "classes": list(self.datastore.classes),
+                    "normalization": "rescale-zero-one",
+                    "position": asdict(self.at),
+                    "options": self.options.as_dict(),
+                    "fingerprint": self.datastore.fingerprint(),
+                    **self.facts,
+                }
+                checkpoint.save(self.out, tables, facts)
+                plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
+            except Exception as problem:
+                error = problem
+        self.world.together(error)
+
+    def _compare(self, tables):
+        digest = hashlib.sha256()
+        for arrays in tables.values():
+            for array in arrays.values():
+                digest.update(np.ascontiguousarray(array))
+        mine = np.frombuffer(digest.digest(), np.int64)
+        if not np.array_equal(self.world.gop("max", mine), self.world.gop("min", mine)):
+            raise Fault(
+                f"the ranks' weights differ at iteration {self.at.iteration}: expected the same "
+                "bytes on all ranks (python -m mpidl.info shows what each runs on)"
+            )
+
+    def _restore(self, arrays, facts):
+        self.net.parameters = modelfile.matching(
+            self.net.parameters, arrays["learnables"], checkpoint.CURRENT
+        )
+        self.net.state = modelfile.matching(self.net.state, arrays["state"], checkpoint.CURRENT)
+        self.optimizer.load_state(arrays["optimizer"])
+        self.at = Position(**facts["position"])

@@ -1,0 +1,7 @@
+"""Compare the weights on several numbers of ranks: `python -m mpidl.verify --help`."""
+
+from mpidl.cli.verify import main
+from mpidl.comm import guard
+
+if __name__ == "__main__":
+    guard.run(main)
