@@ -163,14 +163,14 @@ def bench(argv=None, quiet=False):
         help="fold: the training step with the fixed fold against one with a plain Allreduce",
     )
     parser.add_argument(
-        "--iterations", type=_count("--iterations"), default=20, metavar="N", help="a round (20)"
+        "--iterations", type=_count("--iterations"), default=10, metavar="N", help="a round (10)"
     )
     parser.add_argument(
         "--rounds",
         type=_count("--rounds"),
-        default=5,
+        default=9,
         metavar="N",
-        help="times that both kinds of step take turns (5)",
+        help="times that both kinds of step take turns (9)",
     )
     _add_data(parser)
     parser.add_options("batch_size", "seed", "device", "threads", "batchnorm", "timeout")
