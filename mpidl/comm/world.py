@@ -47,7 +47,7 @@ class World:
         self.rank, self.size, self.plain = self.net.rank, self.net.size, plain
         self.hosts, self.host = self.net.hosts, self.net.hosts[self.rank]
         self.flying, self.next_tag, self.windows = [], 0, []
-        self.handler, self.sent, self.received = None, 0, 0
+        self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
         guard.watch(self.net)
 
     # sums and other reductions
@@ -176,7 +176,9 @@ class World:
         if self.rank == 0:
             self._handle(data)
         else:
-            self.net.control.isend(data, 0, SEND)
+            # a message must be kept until it has left
+            self.outbox = [request for request in self.outbox if not request.Test()]
+            self.outbox.append(self.net.control.isend(data, 0, SEND))
 
     def _handle(self, data):
         self.received += 1

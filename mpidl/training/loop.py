@@ -13,7 +13,7 @@ from mpidl import ops
 from mpidl.comm import World
 from mpidl.comm.guard import Signals
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.errors import Fault
+from mpidl.errors import Fault, UserError
 from mpidl.report import Console, Metrics, plots
 from mpidl.tape import value_and_grad
 from mpidl.training import checkpoint, modelfile
@@ -96,7 +96,7 @@ class _Run:
             error = None
             try:
                 self.metrics = Metrics(path, world.rank, cut=cut)
-            except Exception as problem:
+            except UserError as problem:
                 error = problem
             world.together(error)
         self.gradient = value_and_grad(model_loss, reduce=world)
@@ -122,23 +122,18 @@ class _Run:
                 if at.batch == len(self.queue):
                     self._end_epoch((at.images - images) / (time.monotonic() - started))
                     self._save()
+                    self._plot()
             if signals.agreed or at.batch:
                 self._save()
+                self._plot()
         if self.metrics:
             self.metrics.close()
-        seconds = max(at.seconds, 1e-9)
-        name = self.world.broadcast(next(filter(None, self._names(signals)), None))
-        return Result(
-            name if signals.agreed else None,
-            at.epoch - 1,
-            at.iteration,
-            loss,
-            at.all_images / seconds,
-            at.seconds,
-        )
-
-    def _names(self, signals):
-        return self.world.gather(signals.name) or []
+        stopped = None
+        if signals.agreed:
+            names = self.world.broadcast(self.world.gather(signals.name))
+            stopped = next(name for name in names if name)
+        rate = at.all_images / max(at.seconds, 1e-9)
+        return Result(stopped, at.epoch - 1, at.iteration, loss, rate, at.seconds)
 
     def _step(self, images, labels):
         at, count = self.at, images.batch.count
@@ -230,8 +225,16 @@ class _Run:
                     **self.facts,
                 }
                 checkpoint.save(self.out, tables, facts)
+            except UserError as problem:
+                error = problem
+        self.world.together(error)
+
+    def _plot(self):
+        error = None
+        if self.out is not None and self.world.rank == 0:
+            try:
                 plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
-            except Exception as problem:
+            except UserError as problem:
                 error = problem
         self.world.together(error)
 
