@@ -21,13 +21,15 @@ class Datastore:
     labels defines `__len__` too.
     """
 
-    image_shape = None
-    classes = ()
-    labels = None
+    image_shape: tuple[int, int, int]
+    classes: list[str] = []
+    labels: np.ndarray | None = None
     dtype = np.dtype(np.uint8)
     in_memory = False
 
     def __len__(self):
+        if self.labels is None:
+            raise TypeError(f"{type(self).__name__} has no labels, so it must define __len__")
         return len(self.labels)
 
     def read(self, indices):
@@ -35,7 +37,7 @@ class Datastore:
 
         Called by the prefetch thread: it makes no MPI calls.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define read(indices)")
 
     def name(self, i):
         """What to call image i in a message or a table: its path, or "image 17"."""
@@ -100,9 +102,10 @@ class ArrayDatastore(Datastore):
         self.source = source
         self.classes = [] if classes is None else [str(name) for name in classes]
         if labels is not None:
-            self.labels = checked_labels(labels, len(images), classes, source)
+            labels = checked_labels(labels, len(images), classes, source)
+            self.labels = labels
             if classes is None:
-                self.classes = [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
+                self.classes = [str(i) for i in range(int(labels.max(initial=-1)) + 1)]
 
     def __len__(self):
         return len(self.images)
@@ -121,6 +124,8 @@ class ArrayDatastore(Datastore):
 
 class Subset(Datastore):
     """Some images of another datastore, in a given order."""
+
+    parent: Datastore
 
     def __init__(self, datastore, indices):
         indices = np.asarray(indices, np.int64).reshape(-1)

@@ -111,8 +111,9 @@ def listing(folder, classes=None, labelled=True):
         problem = f"{needs}; found images ({shown(stray[0])}) and no class sub-folders"
     elif stray:
         problem = f"{shown(stray[0])} lies outside of the class sub-folders: move it into one"
-    elif classes is None and (empty := [name for name in folders if name not in set(names)]):
-        problem = f"sub-folder {shown(empty[0])} has no images: fill it, or remove it"
+    elif classes is None and set(folders) - set(names):
+        bare = [name for name in folders if name not in names]
+        problem = f"sub-folder {shown(bare[0])} has no images: fill it, or remove it"
     elif classes is not None and (other := sorted(set(names) - set(classes), key=os.fsencode)):
         problem = (
             f"sub-folder {shown(other[0])} is none of the classes "
