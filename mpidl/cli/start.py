@@ -84,9 +84,10 @@ def warnings(the_world, batch_size):
         )
     blocks = -(-batch_size // 16)
     if the_world.size > blocks:
+        idle = the_world.size - blocks
         lines.append(
-            f"warning: {the_world.size} ranks share {blocks} blocks of 16 images, so "
-            f"{the_world.size - blocks} ranks are idle; a larger --batch-size would use them"
+            f"warning: {the_world.size} ranks share {blocks} block(s) of 16 images, so {idle} "
+            f"{'rank is' if idle == 1 else 'ranks are'} idle; a larger --batch-size would use them"
         )
     if len(set(the_world.hosts)) > 1 and _mpi_from_pip():
         lines.append(

@@ -57,6 +57,9 @@ def main(argv=None):
 
     console = Console(world.rank, verbose_every=settings.verbose_every)
     _announce(console, world, chosen, train_set, test_set, net, device, out)
+    if kept is not None:
+        at = kept["position"]
+        console.line(f"Resumed after iteration {at['iteration']}, in epoch {at['epoch']}")
     on_rank_0(world, lambda: _write_options(out, chosen, world))
     with console:
         result = loop.train(
