@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """Unusable options or data: one line that names the file or option, what was expected and found.
+    """Unusable options or data: one line naming the file or option, what was expected and found.
 
     The commands print it from rank 0, without a traceback, and end with exit code 2.
     """

@@ -40,6 +40,8 @@ class At:
 class Layer:
     """Base of all layers. `name` is given by the network where it is None."""
 
+    name = None  # a field of every layer, each of which puts it last
+
     def spec(self):
         """The layer as JSON-able arguments, for model files."""
         return {"type": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}

@@ -153,7 +153,7 @@ def _named(layers):
         counts[kind] = counts.get(kind, 0) + 1
         layer.name = layer.name or f"{kind}{counts[kind]}"
         named.append(layer)
-    names = [layer.name for layer in named]
+    names: list[str] = [layer.name for layer in named]
     for name in names:
         if names.count(name) > 1 or "." in name or "/" in name:
             raise ValueError(f"layer names must be unique and without '.' or '/', got {name!r}")

@@ -42,7 +42,9 @@ def multiply_partial(x, factor):
     def vjp(dy, needs):
         dfactor = x * float(dy) if needs[1] and x.shape == () else None
         if needs[1] and dfactor is None:
-            raise TypeError("the factor of a Partial can be differentiated only if it is one number")
+            raise TypeError(
+                "the factor of a Partial can be differentiated only if it is one number"
+            )
         return (dy * value if needs[0] else None, dfactor)
 
     return x * value, vjp
