@@ -9,6 +9,7 @@ import time
 BAR_SECONDS = 0.2  # between two drawings of the bar
 LINE_SECONDS = 10.0  # between two lines of iterations in a log
 LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orterun"}
+WHOLE_LINES = {"prterun", "prted"}  # those of Open MPI 5 hand on whole lines, and a bar is none
 
 
 class Console:
@@ -65,13 +66,15 @@ class Console:
             return
         now = time.monotonic()
         values = f"loss {loss:.4f}" + ("" if accuracy is None else f"  accuracy {accuracy:.4f}")
+        if self.width >= 80:
+            values += f"  {images_per_second:.0f} images/s"
         if self.bar is not None and now - self.drawn >= BAR_SECONDS:
             self.drawn = now
             self.bar.update(
                 self.task,
                 completed=iteration,
                 epoch=f"Epoch {epoch}/{self.epochs}",
-                values=f"{values}  {images_per_second:.0f} images/s",
+                values=values,
                 refresh=True,
             )
         due = self.verbose_every and iteration % self.verbose_every == 0
@@ -140,35 +143,39 @@ def _bar(stream, width):
 def terminal_width(stream):
     """Columns of the terminal that shows what is written to `stream`; 0 where there is none.
 
-    Under mpirun stdout is a pipe to the launcher, which passes all on to its own stdout: that one
-    counts, when this process is a child of the launcher.
+    Under mpirun, stdout leads to the launcher, by a pipe (MPICH) or by a pseudo-terminal of its own
+    (Open MPI), and the launcher passes all on to its own stdout: that one counts.
     """
     if stream is None or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return 0
     try:
         handle = stream.fileno()
-        if os.isatty(handle):
-            return os.get_terminal_size(handle).columns or 80
-        mode = os.fstat(handle).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-            return _launcher_width(os.getppid())
-    except (OSError, ValueError, AttributeError):
-        pass
-    return 0
+        terminal = os.isatty(handle)
+        # What a script between the launcher and this process pipes on is the script's business.
+        launcher = _launcher(os.getppid(), past_scripts=terminal) if handle <= 2 else None
+        if launcher is None or stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.get_terminal_size(handle).columns or 80 if terminal else 0
+        with open(f"/proc/{launcher}/comm") as file:
+            if file.read().strip() in WHOLE_LINES:
+                return 0
+        shown = os.open(f"/proc/{launcher}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        try:
+            return os.get_terminal_size(shown).columns or 80
+        finally:
+            os.close(shown)
+    except (OSError, ValueError, AttributeError):  # no terminal, or no file at all
+        return 0
 
 
-def _launcher_width(pid):
-    """Columns of the terminal that the launcher `pid`, or the one above it, writes to, else 0."""
-    while True:
+def _launcher(pid, past_scripts):
+    """The uppermost MPI launcher among `pid` and the processes above it, else None."""
+    found = None
+    while os.path.exists(f"/proc/{pid}/stat"):
         with open(f"/proc/{pid}/stat") as file:
             name, _, rest = file.read().partition("(")[2].rpartition(")")
-        if name not in LAUNCHERS:
-            return 0
-        shown = os.readlink(f"/proc/{pid}/fd/1")
-        if shown.startswith(("/dev/pts/", "/dev/tty")):
-            handle = os.open(shown, os.O_WRONLY | os.O_NOCTTY)
-            try:
-                return os.get_terminal_size(handle).columns or 80
-            finally:
-                os.close(handle)
+        if name in LAUNCHERS:
+            found = pid
+        elif found or not past_scripts:
+            break
         pid = int(rest.split()[1])
+    return found
