@@ -15,7 +15,7 @@ With two ranks owning 0-2 and 3-4, rank 0's nodes are (0,2), (2,3) and rank 1's 
 Arithmetic only: no MPI here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -132,7 +132,15 @@ class Counter:
         """What was folded, as a Partial; shape and dtype say what it is where nothing was."""
         if self.next != self.tree.run[1]:
             raise ValueError(f"folded blocks up to {self.next}, this rank's end at {self.tree.run}")
-        return Partial([Term(self.tree, self.values, self.combine)], None, shape, dtype)
+        for value in self.values:  # a rank without blocks knows them by shape and dtype alone
+            if value.dtype != dtype or value.size != np.prod(shape, dtype=int):
+                raise ValueError(
+                    f"folded values of shape {value.shape} and type {value.dtype}, said to be of "
+                    f"shape {tuple(shape)} and type {np.dtype(dtype)}"
+                )
+        return Partial(
+            [Term(self.tree, self.values, self.combine, np.dtype(dtype))], None, shape, dtype
+        )
 
 
 def fold_nodes(tree, nodes, values, combine):
@@ -146,12 +154,16 @@ def fold_nodes(tree, nodes, values, combine):
 
 @dataclass
 class Term:
-    """One folded sum: this rank's nodes of it, and a factor that is applied after the fold."""
+    """One folded sum: this rank's nodes of it, their type, and a factor applied after the fold."""
 
     tree: Tree
     nodes: list
     combine: object
+    dtype: np.dtype
     scale: float = 1.0
+
+
+PLAIN = (int, float, np.ndarray, np.generic)  # what a replicated number or array can be
 
 
 class Partial:
@@ -178,16 +190,24 @@ class Partial:
             if self.once is not None and other.once is not None:
                 once = self.once + other.once
             return Partial([*self.terms, *other.terms], once, self.shape, self.dtype)
+        if not isinstance(other, PLAIN):
+            return NotImplemented  # a value of the tape, which knows what to do
+        if np.shape(other) not in ((), self.shape):
+            raise ValueError(
+                f"adding an array of shape {np.shape(other)} to a Partial of shape {self.shape}"
+            )
         once = other if self.once is None else self.once + other
         return Partial(self.terms, np.asarray(once, self.dtype), self.shape, self.dtype)
 
     __radd__ = __add__
 
     def __mul__(self, factor):
+        if not isinstance(factor, (Partial, *PLAIN)):
+            return NotImplemented
         if isinstance(factor, Partial) or np.ndim(factor):
             self._refuse()
         factor = float(factor)
-        terms = [Term(t.tree, t.nodes, t.combine, t.scale * factor) for t in self.terms]
+        terms = [replace(t, scale=t.scale * factor) for t in self.terms]
         once = None if self.once is None else np.asarray(self.once * factor, self.dtype)
         return Partial(terms, once, self.shape, self.dtype)
 
@@ -200,7 +220,13 @@ class Partial:
         return self + (-other)
 
     def __truediv__(self, divisor):
+        if not isinstance(divisor, (Partial, *PLAIN)):
+            return NotImplemented
         return self * (1.0 / float(divisor))
+
+    def astype(self, dtype):
+        """The same sum, given in another type once it is folded."""
+        return Partial(self.terms, self.once, self.shape, dtype)
 
     def finish(self, roots):
         """The value, given the root of each term: scaled, added in order, `once` last."""
@@ -227,8 +253,8 @@ class Partial:
             "meaning: fold it first, with world.gplus(value)"
         )
 
-    __float__ = __bool__ = __len__ = __array__ = __pow__ = __lt__ = __gt__ = _refuse
-    __rtruediv__ = __abs__ = __format__ = _refuse
+    __float__ = __bool__ = __len__ = __array__ = __pow__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __rtruediv__ = __abs__ = __format__ = _refuse
     __array_ufunc__ = None  # so that array + partial asks the Partial, not NumPy
 
     def __repr__(self):

@@ -16,6 +16,7 @@ that fixed place of the tape before the vjp runs: a vjp is never applied to part
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -95,7 +96,7 @@ def _by_block(name, forward, values, options):
     blocked = [v for v in values if isinstance(v, Blocked)]
     if not blocked:
         y, vjp = forward(*values, **options)
-        return y, lambda dy, needs: _checked(name, vjp(dy), values)
+        return np.asarray(y), lambda dy, needs: _checked(name, vjp(dy), values)
     batch = blocked[0].batch
     if any(v.batch is not batch for v in blocked):
         raise ValueError(f"{name}: its blocked arguments belong to different mini-batches")
@@ -111,7 +112,7 @@ def _by_block(name, forward, values, options):
     vjps = [vjp for _, vjp in results]
 
     def vjp(dy, needs):
-        columns = []
+        columns: list[Any] = []
         for i, v in enumerate(values):
             if not needs[i]:
                 columns.append(None)
@@ -146,9 +147,7 @@ def _by_block(name, forward, values, options):
 
 
 def _empty_result(name, forward, values, options):
-    args = [
-        np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values
-    ]
+    args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
         y, _ = forward(*args, **options)
     _check_rows(name, y, 1)
@@ -184,6 +183,15 @@ def _accumulate(a, b):
     return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
 
 
+def _in_type(cotangent, dtype):
+    """A cotangent in the type of its value, so that the type does not depend on the path."""
+    if isinstance(cotangent, Partial):
+        return cotangent.astype(dtype)
+    if isinstance(cotangent, Blocked):
+        return cotangent.like(cotangent.lanes.astype(dtype, copy=False))
+    return np.asarray(cotangent, dtype)
+
+
 def backward(root, seed, *, fold=None, on_ready=None, progress=None):
     """Play the tape back from `root`, whose cotangent is `seed`; returns {leaf Var: gradient}.
 
@@ -204,7 +212,9 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
     def finish(leaf):
         gradients[leaf] = cotangents.pop(leaf, None)
         if gradients[leaf] is None:
-            gradients[leaf] = np.zeros(leaf.shape, leaf.dtype)
+            value = leaf.value
+            zeros = np.zeros_like(value.lanes if isinstance(value, Blocked) else value)
+            gradients[leaf] = value.like(zeros) if isinstance(value, Blocked) else zeros
         if on_ready:
             on_ready(leaf, gradients[leaf])
 
@@ -218,6 +228,11 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
         if vjp is None:
             raise RuntimeError(f"the tape through {node.name!r} was already played back")
         if isinstance(dy, Partial):
+            if fold is None:
+                raise TypeError(
+                    f"the cotangent of {node.name!r} is a sum over all ranks: pass the images as "
+                    "an argument of the function, or reduce=world"
+                )
             dy = fold(dy)
         needs = tuple(isinstance(p, Var) for p in parents)
         parts = vjp(dy, needs) if dy is not None else (None,) * len(parents)
@@ -226,6 +241,7 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
             if not isinstance(parent, Var):
                 continue
             if part is not None:
+                part = _in_type(part, parent.dtype)
                 if parent in cotangents:
                     part = _accumulate(cotangents[parent], part)
                 cotangents[parent] = part
@@ -267,7 +283,7 @@ def value_and_grad(f, *, reduce=None):
         network = hasattr(model, "bind")
         learnables = model.parameters if network else model
         leaves = {name: Var(value, name=name) for name, value in learnables.items()}
-        traced = model.bind(leaves) if network else leaves
+        traced: Any = model.bind(leaves) if network else leaves
         result = f(traced, *args, **options)
         loss, *others = result if isinstance(result, tuple) else (result,)
         value = [value_of(v) for v in (loss, *others)]
@@ -336,11 +352,11 @@ def check_vjp(f, *args, step=1e-6, tolerance=1e-6, seed=0):
         return float(np.sum(np.asarray(a) * np.asarray(b), dtype=np.float64))
 
     def moved(value, d, t):
-        return value.like(value.lanes + t * d.lanes) if isinstance(value, Blocked) else value + t * d
+        return (
+            value.like(value.lanes + t * d.lanes) if isinstance(value, Blocked) else value + t * d
+        )
 
-    floating = [
-        i for i, a in enumerate(args) if np.dtype(getattr(a, "dtype", "O")).kind == "f"
-    ]
+    floating = [i for i, a in enumerate(args) if np.dtype(getattr(a, "dtype", "O")).kind == "f"]
     steps = {i: direction(i, args[i]) for i in floating}
 
     def at(t):

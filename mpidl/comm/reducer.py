@@ -42,14 +42,13 @@ class Reducer:
         if not isinstance(value, Partial):
             return
         for index, term in enumerate(value.terms):
-            dtype = term.nodes[0].dtype if term.nodes else value.dtype
-            key = (term.tree, term.combine, dtype)
+            key = (term.tree, term.combine, term.dtype)
             if self.open and key != self.open_key:
                 self._post()
             self.open_key = key
             size = int(np.prod(value.shape))
             self.open.append((name, index, term.nodes, size))
-            self.open_bytes += size * np.dtype(dtype).itemsize
+            self.open_bytes += size * term.dtype.itemsize
             if self.open_bytes >= self.bucket_bytes:
                 self._post()
 

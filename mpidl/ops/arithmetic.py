@@ -4,6 +4,8 @@ Written as a user would write an op: plain arrays, one block at a time. Shapes b
 NumPy, where a blocked value counts its images first: (N, C, H, W) * (C, 1, 1).
 """
 
+from typing import Any
+
 import numpy as np
 
 from mpidl.blocks import Blocked
@@ -28,8 +30,8 @@ def _add_blocked(a, b):
 @op(blocks=True)
 def _add_partial(a, b):
     if not isinstance(a, Partial):
-        return b + a, lambda dy, needs: (dy, dy)
-    return a + b, lambda dy, needs: (dy, dy)
+        return b + a, lambda dy, needs: (_like(dy, a), dy)
+    return a + b, lambda dy, needs: (dy, dy if isinstance(b, Partial) else _like(dy, b))
 
 
 @op
@@ -47,7 +49,8 @@ def add(a, b):
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
         return _add_partial(a, b)
-    if isinstance(x, Blocked) and isinstance(y, Blocked) and x.shape == y.shape:
+    both = isinstance(x, Blocked) and isinstance(y, Blocked)
+    if both and x.shape == y.shape and x.batch is y.batch:
         return _add_blocked(a, b)
     return _add(a, b)
 
@@ -149,6 +152,7 @@ def reshape(a, shape):
     return _reshape(a, shape)
 
 
+_kind: Any
 for _kind in (Var, Blocked):
     _kind.__add__ = add
     _kind.__radd__ = lambda a, b: add(b, a)
