@@ -48,8 +48,12 @@ class Batch:
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
 
 
-def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=False):
-    """This rank's Batch of a mini-batch of `count` images; `indices` are all its samples."""
+def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=None):
+    """This rank's Batch of a mini-batch of `count` images; `indices` are all its samples.
+
+    load: see `fold.split_blocks`; plain: see `fold.Tree`, the world's own where None.
+    """
+    plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
     tree = fold.Tree(leaves, fold.split_blocks(leaves, world.size, load), world.rank, plain)
     first, last = (min(edge * LANES, count) for edge in tree.run)

@@ -16,6 +16,7 @@ P ranks, n nodes a rank, v bytes a value. What one rank sends:
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +35,8 @@ def choose(tree, nbytes, combine):
     small = nbytes <= SMALL
     if _pairs_up(tree) and (small or len(tree.runs) <= FEW):
         return pairwise
-    if small or combine is not add:
-        return gather_nodes if len(tree.runs) <= FEW else up_and_down
+    if small or combine is not add:  # (plain values are no nodes that could go up the tree)
+        return gather_nodes if tree.plain or len(tree.runs) <= FEW else up_and_down
     return segmented
 
 
@@ -62,7 +63,7 @@ def alone(net, tag, tree, nodes, combine):
 
 def gather_nodes(net, tag, tree, nodes, combine):
     """Everyone sends its nodes to everyone, and folds them all."""
-    inbox = [None] * net.size
+    inbox: list[Any] = [None] * net.size
     inbox[net.rank] = nodes
     requests = []
     for other in range(net.size):

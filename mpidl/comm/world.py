@@ -87,14 +87,17 @@ class World:
         if array.dtype == object:
             raise TypeError(f"gop: expected numbers, got {value!r}")
         exact = {"and": "LAND", "or": "LOR", "min": "MIN", "max": "MAX"}.get(operation)
+        if operation in ("and", "or"):
+            array = array.astype(bool)
+        elif operation in ("sum", "prod") and array.dtype == bool:
+            array = array.astype(int)  # how many are true, not whether any is
         if exact and array.dtype.kind in "iub":  # the same in any order: MPI's own will do
-            array = array.astype(bool) if operation in ("and", "or") else array
             result = np.empty_like(array)
             request = self.net.comm.Iallreduce(array, result, getattr(self.net.MPI, exact))
             self._wait([request], f"gop {operation}")
             return self._as_given(result, value)
         inbox = [np.empty_like(array) for _ in range(self.size)]
-        inbox[self.rank] = np.ascontiguousarray(array)
+        inbox[self.rank] = np.array(array, order="C")  # the result is never the argument itself
         tag = self._tag()
         others = [r for r in range(self.size) if r != self.rank]
         requests = [self.net.irecv(inbox[r], r, tag) for r in others]
@@ -106,7 +109,7 @@ class World:
     def _as_given(result, value):
         """An array for an array, a Python number for a number."""
         result = result.reshape(np.shape(value))
-        return result if isinstance(value, np.ndarray) else result[()].item()
+        return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
 
     def reducer(self):
         """What `value_and_grad(f, reduce=world)` hands gradients to."""
