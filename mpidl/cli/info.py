@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 
-import mpidl
 from mpidl.cli import arguments, start
 from mpidl.comm import guard
 
@@ -20,7 +19,7 @@ def main(argv=None):
     if world.rank:
         return 0
     facts = {
-        "mpidl": f"{mpidl.__version__}, {os.path.dirname(mpidl.__file__)}",
+        "mpidl": f"{start.version_of('mpidl')}, {os.path.dirname(os.path.dirname(__file__))}",
         "Python": f"{platform.python_version()}, {sys.executable}",
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": "NumPy (no C kernels in this version)",

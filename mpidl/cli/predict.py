@@ -5,8 +5,8 @@ import io
 
 from mpidl import data
 from mpidl.cli import arguments, start
-from mpidl.cli.start import on_rank_0
 from mpidl.comm import guard
+from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.training import evaluate, modelfile
 
@@ -30,9 +30,7 @@ def main(argv=None):
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["image", "predicted", *classes])
     right = 0
-    for indices, scores in evaluate.predict(
-        net, images, world=world, batch_size=given.batch_size
-    ):
+    for indices, scores in evaluate.predict(net, images, world=world, batch_size=given.batch_size):
         if indices is None:
             continue
         found = scores.argmax(axis=1)

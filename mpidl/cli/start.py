@@ -19,18 +19,6 @@ def world(timeout):
     return World(timeout=timeout)
 
 
-def on_rank_0(world, work):
-    """work() on rank 0, its result on all ranks; a UserError there is raised by all."""
-    value = error = None
-    if world.rank == 0:
-        try:
-            value = work()
-        except UserError as problem:
-            error = problem
-    world.together(error)
-    return world.broadcast(value)
-
-
 def check_device(device):
     """Refuse a GPU where none can be used; returns what `auto` means here."""
     if device == "gpu":

@@ -5,8 +5,8 @@ import os
 
 from mpidl import data
 from mpidl.cli import arguments, start
-from mpidl.cli.start import on_rank_0
 from mpidl.comm import guard
+from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.report import Console
 from mpidl.training import checkpoint, evaluate, loop, modelfile, options
@@ -81,7 +81,8 @@ def main(argv=None):
             return STOPPED
         test = evaluate.evaluate(net, test_set, world=world)
         on_rank_0(
-            world, lambda: _write_results(out, net, train_set, result, test, world, settings, device)
+            world,
+            lambda: _write_results(out, net, train_set, result, test, world, settings, device),
         )
         console.finish(out, result.train_seconds, test.accuracy, test.images)
         console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
@@ -115,9 +116,7 @@ def _write_options(out, chosen, world):
 
 
 def _write_results(out, net, train_set, result, test, world, settings, device):
-    modelfile.save_model(
-        os.path.join(out, "model.h5"), net, train_set.classes, "rescale-zero-one"
-    )
+    modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes, "rescale-zero-one")
     summary = {
         "accuracy": test.accuracy,
         "loss": test.loss,

@@ -32,7 +32,11 @@ def main(argv=None):
             out = os.path.join(folder, str(ranks))
             command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", *flags, "--out", out]
             done = subprocess.run(
-                command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or ["no message"]
