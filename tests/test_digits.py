@@ -1,0 +1,185 @@
+"""The embedded digit set: its bytes, how hard it is, and the folder it is written to."""
+
+import importlib
+import os
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+from mpidl import keyed
+from mpidl.data import ArrayDatastore
+from mpidl.data.faces import FACES, segments
+from mpidl.errors import UserError
+
+# By its name: mpidl.data may hold the function `digits` in the module's place.
+module = importlib.import_module("mpidl.data.digits")
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # other bytes than the published ones
+        return module.draw()
+
+
+@pytest.fixture(scope="module")
+def halves(drawn):
+    """(training pixels, their labels, test pixels, their labels): float32 (n, 784) in 0..1."""
+    both = ArrayDatastore(*drawn).split(0.9, seed=0)
+    return [
+        part
+        for half in both
+        for part in (
+            half.read(np.arange(len(half))).reshape(len(half), -1).astype(np.float32) / 255,
+            half.labels,
+        )
+    ]
+
+
+def squared_distances(x, points):
+    """(len(x), len(points)), less a term that is the same along a row."""
+    return (points * points).sum(axis=1) - 2 * (x @ points.T)
+
+
+def test_bytes_are_the_published_ones(drawn):
+    images, labels = drawn
+    assert images.shape == (10_000, 28, 28) and images.dtype == np.uint8
+    assert labels.dtype == np.int64 and np.array_equal(labels, np.repeat(np.arange(10), 1000))
+    assert module.sha256(images, labels) == module.SHA256
+    assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)
+
+
+def test_other_bytes_are_warned_of(monkeypatch):
+    monkeypatch.setattr(module, "SHA256", "0" * 64)
+    monkeypatch.setattr(module, "PER_CLASS", 1)
+    with pytest.warns(UserWarning, match="not the published one"):
+        module.draw()
+
+
+def test_faces_differ_and_every_segment_has_a_length():
+    for digit in range(10):
+        glyphs = [segments(face, digit) for face in FACES.values()]
+        assert len({glyph.tobytes() for glyph in glyphs}) == len(FACES)
+        for glyph in glyphs:
+            assert (np.abs(glyph[:, 1] - glyph[:, 0]).max(axis=1) > 0).all()
+            assert np.abs(np.ptp(glyph[..., 1]) - 1) < 0.1
+
+
+def test_no_digit_is_cut_off(drawn):
+    # The outermost pixels hold noise, and no more than a trace of a stroke.
+    images = drawn[0]
+    rim = np.concatenate([images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]], axis=1)
+    assert rim.max() < module.WHITE[0]
+
+
+def test_nearest_class_mean_fails(halves):
+    x, labels, test, expected = halves
+    means = np.stack([x[labels == digit].mean(axis=0) for digit in range(10)])
+    accuracy = (squared_distances(test, means).argmin(axis=1) == expected).mean()
+    assert 0.4 <= accuracy <= 0.75
+
+
+def test_a_linear_classifier_fails(halves):
+    x, labels, test, expected = halves
+    middle = x.mean(axis=0)
+    x = x - middle
+    targets = np.eye(10, dtype=np.float32)[labels]
+    weight, bias = np.zeros((784, 10), np.float32), np.zeros(10, np.float32)
+    dweight, dbias = np.zeros_like(weight), np.zeros_like(bias)
+    epochs = 30
+    for epoch in range(epochs):
+        rate = 0.02 * (1 - epoch / epochs)
+        order = keyed.permutation(len(x), 0, "shuffle", epoch=epoch)
+        for batch in order.reshape(-1, 100):
+            score = x[batch] @ weight + bias
+            p = np.exp(score - score.max(axis=1, keepdims=True))
+            p = (p / p.sum(axis=1, keepdims=True) - targets[batch]) / len(batch)
+            dweight = 0.9 * dweight + x[batch].T @ p
+            dbias = 0.9 * dbias + p.sum(axis=0)
+            weight -= np.float32(rate) * dweight
+            bias -= np.float32(rate) * dbias
+    accuracy = (((test - middle) @ weight + bias).argmax(axis=1) == expected).mean()
+    assert 0.6 <= accuracy <= 0.93
+
+
+def test_the_nearest_neighbour_fails(halves):
+    x, labels, test, expected = halves
+    accuracy = (labels[squared_distances(test, x).argmin(axis=1)] == expected).mean()
+    assert 0.9 <= accuracy <= 0.99
+
+
+def test_folder_is_drawn_once_and_read_back(drawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "draw", lambda: drawn)
+    found = module.digits(cache=tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [f"digits-{module.SHA256[:12]}"]
+    assert found.classes == [str(digit) for digit in range(10)]
+    assert found.image_shape == (1, 28, 28)
+    assert np.array_equal(found.labels, drawn[1])
+    some = np.arange(0, 10_000, 37)
+    assert np.array_equal(found.read(some)[:, 0], drawn[0][some])
+
+    monkeypatch.setattr(module, "draw", lambda: pytest.fail("drawn again"))
+    monkeypatch.setenv("MPIDL_CACHE", str(tmp_path))
+    assert module.digits().fingerprint() == found.fingerprint()
+    os.remove(found.name(17))
+    with pytest.raises(UserError, match="expected 10000 images, found 9999; remove the folder"):
+        module.digits()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Two images a class."""
+    monkeypatch.setattr(module, "PER_CLASS", 2)
+    monkeypatch.setattr(warnings, "warn", lambda *arguments, **options: None)
+
+
+def test_two_jobs_at_once(small, tmp_path, monkeypatch):
+    # Both see no folder and draw; then both rename.
+    both_drawn = threading.Barrier(2)
+    rename = module._rename
+    monkeypatch.setattr(
+        module, "_rename", lambda *paths: (both_drawn.wait(timeout=60), rename(*paths))
+    )
+    found = []
+    jobs = [
+        threading.Thread(target=lambda: found.append(module.digits(cache=tmp_path)))
+        for _ in range(2)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert [len(datastore) for datastore in found] == [20, 20]
+    assert [entry.name for entry in tmp_path.iterdir()] == [f"digits-{module.SHA256[:12]}"]
+
+
+def test_what_a_killed_job_left_is_no_set(small, tmp_path):
+    (tmp_path / "unfinished-abc" / "digits" / "0").mkdir(parents=True)
+    assert len(module.digits(cache=tmp_path)) == 20
+
+
+def test_default_cache(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/a")
+    monkeypatch.delenv("MPIDL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert module._default_cache() == "/home/a/.cache/mpidl"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/a/x")
+    assert module._default_cache() == "/home/a/x/mpidl"
+    monkeypatch.setenv("MPIDL_CACHE", "/home/a/y")
+    assert module._default_cache() == "/home/a/y"
+
+
+def test_all_ranks_share_one_folder(small, world, tmp_path):
+    cache = world.broadcast(str(tmp_path))
+    found = module.digits(world, cache=cache if world.rank == 0 else "elsewhere")
+    assert found.folder.startswith(cache) and len(found) == 20
+    world.barrier()
+
+
+def test_a_cache_that_cannot_be_written_is_one_error_on_all_ranks(small, world, tmp_path):
+    # A file in the folder's place: read-only folders do not stop root.
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write the digit set to .*file.*MPIDL_CACHE"):
+        module.digits(world, cache=tmp_path / "file" / "cache")
