@@ -48,6 +48,22 @@ class Batch:
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
 
 
+class OneRank:
+    """The world of a rank by itself, whatever the others do: a sum over it is there at once."""
+
+    rank, size, plain = 0, 1, False
+
+    def gplus(self, value):
+        """What `World.gplus` gives on one rank, for a Partial, a plain array or a table of them."""
+        if isinstance(value, dict):
+            return {name: self.gplus(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.gplus(item) for item in value)
+        if not isinstance(value, fold.Partial):
+            return value
+        return value.finish([np.reshape(term.nodes[0], value.shape).copy() for term in value.terms])
+
+
 def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=None):
     """This rank's Batch of a mini-batch of `count` images; `indices` are all its samples.
 

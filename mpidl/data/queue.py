@@ -3,23 +3,14 @@
 import difflib
 import queue
 import threading
-from dataclasses import dataclass
 
 import numpy as np
 
 from mpidl import keyed
-from mpidl.blocks import LANES, Blocked, from_images, share
+from mpidl.blocks import LANES, Blocked, OneRank, from_images, share
 from mpidl.errors import UserError
 
 SHUFFLES = ("every-epoch", "once", "never")
-
-
-@dataclass(frozen=True)
-class OneRank:
-    """What a share is computed from where there is no world."""
-
-    rank: int = 0
-    size: int = 1
 
 
 class MinibatchQueue:
@@ -29,6 +20,7 @@ class MinibatchQueue:
     into mini-batches of `batch_size`, of which the last may be smaller, and each is cut into
     shares of whole blocks. Every image of an epoch is used exactly once.
 
+    world: whose ranks share a mini-batch; this rank alone where None.
     shuffle: "every-epoch", "once" (epoch 0's order for all) or "never" (the datastore's order).
     prefetch: how many mini-batches a thread reads ahead of their use; 0 reads without a thread.
     The thread makes no MPI calls. plain: see `fold.Tree`; the world's own where None.
