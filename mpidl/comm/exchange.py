@@ -5,13 +5,14 @@ as a flat array on every rank. The caller decides how to wait: to the end, or a 
 while other work goes on. All messages are point to point and carry the exchange's own tag, so that
 any number of exchanges can be under way without an order of completion.
 
-P ranks, n nodes a rank, v bytes a value. What one rank sends:
+P ranks, L blocks, n nodes a rank, v bytes a value, logarithms rounded up. What one rank sends, at
+most (the tests count it):
 
-    way            rounds          messages     bytes              used for
-    gather_nodes   1               P-1          (P-1) n v          small values, few ranks
-    up_and_down    2 log2 P        <= 2 log2 P  <= 2 log2 P v      small values, many ranks
-    pairwise       log2 P          log2 P       log2 P v           P = 2^k, one aligned node each
-    segmented      2               2 (P-1)      (n + 1) v (P-1)/P  large values
+    way            rounds           messages    bytes              used for
+    gather_nodes   1                P-1         (P-1) n v          small values, few ranks
+    up_and_down    log2 L + log2 P  n + log2 P  (n + log2 P) v     small values, many ranks
+    pairwise       log2 P           log2 P      log2 P v           P = 2^k, one aligned node each
+    segmented      2                2 (P-1)     (n + 1) v (P-1)/P  large values
     (recursive doubling: log2 P rounds of v; a ring: 2 (P-1) rounds, 2 v (P-1)/P bytes)
 """
 

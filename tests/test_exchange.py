@@ -1,0 +1,261 @@
+"""The exchanges: simulated for 1 to 64 ranks, then by the ranks that run this session."""
+
+import math
+
+import numpy as np
+import pytest
+import simulator
+
+from mpidl import fold, keyed
+from mpidl.blocks import LANES, share
+from mpidl.comm import World, exchange
+from mpidl.comm.reducer import Reducer
+from mpidl.fold import Counter
+
+WIDTH = 37
+LAYOUTS = {
+    "equal": lambda ranks: None,
+    "rising": lambda ranks: tuple(range(ranks)),  # rank 0 idles
+    "one has most": lambda ranks: (1,) * (ranks - 1) + (9 * ranks,),
+    "every other idles": lambda ranks: tuple((r + 1) % 2 for r in range(ranks)),
+}
+
+
+def wide(seed, *shape):
+    """float32 values of many magnitudes, so that every other order of addition shows."""
+    size = int(np.prod(shape))
+    sign = 2 * keyed.uniform(seed, "value", size) - 1
+    return (sign * 10.0 ** (6 * keyed.uniform(seed, "size", size) - 3)).reshape(shape).astype("f4")
+
+
+def tree_sum(leaves, start, stop, combine=np.add):
+    """The sum the tree defines, by recursion."""
+    if stop - start == 1:
+        return leaves[start].copy()
+    half = 1
+    while 2 * half < stop - start:
+        half *= 2
+    left = tree_sum(leaves, start, start + half, combine)
+    return combine(left, tree_sum(leaves, start + half, stop, combine))
+
+
+def layouts(ranks):
+    """(blocks, load) of the cases tried for a number of ranks."""
+    few = {1, ranks - 1, ranks, ranks + 1, 3 * ranks + 2} if ranks % 4 == 1 else {ranks + 1}
+    for leaves in sorted({*few, 2 * ranks, 45} - {0}):
+        yield leaves, "equal"
+    yield 45, "one has most"
+    if ranks > 1:
+        yield 29, "rising"
+        yield 3 * ranks, "every other idles"
+
+
+def trees_of(leaves, ranks, layout, plain=False):
+    runs = fold.split_blocks(leaves, ranks, LAYOUTS[layout](ranks))
+    return [fold.Tree(leaves, runs, rank, plain) for rank in range(ranks)]
+
+
+def ways(tree):
+    if len(tree.runs) == 1:
+        return [exchange.alone]
+    general = [exchange.gather_nodes, exchange.up_and_down, exchange.segmented]
+    return general + ([exchange.pairwise] if exchange._pairs_up(tree) else [])
+
+
+def allowed(way, ranks, leaves, nodes, width):
+    """Rounds, messages and values of one rank, at most: the table in exchange.py."""
+    n, hops = len(nodes), math.ceil(math.log2(ranks))
+    return {
+        exchange.alone: (0, 0, 0),
+        exchange.gather_nodes: (1, ranks - 1, (ranks - 1) * n * width),
+        exchange.up_and_down: (
+            math.ceil(math.log2(leaves)) + hops,
+            n + hops,
+            (n + hops) * width,
+        ),
+        exchange.pairwise: (hops, hops, hops * width),
+        exchange.segmented: (  # a segment is width / P values, one more where P does not divide it
+            2,
+            2 * (ranks - 1),
+            n * (width - width // ranks) + math.ceil(width / ranks) * (ranks - 1),
+        ),
+    }[way]
+
+
+@pytest.mark.parametrize("ranks", [*range(1, 13), 15, 16, 17, 24, 31, 32, 33, 48, 63, 64])
+def test_all_ways_give_the_same_bytes_and_send_what_the_table_says(ranks):
+    if ranks > 24:  # the cost grows with ranks squared
+        cases = [(ranks, "equal"), (2 * ranks, "equal"), (45, "rising"), (45, "one has most")]
+    else:
+        cases = layouts(ranks)
+    for leaves, layout in cases:
+        values = wide(leaves, leaves, WIDTH)
+        expected = tree_sum(values, 0, leaves).tobytes()
+        trees = trees_of(leaves, ranks, layout)
+        matrices, _ = simulator.folded(trees, values)
+        for way in ways(trees[0]):
+            found = simulator.exchange(way, trees, matrices)
+            case = f"{way.__name__}, {leaves} blocks, {layout}"
+            assert {root.tobytes() for root in found.roots} == {expected}, case
+            for rank in range(ranks):
+                rounds, messages, size = allowed(way, ranks, leaves, trees[0].nodes[rank], WIDTH)
+                assert found.rounds <= rounds, case
+                assert found.messages[rank] <= messages, case
+                assert found.bytes[rank] <= 4 * size, case
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 5, 64])
+def test_widths_below_the_number_of_ranks(width):
+    for ranks in (2, 3, 7, 8):
+        values = wide(width, 21, width)
+        expected = tree_sum(values, 0, 21)
+        trees = trees_of(21, ranks, "equal")
+        matrices, _ = simulator.folded(trees, values)
+        for way in ways(trees[0]):
+            found = simulator.exchange(way, trees, matrices)
+            assert {root.tobytes() for root in found.roots} == {expected.tobytes()}
+
+
+def test_moments_go_the_same_ways():
+    counts = np.arange(1, 30, dtype="f8")
+    values = np.column_stack([counts, wide(1, 29, 6).astype("f8"), abs(wide(2, 29, 6))])
+    expected = tree_sum(values, 0, 29, fold.merge_moments)
+    for ranks in (2, 3, 8, 13):
+        trees = trees_of(29, ranks, "equal")
+        matrices, _ = simulator.folded(trees, values, fold.merge_moments)
+        for way in (exchange.gather_nodes, exchange.up_and_down):
+            found = simulator.exchange(way, trees, matrices, fold.merge_moments)
+            assert {root.tobytes() for root in found.roots} == {expected.tobytes()}
+        chosen = exchange.choose(trees[0], expected.nbytes, fold.merge_moments)
+        assert chosen is not exchange.segmented  # cutting it would tear mean from M2
+
+
+def test_two_exchanges_under_way_do_not_mix():
+    """A tag of its own keeps them apart, though the second may come first."""
+    trees = trees_of(13, 5, "equal")
+    first, second = wide(1, 13, WIDTH), wide(2, 13, WIDTH)
+    wire = simulator.Wire()
+    nets = [simulator.SimulatedNet(wire, r, 5) for r in range(5)]
+    flights = []
+    for tag, values in ((7, first), (8, second)):
+        matrices, _ = simulator.folded(trees, values)
+        flights += [
+            simulator.Flight(exchange.segmented(nets[r], tag, trees[r], matrices[r], fold.add))
+            for r in range(5)
+        ]
+    while not all(f.done for f in flights):
+        wire.step += 1
+        for flight in reversed(flights):
+            if not flight.done and all([request.test() for request in flight.requests]):
+                flight.advance()
+    for values, group in ((first, flights[:5]), (second, flights[5:])):
+        assert {f.root.tobytes() for f in group} == {tree_sum(values, 0, 13).tobytes()}
+
+
+def test_the_way_is_chosen_by_layout_and_size_alone():
+    small, large = exchange.SMALL, exchange.SMALL + 1
+    table = [
+        # blocks, ranks, bytes, combine, way
+        (8, 1, small, fold.add, exchange.alone),
+        (8, 4, small, fold.add, exchange.pairwise),
+        (8, 4, large, fold.add, exchange.pairwise),
+        (32, 16, small, fold.add, exchange.pairwise),
+        (32, 16, large, fold.add, exchange.segmented),
+        (7, 3, small, fold.add, exchange.gather_nodes),
+        (7, 3, large, fold.add, exchange.segmented),
+        (7, 3, large, fold.merge_moments, exchange.gather_nodes),
+        (100, 12, small, fold.add, exchange.up_and_down),
+        (100, 12, large, fold.merge_moments, exchange.up_and_down),
+    ]
+    for leaves, ranks, nbytes, combine, way in table:
+        trees = trees_of(leaves, ranks, "equal")
+        # every rank chooses the same, and again the same
+        assert {exchange.choose(t, nbytes, combine) for t in trees * 2} == {way}
+
+
+def test_values_that_are_no_nodes_never_go_up_the_tree():
+    """`plain` ranks hand over one value each, whatever their run: moments must still arrive."""
+    counts = np.ones((29, 1))
+    values = np.hstack([counts, wide(1, 29, 2), np.zeros((29, 2))])
+    for ranks in (3, 12):
+        trees = trees_of(29, ranks, "equal", plain=True)
+        matrices, _ = simulator.folded(trees, values, fold.merge_moments)
+        way = exchange.choose(trees[0], 40, fold.merge_moments)
+        found = simulator.exchange(way, trees, matrices, fold.merge_moments)
+        assert found.roots[0][0] == 29
+        np.testing.assert_allclose(found.roots[0][1:3], values[:, 1:3].mean(axis=0), rtol=1e-12)
+
+
+# by the ranks that run this session
+
+
+def leaves_of(count, name, shape):
+    """All leaves of a mini-batch of `count` images: the same numbers on every rank."""
+    return wide(name, -(-count // LANES), *shape)
+
+
+def partial_of(batch, leaves):
+    counter = Counter(batch.tree)
+    for b in range(*batch.tree.run):
+        counter.push(leaves[b].copy())
+    return counter.partial(leaves.shape[1:], leaves.dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (20, 1, 5, 5), (1000, 300)])
+@pytest.mark.parametrize("blocks", [1, 2, 8, 13])
+def test_real_ranks_fold_what_one_process_folds(world, blocks, shape):
+    count = blocks * LANES - 3
+    leaves = leaves_of(count, blocks, shape)
+    found = world.gplus(partial_of(share(count, world), leaves))
+    assert found.shape == shape and found.dtype == np.float32
+    assert found.tobytes() == tree_sum(leaves, 0, blocks).tobytes()
+
+
+def test_real_ranks_with_skewed_shares(world):
+    leaves = leaves_of(17 * LANES, 5, (700, 11))
+    expected = tree_sum(leaves, 0, 17).tobytes()
+    rising, last = tuple(range(1, world.size + 1)), (0,) * (world.size - 1) + (1,)
+    for load in (rising, last):
+        batch = share(17 * LANES, world, load=load)
+        assert world.gplus(partial_of(batch, leaves)).tobytes() == expected
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 20])
+def test_many_sums_under_way(world, bucket_bytes):
+    """What backward does: values come one by one, buckets leave at once, all end in `finish`."""
+    count, shapes = 7 * LANES - 1, [(9,), (1000, 300), (), (40, 25), (7,), (128, 64), (3,)]
+    batch = share(count, world)
+    leaves = [leaves_of(count, i, shape) for i, shape in enumerate(shapes)]
+    reducer = Reducer(world, bucket_bytes)
+    for i, values in enumerate(leaves):
+        reducer.push(f"w{i}", partial_of(batch, values) * (i + 1))
+        reducer.progress()
+    reducer.push("all have it", np.arange(3))
+    sums = reducer.finish()
+    assert list(sums) == [f"w{i}" for i in range(len(shapes))] + ["all have it"]
+    assert sums["all have it"].tolist() == [0, 1, 2]
+    for i, values in enumerate(leaves):
+        expected = tree_sum(values, 0, 7) * np.float32(i + 1)
+        assert sums[f"w{i}"].tobytes() == expected.tobytes()
+    assert not world.flying
+
+
+def test_terms_of_different_types_and_trees_in_one_sum(world):
+    first, second = share(5 * LANES, world), share(3 * LANES, world)
+    a, b = leaves_of(5 * LANES, 1, (6,)), leaves_of(3 * LANES, 2, (6,)).astype("f8")
+    both = partial_of(first, a) + partial_of(second, b) + np.ones(6, "f4")
+    expected = tree_sum(a, 0, 5) + tree_sum(b, 0, 3) + np.ones(6, "f4")
+    assert world.gplus(both).tobytes() == expected.astype("f4").tobytes()
+
+
+def test_plain_sums_depend_on_the_number_of_ranks(world):
+    """The negative control of this file's tests: MPI's own sum, each share from left to right."""
+    plain = World(plain=True)
+    leaves = leaves_of(17 * LANES, 3, (1000,))
+    batch = share(17 * LANES, plain)
+    assert batch.tree.plain
+    found = plain.gplus(partial_of(batch, leaves))
+    expected = tree_sum(leaves, 0, 17)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-2)
+    if world.size >= 3:
+        assert found.tobytes() != expected.tobytes()
