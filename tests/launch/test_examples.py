@@ -1,0 +1,80 @@
+"""The examples run as their docstrings say, and give the weights that they promise."""
+
+import re
+
+import pytest
+from launcher import ROOT, mpirun
+
+from mpidl import keyed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """200 gray images of 12 x 12 in three classes, told apart by which of their rows are bright."""
+    from PIL import Image
+
+    root = tmp_path_factory.mktemp("images")
+    for i in range(200):
+        pixels = (100 * keyed.uniform(0, "noise", 144, sample=i)).astype("u1").reshape(12, 12)
+        pixels[4 * (i % 3) : 4 * (i % 3) + 4] += 80
+        path = root / "abc"[i % 3] / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    return root
+
+
+def run(name, ranks, *args):
+    return mpirun(ranks, ROOT / "examples" / name, *args, check=0).stdout
+
+
+def found(label, text):
+    (value,) = re.findall(rf"^{label}: (\S+)$", text, re.M)
+    return value
+
+
+def test_custom_loop_is_the_training_command(folder, tmp_path):
+    """180 images of 200 make mini-batches of 128 and of 52, whose last block holds 4."""
+    args = ("-m", "mpidl.train", "--data", folder, "--epochs", 3, "--out", tmp_path / "out")
+    command = mpirun(2, *args, check=0).stdout
+    expected = found("weights_sha256", command)
+    for ranks in (None, 3):
+        printed = run("custom_loop.py", ranks, folder, 3)
+        assert found("Weights sha256", printed) == expected
+        assert "\nEpoch: 3, Loss: " in printed
+    assert found("Accuracy", printed) in command
+
+
+def test_custom_loop_is_dl_train(folder):
+    text = "import sys, mpidl as dl; world = dl.World(); "
+    text += "images, _ = dl.data.open_data(sys.argv[1], world); train, test = images.split(0.9); "
+    text += "net = dl.nn.zoo.digits(train.image_shape, 3); "
+    text += "options = dl.TrainingOptions.from_recipe('digits', epochs=2, validation=test); "
+    text += "dl.train(net, train, options, world=world); "
+    text += "world.report(weights_sha256=dl.weights_sha256(net))"
+    library = mpirun(3, "-c", text, folder, check=0).stdout
+    own = run("custom_loop.py", 2, folder, 2)
+    assert found("Weights sha256", own) == found("Weights sha256", library)
+
+
+def test_matlab_loop_learns_and_depends_on_the_ranks(folder):
+    printed = [run("matlab_loop.py", ranks, folder, 15) for ranks in (2, 2, 3)]
+    for text in printed:
+        assert float(found("Accuracy", text)) > 0.9, text
+    assert printed[0] == printed[1]  # repeatable
+    assert found("Weights sha256", printed[0]) != found("Weights sha256", printed[2])
+
+
+def test_matlab_loop_is_the_custom_loop_on_one_rank_but_for_rounding(folder):
+    losses = [
+        float(re.search(r"Epoch: 2, Loss: (\S+)", run(f"{name}_loop.py", 1, folder, 2))[1])
+        for name in ("matlab", "custom")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
+def test_custom_op_gives_one_hash(folder):
+    printed = {ranks: run("custom_op.py", ranks, folder, 12) for ranks in (1, 2, 3)}
+    assert len(set(printed.values())) <= 2, printed  # check_vjp may round otherwise
+    assert len({found("Weights sha256", text) for text in printed.values()}) == 1
+    losses = [float(x) for x in re.findall(r"Loss: (\S+)", printed[1])]
+    assert losses[-1] < losses[0]
