@@ -2,6 +2,7 @@
 
 from mpidl.data.cache import NodeCache
 from mpidl.data.datastore import ArrayDatastore, Datastore
+from mpidl.data.digits import digits  # the function takes the module's name here
 from mpidl.data.folder import ImageFolder, open_data, open_test_data
 from mpidl.data.idx import idx_folder, read_idx
 from mpidl.data.queue import MinibatchQueue
@@ -12,6 +13,7 @@ __all__ = [
     "ImageFolder",
     "MinibatchQueue",
     "NodeCache",
+    "digits",
     "idx_folder",
     "open_data",
     "open_test_data",
