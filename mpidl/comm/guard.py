@@ -1,12 +1,15 @@
 """Ends a job on all its ranks, or on none: exceptions, signals, launchers of another MPI."""
 
 import atexit
+import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+
+import numpy as np
 
 from mpidl.errors import Fault, UserError
 
@@ -59,7 +62,7 @@ def _leave_together():
     if net.MPI.Is_finalized() or net.left:
         return
     net.doing = "leaving"
-    net.until(net.control.Ibarrier().Test, "the end of the program on all ranks")
+    _meet(net)
 
 
 def run(main):
@@ -67,7 +70,7 @@ def run(main):
 
     A UserError is one line on stderr and exit code 2, a Fault one and exit code 1. Most are raised
     by all ranks, and rank 0 speaks; one that a single rank raised is told by that rank, which then
-    ends the job.
+    ends the job. A second INT is one line too, and ends it at once.
     """
     try:
         code = main()
@@ -75,12 +78,23 @@ def run(main):
         code = 2 if isinstance(error, UserError) else 1
         rank = launched_rank() if _net is None else _net.rank
         if rank == 0:
-            print(f"mpidl: {error}", file=sys.stderr, flush=True)
-        if _net is not None and not _all_here(_net, 5.0):
-            if rank:
-                print(f"mpidl: rank {rank}: {error}", file=sys.stderr, flush=True)
+            _say(str(error))
+        if _net is not None:
+            lowest = _meet(_net, failed=True, seconds=5.0)
+            if rank and lowest in (None, rank):
+                _say(f"rank {rank}: {error}")
+            if lowest is None:
+                _net.abort(code)
+    except KeyboardInterrupt:
+        code, rank = 1, launched_rank() if _net is None else _net.rank
+        _say(f"rank {rank} was interrupted" if rank else "interrupted")
+        if _net is not None and _net.size > 1:
             _net.abort(code)
     sys.exit(code)
+
+
+def _say(text):
+    print(f"mpidl: {text}", file=sys.stderr, flush=True)
 
 
 def launched_rank():
@@ -88,15 +102,22 @@ def launched_rank():
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
 
 
-def _all_here(net, seconds):
-    """Whether all ranks came to leave within some seconds."""
-    request, deadline = net.control.Ibarrier(), time.monotonic() + seconds
-    while not request.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    net.left = True
-    return True
+def _meet(net, failed=False, seconds=math.inf):
+    """Wait for all ranks to leave; the lowest that failed, net.size where none did.
+
+    None where they have not all come after some seconds; without a number of seconds, the time-out
+    of every wait holds.
+    """
+    mine, lowest = np.array([net.rank if failed else net.size]), np.empty(1, int)
+    request = net.control.Iallreduce(mine, lowest, net.MPI.MIN)
+    deadline = time.monotonic() + seconds
+
+    def met():
+        net.left = net.left or request.Test()
+        return net.left or time.monotonic() > deadline
+
+    net.until(met, "the end of the program on all ranks")
+    return int(lowest[0]) if net.left else None
 
 
 class Signals:
