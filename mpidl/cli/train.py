@@ -19,6 +19,11 @@ def main(argv=None):
     given = arguments.train(argv, quiet=guard.launched_rank() > 0)
     # the world waits with the time-out it is given here, before the files are read
     world = start.world(given.get("timeout", options.TrainingOptions().timeout))
+    with guard.Signals() as signals:
+        return _train(given, world, signals)
+
+
+def _train(given, world, signals):
     resume = on_rank_0(world, lambda: _checkpoint(given))
     kept = None if resume is None else resume[1]
     chosen = on_rank_0(
@@ -71,15 +76,21 @@ def main(argv=None):
             console=console,
             resume=resume,
             facts={"run": run},
+            signals=signals,
         )
-        if result.stopped:
+        test = (
+            None
+            if result.stopped
+            else evaluate.evaluate(net, test_set, world=world, signals=signals)
+        )
+        stopped = result.stopped or loop.stopped_by(signals, world)
+        if stopped:
             console.close()
             console.line(
-                f"{result.stopped}: stopped at iteration {result.iterations}, checkpoint written; "
+                f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
                 f"go on with --resume {out}"
             )
             return STOPPED
-        test = evaluate.evaluate(net, test_set, world=world)
         on_rank_0(
             world,
             lambda: _write_results(out, net, train_set, result, test, world, settings, device),

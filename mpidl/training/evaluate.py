@@ -43,13 +43,16 @@ def agreed(batches, world, signals=None):
         yield item
 
 
-def evaluate(net, datastore, *, world, batch_size=128):
-    """Evaluation of a classifier on labelled images, in prediction mode. Collective."""
+def evaluate(net, datastore, *, world, batch_size=128, signals=None):
+    """Evaluation of a classifier on labelled images, in prediction mode. Collective.
+
+    signals: those that end it early, see `agreed`; it is then of the images so far.
+    """
     if datastore.labels is None:
         raise UserError(f"{datastore.describe()}: the images have no labels to compare with")
-    totals = np.zeros(2)
+    totals, n = np.zeros(2), 0
     queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
-    for images, labels in agreed(queue.epoch(0), world):
+    for images, labels in agreed(queue.epoch(0), world, signals):
         scores = net(images)
         found = {
             "loss": ops.softmax_cross_entropy(scores, labels),
@@ -57,8 +60,9 @@ def evaluate(net, datastore, *, world, batch_size=128):
         }
         sums = world.gplus(found)
         totals += float(sums["loss"]) * images.batch.count, float(sums["correct"])
-    n = len(datastore)
-    return Evaluation(float(totals[1] / n), float(totals[0] / n), n)
+        n += images.batch.count
+    accuracy, loss = totals[::-1] / max(n, 1)
+    return Evaluation(float(accuracy), float(loss), n)
 
 
 def predict(net, datastore, *, world, batch_size=128):

@@ -57,22 +57,45 @@ def model_loss(net, images, labels):
     return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
 
 
+PLOT_SECONDS = 10.0  # between two drawings of progress.png at the ends of epochs
+
+
 def train(
-    net, datastore, options=None, *, world=None, out=None, console=None, resume=None, facts=()
+    net,
+    datastore,
+    options=None,
+    *,
+    world=None,
+    out=None,
+    console=None,
+    resume=None,
+    facts=(),
+    signals=None,
 ):
     """Train a classifier; the network's parameters and state change in place. Collective.
 
     datastore: labelled images. options: TrainingOptions. world: all ranks by default. out: folder
     for metrics.jsonl, progress.png and the checkpoints (None: nothing is written). resume:
-    (arrays, facts) of a checkpoint to go on from. facts: more to keep in the checkpoints.
+    (arrays, facts) of a checkpoint to go on from. facts: more to keep in the checkpoints. signals:
+    entered `Signals`, where the caller watches for them before and after the training as well.
 
     USR1, TERM or INT on any rank ends the run after the present mini-batch, on all ranks, with a
-    checkpoint; the result says so. Raises Fault where the loss is not finite.
+    checkpoint; the result says so. Raises Fault where the loss or the weights are not finite; the
+    last good checkpoint is kept.
     """
     options = TrainingOptions() if options is None else options
     world = World(timeout=options.timeout) if world is None else world
     with console or Console(world.rank, verbose_every=options.verbose_every) as shown:
-        return _Run(net, datastore, options, world, out, shown, resume, dict(facts)).go()
+        run = _Run(net, datastore, options, world, out, shown, resume, dict(facts))
+        with contextlib.nullcontext(signals) if signals else Signals() as held:
+            return run.go(held)
+
+
+def stopped_by(signals, world):
+    """The name of the signal that the ranks agreed to stop on, or None. Collective."""
+    if not signals.agreed:
+        return None
+    return next(name for name in world.broadcast(world.gather(signals.name)) if name)
 
 
 class _Run:
@@ -89,7 +112,8 @@ class _Run:
         if resume is not None:
             self._restore(*resume)
         self.began = time.monotonic() - self.at.seconds
-        self.metrics = None
+        self.plotted = time.monotonic()
+        self.metrics = self.problem = None  # problem: what rank 0 could not write
         if out is not None:
             path = os.path.join(out, "metrics.jsonl")
             cut = None if resume is None else self.at.iteration
@@ -101,13 +125,13 @@ class _Run:
             world.together(error)
         self.gradient = value_and_grad(model_loss, reduce=world)
 
-    def go(self):
+    def go(self, signals):
         at, options = self.at, self.options
         limit = options.max_iterations or math.inf
         total = min(options.epochs * len(self.queue), limit)
         self.console.start(options.epochs, total, at.iteration)
         loss = math.nan
-        with Signals() as signals, np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             while at.epoch <= options.epochs and at.iteration < limit and not signals.agreed:
                 batches = self.queue.epoch(at.epoch, start=at.batch)
                 started, images = time.monotonic(), at.images
@@ -125,13 +149,10 @@ class _Run:
                     self._plot()
             if signals.agreed or at.batch:
                 self._save()
-                self._plot()
+            self._plot(at_once=True)
         if self.metrics:
             self.metrics.close()
-        stopped = None
-        if signals.agreed:
-            names = self.world.broadcast(self.world.gather(signals.name))
-            stopped = next(name for name in names if name)
+        stopped = stopped_by(signals, self.world)
         rate = at.all_images / max(at.seconds, 1e-9)
         return Result(stopped, at.epoch - 1, at.iteration, loss, rate, at.seconds)
 
@@ -155,18 +176,16 @@ class _Run:
         self._record("iteration", at.epoch, loss, rate, accuracy)
 
     def _record(self, kind, epoch, loss, rate, accuracy):
-        if self.metrics:
-            at = self.at
+        """Write to metrics.jsonl; what goes wrong is raised at the next checkpoint, by all ranks."""
+        if self.metrics is None or self.problem:
+            return
+        at, learning_rate = self.at, self.optimizer.learning_rate
+        try:
             self.metrics.record(
-                kind,
-                epoch,
-                at.iteration,
-                loss,
-                self.optimizer.learning_rate,
-                rate,
-                at.seconds,
-                accuracy,
+                kind, epoch, at.iteration, loss, learning_rate, rate, at.seconds, accuracy
             )
+        except UserError as problem:
+            self.problem = problem
 
     def _end_epoch(self, rate):
         at = self.at
@@ -187,11 +206,9 @@ class _Run:
         ranks = self.world.gather(not np.isfinite(own.local()).all())
         guilty = [str(r) for r, bad in enumerate(self.world.broadcast(ranks)) if bad]
         where = f"rank {', '.join(guilty)}" if len(guilty) < self.world.size else "all ranks"
-        kept = self.out and checkpoint.exists(self.out)
         raise Fault(
             f"the loss is {loss} at epoch {self.at.epoch}, iteration {self.at.iteration + 1}, on "
-            f"{where}; lower --learning-rate (now {self.optimizer.learning_rate:g}) or look at the "
-            f"images" + (f"; the last checkpoint is in {self.out}" if kept else "")
+            f"{where}; {self._advice()}"
         )
 
     def _checkpoint_is_due(self):
@@ -206,12 +223,13 @@ class _Run:
         }
 
     def _save(self):
-        """Write a checkpoint, having seen that all ranks hold the same weights."""
+        """Write a checkpoint, having seen that all ranks hold the same weights, and finite ones."""
         if self.out is None:
             return
-        tables, error = self._tables(), None
+        tables, error = self._tables(), self.problem
         self._compare(tables)
-        if self.world.rank == 0:
+        self._check_finite(tables)
+        if self.world.rank == 0 and error is None:
             try:
                 self.metrics.flush()
                 facts = {
@@ -229,9 +247,11 @@ class _Run:
                 error = problem
         self.world.together(error)
 
-    def _plot(self):
+    def _plot(self, at_once=False):
         error = None
-        if self.out is not None and self.world.rank == 0:
+        due = at_once or time.monotonic() - self.plotted > PLOT_SECONDS
+        if self.out is not None and self.world.rank == 0 and due:
+            self.plotted = time.monotonic()
             try:
                 plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
             except UserError as problem:
@@ -249,6 +269,23 @@ class _Run:
                 f"the ranks' weights differ at iteration {self.at.iteration}: expected the same "
                 "bytes on all ranks (python -m mpidl.info shows what each runs on)"
             )
+
+    def _check_finite(self, tables):
+        """Keep the checkpoint before: from weights that are not finite no run can go on."""
+        for arrays in tables.values():
+            for name, array in arrays.items():
+                if not np.isfinite(array).all():
+                    raise Fault(
+                        f"{name} is not finite after iteration {self.at.iteration}, on all ranks; "
+                        f"{self._advice()}"
+                    )
+
+    def _advice(self):
+        kept = self.out and checkpoint.exists(self.out)
+        return (
+            f"lower --learning-rate (now {self.optimizer.learning_rate:g}) or look at the images"
+            + (f"; the last checkpoint is in {self.out}" if kept else "")
+        )
 
     def _restore(self, arrays, facts):
         self.net.parameters = modelfile.matching(
