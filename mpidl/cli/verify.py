@@ -34,8 +34,7 @@ def main(argv=None):
             done = subprocess.run(
                 command,
                 env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 text=True,
             )
             if done.returncode:
