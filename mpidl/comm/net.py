@@ -80,18 +80,10 @@ class Net:
         others = [r for r in range(self.size) if r != self.rank]
         for r in others:
             self.control.isend("", r, PING)
-        answers, deadline = {}, time.monotonic() + 5
-        while time.monotonic() < deadline and len(answers) < len(others):
-            if self.control.Iprobe(tag=PING):
-                status = self.MPI.Status()
-                self.control.recv(tag=PING, status=status)
-                self.control.isend(f"{self.doing}: waits for {what}", status.source, PONG)
-                if status.source < self.rank:  # of several ranks that ask, the lowest goes on
-                    deadline += 30
-            if self.control.Iprobe(tag=PONG):
-                status = self.MPI.Status()
-                answers[status.source] = self.control.recv(tag=PONG, status=status)
-            time.sleep(0.001)
+        answers: dict[int, str] = {}
+        self._listen(what, answers, 5.0, lambda: len(answers) == len(others))
+        # Of several ranks that ask at once, the lowest speaks, and ends the others.
+        self._listen(what, answers, 0.3 * min(sum(r < self.rank for r in answers), 10))
         lines = [f"mpidl: {self.doing}: {what} did not complete within {self.timeout:g} s."]
         for r in others:
             if r not in answers:
@@ -102,6 +94,17 @@ class Net:
             lines += [f"  rank {r}, {answers[r]}" for r in sorted(answers)]
         print("\n".join(lines), file=sys.stderr, flush=True)
         self.abort(1)
+
+    def _listen(self, what, answers, seconds, enough=lambda: False):
+        """Answer those who ask and collect answers, {rank: text}, for some seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not enough():
+            if self.control.Iprobe(tag=PONG):
+                status = self.MPI.Status()
+                answer = self.control.recv(tag=PONG, status=status)
+                answers[status.source] = answer
+            self._answer(what)
+            time.sleep(0.001)
 
     def abort(self, code):
         """End the job on all ranks."""

@@ -176,7 +176,7 @@ class _Run:
         self._record("iteration", at.epoch, loss, rate, accuracy)
 
     def _record(self, kind, epoch, loss, rate, accuracy):
-        """Write to metrics.jsonl; what goes wrong is raised at the next checkpoint, by all ranks."""
+        """Write to metrics.jsonl; all ranks raise what goes wrong, at the next checkpoint."""
         if self.metrics is None or self.problem:
             return
         at, learning_rate = self.at, self.optimizer.learning_rate
