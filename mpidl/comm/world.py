@@ -40,7 +40,7 @@ class World:
         from mpi4py import MPI
 
         comm = MPI.COMM_WORLD if comm is None else comm
-        guard.refuse_foreign_launcher(comm.size, MPI.Get_library_version())
+        guard.refuse_foreign_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version())
         hosts = comm.allgather(MPI.Get_processor_name())
         place = sorted(range(comm.size), key=lambda r: (hosts.index(hosts[r]), r))
         self.net = Net(comm.Split(0, place.index(comm.rank)), timeout)
@@ -83,21 +83,25 @@ class World:
         combine = OPERATIONS.get(operation, operation)
         if isinstance(value, Partial):
             raise TypeError("gop: got a Partial; world.gplus(value) is what folds it")
-        array = np.atleast_1d(np.asarray(value))
+        # a copy, so that the result is never the argument itself; in C order on every rank
+        array = np.array(value, order="C", ndmin=1)
         if array.dtype == object:
             raise TypeError(f"gop: expected numbers, got {value!r}")
-        exact = {"and": "LAND", "or": "LOR", "min": "MIN", "max": "MAX"}.get(operation)
         if operation in ("and", "or"):
             array = array.astype(bool)
         elif operation in ("sum", "prod") and array.dtype == bool:
             array = array.astype(int)  # how many are true, not whether any is
+        if array.dtype == bool:  # MPI has no least and greatest of these
+            exact = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}.get(operation)
+        else:
+            exact = {"min": "MIN", "max": "MAX"}.get(operation)
         if exact and array.dtype.kind in "iub":  # the same in any order: MPI's own will do
             result = np.empty_like(array)
             request = self.net.comm.Iallreduce(array, result, getattr(self.net.MPI, exact))
             self._wait([request], f"gop {operation}")
             return self._as_given(result, value)
         inbox = [np.empty_like(array) for _ in range(self.size)]
-        inbox[self.rank] = np.array(array, order="C")  # the result is never the argument itself
+        inbox[self.rank] = array
         tag = self._tag()
         others = [r for r in range(self.size) if r != self.rank]
         requests = [self.net.irecv(inbox[r], r, tag) for r in others]
