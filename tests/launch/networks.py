@@ -1,0 +1,44 @@
+"""Networks for `--network FILE.py:FUNCTION`: a small one, and ones that misbehave."""
+
+import time
+
+import mpidl as dl
+
+
+def small(input_shape, classes):
+    """About a thousand learnables, with every kind of layer that exchanges something."""
+    return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
+
+
+def wide(input_shape, classes):
+    """Without batch normalization, so that images of one share do not touch the others."""
+    return [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(classes)]
+
+
+def one_output(input_shape, classes):
+    """Of the wrong output size."""
+    return [dl.Dense(1)]
+
+
+def slow(input_shape, classes):
+    """Takes a minute for its first step, and says when it starts on it."""
+    return [Sleep(), *small(input_shape, classes)]
+
+
+def raises_on_rank_1(input_shape, classes):
+    """One rank of several raises in its first step."""
+    return [Break(), *small(input_shape, classes)]
+
+
+class Sleep(dl.ReLU):
+    def forward(self, x, at):
+        print("in the first step", flush=True)
+        time.sleep(60)
+        return super().forward(x, at)
+
+
+class Break(dl.ReLU):
+    def forward(self, x, at):
+        if dl.World().rank == 1:
+            raise ArithmeticError("this network breaks on rank 1")
+        return super().forward(x, at)

@@ -1,0 +1,3 @@
+"""Stands in for matplotlib where it is to be missing."""
+
+raise ImportError("matplotlib is left out here")

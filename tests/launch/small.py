@@ -1,0 +1,96 @@
+"""A small set of images and short runs on it, with what they left."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import h5py
+import launcher
+import numpy as np
+from images import save
+
+CLASSES = ("bar", "box", "dot")
+SMALL = f"{Path(__file__).with_name('networks.py')}:small"
+# Of 210 images a tenth is for the test, so that 189 are trained on: 3 mini-batches of 50 and one of
+# 39, whose last blocks hold 2 and 7 images.
+PER_CLASS, ITERATIONS = 70, 4
+
+
+def draw(folder, per_class=PER_CLASS):
+    """A folder of 12x12 gray images in three classes that a small network can learn."""
+    numbers = np.random.default_rng(0)
+    for name in CLASSES:
+        for i in range(per_class):
+            pixels = numbers.integers(0, 60, (1, 12, 12), dtype=np.uint8)
+            row, column = numbers.integers(1, 7, 2)
+            rows, columns = {"bar": (12, 1), "box": (4, 4), "dot": (1, 1)}[name]
+            pixels[:, row : row + rows, column : column + columns] = 250
+            save(folder / name / f"{i:02}.png", pixels)
+    return folder
+
+
+def without_plots():
+    """Environment in which matplotlib is missing: drawing takes longer than a small run."""
+    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("no_plots")), ROOT])}
+
+
+ROOT = str(launcher.ROOT)
+
+
+def command(name, *options, network=SMALL, data=None, out=None):
+    """The words after `python` of a command."""
+    words = ["-m", f"mpidl.{name}", *options]
+    for flag, value in (("--network", network), ("--data", data), ("--out", out)):
+        words += [] if value is None else [flag, value]
+    return words
+
+
+def train(ranks, data, out, *options, network=SMALL, check=0):
+    """Train to the end in mini-batches of 50; returns the job's Result."""
+    words = command("train", "--batch-size", 50, *options, network=network, data=data, out=out)
+    return launcher.mpirun(ranks, *words, env=without_plots(), check=check)
+
+
+def resume(ranks, folder, *options, check=0):
+    """Go on with the run in a folder; returns the job's Result."""
+    words = command("train", "--resume", folder, *options, network=None)
+    return launcher.mpirun(ranks, *words, env=without_plots(), check=check)
+
+
+def summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+def iterations(out):
+    """The iterations that metrics.jsonl has records of, in its order."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [r["iteration"] for r in records if r["kind"] == "iteration"]
+
+
+def rehash(path):
+    """SHA-256 of a model file's weights, in the order its description of the network calls for.
+
+    All learnables, then all state, layer by layer, as little-endian float32 in C order. Written
+    from the description of the file alone.
+    """
+    tables = {"learnables": ("weight", "bias", "gamma", "beta"), "state": ("mean", "variance")}
+    digest, count = hashlib.sha256(), 0
+    with h5py.File(path) as file:
+        layers = [layer["name"] for layer in json.loads(file.attrs["network"])]
+        for table, names in tables.items():
+            for layer in layers:
+                for name in names:
+                    if f"{table}/{layer}/{name}" in file:
+                        array = file[f"{table}/{layer}/{name}"][()]
+                        assert array.dtype == np.float32
+                        digest.update(array.astype("<f4").tobytes(order="C"))
+                        count += 1
+        assert count == sum(len(group) for table in tables for group in file[table].values())
+    return digest.hexdigest()
+
+
+def assert_same(hashes):
+    """The check that the promise of one result on any number of ranks is held to."""
+    assert len(set(hashes.values())) == 1, f"the weights depend on the ranks: {hashes}"

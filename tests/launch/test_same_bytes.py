@@ -1,0 +1,93 @@
+"""The weights, and what a trained network says, are the same bytes on any number of ranks."""
+
+import json
+
+import pytest
+import small
+from launcher import mpirun
+
+PLAIN = """
+import json, sys
+import mpidl as dl
+from mpidl.training.modelfile import weights_sha256
+
+world = dl.World(plain=sys.argv[2] == "plain")
+train = dl.ImageFolder(sys.argv[1], world)
+net = dl.Network(dl.nn.zoo.digits((1, 12, 12), 3).layers, (1, 12, 12))
+dl.train(net, train, dl.TrainingOptions(epochs=1, batch_size=100), world=world)
+if world.rank == 0:
+    print(json.dumps(weights_sha256(net)))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(pictures, tmp_path_factory):
+    """{ranks: folder of its results}, of the digits network."""
+    base = tmp_path_factory.mktemp("same")
+    for ranks in (1, 2, 3, 4, 7):
+        small.train(ranks, pictures, base / str(ranks), "--epochs", 1, network="digits")
+    return {ranks: base / str(ranks) for ranks in (1, 2, 3, 4, 7)}
+
+
+def test_weights(runs):
+    found = {ranks: small.summary(out) for ranks, out in runs.items()}
+    small.assert_same({ranks: s["weights_sha256"] for ranks, s in found.items()})
+    for ranks, s in found.items():
+        assert (s["ranks"], s["epochs"], s["iterations"]) == (ranks, 1, small.ITERATIONS)
+        assert (s["accuracy"], s["loss"]) == (found[1]["accuracy"], found[1]["loss"])
+
+
+def test_the_hash_is_that_of_the_model_file(runs):
+    for out in runs.values():
+        assert small.rehash(out / "model.h5") == small.summary(out)["weights_sha256"]
+    assert len({(out / "model.h5").read_bytes() for out in runs.values()}) == 1
+
+
+def test_losses(runs):
+    """Of each iteration, to the last bit."""
+    losses = set()
+    for out in runs.values():
+        records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        losses.add(tuple((r["kind"], r["loss"], r["accuracy"]) for r in records))
+    assert len(losses) == 1
+
+
+def test_predict(runs, pictures, tmp_path):
+    words = ["--model", runs[3] / "model.h5", "--data", pictures]
+    scores = {}
+    for ranks in (1, 3):
+        out = tmp_path / f"{ranks}.csv"
+        result = mpirun(ranks, *small.command("predict", *words, network=None, out=out), check=0)
+        scores[ranks] = out.read_bytes()
+        assert "(210 images)" in result.stdout
+    assert scores[1] == scores[3]
+    rows = [line.split(",") for line in scores[1].decode().splitlines()]
+    assert rows[0] == ["image", "predicted", *small.CLASSES] and len(rows) == 211
+    for row in rows[1:]:
+        values = [float(text) for text in row[2:]]
+        assert abs(sum(values) - 1) < 1e-5
+        assert row[1] == small.CLASSES[values.index(max(values))]
+
+
+def test_negative_control_local_batchnorm(pictures, tmp_path):
+    hashes = {}
+    for ranks in (1, 3):
+        out = tmp_path / str(ranks)
+        small.train(ranks, pictures, out, "--max-iterations", 2, "--batchnorm", "local")
+        hashes[ranks] = small.summary(out)["weights_sha256"]
+    with pytest.raises(AssertionError, match="depend on the ranks"):
+        small.assert_same(hashes)
+
+
+def test_negative_control_plain_sums(pictures, tmp_path):
+    """Sums by MPI_Allreduce: 7 blocks, so that each rank but one adds up several by itself."""
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+
+    def hashes(how):
+        results = {ranks: mpirun(ranks, script, pictures, how, check=0) for ranks in (1, 3)}
+        return {ranks: json.loads(r.stdout.splitlines()[-1]) for ranks, r in results.items()}
+
+    small.assert_same(hashes("folded"))
+    with pytest.raises(AssertionError, match="depend on the ranks"):
+        small.assert_same(hashes("plain"))
