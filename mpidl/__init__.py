@@ -21,7 +21,7 @@ from mpidl.comm import World
 from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
 from mpidl.errors import Fault, UserError
 from mpidl.fold import Partial
-from mpidl.nn import BatchNorm, Conv2D, Dense, Flatten, Layer, Network, ReLU
+from mpidl.nn import BatchNorm, Built, Conv2D, Dense, Flatten, Layer, Network, ReLU
 from mpidl.ops import *  # noqa: F403
 from mpidl.tape import Var, check_vjp, op, value_and_grad
 from mpidl.training.evaluate import evaluate
