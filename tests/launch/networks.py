@@ -25,6 +25,18 @@ def slow(input_shape, classes):
     return [Sleep(), *small(input_shape, classes)]
 
 
+def late(input_shape, classes):
+    """Takes a second to build, and says when it starts."""
+    print("building", flush=True)
+    time.sleep(1)
+    return small(input_shape, classes)
+
+
+def slow_test(input_shape, classes):
+    """Takes a second for each mini-batch of a test, and says so."""
+    return [SleepInTest(), *small(input_shape, classes)]
+
+
 def raises_on_rank_1(input_shape, classes):
     """One rank of several raises in its first step."""
     return [Break(), *small(input_shape, classes)]
@@ -34,6 +46,14 @@ class Sleep(dl.ReLU):
     def forward(self, x, at):
         print("in the first step", flush=True)
         time.sleep(60)
+        return super().forward(x, at)
+
+
+class SleepInTest(dl.ReLU):
+    def forward(self, x, at):
+        if not at.training:
+            print("testing", flush=True)
+            time.sleep(1)
         return super().forward(x, at)
 
 

@@ -11,10 +11,17 @@ import numpy as np
 from images import save
 
 CLASSES = ("bar", "box", "dot")
-SMALL = f"{Path(__file__).with_name('networks.py')}:small"
 # Of 210 images a tenth is for the test, so that 189 are trained on: 3 mini-batches of 50 and one of
 # 39, whose last blocks hold 2 and 7 images.
 PER_CLASS, ITERATIONS = 70, 4
+
+
+def of(function):
+    """What --network calls a function of networks.py."""
+    return f"{Path(__file__).with_name('networks.py')}:{function}"
+
+
+SMALL = of("small")
 
 
 def draw(folder, per_class=PER_CLASS):
