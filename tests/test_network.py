@@ -248,13 +248,16 @@ def test_float32_gradients_of_the_digits_network(world, point, exact_gradients):
     loss, gradients, _ = dl.value_and_grad(model_loss, reduce=world)(net, *single)
     wanted_loss, wanted, _ = exact_gradients
     assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    errors = {}
     for name, gradient in gradients.items():
         assert gradient.dtype == np.float32
         # a bias before batch normalization changes nothing: its gradient is 0, and what is left
         # is measured against the gradient of the weights beside it
         beside = name.replace(".bias", ".weight") if name.startswith("conv") else name
-        error = np.linalg.norm(gradient - wanted[name]) / np.linalg.norm(wanted[beside])
-        assert error <= 1e-5, f"{name}: relative error {error:.3g}"
+        errors[name] = np.linalg.norm(gradient - wanted[name]) / np.linalg.norm(wanted[beside])
+    worst = max(errors, key=errors.get)
+    print(f"largest relative error of a gradient: {errors[worst]:.2e}, of {worst}")  # pytest -s
+    assert errors[worst] <= 1e-5
 
 
 def test_float64_gradients_of_the_digits_network_along_a_direction(world, point, exact_gradients):
