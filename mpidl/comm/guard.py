@@ -80,7 +80,7 @@ def run(main):
         if rank == 0:
             _say(str(error))
         if _net is not None:
-            lowest = _meet(_net, failed=True, seconds=5.0)
+            lowest = _meet(_net, failed=True, seconds=min(5.0, _net.timeout / 2))
             if rank and lowest in (None, rank):
                 _say(f"rank {rank}: {error}")
             if lowest is None:

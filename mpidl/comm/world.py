@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import warnings
 
 import numpy as np
 
@@ -37,7 +38,10 @@ class World:
         import mpi4py
 
         mpi4py.rc.thread_level = "funneled"
-        from mpi4py import MPI
+        with warnings.catch_warnings():
+            # mpi4py's several lines about what the guard tells in one
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+            from mpi4py import MPI
 
         comm = MPI.COMM_WORLD if comm is None else comm
         guard.refuse_foreign_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version())

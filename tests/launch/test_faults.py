@@ -1,0 +1,216 @@
+"""What goes wrong in the middle of a job ends it, on all ranks, in seconds and in few words."""
+
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+import small
+from launcher import ROOT, finish, mpirun, start
+
+from mpidl.training import checkpoint
+
+# Runs what it is told to, on which rank, in a program of a user's own.
+PROGRAM = """
+import sys
+import mpidl as dl
+
+from mpidl.comm import guard
+
+def refuse():
+    raise dl.UserError("images: unusable")
+
+world = dl.World(timeout=2)
+rank, what = int(sys.argv[1]), sys.argv[2]
+world.barrier()
+if world.rank == rank:
+    {"raise": lambda: 1 / 0,
+     "exit": sys.exit,
+     "exit 3": lambda: sys.exit(3),
+     "refuse": lambda: guard.run(refuse),
+     "other collective": lambda: world.broadcast(0)}[what]()
+world.gop("max", 1.0)
+print("done")
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("program") / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def ended_in(seconds, ranks, *words):
+    """The Result of a job that must come to its end, and not a good one, within some seconds."""
+    began = time.monotonic()
+    result = mpirun(ranks, *words, timeout=60, env=small.without_plots())
+    assert time.monotonic() - began < seconds
+    assert result.returncode != 0
+    return result
+
+
+def own_lines(result):
+    """stderr without what MPI's launcher adds to it when a rank aborts."""
+    text = re.split(r"^=====", result.stderr, flags=re.MULTILINE)[0]
+    return [line for line in text.splitlines() if line and not line.startswith("Abort(")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank(program, rank):
+    result = ended_in(10, 3, program, rank, "raise")
+    lines = own_lines(result)
+    assert lines[0] == f"mpidl: rank {rank} on host {socket.gethostname()} failed, starting:"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert result.stderr.count("Traceback") == 1
+    assert "done" not in result.stdout
+
+
+def test_an_exception_on_all_ranks(program):
+    """One traceback, not three."""
+    result = ended_in(10, 3, "-c", "import mpidl as dl; dl.World(); 1 / 0")
+    assert result.stderr.count("Traceback") == 1
+    assert own_lines(result)[0].startswith("mpidl: rank 0 on host ")
+
+
+def test_an_exception_in_training_names_the_step(pictures, tmp_path):
+    network = small.of("raises_on_rank_1")
+    words = small.command("train", network=network, data=pictures, out=tmp_path / "run")
+    lines = own_lines(ended_in(10, 2, *words))
+    assert re.fullmatch("mpidl: rank 1 on host .* failed, epoch 1, iteration 1:", lines[0])
+    assert lines[-1] == "ArithmeticError: this network breaks on rank 1"
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, ""), (2, "rank 2: ")])
+def test_a_refusal_of_one_rank(program, rank, who):
+    result = ended_in(10, 3, program, rank, "refuse")
+    assert result.returncode == 2
+    assert own_lines(result) == [f"mpidl: {who}images: unusable"]
+
+
+@pytest.mark.parametrize(("rank", "what"), [(0, "exit"), (1, "exit 3")])
+def test_a_rank_that_leaves(program, rank, what):
+    """Nobody waits for it longer than the time-out."""
+    result = ended_in(15, 2, program, rank, what)
+    lines = own_lines(result)
+    assert lines[1:] == [
+        "  all ranks answer, but they wait for different things:",
+        *(
+            f"  rank {r}, starting: waits for gop max"
+            if r != rank
+            else f"  rank {r}, leaving: waits for the end of the program on all ranks"
+            for r in (0, 1)
+        ),
+    ]
+
+
+def test_ranks_in_different_collectives(program):
+    lines = own_lines(ended_in(15, 3, program, 1, "other collective"))
+    assert re.fullmatch(
+        r"mpidl: starting: (gop max|broadcast) did not complete within 2 s\.", lines[0]
+    )
+    assert lines[1:] == [
+        "  all ranks answer, but they wait for different things:",
+        "  rank 0, starting: waits for gop max",
+        "  rank 1, starting: waits for broadcast",
+        "  rank 2, starting: waits for gop max",
+    ]
+
+
+def test_a_rank_that_stops_answering(pictures, tmp_path):
+    words = ["--epochs", 10**6, "--batch-size", 50, "--timeout", 2]
+    words = small.command("train", *words, data=pictures, out=tmp_path / "run")
+    with start(3, *words, env=small.without_plots()) as job:
+        for line in job.stdout:
+            if line.startswith("Epoch: 2,"):
+                break
+        pids = job.rank_pids()
+        os.kill(pids[1], signal.SIGSTOP)
+        result = finish(job, timeout=30)
+        assert_gone(pids.values())
+    assert result.returncode not in (0, 75)
+    first, second = own_lines(result)
+    assert re.fullmatch(r"mpidl: epoch \d+, iteration \d+: .* did not complete within 2 s\.", first)
+    assert second == f"  rank 1 on host {socket.gethostname()} does not answer"
+
+
+def assert_gone(pids):
+    """None of these processes is left, but for a moment until its parent has seen it end."""
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.05)
+
+
+def test_a_loss_that_is_not_finite(pictures, tmp_path):
+    """The step is named; a checkpoint of weights that are not finite takes no place."""
+    out = tmp_path / "run"
+    options = ["--learning-rate", 1e30, "--checkpoint-every", 1, "--epochs", 3]
+    result = small.train(3, pictures, out, *options, check=1)
+    (line,) = result.stderr.splitlines()
+    assert re.match(
+        r"mpidl: (the loss is nan at epoch 1, iteration \d,|.* is not finite after iteration \d,) "
+        r"on all ranks; lower --learning-rate \(now 1e\+30\) or look at the images; "
+        rf"the last checkpoint is in {out}$",
+        line,
+    )
+    checkpoint.load(out)
+    assert not (out / "summary.json").exists()
+
+
+INFINITE = """
+import numpy as np
+import mpidl as dl
+from mpidl.comm import guard
+
+def main():
+    world = dl.World()
+    images = np.random.default_rng(0).random((96, 1, 12, 12), np.float32)
+    images[70] = np.inf
+    train = dl.ArrayDatastore(images, np.arange(96) % 3)
+    net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], (1, 12, 12))
+    dl.train(net, train, dl.TrainingOptions(batch_size=96, shuffle="never"), world=world)
+
+guard.run(main)
+"""
+
+
+def test_the_rank_of_an_infinite_image_is_named(tmp_path):
+    """96 images on 3 ranks: rank 2 has those from 64 on."""
+    result = mpirun(3, "-c", INFINITE, check=1)
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("mpidl: the loss is nan at epoch 1, iteration 1, on rank 2; ")
+
+
+def test_more_ranks_than_blocks(pictures, tmp_path):
+    options = ["--max-iterations", 2, "--batch-size", 20]
+    for ranks in (1, 4):
+        result = small.train(ranks, pictures, tmp_path / str(ranks), *options)
+        warnings = [x for x in result.stdout.splitlines() if x.startswith("warning: ")]
+        assert warnings == [] if ranks == 1 else "2 ranks are idle" in warnings[0]
+        assert result.stderr == ""
+    small.assert_same({r: small.summary(tmp_path / r)["weights_sha256"] for r in ("1", "4")})
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": 4, "OMPI_COMM_WORLD_RANK": 0},
+        {"SLURM_STEP_NUM_TASKS": 4, "SLURM_PROCID": 0},
+        {"OMPI_COMM_WORLD_SIZE": 4, "OMPI_COMM_WORLD_RANK": 1},
+    ],
+)
+def test_a_launcher_of_another_mpi(variables, tmp_path):
+    """Four jobs of one rank, where one of four was meant: one line, of the first."""
+    env = {**variables, "PYTHONPATH": ROOT}
+    result = mpirun(None, *small.command("train", out=tmp_path / "run"), env=env, check=2)
+    lines = result.stderr.splitlines()
+    if variables.get("OMPI_COMM_WORLD_RANK") == 1:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith("mpidl: the launcher started 4 tasks (")
+        assert "but MPI sees one rank" in line
