@@ -111,7 +111,7 @@ def network(name, input_shape, classes, seed):
     if net.output_shape != (classes,):
         raise UserError(
             f"--network {name}: the data have {classes} classes, so expected {classes} outputs, "
-            f"found {net.output_shape}"
+            f"found {'x'.join(map(str, net.output_shape))}"
         )
     return net
 
@@ -123,5 +123,9 @@ def _function(path, name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
-        raise UserError(f"--network {path}:{name}: {path} defines no function {name}")
+        functions = [word for word, value in vars(module).items() if callable(value)]
+        raise UserError(
+            f"--network {path}:{name}: {path} defines no function {name}"
+            f"{option_rules.nearest(name, functions)}"
+        )
     return getattr(module, name)
