@@ -82,7 +82,7 @@ def allowed(way, ranks, leaves, nodes, width):
     }[way]
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 13), 15, 16, 17, 24, 31, 32, 33, 48, 63, 64])
+@pytest.mark.parametrize("ranks", [*range(1, 13), 16, 17, 31, 33, 64])
 def test_all_ways_give_the_same_bytes_and_send_what_the_table_says(ranks):
     if ranks > 24:  # the cost grows with ranks squared
         cases = [(ranks, "equal"), (2 * ranks, "equal"), (45, "rising"), (45, "one has most")]
@@ -117,13 +117,14 @@ def test_widths_below_the_number_of_ranks(width):
 
 
 def test_moments_go_the_same_ways():
-    counts = np.arange(1, 30, dtype="f8")
-    values = np.column_stack([counts, wide(1, 29, 6).astype("f8"), abs(wide(2, 29, 6))])
-    expected = tree_sum(values, 0, 29, fold.merge_moments)
-    for ranks in (2, 3, 8, 13):
-        trees = trees_of(29, ranks, "equal")
+    counts = np.arange(1, 33, dtype="f8")
+    all_values = np.column_stack([counts, wide(1, 32, 6).astype("f8"), abs(wide(2, 32, 6))])
+    for leaves, ranks in ((29, 2), (29, 3), (32, 8), (31, 13)):
+        values = all_values[:leaves]
+        expected = tree_sum(values, 0, leaves, fold.merge_moments)
+        trees = trees_of(leaves, ranks, "equal")
         matrices, _ = simulator.folded(trees, values, fold.merge_moments)
-        for way in (exchange.gather_nodes, exchange.up_and_down):
+        for way in set(ways(trees[0])) - {exchange.segmented}:
             found = simulator.exchange(way, trees, matrices, fold.merge_moments)
             assert {root.tobytes() for root in found.roots} == {expected.tobytes()}
         chosen = exchange.choose(trees[0], expected.nbytes, fold.merge_moments)
