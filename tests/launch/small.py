@@ -24,14 +24,14 @@ def of(function):
 SMALL = of("small")
 
 
-def draw(folder, per_class=PER_CLASS):
-    """A folder of 12x12 gray images in three classes that a small network can learn."""
+def draw(folder, per_class=PER_CLASS, side=12):
+    """A folder of gray images in three classes that a small network can learn."""
     numbers = np.random.default_rng(0)
     for name in CLASSES:
         for i in range(per_class):
-            pixels = numbers.integers(0, 60, (1, 12, 12), dtype=np.uint8)
+            pixels = numbers.integers(0, 60, (1, side, side), dtype=np.uint8)
             row, column = numbers.integers(1, 7, 2)
-            rows, columns = {"bar": (12, 1), "box": (4, 4), "dot": (1, 1)}[name]
+            rows, columns = {"bar": (side, 1), "box": (4, 4), "dot": (1, 1)}[name]
             pixels[:, row : row + rows, column : column + columns] = 250
             save(folder / name / f"{i:02}.png", pixels)
     return folder

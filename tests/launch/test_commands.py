@@ -1,0 +1,182 @@
+"""What the commands print and leave: train, predict, verify, info."""
+
+import re
+
+import numpy as np
+import pytest
+import small
+from launcher import mpirun
+
+import mpidl as dl
+
+FILES = {
+    "checkpoint.h5",
+    "checkpoint-previous.h5",
+    "metrics.jsonl",
+    "model.h5",
+    "options.toml",
+    "progress.png",
+    "summary.json",
+}
+SHORT = ["--max-iterations", 2, "--batch-size", 50]
+
+
+@pytest.fixture(scope="module")
+def trained(pictures, tmp_path_factory):
+    """(folder, Result) of a run of two epochs on 2 ranks, with plots where there is matplotlib."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    words = ["--epochs", 2, "--batch-size", 50]
+    words = small.command("train", *words, network="digits", data=pictures, out=out)
+    return out, mpirun(2, *words, check=0)
+
+
+def test_train_prints_from_rank_0(trained, pictures):
+    out, result = trained
+    number = r"\d+\.\d{4}"
+    rate = r"Images/s: \d+, Elapsed: 0:00:\d\d"
+    expected = [
+        r"Network: digits, 10 layers, 11,723 learnables",
+        rf"Data: 189 of {pictures}: 210 images of 1x12x12 in 3 classes",
+        rf"Test: 21 of {pictures}: 210 images of 1x12x12 in 3 classes",
+        r"Ranks: 2, cpu",
+        rf"Results: {out}",
+        rf"Epoch: 1, Loss: {number}, Accuracy: {number}, {rate}",
+        rf"Epoch: 2, Loss: {number}, Accuracy: {number}, {rate}",
+        rf"Test accuracy: {number} \(21 images\)",
+        r"Training time: 0:00:\d\d",
+        rf"Results: {out}",
+        r"weights_sha256: [0-9a-f]{64}",
+    ]
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(expected), result.stdout
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, line)
+    assert result.stderr == ""
+
+
+def test_train_leaves_its_files(trained):
+    out, result = trained
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("without matplotlib: no progress.png is expected")
+        FILES.discard("progress.png")
+    assert {path.name for path in out.iterdir()} == FILES
+    summary = small.summary(out)
+    assert f"Test accuracy: {summary['accuracy']:.4f} (21 images)" in result.stdout
+    assert f"weights_sha256: {summary['weights_sha256']}" in result.stdout
+    assert set(summary) == {
+        *("accuracy", "loss", "epochs", "iterations", "ranks", "threads", "device"),
+        *("images_per_second", "train_seconds", "weights_sha256"),
+    }
+
+
+def test_the_model_can_be_loaded(trained):
+    out, _ = trained
+    net, about = dl.load_model(out / "model.h5")
+    assert dl.weights_sha256(net) == small.summary(out)["weights_sha256"]
+    assert about["classes"] == list(small.CLASSES)
+    assert net.predict(np.zeros((3, 1, 12, 12), np.uint8)).shape == (3, 3)
+
+
+def test_the_options_of_a_run_make_the_same_run(trained, tmp_path):
+    out, _ = trained
+    words = ["--config", out / "options.toml", "--out", tmp_path / "again"]
+    mpirun(1, "-m", "mpidl.train", *words, env=small.without_plots(), check=0)
+    assert (
+        small.summary(tmp_path / "again")["weights_sha256"]
+        == (small.summary(out)["weights_sha256"])
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "bench"])
+def test_help_is_printed_once(command):
+    """On all ranks alike the program ends, but one of them prints."""
+    result = mpirun(2 if command == "train" else None, "-m", f"mpidl.{command}", "--help", check=0)
+    assert result.stdout.count("usage: ") == 1 and result.stderr == ""
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_folders_are_numbered(pictures, tmp_path):
+    """Without --out, in the folder one is in."""
+    for _ in range(2):
+        words = small.command("train", *SHORT, data=pictures)
+        result = mpirun(1, *words, env=small.without_plots(), cwd=tmp_path, check=0)
+    assert "Results: runs/small-2" in result.stdout
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"small", "small-2"}
+
+
+def test_verify(pictures):
+    words = small.command("verify", *SHORT, "--ranks", "1,3", data=pictures)
+    lines = mpirun(None, *words, env=small.without_plots(), check=0).stdout.splitlines()
+    assert lines[0].split() == ["ranks", "iterations", "loss", "seconds", "weights_sha256"]
+    rows = [line.split() for line in lines[1:3]]
+    assert [row[:2] for row in rows] == [["1", "2"], ["3", "2"]]
+    assert rows[0][4] == rows[1][4] and len(rows[0][4]) == 64
+    assert lines[3:] == ["the same weights, byte for byte, on 1, 3 ranks"]
+
+
+def test_verify_where_they_differ(pictures):
+    words = small.command("verify", *SHORT, "--ranks", "1,3", data=pictures)
+    words += ["--batchnorm", "local"]
+    result = mpirun(None, *words, env=small.without_plots(), check=1)
+    rows = [line.split() for line in result.stdout.splitlines()[1:3]]
+    assert rows[0][4] != rows[1][4]
+    assert "DIFFERENT: the weights depend on the number of ranks" in result.stdout
+
+
+def test_verify_refuses(tmp_path):
+    """In one line what training refused, and to be started under mpirun."""
+    words = small.command("verify", "--ranks", "1", data=tmp_path / "missing")
+    for ranks, text in ((None, "no such folder"), (2, "run it without mpirun")):
+        (line,) = mpirun(ranks, *words, check=2).stderr.splitlines()
+        assert line.startswith("mpidl: ") and text in line
+
+
+def test_info():
+    lines = mpirun(2, "-m", "mpidl.info", check=0).stdout.splitlines()
+    facts = {line[:13].strip(): line[14:] for line in lines}
+    for name in ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric", "GPU"):
+        assert facts[name], name
+    assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")
+    assert any(word in facts["MPI"].lower() for word in ("mpich", "open mpi", "intel"))
+    assert facts["ranks"] == "2 on 1 host(s)"
+    assert re.search(r"rank 0 on cores [\d,-]+; rank 1 on cores [\d,-]+", lines[-1])
+
+
+def predict(*options, ranks=1, check=0):
+    return mpirun(ranks, *small.command("predict", *options, network=None), check=check)
+
+
+def test_predict_without_labels(trained, pictures, tmp_path):
+    """A folder of images alone, as the paths of one class are."""
+    out, _ = trained
+    scores = tmp_path / "scores.csv"
+    options = ["--model", out / "model.h5", "--data", pictures / "bar", "--out", scores]
+    result = predict(*options, ranks=2)
+    assert result.stdout.splitlines() == ["70 images, no labels known", f"Scores: {scores}"]
+    rows = scores.read_text().splitlines()
+    assert len(rows) == 71 and rows[1].startswith(f"{pictures / 'bar' / '00.png'},")
+
+
+def test_predict_refuses(trained, pictures, tmp_path):
+    out, _ = trained
+    torn = tmp_path / "torn.h5"
+    torn.write_bytes((out / "model.h5").read_bytes()[:-500])
+    small.draw(tmp_path / "large", per_class=1, side=14)
+    for options, ranks, text in (
+        (
+            [tmp_path / "missing.h5", pictures],
+            2,
+            "missing.h5: not a model that can be loaded: it is",
+        ),
+        ([torn, pictures], 2, "torn.h5: not a model that can be loaded: "),
+        ([pictures / "bar" / "00.png", pictures], 1, "00.png: not a model that can be loaded: "),
+        ([out / "model.h5", tmp_path / "large"], 2, "expected images of shape (1, 12, 12)"),
+        ([out / "model.h5", tmp_path / "none"], 1, "no such folder"),
+    ):
+        result = predict("--model", options[0], "--data", options[1], ranks=ranks, check=2)
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("mpidl: ") and text in line
+    (line,) = predict("--data", pictures, check=2).stderr.splitlines()
+    assert line == "mpidl: the following arguments are required: --model"
