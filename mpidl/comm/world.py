@@ -93,8 +93,9 @@ class World:
             raise TypeError(f"gop: expected numbers, got {value!r}")
         if operation in ("and", "or"):
             array = array.astype(bool)
-        elif operation in ("sum", "prod") and array.dtype == bool:
-            array = array.astype(int)  # how many are true, not whether any is
+        elif operation in ("sum", "prod") and array.dtype.kind in "biu":
+            # as wide as NumPy's own sums: how many are true, and no overflow of bytes
+            array = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
         if array.dtype == bool:  # MPI has no least and greatest of these
             exact = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}.get(operation)
         else:
