@@ -8,10 +8,10 @@ the same bytes, and SHA256 says which.
 
 How hard it is, by a seeded split of 9,000 images for training and 1,000 for the test (accuracy):
 
-    nearest class mean              0.67
+    nearest class mean              0.64
     linear softmax                  0.90
-    1-nearest neighbour             0.955
-    the digits network, 20 epochs   ????
+    1-nearest neighbour             0.98
+    the digits network, 20 epochs   1.0000 (median of three seeds; 0.9990 to 1.0000)
 """
 
 import hashlib
