@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import h5py
@@ -63,6 +64,18 @@ def resume(ranks, folder, *options, check=0):
     """Go on with the run in a folder; returns the job's Result."""
     words = command("train", "--resume", folder, *options, network=None)
     return launcher.mpirun(ranks, *words, env=without_plots(), check=check)
+
+
+# What mpirun adds to stderr where a job ends early: MPICH a line and a box of "=", Open MPI boxes
+# between lines of "-", both lines headed by a host.
+NOISE = re.compile(
+    r"^-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[[\w.-]+[:@][\w.]+\][^\n]*", re.M | re.S
+)
+
+
+def own_lines(result):
+    """The lines of stderr that are the program's."""
+    return [line for line in NOISE.sub("", result.stderr).splitlines() if line.strip()]
 
 
 def summary(out):

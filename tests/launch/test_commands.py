@@ -51,7 +51,7 @@ def test_train_prints_from_rank_0(trained, pictures):
     assert len(lines) == len(expected), result.stdout
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line)
-    assert result.stderr == ""
+    assert small.own_lines(result) == []
 
 
 def test_train_leaves_its_files(trained):
@@ -93,7 +93,7 @@ def test_the_options_of_a_run_make_the_same_run(trained, tmp_path):
 def test_help_is_printed_once(command):
     """On all ranks alike the program ends, but one of them prints."""
     result = mpirun(2 if command == "train" else None, "-m", f"mpidl.{command}", "--help", check=0)
-    assert result.stdout.count("usage: ") == 1 and result.stderr == ""
+    assert result.stdout.count("usage: ") == 1 and small.own_lines(result) == []
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
@@ -129,7 +129,7 @@ def test_verify_refuses(tmp_path):
     """In one line what training refused, and to be started under mpirun."""
     words = small.command("verify", "--ranks", "1", data=tmp_path / "missing")
     for ranks, text in ((None, "no such folder"), (2, "run it without mpirun")):
-        (line,) = mpirun(ranks, *words, check=2).stderr.splitlines()
+        (line,) = small.own_lines(mpirun(ranks, *words, check=2))
         assert line.startswith("mpidl: ") and text in line
 
 
@@ -176,7 +176,7 @@ def test_predict_refuses(trained, pictures, tmp_path):
         ([out / "model.h5", tmp_path / "none"], 1, "no such folder"),
     ):
         result = predict("--model", options[0], "--data", options[1], ranks=ranks, check=2)
-        (line,) = result.stderr.splitlines()
+        (line,) = small.own_lines(result)
         assert line.startswith("mpidl: ") and text in line
-    (line,) = predict("--data", pictures, check=2).stderr.splitlines()
+    (line,) = small.own_lines(predict("--data", pictures, check=2))
     assert line == "mpidl: the following arguments are required: --model"

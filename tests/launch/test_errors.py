@@ -19,10 +19,11 @@ def refusal(ranks, *words, env=None):
         result = finish(job, timeout=60)
     assert_gone(words)
     assert result.returncode == 2, result.stdout + result.stderr
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    assert result.stderr.startswith("mpidl: ")
+    assert len(small.own_lines(result)) == 1, result.stderr
+    (line,) = small.own_lines(result)
+    assert line.startswith("mpidl: ")
     assert "Traceback" not in result.stdout
-    return result.stderr.rstrip().removeprefix("mpidl: ")
+    return line.removeprefix("mpidl: ")
 
 
 def assert_gone(words):

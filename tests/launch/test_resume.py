@@ -57,7 +57,7 @@ def test_a_torn_checkpoint_is_passed_over(copy, whole):
     path = copy / "checkpoint.h5"
     path.write_bytes(path.read_bytes()[:-1000])
     result = small.resume(2, copy, "--max-iterations", "none")
-    (warning,) = result.stderr.splitlines()
+    (warning,) = small.own_lines(result)
     assert warning.startswith(f"warning: {path}: ")
     assert warning.endswith("going on from checkpoint-previous.h5")
     assert "Resumed after iteration 5, in epoch 2" in result.stdout
@@ -68,7 +68,7 @@ def test_two_torn_checkpoints(copy):
     for name in ("checkpoint.h5", "checkpoint-previous.h5"):
         (copy / name).write_bytes(b"torn")
     result = small.resume(None, copy, check=2)
-    (line,) = result.stderr.splitlines()
+    (line,) = small.own_lines(result)
     assert line.startswith(f"mpidl: --resume {copy}: no checkpoint can be loaded: ")
 
 
@@ -109,12 +109,12 @@ def test_after_a_signal(pictures, tmp_path):
 )
 def test_what_must_not_change(halted, options, message):
     before = {path.name: path.read_bytes() for path in halted.iterdir()}
-    (line,) = small.resume(None, halted, *options, check=2).stderr.splitlines()
+    (line,) = small.own_lines(small.resume(None, halted, *options, check=2))
     assert line.startswith("mpidl: --resume: ") and message in line
     assert {path.name: path.read_bytes() for path in halted.iterdir()} == before
 
 
 def test_other_images(halted, tmp_path):
     other = small.draw(tmp_path / "other", per_class=69)
-    (line,) = small.resume(None, halted, "--data", other, check=2).stderr.splitlines()
+    (line,) = small.own_lines(small.resume(None, halted, "--data", other, check=2))
     assert "--data: the images are not those of the run" in line

@@ -45,9 +45,9 @@ def test_a_signal_stops_all_ranks(pictures, tmp_path, name, to):
         sent = time.monotonic()
         os.kill(pid, signal.Signals[name])
         result = finish(job, timeout=30)
-    assert time.monotonic() - sent < 10
+    assert time.monotonic() - sent < 15
     assert result.returncode == STOPPED, result.stderr
-    assert to == "mpirun" or result.stderr == ""  # MPICH's has a word to say of its own
+    assert small.own_lines(result) == []
     last = result.stdout.splitlines()[-1]
     text = f"{name}: stopped at iteration (\\d+), checkpoint written; go on with --resume {out}"
     iteration = int(re.fullmatch(text, last)[1])
@@ -92,7 +92,7 @@ def test_a_second_int_ends_at_once(pictures, tmp_path, rank):
         os.kill(pids[rank], signal.SIGINT)
         result = finish(job, timeout=20)
     assert result.returncode not in (0, STOPPED)
-    assert [line for line in result.stderr.splitlines() if line.startswith("mpidl: ")] == [
+    assert small.own_lines(result) == [
         "mpidl: rank 1 was interrupted" if rank else "mpidl: interrupted"
     ]
     assert "Traceback" not in result.stderr
