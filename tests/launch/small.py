@@ -67,9 +67,10 @@ def resume(ranks, folder, *options, check=0):
 
 
 # What mpirun adds to stderr where a job ends early: MPICH a line and a box of "=", Open MPI boxes
-# between lines of "-", both lines headed by a host.
+# between lines of "-" and a NUL, both lines headed by a host.
 NOISE = re.compile(
-    r"^-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[[\w.-]+[:@][\w.]+\][^\n]*", re.M | re.S
+    r"\0|-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[(?:warn|[\w.-]+[:@][\w.]+)\][^\n]*",
+    re.M | re.S,
 )
 
 

@@ -183,13 +183,15 @@ def test_an_output_folder_that_cannot_be_made(pictures, tmp_path):
         assert text.startswith(f"--out {out}: cannot be written: ")
 
 
-# The largest size of a file that this process may write, once MPI has its own.
+# Limits the size of files, once MPI has its own; shared memory is a file, too.
 FULL = """
-import resource, signal, sys
+import resource, sys
 from mpi4py import MPI
 from mpidl.cli.train import main
 from mpidl.comm import guard
+from mpidl.training import loop
 
+loop.NodeCache = lambda images, world: images
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 guard.run(main)
 """

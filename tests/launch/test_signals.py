@@ -8,6 +8,7 @@ import time
 import pytest
 import small
 from launcher import finish, start
+from mpi4py import MPI
 
 from mpidl.training import checkpoint
 
@@ -40,6 +41,8 @@ def begin(pictures, out, *options, ranks=3, network="small", until="Epoch: 2,"):
 )
 def test_a_signal_stops_all_ranks(pictures, tmp_path, name, to):
     out = tmp_path / "run"
+    if to == "mpirun" and name != "SIGUSR1" and MPI.get_vendor()[0] == "Open MPI":
+        pytest.skip("Open MPI's mpirun ends its ranks itself on TERM and INT")
     with begin(pictures, out) as job:
         pid = job.pid if to == "mpirun" else job.rank_pids()[to]
         sent = time.monotonic()
@@ -73,10 +76,10 @@ def test_in_the_final_test(pictures, tmp_path):
     out = tmp_path / "run"
     options = ["--epochs", 1, "--max-iterations", 1]
     with begin(pictures, out, *options, ranks=2, network="slow_test", until="testing") as job:
-        job.send_signal(signal.SIGTERM)
+        job.send_signal(signal.SIGUSR1)
         result = finish(job, timeout=30)
     assert result.returncode == STOPPED, result.stderr
-    assert "SIGTERM: stopped at iteration 1, checkpoint written" in result.stdout
+    assert "SIGUSR1: stopped at iteration 1, checkpoint written" in result.stdout
     small.resume(2, out)
     assert small.summary(out)["iterations"] == 1 and small.iterations(out) == [1]
 
