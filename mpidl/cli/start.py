@@ -121,6 +121,7 @@ def _function(path, name):
         raise UserError(f"--network {path}:{name}: no file {path}")
     spec = importlib.util.spec_from_file_location("mpidl_user_network", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses, as layers are, look their names up
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         functions = [word for word, value in vars(module).items() if callable(value)]
