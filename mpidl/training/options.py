@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from mpidl.data.datastore import shown
 from mpidl.errors import UserError
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.modelfile import write_whole
@@ -204,7 +205,8 @@ def resolve(given, *, config=None, resumed=None):
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
-        layers.append(("resumed run", {**resumed["options"], **resumed["run"]}))
+        # (a checkpoint of dl.train says nothing of what the command calls network and data)
+        layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
     network = next((known["network"] for _, known in layers if "network" in known), RUN["network"])
     layers.append((f"recipe {network}", RECIPES.get(network, {})))
     layers.append(("default", {**TrainingOptions().as_dict(), **RUN}))
@@ -268,12 +270,13 @@ def write_options(path, resolved, versions):
     import tomli_w
 
     def plain(table):
-        return {name: "none" if value is None else value for name, value in table.items()}
+        table = {name: "none" if value is None else value for name, value in table.items()}
+        return {name: shown(v) if isinstance(v, str) else v for name, v in table.items()}
 
     tables = {
         "options": plain(resolved.options.as_dict()),
         "run": plain(resolved.run),
-        "sources": resolved.sources,
+        "sources": plain(resolved.sources),
         "versions": plain(versions),
     }
     write_whole(path, tomli_w.dumps(tables).encode())
