@@ -244,7 +244,13 @@ def open_test_data(text, world=None, *, classes=None, labelled=True, option="--t
     images without labels, as prediction does.
     """
     if text == "digits":
-        return _digits(world)
+        found = _digits(world)
+        if classes is not None and list(classes) != found.classes:
+            raise UserError(
+                f"{option} digits: expected the classes {', '.join(shown(c) for c in classes)}, "
+                f"found {', '.join(found.classes)}"
+            )
+        return found
     kind = on_rank_0(world, lambda: kind_of(text, option))
     if kind == "idx":
         which = "test" if on_rank_0(world, lambda: idx.is_idx_folder(text, "test")) else "train"
