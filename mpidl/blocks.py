@@ -61,6 +61,12 @@ class OneRank:
             return type(value)(self.gplus(item) for item in value)
         if not isinstance(value, fold.Partial):
             return value
+        for term in value.terms:
+            if len(term.tree.runs) != 1:
+                raise ValueError(
+                    f"the sum is over images that {len(term.tree.runs)} ranks share: add it up in "
+                    "the world of its images"
+                )
         return value.finish([np.reshape(term.nodes[0], value.shape).copy() for term in value.terms])
 
 
@@ -81,7 +87,8 @@ class Blocked:
     """A value with one entry per image, held by the rank that owns the image's block.
 
     lanes: (blocks, *image_shape, 16). Where the last block is not full, what lies in its unused
-    lanes has no meaning in a value and is zero in a cotangent, so that sums need no mask.
+    lanes has no meaning in a value, but is finite, and is zero in a cotangent, so that the sums of
+    products of the two need no mask.
     """
 
     __slots__ = ("lanes", "batch")

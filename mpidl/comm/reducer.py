@@ -42,6 +42,11 @@ class Reducer:
         if not isinstance(value, Partial):
             return
         for index, term in enumerate(value.terms):
+            if len(term.tree.runs) != self.world.size:
+                raise ValueError(
+                    f"{name or 'the sum'} is over images that {len(term.tree.runs)} rank(s) share, "
+                    f"this world has {self.world.size}: add it up in the world of its images"
+                )
             key = (term.tree, term.combine, term.dtype)
             if self.open and key != self.open_key:
                 self._post()
