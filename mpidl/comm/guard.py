@@ -34,14 +34,16 @@ def refuse_foreign_launcher(size, library):
             )
 
 
-_net = None  # the Net of this process's world, once there is one
+_net = None  # the Net of the largest world of this process, once there is one
 
 
 def watch(net):
     """Have an uncaught exception on this rank end the job on all of them, within seconds."""
     global _net
-    first, _net = _net is None, net
-    if net.size == 1 or not first:
+    before = 0 if _net is None else _net.size
+    if net.size > before:  # a world of fewer ranks beside it does not take its place
+        _net = net
+    if net.size == 1 or before > 1:
         return
 
     def hook(kind, error, trace):
