@@ -6,7 +6,7 @@ import io
 from mpidl import data
 from mpidl.cli import arguments, start
 from mpidl.comm import guard
-from mpidl.data.datastore import on_rank_0
+from mpidl.data.datastore import on_rank_0, shown
 from mpidl.errors import UserError
 from mpidl.training import evaluate, modelfile
 
@@ -28,7 +28,8 @@ def main(argv=None):
         )
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["image", "predicted", *classes])
+    names = [shown(name) for name in classes]
+    rows.writerow(["image", "predicted", *names])
     right = 0
     for indices, scores in evaluate.predict(net, images, world=world, batch_size=given.batch_size):
         if indices is None:
@@ -39,7 +40,7 @@ def main(argv=None):
         if given.out:
             for i, k, row in zip(indices, found, scores, strict=True):
                 # nine digits hold every bit of a float32
-                rows.writerow([images.name(i), classes[k], *(f"{v:.9g}" for v in row)])
+                rows.writerow([images.name(i), names[k], *(f"{v:.9g}" for v in row)])
     if given.out:
         content = text.getvalue().encode()
         on_rank_0(world, lambda: modelfile.write_whole(given.out, content))
