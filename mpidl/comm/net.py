@@ -47,7 +47,7 @@ class Net:
 
     def until(self, ready, what, progress=None):
         """Return once ready() is true; `what` names the wait, progress() is called meanwhile."""
-        spins, started, deadline = 0, None, None
+        spins, started, deadline, last = 0, None, None, None
         while not ready():
             spins += 1
             if progress:
@@ -58,7 +58,10 @@ class Net:
                 continue
             now = time.monotonic()
             if started is None:
-                started, deadline = now, now + self.timeout
+                started, deadline, last = now, now + self.timeout, now
+            if now - last > 1:  # this process was stopped for a while, and the others with it
+                deadline += now - last
+            last = now
             if now - started > 0.02:
                 time.sleep(0.0005)  # a long wait: leave the core to whoever has work
             if self._answer(what):
@@ -111,6 +114,21 @@ class Net:
         sys.stdout.flush()
         sys.stderr.flush()
         self.comm.Abort(code)
+
+
+def node_room(net):
+    """How many bytes `node_array` may still take on this node.
+
+    MPI libraries back the memory that ranks share by files in /dev/shm, and a process that touches
+    what does not fit there (64 MB in a container, unless told otherwise) is killed.
+    """
+    if net.size == 1:
+        return sys.maxsize
+    try:
+        free = os.statvfs("/dev/shm")
+    except OSError:
+        return sys.maxsize
+    return free.f_bavail * free.f_frsize
 
 
 def node_array(net, shape, dtype):

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 
 from mpidl.comm import guard
-from mpidl.comm.net import Net, node_array
+from mpidl.comm.net import Net, node_array, node_room
 from mpidl.comm.reducer import Reducer, post
 from mpidl.errors import UserError
 from mpidl.fold import Partial
@@ -210,8 +210,21 @@ class World:
 
     # memory shared by a node
 
+    def shared_room(self):
+        """How many bytes of shared arrays the host with the least room may still take."""
+        return self.gop("min", node_room(self.net))
+
     def shared_array(self, shape, dtype):
-        """A zeroed array that the ranks of one host share; each sees the others' writes."""
+        """A zeroed array that the ranks of one host share; each sees the others' writes.
+
+        Raises UserError where there is no room for it.
+        """
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if nbytes > self.shared_room():
+            raise UserError(
+                f"/dev/shm: expected {nbytes >> 20} MB free for an array that the ranks of a host "
+                f"share, found {self.shared_room() >> 20}; enlarge it (docker run --shm-size=2g)"
+            )
         array, window = node_array(self.net, shape, dtype)
         self.windows.append(window)
         return array

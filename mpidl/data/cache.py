@@ -13,8 +13,9 @@ class NodeCache(Datastore):
     """Another datastore whose images are read and decoded once per node, as far as memory goes.
 
     The first images by index are kept, as many as fit in `budget_bytes` of memory a node; the
-    others are read anew each time. A datastore that lies in memory is passed through. Making one
-    is collective over `world` (None: one rank).
+    others are read anew each time. It takes half of the room for shared memory at most (which may
+    be little in a container). A datastore that lies in memory is passed through. Making one is
+    collective over `world` (None: one rank).
     """
 
     def __init__(self, datastore, world=None, budget_bytes=GIB):
@@ -22,6 +23,8 @@ class NodeCache(Datastore):
         self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
         self.classes, self.labels = datastore.classes, datastore.labels
         size = int(np.prod(self.image_shape)) * self.dtype.itemsize + 1
+        if world is not None:
+            budget_bytes = min(budget_bytes, world.shared_room() // 2)
         fits = 0 if datastore.in_memory else max(0, int(budget_bytes) // size)
         self.capacity = min(len(datastore), fits)
         allocate = np.zeros if world is None else world.shared_array

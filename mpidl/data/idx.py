@@ -116,25 +116,41 @@ def once_per_node(world, shape, dtype, own, path):
 
     The first rank of each host reads, the others would only repeat it. Should two nodes go by one
     host name, the flag says that the second is still without, and its ranks read too: all of them
-    write the same bytes.
+    write the same bytes. Where the node has no room to share, each rank has a copy to itself.
     """
+
+    def read():
+        mine = own()
+        mine = checked_images(path) if mine is None else mine
+        if mine.shape != shape:
+            raise UserError(
+                f"{shown(path)}: images of shape {mine.shape} on {world.host}, {shape} on "
+                f"{world.hosts[0]}"
+            )
+        return mine
+
+    if math.prod(shape) * np.dtype(dtype).itemsize > world.shared_room() // 2:
+        return _together(world, read)
     pixels = world.shared_array(shape, np.dtype(dtype))
     there = world.shared_array((1,), np.uint8)
+
+    def fill():
+        if not there[0]:
+            pixels[...] = read()
+            there[0] = 1
+
     first = world.hosts.index(world.host) == world.rank
-    for turn in (first, True):
-        error = None
-        if turn and not there[0]:
-            try:
-                mine = own()
-                mine = checked_images(path) if mine is None else mine
-                if mine.shape != pixels.shape:
-                    raise UserError(
-                        f"{shown(path)}: images of shape {mine.shape} on {world.host}, "
-                        f"{pixels.shape} on {world.hosts[0]}"
-                    )
-                pixels[...] = mine
-                there[0] = 1
-            except UserError as e:
-                error = e
-        world.together(error)
+    _together(world, fill if first else lambda: None)
+    _together(world, fill)
     return pixels
+
+
+def _together(world, function):
+    """function() on this rank; where any rank's raises UserError, all raise it."""
+    result = error = None
+    try:
+        result = function()
+    except UserError as e:
+        error = e
+    world.together(error)
+    return result
