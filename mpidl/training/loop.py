@@ -19,7 +19,7 @@ from mpidl.tape import value_and_grad
 from mpidl.training import checkpoint, modelfile
 from mpidl.training.evaluate import agreed, evaluate
 from mpidl.training.optimizers import SGDM
-from mpidl.training.options import TrainingOptions
+from mpidl.training.options import TrainingOptions, changed_on_resume
 
 
 @dataclass
@@ -76,8 +76,9 @@ def train(
 
     datastore: labelled images. options: TrainingOptions. world: all ranks by default. out: folder
     for metrics.jsonl, progress.png and the checkpoints (None: nothing is written). resume:
-    (arrays, facts) of a checkpoint to go on from. facts: more to keep in the checkpoints. signals:
-    entered `Signals`, where the caller watches for them before and after the training as well.
+    (arrays, facts) of a checkpoint to go on from; UserError where it is of other options, network
+    or images. facts: more to keep in the checkpoints. signals: entered `Signals`, where the caller
+    watches for them before and after the training as well.
 
     USR1, TERM or INT on any rank ends the run after the present mini-batch, on all ranks, with a
     checkpoint; the result says so. Raises Fault where the loss or the weights are not finite; the
@@ -288,6 +289,12 @@ class _Run:
         )
 
     def _restore(self, arrays, facts):
+        now = {
+            "options": self.options.as_dict(),
+            "network": self.net.spec(),
+            "fingerprint": self.datastore.fingerprint(),
+        }
+        changed_on_resume(facts, now, "the run of this checkpoint")
         self.net.parameters = modelfile.matching(
             self.net.parameters, arrays["learnables"], checkpoint.CURRENT
         )
