@@ -138,7 +138,7 @@ def verify(argv=None, quiet=False):
         "Train briefly on each number of ranks and compare the weights: they must be the same,\n"
         "byte for byte.",
         quiet,
-        epilog="exit codes: 0 all the same; 1 they differ; 2 unusable options",
+        epilog="exit codes: 0 all the same; 1 they differ, or a fault; 2 unusable options",
     )
     parser.add_argument(
         "--ranks", type=_rank_counts, default=[1, 2, 3, 4], metavar="N,N,...", help="(1,2,3,4)"

@@ -12,7 +12,7 @@ import tempfile
 
 from mpidl.cli import arguments
 from mpidl.comm import guard
-from mpidl.errors import UserError
+from mpidl.errors import Fault, UserError
 
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_")
 
@@ -43,7 +43,7 @@ def main(argv=None):
                 if done.returncode == 2:
                     raise UserError(text.removeprefix("mpidl: "))
                 print("\n".join(lines), file=sys.stderr)
-                raise UserError(f"training on {ranks} ranks ended with exit code {done.returncode}")
+                raise Fault(f"training on {ranks} ranks ended with exit code {done.returncode}")
             with open(os.path.join(out, "summary.json")) as file:
                 found = json.load(file)
             hashes[ranks] = found["weights_sha256"]
