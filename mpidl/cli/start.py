@@ -1,5 +1,6 @@
 """What the commands do before their own work: the world, the device, the network, the data."""
 
+import glob
 import importlib.util
 import os
 import platform
@@ -31,10 +32,22 @@ def check_device(device):
 
 
 def gpus():
-    """What CuPy sees, in words."""
-    if importlib.util.find_spec("cupy") is None:
-        return "none (CuPy is not installed)"
-    return "CuPy, which this version does not use"
+    """The GPUs, their driver and CuPy, as far as they can be told without using them."""
+    devices = []
+    for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
+        with open(path) as file:
+            models = [line.partition(":")[2].strip() for line in file if line.startswith("Model")]
+        devices.append(models[0] if models else "GPU")
+    installed = {d.metadata["Name"] or "": d.version for d in metadata.distributions()}
+    cupy = [f"{k} {v}" for k, v in sorted(installed.items()) if k.lower().startswith("cupy")]
+    if not devices:
+        return f"none (no NVIDIA driver; {', '.join(cupy) or 'CuPy is not installed'})"
+    try:
+        with open("/proc/driver/nvidia/version") as file:
+            driver = " ".join(file.readline().split())
+    except OSError:
+        driver = "driver not known"
+    return f"{', '.join(devices)} ({driver}; {', '.join(cupy) or 'CuPy is not installed'})"
 
 
 def blas():

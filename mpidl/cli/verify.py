@@ -20,7 +20,7 @@ LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_
 def main(argv=None):
     """Run the command; returns its exit code: 0 all the same, 1 not."""
     given = arguments.verify(argv, quiet=guard.launched_rank() > 0)
-    if any(name in os.environ for name in guard.LAUNCHERS if name != "SLURM_STEP_NUM_TASKS"):
+    if any(int(os.environ.get(name) or 1) > 1 for name in guard.LAUNCHERS):
         raise UserError(
             "verify starts the ranks itself: run it without mpirun, as python -m mpidl.verify"
         )

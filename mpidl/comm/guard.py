@@ -107,8 +107,8 @@ def launched_rank():
 def _meet(net, failed=False, seconds=math.inf):
     """Wait for all ranks to leave; the lowest that failed, net.size where none did.
 
-    None where they have not all come after some seconds; without a number of seconds, the time-out
-    of every wait holds.
+    None where they have not all come after some seconds. A rank that leaves early has no time-out:
+    the others may have work to finish, and where they wait for it, theirs names it.
     """
     mine, lowest = np.array([net.rank if failed else net.size]), np.empty(1, int)
     request = net.control.Iallreduce(mine, lowest, net.MPI.MIN)
@@ -118,7 +118,7 @@ def _meet(net, failed=False, seconds=math.inf):
         net.left = net.left or request.Test()
         return net.left or time.monotonic() > deadline
 
-    net.until(met, "the end of the program on all ranks")
+    net.until(met, "the end of the program on all ranks", timeout=math.inf)
     return int(lowest[0]) if net.left else None
 
 

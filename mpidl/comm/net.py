@@ -45,8 +45,12 @@ class Net:
         testall = self.MPI.Request.Testall
         self.until(lambda: testall(requests), what, progress)
 
-    def until(self, ready, what, progress=None):
-        """Return once ready() is true; `what` names the wait, progress() is called meanwhile."""
+    def until(self, ready, what, progress=None, timeout=None):
+        """Return once ready() is true; `what` names the wait, progress() is called meanwhile.
+
+        timeout: seconds until the missing ranks are named; this Net's own where None.
+        """
+        timeout = self.timeout if timeout is None else timeout
         spins, started, deadline, last = 0, None, None, None
         while not ready():
             spins += 1
@@ -58,7 +62,7 @@ class Net:
                 continue
             now = time.monotonic()
             if started is None:
-                started, deadline, last = now, now + self.timeout, now
+                started, deadline, last = now, now + timeout, now
             if now - last > 1:  # this process was stopped for a while, and the others with it
                 deadline += now - last
             last = now
@@ -87,7 +91,9 @@ class Net:
         self._listen(what, answers, 5.0, lambda: len(answers) == len(others))
         # Of several ranks that ask at once, the lowest speaks, and ends the others.
         self._listen(what, answers, 0.3 * min(sum(r < self.rank for r in answers), 10))
-        lines = [f"mpidl: {self.doing}: {what} did not complete within {self.timeout:g} s."]
+        lines = [
+            f"mpidl: {self.doing}: {what} did not complete within {self.timeout:g} s (--timeout)."
+        ]
         for r in others:
             if r not in answers:
                 lines.append(f"  rank {r} on host {self.hosts[r]} does not answer")

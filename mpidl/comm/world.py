@@ -50,7 +50,7 @@ class World:
         self.net = Net(comm.Split(0, place.index(comm.rank)), timeout)
         self.rank, self.size, self.plain = self.net.rank, self.net.size, plain
         self.hosts, self.host = self.net.hosts, self.net.hosts[self.rank]
-        self.flying, self.next_tag, self.windows = [], 0, []
+        self.flying, self.next_tag, self.windows = [], 0, {}
         self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
         guard.watch(self.net)
 
@@ -226,8 +226,15 @@ class World:
                 f"share, found {self.shared_room() >> 20}; enlarge it (docker run --shm-size=2g)"
             )
         array, window = node_array(self.net, shape, dtype)
-        self.windows.append(window)
+        self.windows[id(array)] = window
         return array
+
+    def free(self, array):
+        """Give a shared array's memory back; nobody may use it any more."""
+        window = self.windows.pop(id(array))
+        if window is not None:
+            self.barrier()  # MPI's own wait would hang where a rank is missing
+            window.Free()
 
     # exchanges under way
 

@@ -32,6 +32,14 @@ class NodeCache(Datastore):
             self.pixels = allocate((self.capacity, *self.image_shape), self.dtype)
             self.there = allocate((self.capacity,), np.uint8)
         self._fence = threading.Lock()
+        self.world = world
+
+    def close(self):
+        """Give the memory back; the images are read anew from then on. Collective."""
+        if self.capacity and self.world is not None:
+            self.world.free(self.pixels)
+            self.world.free(self.there)
+        self.capacity, self.pixels, self.there = 0, None, None
 
     def __len__(self):
         return len(self.datastore)

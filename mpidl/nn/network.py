@@ -15,7 +15,7 @@ class Network:
 
     layers: list of `Layer`s; input_shape: (C, H, W) of an image; seed: of the initial learnables,
     which depend on it and on the layers' names alone. batchnorm: "global" or "local", whose
-    statistics normalize in training.
+    statistics normalize in training; `dl.train` sets it from its options.
 
     parameters, state: {"conv1.weight": float32 array, ...}, in the order of the layers; assign a
     new dict to change them. Inside `value_and_grad` the network it passes to your function is bound
@@ -102,7 +102,10 @@ class Network:
             arguments = dict(spec)
             kind = getattr(layer_types, arguments.pop("type", ""), None)
             if not (isinstance(kind, type) and issubclass(kind, Layer)):
-                raise ValueError(f"unknown layer type {spec.get('type')!r} in the list of layers")
+                raise ValueError(
+                    f"unknown layer type {spec.get('type')!r}: a file can name the layers of "
+                    "mpidl alone"
+                )
             made.append(kind(**{k: _tuples(v) for k, v in arguments.items()}))
         return cls(made, input_shape, **options)
 

@@ -153,6 +153,7 @@ class _Run:
             self._plot(at_once=True)
         if self.metrics:
             self.metrics.close()
+        self.datastore.close()
         stopped = stopped_by(signals, self.world)
         rate = at.all_images / max(at.seconds, 1e-9)
         return Result(stopped, at.epoch - 1, at.iteration, loss, rate, at.seconds)
