@@ -79,6 +79,21 @@ def test_a_bar_on_a_terminal(monkeypatch):
     assert stream.getvalue().endswith("Results: runs/digits\n")
 
 
+def test_the_bar_follows_the_window(monkeypatch):
+    monkeypatch.setattr(console, "BAR_SECONDS", 0.0)
+    widths = iter([100, 100, 60])
+    monkeypatch.setattr(console, "terminal_width", lambda stream: next(widths))
+    stream = io.StringIO()
+    with Console(0, stream=stream) as shown:
+        shown.start(1, 10)
+        for i in (1, 2):
+            shown.iteration(1, i, 0.25, 100.0, accuracy=0.5)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    rows = [row for row in re.split(r"[\r\n]+", drawn) if "loss" in row]
+    wide, narrow = (row for row in rows if "1/10" in row), (row for row in rows if "2/10" in row)
+    assert {len(row) for row in wide} == {100} and {len(row) for row in narrow} == {60}
+
+
 def test_the_bar_goes_away_when_the_run_fails(monkeypatch):
     monkeypatch.setattr(console, "BAR_SECONDS", 0.0)
     stream = io.StringIO()

@@ -24,6 +24,7 @@ class Console:
     def __init__(self, rank=0, *, verbose_every=50, stream=None, width=None):
         self.stream = stream or sys.stdout if rank == 0 else None
         self.verbose_every = verbose_every
+        self.measured = width is None
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs = 0
         self.bar = self.task = None
@@ -65,11 +66,14 @@ class Console:
         if self.stream is None:
             return
         now = time.monotonic()
-        values = f"loss {loss:.4f}" + ("" if accuracy is None else f"  accuracy {accuracy:.4f}")
-        if self.width >= 80:
-            values += f"  {images_per_second:.0f} images/s"
         if self.bar is not None and now - self.drawn >= BAR_SECONDS:
             self.drawn = now
+            if self.measured:  # the window may have become another size
+                self.width = terminal_width(self.stream) or self.width
+                self.bar.console.width = self.width
+            values = f"loss {loss:.4f}"
+            values += "" if accuracy is None else f"  accuracy {accuracy:.4f}"
+            values += f"  {images_per_second:.0f} images/s" if self.width >= 80 else ""
             self.bar.update(
                 self.task,
                 completed=iteration,
