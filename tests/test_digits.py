@@ -178,6 +178,7 @@ def test_all_ranks_share_one_folder(small, world, tmp_path):
     cache = world.broadcast(str(tmp_path))
     found = module.digits(world, cache=cache if world.rank == 0 else "elsewhere")
     assert found.folder.startswith(cache) and len(found) == 20
+    assert found.describe() == "digits: 20 images of 1x28x28 in 10 classes"
     world.barrier()
 
 

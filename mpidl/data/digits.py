@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from mpidl import keyed
-from mpidl.data.datastore import on_rank_0, shown
+from mpidl.data.datastore import counted, on_rank_0, shown
 from mpidl.data.faces import FACES, segments
 from mpidl.data.folder import ImageFolder
 from mpidl.errors import UserError
@@ -50,6 +50,13 @@ WHITE = (200, 255)  # gray level of the stroke
 NOISE = (5, 25)  # standard deviation, in gray levels
 
 
+class Digits(ImageFolder):
+    """The folder of the drawn digits, which describes itself by its name."""
+
+    def describe(self):
+        return f"digits: {counted(self)}"
+
+
 def digits(world=None, cache=None):
     """The digit set as an ImageFolder over PNG files, drawn when first asked for. Collective.
 
@@ -61,7 +68,7 @@ def digits(world=None, cache=None):
     folder = on_rank_0(world, lambda: _drawn(cache))
     if world is not None:
         world.together(None if os.path.isdir(folder) else _unseen(folder, world.host))
-    found = ImageFolder(folder, world)
+    found = Digits(folder, world)
     if len(found) != CLASSES * PER_CLASS:
         raise UserError(
             f"{shown(folder)}: expected {CLASSES * PER_CLASS} images, found {len(found)}; "
