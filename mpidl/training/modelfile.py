@@ -104,6 +104,8 @@ def read(path):
         raise
     except FileNotFoundError as error:
         raise Torn("it is missing") from error
+    except IsADirectoryError as error:
+        raise Torn("it is a folder, not a file") from error
     except Exception as error:  # whatever h5py makes of damaged bytes
         reason = str(error).split("\n")[0] or type(error).__name__
         raise Torn(f"it cannot be read: {reason}") from error

@@ -171,6 +171,7 @@ def test_predict_refuses(trained, pictures, tmp_path):
             "missing.h5: not a model that can be loaded: it is",
         ),
         ([torn, pictures], 2, "torn.h5: not a model that can be loaded: "),
+        ([out, pictures], 1, "not a model that can be loaded: it is a folder, not a file"),
         ([pictures / "bar" / "00.png", pictures], 1, "00.png: not a model that can be loaded: "),
         ([out / "model.h5", tmp_path / "large"], 2, "expected images of shape (1, 12, 12)"),
         ([out / "model.h5", tmp_path / "none"], 1, "no such folder"),
