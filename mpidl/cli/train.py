@@ -64,7 +64,7 @@ def _train(given, world, signals):
     _announce(console, world, chosen, train_set, test_set, net, device, out)
     if kept is not None:
         at = kept["position"]
-        console.line(f"Resumed after iteration {at['iteration']}, in epoch {at['epoch']}")
+        console.line(f"Resumed after iteration {at['iteration']}, {_where(at, settings)}")
     on_rank_0(world, lambda: _write_options(out, chosen, world))
     with console:
         result = loop.train(
@@ -88,7 +88,7 @@ def _train(given, world, signals):
             console.close()
             console.line(
                 f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
-                f"go on with --resume {out}"
+                f"to go on, run again with --resume {out}"
             )
             return STOPPED
         on_rank_0(
@@ -98,6 +98,12 @@ def _train(given, world, signals):
         console.finish(out, result.train_seconds, test.accuracy, test.images)
         console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
     return 0
+
+
+def _where(position, settings):
+    if position["epoch"] > settings.epochs:
+        return f"the end of epoch {position['epoch'] - 1}; a larger --epochs trains on"
+    return f"in epoch {position['epoch']}"
 
 
 def _checkpoint(given):

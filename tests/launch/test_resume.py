@@ -75,6 +75,8 @@ def test_two_torn_checkpoints(copy):
 def test_more_epochs_and_another_folder(pictures, whole, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     small.train(2, pictures, first, "--epochs", 1)
+    result = small.resume(1, first)
+    assert "Resumed after iteration 4, the end of epoch 1; a larger --epochs" in result.stdout
     small.resume(1, first, "--epochs", 2, "--out", second)
     assert_the_same_end(whole, second)
     assert small.iterations(first) == [1, 2, 3, 4]
