@@ -141,7 +141,11 @@ def verify(argv=None, quiet=False):
         epilog="exit codes: 0 all the same; 1 they differ, or a fault; 2 unusable options",
     )
     parser.add_argument(
-        "--ranks", type=_rank_counts, default=[1, 2, 3, 4], metavar="N,N,...", help="(1,2,3,4)"
+        "--ranks",
+        type=_rank_counts,
+        default=[1, 2, 3, 4],
+        metavar="N,N,...",
+        help="numbers of ranks to compare (1,2,3,4)",
     )
     _add_data(parser)
     parser.add_options(
@@ -163,7 +167,11 @@ def bench(argv=None, quiet=False):
         help="fold: the training step with the fixed fold against one with a plain Allreduce",
     )
     parser.add_argument(
-        "--iterations", type=_count("--iterations"), default=10, metavar="N", help="a round (10)"
+        "--iterations",
+        type=_count("--iterations"),
+        default=10,
+        metavar="N",
+        help="of each kind of step, in a round (10)",
     )
     parser.add_argument(
         "--rounds",
@@ -184,7 +192,10 @@ def info(argv=None, quiet=False):
     return Parser("info", "Show what mpidl found on this machine and its ranks.", quiet).parse(argv)
 
 
-DATA_HELP = "digits, a folder with a sub-folder of images for each class, or a folder of IDX files"
+DATA_HELP = (
+    "digits, a folder with a sub-folder of images for each class, one with train/ and test/, or a "
+    "folder of IDX files"
+)
 
 
 def as_flags(given):
