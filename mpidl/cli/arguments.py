@@ -245,13 +245,12 @@ def output_folder(given, network):
         if out is None:
             return _next_folder(network) if resume is None else resume
         os.makedirs(out, exist_ok=True)
-        if resume is None:
+        if resume is None or not os.path.samefile(out, resume):
             for path in (os.path.join(out, name) for name in RESULTS):
                 if os.path.lexists(path):
                     os.unlink(path)
-        elif not os.path.samefile(out, resume):
-            metrics = os.path.join(resume, "metrics.jsonl")
-            if os.path.exists(metrics):
+            metrics = os.path.join(resume or "", "metrics.jsonl")
+            if resume is not None and os.path.exists(metrics):
                 shutil.copyfile(metrics, os.path.join(out, "metrics.jsonl"))
     except OSError as error:
         place = f"--out {out}" if out else error.filename
