@@ -57,9 +57,6 @@ def model_loss(net, images, labels):
     return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
 
 
-PLOT_SECONDS = 10.0  # between two drawings of progress.png at the ends of epochs
-
-
 def train(
     net,
     datastore,
@@ -113,7 +110,6 @@ class _Run:
         if resume is not None:
             self._restore(*resume)
         self.began = time.monotonic() - self.at.seconds
-        self.plotted = time.monotonic()
         self.metrics = self.problem = None  # problem: what rank 0 could not write
         if out is not None:
             path = os.path.join(out, "metrics.jsonl")
@@ -150,7 +146,7 @@ class _Run:
                     self._plot()
             if signals.agreed or at.batch:
                 self._save()
-            self._plot(at_once=True)
+                self._plot()
         if self.metrics:
             self.metrics.close()
         self.datastore.close()
@@ -249,11 +245,9 @@ class _Run:
                 error = problem
         self.world.together(error)
 
-    def _plot(self, at_once=False):
+    def _plot(self):
         error = None
-        due = at_once or time.monotonic() - self.plotted > PLOT_SECONDS
-        if self.out is not None and self.world.rank == 0 and due:
-            self.plotted = time.monotonic()
+        if self.out is not None and self.world.rank == 0:
             try:
                 plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
             except UserError as problem:
