@@ -22,7 +22,32 @@ from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
 from mpidl.errors import Fault, UserError
 from mpidl.fold import Partial
 from mpidl.nn import BatchNorm, Built, Conv2D, Dense, Flatten, Layer, Network, ReLU
-from mpidl.ops import *  # noqa: F403
+from mpidl.ops import (
+    add,
+    batchnorm,
+    batchnorm_predict,
+    conv2d,
+    correct_count,
+    dense,
+    divide,
+    exp,
+    flatten,
+    log,
+    mean,
+    mean_squared_error,
+    multiply,
+    negative,
+    power,
+    relu,
+    reshape,
+    softmax,
+    softmax_cross_entropy,
+    sqrt,
+    subtract,
+    sum,
+    total,
+    transpose,
+)
 from mpidl.tape import Var, check_vjp, op, value_and_grad
 from mpidl.training.evaluate import evaluate
 from mpidl.training.loop import train

@@ -7,13 +7,13 @@ import sys
 import numpy as np
 
 from mpidl.cli import arguments, start
-from mpidl.comm import guard
+from mpidl.comm import World, guard
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
     arguments.info(argv, quiet=guard.launched_rank() > 0)
-    world = start.world(60.0)
+    world = World(timeout=60)
     cores = sorted(os.sched_getaffinity(0))
     ranks = world.gather((world.host, cores, start.blas()))
     if world.rank:

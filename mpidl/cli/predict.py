@@ -5,7 +5,7 @@ import io
 
 from mpidl import data
 from mpidl.cli import arguments, start
-from mpidl.comm import guard
+from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0, shown
 from mpidl.errors import UserError
 from mpidl.training import evaluate, modelfile
@@ -14,7 +14,7 @@ from mpidl.training import evaluate, modelfile
 def main(argv=None):
     """Run the command; returns its exit code."""
     given = arguments.predict(argv, quiet=guard.launched_rank() > 0)
-    world = start.world(given.timeout)
+    world = World(timeout=given.timeout)
     start.check_device(given.device)
     net, about = on_rank_0(world, lambda: modelfile.load_model(given.model))
     classes = about["classes"]

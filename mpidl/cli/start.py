@@ -1,4 +1,4 @@
-"""What the commands do before their own work: the world, the device, the network, the data."""
+"""What the commands do before their own work: the device, the network, what to warn of."""
 
 import glob
 import importlib.util
@@ -7,17 +7,11 @@ import platform
 import sys
 from importlib import metadata
 
-from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.training import options as option_rules
 
 TEST_FRACTION = 0.1
-
-
-def world(timeout):
-    """The ranks of this job; `timeout` in seconds."""
-    return World(timeout=timeout)
 
 
 def check_device(device):
@@ -69,9 +63,9 @@ def version_of(package):
         return "not installed as a package"
 
 
-def warnings(the_world, batch_size):
+def warnings(world, batch_size):
     """On rank 0, the lines to show of what may surprise: a mix of machines, ranks without work."""
-    kinds = the_world.gather((the_world.host, f"{platform.machine()}, {blas()}"))
+    kinds = world.gather((world.host, f"{platform.machine()}, {blas()}"))
     if kinds is None:
         return []
     lines, by_kind = [], {}
@@ -84,15 +78,15 @@ def warnings(the_world, batch_size):
             f"computes what: {mix}"
         )
     blocks = -(-batch_size // 16)
-    if the_world.size > blocks:
-        idle = the_world.size - blocks
+    if world.size > blocks:
+        idle = world.size - blocks
         lines.append(
-            f"warning: {the_world.size} ranks share {blocks} block(s) of 16 images, so {idle} "
+            f"warning: {world.size} ranks share {blocks} block(s) of 16 images, so {idle} "
             f"{'rank is' if idle == 1 else 'ranks are'} idle; a larger --batch-size would use them"
         )
-    if len(set(the_world.hosts)) > 1 and _mpi_from_pip():
+    if len(set(world.hosts)) > 1 and _mpi_from_pip():
         lines.append(
-            f"warning: {len(set(the_world.hosts))} hosts with the MPI from pip, which may not use "
+            f"warning: {len(set(world.hosts))} hosts with the MPI from pip, which may not use "
             "the cluster's fabric: see run/install --system-mpi"
         )
     return lines

@@ -5,7 +5,7 @@ import os
 
 from mpidl import data
 from mpidl.cli import arguments, start
-from mpidl.comm import guard
+from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.report import Console
@@ -18,7 +18,7 @@ def main(argv=None):
     """Run the command; returns its exit code."""
     given = arguments.train(argv, quiet=guard.launched_rank() > 0)
     # the world waits with the time-out it is given here, before the files are read
-    world = start.world(given.get("timeout", options.TrainingOptions().timeout))
+    world = World(timeout=given.get("timeout", options.TrainingOptions().timeout))
     with guard.Signals() as signals:
         return _train(given, world, signals)
 
@@ -57,6 +57,7 @@ def _train(given, world, signals):
             "network": net.spec(),
             "fingerprint": train_set.fingerprint(),
         }
+        # `loop.train` would refuse it too, but the folder of results is touched before that
         options.changed_on_resume(kept, now, f"the run in {given['resume']}")
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
 

@@ -59,17 +59,14 @@ class Reducer:
 
     def _post(self):
         tree, combine, dtype = self.open_key
-        count = len(tree.nodes[tree.rank])
-        if len(self.open) == 1:
-            nodes = [np.reshape(v, -1) for v in self.open[0][2]]
-        else:
-            nodes = [
-                np.concatenate([np.reshape(item[2][j], -1) for item in self.open])
-                for j in range(count)
-            ]
         width = sum(size for *_, size in self.open)
-        matrix = np.stack(nodes) if nodes else np.empty((0, width), dtype)
-        places = [(name, index, size) for name, index, _, size in self.open]
+        matrix = np.empty((len(tree.nodes[tree.rank]), width), dtype)
+        places, at = [], 0
+        for name, index, nodes, size in self.open:
+            for row, node in zip(matrix, nodes, strict=True):
+                row[at : at + size] = np.reshape(node, -1)
+            places.append((name, index, size))
+            at += size
         self.buckets.append((places, self.world.fly(tree, matrix, combine)))
         self.open, self.open_key, self.open_bytes = [], None, 0
 

@@ -37,7 +37,7 @@ class Datastore:
 
         Called by the prefetch thread: it makes no MPI calls.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define read(indices)")
+        raise TypeError(f"{type(self).__name__} must define read(indices)")
 
     def name(self, i):
         """What to call image i in a message or a table: its path, or "image 17"."""
