@@ -1,0 +1,48 @@
+/* The tree that adds up a mini-batch in one order, however many ranks and threads share it: the
+ * same as mpidl/fold.py, whose text explains it. */
+#ifndef MPIDL_FOLD_H
+#define MPIDL_FOLD_H
+
+#include <stdint.h>
+
+/* As Python hands it over: int64_t[4]. */
+struct tree {
+    int64_t first, stop; /* this rank's blocks */
+    int64_t leaves;      /* of the whole mini-batch */
+    int64_t plain;       /* 1: each run from left to right, see fold.Tree */
+};
+
+/* Whether two neighbours may be combined into [start, stop) as soon as both are there. */
+int joins(const struct tree *tree, int64_t start, int64_t stop);
+
+/* A binary counter over values that arrive in the order of their blocks. It does not own memory:
+ * `slots` are where the values on its stack live, the first at the bottom. Between runs of one
+ * rank's blocks (one a team) counters are merged by pushing the nodes of one to the other. */
+enum { SLOTS = 64 };
+struct counter {
+    const struct tree *tree;
+    int64_t next;           /* the first block that is not folded yet */
+    int64_t start[SLOTS];   /* of each value on the stack */
+    int count;
+};
+
+void counter_begin(struct counter *counter, const struct tree *tree, int64_t first);
+
+/* The value in slot `count` has arrived and ends at block `stop`. */
+void counter_push(struct counter *counter, int64_t stop);
+
+/* Whether the two topmost values are to be combined now (into the lower slot): then do it, call
+ * counter_pop, and ask again. */
+int counter_joins(const struct counter *counter);
+void counter_pop(struct counter *counter);
+
+/* The most slots that a run of `blocks` blocks takes. */
+int counter_slots(int64_t blocks);
+
+/* Fold rows of doubles, one a block of [tree->first, tree->stop), into this rank's nodes, which are
+ * left in the first rows; returns how many. */
+int64_t fold_sums(double *rows, int64_t width, const struct tree *tree);
+/* The same for (count, mean, M2) of `channels` channels: rows of 1 + 2 * channels. */
+int64_t fold_moments(double *rows, int64_t channels, const struct tree *tree);
+
+#endif

@@ -1,0 +1,172 @@
+/* Vectors of a build's native width over the 16 images of a block.
+ *
+ * A pixel of a block is LANES = 16 floats, one an image: one 64-byte line. A build works on vectors
+ * of WIDTH floats (16, 8 or 4), so that a pixel is PARTS of them. A kernel runs over the parts
+ * outside and is written once for all widths:
+ *
+ *     for (int part = 0; part < LANES; part += WIDTH)
+ *         ... load(x + pixel * LANES + part) ...
+ *
+ * What a lane computes does not depend on the width: products are added by `muladd`, one rounding
+ * where the machine has FMA, the compiler may contract nothing else (-ffp-contract=off), and lanes
+ * are added up by one tree over their index. So the AVX2 and the AVX-512 builds give the same bytes.
+ */
+#ifndef MPIDL_LANES_H
+#define MPIDL_LANES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define LANES 16
+#if defined(__AVX512F__)
+#define WIDTH 16
+#define REGISTERS 32
+#elif defined(__AVX2__)
+#define WIDTH 8
+#define REGISTERS 16
+#elif defined(__aarch64__)
+#define WIDTH 4
+#define REGISTERS 32
+#else
+#define WIDTH 4
+#define REGISTERS 16
+#endif
+#define PARTS (LANES / WIDTH)
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+
+typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec v) { *(vec *)p = v; }
+INLINE vec splat(float f) { return f - (vec){0}; } /* f - 0 is f, also where f is -0 */
+INLINE vec zero(void) { return (vec){0}; }
+
+/* a * b + c, rounded once where the machine can. */
+INLINE vec muladd(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+/* v where the mask is set, else 0. A mask is what a comparison of vectors gives. */
+INLINE vec keep(ivec mask, vec v) { return (vec)(mask & (ivec)v); }
+
+/* The larger of a and b; b where one of them is not a number. */
+INLINE vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    ivec a_is = a > b;
+    return (vec)((a_is & (ivec)a) | (~a_is & (ivec)b));
+#endif
+}
+
+/* A mask of the lanes below `valid`, of the vector that begins at lane `part`. */
+INLINE ivec lanes_below(int valid, int part) {
+    static const int32_t index[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return *(const ivec *)(index + part) < valid;
+}
+
+/* Shuffles with the indices of two vectors' elements, 0 .. 2 * WIDTH - 1. */
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+#if WIDTH == 16
+#define EACH_LANE(f, s)                                                                            \
+    f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s), f(8, s), f(9, s),      \
+        f(10, s), f(11, s), f(12, s), f(13, s), f(14, s), f(15, s)
+#elif WIDTH == 8
+#define EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s), f(4, s), f(5, s), f(6, s), f(7, s)
+#else
+#define EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s)
+#endif
+#define LOW_LANE(j, s) (((j) & (s)) ? WIDTH + (j) - (s) : (j))
+#define HIGH_LANE(j, s) (((j) & (s)) ? WIDTH + (j) : (j) + (s))
+/* Lanes whose index has bit s clear from a, set from b: of each pair of lanes s apart, the lower of
+ * a and of b, and the higher of a and of b. */
+#define LOWER(a, b, s) SHUFFLE(a, b, EACH_LANE(LOW_LANE, s))
+#define HIGHER(a, b, s) SHUFFLE(a, b, EACH_LANE(HIGH_LANE, s))
+
+/* Transposes WIDTH vectors of WIDTH lanes in registers. */
+INLINE void transpose(vec *rows) {
+#define STAGE(s)                                                                                   \
+    UNROLL for (int i = 0; i < WIDTH; i++) if (!(i & s)) {                                         \
+        vec a = rows[i], b = rows[i + s];                                                          \
+        rows[i] = LOWER(a, b, s), rows[i + s] = HIGHER(a, b, s);                                   \
+    }
+    STAGE(1)
+    STAGE(2)
+#if WIDTH >= 8
+    STAGE(4)
+#endif
+#if WIDTH >= 16
+    STAGE(8)
+#endif
+#undef STAGE
+}
+
+/* A vector whose lane i is the sum of the lanes of rows[i], i < WIDTH; neighbours first. */
+INLINE vec sum_across(vec *rows) {
+#define STAGE(s, n)                                                                                \
+    UNROLL for (int i = 0; i < n; i++) rows[i] =                                                   \
+        LOWER(rows[2 * i], rows[2 * i + 1], s) + HIGHER(rows[2 * i], rows[2 * i + 1], s);
+    STAGE(1, WIDTH / 2)
+    STAGE(2, WIDTH / 4)
+#if WIDTH >= 8
+    STAGE(4, WIDTH / 8)
+#endif
+#if WIDTH >= 16
+    STAGE(8, WIDTH / 16)
+#endif
+#undef STAGE
+    return rows[0];
+}
+
+/* sums[i] = the sum of the 16 lanes of rows + i * LANES, for 16 rows: the tree over the lane's
+ * index, neighbours first, whatever the width. */
+INLINE void lane_sums(const float *rows, float *sums) {
+    UNROLL for (int i = 0; i < LANES; i += WIDTH) {
+        vec part[PARTS];
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            vec v[WIDTH];
+            UNROLL for (int j = 0; j < WIDTH; j++) v[j] = load(rows + (i + j) * LANES + p * WIDTH);
+            part[p] = sum_across(v);
+        }
+#if PARTS == 4
+        part[0] = (part[0] + part[1]) + (part[2] + part[3]);
+#elif PARTS == 2
+        part[0] = part[0] + part[1];
+#endif
+        store(sums + i, part[0]);
+    }
+}
+
+/* The sum of one row's 16 lanes, by the same tree. */
+INLINE float lane_sum(const float *row) {
+    float s[LANES];
+    memcpy(s, row, sizeof s);
+    for (int step = 1; step < LANES; step *= 2)
+        for (int i = 0; i < LANES; i += 2 * step) s[i] += s[i + step];
+    return s[0];
+}
+
+#endif

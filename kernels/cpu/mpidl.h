@@ -1,0 +1,18 @@
+/* What the library exports. mpidl/backends/native.py reads this file for the names and types of the
+ * arguments: one declaration a function, of the types int64_t, double, float, a pointer to one of
+ * them or to int32_t or uint8_t, or a function without arguments. Pointers may be NULL where it
+ * says so. Nothing here fails: Python has checked the arguments.
+ *
+ * Shapes: x (blocks, C, H, W, 16); a source is how an activation is read, either `x` itself, or,
+ * where `mean` is not NULL, max(0, (x - mean) * scale + beta) by channel, which is never stored.
+ */
+#ifndef MPIDL_H
+#define MPIDL_H
+
+#include <stdint.h>
+
+/* team.c */
+void mpidl_set_threads(int64_t count);
+void mpidl_set_hook(void (*function)(void)); /* run about every millisecond of a pass; or NULL */
+
+#endif

@@ -1,0 +1,227 @@
+#define _GNU_SOURCE
+#include "team.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "mpidl.h"
+
+enum { MOST = 256, SPIN = 4000 };
+static const long TICK = 1000000; /* ns between two runs of the hook */
+
+struct barrier {
+    atomic_int waiting, round;
+    char pad[56];
+};
+
+/* A thread's or a team's memory, kept from pass to pass. */
+struct room {
+    float *data;
+    int64_t floats;
+};
+
+/* What the threads do now: a pass over blocks, or over tiles. */
+static struct pass {
+    block_work *block;
+    tile_work *tile;
+    void *job;
+    int64_t count; /* blocks or tiles */
+    int teams;
+    atomic_llong next; /* tile */
+} pass;
+
+static int threads = 1, started = 1; /* wanted; running, the caller counted */
+static pthread_t workers[MOST];
+static struct barrier barriers[MOST];
+static struct room own[MOST], shared[MOST], slots[16];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t begin = PTHREAD_COND_INITIALIZER;
+static atomic_int generation, busy; /* of passes; workers that are still in this one */
+static int sleeping, leaving;
+static __thread int self; /* 0: the caller */
+static void (*hook)(void);
+static long last_tick;
+
+static void *reserve(size_t bytes) {
+    const size_t huge = 2 << 20;
+    bytes = (bytes + huge - 1) / huge * huge;
+    void *memory = NULL;
+    if (posix_memalign(&memory, huge, bytes)) abort(); /* out of memory: as malloc's users do */
+#ifdef MADV_HUGEPAGE
+    madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+    return memory;
+}
+
+static float *room(struct room *room, int64_t floats) {
+    if (room->floats < floats) {
+        free(room->data);
+        room->data = reserve((size_t)floats * sizeof(float));
+        room->floats = floats;
+    }
+    return room->data;
+}
+
+float *scratch(int slot, int64_t floats) { return room(&slots[slot], floats); }
+
+static void relax(int *spins) {
+    if (++*spins < SPIN) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    } else {
+        sched_yield(); /* somebody else may need this core to get on */
+    }
+}
+
+void tick(void) {
+    if (self != 0 || !hook) return;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    long ns = now.tv_sec * 1000000000L + now.tv_nsec;
+    if (ns - last_tick < TICK) return;
+    hook();
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    last_tick = now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+void meet(const struct team *team) {
+    if (team->members == 1) return;
+    struct barrier *b = team->barrier;
+    int round = atomic_load(&b->round), spins = 0;
+    if (atomic_fetch_add(&b->waiting, 1) + 1 == team->members) {
+        atomic_store(&b->waiting, 0);
+        atomic_fetch_add(&b->round, 1);
+        return;
+    }
+    while (atomic_load(&b->round) == round) relax(&spins);
+}
+
+/* This thread's part of the pass. */
+static void take_part(int thread) {
+    if (pass.tile) {
+        for (;;) {
+            int64_t tile = atomic_fetch_add(&pass.next, 1);
+            if (tile >= pass.count) return;
+            pass.tile(pass.job, tile, own[thread].data);
+            tick();
+        }
+    }
+    int teams = pass.teams, each = threads / teams, extra = threads % teams;
+    /* the first teams have one member more */
+    int t = thread < extra * (each + 1) ? thread / (each + 1) : (thread - extra) / each;
+    struct team team = {
+        .index = t,
+        .teams = teams,
+        .member = thread - (t * each + (t < extra ? t : extra)),
+        .members = each + (t < extra),
+        .first = pass.count * t / teams,
+        .stop = pass.count * (t + 1) / teams,
+        .shared = shared[t].data,
+        .own = own[thread].data,
+        .barrier = &barriers[t],
+    };
+    for (int64_t b = team.first; b < team.stop; b++) {
+        pass.block(&team, pass.job, b);
+        meet(&team);
+        tick();
+    }
+}
+
+static void *run_worker(void *argument) {
+    int seen = 0;
+    self = (int)(intptr_t)argument;
+    for (;;) {
+        int spins = 0;
+        while (atomic_load(&generation) == seen && spins < 2 * SPIN) relax(&spins);
+        if (atomic_load(&generation) == seen) {
+            pthread_mutex_lock(&lock);
+            sleeping++;
+            while (atomic_load(&generation) == seen) pthread_cond_wait(&begin, &lock);
+            sleeping--;
+            pthread_mutex_unlock(&lock);
+        }
+        seen = atomic_load(&generation);
+        if (leaving) return NULL;
+        take_part(self);
+        atomic_fetch_sub(&busy, 1);
+    }
+}
+
+static void announce(void) {
+    pthread_mutex_lock(&lock);
+    atomic_fetch_add(&generation, 1);
+    if (sleeping) pthread_cond_broadcast(&begin);
+    pthread_mutex_unlock(&lock);
+}
+
+static void start_workers(void) {
+    if (started == threads) return;
+    atomic_store(&generation, 0); /* nobody is there to have seen another */
+    for (; started < threads; started++)
+        if (pthread_create(&workers[started], NULL, run_worker, (void *)(intptr_t)started)) break;
+    threads = started; /* fewer where the system gives no more: the bytes are the same */
+}
+
+static void stop_workers(void) {
+    leaving = 1;
+    announce();
+    for (; started > 1; started--) pthread_join(workers[started - 1], NULL);
+    leaving = 0;
+}
+
+static void run_pass(void) {
+    if (threads == 1) {
+        take_part(0);
+        return;
+    }
+    atomic_store(&busy, threads - 1);
+    announce();
+    take_part(0);
+    int spins = 0;
+    while (atomic_load(&busy)) {
+        relax(&spins);
+        tick();
+    }
+}
+
+int teams_for(int64_t blocks) {
+    /* the number of teams with the fewest turns of block / members; more teams where equal */
+    int best = 1;
+    double least = 0;
+    for (int teams = 1; teams <= threads && teams <= blocks; teams++) {
+        double turns = (double)((blocks + teams - 1) / teams) / (threads / teams);
+        if (teams == 1 || turns <= least) best = teams, least = turns;
+    }
+    return best;
+}
+
+void each_block(int64_t blocks, block_work *work, void *job, int64_t shared_floats,
+                int64_t own_floats) {
+    if (blocks == 0) return;
+    start_workers();
+    pass = (struct pass){.block = work, .job = job, .count = blocks, .teams = teams_for(blocks)};
+    for (int t = 0; t < pass.teams; t++) room(&shared[t], shared_floats);
+    for (int t = 0; t < threads; t++) room(&own[t], own_floats);
+    run_pass();
+}
+
+void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own_floats) {
+    if (tiles == 0) return;
+    start_workers();
+    pass = (struct pass){.tile = work, .job = job, .count = tiles};
+    for (int t = 0; t < threads; t++) room(&own[t], own_floats);
+    run_pass();
+}
+
+void mpidl_set_threads(int64_t count) {
+    if (count > MOST) count = MOST;
+    if (started > 1) stop_workers();
+    threads = (int)count;
+}
+
+void mpidl_set_hook(void (*function)(void)) { hook = function; }
