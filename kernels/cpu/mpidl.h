@@ -15,4 +15,10 @@
 void mpidl_set_threads(int64_t count);
 void mpidl_set_hook(void (*function)(void)); /* run about every millisecond of a pass; or NULL */
 
+/* peak.c */
+/* Adds products up in registers, `iterations` times; returns how many operations that were, two a
+ * product. result: 32 floats, the factor in the first 16, the term in the others. */
+int64_t mpidl_fma_peak(int64_t iterations, float *result);
+void mpidl_copy(const float *from, float *to, int64_t floats);
+
 #endif

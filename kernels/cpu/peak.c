@@ -1,0 +1,28 @@
+/* What this core can do at most: products added, and bytes copied. The yardsticks of the
+ * benchmarks; nothing else calls them. */
+#include "lanes.h"
+#include "mpidl.h"
+
+/* As many independent sums as registers hold beside the factors: enough to hide the latency. */
+#if REGISTERS == 32
+#define SUMS 24
+#else
+#define SUMS 12
+#endif
+
+int64_t mpidl_fma_peak(int64_t iterations, float *result) {
+    vec sum[SUMS], factor = load(result), term = load(result + LANES);
+    UNROLL for (int i = 0; i < SUMS; i++) sum[i] = splat((float)i); /* no two sums are the same */
+    for (int64_t n = 0; n < iterations; n++)
+        UNROLL for (int i = 0; i < SUMS; i++) sum[i] = muladd(sum[i], factor, term);
+    UNROLL for (int i = 1; i < SUMS; i++) sum[0] = sum[0] + sum[i];
+    store(result, sum[0]);
+    return iterations * SUMS * WIDTH * 2;
+}
+
+void mpidl_copy(const float *from, float *to, int64_t floats) {
+    int64_t i = 0;
+    for (; i + 4 * WIDTH <= floats; i += 4 * WIDTH)
+        UNROLL for (int j = 0; j < 4; j++) store(to + i + j * WIDTH, load(from + i + j * WIDTH));
+    for (; i < floats; i++) to[i] = from[i];
+}
