@@ -21,9 +21,21 @@ from mpidl.comm import World
 from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
 from mpidl.errors import Fault, UserError
 from mpidl.fold import Partial
-from mpidl.nn import BatchNorm, Built, Conv2D, Dense, Flatten, Layer, Network, ReLU
+from mpidl.nn import (
+    AveragePool2D,
+    BatchNorm,
+    Built,
+    Conv2D,
+    Dense,
+    Flatten,
+    Layer,
+    MaxPool2D,
+    Network,
+    ReLU,
+)
 from mpidl.ops import (
     add,
+    average_pool2d,
     batchnorm,
     batchnorm_predict,
     conv2d,
@@ -33,6 +45,7 @@ from mpidl.ops import (
     exp,
     flatten,
     log,
+    max_pool2d,
     mean,
     mean_squared_error,
     multiply,

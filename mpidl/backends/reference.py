@@ -188,6 +188,84 @@ def relu_dx(dy, y):
     return np.multiply(dy, y > 0)
 
 
+def pool2d_shape(x_shape, size, stride, padding):
+    """(C, P, Q) of pooling one (C, H, W) image."""
+    return conv2d_shape(x_shape, (x_shape[0], 1, *size), stride, padding, (1, 1))
+
+
+def _places(x_shape, size, stride, padding):
+    """Of each place in the window, row by row: its number, which windows have a pixel of the image
+    there, and those pixels, the latter two as indices of (C, P, Q, 16) and (C, H, W, 16)."""
+
+    def axis(place, pixels, outputs, step, before):
+        first = max(0, -(-(before - place) // step))
+        stop = min(outputs, (pixels - 1 + before - place) // step + 1)
+        start = first * step + place - before
+        return slice(first, stop), slice(start, start + (stop - first - 1) * step + 1, step)
+
+    _, p, q = pool2d_shape(x_shape, size, stride, padding)
+    for i in range(size[0]):
+        rows = axis(i, x_shape[1], p, stride[0], padding[0][0])
+        for j in range(size[1]):
+            columns = axis(j, x_shape[2], q, stride[1], padding[1][0])
+            windows, pixels = zip(rows, columns, strict=True)
+            if all(s.start < s.stop for s in windows):
+                yield i * size[1] + j, (slice(None), *windows), (slice(None), *pixels)
+
+
+def max_pool2d(x, size, stride, padding):
+    """(y, argmax): the largest pixel of each window, and its place in the window, counted row by
+    row, as uint8. Of equal pixels the first; padding never; NaN where a pixel is NaN."""
+    shape = pool2d_shape(x.shape[1:-1], size, stride, padding)
+    y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
+    argmax = np.empty(y.shape, np.uint8)
+    # the first pixel of each window that is not padding
+    down, across = (
+        np.maximum(0, before - np.arange(n) * step)
+        for n, step, (before, _) in zip(shape[1:], stride, padding, strict=True)
+    )
+    first = (down[:, None] * size[1] + across)[..., None]
+    for b, block in enumerate(x):
+        best, place = y[b], argmax[b]
+        best[...], place[...] = -np.inf, first
+        for number, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
+            value = block[pixels]
+            larger = (value > best[windows]) | np.isnan(value)
+            np.copyto(best[windows], value, where=larger)
+            np.copyto(place[windows], number, where=larger)
+    return y, argmax
+
+
+def max_pool2d_dx(dy, argmax, x, size, stride, padding):
+    """Gradient with respect to x; of x only shape and type are used."""
+    dx = np.zeros_like(x)
+    for grad, place, out in zip(dy, argmax, dx, strict=True):
+        for number, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
+            out[pixels] += np.where(place[windows] == number, grad[windows], 0)
+    return dx
+
+
+def average_pool2d(x, size, stride, padding):
+    """The mean of each window, in which padding counts as zeros."""
+    shape = pool2d_shape(x.shape[1:-1], size, stride, padding)
+    y = np.zeros((len(x), *shape, x.shape[-1]), x.dtype)
+    for block, out in zip(x, y, strict=True):
+        for _, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
+            out[windows] += block[pixels]
+        out /= size[0] * size[1]
+    return y
+
+
+def average_pool2d_dx(dy, x, size, stride, padding):
+    """Gradient with respect to x; of x only shape and type are used."""
+    dx = np.zeros_like(x)
+    for grad, out in zip(dy, dx, strict=True):
+        part = grad / x.dtype.type(size[0] * size[1])
+        for _, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
+            out[pixels] += part[windows]
+    return dx
+
+
 def dense(x, weight, bias):
     """y = weight @ x + bias; x (B, F, 16), weight (K, F), bias (K,), y (B, K, 16)."""
     y = np.empty((len(x), len(weight), x.shape[-1]), x.dtype)

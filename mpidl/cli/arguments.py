@@ -209,7 +209,7 @@ def _add_data(parser):
         "--network",
         default=argparse.SUPPRESS,
         metavar="NAME",
-        help="digits, or FILE.py:FUNCTION, called as FUNCTION(input_shape, classes) (digits)",
+        help="digits, cifar, or FILE.py:FUNCTION, called with input_shape and classes (digits)",
     )
     parser.add_argument(
         "--data",

@@ -11,6 +11,7 @@ import numpy as np
 from mpidl import keyed, ops
 from mpidl.backends.reference import conv2d_shape
 from mpidl.ops import check
+from mpidl.ops.pool import PLACES, windows
 
 
 @dataclass
@@ -165,6 +166,44 @@ class ReLU(Layer):
 
     def forward(self, x, at):
         return ops.relu(x)
+
+
+@dataclass
+class MaxPool2D(Layer):
+    """The largest of each window of `size` pixels (an integer or (rows, columns)).
+
+    stride (the size where None), padding as in `ops.max_pool2d`.
+    """
+
+    size: int | tuple[int, int]
+    stride: int | tuple[int, int] | None = None
+    padding: int | tuple = 0
+    name: str | None = None
+
+    def build(self, shape):
+        return Built(windows(self.name, shape, self.size, self.stride, self.padding, PLACES).shape)
+
+    def forward(self, x, at):
+        return ops.max_pool2d(x, self.size, stride=self.stride, padding=self.padding)
+
+
+@dataclass
+class AveragePool2D(Layer):
+    """The mean of each window of `size` pixels (an integer or (rows, columns)).
+
+    stride (the size where None), padding as in `ops.average_pool2d`.
+    """
+
+    size: int | tuple[int, int]
+    stride: int | tuple[int, int] | None = None
+    padding: int | tuple = 0
+    name: str | None = None
+
+    def build(self, shape):
+        return Built(windows(self.name, shape, self.size, self.stride, self.padding).shape)
+
+    def forward(self, x, at):
+        return ops.average_pool2d(x, self.size, stride=self.stride, padding=self.padding)
 
 
 @dataclass

@@ -19,9 +19,11 @@ from mpidl.ops.batchnorm import batchnorm, batchnorm_predict
 from mpidl.ops.conv import conv2d
 from mpidl.ops.dense import dense, flatten
 from mpidl.ops.loss import correct_count, mean, mean_squared_error, softmax_cross_entropy, sum
+from mpidl.ops.pool import average_pool2d, max_pool2d
 
 __all__ = [
     "add",
+    "average_pool2d",
     "batchnorm",
     "batchnorm_predict",
     "conv2d",
@@ -31,6 +33,7 @@ __all__ = [
     "exp",
     "flatten",
     "log",
+    "max_pool2d",
     "mean",
     "mean_squared_error",
     "multiply",

@@ -1,0 +1,80 @@
+"""Pooling."""
+
+from typing import NamedTuple
+
+from mpidl import backends
+from mpidl.backends.reference import pool2d_shape
+from mpidl.ops import check
+from mpidl.tape import op
+
+PLACES = 256  # what a byte can tell apart
+
+
+class Windows(NamedTuple):
+    """Where the windows lie, (down, across) and ((top, bottom), (left, right)); shape (C, P, Q)."""
+
+    size: tuple
+    stride: tuple
+    padding: tuple
+    shape: tuple
+
+
+def windows(name, image_shape, size, stride, padding, places=None):
+    """The Windows of pooling images of this shape; ValueError where there are none, or where one
+    has more than `places` pixels or could lie in the padding alone."""
+    if len(image_shape) != 3:
+        raise ValueError(f"{name}: expected images (C, H, W), got {image_shape}")
+    size = check.pair(name, "size", size, 1)
+    stride = check.pair(name, "stride", size if stride is None else stride, 1)
+    padding = check.pads(name, padding)
+    if any(side >= n for n, sides in zip(size, padding, strict=True) for side in sides):
+        raise ValueError(f"{name}: padding must be smaller than size {size}, got {padding}")
+    if places and size[0] * size[1] > places:
+        raise ValueError(f"{name}: a window has at most {places} pixels, got size {size}")
+    shape = pool2d_shape(image_shape, size, stride, padding)
+    if min(shape) < 1:
+        raise ValueError(f"{name}: windows of {size} leave nothing of images {image_shape}")
+    return Windows(size, stride, padding, shape)
+
+
+@op(blocks=True)
+def max_pool2d(x, size, *, stride=None, padding=0):
+    """The largest pixel of each window.
+
+    x: (N, C, H, W); size: an integer or (rows, columns), at most 256 pixels in all; returns
+    (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, Q likewise. stride (the size
+    where None) is an integer or (down, across): smaller than the size, windows overlap. padding,
+    as in `conv2d` and smaller than the size, is never the largest. The gradient goes to the largest
+    pixel, of equal ones to the first, row by row.
+    """
+    check.images("max_pool2d", x, 4)
+    *how, _ = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
+    backend = backends.of(x)
+    y, argmax = backend.max_pool2d(x.lanes, *how)
+
+    def vjp(dy, needs):
+        dx = backend.max_pool2d_dx(dy.lanes, argmax, x.lanes, *how)
+        return (x.like(dx), None)[: len(needs)]
+
+    return x.like(y), vjp
+
+
+@op(blocks=True)
+def average_pool2d(x, size, *, stride=None, padding=0):
+    """The mean of each window, in which padding counts as zeros.
+
+    x: (N, C, H, W); size: an integer or (rows, columns); returns (N, C, P, Q) with
+    P = (H + top + bottom - rows) // stride + 1, Q likewise. stride (the size where None) is an
+    integer or (down, across): smaller than the size, windows overlap. padding as in `conv2d`,
+    smaller than the size.
+    """
+    check.images("average_pool2d", x, 4)
+    *how, _ = windows("average_pool2d", x.image_shape, size, stride, padding)
+    backend = backends.of(x)
+    y = backend.average_pool2d(x.lanes, *how)
+
+    def vjp(dy, needs):
+        dx = backend.average_pool2d_dx(dy.lanes, x.lanes, *how)
+        return (x.like(dx), None)[: len(needs)]
+
+    return x.like(y), vjp

@@ -1,0 +1,84 @@
+"""The networks by name: their tables, their recipes, and that they train from the command line."""
+
+import json
+
+import numpy as np
+import pytest
+from alone import Alone, blocked
+from images import pixels_of, save
+
+import mpidl as dl
+from mpidl.nn import zoo
+from mpidl.training.loop import model_loss
+
+
+def test_the_tables_of_the_cifar_network():
+    net = zoo.cifar()
+    kinds = [type(layer).__name__ for layer in net.layers]
+    triples = ["Conv2D", "BatchNorm", "ReLU"] * 4
+    assert kinds == [
+        *triples,
+        "MaxPool2D",
+        *triples,
+        "MaxPool2D",
+        *triples,
+        "AveragePool2D",
+        "Dense",
+    ]
+    assert len(kinds) + 3 == 43  # MATLAB counts image input, softmax and classification too
+    rows = net.table()
+    assert len(rows) == 12 * 4 + 2 and sum(count for *_, count in rows) == 677_610
+    assert rows[0] == ("conv1", "weight", (32, 3, 3, 3), 864)
+    assert rows[16] == ("conv5", "weight", (64, 32, 3, 3), 18_432)
+    assert rows[32] == ("conv9", "weight", (128, 64, 3, 3), 73_728)
+    assert rows[-2:] == [("dense1", "weight", (10, 128), 1280), ("dense1", "bias", (10,), 10)]
+    assert len(net.table("state")) == 24
+    shapes = [s for s, kind in zip(net.output_shapes, kinds, strict=True) if "Pool" in kind]
+    assert shapes == [(32, 16, 16), (64, 8, 8), (128, 1, 1)] and net.output_shape == (10,)
+
+
+def test_other_images_and_classes():
+    assert zoo.cifar((1, 64, 32), 7).output_shapes[-2:] == [(128, 2, 1), (7,)]
+    with pytest.raises(ValueError, match=r"averagepool1: windows of \(8, 8\) leave nothing"):
+        zoo.cifar((1, 28, 28))
+
+
+def test_every_network_has_a_recipe():
+    assert set(zoo.NETWORKS) == set(zoo.RECIPES)
+    options = dl.TrainingOptions.from_recipe("cifar")
+    found = options.batch_size, options.learning_rate, options.epochs, options.momentum
+    assert found == (256, 0.1, 50, 0.9)
+    assert (options.l2, options.shuffle) == (1e-10, "every-epoch")
+
+
+def test_one_result_of_the_cifar_network_on_any_number_of_ranks(world):
+    net, images = zoo.cifar(seed=1), pixels_of(0, 37, 3, 32, 32) / np.float32(255)
+    arrays, alone = (images, np.arange(37) % 10), Alone()
+    loss, gradients, _ = dl.value_and_grad(model_loss)(net, *blocked(alone, *arrays))
+    loss, gradients = alone.gplus((loss, gradients))
+    found = dl.value_and_grad(model_loss, reduce=world)(net, *blocked(world, *arrays))
+    assert found[0][0].tobytes() == loss[0].tobytes() and np.isfinite(loss[0])
+    assert {n: v.tobytes() for n, v in found[1].items()} == {
+        n: v.tobytes() for n, v in gradients.items()
+    }
+    assert all(abs(g).max() > 0 for g in gradients.values())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_command_trains_the_cifar_network(world, tmp_path, channels):
+    from mpidl.cli.train import main
+
+    folder = world.broadcast(str(tmp_path))
+    if world.rank == 0:
+        for name in ("cat", "dog"):
+            for i in range(20):
+                save(tmp_path / "data" / name / f"{i}.png", pixels_of((i,), channels, 32, 32))
+    world.barrier()
+    arguments = f"--network cifar --data {folder}/data --batch-size 20 --max-iterations 2"
+    assert main([*arguments.split(), "--out", f"{folder}/out"]) == 0
+    world.barrier()
+    with open(f"{folder}/out/summary.json") as file:
+        assert json.load(file)["iterations"] == 2
+    net, about = dl.load_model(f"{folder}/out/model.h5")
+    assert net.input_shape == (channels, 32, 32) and about["classes"] == ["cat", "dog"]
+    world.barrier()
