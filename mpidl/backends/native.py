@@ -1,4 +1,9 @@
-"""The compiled kernels: which build this process runs, and how Python calls it."""
+"""The compiled kernels: which build this process runs, and how Python calls it.
+
+A build is the sources of kernels/cpu compiled for one instruction set. The best one that this CPU
+can run is taken; MPIDL_CPU names another; the ranks of a World take the best that all of them have
+(`settle`). Where there is none the build is "numpy", and NumPy does the work.
+"""
 
 import ctypes
 import functools
@@ -7,10 +12,19 @@ import re
 
 import numpy as np
 
+from mpidl.errors import UserError
+
+# The builds, the best first, and the features of a CPU, as Linux names them, that each needs.
+AVX2 = frozenset("avx2 fma bmi1 bmi2".split())
+AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
+ORDER = list(NEEDS)
+
 TYPES = {
     "int64_t": ctypes.c_int64,
     "double": ctypes.c_double,
     "float": ctypes.c_float,
+    "const char *": ctypes.c_char_p,
     "void": None,
 }
 
@@ -46,29 +60,63 @@ def _type(text):
 def declarations(header):
     """{name: (result type, argument types)} of the functions that a header declares."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
     found = {}
-    for result, name, arguments in re.findall(r"(\w+) mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text):
+    for result, name, arguments in re.findall(pattern, text):
         # the commas of a function argument's own (void) do not matter: it has one argument
         types = [] if arguments.strip() == "void" else [_type(a) for a in arguments.split(",")]
-        found[name] = (TYPES[result], types)
+        found[name] = (TYPES[result.strip() if "*" not in result else result], types)
     return found
 
 
 class Library:
-    """A loaded build: its functions as attributes, without the prefix `mpidl_`."""
+    """A loaded build: its functions as attributes, without the prefix `mpidl_`.
+
+    A function that the library declares otherwise than the header, or not at all, is a UserError
+    when it is first asked for: the library was compiled from other sources.
+    """
 
     def __init__(self, path, header, build):
         self.path, self.build = path, build
-        library = ctypes.CDLL(path)
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be loaded: {error}") from error
         with open(header) as file:
-            for name, (result, types) in declarations(file.read()).items():
-                function = getattr(library, f"mpidl_{name}")
-                function.restype, function.argtypes = result, types
-                setattr(self, name, function)
+            self._wanted = declarations(file.read())
+        try:
+            declared = self._library.mpidl_declarations
+        except AttributeError:
+            self._has = {}
+        else:
+            declared.restype = ctypes.c_char_p
+            self._has = declarations(declared().decode())
+
+    def __getattr__(self, name):
+        if name.startswith("_") or name not in self._wanted:
+            raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
+        function = getattr(self._library, f"mpidl_{name}", None)
+        if function is None or self._has.get(name) != self._wanted[name]:
+            raise UserError(
+                f"{self.path}: compiled from other sources than this version's, as mpidl_{name} "
+                f"shows: {how_to_build()}"
+            )
+        function.restype, function.argtypes = self._wanted[name]
+        setattr(self, name, function)
+        return function
 
 
-def _folder():
-    """kernels/ of this checkout, or what was installed of it."""
+def how_to_build():
+    """What to do about missing or old libraries, in a few words."""
+    folder = kernels_folder()
+    if folder and os.path.isfile(os.path.join(folder, "build.py")):
+        return f"run python {os.path.join(folder, 'build.py')}, which needs a C compiler"
+    return "install mpidl again where there is a C compiler"
+
+
+@functools.cache
+def kernels_folder():
+    """kernels/ of this checkout, or what was installed of it; None where there is neither."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for folder in (
         os.path.join(os.path.dirname(package), "kernels"),
@@ -79,12 +127,129 @@ def _folder():
     return None
 
 
+def library_path(build):
+    """Where the library of a build is to be: in kernels/lib, or in the folder MPIDL_KERNELS."""
+    lib = os.environ.get("MPIDL_KERNELS") or os.path.join(kernels_folder() or "", "lib")
+    return os.path.join(lib, f"libmpidl-{build}.so")
+
+
+def built():
+    """The builds whose libraries are there, the best first."""
+    there = kernels_folder() is not None
+    return [b for b in ORDER if b != "numpy" and there and os.path.isfile(library_path(b))]
+
+
 @functools.cache
+def cpu_features():
+    """The features of this CPU that the system lets programs use, as Linux names them."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith(("flags", "Features")):
+                    return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def runs_here(build):
+    """Whether this CPU can run a build."""
+    return NEEDS[build] <= cpu_features()
+
+
+def offered():
+    """The builds that are there and run on this CPU, the best first, from MPIDL_CPU on; numpy last.
+
+    Raises UserError where MPIDL_CPU is not a build, or one that is not there or does not run here.
+    """
+    asked = os.environ.get("MPIDL_CPU")
+    names = [*(build for build in built() if runs_here(build)), "numpy"]
+    if not asked:
+        return names
+    if asked not in ORDER:
+        raise UserError(f"MPIDL_CPU: expected one of {', '.join(ORDER)}, found {asked!r}")
+    if not runs_here(asked):
+        missing = " ".join(sorted(NEEDS[asked] - cpu_features()))
+        raise UserError(f"MPIDL_CPU={asked}: this CPU cannot run it; it lacks {missing}")
+    if asked not in names:
+        raise UserError(f"MPIDL_CPU={asked}: no {library_path(asked)}: {how_to_build()}")
+    return names[names.index(asked) :]
+
+
+@functools.cache
+def load(build):
+    """The Library of a build. Raises UserError where it is not there or cannot be loaded.
+
+    Nothing of a library runs when it is loaded, so one for another CPU may be looked at.
+    """
+    path = library_path(build)
+    if not os.path.isfile(path):
+        raise UserError(f"no {path}: {how_to_build()}")
+    return Library(path, os.path.join(kernels_folder(), "cpu", "mpidl.h"), build)
+
+
+def choose():
+    """The builds that this process could run and that can be loaded, the best first.
+
+    A library that cannot be loaded (of a system with a newer libc) is passed over, unless MPIDL_CPU
+    names it: then UserError.
+    """
+    names = []
+    for build in offered():
+        try:
+            if build != "numpy":
+                load(build)
+            names.append(build)
+        except UserError:
+            if os.environ.get("MPIDL_CPU") == build:
+                raise
+    return names
+
+
+_running = None  # the build of this process, once it is settled
+
+
+def running():
+    """The build this process runs: the one of `use`, else the best there is. Raises UserError."""
+    if _running is None:
+        use(choose()[0])
+    return _running
+
+
+def use(build):
+    """Run this build from now on; Library of it, None for "numpy". Raises UserError."""
+    global _running
+    found = None if build == "numpy" else load(build)
+    _running = build
+    return found
+
+
 def library():
-    """The Library this process runs, None where NumPy does the work."""
-    build = os.environ.get("MPIDL_CPU", "x86-64-v4")
-    folder = _folder()
-    path = folder and os.path.join(folder, "lib", f"libmpidl-{build}.so")
-    if not path or not os.path.isfile(path):
-        return None
-    return Library(path, os.path.join(folder, "cpu", "mpidl.h"), build)
+    """The Library this process runs, None where NumPy does the work. Raises UserError."""
+    build = running()
+    return None if build == "numpy" else load(build)
+
+
+def common(offers):
+    """The best build of all these lists of builds, each the best first: "numpy" is in all."""
+    return next(build for build in ORDER if all(build in names for names in offers))
+
+
+def settle(world):
+    """Have all ranks of a world run the best build that all of them can: collective.
+
+    A build that was settled before is never left for a better one: the ranks of another world run
+    it too. Raises UserError on all ranks where one has an unusable MPIDL_CPU.
+    """
+    error, names = None, []
+    try:
+        names = choose()
+        if _running in names:
+            names = names[names.index(_running) :]
+    except UserError as unusable:
+        error = str(unusable)
+    offers = world.broadcast(world.gather((error, names)))
+    for text, _ in offers:
+        if text is not None:
+            raise UserError(text)
+    use(common([names for _, names in offers]))
