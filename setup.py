@@ -1,0 +1,62 @@
+"""Compiles the kernels into the package; all else stands in setup.cfg.
+
+Without a compiler the package is built too, and NumPy does the work. The kernels do not use the
+Python API, so that one wheel serves every Python.
+"""
+
+import os
+import runpy
+import shutil
+import sys
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+KERNELS = os.path.join("mpidl", "kernels", "lib")
+kernels = runpy.run_path(os.path.join(HERE, "kernels", "build.py"))
+
+
+class Build(build_py):
+    """Compiles the kernels: in place for an editable install, else into the build's folder."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            compile_kernels(kernels["LIB"])
+        else:
+            folder = os.path.join(self.build_lib, KERNELS)
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
+            compile_kernels(folder)
+
+    def find_package_modules(self, package, folder):
+        # kernels/build.py is of no use without the sources
+        return [] if package == "mpidl.kernels" else super().find_package_modules(package, folder)
+
+
+class Wheel(bdist_wheel):
+    """One wheel for all Pythons: of this platform where there are kernels in it, else of any."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self):
+        built = os.path.join(self.get_finalized_command("build").build_lib, KERNELS)
+        has_kernels = os.path.isdir(built) and os.listdir(built)
+        return "py3", "none", super().get_tag()[2] if has_kernels else "any"
+
+
+def compile_kernels(folder):
+    """Compile all builds into a folder and say which could not be, and why."""
+    try:
+        failed = kernels["compile_builds"](kernels["builds"](), folder)
+        missing = "; ".join(f"{build}: {text}" for build, text in failed.items())
+    except kernels["Failed"] as error:
+        missing = str(error)
+    if missing:
+        print(f"mpidl: kernels that are not compiled: {missing}", file=sys.stderr)
+
+
+setup(cmdclass={"build_py": Build, "bdist_wheel": Wheel})
