@@ -5,6 +5,7 @@ It is the layout (an array of per-image values is `(blocks, *image shape, 16)`, 
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,14 +92,24 @@ class Blocked:
     products of the two need no mask.
     """
 
-    __slots__ = ("lanes", "batch")
+    __slots__ = ("_lanes", "batch")
 
     def __init__(self, lanes, batch):
         if lanes.shape[0] != batch.blocks or lanes.shape[-1] != LANES:
             raise ValueError(
                 f"expected ({batch.blocks}, ..., {LANES}) lanes for this share, got {lanes.shape}"
             )
-        self.lanes, self.batch = lanes, batch
+        self._lanes, self.batch = lanes, batch
+
+    @property
+    def lanes(self):
+        """(blocks, *image_shape, 16)."""
+        return self._lanes
+
+    @property
+    def source(self):
+        """What a backend reads this value from: its lanes, or the Source of an Activation."""
+        return self.lanes
 
     @property
     def image_shape(self):
@@ -138,6 +149,63 @@ class Blocked:
 
     def __repr__(self):
         return f"Blocked(shape={self.shape}, {self.batch.blocks} block(s) here, {self.dtype})"
+
+
+class Source(NamedTuple):
+    """An activation as a backend reads it: max(0, (x - mean) * scale + beta) by channel."""
+
+    x: np.ndarray  # (blocks, C, ..., 16)
+    mean: np.ndarray  # (C,) float32, as the two others
+    scale: np.ndarray
+    beta: np.ndarray
+
+
+class Activation(Blocked):
+    """ReLU of batch normalization of `source.x`, which alone is stored: who reads it normalizes.
+
+    Its lanes are computed when they are asked for, and not kept.
+    """
+
+    __slots__ = ("deferred", "compute", "shape_of_image")
+
+    def __init__(self, source, batch, compute, image_shape=None):
+        self.deferred, self.batch, self.compute = source, batch, compute
+        self.shape_of_image = source.x.shape[1:-1] if image_shape is None else image_shape
+
+    @property
+    def source(self):
+        return self.deferred
+
+    @property
+    def lanes(self):
+        lanes = self.compute(self.deferred)
+        return lanes.reshape(len(lanes), *self.shape_of_image, lanes.shape[-1])
+
+    @property
+    def image_shape(self):
+        return self.shape_of_image
+
+    @property
+    def dtype(self):
+        return self.deferred.x.dtype
+
+    def reshape(self, image_shape):
+        """The same values with another image shape, still deferred."""
+        return Activation(self.deferred, self.batch, self.compute, image_shape)
+
+
+class Gradient(Blocked):
+    """The cotangent of an Activation with what batch normalization will ask of it.
+
+    sums: Partial (2C,) float64 of [sum of dz, sum of dz * (x - mean)], dz the part of the cotangent
+    where the activation is > 0.
+    """
+
+    __slots__ = ("sums",)
+
+    def __init__(self, lanes, batch, sums):
+        super().__init__(lanes, batch)
+        self.sums = sums
 
 
 def from_images(images, batch, dtype=None):

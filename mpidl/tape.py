@@ -188,7 +188,9 @@ def _in_type(cotangent, dtype):
     if isinstance(cotangent, Partial):
         return cotangent.astype(dtype)
     if isinstance(cotangent, Blocked):
-        return cotangent.like(cotangent.lanes.astype(dtype, copy=False))
+        if cotangent.dtype == dtype:
+            return cotangent
+        return cotangent.like(cotangent.lanes.astype(dtype))
     return np.asarray(cotangent, dtype)
 
 

@@ -30,6 +30,66 @@ int counter_slots(int64_t blocks) {
     return 2 * levels + 2; /* a run climbs at most twice through the levels, and one arrives */
 }
 
+static float *slot_of(const struct leaves *leaves, int team, int slot) {
+    if (team == 0 && slot < leaves->node_count) return leaves->nodes + slot * leaves->size;
+    return leaves->room + ((int64_t)team * leaves->slots + slot) * leaves->size;
+}
+
+void leaves_begin(struct leaves *leaves, const struct tree *tree, int64_t size, float *nodes,
+                  int64_t node_count, int slot) {
+    int64_t blocks = tree->stop - tree->first;
+    int teams = blocks ? teams_for(blocks) : 1;
+    leaves->tree = tree, leaves->size = size;
+    leaves->nodes = nodes, leaves->node_count = node_count;
+    leaves->slots = counter_slots((blocks + teams - 1) / teams);
+    leaves->room = scratch(slot, teams * leaves->slots * size);
+    counter_begin(&leaves->counters[0], tree, tree->first);
+}
+
+float *leaf_of(const struct team *team, struct leaves *leaves, int64_t block) {
+    struct counter *counter = &leaves->counters[team->thread];
+    if (block == team->first) counter_begin(counter, leaves->tree, leaves->tree->first + block);
+    return slot_of(leaves, team->index, counter->count);
+}
+
+static void add_floats(float *left, const float *right, int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; i++) left[i] += right[i];
+}
+
+void leaf_done(const struct team *team, struct leaves *leaves, int64_t block) {
+    struct counter *counter = &leaves->counters[team->thread];
+    counter_push(counter, leaves->tree->first + block + 1);
+    meet(team);
+    for (; counter_joins(counter); counter_pop(counter)) {
+        float *left = slot_of(leaves, team->index, counter->count - 2);
+        /* each member its part of the values, through all levels */
+        add_floats(left, slot_of(leaves, team->index, counter->count - 1),
+                   TILES_BEGIN(team, leaves->size), TILES_END(team, leaves->size));
+    }
+    meet(team);
+}
+
+void leaves_end(struct leaves *leaves) {
+    int64_t blocks = leaves->tree->stop - leaves->tree->first, size = leaves->size;
+    int teams = blocks ? teams_for(blocks) : 1, thread = 0;
+    struct counter whole = leaves->counters[0];
+    float *slots[SLOTS + MOST_THREADS];
+    for (int i = 0; i < whole.count; i++) slots[i] = slot_of(leaves, 0, i);
+    for (int t = 1; t < teams; t++) {
+        thread += members_of(t - 1, teams);
+        const struct counter *part = &leaves->counters[thread];
+        for (int i = 0; i < part->count; i++) {
+            slots[whole.count] = slot_of(leaves, t, i);
+            counter_push(&whole, i + 1 < part->count ? part->start[i + 1] : part->next);
+            for (; counter_joins(&whole); counter_pop(&whole))
+                add_floats(slots[whole.count - 2], slots[whole.count - 1], 0, size);
+        }
+    }
+    for (int i = 0; i < whole.count; i++)
+        if (slots[i] != leaves->nodes + i * size)
+            memcpy(leaves->nodes + i * size, slots[i], (size_t)size * sizeof(float));
+}
+
 static void add(double *left, const double *right, int64_t width) {
     for (int64_t i = 0; i < width; i++) left[i] += right[i];
 }

@@ -3,7 +3,7 @@
 #ifndef MPIDL_FOLD_H
 #define MPIDL_FOLD_H
 
-#include <stdint.h>
+#include "team.h"
 
 /* As Python hands it over: int64_t[4]. */
 struct tree {
@@ -38,6 +38,28 @@ void counter_pop(struct counter *counter);
 
 /* The most slots that a run of `blocks` blocks takes. */
 int counter_slots(int64_t blocks);
+
+/* Folds leaves of `size` floats, one a block, while a pass of each_block makes them. Each team
+ * folds its run, and at the end the teams' nodes are combined, as the ranks' are. */
+struct leaves {
+    const struct tree *tree;
+    int64_t size;
+    float *nodes; /* this rank's, one after the other: where the result goes */
+    int64_t node_count;
+    float *room; /* for what does not fit there */
+    int slots;
+    struct counter counters[MOST_THREADS]; /* each member of a team keeps its team's */
+};
+
+/* Before the pass. `nodes` has room for `node_count` values; scratch slot `slot` is used. */
+void leaves_begin(struct leaves *leaves, const struct tree *tree, int64_t size, float *nodes,
+                  int64_t node_count, int slot);
+/* Where the leaf of `block` (of this rank, from 0) is to be written, by all members together. */
+float *leaf_of(const struct team *team, struct leaves *leaves, int64_t block);
+/* All members of the team, once the leaf is complete; they meet in it. */
+void leaf_done(const struct team *team, struct leaves *leaves, int64_t block);
+/* After the pass. */
+void leaves_end(struct leaves *leaves);
 
 /* Fold rows of doubles, one a block of [tree->first, tree->stop), into this rank's nodes, which are
  * left in the first rows; returns how many. */

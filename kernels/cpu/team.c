@@ -10,7 +10,7 @@
 
 #include "mpidl.h"
 
-enum { MOST = 256, SPIN = 4000 };
+enum { SPIN = 4000 };
 static const long TICK = 1000000; /* ns between two runs of the hook */
 
 struct barrier {
@@ -35,9 +35,9 @@ static struct pass {
 } pass;
 
 static int threads = 1, started = 1; /* wanted; running, the caller counted */
-static pthread_t workers[MOST];
-static struct barrier barriers[MOST];
-static struct room own[MOST], shared[MOST], slots[16];
+static pthread_t workers[MOST_THREADS];
+static struct barrier barriers[MOST_THREADS];
+static struct room own[MOST_THREADS], shared[MOST_THREADS], slots[16];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t begin = PTHREAD_COND_INITIALIZER;
 static atomic_int generation, busy; /* of passes; workers that are still in this one */
@@ -101,6 +101,9 @@ void meet(const struct team *team) {
     while (atomic_load(&b->round) == round) relax(&spins);
 }
 
+/* The first teams have one member more where it does not divide. */
+int members_of(int index, int teams) { return threads / teams + (index < threads % teams); }
+
 /* This thread's part of the pass. */
 static void take_part(int thread) {
     if (pass.tile) {
@@ -111,14 +114,14 @@ static void take_part(int thread) {
             tick();
         }
     }
-    int teams = pass.teams, each = threads / teams, extra = threads % teams;
-    /* the first teams have one member more */
-    int t = thread < extra * (each + 1) ? thread / (each + 1) : (thread - extra) / each;
+    int teams = pass.teams, t = 0, first = 0;
+    while (thread >= first + members_of(t, teams)) first += members_of(t++, teams);
     struct team team = {
+        .thread = thread,
         .index = t,
         .teams = teams,
-        .member = thread - (t * each + (t < extra ? t : extra)),
-        .members = each + (t < extra),
+        .member = thread - first,
+        .members = members_of(t, teams),
         .first = pass.count * t / teams,
         .stop = pass.count * (t + 1) / teams,
         .shared = shared[t].data,
@@ -219,7 +222,7 @@ void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own_floats) {
 }
 
 void mpidl_set_threads(int64_t count) {
-    if (count > MOST) count = MOST;
+    if (count > MOST_THREADS) count = MOST_THREADS;
     if (started > 1) stop_workers();
     threads = (int)count;
 }

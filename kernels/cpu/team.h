@@ -19,9 +19,12 @@
 
 #include <stdint.h>
 
+enum { MOST_THREADS = 256 };
+
 struct barrier;
 
 struct team {
+    int thread;                 /* which of all threads, 0 the caller's */
     int index, teams;           /* which team, of how many */
     int member, members;        /* which of this team's threads, of how many */
     int64_t first, stop;        /* the team's blocks */
@@ -45,6 +48,9 @@ void each_block(int64_t blocks, block_work *work, void *job, int64_t shared, int
 
 /* Into how many teams each_block(blocks) will divide the threads. */
 int teams_for(int64_t blocks);
+
+/* How many threads team `index` of `teams` has; team 0 has the first ones, and so on. */
+int members_of(int index, int teams);
 
 /* Run `work` on each of `tiles` independent tiles. */
 void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own);

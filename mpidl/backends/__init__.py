@@ -6,11 +6,40 @@ knows nothing of tapes or ranks, and hands every sum over images to the fold lea
 
 import numpy as np
 
-from mpidl.backends import reference
+from mpidl.backends import native, reference, settings
+
+WINOGRAD = ("auto", "off", "fast")
 
 
 def of(x):
-    """The backend for a Blocked value."""
-    if isinstance(x.lanes, np.ndarray):
-        return reference
-    raise TypeError(f"no backend for arrays of type {type(x.lanes).__name__}")
+    """The backend for a Blocked value: the C kernels for float32 where they are there, else NumPy."""
+    return of_type(x.dtype)
+
+
+def of_type(dtype):
+    """The backend for NumPy arrays of a type."""
+    if dtype == np.float32 and native.library() is not None:
+        from mpidl.backends import cpu
+
+        return cpu
+    return reference
+
+
+def configure(*, threads=None, winograd=None):
+    """Set what holds for this process; the same on all ranks, but for `threads`.
+
+    threads: of a rank, in the C kernels; the bytes do not depend on it. winograd: "auto" (3x3
+    convolutions at stride 1: F(2x2) forward from 32 channels on, F(4x4) backward), "off" (direct
+    sums), "fast" (F(4x4) forward too, whose error is larger): the bytes depend on it.
+    """
+    if winograd is not None:
+        if winograd not in WINOGRAD:
+            raise ValueError(f"winograd must be one of {', '.join(WINOGRAD)}, got {winograd!r}")
+        settings.winograd = winograd
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        settings.threads = threads
+        library = native.library()
+        if library is not None:
+            library.set_threads(threads)

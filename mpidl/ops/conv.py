@@ -26,19 +26,17 @@ def conv2d(x, weight, bias, *, stride=1, padding=0, dilation=1, groups=1):
         )
     if bias.shape != weight.shape[:1]:
         raise ValueError(f"conv2d: expected bias ({len(weight)},), got {bias.shape}")
-    backend = backends.of(x)
+    backend, how = backends.of(x), (stride, padding, dilation, groups)
     size = backend.conv2d_shape(x.image_shape, weight.shape, stride, padding, dilation)
     if min(size[1:]) < 1:
         raise ValueError(f"conv2d: filters {weight.shape} leave nothing of images {x.image_shape}")
-    y = backend.conv2d(x.lanes, weight, bias, stride, padding, dilation, groups)
+    y = backend.conv2d(x.source, weight, bias, *how)
 
     def vjp(dy, needs):
-        tree, how = x.batch.tree, (stride, padding, dilation, groups)
-        dx = backend.conv2d_dx(dy.lanes, x.lanes, weight, *how) if needs[0] else None
-        return (
-            x.like(dx) if needs[0] else None,
-            backend.conv2d_dweight(dy.lanes, x.lanes, weight, *how, tree) if needs[1] else None,
-            backend.channel_sums(dy.lanes, tree) if needs[2] else None,
+        batch = x.batch
+        dx, dweight, dbias, _ = backend.conv2d_backward(
+            dy.lanes, x.source, weight, *how, batch.counts(), batch.tree, needs
         )
+        return None if dx is None else x.like(dx), dweight, dbias
 
     return x.like(y), vjp

@@ -1,1 +1,57 @@
-"""C backend: the functions of `reference`, with the same arguments, by the compiled kernels."""
+"""C backend: the functions of `reference`, with the same arguments, by the compiled kernels.
+
+Those that read activations take an array or the Source of an Activation. What is not on the path
+of a training step is NumPy's here too.
+"""
+
+from mpidl.backends.cpu.batchnorm import (
+    activation,
+    activation_sums,
+    batchnorm,
+    batchnorm_dx,
+    batchnorm_sums,
+    channel_sums,
+    moments,
+    relu,
+    relu_dx,
+)
+from mpidl.backends.cpu.conv import conv2d, conv2d_backward, conv2d_moments
+from mpidl.backends.reference import (
+    average_pool2d,
+    average_pool2d_dx,
+    conv2d_shape,
+    cross_entropy,
+    dense,
+    dense_dweight,
+    dense_dx,
+    image_sums,
+    max_pool2d,
+    max_pool2d_dx,
+    softmax,
+)
+
+__all__ = [
+    "activation",
+    "activation_sums",
+    "average_pool2d",
+    "average_pool2d_dx",
+    "batchnorm",
+    "batchnorm_dx",
+    "batchnorm_sums",
+    "channel_sums",
+    "conv2d",
+    "conv2d_backward",
+    "conv2d_moments",
+    "conv2d_shape",
+    "cross_entropy",
+    "dense",
+    "dense_dweight",
+    "dense_dx",
+    "image_sums",
+    "max_pool2d",
+    "max_pool2d_dx",
+    "moments",
+    "relu",
+    "relu_dx",
+    "softmax",
+]

@@ -1,0 +1,130 @@
+/* What batch normalization and ReLU do to one channel of one block; the fused passes and the
+ * separate ones are made of these, so that both give the same bytes.
+ *
+ * Sums run over a channel's pixels lane by lane, pixel i into accumulator i % 4, and over the lanes
+ * by their tree. A value's unused lanes are masked; a cotangent's are zero. */
+#ifndef MPIDL_ACTIVATION_H
+#define MPIDL_ACTIVATION_H
+
+#include "lanes.h"
+
+/* How an activation is read: x itself, or, where mean is not NULL, max(0, (x - mean) * scale + beta)
+ * by channel, which is never stored. */
+struct source {
+    const float *x, *mean, *scale, *beta;
+};
+
+INLINE vec normalize(vec x, vec mean, vec scale, vec beta) {
+    return muladd(x - mean, scale, beta);
+}
+
+INLINE vec activate(vec x, vec mean, vec scale, vec beta) {
+    return larger(zero(), normalize(x, mean, scale, beta)); /* in that order: NaN stays NaN */
+}
+
+/* The cotangent of the normalized value from that of its ReLU. */
+INLINE vec relu_back(vec dy, vec normalized) { return keep(normalized > 0, dy); }
+
+/* dx of batch normalization: a * dz + b * (x - mean) + c, see ops/batchnorm.py. */
+INLINE vec normalize_back(vec dz, vec x, vec mean, vec a, vec b, vec c) {
+    return muladd(a, dz, muladd(x - mean, b, c));
+}
+
+INLINE float lanes_total(const vec *parts) {
+    float row[LANES];
+    for (int p = 0; p < PARTS; p++) store(row + p * WIDTH, parts[p]);
+    return lane_sum(row);
+}
+
+INLINE vec four(const vec *a) { return (a[0] + a[1]) + (a[2] + a[3]); }
+
+/* Sum over `rows` x `columns` pixels, `stride` floats from row to row; column j goes to accumulator
+ * j % 4. */
+static inline float channel_sum(const float *x, int64_t rows, int64_t columns, int64_t stride) {
+    vec total[PARTS];
+    for (int p = 0; p < PARTS; p++) {
+        vec a[4] = {zero(), zero(), zero(), zero()};
+        for (int64_t r = 0; r < rows; r++) {
+            const float *row = x + r * stride + p * WIDTH;
+            int64_t j = 0;
+            for (; j + 4 <= columns; j += 4)
+                UNROLL for (int i = 0; i < 4; i++) a[i] += load(row + (j + i) * LANES);
+            for (int i = 0; j < columns; j++, i++) a[i] += load(row + j * LANES);
+        }
+        total[p] = four(a);
+    }
+    return lanes_total(total);
+}
+
+/* row = (mean, M2) of a channel over its `pixels` pixels of `valid` lanes. The mean is taken first
+ * and M2 about it; the mean's own rounding is corrected. */
+static inline void channel_moments(const float *x, int64_t pixels, int valid, double *mean,
+                                   double *m2) {
+    vec total[PARTS], error[PARTS], square[PARTS];
+    double count = (double)pixels * valid;
+    for (int p = 0; p < PARTS; p++) {
+        vec a[4] = {zero(), zero(), zero(), zero()};
+        const float *lane = x + p * WIDTH;
+        int64_t j = 0;
+        for (; j + 4 <= pixels; j += 4)
+            UNROLL for (int i = 0; i < 4; i++) a[i] += load(lane + (j + i) * LANES);
+        for (int i = 0; j < pixels; j++, i++) a[i] += load(lane + j * LANES);
+        total[p] = keep(lanes_below(valid, p * WIDTH), four(a));
+    }
+    float about = (float)(lanes_total(total) / count);
+    for (int p = 0; p < PARTS; p++) {
+        vec e[4] = {zero(), zero(), zero(), zero()}, q[4] = {zero(), zero(), zero(), zero()};
+        const float *lane = x + p * WIDTH;
+        int64_t j = 0;
+        for (; j + 4 <= pixels; j += 4) UNROLL for (int i = 0; i < 4; i++) {
+                vec d = load(lane + (j + i) * LANES) - splat(about);
+                e[i] += d, q[i] = muladd(d, d, q[i]);
+            }
+        for (int i = 0; j < pixels; j++, i++) {
+            vec d = load(lane + j * LANES) - splat(about);
+            e[i] += d, q[i] = muladd(d, d, q[i]);
+        }
+        error[p] = keep(lanes_below(valid, p * WIDTH), four(e));
+        square[p] = keep(lanes_below(valid, p * WIDTH), four(q));
+    }
+    double off = lanes_total(error) / count;
+    *mean = about + off;
+    *m2 = lanes_total(square) - count * off * off;
+}
+
+/* *sum = sum of dz, *product = sum of dz * (x - mean), over a channel's pixels; dz is da where the
+ * activation is > 0 (with scale NULL: da itself). mean, scale, beta point at this channel's. */
+static inline void channel_norm_sums(const float *da, const float *x, int64_t pixels,
+                                     const float *mean, const float *scale, const float *beta,
+                                     double *sum, double *product) {
+    vec sums[PARTS], products[PARTS];
+    for (int p = 0; p < PARTS; p++) {
+        vec s[4] = {zero(), zero(), zero(), zero()}, q[4] = {zero(), zero(), zero(), zero()};
+        const float *d = da + p * WIDTH, *v = x + p * WIDTH;
+        vec m = splat(*mean);
+#define PIXEL(i, dz)                                                                               \
+    {                                                                                              \
+        vec z = dz;                                                                                \
+        s[i] += z, q[i] = muladd(z, load(v + (j + i) * LANES) - m, q[i]);                          \
+    }
+#define PIXELS(dz)                                                                                 \
+    {                                                                                              \
+        int64_t j = 0;                                                                             \
+        for (; j + 4 <= pixels; j += 4) UNROLL for (int i = 0; i < 4; i++) PIXEL(i, dz)            \
+        for (int i = 0; j + i < pixels; i++) PIXEL(i, dz)                                          \
+    }
+        if (scale) {
+            vec sc = splat(*scale), be = splat(*beta);
+            PIXELS(relu_back(load(d + (j + i) * LANES),
+                             normalize(load(v + (j + i) * LANES), m, sc, be)))
+        } else {
+            PIXELS(load(d + (j + i) * LANES))
+        }
+#undef PIXELS
+#undef PIXEL
+        sums[p] = four(s), products[p] = four(q);
+    }
+    *sum = lanes_total(sums), *product = lanes_total(products);
+}
+
+#endif

@@ -1,0 +1,406 @@
+/* Passes of a convolution over a rank's blocks. A pass fuses what is cheap while a block is in
+ * cache: forward reads its input through the activation before it and takes the moments of what it
+ * made; backward goes through the activation behind it and adds up what the one before it needs. */
+#include "conv.h"
+
+#include "fold.h"
+#include "mpidl.h"
+#include "winograd.h"
+
+enum { OFFSETS, INDICES, WEIGHTS, LEAVES }; /* scratch slots */
+enum { SIDE = 4 }; /* outputs of a weight tile, see direct.c */
+
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t tiles(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+struct pass {
+    struct conv c;
+    struct source x;
+    struct gradient dy;
+    const float *weight, *bias;
+    float *y, *dx;
+    double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
+    const int32_t *counts;
+    const float *packed;  /* transformed weights, each group `packed_group` floats */
+    int64_t packed_group;
+    int64_t winograd_at;  /* where its scratch begins in the team's */
+    int backward;
+    int64_t m;            /* of the Winograd tile, 0: direct */
+    int64_t dweight_m;
+    struct padded in, out; /* x, dy; data is the team's */
+    int in_place;         /* x is read where it is */
+    int64_t before, left; /* border of dy */
+    int64_t taps;         /* of x, for forward and dweight */
+    int32_t *offset;
+    struct phase *phases; /* of dx */
+    int64_t phase_count;
+    struct leaves *leaves; /* or NULL: no dweight */
+};
+
+/* Of dx, the pixels whose row and column have one remainder by the strides: a direct convolution of
+ * dy with those taps of the filter that reach them. */
+struct phase {
+    int64_t row, column, rows, columns, taps;
+    int32_t *offset;
+    float *weight; /* of all groups */
+};
+
+static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t phases) {
+    p->rows = rows, p->phases = phases;
+    p->columns = tiles(columns, phases) * phases;
+    p->row_stride = p->columns * LANES;
+    p->channel_stride = p->rows * p->row_stride;
+}
+
+/* How x lies in scratch; `m` is the largest Winograd tile that will read it, or 0. */
+static void lay_out_x(struct pass *pass, int64_t m) {
+    const struct conv *c = &pass->c;
+    int64_t rows = most(c->H + c->top + c->bottom, (c->P - 1) * c->stride_h + 1);
+    int64_t columns = most(c->W + c->left + c->right, (c->Q - 1) * c->stride_w + 1);
+    if (m) rows = most(rows, tiles(c->P, m) * m + 2), columns = most(columns, tiles(c->Q, m) * m + 2);
+    lay_out(&pass->in, rows, columns, c->stride_w);
+    pass->in_place = !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
+}
+
+/* Where the taps (channel of the group, r, s) of output pixel (0, 0) lie in padded x. */
+static void find_taps(struct pass *pass) {
+    const struct conv *c = &pass->c;
+    int64_t wide = pass->in.columns / c->stride_w;
+    int32_t *offset = (int32_t *)scratch(OFFSETS, pass->taps);
+    pass->offset = offset;
+    for (int64_t ci = 0; ci < c->C / c->groups; ci++)
+        for (int64_t r = 0; r < c->R; r++)
+            for (int64_t s = 0; s < c->S; s++) {
+                int64_t column = s * c->dilation_w;
+                column = column % c->stride_w * wide + column / c->stride_w;
+                *offset++ = (int32_t)(ci * pass->in.channel_stride +
+                                      r * c->dilation_h * pass->in.row_stride + column * LANES);
+            }
+}
+
+static const float *x_of(const struct pass *pass, int64_t block) {
+    return pass->x.x + block * pass->c.C * pass->c.H * pass->c.W * LANES;
+}
+
+/* Bring the block's x to where the kernels read it; returns its place. */
+static const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
+    const struct conv *c = &pass->c;
+    const float *x = x_of(pass, block);
+    if (pass->in_place) return x;
+    struct padded in = pass->in;
+    in.data = team->shared;
+    EACH_TILE(team, ci, c->C) {
+        fill_source(&in, ci, &pass->x, x + ci * c->H * c->W * LANES, c->H, c->W, c->top, c->left);
+        if (ci % 8 == 0) tick();
+    }
+    return in.data;
+}
+
+static void transform_tile(void *job, int64_t tile, float *own) {
+    const struct pass *pass = job;
+    const struct conv *c = &pass->c;
+    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups;
+    int64_t each = pass->backward ? winograd_weights_tiles(outputs, inputs)
+                                  : winograd_weights_tiles(inputs, outputs);
+    (void)own;
+    winograd_weights(pass->weight + tile / each * outputs * inputs * 9,
+                     (float *)pass->packed + tile / each * pass->packed_group, outputs, inputs,
+                     (int)pass->m, pass->backward, tile % each);
+}
+
+static void transform_weights(struct pass *pass, int64_t inputs, int64_t outputs) {
+    pass->packed_group = winograd_weights_floats(inputs, outputs, (int)pass->m);
+    pass->packed = scratch(WEIGHTS, pass->c.groups * pass->packed_group);
+    each_tile(pass->c.groups * winograd_weights_tiles(inputs, outputs), transform_tile, pass, 0);
+}
+
+static void forward_block(const struct team *team, void *job, int64_t block) {
+    const struct pass *pass = job;
+    const struct conv *c = &pass->c;
+    int64_t pixels = c->P * c->Q * LANES, outputs = c->K / c->groups, inputs = c->C / c->groups;
+    float *y = pass->y + block * c->K * pixels;
+    const float *in = bring_x(team, pass, block);
+    meet(team);
+    for (int64_t g = 0; g < c->groups; g++) {
+        const float *group = in + g * inputs * pass->in.channel_stride;
+        if (pass->m) {
+            struct winograd w = {inputs, outputs, c->P, c->Q, (int)pass->m};
+            struct pixels from = {(float *)group, pass->in.channel_stride, pass->in.row_stride};
+            struct pixels to = {y + g * outputs * pixels, pixels, c->Q * LANES};
+            winograd_conv(team, &w, from, pass->packed + g * pass->packed_group,
+                          pass->bias + g * outputs, to, team->shared + pass->winograd_at);
+            continue;
+        }
+        struct direct d = {.taps = pass->taps,
+                           .offset = pass->offset,
+                           .weight = pass->packed + g * outputs * pass->taps,
+                           .bias = pass->bias + g * outputs,
+                           .outputs = outputs,
+                           .out = y + g * outputs * pixels,
+                           .out_channel = pixels,
+                           .out_row = c->Q * LANES,
+                           .out_pixel = LANES,
+                           .rows = c->P,
+                           .columns = c->Q,
+                           .in = group,
+                           .in_row = c->stride_h * pass->in.row_stride};
+        direct_rows(team, &d);
+    }
+    if (!pass->rows) return;
+    meet(team);
+    double *row = pass->rows + block * (1 + 2 * c->K);
+    if (team->member == 0) row[0] = (double)(c->P * c->Q * pass->counts[block]);
+    EACH_TILE(team, k, c->K)
+    channel_moments(y + k * pixels, c->P * c->Q, pass->counts[block], row + 1 + k,
+                    row + 1 + c->K + k);
+}
+
+void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
+                  const float *weight, const float *bias, float *y, double *moments,
+                  const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
+                  int64_t m) {
+    struct pass pass = {.c = *(const struct conv *)shape,
+                        .x = {x, mean, scale, beta},
+                        .weight = weight,
+                        .bias = bias,
+                        .y = y,
+                        .rows = moments,
+                        .counts = counts,
+                        .m = m};
+    const struct conv *c = &pass.c;
+    if (blocks == 0) return;
+    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, extra = 0;
+    pass.taps = inputs * c->R * c->S;
+    lay_out_x(&pass, m);
+    pass.winograd_at = pass.in_place ? 0 : c->C * pass.in.channel_stride;
+    if (m) {
+        transform_weights(&pass, inputs, outputs);
+        extra = winograd_conv_floats(&(struct winograd){inputs, outputs, c->P, c->Q, (int)m});
+    } else {
+        find_taps(&pass);
+        int32_t *index = (int32_t *)scratch(INDICES, pass.taps);
+        for (int64_t t = 0; t < pass.taps; t++) index[t] = (int32_t)t;
+        float *packed = scratch(WEIGHTS, c->K * pass.taps);
+        for (int64_t g = 0; g < c->groups; g++)
+            pack_weights(packed + g * outputs * pass.taps, weight + g * outputs * pass.taps,
+                         outputs, pass.taps, pass.taps, index);
+        pass.packed = packed;
+    }
+    each_block(blocks, forward_block, &pass, pass.winograd_at + extra, 0);
+    if (moments) fold_moments(moments, c->K, (const struct tree *)tree);
+}
+
+/* Backward */
+
+/* How dy lies in scratch: a border as wide as the taps of dx reach, and whole Winograd tiles. */
+static void lay_out_dy(struct pass *pass) {
+    const struct conv *c = &pass->c;
+    int64_t reach_h = (c->R - 1) * c->dilation_h - c->top,
+            reach_w = (c->S - 1) * c->dilation_w - c->left;
+    int64_t after = (c->H - 1 + c->top) / c->stride_h - (c->P - 1);
+    int64_t right = (c->W - 1 + c->left) / c->stride_w - (c->Q - 1);
+    if (!pass->dx) reach_h = reach_w = after = right = 0;
+    pass->before = reach_h > 0 ? tiles(reach_h, c->stride_h) : 0;
+    pass->left = reach_w > 0 ? tiles(reach_w, c->stride_w) : 0;
+    int64_t rows = pass->before + c->P + most(after, 0);
+    int64_t columns = pass->left + c->Q + most(right, 0);
+    if (pass->dx && pass->m) {
+        rows = most(rows, tiles(c->H, pass->m) * pass->m + 2);
+        columns = most(columns, tiles(c->W, pass->m) * pass->m + 2);
+    }
+    if (pass->leaves && pass->dweight_m) {
+        rows = most(rows, pass->before + tiles(c->P, pass->dweight_m) * pass->dweight_m);
+        columns = most(columns, pass->left + tiles(c->Q, pass->dweight_m) * pass->dweight_m);
+    }
+    lay_out(&pass->out, rows, columns, 1);
+}
+
+/* For each remainder of dx's rows and columns by the strides, which taps reach them, and where. */
+static void find_phases(struct pass *pass, struct phase *phases) {
+    const struct conv *c = &pass->c;
+    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
+    int32_t *offset = (int32_t *)scratch(OFFSETS, pass->taps + outputs * filter) + pass->taps;
+    int32_t *index = (int32_t *)scratch(INDICES, outputs * filter);
+    float *packed = scratch(WEIGHTS, c->K * inputs * filter);
+    pass->phases = phases;
+    for (int64_t row = 0; row < c->stride_h && row < c->H; row++)
+        for (int64_t column = 0; column < c->stride_w && column < c->W; column++) {
+            struct phase *phase = &phases[pass->phase_count++];
+            *phase = (struct phase){.row = row,
+                                    .column = column,
+                                    .rows = tiles(c->H - row, c->stride_h),
+                                    .columns = tiles(c->W - column, c->stride_w),
+                                    .offset = offset,
+                                    .weight = packed};
+            for (int64_t k = 0; k < outputs; k++)
+                for (int64_t r = 0; r < c->R; r++)
+                    for (int64_t s = 0; s < c->S; s++) {
+                        int64_t p = row + c->top - r * c->dilation_h;
+                        int64_t q = column + c->left - s * c->dilation_w;
+                        if (p % c->stride_h || q % c->stride_w) continue;
+                        p = p / c->stride_h + pass->before, q = q / c->stride_w + pass->left;
+                        index[phase->taps] = (int32_t)(k * inputs * filter + r * c->S + s);
+                        offset[phase->taps++] =
+                            (int32_t)(k * pass->out.channel_stride + p * pass->out.row_stride +
+                                      q * LANES);
+                    }
+            for (int64_t g = 0; g < c->groups; g++, packed += inputs * phase->taps)
+                pack_weights(packed, pass->weight + g * outputs * inputs * filter, inputs, filter,
+                             phase->taps, index);
+            offset += phase->taps;
+        }
+}
+
+static void dx_block(const struct team *team, const struct pass *pass, int64_t block,
+                     const float *dy) {
+    const struct conv *c = &pass->c;
+    int64_t pixels = c->H * c->W * LANES, outputs = c->K / c->groups, inputs = c->C / c->groups;
+    float *dx = pass->dx + block * c->C * pixels;
+    for (int64_t g = 0; g < c->groups; g++) {
+        const float *group = dy + g * outputs * pass->out.channel_stride;
+        if (pass->m) {
+            struct winograd w = {outputs, inputs, c->H, c->W, (int)pass->m};
+            struct pixels from = {(float *)group, pass->out.channel_stride, pass->out.row_stride};
+            struct pixels to = {dx + g * inputs * pixels, pixels, c->W * LANES};
+            winograd_conv(team, &w, from, pass->packed + g * pass->packed_group, NULL, to,
+                          team->shared + pass->winograd_at);
+            continue;
+        }
+        for (int64_t i = 0; i < pass->phase_count; i++) {
+            const struct phase *phase = &pass->phases[i];
+            struct direct d = {
+                .taps = phase->taps,
+                .offset = phase->offset,
+                .weight = phase->weight + g * inputs * phase->taps,
+                .outputs = inputs,
+                .out = dx + g * inputs * pixels + (phase->row * c->W + phase->column) * LANES,
+                .out_channel = pixels,
+                .out_row = c->stride_h * c->W * LANES,
+                .out_pixel = c->stride_w * LANES,
+                .rows = phase->rows,
+                .columns = phase->columns,
+                .in = group,
+                .in_row = pass->out.row_stride};
+            direct_rows(team, &d);
+        }
+    }
+}
+
+static void dweight_block(const struct team *team, const struct pass *pass, const float *x,
+                          const float *dy, float *leaf) {
+    const struct conv *c = &pass->c;
+    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups;
+    dy += pass->before * pass->out.row_stride + pass->left * LANES; /* inside of the border */
+    for (int64_t g = 0; g < c->groups; g++) {
+        const float *from = x + g * inputs * pass->in.channel_stride;
+        const float *to = dy + g * outputs * pass->out.channel_stride;
+        float *group = leaf + g * outputs * pass->taps;
+        if (pass->dweight_m) {
+            struct winograd w = {inputs, outputs, c->P, c->Q, 4};
+            winograd_dweight(
+                team, &w,
+                (struct pixels){(float *)from, pass->in.channel_stride, pass->in.row_stride},
+                (struct pixels){(float *)to, pass->out.channel_stride, pass->out.row_stride}, group,
+                team->shared + pass->winograd_at);
+            meet(team); /* before the scratch is used again */
+            continue;
+        }
+        struct direct_dweight d = {.taps = pass->taps,
+                                   .outputs = outputs,
+                                   .offset = pass->offset,
+                                   .dy = to,
+                                   .dy_channel = pass->out.channel_stride,
+                                   .dy_row = pass->out.row_stride,
+                                   .in = from,
+                                   .in_row = c->stride_h * pass->in.row_stride,
+                                   .rows = c->P,
+                                   .columns = c->Q,
+                                   .leaf = group};
+        EACH_TILE(team, t, tiles(outputs, SIDE)) direct_dweight_tile(&d, t, team->own);
+    }
+}
+
+static void backward_block(const struct team *team, void *job, int64_t block) {
+    const struct pass *pass = job;
+    const struct conv *c = &pass->c;
+    int64_t pixels = c->P * c->Q * LANES, at = block * c->K * pixels;
+    struct padded out = pass->out;
+    out.data = team->shared + c->C * pass->in.channel_stride;
+    float *leaf = pass->leaves ? leaf_of(team, pass->leaves, block) : NULL;
+    EACH_TILE(team, k, c->K) {
+        fill_gradient(&out, k, &pass->dy, pass->dy.dy + at + k * pixels,
+                      pass->dy.y.mean ? pass->dy.y.x + at + k * pixels : NULL, pass->counts[block],
+                      c->P, c->Q, pass->before, pass->left);
+        if (leaf) /* the bias's gradient stands behind the weights' */
+            leaf[c->K * pass->taps + k] =
+                channel_sum(out.data + k * out.channel_stride + pass->before * out.row_stride +
+                                pass->left * LANES,
+                            c->P, c->Q, out.row_stride);
+    }
+    const float *x = pass->leaves ? bring_x(team, pass, block) : NULL;
+    meet(team);
+    tick();
+    if (leaf) dweight_block(team, pass, x, out.data, leaf);
+    tick();
+    if (pass->dx) dx_block(team, pass, block, out.data);
+    if (pass->rows) {
+        meet(team);
+        double *row = pass->rows + block * 2 * c->C;
+        EACH_TILE(team, ci, c->C) {
+            int64_t channel = (block * c->C + ci) * c->H * c->W * LANES;
+            channel_norm_sums(pass->dx + channel, pass->x.x + channel, c->H * c->W,
+                              pass->x.mean + ci, pass->x.scale + ci, pass->x.beta + ci, row + ci,
+                              row + c->C + ci);
+        }
+    }
+    if (leaf) leaf_done(team, pass->leaves, block);
+}
+
+void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
+                           const float *y_scale, const float *y_beta, const float *a,
+                           const float *b, const float *c_, const float *x, const float *mean,
+                           const float *scale, const float *beta, const float *weight, float *dx,
+                           double *sums, float *dweight, int64_t nodes, const int32_t *counts,
+                           int64_t blocks, const int64_t *shape, const int64_t *tree, int64_t m,
+                           int64_t dweight_m) {
+    struct leaves leaves;
+    struct pass pass = {.c = *(const struct conv *)shape,
+                        .x = {x, mean, scale, beta},
+                        .dy = {dy, {y, y_mean, y_scale, y_beta}, a, b, c_},
+                        .weight = weight,
+                        .dx = dx,
+                        .rows = sums,
+                        .counts = counts,
+                        .m = m,
+                        .dweight_m = dweight_m,
+                        .leaves = dweight ? &leaves : NULL};
+    const struct conv *c = &pass.c;
+    if (blocks == 0) return;
+    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, own = 0, extra = 0;
+    pass.taps = inputs * c->R * c->S;
+    lay_out_x(&pass, dweight ? dweight_m : 0);
+    lay_out_dy(&pass);
+    struct phase phases[c->stride_h * c->stride_w];
+    if (dx && m) {
+        pass.backward = 1;
+        transform_weights(&pass, outputs, inputs);
+        extra = winograd_conv_floats(&(struct winograd){outputs, inputs, c->H, c->W, (int)m});
+    } else if (dx) {
+        find_phases(&pass, phases);
+    }
+    if (dweight) {
+        if (dweight_m) {
+            extra = most(extra, winograd_dweight_floats(
+                                    &(struct winograd){inputs, outputs, c->P, c->Q, 4}));
+        } else {
+            find_taps(&pass);
+            own = direct_dweight_floats(pass.taps);
+        }
+        leaves_begin(&leaves, (const struct tree *)tree, c->K * pass.taps + c->K, dweight, nodes,
+                     LEAVES);
+    }
+    pass.winograd_at = c->C * pass.in.channel_stride + c->K * pass.out.channel_stride;
+    each_block(blocks, backward_block, &pass, pass.winograd_at + extra, own);
+    if (dweight) leaves_end(&leaves);
+    if (sums) fold_sums(sums, 2 * c->C, (const struct tree *)tree);
+}

@@ -1,0 +1,160 @@
+/* Direct convolution as a sum of shifted images: one kernel for every filter size, stride, dilation
+ * and group, because a table says where each tap of each channel lies. */
+#include "conv.h"
+
+/* The widest tiles whose accumulators, and what is multiplied, stay in registers. */
+#if REGISTERS == 32
+#define PIXELS 6
+#else
+#define PIXELS 3
+#endif
+enum { OUTPUTS = 4 };
+
+/* X pixels of a row times K outputs. */
+INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const float *w,
+                 const float *bias, float *out, int64_t out_channel, int64_t out_pixel, const int X,
+                 const int K) {
+    for (int part = 0; part < LANES; part += WIDTH) {
+        vec sum[OUTPUTS][PIXELS];
+        UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++) sum[k][i] =
+            splat(bias ? bias[k] : 0);
+        const float *weight = w;
+        for (int64_t t = 0; t < taps; t++, weight += K) {
+            const float *pixel = in + offset[t] + part;
+            vec x[PIXELS];
+            UNROLL for (int i = 0; i < X; i++) x[i] = load(pixel + i * LANES);
+            UNROLL for (int k = 0; k < K; k++) {
+                vec f = splat(weight[k]);
+                UNROLL for (int i = 0; i < X; i++) sum[k][i] = muladd(f, x[i], sum[k][i]);
+            }
+        }
+        UNROLL for (int k = 0; k < K; k++) UNROLL for (int i = 0; i < X; i++)
+            store(out + k * out_channel + i * out_pixel + part, sum[k][i]);
+    }
+}
+
+typedef void tile_kernel(const float *, const int32_t *, int64_t, const float *, const float *,
+                         float *, int64_t, int64_t);
+#define TILE(X, K)                                                                                 \
+    static void tile_##X##x##K(const float *in, const int32_t *offset, int64_t taps,               \
+                               const float *w, const float *bias, float *out, int64_t channel,     \
+                               int64_t pixel) {                                                    \
+        tile(in, offset, taps, w, bias, out, channel, pixel, X, K);                                \
+    }
+#define TILES_OF(X) TILE(X, 1) TILE(X, 2) TILE(X, 3) TILE(X, 4)
+TILES_OF(1) TILES_OF(2) TILES_OF(3)
+#define NAMES(X) {tile_##X##x1, tile_##X##x2, tile_##X##x3, tile_##X##x4}
+#if PIXELS == 6
+TILES_OF(4) TILES_OF(5) TILES_OF(6)
+static tile_kernel *const tiles[PIXELS][OUTPUTS] = {NAMES(1), NAMES(2), NAMES(3),
+                                                    NAMES(4), NAMES(5), NAMES(6)};
+#else
+static tile_kernel *const tiles[PIXELS][OUTPUTS] = {NAMES(1), NAMES(2), NAMES(3)};
+#endif
+
+void direct_rows(const struct team *team, const struct direct *d) {
+    /* tiles of equal width, or one pixel apart: 32 = 6 + 6 + 5 + 5 + 5 + 5 */
+    int64_t across = (d->columns + PIXELS - 1) / PIXELS;
+    EACH_TILE(team, p, d->rows) {
+        for (int64_t i = 0; i < across; i++) {
+            int64_t q = d->columns * i / across, width = d->columns * (i + 1) / across - q;
+            const float *in = d->in + p * d->in_row + q * LANES;
+            float *out = d->out + p * d->out_row + q * d->out_pixel;
+            for (int64_t k = 0; k < d->outputs; k += OUTPUTS) {
+                int64_t high = d->outputs - k < OUTPUTS ? d->outputs - k : OUTPUTS;
+                tiles[width - 1][high - 1](in, d->offset, d->taps, d->weight + k * d->taps,
+                                           d->bias ? d->bias + k : NULL, out + k * d->out_channel,
+                                           d->out_channel, d->out_pixel);
+            }
+        }
+        tick();
+    }
+}
+
+void pack_weights(float *out, const float *weight, int64_t outputs, int64_t output_stride,
+                  int64_t taps, const int32_t *index) {
+    for (int64_t k = 0; k < outputs; k += OUTPUTS) {
+        int64_t high = outputs - k < OUTPUTS ? outputs - k : OUTPUTS;
+        for (int64_t t = 0; t < taps; t++)
+            for (int64_t i = 0; i < high; i++)
+                *out++ = weight[(k + i) * output_stride + index[t]];
+    }
+}
+
+/* N taps times K outputs, over `rows` rows of pixels; `sums` are [K][stride][16]. */
+INLINE void dweight_tile(const float *dy, int64_t dy_channel, int64_t dy_row, const float *in,
+                         const int32_t *offset, int64_t in_row, int64_t rows, int64_t columns,
+                         float *sums, int64_t stride, int first, const int N, const int K) {
+    for (int part = 0; part < LANES; part += WIDTH) {
+        vec sum[OUTPUTS][PIXELS];
+        UNROLL for (int k = 0; k < K; k++) UNROLL for (int n = 0; n < N; n++) sum[k][n] =
+            first ? zero() : load(sums + (k * stride + n) * LANES + part);
+        for (int64_t p = 0; p < rows; p++) {
+            const float *d = dy + p * dy_row + part, *x = in + p * in_row + part;
+            for (int64_t q = 0; q < columns; q++, d += LANES, x += LANES) {
+                vec grad[OUTPUTS];
+                UNROLL for (int k = 0; k < K; k++) grad[k] = load(d + k * dy_channel);
+                UNROLL for (int n = 0; n < N; n++) {
+                    vec v = load(x + offset[n]);
+                    UNROLL for (int k = 0; k < K; k++) sum[k][n] = muladd(grad[k], v, sum[k][n]);
+                }
+            }
+        }
+        UNROLL for (int k = 0; k < K; k++) UNROLL for (int n = 0; n < N; n++)
+            store(sums + (k * stride + n) * LANES + part, sum[k][n]);
+    }
+}
+
+typedef void dweight_kernel(const float *, int64_t, int64_t, const float *, const int32_t *,
+                            int64_t, int64_t, int64_t, float *, int64_t, int);
+#define DWEIGHT(N, K)                                                                              \
+    static void dweight_##N##x##K(const float *dy, int64_t dy_channel, int64_t dy_row,             \
+                                  const float *in, const int32_t *offset, int64_t in_row,          \
+                                  int64_t rows, int64_t columns, float *sums, int64_t stride,      \
+                                  int first) {                                                     \
+        int32_t fixed[N]; /* a copy the stores cannot reach: it stays in registers */              \
+        UNROLL for (int n = 0; n < N; n++) fixed[n] = offset[n];                                   \
+        dweight_tile(dy, dy_channel, dy_row, in, fixed, in_row, rows, columns, sums, stride,       \
+                     first, N, K);                                                                 \
+    }
+#define DWEIGHTS_OF(N) DWEIGHT(N, 1) DWEIGHT(N, 2) DWEIGHT(N, 3) DWEIGHT(N, 4)
+#define DWEIGHT_NAMES(N) {dweight_##N##x1, dweight_##N##x2, dweight_##N##x3, dweight_##N##x4}
+DWEIGHTS_OF(1) DWEIGHTS_OF(2) DWEIGHTS_OF(3)
+#if PIXELS == 6
+DWEIGHTS_OF(4) DWEIGHTS_OF(5) DWEIGHTS_OF(6)
+static dweight_kernel *const dweights[PIXELS][OUTPUTS] = {DWEIGHT_NAMES(1), DWEIGHT_NAMES(2),
+                                                          DWEIGHT_NAMES(3), DWEIGHT_NAMES(4),
+                                                          DWEIGHT_NAMES(5), DWEIGHT_NAMES(6)};
+#else
+static dweight_kernel *const dweights[PIXELS][OUTPUTS] = {DWEIGHT_NAMES(1), DWEIGHT_NAMES(2),
+                                                          DWEIGHT_NAMES(3)};
+#endif
+
+int64_t direct_dweight_floats(int64_t taps) {
+    return (OUTPUTS * taps + LANES) * LANES; /* lane_sums reads 16 rows at a time */
+}
+
+void direct_dweight_tile(const struct direct_dweight *d, int64_t index, float *own) {
+    int64_t k = index * OUTPUTS, taps = d->taps;
+    int64_t high = d->outputs - k < OUTPUTS ? d->outputs - k : OUTPUTS;
+    /* bands of rows whose dy stays in the first-level cache while all taps pass over it */
+    int64_t band = 80 / d->columns > 1 ? 80 / d->columns : 1;
+    int64_t groups = (taps + PIXELS - 1) / PIXELS;
+    for (int64_t p = 0; p < d->rows; p += band) {
+        int64_t rows = d->rows - p < band ? d->rows - p : band;
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t t = taps * g / groups, width = taps * (g + 1) / groups - t;
+            dweights[width - 1][high - 1](d->dy + k * d->dy_channel + p * d->dy_row, d->dy_channel,
+                                          d->dy_row, d->in + p * d->in_row, d->offset + t,
+                                          d->in_row, rows, d->columns, own + t * LANES, taps,
+                                          p == 0);
+        }
+        tick();
+    }
+    for (int64_t i = 0; i < high * taps; i += LANES) {
+        float sums[LANES];
+        lane_sums(own + i * LANES, sums);
+        int64_t count = high * taps - i < LANES ? high * taps - i : LANES;
+        memcpy(d->leaf + k * taps + i, sums, (size_t)count * sizeof(float));
+    }
+}

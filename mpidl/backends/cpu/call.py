@@ -1,0 +1,38 @@
+"""What every call into the library needs: small arrays of integers, sources, nodes."""
+
+import functools
+
+import numpy as np
+
+from mpidl.blocks import Source
+from mpidl.fold import Partial, Term, add
+
+
+@functools.lru_cache(maxsize=256)
+def tree_of(tree):
+    """struct tree of kernels/cpu/fold.h."""
+    return np.array([*tree.run, tree.leaves, tree.plain], np.int64)
+
+
+def source_of(x):
+    """The four arrays of a struct source: of an Activation's Source or of an array."""
+    if isinstance(x, Source):
+        return tuple(np.ascontiguousarray(v) for v in x)
+    return np.ascontiguousarray(x), None, None, None
+
+
+def per_channel(vector):
+    """float32, C-ordered: what the kernels take of each channel."""
+    return np.ascontiguousarray(vector, np.float32)
+
+
+def nodes_of(tree):
+    """How many nodes this rank hands over."""
+    return len(tree.nodes[tree.rank])
+
+
+def partial_of_rows(rows, tree, combine=add, shape=None):
+    """The Partial of folded rows, of which the first are this rank's nodes."""
+    shape = rows.shape[1:] if shape is None else shape
+    nodes = [row.reshape(shape) for row in rows[: nodes_of(tree)]]
+    return Partial([Term(tree, nodes, combine, rows.dtype)], None, shape, rows.dtype)

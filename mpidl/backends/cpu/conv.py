@@ -1,0 +1,125 @@
+"""Convolution by the C kernels, by itself or fused with the activations before and behind it."""
+
+import functools
+
+import numpy as np
+
+from mpidl.backends import memory, settings
+from mpidl.backends.cpu.call import (
+    nodes_of,
+    partial_of_rows,
+    per_channel,
+    source_of,
+    tree_of,
+)
+from mpidl.backends.native import library
+from mpidl.backends.reference import conv2d_shape
+from mpidl.fold import Partial, Term, add, merge_moments
+
+FEW = 32  # channels below which the forward convolution is direct
+NOTHING = None, None, None
+
+
+@functools.lru_cache(maxsize=256)
+def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
+    """struct conv of kernels/cpu/conv.h, and (C, H, W), (K, P, Q)."""
+    k, _, r, s = weight_shape
+    _, p, q = conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
+    (top, bottom), (left, right) = padding
+    shape = [*x_shape, k, p, q, r, s, *stride, top, bottom, left, right, *dilation, groups]
+    return np.array(shape, np.int64), (k, p, q)
+
+
+@functools.lru_cache(maxsize=256)
+def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
+    """The Winograd tiles of (forward, backward-data, backward-weights), 0 where it is direct.
+
+    By the layer's shape alone: F(4x4) backward, whose error is at most a few times that of the
+    direct sum; forward, where an error flips ReLUs, F(2x2) from FEW channels on, and F(4x4) only
+    where the policy is "fast". Lavin and Gray, "Fast algorithms for convolutional neural networks",
+    2016.
+    """
+    k, c, r, s = weight_shape
+    sides = [v for pair in padding for v in pair]
+    fits = (r, s) == (3, 3) and stride == dilation == (1, 1) and max(sides) <= 2
+    if policy == "off" or not fits or min(output[1:]) < 4:
+        return 0, 0, 0
+    forward = 4 if policy == "fast" else 2 if min(c, k) >= FEW else 0
+    return forward, 4 if k >= 8 else 0, 4 if c >= 8 else 0
+
+
+def _plan(x, weight, stride, padding, dilation, groups):
+    shape, output = _geometry(x.shape[1:-1], weight.shape, stride, padding, dilation, groups)
+    per_group = (len(weight) // groups, *weight.shape[1:])
+    tiles = winograd_tiles(per_group, stride, padding, dilation, output, settings.winograd)
+    return shape, output, tiles
+
+
+def conv2d(x, weight, bias, stride, padding, dilation, groups):
+    """y = x * weight + bias (cross-correlation); x an array or the Source of an Activation."""
+    return _forward(x, weight, bias, (stride, padding, dilation, groups))[0]
+
+
+def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):
+    """conv2d, and the Partial of its output's moments (see `moments`)."""
+    y, rows = _forward(x, weight, bias, (stride, padding, dilation, groups), counts, tree)
+    return y, partial_of_rows(rows, tree, merge_moments)
+
+
+def _forward(x, weight, bias, how, counts=None, tree=None):
+    source = source_of(x)
+    blocks = len(source[0])
+    shape, output, (m, _, _) = _plan(source[0], weight, *how)
+    y = memory.empty((blocks, *output, source[0].shape[-1]))
+    rows = None if tree is None else np.empty((blocks, 1 + 2 * len(weight)))
+    weight, bias = per_channel(weight), per_channel(bias)
+    library().conv2d(
+        *source, weight, bias, y, rows, counts, blocks, shape, tree and tree_of(tree), m
+    )
+    return y, rows
+
+
+def conv2d_backward(
+    dy, x, weight, stride, padding, dilation, groups, counts, tree, needs, behind=None, sums=False
+):
+    """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
+
+    dweight, dbias: Partials. behind: (Source of y, a, b, c): dy is the gradient of the activation
+    of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
+    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then.
+    """
+    source = source_of(x)
+    blocks = len(source[0])
+    shape, _, (_, m, dweight_m) = _plan(source[0], weight, stride, padding, dilation, groups)
+    after = (None,) * 7
+    if behind is not None:
+        after = (*source_of(behind[0]), *map(per_channel, behind[1:]))
+    dx = memory.empty(source[0].shape) if needs[0] else None
+    rows = np.empty((blocks, 2 * source[0].shape[1])) if sums else None
+    nodes = None
+    if needs[1] or needs[2]:
+        nodes = memory.empty((nodes_of(tree), weight.size + len(weight)))
+    library().conv2d_backward(
+        np.ascontiguousarray(dy),
+        *after,
+        *source,
+        per_channel(weight),
+        dx,
+        rows,
+        nodes,
+        0 if nodes is None else len(nodes),
+        counts,
+        blocks,
+        shape,
+        tree_of(tree),
+        m,
+        dweight_m,
+    )
+    dweight = dbias = None
+    if nodes is not None:
+        split = [(row[: weight.size].reshape(weight.shape), row[weight.size :]) for row in nodes]
+        dweight, dbias = (
+            Partial([Term(tree, [pair[i] for pair in split], add, nodes.dtype)], None, size, "f4")
+            for i, size in enumerate((weight.shape, weight.shape[:1]))
+        )
+    return dx, dweight, dbias, partial_of_rows(rows, tree) if sums else None

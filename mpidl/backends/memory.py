@@ -1,0 +1,105 @@
+"""An arena for activations: large regions of memory, kept and reused from step to step.
+
+A step makes the same arrays in the same order each time, so that after the first one no page is
+asked of the system again, and every array lies where it lay before. Regions are on huge pages where
+the system offers them. An array returns its place when the last reference to it is gone.
+"""
+
+import bisect
+import collections
+import mmap
+import threading
+
+import numpy as np
+
+LINE = 64  # bytes, a cache line
+REGION = 32 << 20  # bytes, the least that is asked of the system
+SMALL = 1 << 14  # bytes below which NumPy's own allocator does well
+
+
+class Arena:
+    """First fit over regions that never go back to the system; neighbours that are free join."""
+
+    def __init__(self):
+        self.regions, self.free = [], []  # free: sorted [(address, bytes)]
+        self.lock = threading.Lock()
+        self.returned = collections.deque()  # by finalizers, which may run anywhere, lock or not
+        self.bytes = 0
+
+    def take(self, size):
+        """The address of `size` bytes, a multiple of LINE."""
+        with self.lock:
+            while self.returned:
+                self._give_back(*self.returned.popleft())
+            for i, (address, room) in enumerate(self.free):
+                if room >= size:
+                    if room == size:
+                        del self.free[i]
+                    else:
+                        self.free[i] = (address + size, room - size)
+                    return address
+            self._grow(size)
+            address, room = self.free.pop()
+            if room > size:
+                bisect.insort(self.free, (address + size, room - size))
+            return address
+
+    def _grow(self, size):
+        size = -(-max(size, REGION) // REGION) * REGION
+        region = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                region.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without huge pages
+        self.regions.append(region)
+        self.bytes += size
+        address = np.frombuffer(region, np.uint8).ctypes.data
+        self.free.append((address + -address % (2 << 20), size))  # last: take() uses it at once
+
+    def _give_back(self, address, size):
+        i = bisect.bisect(self.free, (address, 0))
+        if i < len(self.free) and address + size == self.free[i][0]:
+            size += self.free.pop(i)[1]
+        if i and sum(self.free[i - 1]) == address:
+            address, size = self.free[i - 1][0], self.free[i - 1][1] + size
+            i -= 1
+            del self.free[i]
+        self.free.insert(i, (address, size))
+
+
+_arena = Arena()
+
+
+class _Place:
+    """Owns an array's place in the arena; NumPy reads the interface and keeps the owner."""
+
+    __slots__ = ("address", "size", "__array_interface__")
+
+    def __init__(self, shape, dtype, size):
+        self.size, self.address = size, _arena.take(size)
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (self.address, False),
+        }
+
+    def __del__(self):
+        _arena.returned.append((self.address, self.size))
+
+
+def empty(shape, dtype=np.float32):
+    """An array of unknown contents, 64-byte aligned; its memory is used again once it is gone."""
+    dtype = np.dtype(dtype)
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    if size < SMALL:
+        return np.empty(shape, dtype)
+    return np.asarray(_Place(tuple(int(n) for n in shape), dtype, -(-size // LINE) * LINE))
+
+
+def reserved():
+    """Bytes the arena holds, in use or not."""
+    return _arena.bytes
