@@ -9,7 +9,7 @@ import runpy
 import shutil
 import sys
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -38,14 +38,17 @@ class Build(build_py):
 class Wheel(bdist_wheel):
     """One wheel for all Pythons: of this platform where there are kernels in it, else of any."""
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.root_is_pure = False
-
     def get_tag(self):
         built = os.path.join(self.get_finalized_command("build").build_lib, KERNELS)
         has_kernels = os.path.isdir(built) and os.listdir(built)
         return "py3", "none", super().get_tag()[2] if has_kernels else "any"
+
+
+class Platform(Distribution):
+    """What is built belongs to a platform."""
+
+    def has_ext_modules(self):
+        return True
 
 
 def compile_kernels(folder):
@@ -59,4 +62,4 @@ def compile_kernels(folder):
         print(f"mpidl: kernels that are not compiled: {missing}", file=sys.stderr)
 
 
-setup(cmdclass={"build_py": Build, "bdist_wheel": Wheel})
+setup(distclass=Platform, cmdclass={"build_py": Build, "bdist_wheel": Wheel})
