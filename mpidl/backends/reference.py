@@ -110,6 +110,17 @@ def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
     return counter.partial(weight.shape, weight.dtype)
 
 
+def conv2d_backward(dy, x, weight, stride, padding, dilation, groups, counts, tree, needs):
+    """(dx, dweight, dbias, None): the gradients that `needs` wants, None for the others."""
+    how = stride, padding, dilation, groups
+    return (
+        conv2d_dx(dy, x, weight, *how) if needs[0] else None,
+        conv2d_dweight(dy, x, weight, *how, tree) if needs[1] else None,
+        channel_sums(dy, tree) if needs[2] else None,
+        None,  # of an activation that is not stored, which there is none of here
+    )
+
+
 def channel_sums(x, tree):
     """Partial of the sum over images and pixels: (C,). Unused lanes of x must be zero."""
     counter = Counter(tree)

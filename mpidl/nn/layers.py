@@ -136,25 +136,35 @@ class BatchNorm(Layer):
             shape, {"gamma": (c, 1.0), "beta": (c, 0.0)}, {"mean": (c, 0.0), "variance": (c, 1.0)}
         )
 
-    def forward(self, x, at):
-        mean, variance = f"{self.name}.mean", f"{self.name}.variance"
-        if not at.training:
-            return ops.batchnorm_predict(
-                x,
-                at.state[mean],
-                at.state[variance],
-                at["gamma"],
-                at["beta"],
-                epsilon=self.epsilon,
-            )
+    def _keys(self):
+        return f"{self.name}.mean", f"{self.name}.variance"
+
+    def running(self, at):
+        """The running mean and variance."""
+        return tuple(at.state[key] for key in self._keys())
+
+    def recorder(self, at):
+        """What takes a mini-batch's mean and variance into the running state."""
 
         def record(*statistics):
-            for key, value in zip((mean, variance), statistics, strict=True):
+            for key, value in zip(self._keys(), statistics, strict=True):
                 old = at.state[key]
                 at.state[key] = (old + self.decay * (value - old)).astype(old.dtype)
 
+        return record
+
+    def forward(self, x, at):
+        if not at.training:
+            return ops.batchnorm_predict(
+                x, *self.running(at), at["gamma"], at["beta"], epsilon=self.epsilon
+            )
         return ops.batchnorm(
-            x, at["gamma"], at["beta"], epsilon=self.epsilon, scope=at.batchnorm, record=record
+            x,
+            at["gamma"],
+            at["beta"],
+            epsilon=self.epsilon,
+            scope=at.batchnorm,
+            record=self.recorder(at),
         )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from mpidl import ops
 from mpidl.blocks import Blocked, OneRank, from_images, share
+from mpidl.nn import fusion
 from mpidl.nn import layers as layer_types
 from mpidl.nn.layers import At, Layer
 
@@ -17,6 +18,9 @@ class Network:
     which depend on it and on the layers' names alone. batchnorm: "global" or "local", whose
     statistics normalize in training; `dl.train` sets it from its options.
 
+    fuse: whether convolution, batch normalization and ReLU in a row run as one op (the numbers are the
+    same).
+
     parameters, state: {"conv1.weight": float32 array, ...}, in the order of the layers; assign a
     new dict to change them. Inside `value_and_grad` the network it passes to your function is bound
     to the learnables being differentiated and runs in training mode.
@@ -26,6 +30,7 @@ class Network:
         self.layers = _named(layers)
         self.input_shape = tuple(int(n) for n in input_shape)
         self.seed, self.batchnorm, self.training = seed, batchnorm, False
+        self.fuse, self._runs = True, fusion.runs(self.layers)
         self.output_shapes, parameters, state = [], {}, {}
         shape = self.input_shape
         for layer in self.layers:
@@ -72,10 +77,16 @@ class Network:
             raise ValueError(
                 f"the network takes images of shape {self.input_shape}, got {images.shape[1:]}"
             )
-        x = images
-        for layer in self.layers:
-            at = At(layer, self._parameters, self._state, self.training, self.batchnorm)
-            x = layer.forward(x, at)
+        x, fuse = images, self.fuse and fusion.fuses(images)
+        for run in self._runs if fuse else [[layer] for layer in self.layers]:
+            places = [
+                At(layer, self._parameters, self._state, self.training, self.batchnorm)
+                for layer in run
+            ]
+            if len(run) > 1:
+                x = fusion.forward(run, x, places)
+            else:
+                x = run[0].forward(x, places[0])
         return x
 
     def predict(self, images):

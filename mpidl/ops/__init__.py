@@ -15,7 +15,12 @@ from mpidl.ops.arithmetic import (
     total,
     transpose,
 )
-from mpidl.ops.batchnorm import batchnorm, batchnorm_predict
+from mpidl.ops.batchnorm import (
+    batchnorm,
+    batchnorm_predict,
+    conv2d_batchnorm_relu,
+    conv2d_batchnorm_relu_predict,
+)
 from mpidl.ops.conv import conv2d
 from mpidl.ops.dense import dense, flatten
 from mpidl.ops.loss import correct_count, mean, mean_squared_error, softmax_cross_entropy, sum
@@ -27,6 +32,8 @@ __all__ = [
     "batchnorm",
     "batchnorm_predict",
     "conv2d",
+    "conv2d_batchnorm_relu",
+    "conv2d_batchnorm_relu_predict",
     "correct_count",
     "dense",
     "divide",

@@ -5,15 +5,8 @@ from mpidl.ops import check
 from mpidl.tape import op
 
 
-@op(blocks=True)
-def conv2d(x, weight, bias, *, stride=1, padding=0, dilation=1, groups=1):
-    """2-D cross-correlation.
-
-    x: (N, C, H, W); weight: (K, C/groups, R, S); bias: (K,); returns (N, K, P, Q) with
-    P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, Q likewise. stride and dilation
-    are integers or (down, across); padding is an integer, (down, across) or
-    ((top, bottom), (left, right)) pixels of zero.
-    """
+def conv2d_arguments(x, weight, bias, stride, padding, dilation, groups):
+    """(stride, padding, dilation, groups) as backends take them, of arguments that fit together."""
     check.images("conv2d", x, 4)
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
@@ -26,10 +19,23 @@ def conv2d(x, weight, bias, *, stride=1, padding=0, dilation=1, groups=1):
         )
     if bias.shape != weight.shape[:1]:
         raise ValueError(f"conv2d: expected bias ({len(weight)},), got {bias.shape}")
-    backend, how = backends.of(x), (stride, padding, dilation, groups)
-    size = backend.conv2d_shape(x.image_shape, weight.shape, stride, padding, dilation)
+    size = backends.of(x).conv2d_shape(x.image_shape, weight.shape, stride, padding, dilation)
     if min(size[1:]) < 1:
         raise ValueError(f"conv2d: filters {weight.shape} leave nothing of images {x.image_shape}")
+    return stride, padding, dilation, groups
+
+
+@op(blocks=True)
+def conv2d(x, weight, bias, *, stride=1, padding=0, dilation=1, groups=1):
+    """2-D cross-correlation.
+
+    x: (N, C, H, W); weight: (K, C/groups, R, S); bias: (K,); returns (N, K, P, Q) with
+    P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, Q likewise. stride and dilation
+    are integers or (down, across); padding is an integer, (down, across) or
+    ((top, bottom), (left, right)) pixels of zero.
+    """
+    how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    backend = backends.of(x)
     y = backend.conv2d(x.source, weight, bias, *how)
 
     def vjp(dy, needs):

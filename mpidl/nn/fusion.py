@@ -1,0 +1,53 @@
+"""Which neighbouring layers run as one op: a peephole over the list of layers.
+
+Convolution, batch normalization and ReLU become one op that stores the convolution's output alone;
+the layers behind it (convolution, pooling, dense) read that through the normalization and the ReLU.
+The network, its learnables and its numbers are the same either way.
+"""
+
+from mpidl import backends, ops
+from mpidl.nn.layers import BatchNorm, Conv2D, ReLU
+
+
+def runs(layers):
+    """The layers as a list of runs, each of which is applied at once."""
+    found, i = [], 0
+    while i < len(layers):
+        kinds = tuple(type(layer) for layer in layers[i : i + 3])
+        count = 3 if kinds == (Conv2D, BatchNorm, ReLU) else 1
+        found.append(layers[i : i + count])
+        i += count
+    return found
+
+
+def fuses(x):
+    """Whether the backend of a value reads activations that are not stored."""
+    return hasattr(backends.of_type(x.dtype), "conv2d_moments")
+
+
+def forward(run, x, places):
+    """The output of a run of three for x; `places`: the At of each layer."""
+    conv, norm, _ = run
+    at, norm_at, _ = places
+    how = {
+        "stride": conv.stride,
+        "padding": conv.padding,
+        "dilation": conv.dilation,
+        "groups": conv.groups,
+        "epsilon": norm.epsilon,
+    }
+    gamma, beta = norm_at["gamma"], norm_at["beta"]
+    if not at.training:
+        return ops.conv2d_batchnorm_relu_predict(
+            x, at["weight"], at["bias"], *norm.running(norm_at), gamma, beta, **how
+        )
+    return ops.conv2d_batchnorm_relu(
+        x,
+        at["weight"],
+        at["bias"],
+        gamma,
+        beta,
+        scope=at.batchnorm,
+        record=norm.recorder(norm_at),
+        **how,
+    )
