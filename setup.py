@@ -54,7 +54,8 @@ class Platform(Distribution):
 def compile_kernels(folder):
     """Compile all builds into a folder and say which could not be, and why."""
     try:
-        failed = kernels["compile_builds"](kernels["builds"](), folder)
+        compiler = kernels["find_compiler"]()
+        failed = kernels["compile_builds"](kernels["builds"](), folder, compiler)
         missing = "; ".join(f"{build}: {text}" for build, text in failed.items())
     except kernels["Failed"] as error:
         missing = str(error)

@@ -36,7 +36,9 @@ SANITIZE = (
 
 
 class Failed(Exception):
-    """No compiler, or one that does not compile this; the text says which."""
+    """No compiler, or one that does not compile this: the text is a line, `output` all it said."""
+
+    output = ""
 
 
 def builds():
@@ -45,9 +47,9 @@ def builds():
 
 
 def find_compiler(named=None):
-    """The C compiler's command as a list: the one that is named, that of CC, or the first there is.
+    """The C compiler's command, a list of words: what is named, else CC, else the first there is.
 
-    Raises Failed where it cannot be run.
+    Raises Failed where it is not found.
     """
     named = named or os.environ.get("CC")
     for candidate in [named] if named else ["cc", "gcc", "clang"]:
@@ -120,7 +122,9 @@ def _run(command):
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         text = next((x for x in lines if "error" in x), lines[-1] if lines else "no message")
-        raise Failed(f"{command[0]} ended with exit code {done.returncode}: {text.strip()}")
+        error = Failed(f"{command[0]} ended with exit code {done.returncode}: {text.strip()}")
+        error.output = done.stderr
+        raise error
     return done
 
 
@@ -138,13 +142,12 @@ def _object(compiler, version, flags, name):
     return out
 
 
-def compile_builds(names, folder=LIB, compiler=None, extra=(), without=()):
-    """Compile these builds, side by side, into a folder; returns {build: why it failed}.
+def compile_builds(names, folder, compiler, extra=(), without=()):
+    """Compile these builds, side by side, into a folder; returns {build: its Failed}.
 
-    Raises Failed where there is no compiler. A library is replaced only when it is whole, and at
-    once, so that processes that run the old one go on with it.
+    compiler: as `find_compiler` returns it; Failed where it cannot be run. A library is replaced
+    only when it is whole, and at once, so that processes that run the old one go on with it.
     """
-    compiler = find_compiler(compiler)
     version = _run([*compiler, "--version"]).stdout
     os.makedirs(OBJECTS, exist_ok=True)
     os.makedirs(folder, exist_ok=True)
@@ -166,7 +169,7 @@ def compile_builds(names, folder=LIB, compiler=None, extra=(), without=()):
                 _run([*compiler, *flags[build], "-shared", *objects, "-lm", "-o", new])
                 os.replace(new, out)
             except Failed as error:
-                failed[build] = str(error)
+                failed[build] = error
     return failed
 
 
@@ -201,16 +204,20 @@ def main():
     folder = given.out or (os.path.join(LIB, "sanitize") if given.sanitize else LIB)
     if given.if_needed:
         names = [name for name in names if not is_current(name, folder)]
+    extra = [*(SANITIZE if given.sanitize else []), *shlex.split(given.flags)]
     try:
-        extra = [*(SANITIZE if given.sanitize else []), *shlex.split(given.flags)]
-        failed = {}
-        if names:
-            failed = compile_builds(names, folder, given.cc, extra, given.without)
+        compiler = find_compiler(given.cc)
     except Failed as error:
-        failed = {name: str(error) for name in names}
-    for build, text in failed.items():
-        print(f"kernels/build.py: {build} is not built: {text}", file=sys.stderr)
-    return 0 if given.if_needed else bool(failed)
+        if given.if_needed:  # NumPy does the work, and the commands say so
+            return 0
+        return f"kernels/build.py: {error}"
+    try:
+        failed = compile_builds(names, folder, compiler, extra, given.without) if names else {}
+    except (Failed, OSError) as error:
+        return f"kernels/build.py: {error}"
+    if failed:
+        sys.stderr.write(next(iter(failed.values())).output)
+    return "\n".join(f"kernels/build.py: no {name}: {why}" for name, why in failed.items()) or 0
 
 
 if __name__ == "__main__":

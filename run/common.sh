@@ -39,7 +39,7 @@ use_environment() {
 
 installed() { # what the environment would have to hold for $1 (train or test), as its stamp
     printf '%s %s %s ' "$root" "$mpi" "$("$venv/bin/python" -V 2>&1)"
-    cat "$root/setup.cfg" "$root/pyproject.toml" | sha256sum
+    cat "$root/setup.cfg" "$root/pyproject.toml" "$root/setup.py" | sha256sum
 }
 
 is_ready() {
@@ -55,6 +55,11 @@ prepare() { # prepare train|test: an environment that holds this checkout, at on
         unlock
     fi
     use_environment
+    compile_kernels
+}
+
+compile_kernels() { # anew where their sources changed; NumPy does the work where they cannot be
+    "$venv/bin/python" "$root/kernels/build.py" --if-needed || true
 }
 
 lock() { # a second start in this checkout waits here for the first
