@@ -23,7 +23,7 @@ def main(argv=None):
         "Python": f"{platform.python_version()}, {sys.executable}",
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": "NumPy (no C kernels in this version)",
-        "CPU": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "CPU": f"{cpu_model()}, {os.cpu_count()} cores",
         "CPU features": ", ".join(_features()) or "not known",
         "MPI": _first_line(world.net.MPI.Get_library_version()),
         "mpi4py": start.version_of("mpi4py"),
@@ -48,7 +48,7 @@ def _first_line(text):
     return " ".join(text.strip().splitlines()[0].replace("\0", "").split())
 
 
-def _cpu_model():
+def cpu_model():
     """The CPU as /proc/cpuinfo names it, else as Python knows it."""
     try:
         with open("/proc/cpuinfo") as file:
