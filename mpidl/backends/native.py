@@ -9,6 +9,8 @@ import ctypes
 import functools
 import os
 import re
+import runpy
+import threading
 
 import numpy as np
 
@@ -19,6 +21,11 @@ AVX2 = frozenset("avx2 fma bmi1 bmi2".split())
 AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
 ORDER = list(NEEDS)
+
+# Functions that use neither threads nor scratch of the library: a thread that reads ahead may call
+# them while a pass runs. All others run one at a time.
+ANY_THREAD = {"images", "fold_sums", "fold_moments"}
+_one_pass = threading.RLock()
 
 TYPES = {
     "int64_t": ctypes.c_int64,
@@ -69,6 +76,14 @@ def declarations(header):
     return found
 
 
+def _one_at_a_time(function):
+    def call(*arguments):
+        with _one_pass:
+            return function(*arguments)
+
+    return call
+
+
 class Library:
     """A loaded build: its functions as attributes, without the prefix `mpidl_`.
 
@@ -92,6 +107,12 @@ class Library:
             declared.restype = ctypes.c_char_p
             self._has = declarations(declared().decode())
 
+    @property
+    def about(self):
+        """{"build", "compiler", "sources"}: what this library is; sources is a hash of them."""
+        sources = self.sources().decode().removeprefix("mpidl sources ")
+        return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
+
     def __getattr__(self, name):
         if name.startswith("_") or name not in self._wanted:
             raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
@@ -102,8 +123,63 @@ class Library:
                 f"shows: {how_to_build()}"
             )
         function.restype, function.argtypes = self._wanted[name]
+        if name not in ANY_THREAD:
+            function = _one_at_a_time(function)
         setattr(self, name, function)
         return function
+
+
+def why_numpy():
+    """Why there is no library that can be run, in a line; None where there is one or MPIDL_CPU asks
+    for NumPy. Raises UserError."""
+    if os.environ.get("MPIDL_CPU") == "numpy" or choose() != ["numpy"]:
+        return None
+    for build in offered():
+        if build != "numpy":
+            try:
+                load(build)
+            except UserError as error:
+                return str(error)
+    return f"none are compiled: {how_to_build()}"
+
+
+_progress = []  # the C callback in use, kept alive, and what it raised
+
+
+def watch(progress):
+    """Have the kernels call progress() about every millisecond, on this thread; None: no more.
+
+    It lets messages travel while a pass runs. What it raises is raised by the next `watch`.
+    """
+    raised = _progress[1:]
+    _progress.clear()
+    if running() == "numpy":
+        return
+    if progress is None:
+        library().set_hook(None)
+    else:
+
+        def call():
+            try:
+                if len(_progress) == 1:
+                    progress()
+            except BaseException as error:  # no frame above could take it: it waits
+                _progress.append(error)
+
+        callback = ctypes.CFUNCTYPE(None)(call)
+        _progress.append(callback)
+        library().set_hook(callback)
+    if raised:
+        raise raised[0]
+
+
+def is_stale():
+    """Whether the library was compiled from other sources than those of this checkout."""
+    build_py = os.path.join(kernels_folder() or "", "build.py")
+    found = library()
+    if found is None or not os.path.isfile(build_py):
+        return False
+    return found.about["sources"] != runpy.run_path(build_py)["sources_key"]()
 
 
 def how_to_build():
@@ -176,15 +252,16 @@ def offered():
     return names[names.index(asked) :]
 
 
-@functools.cache
 def load(build):
-    """The Library of a build. Raises UserError where it is not there or cannot be loaded.
-
-    Nothing of a library runs when it is loaded, so one for another CPU may be looked at.
-    """
+    """The Library of a build. Raises UserError where it is not there or cannot be loaded."""
     path = library_path(build)
-    if not os.path.isfile(path):
+    if build not in built():
         raise UserError(f"no {path}: {how_to_build()}")
+    return _load(path, build)
+
+
+@functools.cache
+def _load(path, build):
     return Library(path, os.path.join(kernels_folder(), "cpu", "mpidl.h"), build)
 
 

@@ -8,7 +8,7 @@ from mpidl.cli import arguments, start
 from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0, shown
 from mpidl.errors import UserError
-from mpidl.training import evaluate, modelfile
+from mpidl.training import cores, evaluate, modelfile
 
 
 def main(argv=None):
@@ -16,6 +16,9 @@ def main(argv=None):
     given = arguments.predict(argv, quiet=guard.launched_rank() > 0)
     world = World(timeout=given.timeout)
     start.check_device(given.device)
+    _, lines = cores.settle(world, given)
+    for line in [*start.arithmetic(world), *(lines if world.rank == 0 else [])]:
+        print(line)
     net, about = on_rank_0(world, lambda: modelfile.load_model(given.model))
     classes = about["classes"]
     images = data.open_test_data(

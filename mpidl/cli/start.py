@@ -7,6 +7,7 @@ import platform
 import sys
 from importlib import metadata
 
+from mpidl.backends import native
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.training import options as option_rules
@@ -63,20 +64,49 @@ def version_of(package):
         return "not installed as a package"
 
 
-def warnings(world, batch_size):
-    """On rank 0, the lines to show of what may surprise: a mix of machines, ranks without work."""
-    kinds = world.gather((world.host, f"{platform.machine()}, {blas()}"))
-    if kinds is None:
+def arithmetic(world):
+    """On rank 0, the lines to show of who does the arithmetic: a mix of machines, no kernels."""
+    build, best = native.running(), native.choose()[0]
+    kind = blas() if build == "numpy" else f"kernels of {native.library().about['sources']}"
+    found = world.gather((world.host, best, f"{platform.machine()}, {kind}"))
+    if found is None:
         return []
-    lines, by_kind = [], {}
-    for host, kind in kinds:
-        by_kind.setdefault(kind, set()).add(host)
-    if len(by_kind) > 1:
-        mix = "; ".join(f"{kind} on {', '.join(sorted(hosts))}" for kind, hosts in by_kind.items())
+    lines = without_kernels()
+    if len({best for _, best, _ in found}) > 1:
+        mix = _by_kind((host, best) for host, best, _ in found)
+        lines.append(f"warning: the ranks have different kernels, and all run {build}: {mix}")
+    if len({kind for *_, kind in found}) > 1:
+        mix = _by_kind((host, kind) for host, _, kind in found)
         lines.append(
             f"warning: the ranks run different arithmetic, so that the weights depend on who "
             f"computes what: {mix}"
         )
+    return lines
+
+
+def without_kernels():
+    """The lines to show where NumPy does the work for want of kernels, or they are old."""
+    why = native.why_numpy()
+    if why:
+        return [f"note: without C kernels NumPy does the arithmetic, several times slower: {why}"]
+    if native.is_stale():
+        return [f"warning: the kernels are older than their sources: {native.how_to_build()}"]
+    return []
+
+
+def _by_kind(pairs):
+    """[(host, kind), ...] as "kind on host, host; kind on host"."""
+    hosts = {}
+    for host, kind in pairs:
+        hosts.setdefault(kind, set()).add(host)
+    return "; ".join(f"{kind} on {', '.join(sorted(hosts[kind]))}" for kind in hosts)
+
+
+def warnings(world, batch_size):
+    """On rank 0, the lines to show of what may surprise: a mix of machines, ranks without work."""
+    lines = arithmetic(world)
+    if world.rank:
+        return []
     blocks = -(-batch_size // 16)
     if world.size > blocks:
         idle = world.size - blocks

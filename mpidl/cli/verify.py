@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-from mpidl.cli import arguments
+from mpidl.cli import arguments, start
 from mpidl.comm import guard
 from mpidl.errors import Fault, UserError
 
@@ -26,6 +26,8 @@ def main(argv=None):
         )
     flags = arguments.as_flags(given.given)
     hashes = {}
+    for line in start.without_kernels():
+        print(line)
     print("ranks  iterations  loss          seconds  weights_sha256", flush=True)
     with tempfile.TemporaryDirectory(prefix="mpidl-verify-") as folder:
         for ranks in given.ranks:

@@ -34,6 +34,8 @@ class World:
     stays rank 0. MPI is initialized FUNNELED: only the main thread may call these methods.
     """
 
+    beginnings = []  # functions that each new world is handed to, on all its ranks
+
     def __init__(self, comm=None, *, timeout=300.0, plain=False):
         import mpi4py
 
@@ -53,6 +55,8 @@ class World:
         self.flying, self.next_tag, self.windows = [], 0, {}
         self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
         guard.watch(self.net)
+        for begin in self.beginnings:
+            begin(self)
 
     # sums and other reductions
 
@@ -122,7 +126,7 @@ class World:
 
     def reducer(self):
         """What `value_and_grad(f, reduce=world)` hands gradients to."""
-        return Reducer(self)
+        return Reducer(self, watch=True)
 
     # objects
 
