@@ -12,7 +12,7 @@ WINOGRAD = ("auto", "off", "fast")
 
 
 def of(x):
-    """The backend for a Blocked value: the C kernels for float32 where they are there, else NumPy."""
+    """The backend for a Blocked value: the C kernels for float32 where they are, else NumPy."""
     return of_type(x.dtype)
 
 

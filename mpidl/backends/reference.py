@@ -247,13 +247,13 @@ def max_pool2d(x, size, stride, padding):
     return y, argmax
 
 
-def max_pool2d_dx(dy, argmax, x, size, stride, padding):
-    """Gradient with respect to x; of x only shape and type are used."""
+def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
+    """(gradient with respect to x, None); of x only shape and type are used."""
     dx = np.zeros_like(x)
     for grad, place, out in zip(dy, argmax, dx, strict=True):
         for number, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
             out[pixels] += np.where(place[windows] == number, grad[windows], 0)
-    return dx
+    return dx, None
 
 
 def average_pool2d(x, size, stride, padding):
@@ -267,14 +267,14 @@ def average_pool2d(x, size, stride, padding):
     return y
 
 
-def average_pool2d_dx(dy, x, size, stride, padding):
-    """Gradient with respect to x; of x only shape and type are used."""
+def average_pool2d_dx(dy, x, size, stride, padding, tree):
+    """(gradient with respect to x, None); of x only shape and type are used."""
     dx = np.zeros_like(x)
     for grad, out in zip(dy, dx, strict=True):
         part = grad / x.dtype.type(size[0] * size[1])
         for _, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
             out[pixels] += part[windows]
-    return dx
+    return dx, None
 
 
 def dense(x, weight, bias):

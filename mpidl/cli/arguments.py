@@ -115,14 +115,14 @@ def train(argv=None, quiet=False):
 
 
 def predict(argv=None, quiet=False):
-    """Namespace of model, data, out, batch_size, device, threads, timeout."""
+    """Namespace of model, data, out, batch_size, device, threads, winograd, timeout."""
     parser = Parser("predict", "Classify images with a trained network.", quiet)
     parser.add_argument("--model", metavar="FILE.h5", required=True, help="model.h5 of a run")
     parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
     parser.add_argument(
         "--out", metavar="FILE.csv", help="write a row an image: name, class, a score a class"
     )
-    names = ("batch_size", "device", "threads", "timeout")
+    names = ("batch_size", "device", "threads", "winograd", "timeout")
     parser.add_options(*names)
     defaults = {name: options.OPTIONS[name].default for name in names}
     return argparse.Namespace(**defaults | vars(parser.parse(argv)))
@@ -150,7 +150,7 @@ def verify(argv=None, quiet=False):
     _add_data(parser)
     parser.add_options(
         *("max_iterations", "batch_size", "learning_rate", "momentum", "l2", "shuffle", "seed"),
-        *("device", "threads", "batchnorm", "timeout"),
+        *("device", "threads", "winograd", "batchnorm", "timeout"),
         max_iterations=5,
     )
     given = vars(parser.parse(argv))
@@ -181,7 +181,9 @@ def bench(argv=None, quiet=False):
         help="times that both kinds of step take turns (9)",
     )
     _add_data(parser)
-    parser.add_options("batch_size", "seed", "device", "threads", "batchnorm", "timeout")
+    parser.add_options(
+        *("batch_size", "seed", "device", "threads", "winograd", "batchnorm", "timeout")
+    )
     given = vars(parser.parse(argv))
     named = {name: given.pop(name) for name in ("what", "iterations", "rounds")}
     return argparse.Namespace(**named, given=given)

@@ -9,7 +9,7 @@ from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.report import Console
-from mpidl.training import checkpoint, evaluate, loop, modelfile, options
+from mpidl.training import checkpoint, cores, evaluate, loop, modelfile, options
 
 STOPPED = 75  # the exit code that asks for another run with --resume
 
@@ -62,7 +62,12 @@ def _train(given, world, signals):
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
 
     console = Console(world.rank, verbose_every=settings.verbose_every)
-    _announce(console, world, chosen, train_set, test_set, net, device, out)
+    threads, lines = cores.settle(world, settings)
+    for line in [*start.warnings(world, settings.batch_size), *lines]:
+        console.line(line)
+    _announce(
+        console, world, chosen, train_set, test_set, net, f"{device}, {_threads(threads)}", out
+    )
     if kept is not None:
         at = kept["position"]
         console.line(f"Resumed after iteration {at['iteration']}, {_where(at, settings)}")
@@ -94,7 +99,7 @@ def _train(given, world, signals):
             return STOPPED
         on_rank_0(
             world,
-            lambda: _write_results(out, net, train_set, result, test, world, settings, device),
+            lambda: _write_results(out, net, train_set, result, test, world, threads[0], device),
         )
         console.finish(out, result.train_seconds, test.accuracy, test.images)
         console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
@@ -113,9 +118,12 @@ def _checkpoint(given):
     return checkpoint.load(given["resume"])
 
 
-def _announce(console, world, chosen, train_set, test_set, net, device, out):
-    for line in start.warnings(world, chosen.options.batch_size):
-        console.line(line)
+def _threads(threads):
+    each = "-".join(str(n) for n in sorted({min(threads), max(threads)}))
+    return f"{each} thread{'' if each == '1' else 's'} each"
+
+
+def _announce(console, world, chosen, train_set, test_set, net, on_what, out):
     learnables = sum(count for *_, count in net.table())
     hosts = len(set(world.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
@@ -123,7 +131,7 @@ def _announce(console, world, chosen, train_set, test_set, net, device, out):
         network=f"{chosen.run['network']}, {len(net.layers)} layers, {learnables:,} learnables",
         data=train_set.describe(),
         test=test_set.describe(),
-        ranks=f"{world.size}{on}, {device}",
+        ranks=f"{world.size}{on}, {on_what}",
         results=out,
     )
 
@@ -133,7 +141,7 @@ def _write_options(out, chosen, world):
     options.write_options(os.path.join(out, "options.toml"), chosen, options.versions_of(mpi))
 
 
-def _write_results(out, net, train_set, result, test, world, settings, device):
+def _write_results(out, net, train_set, result, test, world, threads, device):
     modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes, "rescale-zero-one")
     summary = {
         "accuracy": test.accuracy,
@@ -141,7 +149,7 @@ def _write_results(out, net, train_set, result, test, world, settings, device):
         "epochs": result.epochs,
         "iterations": result.iterations,
         "ranks": world.size,
-        "threads": settings.threads,
+        "threads": threads,
         "device": device,
         "images_per_second": result.images_per_second,
         "train_seconds": result.train_seconds,

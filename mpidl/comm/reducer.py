@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from mpidl.backends import native
 from mpidl.comm import exchange
 from mpidl.fold import Partial
 
@@ -29,11 +30,15 @@ class Reducer:
     Partials are packed into buckets of about `bucket_bytes` in the order they come, which is the
     tape's and so the same on every rank; a full bucket leaves at once. Each term of a Partial is
     folded by itself (see `Partial`). Terms of another tree, type or operation start a new bucket.
+    With `watch`, exchanges go on inside of long kernels too, until `finish`.
     """
 
-    def __init__(self, world, bucket_bytes=BUCKET):
+    def __init__(self, world, bucket_bytes=BUCKET, watch=False):
         self.world, self.bucket_bytes = world, bucket_bytes
         self.values, self.buckets = {}, []
+        self.watch = watch and world.size > 1
+        if self.watch:
+            native.watch(world.progress)
         self.open, self.open_key, self.open_bytes = [], None, 0
 
     def push(self, name, value):
@@ -76,6 +81,8 @@ class Reducer:
 
     def finish(self):
         """Wait for all sums; returns {name: array}."""
+        if self.watch:
+            native.watch(None)
         if self.open:
             self._post()
         roots = {}

@@ -18,8 +18,8 @@ class Network:
     which depend on it and on the layers' names alone. batchnorm: "global" or "local", whose
     statistics normalize in training; `dl.train` sets it from its options.
 
-    fuse: whether convolution, batch normalization and ReLU in a row run as one op (the numbers are the
-    same).
+    fuse: whether convolution, batch normalization and ReLU in a row run as one op (with the same
+    numbers).
 
     parameters, state: {"conv1.weight": float32 array, ...}, in the order of the layers; assign a
     new dict to change them. Inside `value_and_grad` the network it passes to your function is bound

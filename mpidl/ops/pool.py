@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from mpidl import backends
 from mpidl.backends.reference import pool2d_shape
+from mpidl.blocks import Gradient
 from mpidl.ops import check
 from mpidl.tape import op
 
@@ -37,6 +38,10 @@ def windows(name, image_shape, size, stride, padding, places=None):
     return Windows(size, stride, padding, shape)
 
 
+def _cotangent(x, dx, sums):
+    return x.like(dx) if sums is None else Gradient(dx, x.batch, sums)
+
+
 @op(blocks=True)
 def max_pool2d(x, size, *, stride=None, padding=0):
     """The largest pixel of each window.
@@ -50,11 +55,11 @@ def max_pool2d(x, size, *, stride=None, padding=0):
     check.images("max_pool2d", x, 4)
     *how, _ = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
     backend = backends.of(x)
-    y, argmax = backend.max_pool2d(x.lanes, *how)
+    y, argmax = backend.max_pool2d(x.source, *how)
 
     def vjp(dy, needs):
-        dx = backend.max_pool2d_dx(dy.lanes, argmax, x.lanes, *how)
-        return (x.like(dx), None)[: len(needs)]
+        found = backend.max_pool2d_dx(dy.lanes, argmax, x.source, *how, x.batch.tree)
+        return (_cotangent(x, *found), None)[: len(needs)]
 
     return x.like(y), vjp
 
@@ -71,10 +76,10 @@ def average_pool2d(x, size, *, stride=None, padding=0):
     check.images("average_pool2d", x, 4)
     *how, _ = windows("average_pool2d", x.image_shape, size, stride, padding)
     backend = backends.of(x)
-    y = backend.average_pool2d(x.lanes, *how)
+    y = backend.average_pool2d(x.source, *how)
 
     def vjp(dy, needs):
-        dx = backend.average_pool2d_dx(dy.lanes, x.lanes, *how)
-        return (x.like(dx), None)[: len(needs)]
+        found = backend.average_pool2d_dx(dy.lanes, x.source, *how, x.batch.tree)
+        return (_cotangent(x, *found), None)[: len(needs)]
 
     return x.like(y), vjp

@@ -87,7 +87,19 @@ class TrainingOptions:
         resume="fixed",
     )
     device: str = option("auto", one_of("auto", "cpu", "gpu"), "where each rank computes")
-    threads: int = option(1, Rule(int, "1", 1, 1), "threads of one rank")
+    threads: int = option(
+        0,
+        at_least(0),
+        "threads of a rank, on which nothing depends but time; 0: the cores it may use, divided "
+        "among the ranks that may use them",
+    )
+    winograd: str = option(
+        "auto",
+        one_of("auto", "off", "fast"),
+        "3x3 convolutions on CPUs: by Winograd's algorithm where its rounding does no harm, never, "
+        "or wherever it is fast",
+        resume="fixed",
+    )
     batchnorm: str = option(
         "global",
         one_of("global", "local"),
@@ -158,11 +170,8 @@ def check(name, value, spelled=None, text=False):
         or (rule.kind is not str and not _within(rule, number))
     ):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
-        kind = kind if number is None and rule.words[0] != "1" else ""
-        message = f"{spelled or name} must be {kind}{rule.words}, found {value}"
-        if name == "threads" and number is not None and number > 1:
-            message += ": the NumPy arithmetic runs one thread a rank, so start more ranks instead"
-        raise UserError(message)
+        kind = kind if number is None else ""
+        raise UserError(f"{spelled or name} must be {kind}{rule.words}, found {value}")
     return number
 
 

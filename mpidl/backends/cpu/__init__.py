@@ -16,17 +16,19 @@ from mpidl.backends.cpu.batchnorm import (
     relu_dx,
 )
 from mpidl.backends.cpu.conv import conv2d, conv2d_backward, conv2d_moments
-from mpidl.backends.reference import (
+from mpidl.backends.cpu.pool import (
     average_pool2d,
     average_pool2d_dx,
+    max_pool2d,
+    max_pool2d_dx,
+)
+from mpidl.backends.reference import (
     conv2d_shape,
     cross_entropy,
     dense,
     dense_dweight,
     dense_dx,
     image_sums,
-    max_pool2d,
-    max_pool2d_dx,
     softmax,
 )
 

@@ -66,7 +66,16 @@ def _sums(dy, x, mean, scale, beta, tree):
     blocks, channels, pixels = _sizes(x)
     rows = np.empty((blocks, 2 * channels))
     library().batchnorm_sums(
-        np.ascontiguousarray(dy), x, mean, scale, beta, rows, blocks, channels, pixels, tree_of(tree)
+        np.ascontiguousarray(dy),
+        x,
+        mean,
+        scale,
+        beta,
+        rows,
+        blocks,
+        channels,
+        pixels,
+        tree_of(tree),
     )
     return partial_of_rows(rows, tree)
 
