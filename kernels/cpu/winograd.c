@@ -1,0 +1,304 @@
+#include "winograd.h"
+
+#include "lanes.h"
+#include "mpidl.h"
+#include "winograd_tiles.h"
+
+/* What is sized here follows from the layer's shape alone, and from nothing of the machine.
+ *
+ * The tiles of a block are taken in bands of consecutive tiles, so that their transformed inputs V
+ * and the products M stay in cache. In a band, with T tiles:
+ *     V[point][panel][input][tiles of the panel]   a panel: as many vectors as the registers hold
+ *     u[point][quad of outputs][input][4]
+ *     M[point][output][tile]
+ * and for each point M = u V, a matrix product. */
+enum {
+    QUAD = 4,                                   /* outputs of a register tile */
+    PANEL = REGISTERS == 32 ? 6 : 3,            /* vectors of a register tile */
+    GAP = 64,                                   /* floats between points: no two on the same 4 KiB */
+    MOST = 64,                                  /* tiles of a band */
+};
+
+static int64_t points(int m) { return (m + 2) * (m + 2); }
+static int64_t quads(int64_t outputs) { return (outputs + QUAD - 1) / QUAD; }
+
+struct bands {
+    int64_t across, tiles, most; /* tiles in a row of tiles, in all, and at most in a band */
+};
+
+#ifndef BAND_BYTES
+#define BAND_BYTES (640 << 10)
+#endif
+
+static struct bands bands_of(const struct winograd *shape) {
+    int m = shape->m;
+    struct bands bands;
+    bands.across = (shape->columns + m - 1) / m;
+    bands.tiles = bands.across * ((shape->rows + m - 1) / m);
+    int64_t bytes = points(m) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
+    int64_t fit = BAND_BYTES / bytes / 6 * 6;
+    fit = fit < 6 ? 6 : fit > MOST ? MOST : fit;
+    bands.most = fit < bands.tiles ? fit : bands.tiles;
+    return bands;
+}
+
+int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m) {
+    return points(m) * quads(outputs) * QUAD * inputs;
+}
+
+int64_t winograd_weights_tiles(int64_t inputs, int64_t outputs) {
+    (void)inputs;
+    return quads(outputs);
+}
+
+/* G g: the values at the points of a filter's three coefficients. */
+INLINE void filter_line(const vec *g, vec *out, const int m) {
+    if (m == 2) {
+        vec even = splat(0.5f) * (g[0] + g[2]), odd = splat(0.5f) * g[1];
+        out[0] = g[0], out[1] = even + odd, out[2] = even - odd, out[3] = g[2];
+    } else {
+        const double near2 = NEAR2, far2 = FAR2;
+        const float near = (float)(1 / (2 * near2 * (near2 - far2)));
+        const float far = (float)(1 / (2 * far2 * (far2 - near2)));
+        vec even1 = splat(near) * muladd(splat(NEAR2), g[2], g[0]);
+        vec even2 = splat(far) * muladd(splat(FAR2), g[2], g[0]);
+        vec odd1 = splat(near * NEAR) * g[1], odd2 = splat(far * FAR) * g[1];
+        out[0] = splat((float)(1 / (near2 * far2))) * g[0];
+        out[1] = even1 + odd1, out[2] = even1 - odd1;
+        out[3] = even2 + odd2, out[4] = even2 - odd2;
+        out[5] = g[2];
+    }
+}
+
+/* G g G^T of four inputs' filters to four outputs at a time, that is of 16 filters. */
+INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
+                            const int backward, int64_t quad) {
+    const int n = m + 2;
+    const int64_t inputs = backward ? K : C, outputs = backward ? C : K;
+    const int64_t point = quads(outputs) * QUAD * inputs;
+    u += quad * QUAD * inputs;
+    for (int64_t input = 0; input < inputs; input += 4) {
+        int64_t count = inputs - input < 4 ? inputs - input : 4;
+        float taps[9][16] = {{0}};
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t o = 0; o < QUAD && quad * QUAD + o < outputs; o++) {
+                int64_t from = input + i, to = quad * QUAD + o;
+                const float *filter = w + (backward ? from * C + to : to * C + from) * 9;
+                UNROLL for (int tap = 0; tap < 9; tap++) taps[tap][i * QUAD + o] =
+                    filter[backward ? 8 - tap : tap];
+            }
+        UNROLL for (int part = 0; part < 16; part += WIDTH) {
+            if (part >= count * QUAD) break;
+            vec t[6][3];
+            UNROLL for (int s = 0; s < 3; s++) {
+                vec g[3], out[6];
+                UNROLL for (int r = 0; r < 3; r++) g[r] = load(&taps[3 * r + s][part]);
+                filter_line(g, out, m);
+                UNROLL for (int i = 0; i < n; i++) t[i][s] = out[i];
+            }
+            UNROLL for (int i = 0; i < n; i++) {
+                vec out[6];
+                filter_line(t[i], out, m);
+                UNROLL for (int j = 0; j < n; j++) {
+                    float *to = u + (i * n + j) * point + input * QUAD + part;
+                    if (part + WIDTH <= count * QUAD) store(to, out[j]);
+                    else memcpy(to, &out[j], (size_t)(count * QUAD - part) * sizeof(float));
+                }
+            }
+        }
+    }
+}
+
+void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int backward,
+                      int64_t tile) {
+    if (m == 4 && backward) weights_of_quad(w, u, K, C, 4, 1, tile);
+    else if (m == 4) weights_of_quad(w, u, K, C, 4, 0, tile);
+    else if (backward) weights_of_quad(w, u, K, C, 2, 1, tile);
+    else weights_of_quad(w, u, K, C, 2, 0, tile);
+}
+
+/* Where a vector of a band (tile * PARTS + part) is in V: of channel c at place + c * step. */
+struct places {
+    int64_t place[MOST * PARTS], step[MOST * PARTS];
+};
+
+/* The panels of a band: its vectors divided evenly. */
+static int64_t panel_count(int64_t vectors) { return (vectors + PANEL - 1) / PANEL; }
+static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
+    return vectors * panel / count;
+}
+
+static void find_places(struct places *places, int64_t vectors, int64_t inputs) {
+    int64_t count = panel_count(vectors);
+    for (int64_t panel = 0; panel < count; panel++) {
+        int64_t start = panel_start(vectors, count, panel);
+        int64_t stop = panel_start(vectors, count, panel + 1);
+        for (int64_t v = start; v < stop; v++) {
+            places->place[v] = (start * inputs + v - start) * WIDTH;
+            places->step[v] = (stop - start) * WIDTH;
+        }
+    }
+}
+
+/* V of `tiles` tiles side by side, from their first pixel on, for one group of rows of B^T. Two
+ * neighbours share two columns. */
+INLINE void transform_row(const float *x, int64_t row, int64_t tiles, float *V, int64_t point,
+                          const int64_t *place, const int64_t *step, int64_t channel, const int m,
+                          const int group) {
+    const int n = m + 2, lines = IN_GROUP(m, group);
+    vec t[2][6], d[6], out[6];
+    UNROLL for (int c = 0; c < 2; c++) {
+        UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
+        input_group(d, out, m, group);
+        UNROLL for (int line = 0; line < lines; line++) t[line][m + c] = out[line];
+    }
+    for (int64_t tile = 0; tile < tiles; tile++, x += m * LANES) {
+        UNROLL for (int line = 0; line < lines; line++)
+            t[line][0] = t[line][m], t[line][1] = t[line][m + 1];
+        UNROLL for (int c = 2; c < n; c++) {
+            UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
+            input_group(d, out, m, group);
+            UNROLL for (int line = 0; line < lines; line++) t[line][c] = out[line];
+        }
+        float *to = V + FIRST(m, group) * n * point + place[tile * PARTS] +
+                    channel * step[tile * PARTS];
+        UNROLL for (int line = 0; line < lines; line++) {
+            input_line(t[line], out, m);
+            UNROLL for (int c = 0; c < n; c++) store(to + (line * n + c) * point, out[c]);
+        }
+    }
+}
+
+/* M of one panel and four outputs, at one point. */
+INLINE void multiply(const float *V, const float *u, int64_t inputs, float *M, int64_t output,
+                     const int vectors) {
+    vec sum[QUAD][PANEL];
+    UNROLL for (int o = 0; o < QUAD; o++)
+        UNROLL for (int v = 0; v < vectors; v++) sum[o][v] = zero();
+    for (int64_t c = 0; c < inputs; c++, u += QUAD, V += vectors * WIDTH) {
+        vec x[PANEL];
+        UNROLL for (int v = 0; v < vectors; v++) x[v] = load(V + v * WIDTH);
+        UNROLL for (int o = 0; o < QUAD; o++) {
+            vec weight = splat(u[o]);
+            UNROLL for (int v = 0; v < vectors; v++) sum[o][v] = muladd(weight, x[v], sum[o][v]);
+        }
+    }
+    UNROLL for (int o = 0; o < QUAD; o++)
+        UNROLL for (int v = 0; v < vectors; v++) store(M + o * output + v * WIDTH, sum[o][v]);
+}
+
+static void multiply_panel(const float *V, const float *u, int64_t inputs, int64_t outputs,
+                           float *M, int64_t output, int64_t vectors) {
+    for (int64_t o = 0; o < outputs; o += QUAD, u += QUAD * inputs, M += QUAD * output) {
+        switch (vectors) {
+        case 1: multiply(V, u, inputs, M, output, 1); break;
+        case 2: multiply(V, u, inputs, M, output, 2); break;
+        case 3: multiply(V, u, inputs, M, output, 3); break;
+#if REGISTERS == 32
+        case 4: multiply(V, u, inputs, M, output, 4); break;
+        case 5: multiply(V, u, inputs, M, output, 5); break;
+        case 6: multiply(V, u, inputs, M, output, 6); break;
+#endif
+        }
+    }
+}
+
+/* y of one tile from M, its points `point` floats apart. rows and columns: what is valid of it. */
+INLINE void untransform(const float *M, int64_t point, vec bias, float *y, int64_t row,
+                        int64_t rows, int64_t columns, const int m) {
+    const int n = m + 2;
+    vec t[4][6];
+    UNROLL for (int c = 0; c < n; c++) {
+        vec v[6], out[4];
+        UNROLL for (int r = 0; r < n; r++) v[r] = load(M + (r * n + c) * point);
+        output_line(v, out, m);
+        UNROLL for (int r = 0; r < m; r++) t[r][c] = out[r];
+    }
+    UNROLL for (int r = 0; r < m; r++) {
+        vec out[4];
+        if (r >= rows) break;
+        output_line(t[r], out, m);
+        UNROLL for (int c = 0; c < m; c++)
+            if (c < columns) store(y + r * row + c * LANES, out[c] + bias);
+    }
+}
+
+/* One band, tiles [first, stop). */
+INLINE void convolve_band(const struct team *team, const struct winograd *shape,
+                          const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
+                          const float *u, const float *bias, struct pixels y, float *scratch,
+                          const int m) {
+    const int64_t inputs = shape->inputs, outputs = shape->outputs;
+    const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
+    const int64_t v_point = tiles * inputs * LANES + GAP, m_point = tiles * padded * LANES + GAP;
+    const int64_t across = bands->across, vectors = tiles * PARTS, panels = panel_count(vectors);
+    float *V = scratch;
+    float *M = scratch + points(m) * (bands->most * inputs * LANES + GAP);
+    struct places places;
+    find_places(&places, vectors, inputs);
+
+    EACH_TILE(team, c, inputs) {
+        for (int64_t t = first, next; t < stop; t = next) {
+            next = t / across * across + across;
+            if (next > stop) next = stop;
+            const float *from = x.at + c * x.channel + t / across * m * x.row +
+                                t % across * m * LANES;
+            for (int part = 0; part < PARTS; part++) {
+                const int64_t at = (t - first) * PARTS + part;
+#define GROUP(group)                                                                               \
+    transform_row(from + part * WIDTH, x.row, next - t, V, v_point, places.place + at,             \
+                  places.step + at, c, m, group);
+                GROUP(0)
+                GROUP(1)
+                GROUP(2)
+                if (m == 4) GROUP(3)
+#undef GROUP
+            }
+        }
+    }
+    meet(team);
+    EACH_TILE(team, point, points(m)) {
+        for (int64_t panel = 0; panel < panels; panel++) {
+            int64_t start = panel_start(vectors, panels, panel);
+            multiply_panel(V + point * v_point + start * inputs * WIDTH,
+                           u + point * padded * inputs, inputs, outputs,
+                           M + point * m_point + start * WIDTH, tiles * LANES,
+                           panel_start(vectors, panels, panel + 1) - start);
+        }
+    }
+    meet(team);
+    EACH_TILE(team, o, outputs) {
+        vec add = bias ? splat(bias[o]) : zero();
+        for (int64_t t = first; t < stop; t++) {
+            const int64_t r = t / across * m, c = t % across * m;
+            const int64_t rows = shape->rows - r, columns = shape->columns - c;
+            float *to = y.at + o * y.channel + r * y.row + c * LANES;
+            const float *from = M + (o * tiles + t - first) * LANES;
+            for (int part = 0; part < LANES; part += WIDTH) {
+                if (rows >= m && columns >= m)
+                    untransform(from + part, m_point, add, to + part, y.row, m, m, m);
+                else
+                    untransform(from + part, m_point, add, to + part, y.row, rows, columns, m);
+            }
+        }
+    }
+}
+
+int64_t winograd_conv_floats(const struct winograd *shape) {
+    struct bands bands = bands_of(shape);
+    int64_t channels = shape->inputs + quads(shape->outputs) * QUAD;
+    return points(shape->m) * (bands.most * channels * LANES + 2 * GAP);
+}
+
+void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
+                   const float *u, const float *bias, struct pixels y, float *scratch) {
+    struct bands bands = bands_of(shape);
+    int64_t count = (bands.tiles + bands.most - 1) / bands.most;
+    for (int64_t band = 0; band < count; band++) {
+        int64_t first = bands.tiles * band / count, stop = bands.tiles * (band + 1) / count;
+        if (shape->m == 4)
+            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, scratch, 4);
+        else
+            convolve_band(team, shape, &bands, first, stop, x, u, bias, y, scratch, 2);
+    }
+}
