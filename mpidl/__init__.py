@@ -16,7 +16,6 @@ if "numpy" in sys.modules:
     threadpoolctl.threadpool_limits(1, user_api="blas")
 
 from mpidl import data, nn, ops
-from mpidl.backends import native as _native
 from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
@@ -68,7 +67,5 @@ from mpidl.training.loop import train
 from mpidl.training.modelfile import load_model, save_model, weights_sha256
 from mpidl.training.optimizers import SGDM
 from mpidl.training.options import TrainingOptions
-
-World.beginnings.append(_native.settle)  # all ranks run the same kernels
 
 __version__ = "0.1.0"

@@ -283,7 +283,7 @@ def choose():
     return names
 
 
-_running = None  # the build of this process, once it is settled
+_running, _library = None, None  # the build of this process, once it is settled
 
 
 def running():
@@ -294,17 +294,17 @@ def running():
 
 
 def use(build):
-    """Run this build from now on; Library of it, None for "numpy". Raises UserError."""
-    global _running
-    found = None if build == "numpy" else load(build)
-    _running = build
-    return found
+    """Run this build from now on; its Library, None for "numpy". Raises UserError."""
+    global _running, _library
+    _running, _library = build, None if build == "numpy" else load(build)
+    return _library
 
 
 def library():
     """The Library this process runs, None where NumPy does the work. Raises UserError."""
-    build = running()
-    return None if build == "numpy" else load(build)
+    if _running is None:
+        running()
+    return _library
 
 
 def common(offers):

@@ -6,23 +6,28 @@ import sys
 
 import numpy as np
 
+from mpidl.backends import native
 from mpidl.cli import arguments, start
 from mpidl.comm import World, guard
+from mpidl.training import cores
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
     arguments.info(argv, quiet=guard.launched_rank() > 0)
     world = World(timeout=60)
-    cores = sorted(os.sched_getaffinity(0))
-    ranks = world.gather((world.host, cores, start.blas()))
+    ranks = world.gather((world.host, cores.cores()))
+    warnings = start.arithmetic(world)
     if world.rank:
         return 0
+    threads = sorted(set(cores.deal(ranks, 0)[0]))
     facts = {
         "mpidl": f"{start.version_of('mpidl')}, {os.path.dirname(os.path.dirname(__file__))}",
         "Python": f"{platform.python_version()}, {sys.executable}",
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
-        "arithmetic": "NumPy (no C kernels in this version)",
+        "arithmetic": _arithmetic(),
+        "kernels": _kernels(),
+        "threads": f"{' or '.join(map(str, threads))} a rank, where --threads does not say",
         "CPU": f"{cpu_model()}, {os.cpu_count()} cores",
         "CPU features": ", ".join(_features()) or "not known",
         "MPI": _first_line(world.net.MPI.Get_library_version()),
@@ -33,15 +38,31 @@ def main(argv=None):
     for name, fact in facts.items():
         print(f"{name:13} {fact}")
     by_host = {}
-    for rank, (host, bound, _) in enumerate(ranks):
+    for rank, (host, (bound, _)) in enumerate(ranks):
         by_host.setdefault(host, []).append(f"{rank} on cores {_ranges(bound)}")
     print(f"{'ranks':13} {world.size} on {len(by_host)} host(s)")
     for host, lines in by_host.items():
         print(f"  {host}: " + "; ".join(f"rank {line}" for line in lines))
-    kinds = {blas for *_, blas in ranks}
-    if len(kinds) > 1:
-        print(f"warning: the ranks' BLAS differ: {'; '.join(sorted(kinds))}")
+    for line in warnings:
+        print(line)
     return 0
+
+
+def _arithmetic():
+    """Who computes, on this rank."""
+    library = native.library()
+    if library is None:
+        return "NumPy"
+    return f"C kernels, {library.build}, {library.about['compiler']}, {library.path}"
+
+
+def _kernels():
+    """The builds there are, and which of them do not run here."""
+    builds = (
+        build if native.runs_here(build) else f"{build} (not on this CPU)"
+        for build in native.built()
+    )
+    return ", ".join(builds) or "none"
 
 
 def _first_line(text):

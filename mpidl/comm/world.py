@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 
+from mpidl.backends import native
 from mpidl.comm import guard
 from mpidl.comm.net import Net, node_array, node_room
 from mpidl.comm.reducer import Reducer, post
@@ -32,9 +33,8 @@ class World:
 
     Ranks are numbered in (host, rank) order, so that neighbours in the fold share a host; rank 0
     stays rank 0. MPI is initialized FUNNELED: only the main thread may call these methods.
+    From then on all ranks run the same kernels, the best that each of them can.
     """
-
-    beginnings = []  # functions that each new world is handed to, on all its ranks
 
     def __init__(self, comm=None, *, timeout=300.0, plain=False):
         import mpi4py
@@ -55,8 +55,7 @@ class World:
         self.flying, self.next_tag, self.windows = [], 0, {}
         self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
         guard.watch(self.net)
-        for begin in self.beginnings:
-            begin(self)
+        native.settle(self)
 
     # sums and other reductions
 

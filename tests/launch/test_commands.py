@@ -133,12 +133,14 @@ def test_verify_refuses(tmp_path):
 def test_info():
     lines = mpirun(2, "-m", "mpidl.info", check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
-    for name in ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric", "GPU"):
+    names = ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric", "GPU")
+    for name in (*names, "arithmetic", "kernels", "threads"):
         assert facts[name], name
     assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")
     assert any(word in facts["MPI"].lower() for word in ("mpich", "open mpi", "intel"))
     assert facts["ranks"] == "2 on 1 host(s)"
-    assert re.search(r"rank 0 on cores [\d,-]+; rank 1 on cores [\d,-]+", lines[-1])
+    (bound,) = (line for line in lines if line.startswith("  "))
+    assert re.search(r"rank 0 on cores [\d,-]+; rank 1 on cores [\d,-]+", bound)
 
 
 def predict(*options, ranks=1, check=0):
