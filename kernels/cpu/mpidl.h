@@ -28,5 +28,67 @@ void mpidl_set_hook(void (*function)(void)); /* run about every millisecond of a
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
 void mpidl_copy(const float *from, float *to, int64_t floats);
 
+/* batchnorm.c: x and y (blocks, channels, pixels, 16) */
+void mpidl_channel_sums(const float *x, float *sums, int64_t blocks, int64_t channels,
+                        int64_t height, int64_t width);
+void mpidl_moments(const float *x, double *rows, const int32_t *counts, int64_t blocks,
+                   int64_t channels, int64_t pixels, const int64_t *tree);
+void mpidl_batchnorm(const float *x, const float *mean, const float *scale, const float *beta,
+                     float *y, int64_t relu, int64_t blocks, int64_t channels, int64_t pixels);
+/* scale and beta NULL: there is no ReLU behind */
+void mpidl_batchnorm_sums(const float *dy, const float *x, const float *mean, const float *scale,
+                          const float *beta, double *rows, int64_t blocks, int64_t channels,
+                          int64_t pixels, const int64_t *tree);
+void mpidl_batchnorm_dx(const float *dy, const float *x, const float *mean, const float *a,
+                        const float *b, const float *c, float *dx, const int32_t *counts,
+                        int64_t blocks, int64_t channels, int64_t pixels);
+void mpidl_relu(const float *x, float *y, int64_t blocks, int64_t channels, int64_t pixels);
+void mpidl_relu_dx(const float *dy, const float *y, float *dx, int64_t blocks, int64_t channels,
+                   int64_t pixels);
+
+/* conv.c: shape is struct conv of conv.h; m and dweight_m: the Winograd tile, 0 for direct.
+ * moments (blocks, 1 + 2K), or NULL: (count, mean, M2) of y, folded into the first rows. */
+void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
+                  const float *weight, const float *bias, float *y, double *moments,
+                  const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
+                  int64_t m);
+/* dy: of y, or, where y_mean is not NULL, of the activation of y, whose batch normalization hands
+ * a * dz + b * (y - mean) + c back. dx NULL: not wanted; sums (blocks, 2C) or NULL: of dx, see
+ * mpidl_batchnorm_sums; dweight NULL: not wanted, else (nodes, K * C/groups * R * S + K), the bias's
+ * gradient last. */
+void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
+                           const float *y_scale, const float *y_beta, const float *a,
+                           const float *b, const float *c, const float *x, const float *mean,
+                           const float *scale, const float *beta, const float *weight, float *dx,
+                           double *sums, float *dweight, int64_t nodes, const int32_t *counts,
+                           int64_t blocks, const int64_t *shape, const int64_t *tree, int64_t m,
+                           int64_t dweight_m);
+
+/* pool.c: shape is struct windows of pool.c; max pooling where argmax is given, (blocks, C, P, Q, 16)
+ * places in the window, else the mean. x is a source. sums (blocks, 2C) or NULL: of dx, see
+ * mpidl_batchnorm_sums. */
+void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
+                  float *y, uint8_t *argmax, int64_t blocks, const int64_t *shape);
+void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, const float *mean,
+                     const float *scale, const float *beta, float *dx, double *sums,
+                     int64_t blocks, const int64_t *shape, const int64_t *tree);
+void mpidl_pool2d_plain(const float *x, float *y, uint8_t *argmax, int64_t blocks,
+                        const int64_t *shape);
+void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, int64_t blocks,
+                           const int64_t *shape);
+
+/* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m,
+ * backward. x (inputs, rows to whole tiles of m + 2, columns to whole tiles of m + 2, 16), y
+ * (outputs, rows, columns, 16), dy (outputs, rows to whole tiles of 4, columns, 16), w and dweight
+ * (outputs, inputs, 3, 3), backward (inputs, outputs, 3, 3). u is for the transformed weights. */
+int64_t mpidl_winograd_weights_floats(const int64_t *shape);
+void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
+                         const int64_t *shape);
+void mpidl_winograd_conv_plain(const float *x, const float *w, const float *bias, float *y,
+                               const int64_t *shape);
+void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight, const int64_t *shape);
+void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweight,
+                                  const int64_t *shape);
+
 #pragma GCC visibility pop /* every declaration stands above */
 #endif

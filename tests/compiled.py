@@ -1,0 +1,38 @@
+"""The compiled kernels in tests: every build that runs here, on 1, 2 and 3 threads."""
+
+import numpy as np
+import pytest
+
+from mpidl.backends import native, settings
+from mpidl.fold import Partial
+
+BUILDS = [build for build in native.built() if native.runs_here(build)]
+needed = pytest.mark.skipif(not BUILDS, reason="no kernels: python kernels/build.py compiles them")
+
+
+def bytes_of(value):
+    """An array's, a Partial's nodes', or those of a tuple of such."""
+    if isinstance(value, (tuple, list)):
+        return [bytes_of(part) for part in value]
+    if isinstance(value, Partial):
+        return [np.asarray(node).tobytes() for term in value.terms for node in term.nodes]
+    return None if value is None else np.asarray(value).tobytes()
+
+
+def everywhere(call):
+    """{build: call()}, where the number of threads did not matter, nor AVX-512 or AVX2."""
+    found, before = {}, native.running()
+    try:
+        for build in BUILDS:
+            library = native.use(build)
+            for threads in (1, 2, 3):
+                library.set_threads(threads)
+                result = call()
+                expected = found.setdefault(build, result)
+                assert bytes_of(result) == bytes_of(expected), f"{build}, {threads} threads"
+            library.set_threads(settings.threads)
+    finally:
+        native.use(before)
+    wide = [bytes_of(found[build]) for build in ("x86-64-v4", "x86-64-v3") if build in found]
+    assert all(b == wide[0] for b in wide), "AVX-512 and AVX2 differ"
+    return found
