@@ -52,6 +52,8 @@ class Reducer:
                     f"{name or 'the sum'} is over images that {len(term.tree.runs)} rank(s) share, "
                     f"this world has {self.world.size}: add it up in the world of its images"
                 )
+            if self.world.size == 1:
+                continue  # the one node is the sum
             key = (term.tree, term.combine, term.dtype)
             if self.open and key != self.open_key:
                 self._post()
@@ -95,9 +97,11 @@ class Reducer:
         sums = {}
         for name, value in self.values.items():
             if isinstance(value, Partial):
-                shape = value.shape
-                terms = range(len(value.terms))
-                value = value.finish([roots[name, i].reshape(shape) for i in terms])
+                if self.world.size == 1:
+                    found = [term.nodes[0].copy() for term in value.terms]
+                else:
+                    found = [roots[name, i] for i in range(len(value.terms))]
+                value = value.finish([root.reshape(value.shape) for root in found])
             sums[name] = value
         self.values, self.buckets = {}, []
         return sums
