@@ -19,6 +19,27 @@ enum {
     MOST = 64,                                  /* tiles of a band */
 };
 
+/* The plain reference: 3x3 filters, x padded as the tiles want it, as in mpidl_winograd_conv. */
+void mpidl_winograd_conv_plain(const float *x, const float *w, const float *bias, float *y,
+                               const int64_t *shape) {
+    const int64_t inputs = shape[0], outputs = shape[1], P = shape[2], Q = shape[3];
+    const int64_t rows = winograd_extent(P, (int)shape[4]);
+    const int64_t columns = winograd_extent(Q, (int)shape[4]), backward = shape[5];
+    for (int64_t o = 0; o < outputs; o++)
+        for (int64_t p = 0; p < P; p++)
+            for (int64_t q = 0; q < Q * LANES; q++) {
+                double sum = bias ? bias[o] : 0;
+                for (int64_t i = 0; i < inputs; i++)
+                    for (int64_t tap = 0; tap < 9; tap++) {
+                        int64_t row = i * rows + p + tap / 3;
+                        double pixel = x[row * columns * LANES + q + tap % 3 * LANES];
+                        sum += pixel * (backward ? w[(i * outputs + o) * 9 + 8 - tap]
+                                                 : w[(o * inputs + i) * 9 + tap]);
+                    }
+                y[(o * P + p) * Q * LANES + q] = (float)sum;
+            }
+}
+
 static int64_t points(int m) { return (m + 2) * (m + 2); }
 static int64_t quads(int64_t outputs) { return (outputs + QUAD - 1) / QUAD; }
 
@@ -49,25 +70,6 @@ int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m) {
 int64_t winograd_weights_tiles(int64_t inputs, int64_t outputs) {
     (void)inputs;
     return quads(outputs);
-}
-
-/* G g: the values at the points of a filter's three coefficients. */
-INLINE void filter_line(const vec *g, vec *out, const int m) {
-    if (m == 2) {
-        vec even = splat(0.5f) * (g[0] + g[2]), odd = splat(0.5f) * g[1];
-        out[0] = g[0], out[1] = even + odd, out[2] = even - odd, out[3] = g[2];
-    } else {
-        const double near2 = NEAR2, far2 = FAR2;
-        const float near = (float)(1 / (2 * near2 * (near2 - far2)));
-        const float far = (float)(1 / (2 * far2 * (far2 - near2)));
-        vec even1 = splat(near) * muladd(splat(NEAR2), g[2], g[0]);
-        vec even2 = splat(far) * muladd(splat(FAR2), g[2], g[0]);
-        vec odd1 = splat(near * NEAR) * g[1], odd2 = splat(far * FAR) * g[1];
-        out[0] = splat((float)(1 / (near2 * far2))) * g[0];
-        out[1] = even1 + odd1, out[2] = even1 - odd1;
-        out[3] = even2 + odd2, out[4] = even2 - odd2;
-        out[5] = g[2];
-    }
 }
 
 /* G g G^T of four inputs' filters to four outputs at a time, that is of 16 filters. */
@@ -301,4 +303,45 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
         else
             convolve_band(team, shape, &bands, first, stop, x, u, bias, y, scratch, 2);
     }
+}
+
+/* One block, as tests call it. */
+struct example {
+    struct winograd shape;
+    int backward;
+    const float *w, *bias;
+    float *u;
+    struct pixels x, y;
+};
+
+static void example_weights(void *job, int64_t tile, float *own) {
+    const struct example *e = job;
+    const int64_t inputs = e->shape.inputs, outputs = e->shape.outputs;
+    (void)own;
+    winograd_weights(e->w, e->u, e->backward ? inputs : outputs, e->backward ? outputs : inputs,
+                     e->shape.m, e->backward, tile);
+}
+
+static void example_conv(const struct team *team, void *job, int64_t block) {
+    const struct example *e = job;
+    (void)block;
+    winograd_conv(team, &e->shape, e->x, e->u, e->bias, e->y, team->shared);
+}
+
+int64_t mpidl_winograd_weights_floats(const int64_t *shape) {
+    return winograd_weights_floats(shape[0], shape[1], (int)shape[4]);
+}
+
+void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
+                         const int64_t *shape) {
+    struct example e = {.shape = {shape[0], shape[1], shape[2], shape[3], (int)shape[4]},
+                        .backward = (int)shape[5],
+                        .w = w,
+                        .bias = bias,
+                        .u = u};
+    const int64_t row = winograd_extent(shape[3], e.shape.m) * LANES;
+    e.x = (struct pixels){(float *)x, winograd_extent(shape[2], e.shape.m) * row, row};
+    e.y = (struct pixels){y, shape[2] * shape[3] * LANES, shape[3] * LANES};
+    each_tile(winograd_weights_tiles(shape[0], shape[1]), example_weights, &e, 0);
+    each_block(1, example_conv, &e, winograd_conv_floats(&e.shape), 0);
 }

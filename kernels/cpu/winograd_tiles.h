@@ -67,4 +67,54 @@ INLINE void output_line(const vec *v, vec *out, const int m) {
     }
 }
 
+/* A dy: the values at one group of points, of 4 outputs' gradients (F(4, 3) alone). */
+INLINE void gradient_group(const vec *d, vec *out, const int group) {
+    if (group == 0) {
+        out[0] = d[0];
+    } else if (group == 3) {
+        out[0] = d[3];
+    } else {
+        const float p = group == 1 ? NEAR : FAR;
+        vec even = muladd(splat(p * p), d[2], d[0]), odd = muladd(splat(p * p), d[3], d[1]);
+        out[0] = muladd(splat(p), odd, even), out[1] = muladd(splat(-p), odd, even);
+    }
+}
+
+INLINE void gradient_line(const vec *d, vec *out) {
+    gradient_group(d, out, 0);
+    gradient_group(d, out + 1, 1);
+    gradient_group(d, out + 3, 2);
+    gradient_group(d, out + 5, 3);
+}
+
+/* What the rows of G are divided by, of F(4, 3): the products of differences of points. */
+#define SCALE0 ((float)(1 / ((double)NEAR2 * FAR2)))
+#define SCALE1 ((float)(1 / (2 * (double)NEAR2 * (NEAR2 - FAR2))))
+#define SCALE2 ((float)(1 / (2 * (double)FAR2 * (FAR2 - NEAR2))))
+
+/* G g: the values at the points of a filter's three coefficients. */
+INLINE void filter_line(const vec *g, vec *out, const int m) {
+    if (m == 2) {
+        vec even = splat(0.5f) * (g[0] + g[2]), odd = splat(0.5f) * g[1];
+        out[0] = g[0], out[1] = even + odd, out[2] = even - odd, out[3] = g[2];
+    } else {
+        vec even1 = splat(SCALE1) * muladd(splat(NEAR2), g[2], g[0]);
+        vec even2 = splat(SCALE2) * muladd(splat(FAR2), g[2], g[0]);
+        vec odd1 = splat(SCALE1 * NEAR) * g[1], odd2 = splat(SCALE2 * FAR) * g[1];
+        out[0] = splat(SCALE0) * g[0];
+        out[1] = even1 + odd1, out[2] = even1 - odd1;
+        out[3] = even2 + odd2, out[4] = even2 - odd2;
+        out[5] = g[2];
+    }
+}
+
+/* G^T v, of F(4, 3): the filter's three coefficients. */
+INLINE void filter_sums(const vec *v, vec *out) {
+    vec even1 = splat(SCALE1) * (v[1] + v[2]), odd1 = splat(SCALE1 * NEAR) * (v[1] - v[2]);
+    vec even2 = splat(SCALE2) * (v[3] + v[4]), odd2 = splat(SCALE2 * FAR) * (v[3] - v[4]);
+    out[0] = muladd(splat(SCALE0), v[0], even1 + even2);
+    out[1] = odd1 + odd2;
+    out[2] = muladd(splat(NEAR2), even1, muladd(splat(FAR2), even2, v[5]));
+}
+
 #endif
