@@ -1,0 +1,110 @@
+"""What a measurement was made on, how much memory it took, and the file it goes to."""
+
+import ctypes
+import json
+import os
+import platform
+import time
+
+import numpy as np
+
+from mpidl.backends import native
+from mpidl.cli.info import cpu_model
+from mpidl.comm import guard
+from mpidl.errors import UserError
+from mpidl.training import modelfile
+
+
+def facts(versions):
+    """What every result says of itself; versions: {"numpy": "2.4.6", ...}."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "arithmetic": arithmetic(),
+        "load": [round(x, 2) for x in os.getloadavg()],
+        "versions": versions,
+        "platform": platform.platform(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def arithmetic():
+    """Which kernels run in this process."""
+    library = native.library()
+    return "NumPy" if library is None else f"C kernels for {library.build}"
+
+
+def prepare_json(path):
+    """Refuse at the start a --json that could not be written at the end."""
+    folder = os.path.dirname(os.path.abspath(path)) if path else None
+    if path and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        raise UserError(f"--json {path}: expected a file in a folder that can be written to")
+
+
+def write_json(path, result):
+    """Write a result where --json asked for it."""
+    if path:
+        text = json.dumps(result, indent=1, default=_plain)
+        modelfile.write_whole(path, f"{text}\n".encode())
+
+
+def _plain(value):
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)
+
+
+def cores_of(ranks, threads):
+    """Of each rank, the cores it is held to; the ranks share them where there are too few."""
+    mine = sorted(os.sched_getaffinity(0))
+    return [[mine[(r * threads + t) % len(mine)] for t in range(threads)] for r in range(ranks)]
+
+
+def _status(name):
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(name):
+                return int(line.split()[1]) << 10
+    raise UserError(f"/proc/self/status: no {name}, so memory cannot be measured here")
+
+
+def launched():
+    """Whether mpirun or srun started this process, as one of its ranks."""
+    counts = {name: int(os.environ.get(name) or 0) for name in guard.LAUNCHERS}
+    return any(n > 1 or (n and not name.startswith("SLURM_")) for name, n in counts.items())
+
+
+def start_of_peak():
+    """Bytes of memory this process holds now, what malloc keeps but does not use given back to the
+    system as far as it can; `peak` counts from here on."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        pass  # another C library than glibc
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS:")
+
+
+def peak():
+    """The most bytes of memory this process has held since `start_of_peak`."""
+    return _status("VmHWM:")
+
+
+def median(values):
+    return float(np.median(values))
+
+
+def spread(values, scale=1.0, digits=2):
+    """ "13.02 (min 12.9, max 14.1)" of values times scale."""
+    values = np.asarray(values) * scale
+    low, middle, high = values.min(), np.median(values), values.max()
+    return f"{middle:.{digits}f} (min {low:.{digits}f}, max {high:.{digits}f})"
+
+
+def summary(values, scale=1.0):
+    """The same as {"median", "min", "max"}."""
+    values = np.asarray(values, float) * scale
+    return {
+        "median": float(np.median(values)),
+        "min": float(values.min()),
+        "max": float(values.max()),
+    }
