@@ -8,3 +8,10 @@ import small
 def pictures(tmp_path_factory):
     """A folder of 210 small images in three classes."""
     return small.draw(tmp_path_factory.mktemp("pictures") / "shapes")
+
+
+@pytest.fixture(scope="session")
+def colours(tmp_path_factory):
+    """A folder of 90 colour images of 32 x 32 pixels in three classes."""
+    folder = tmp_path_factory.mktemp("colours") / "shapes"
+    return small.draw(folder, per_class=30, side=32, channels=3)

@@ -25,12 +25,12 @@ def of(function):
 SMALL = of("small")
 
 
-def draw(folder, per_class=PER_CLASS, side=12):
-    """A folder of gray images in three classes that a small network can learn."""
+def draw(folder, per_class=PER_CLASS, side=12, channels=1):
+    """A folder of images in three classes that a small network can learn."""
     numbers = np.random.default_rng(0)
     for name in CLASSES:
         for i in range(per_class):
-            pixels = numbers.integers(0, 60, (1, side, side), dtype=np.uint8)
+            pixels = numbers.integers(0, 60, (channels, side, side), dtype=np.uint8)
             row, column = numbers.integers(1, 7, 2)
             rows, columns = {"bar": (side, 1), "box": (4, 4), "dot": (1, 1)}[name]
             pixels[:, row : row + rows, column : column + columns] = 250
@@ -54,10 +54,10 @@ def command(name, *options, network=SMALL, data=None, out=None):
     return words
 
 
-def train(ranks, data, out, *options, network=SMALL, check=0):
+def train(ranks, data, out, *options, network=SMALL, check=0, env=None):
     """Train to the end in mini-batches of 50; returns the job's Result."""
     words = command("train", "--batch-size", 50, *options, network=network, data=data, out=out)
-    return launcher.mpirun(ranks, *words, env=without_plots(), check=check)
+    return launcher.mpirun(ranks, *words, env=without_plots() | (env or {}), check=check)
 
 
 def resume(ranks, folder, *options, check=0):

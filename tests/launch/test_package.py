@@ -1,31 +1,23 @@
-"""What is installed: the whole package, and no more of other packages than it needs at once."""
+"""What is installed: the whole package, compiled or not, and no more of others than it needs."""
 
 import configparser
+import importlib.util
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
+import small
 from launcher import ROOT, environment, mpirun
+
+spec = importlib.util.spec_from_file_location("build", ROOT / "kernels" / "build.py")
+kernels = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernels)
 
 # Of a tree that was installed once and changed since, these must not be taken for its sources.
 LEFTOVERS = ("__pycache__", ".egg-info", ".pyc")
-
-
-@pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory):
-    """The names of the files in a wheel built from a copy of the sources."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for path in sources("setup.cfg", "pyproject.toml", "LICENSE", "README.md", "mpidl", "kernels"):
-        target = copy / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    command += ["--wheel-dir", out, copy]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = out.glob("mpidl-*.whl")
-    return set(zipfile.ZipFile(wheel).namelist())
+SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
 
 
 def sources(*names):
@@ -33,17 +25,134 @@ def sources(*names):
     for name in names:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.is_file() and not any(part.endswith(LEFTOVERS) for part in file.parts):
+            left = any(part.endswith(LEFTOVERS) for part in file.parts)
+            if file.is_file() and not left and kernels.LIB not in map(str, file.parents):
                 yield file
 
 
-def test_the_wheel_holds_every_file(wheel_names):
-    files = {str(path.relative_to(ROOT)) for path in sources("mpidl", "kernels")}
-    expected = {f"mpidl/{name}" if name.startswith("kernels/") else name for name in files}
-    code = {name for name in wheel_names if ".dist-info/" not in name}
-    assert expected - code == set(), "not in the wheel: add them to setup.cfg"
-    assert code - expected == set(), "in the wheel, but not in the sources"
-    assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
+def has_compiler():
+    try:
+        return bool(kernels.find_compiler())
+    except kernels.Failed:
+        return False
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler: cc, gcc or clang")
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The source distribution, made from a copy of the sources and unpacked."""
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
+    files = ["setup.cfg", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"]
+    for path in sources(*files, "mpidl", "kernels"):
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    text = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
+    run([sys.executable, "-c", text], cwd=copy)
+    (packed,) = out.glob("mpidl-*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(out, filter="data")
+    return packed.with_name(packed.name.removesuffix(".tar.gz"))
+
+
+def run(command, cwd=None, env=None):
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env=environment(env), timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def wheel_of(folder, out, env):
+    """Path of the wheel that pip makes of the sources in a folder, and what was printed."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-v"]
+    text = run([*command, "--wheel-dir", out, folder], env=env)
+    (wheel,) = out.glob("mpidl-*.whl")
+    return wheel, text
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked, tmp_path_factory):
+    return wheel_of(unpacked, tmp_path_factory.mktemp("wheel"), {})[0]
+
+
+@pytest.fixture(scope="module")
+def wheel_without_compiler(unpacked, tmp_path_factory):
+    """The wheel where there is no compiler, though an earlier build has left kernels behind."""
+    nothing = tmp_path_factory.mktemp("nothing")
+    hidden = {"PATH": nothing, "CC": ""}
+    wheel, text = wheel_of(unpacked, tmp_path_factory.mktemp("pure"), hidden)
+    assert "mpidl: kernels that are not compiled: no C compiler: cc, gcc or clang is" in text
+    return wheel
+
+
+def names_in(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def expected_names():
+    """Of each file of the package, its place in a wheel without kernels."""
+    files = {str(path.relative_to(ROOT)) for path in sources("mpidl")}
+    return files | {"mpidl/kernels/README.md", "mpidl/kernels/cpu/mpidl.h"}
+
+
+@needs_compiler
+def test_the_wheel_holds_every_file(wheel):
+    expected = expected_names()
+    expected |= {f"mpidl/kernels/lib/libmpidl-{build}.so" for build in kernels.builds()}
+    assert expected - names_in(wheel) == set(), "not in the wheel: add them to setup.cfg"
+    assert names_in(wheel) - expected == set(), "in the wheel, but not in the sources"
+    with zipfile.ZipFile(wheel) as archive:
+        assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+    python, abi, platform = wheel.stem.split("-")[2:]
+    assert (python, abi) == ("py3", "none") and platform.startswith("linux_")
+
+
+def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_compiler):
+    # after `wheel`, whose kernels must not be found again
+    assert names_in(wheel_without_compiler) == expected_names()
+    assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
+
+
+def test_a_compiler_that_fails(unpacked, tmp_path):
+    wheel, text = wheel_of(unpacked, tmp_path, {"CC": "/bin/false"})
+    assert names_in(wheel) == expected_names()
+    assert "mpidl: kernels that are not compiled: /bin/false ended with exit code 1" in text
+
+
+def train(wheel, data, folder):
+    """Train from a wheel, unpacked into a folder, on 2 ranks; the Result and the weights' hash."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    env = small.without_plots() | {"PYTHONPATH": folder / "site"}
+    words = small.command("train", *SHORT, data=data, out=folder / "run")
+    result = mpirun(2, *words, env=env, cwd=folder, check=0)
+    return result, small.summary(folder / "run")["weights_sha256"]
+
+
+@needs_compiler
+def test_the_wheel_trains_as_the_checkout_does(wheel, pictures, tmp_path):
+    result, found = train(wheel, pictures, tmp_path)
+    assert "without C kernels" not in result.stdout
+    words = small.command("train", *SHORT, data=pictures, out=tmp_path / "here")
+    mpirun(1, *words, env=small.without_plots(), check=0)
+    assert small.summary(tmp_path / "here")["weights_sha256"] == found
+
+
+def test_without_kernels_numpy_trains_and_says_so_once(wheel_without_compiler, pictures, tmp_path):
+    result, found = train(wheel_without_compiler, pictures, tmp_path)
+    said = [line for line in result.stdout.splitlines() if "without C kernels" in line]
+    assert said == [
+        "note: without C kernels NumPy does the arithmetic, several times slower: none are "
+        "compiled: install mpidl again where there is a C compiler"
+    ]
+    assert small.own_lines(result) == []
+    words = small.command("train", *SHORT, data=pictures, out=tmp_path / "here")
+    mpirun(1, *words, env=small.without_plots() | {"MPIDL_CPU": "numpy"}, check=0)
+    assert small.summary(tmp_path / "here")["weights_sha256"] == found
 
 
 def test_every_package_is_listed():

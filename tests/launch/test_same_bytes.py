@@ -6,6 +6,8 @@ import pytest
 import small
 from launcher import mpirun
 
+from mpidl.backends import native
+
 PLAIN = """
 import json, sys
 import mpidl as dl
@@ -20,13 +22,18 @@ if world.rank == 0:
 """
 
 
+BUILDS = [build for build in native.built() if native.runs_here(build)]
+RANKS = (1, 2, 3, 4, 7)
+
+
 @pytest.fixture(scope="module")
 def runs(pictures, tmp_path_factory):
     """{ranks: folder of its results}, of the digits network."""
     base = tmp_path_factory.mktemp("same")
-    for ranks in (1, 2, 3, 4, 7):
-        small.train(ranks, pictures, base / str(ranks), "--epochs", 1, network="digits")
-    return {ranks: base / str(ranks) for ranks in (1, 2, 3, 4, 7)}
+    for ranks in RANKS:
+        words = ("--epochs", 1, "--threads", 1)
+        small.train(ranks, pictures, base / str(ranks), *words, network="digits")
+    return {ranks: base / str(ranks) for ranks in RANKS}
 
 
 def test_weights(runs):
@@ -35,6 +42,41 @@ def test_weights(runs):
     for ranks, s in found.items():
         assert (s["ranks"], s["epochs"], s["iterations"]) == (ranks, 1, small.ITERATIONS)
         assert (s["accuracy"], s["loss"]) == (found[1]["accuracy"], found[1]["loss"])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_weights_on_two_threads_a_rank(ranks, runs, pictures, tmp_path):
+    small.train(ranks, pictures, tmp_path, "--epochs", 1, "--threads", 2, network="digits")
+    found = small.summary(tmp_path)
+    assert found["threads"] == 2
+    expected = small.summary(runs[1])["weights_sha256"]
+    small.assert_same({1: expected, f"{ranks} x 2": found["weights_sha256"]})
+
+
+@pytest.mark.parametrize("build", [*BUILDS, "numpy"])
+def test_weights_by_build(build, runs, pictures, tmp_path):
+    """Each build has one hash; those of AVX-512 and AVX2 are the same."""
+    hashes = {}
+    for ranks, threads in ((1, 1), (3, 2)):
+        out = tmp_path / str(ranks)
+        words = ("--epochs", 1, "--threads", threads)
+        small.train(ranks, pictures, out, *words, network="digits", env={"MPIDL_CPU": build})
+        hashes[ranks] = small.summary(out)["weights_sha256"]
+    if build in ("x86-64-v4", "x86-64-v3") and BUILDS[0] in ("x86-64-v4", "x86-64-v3"):
+        hashes["the best build"] = small.summary(runs[1])["weights_sha256"]
+    small.assert_same(hashes)
+
+
+@pytest.mark.parametrize("policy", ["auto", "off", "fast"])
+def test_weights_of_the_cifar_network(policy, colours, tmp_path):
+    """Its convolutions run by every algorithm there is."""
+    hashes = {}
+    for ranks, threads in ((1, 1), (3, 1), (2, 2)):
+        out = tmp_path / str(ranks)
+        words = ("--max-iterations", 2, "--threads", threads, "--winograd", policy)
+        small.train(ranks, colours, out, *words, network="cifar")
+        hashes[ranks] = small.summary(out)["weights_sha256"]
+    small.assert_same(hashes)
 
 
 def test_the_hash_is_that_of_the_model_file(runs):
