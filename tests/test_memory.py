@@ -1,0 +1,88 @@
+"""The arena: memory is used again once its array is gone, and never before."""
+
+import gc
+import threading
+
+import numpy as np
+
+from mpidl.backends import memory
+from mpidl.backends.memory import Arena
+
+BIG = (64, 1024)
+
+
+def place(array):
+    return array.ctypes.data
+
+
+def test_the_memory_of_an_array_that_is_gone_is_used_again():
+    first = memory.empty(BIG)
+    where = place(first)
+    del first
+    assert place(memory.empty(BIG)) == where
+
+
+def test_a_view_keeps_it():
+    first = memory.empty(BIG)
+    first[...] = 1
+    view, where = first[3:5], place(first)
+    del first
+    second = memory.empty(BIG)
+    second[...] = 2
+    assert place(second) != where and (view == 1).all()
+
+
+def test_arrays_are_aligned_writable_and_of_their_type():
+    for shape, dtype in ((BIG, np.float32), ((3, 5, 7001), np.float64), ((2, 9999), np.uint8)):
+        array = memory.empty(shape, dtype)
+        assert (array.shape, array.dtype) == (shape, dtype) and array.flags.c_contiguous
+        assert place(array) % 64 == 0
+        array[...] = 1
+    assert memory.empty((0, 3)).shape == (0, 3)
+
+
+def test_a_step_asks_for_no_more_after_the_first():
+    def step():
+        kept = [memory.empty((n, 1 << 14)) for n in (5, 3, 9, 3)]
+        kept[1] = None
+        kept.append(memory.empty((2, 1 << 14)))
+        return [place(a) for a in kept if a is not None]
+
+    first = step()
+    held = memory.reserved()
+    assert all(step() == first for _ in range(5)) and memory.reserved() == held
+
+
+def test_neighbours_that_are_free_join():
+    arena = Arena()
+    places = [arena.take(1 << 20) for _ in range(8)]
+    for i in (1, 3, 2, 7, 0, 5, 4, 6):
+        arena.returned.append((places[i], 1 << 20))
+    arena.take(1 << 20)
+    (free,) = arena.free
+    assert free == (places[0] + (1 << 20), memory.REGION - (1 << 20))
+
+
+def test_arrays_never_overlap():
+    """Random sizes and lifetimes, each filled with its own number, on two threads."""
+    wrong = []
+
+    def run(seed):
+        rng, alive = np.random.default_rng(seed), {}
+        for i in range(300):
+            if len(alive) > 12 or (alive and rng.random() < 0.4):
+                key = list(alive)[rng.integers(len(alive))]
+                if not (alive.pop(key) == key).all():
+                    wrong.append(key)
+            array = memory.empty((int(rng.integers(5_000, 200_000)),))
+            array[...] = 1000 * seed + i
+            alive[1000 * seed + i] = array
+        wrong.extend(key for key, array in alive.items() if not (array == key).all())
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not wrong

@@ -1,0 +1,53 @@
+"""While a kernel runs, Python gets its turn: messages of other ranks travel."""
+
+import numpy as np
+import pytest
+from compiled import needed
+
+from mpidl.backends import cpu, native
+
+pytestmark = needed
+
+
+@pytest.fixture(autouse=True)
+def nobody_watches_behind():
+    yield
+    native.watch(None)
+
+
+def work():
+    """Some tens of milliseconds of convolution in one call."""
+    x = np.zeros((4, 32, 32, 32, 16), np.float32)
+    weight, bias = np.zeros((32, 32, 5, 5), np.float32), np.zeros(32, np.float32)
+    return cpu.conv2d(x, weight, bias, (1, 1), ((2, 2), (2, 2)), (1, 1), 1)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_progress_is_called_inside_of_a_pass(threads):
+    calls = []
+    native.library().set_threads(threads)
+    try:
+        native.watch(lambda: calls.append(1))
+        work()
+        assert len(calls) >= 3
+        native.watch(None)
+        count = len(calls)
+        work()
+        assert len(calls) == count
+    finally:
+        native.library().set_threads(1)
+
+
+def test_what_it_raises_comes_out_later():
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise KeyError("lost")
+
+    native.watch(fail)
+    work()
+    assert len(calls) == 1  # not again, and the pass went on
+    with pytest.raises(KeyError, match="lost"):
+        native.watch(None)
+    native.watch(None)
