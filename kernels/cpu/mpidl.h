@@ -90,5 +90,17 @@ void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight, con
 void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweight,
                                   const int64_t *shape);
 
+/* loss.c: logits (blocks, classes, 16), labels (blocks, 16), rows (blocks): sums over a block's images,
+ * folded into the first ones */
+void mpidl_exp(const double *x, double *y, int64_t count);
+void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes);
+void mpidl_cross_entropy(const float *logits, const int32_t *labels, const int32_t *counts,
+                         double *rows, int64_t blocks, int64_t classes, const int64_t *tree);
+void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,
+                                 const int32_t *counts, double scale, float *dlogits,
+                                 int64_t blocks, int64_t classes);
+void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
+                         double *rows, int64_t blocks, int64_t classes, const int64_t *tree);
+
 #pragma GCC visibility pop /* every declaration stands above */
 #endif

@@ -311,14 +311,33 @@ def softmax(logits):
     return probabilities
 
 
-def cross_entropy(logits, labels):
-    """-log softmax(logits)[label] of each image: (B, 16) float64; labels (B, 16) integers."""
+def cross_entropy(logits, labels, counts, tree):
+    """Partial of the sum over images of -log softmax(logits)[label], one number in float64.
+
+    logits (B, K, 16), labels (B, 16) integers.
+    """
     losses = np.empty(labels.shape, np.float64)
     for block, label, out in zip(logits, labels, losses, strict=True):
         z = block - block.max(axis=0).astype(np.float64)
         np.log(np.exp(z).sum(axis=0), out=out)
         out -= np.take_along_axis(z, label[None], axis=0)[0]
-    return losses
+    return image_sums(losses, counts, tree)
+
+
+def cross_entropy_dlogits(logits, labels, scale, counts):
+    """(softmax(logits) - one at the label) * scale, zero in unused lanes: as logits."""
+    d = softmax(logits)
+    for block, label, valid in zip(d, labels, counts, strict=True):
+        block[label, np.arange(len(label))] -= 1
+        block[:, valid:] = 0
+    d *= scale
+    return d.astype(logits.dtype)
+
+
+def correct_count(logits, labels, counts, tree):
+    """Partial of how many images' largest logit, the first of equal ones, is their label's."""
+    right = (logits.argmax(axis=1) == labels).astype(np.float64)
+    return image_sums(right, counts, tree)
 
 
 def image_sums(x, counts, tree):

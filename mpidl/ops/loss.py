@@ -71,16 +71,14 @@ def softmax_cross_entropy(logits, labels):
     check.images("softmax_cross_entropy", logits, 2)
     check_labels("softmax_cross_entropy", labels, logits.shape[1])
     backend, batch = backends.of(logits), logits.batch
-    losses = backend.cross_entropy(logits.lanes, labels.lanes)
+    counts = batch.counts()
+    total = backend.cross_entropy(logits.lanes, labels.lanes, counts, batch.tree)
 
     def vjp(dy, needs):
-        d = backend.softmax(logits.lanes)
-        for block, label in zip(d, labels.lanes, strict=True):
-            block[label, np.arange(len(label))] -= 1
-        d *= float(dy) / batch.count
-        return (logits.like(zero_unused(d.astype(logits.dtype), batch)), None)
+        scale = float(dy) / batch.count
+        d = backend.cross_entropy_dlogits(logits.lanes, labels.lanes, scale, counts)
+        return logits.like(d), None
 
-    total = backend.image_sums(losses, batch.counts(), batch.tree)
     return total * (1.0 / batch.count), vjp
 
 
@@ -119,5 +117,5 @@ def correct_count(logits, labels):
     """
     logits = value_of(logits)
     check_labels("correct_count", labels, logits.shape[1])
-    right = (logits.lanes.argmax(axis=1) == labels.lanes).astype(np.float64)
-    return backends.of(logits).image_sums(right, logits.batch.counts(), logits.batch.tree)
+    batch = logits.batch
+    return backends.of(logits).correct_count(logits.lanes, labels.lanes, batch.counts(), batch.tree)

@@ -16,6 +16,12 @@ from mpidl.backends.cpu.batchnorm import (
     relu_dx,
 )
 from mpidl.backends.cpu.conv import conv2d, conv2d_backward, conv2d_moments
+from mpidl.backends.cpu.loss import (
+    correct_count,
+    cross_entropy,
+    cross_entropy_dlogits,
+    softmax,
+)
 from mpidl.backends.cpu.pool import (
     average_pool2d,
     average_pool2d_dx,
@@ -24,12 +30,10 @@ from mpidl.backends.cpu.pool import (
 )
 from mpidl.backends.reference import (
     conv2d_shape,
-    cross_entropy,
     dense,
     dense_dweight,
     dense_dx,
     image_sums,
-    softmax,
 )
 
 __all__ = [
@@ -45,7 +49,9 @@ __all__ = [
     "conv2d_backward",
     "conv2d_moments",
     "conv2d_shape",
+    "correct_count",
     "cross_entropy",
+    "cross_entropy_dlogits",
     "dense",
     "dense_dweight",
     "dense_dx",
