@@ -129,17 +129,17 @@ def _run(command):
 
 
 def _object(compiler, version, flags, name):
-    """Compile one source, unless the same was compiled before; returns the object's path."""
+    """Compile one source, unless the same was compiled before: (path of the object, warnings)."""
     key = repr([compiler, version, flags, sorted(_with_includes(name).items()), _defines(name)])
     stem = f"{name.removesuffix('.c')}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     out = os.path.join(OBJECTS, f"{stem}.o")
-    if not os.path.exists(out):
-        new = f"{out}.{os.getpid()}"
-        source = os.path.join(SOURCES, name)
-        done = _run([*compiler, *flags, *_defines(name), "-c", source, "-o", new])
-        sys.stderr.write(done.stderr)  # warnings
-        os.replace(new, out)
-    return out
+    if os.path.exists(out):
+        return out, ""
+    new = f"{out}.{os.getpid()}"
+    source = os.path.join(SOURCES, name)
+    done = _run([*compiler, *flags, *_defines(name), "-c", source, "-o", new])
+    os.replace(new, out)
+    return out, done.stderr
 
 
 def compile_builds(names, folder, compiler, extra=(), without=()):
@@ -151,7 +151,9 @@ def compile_builds(names, folder, compiler, extra=(), without=()):
     version = _run([*compiler, "--version"]).stdout
     os.makedirs(OBJECTS, exist_ok=True)
     os.makedirs(folder, exist_ok=True)
-    failed = {}
+    # all symbols must be there, but for what runs only once a sanitizer's library is loaded
+    link = ["-shared"] if extra or without else ["-shared", "-Wl,-z,defs"]
+    failed, warnings = {}, {}
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         flags = {build: [*FLAGS, *BUILDS[build], *extra] for build in names}
         jobs = {
@@ -165,11 +167,13 @@ def compile_builds(names, folder, compiler, extra=(), without=()):
             out = library_path(build, folder)
             new = f"{out}.{os.getpid()}"
             try:
-                objects = [job.result() for job in jobs[build]]
-                _run([*compiler, *flags[build], "-shared", *objects, "-lm", "-o", new])
+                objects, said = zip(*(job.result() for job in jobs[build]), strict=True)
+                warnings |= dict.fromkeys(said)  # mostly the same for all builds
+                _run([*compiler, *flags[build], *link, *objects, "-lm", "-o", new])
                 os.replace(new, out)
             except Failed as error:
                 failed[build] = error
+    sys.stderr.write("".join(warnings))
     return failed
 
 
