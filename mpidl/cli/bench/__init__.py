@@ -5,8 +5,9 @@ PyTorch's in `theirs`; `subject` is what they all compute.
 """
 
 from mpidl.cli import arguments
-from mpidl.cli.bench import accuracy, compare, fold, kernels, machine, step
+from mpidl.cli.bench import accuracy, compare, fold, kernels, machine, step, turns
 from mpidl.comm import guard
+from mpidl.errors import Fault
 
 COMMANDS = {
     "step": step.main,
@@ -21,4 +22,10 @@ def main(argv=None):
     """Run the command; returns its exit code."""
     chosen = arguments.bench(argv, quiet=guard.launched_rank() > 0)
     machine.prepare_json(chosen.json)
-    return COMMANDS[chosen.what](chosen)
+    chosen.busy = machine.busy()
+    if chosen.busy > 0.1 and guard.launched_rank() == 0:
+        print(f"warning: the cores are {chosen.busy * 100:.0f} % busy already: times mean little")
+    try:
+        return COMMANDS[chosen.what](chosen)
+    except turns.Lost as lost:
+        raise Fault(str(lost)) from None

@@ -46,7 +46,7 @@ def main(chosen):
         print(f"warning: {line}")
     found = [_of_seed(chosen, chosen.seed + i, torch) for i in range(chosen.seeds)]
     result = _show(chosen, found)
-    machine.write_json(chosen.json, machine.facts(versions) | result)
+    machine.write_json(chosen.json, machine.facts(chosen, versions) | result)
     return 0
 
 

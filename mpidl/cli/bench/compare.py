@@ -60,14 +60,11 @@ def main(chosen):
 def our_side(chosen, folder):
     """Our ranks."""
     environment = HELD[chosen.held_to][0]
-    try:
-        return ours.side("ours", chosen, folder, ranks=chosen.ranks, environment=environment)
-    except turns.Lost as lost:
-        raise Fault(f"our side {lost}") from None
+    return ours.side("ours", chosen, folder, ranks=chosen.ranks, environment=environment)
 
 
 def other_side(name, chosen, folder):
-    """The side of one PyTorch variant or other library. Raises Lost."""
+    """The side of one PyTorch variant or other library."""
     if name in chosen.others:
         return others.side(name, chosen, folder)
     environment = HELD[chosen.held_to][1]
@@ -82,12 +79,11 @@ def names_of(chosen):
 
 def speed(chosen, folder):
     """The result of timing all sides in turns."""
-    load = os.getloadavg()
     with contextlib.ExitStack() as stack:
         us = stack.enter_context(our_side(chosen, folder))
         about = us.ask("about")[0]
         our_losses = us.ask("losses", STEPS_COMPARED)[0]
-        result = machine.facts(about["versions"]) | {"load": load, "failed": {}, "losses": {}}
+        result = machine.facts(chosen, about["versions"]) | {"failed": {}, "losses": {}}
         result["arithmetic"] = {"ours": about["arithmetic"]}
         result["losses"]["ours"] = our_losses
         sides = {}
@@ -99,8 +95,8 @@ def speed(chosen, folder):
                 found = side.ask("losses", STEPS_COMPARED)
                 losses = [math.fsum(x) / len(x) for x in zip(*found, strict=True)]
             except turns.Lost as lost:
-                result["failed"][name] = str(lost)
-                print(f"{name}: failed: {lost}", flush=True)
+                result["failed"][name] = lost.reason
+                print(f"{name}: failed: {lost.reason}", flush=True)
                 continue
             sides[name] = side
             result["versions"] |= about["versions"]
@@ -183,7 +179,7 @@ def memory(chosen, folder):
     with our_side(chosen, folder) as us:
         about = us.ask("about")[0]
         mine = sum(us.ask("memory", 3))
-    result = machine.facts(about["versions"]) | {"failed": {}}
+    result = machine.facts(chosen, about["versions"]) | {"failed": {}}
     print(f"{'ours':24}  {mine / 2**20:8.1f} MiB above what was held before the first step")
     found = {}
     for name in names_of(chosen):
@@ -193,8 +189,8 @@ def memory(chosen, folder):
                 found[name] = sum(side.ask("memory", 2)) / 2**20
                 print(f"{name:24}  {found[name]:8.1f} MiB", flush=True)
         except turns.Lost as lost:
-            result["failed"][name] = str(lost)
-            print(f"{name:24}  failed: {lost}", flush=True)
+            result["failed"][name] = lost.reason
+            print(f"{name:24}  failed: {lost.reason}", flush=True)
     if not found:
         raise Fault("nothing to compare with: no variant could be started")
     least = min(found, key=found.get)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidl.cli.bench import machine, ours, subject, turns
 from mpidl.comm import World
-from mpidl.errors import Fault, UserError
+from mpidl.errors import UserError
 from mpidl.tape import value_and_grad
 from mpidl.training import options
 
@@ -40,10 +40,7 @@ def fresh(chosen):
     for ranks in counts:
         rounds = []
         for _ in range(chosen.rounds):
-            try:
-                rounds.append(_round(chosen, ranks))
-            except turns.Lost as lost:
-                raise Fault(f"a side {lost}") from None
+            rounds.append(_round(chosen, ranks))
             about = rounds[-1].pop("about")
         found[ranks] = {kind: np.array([r[kind] for r in rounds]) for kind in rounds[0]}
         if ranks == counts[0]:
@@ -52,7 +49,7 @@ def fresh(chosen):
                 f"{about['arithmetic']}; {chosen.rounds} rounds of fresh processes"
             )
         _show(ranks, found[ranks])
-    return machine.facts(about["versions"]) | {
+    return machine.facts(chosen, about["versions"]) | {
         "arithmetic": about["arithmetic"],
         "processes": "fresh",
         **_described(chosen),
@@ -124,7 +121,7 @@ def here(chosen):
             f"after backward: {hidden * 100:.0f} % hidden"
         )
     versions = options.versions_of(fixed.net.MPI.Get_library_version())
-    return machine.facts(versions) | {
+    return machine.facts(chosen, versions) | {
         "processes": "these",
         **_described(chosen),
         **_figures(found),

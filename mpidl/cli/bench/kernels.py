@@ -22,6 +22,7 @@ from mpidl.training import options
 # 3x3 convolutions to compare machines and versions by: (channels, height and width).
 SHAPES = ((20, 24), (32, 32), (64, 16), (128, 8))
 ENOUGH = 0.02  # seconds of a measurement
+UNITS = ("ms", "gflops", "share_of_peak", "gbs", "share_of_copy")
 
 
 class Case(NamedTuple):
@@ -47,46 +48,22 @@ def main(chosen):
     for line in notes:
         print(f"warning: {line}")
     yardsticks = Yardsticks(chosen.threads)
-    tables: dict = {name: {} for name in ("ms", "gflops", "gbs")}
+    tables: dict = {name: {} for name in UNITS}
     print(
-        f"{'layer':26}{'pass':12}{'ms':>10}{'GFLOP/s':>10}{'of peak':>9}{'GB/s':>9}{'of copy':>9}"
+        f"{'layer':22}{'pass':16}{'ms':>10}{'GFLOP/s':>10}{'of peak':>9}{'GB/s':>9}{'of copy':>9}"
     )
     seen = {}
     for network in chosen.networks:
         for case in cases(network, chosen):
-            yardsticks.measure()
             same = (case.name, *case.same)
-            seconds = seen[same] = seen.get(same) or measure(case.run, chosen.rounds)
-            print(_row(case, seconds, yardsticks), flush=True)
-            rates = {"ms": seconds * 1e3}
-            rates["gflops"] = case.flops / seconds / 1e9 if case.flops else None
-            rates["gbs"] = case.bytes / seconds / 1e9 if case.bytes else None
-            for name, rate in rates.items():
-                if rate is not None:
-                    tables[name].setdefault(case.layer, {})[case.name] = rate
-    print(yardsticks)
-    machine.write_json(chosen.json, _result(chosen, tables, yardsticks))
-    return 0
-
-
-def _row(case, seconds, yardsticks):
-    row = f"{case.layer:26}{case.name:12}{seconds * 1e3:10.3f}"
+            if same not in seen:
+                seen[same] = measure(case, yardsticks, chosen.rounds)
+                print(_row(case, seen[same]), flush=True)
+            for name, value in seen[same].items():
+                tables[name].setdefault(case.layer, {})[case.name] = value
+    print(f"(layers of the same shape are measured once)\n{yardsticks}")
     peak, copy = yardsticks.best()
-    amount, best, blanks = (case.flops, peak, "") if case.flops else (case.bytes, copy, " " * 19)
-    rate = amount / seconds / 1e9
-    part = "" if best is None else f"{rate / best * 100:.0f} %"
-    return f"{row}{blanks}{rate:{10 if case.flops else 9}.1f}{part:>9}"
-
-
-def _result(chosen, tables, yardsticks):
-    def shares(table, best):
-        return {
-            layer: {name: rate / best if best else None for name, rate in passes.items()}
-            for layer, passes in table.items()
-        }
-
-    peak, copy = yardsticks.best()
-    return machine.facts(options.versions_of("none")) | {
+    result = machine.facts(chosen, options.versions_of("none")) | {
         "networks": chosen.networks,
         "batch_size": chosen.batch_size,
         "threads": chosen.threads,
@@ -94,9 +71,38 @@ def _result(chosen, tables, yardsticks):
         "peak_gflops": peak,
         "copy_gbs": copy,
         **tables,
-        "share_of_peak": shares(tables["gflops"], peak),
-        "share_of_copy": shares(tables["gbs"], copy),
     }
+    machine.write_json(chosen.json, result)
+    return 0
+
+
+def measure(case, yardsticks, rounds):
+    """{unit: value} of a case: medians of rounds in which it and its yardstick take turns."""
+    case.run()
+    count = max(1, min(1000, round(ENOUGH / max(turns.seconds(case.run), 1e-9))))
+
+    def several():
+        for _ in range(count):
+            case.run()
+
+    times, best = [], []
+    for _ in range(rounds):
+        times.append(turns.seconds(several) / count)
+        best.append(yardsticks.products() if case.flops else yardsticks.copy())
+    rates = (case.flops or case.bytes) / np.array(times)
+    found = {"ms": machine.median(times) * 1e3}
+    found["gflops" if case.flops else "gbs"] = float(np.median(rates)) / 1e9
+    share = None if None in best else float(np.median(rates / np.array(best)))
+    return found | {"share_of_peak" if case.flops else "share_of_copy": share}
+
+
+def _row(case, found):
+    kinds = ("gflops", "share_of_peak") if case.flops else ("gbs", "share_of_copy")
+    rate, share = (found[kind] for kind in kinds)
+    part = "" if share is None else f"{share * 100:.0f} %"
+    blanks, width = ("", 10) if case.flops else (" " * 19, 9)
+    row = f"{case.layer:22}{case.name:16}{found['ms']:10.3f}"
+    return f"{row}{blanks}{rate:{width}.1f}{part:>9}"
 
 
 class Yardsticks:
@@ -109,44 +115,35 @@ class Yardsticks:
         self.array = np.ones(16 << 20, np.float32)  # 64 MiB, and as much to copy it to
         self.target = np.ones_like(self.array)
 
-    def measure(self):
-        """Take a measure of each, on one core."""
+    def products(self):
+        """FLOP/s of a moment; None without kernels. Of all cores used, where there are several."""
         if self.library is None:
-            copied = turns.seconds(lambda: np.copyto(self.target, self.array))
+            return None
+        self.factors[:LANES] = 0.999
+        began = time.perf_counter()
+        counted = self.library.fma_peak(1_000_000, self.factors) * self.threads
+        self.flops.append(counted / (time.perf_counter() - began))
+        return self.flops[-1]
+
+    def copy(self):
+        """Bytes a second of a moment, by one core: memory is shared."""
+        began = time.perf_counter()
+        if self.library is None:
+            np.copyto(self.target, self.array)
         else:
-            self.factors[:LANES] = 0.999
-            began = time.perf_counter()
-            counted = self.library.fma_peak(1_000_000, self.factors)
-            self.flops.append(counted / (time.perf_counter() - began))
-            copied = turns.seconds(
-                lambda: self.library.copy(self.array, self.target, self.array.size)
-            )
-        self.copies.append(2 * self.array.nbytes / copied)
+            self.library.copy(self.array, self.target, self.array.size)
+        self.copies.append(2 * self.array.nbytes / (time.perf_counter() - began))
+        return self.copies[-1]
 
     def best(self):
-        """(GFLOP/s, GB/s) of all cores used, medians so far; None for the first without kernels.
-
-        More threads multiply the products; memory they share.
-        """
-        flops = np.median(self.flops) * self.threads / 1e9 if self.flops else None
-        return flops, np.median(self.copies) / 1e9
+        """(GFLOP/s, GB/s), medians; None where it was not measured."""
+        return tuple(np.median(x) / 1e9 if x else None for x in (self.flops, self.copies))
 
     def __str__(self):
         flops, copy = self.best()
         peak = "not measured: no C kernels" if flops is None else f"{flops:.1f} GFLOP/s"
-        return f"peak of added products: {peak}; copy of 64 MiB: {copy:.1f} GB/s read and written"
-
-
-def measure(run, rounds):
-    """Median seconds of a call."""
-    run()
-    count = max(1, min(1000, round(ENOUGH / max(turns.seconds(run), 1e-9))))
-
-    def several():
-        for _ in range(count):
-            run()
-
-    return machine.median([turns.seconds(several) / count for _ in range(rounds)])
+        moved = "not measured" if copy is None else f"{copy:.1f} GB/s read and written"
+        return f"peak of added products: {peak}; copy of 64 MiB: {moved}"
 
 
 def cases(network, chosen):
@@ -213,13 +210,13 @@ def _conv(backend, layer, x, dy, weights, batch):
     factors = (np.ones(dy.shape[1], np.float32),) * 3
     # as the training step has them: normalization and ReLU in the same pass, sums for the next
     yield (
-        "in step",
+        "fused forward",
         lambda: backend.conv2d_moments(below, weight, bias, *how, counts, tree),
         flops,
         0,
     )
     yield (
-        "in backward",
+        "fused backward",
         lambda: backend.conv2d_backward(
             dy, below, weight, *how, counts, tree, (True,) * 3, (above, *factors), True
         ),

@@ -15,13 +15,14 @@ from mpidl.errors import UserError
 from mpidl.training import modelfile
 
 
-def facts(versions):
+def facts(chosen, versions):
     """What every result says of itself; versions: {"numpy": "2.4.6", ...}."""
     return {
+        "command": chosen.what,
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "arithmetic": arithmetic(),
-        "load": [round(x, 2) for x in os.getloadavg()],
+        "busy_before": chosen.busy,
         "versions": versions,
         "platform": platform.platform(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -32,6 +33,23 @@ def arithmetic():
     """Which kernels run in this process."""
     library = native.library()
     return "NumPy" if library is None else f"C kernels for {library.build}"
+
+
+def busy(seconds=0.5):
+    """The share of all cores' time that somebody uses at the moment, 0 to 1; 0 where unknown."""
+
+    def clock():
+        with open("/proc/stat") as file:
+            ticks = [int(word) for word in file.readline().split()[1:9]]
+        return sum(ticks), ticks[3] + ticks[4]  # all, idle
+
+    try:
+        before = clock()
+        time.sleep(seconds)
+        total, idle = (b - a for a, b in zip(before, clock(), strict=True))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return 1 - idle / total if total else 0.0
 
 
 def prepare_json(path):

@@ -183,7 +183,7 @@ LIBRARIES = {"jax": jax_step, "mygrad": mygrad_step}
 def side(library, chosen, folder):
     """The Side of another library; chosen: the command's arguments. Raises Lost."""
     if chosen.ranks > 1:
-        raise turns.Lost("measured in one process only")
+        raise turns.Lost(library, "measured in one process only")
     what = {
         "network": chosen.network,
         "image": chosen.image,

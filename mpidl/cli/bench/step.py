@@ -9,7 +9,7 @@ import numpy as np
 from mpidl.backends import native
 from mpidl.cli.bench import machine, ours, subject, turns
 from mpidl.comm import World
-from mpidl.errors import Fault, UserError
+from mpidl.errors import UserError
 from mpidl.training import options
 
 
@@ -72,7 +72,7 @@ def parts(chosen):
         print(f"{'in C kernels':16} {in_kernels:9.3f} ms of a step, {share * 100:.0f} %")
         for name, f in sorted(functions.items(), key=lambda item: -item[1]["ms"]):
             print(f"  {name:24} {f['ms']:9.3f} ms  {f['calls']:g} calls")
-    return machine.facts(versions) | {
+    return machine.facts(chosen, versions) | {
         "network": chosen.network,
         "batch_size": chosen.batch_size,
         "ranks": world.size,
@@ -121,22 +121,19 @@ def scaling(chosen):
     """The result of a step on several numbers of ranks, each in its own processes, in turns."""
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder, contextlib.ExitStack() as st:
         sides = {}
-        try:
-            for ranks in chosen.ranks:
-                side = ours.side(f"ranks-{ranks}", chosen, folder, ranks=ranks)
-                sides[ranks] = st.enter_context(side)
-            about = side.ask("about")[0]
+        for ranks in chosen.ranks:
+            side = ours.side(f"ranks-{ranks}", chosen, folder, ranks=ranks)
+            sides[ranks] = st.enter_context(side)
+        about = side.ask("about")[0]
 
-            def turn(ranks, count):
-                return max(np.mean(seconds) for seconds in sides[ranks].ask("steps", count))
+        def turn(ranks, count):
+            return max(np.mean(seconds) for seconds in sides[ranks].ask("steps", count))
 
-            counts = {ranks: turns.steps_for(turn(ranks, 2)) for ranks in sides}
-            times = {ranks: [] for ranks in sides}
-            for i in range(chosen.rounds):
-                for ranks in list(sides) if i % 2 == 0 else reversed(sides):
-                    times[ranks].append(turn(ranks, counts[ranks]))
-        except turns.Lost as lost:
-            raise Fault(f"a side {lost}") from None
+        counts = {ranks: turns.steps_for(turn(ranks, 2)) for ranks in sides}
+        times = {ranks: [] for ranks in sides}
+        for i in range(chosen.rounds):
+            for ranks in list(sides) if i % 2 == 0 else reversed(sides):
+                times[ranks].append(turn(ranks, counts[ranks]))
     first = chosen.ranks[0]
     alone = np.array(times[first])
     print(
@@ -148,7 +145,7 @@ def scaling(chosen):
     for ranks, found in times.items():
         efficiency[ranks] = machine.median(alone * first / (np.array(found) * ranks))
         print(f"{ranks:<8}{machine.spread(found, 1e3):38}{efficiency[ranks]:.3f}")
-    return machine.facts(about["versions"]) | {
+    return machine.facts(chosen, about["versions"]) | {
         "arithmetic": about["arithmetic"],
         "network": chosen.network,
         "batch_size": chosen.batch_size,

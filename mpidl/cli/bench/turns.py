@@ -15,7 +15,11 @@ import time
 
 
 class Lost(Exception):
-    """A side cannot do what it was asked for; the text says why."""
+    """A side cannot do what it was asked for; `reason` says why."""
+
+    def __init__(self, side, reason):
+        super().__init__(f"{side}: {reason}")
+        self.reason = reason
 
 
 class Side:
@@ -55,9 +59,9 @@ class Side:
                 connection, _ = listener.accept()
             except TimeoutError:
                 if any(process.poll() is not None for process in self.processes):
-                    raise Lost(f"ended at its start: {self._last_words()}") from None
+                    raise Lost(self.name, f"ended at its start: {self._last_words()}") from None
                 if time.monotonic() > deadline:
-                    raise Lost(f"did not start within {self.patience:g} s") from None
+                    raise Lost(self.name, f"did not start within {self.patience:g} s") from None
                 continue
             connection.settimeout(self.patience)
             link = connection.makefile("rw")
@@ -75,14 +79,14 @@ class Side:
             for link in links:
                 answers.append(json.loads(link.readline() or "null"))
         except TimeoutError:
-            raise Lost(f"no answer to '{action}' within {self.patience:g} s") from None
+            raise Lost(self.name, f"no answer to '{action}' within {self.patience:g} s") from None
         except OSError:
-            raise Lost(f"ended: {self._last_words()}") from None
+            raise Lost(self.name, f"ended: {self._last_words()}") from None
         for answer in answers:
             if answer is None:
-                raise Lost(f"ended: {self._last_words()}")
+                raise Lost(self.name, f"ended: {self._last_words()}")
             if "error" in answer:
-                raise Lost(answer["error"])
+                raise Lost(self.name, answer["error"])
         return [answer["value"] for answer in answers]
 
     def _last_words(self):

@@ -1,0 +1,219 @@
+"""The benchmarks' own arithmetic: what they count, compare and report. Never how long it took."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from alone import blocked, numbers
+
+import mpidl as dl
+from mpidl.cli import arguments
+from mpidl.cli.bench import accuracy, compare, fold, kernels, machine, subject, turns
+from mpidl.errors import UserError
+
+LAYERS = [
+    *(dl.Conv2D(3, 8, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(3, stride=2, padding=1)),
+    *(dl.Conv2D(3, 8), dl.BatchNorm(), dl.ReLU(), dl.AveragePool2D(2), dl.Dense(10)),
+]
+
+
+def small():
+    net = dl.Network(LAYERS, (2, 9, 9), seed=1)
+    return net, *subject.mini_batch(net.input_shape, 24, seed=1)
+
+
+def refused(line):
+    with pytest.raises(UserError) as error:
+        arguments.bench(line.split())
+    return str(error.value)
+
+
+def test_arguments():
+    known = arguments.bench("fold --rounds 2 --batch-size 64 --ranks 1,2".split())
+    assert (known.what, known.rounds, known.batch_size, known.ranks) == ("fold", 2, 64, [1, 2])
+    known = arguments.bench("compare --image 3x8x8 --variants eager,compile".split())
+    assert (known.image, known.variants, known.others) == ([3, 8, 8], ["eager", "compile"], [])
+    assert (known.threads, known.ranks, known.seed, known.json) == (1, 1, 0, None)
+    assert "--rounds must be" in refused("fold --rounds 0")
+    assert "did you mean channels_last?" in refused("compare --variants eager,chanels_last")
+    assert "--image must be CxHxW" in refused("step --image 28x28")
+    assert "--held-to must be of avx2" in refused("compare --held-to sse")
+    assert "unknown option --ranks" in refused("kernels --ranks 2")
+
+
+def test_the_same_mini_batch_for_who_asks():
+    images, labels = subject.mini_batch((1, 4, 4), 20, seed=3)
+    assert images.shape == (20, 1, 4, 4) and images.dtype == np.float32
+    assert 0 <= images.min() < images.max() < 1 and set(labels) <= set(range(10))
+    for a, b in zip((images, labels), subject.mini_batch((1, 4, 4), 20, seed=3), strict=True):
+        assert np.array_equal(a, b)
+    assert not np.array_equal(images, subject.mini_batch((1, 4, 4), 20, seed=4)[0])
+
+
+def test_networks_by_name_have_their_own_images():
+    assert subject.network("digits").input_shape == (1, 28, 28)
+    assert subject.network("cifar").input_shape == (3, 32, 32)
+    assert subject.network("digits", [3, 16, 16]).input_shape == (3, 16, 16)
+
+
+def test_a_step_learns_and_begins_again(world):
+    net, *batch = small()
+    step = subject.Step(net, batch, world)
+    first = [step() for _ in range(4)]
+    assert first[-1] < first[0]
+    assert {len(seconds) for seconds in vars(step.times).values()} <= {0, 4}
+    step.reset()
+    assert [step() for _ in range(4)] == first
+
+
+def test_a_step_is_that_of_the_library(world):
+    """The same weights as by the calls that a user makes."""
+    net, *batch = small()
+    step = subject.Step(net, batch, world)
+    for _ in range(2):
+        step()
+    other, *whole = small()
+    x, y = blocked(world, *whole)
+    sgdm = dl.SGDM(learning_rate=0.01, momentum=0.9)
+    for _ in range(2):
+        _, gradients, other.state = dl.value_and_grad(
+            lambda net, x, y: dl.softmax_cross_entropy(net(x), y)
+        )(other, x, y)
+        other.parameters = sgdm(other.parameters, world.gplus(gradients))
+    assert dl.weights_sha256(net) == dl.weights_sha256(other)
+
+
+def test_who_gets_which_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6, 7})
+    assert machine.cores_of(2, 2) == [[4, 5], [6, 7]]
+    assert machine.cores_of(3, 2) == [[4, 5], [6, 7], [4, 5]]
+
+
+def test_a_json_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    machine.prepare_json(None)
+    machine.prepare_json(str(tmp_path / "new.json"))
+    with pytest.raises(UserError, match="--json"):
+        machine.prepare_json(str(tmp_path / "missing" / "new.json"))
+    machine.write_json(str(tmp_path / "new.json"), {"a": np.float32(0.5), "b": np.arange(2)})
+    assert json.loads((tmp_path / "new.json").read_text()) == {"a": 0.5, "b": [0, 1]}
+
+
+def test_memory_that_was_held_for_a_while_is_seen():
+    before = machine.start_of_peak()
+    held = np.ones(8 << 20, np.float32)
+    del held
+    assert 30 << 20 < machine.peak() - before < 64 << 20
+
+
+def test_how_many_steps_make_a_turn():
+    assert [turns.steps_for(s) for s in (10.0, 0.1, 0.05, 1e-6, 0.0)] == [1, 2, 5, 50, 50]
+
+
+def test_the_ratio_is_the_fastest_variant_over_ours(capsys):
+    chosen = arguments.bench(["compare"])
+    times = {"eager": [(2.0, 6.0), (2.2, 6.6), (1.8, 9.0)], "compile": [(2.0, 5.0)] * 3}
+    losses = {"ours": [2.0, 1.0], "eager": [2.0, 1.0], "compile": [2.002, 1.5]}
+    found = compare.evaluate(chosen, times, losses)
+    assert (found["best_variant"], found["ours_ms"]) == ("compile", 2000.0)
+    assert found["torch_ms"] == {"eager": 6600.0, "compile": 5000.0} and found["ratio"] == 2.5
+    assert found["loss_difference"] == pytest.approx(1e-3)
+    assert "ratio 2.50" in capsys.readouterr().out
+
+
+def test_the_overhead_is_paired_by_rounds():
+    times = {"fold": [1.1, 2.2, 3.0], "plain": [1.0, 2.0, 3.0], "again": [1.1, 1.1, 3.3]}
+    found = fold._figures({2: {kind: np.array(values) for kind, values in times.items()}})
+    assert found["overhead"] == {"2": pytest.approx(0.1)}
+    assert found["control"] == {"2": pytest.approx(0.0)}
+
+
+def test_the_operations_that_kernels_counts():
+    chosen = arguments.bench(["kernels", "--batch-size", "32"])
+    found = {(c.layer, c.name): c for c in kernels.cases("digits", chosen)}
+    pixels = 24 * 24 * 32
+    assert found["digits/conv1", "forward"].flops == 2 * 25 * 20 * pixels
+    assert found["digits/conv2", "dx"].flops == 2 * 9 * 20 * 20 * pixels
+    assert found["digits/conv2", "dweight"].flops == 2 * 9 * 20 * 20 * pixels
+    assert ("digits/conv1", "dx") not in found  # which no step computes
+    assert found["digits/dense1", "forward"].flops == 2 * 11520 * 10 * 32
+    assert found["digits/relu1", "forward"].bytes == 2 * 4 * 20 * pixels
+    assert found["digits/conv2", "dx"].same == found["digits/conv3", "dx"].same
+    for case in found.values():
+        assert bool(case.flops) != bool(case.bytes)
+        case.run()
+    shapes = {c.layer for c in kernels.cases("shapes", chosen)}
+    assert shapes == {"20 at 24x24", "32 at 32x32", "64 at 16x16", "128 at 8x8"}
+
+
+def test_a_case_is_measured_against_its_yardstick():
+    chosen = arguments.bench(["kernels", "--batch-size", "16"])
+    yardsticks = kernels.Yardsticks(1)
+    case = next(kernels.cases("digits", chosen))
+    found = kernels.measure(case._replace(run=lambda: None), yardsticks, 3)
+    assert set(found) == {"ms", "gflops", "share_of_peak"}
+    peak, copy = yardsticks.best()
+    assert copy is None and (peak is None) == (yardsticks.library is None)
+
+
+def test_every_layer_is_found_on_the_tape():
+    """Layers that run as one op, or one by one: names and values are those of the layers."""
+    net, images, labels = small()
+    fused, _ = accuracy.our_step(net, images, labels)
+    net.fuse = False
+    single, _ = accuracy.our_step(net, images, labels)
+    layers = [layer.name for layer in net.layers]
+    assert [name for name in single if "." not in name] == layers
+    assert {name for name in fused if "." in name} == set(net.parameters)
+    for name, value in fused.items():
+        if name not in ("conv1.bias", "conv2.bias"):  # zero but for rounding
+            assert np.abs(value - single[name]).max() < 1e-4 * np.abs(single[name]).max(), name
+
+
+def test_decisions_of_the_step_itself_change_nothing():
+    net, images, labels = small()
+    exact = dl.Network(net.layers, net.input_shape)
+    exact.parameters = {k: v.astype(np.float64) for k, v in net.parameters.items()}
+    free, kept = accuracy.our_step(exact, images.astype(np.float64), labels)
+    decided = accuracy.our_truth(
+        net, images, labels, accuracy.decide(net, images.astype(np.float64), kept)
+    )
+    for name, value in free.items():
+        assert np.abs(value - decided[name]).max() <= 1e-12 * max(1, np.abs(value).max()), name
+
+
+def test_errors_are_seen_and_zeros_left_out():
+    net, images, labels = small()
+    ours, kept = accuracy.our_step(net, images, labels)
+    truth = accuracy.our_truth(net, images, labels, accuracy.decide(net, images, kept))
+    found = accuracy.errors(ours, truth)
+    assert set(accuracy.zeros(truth)) == {"conv1.bias", "conv2.bias"}
+    assert set(found) == set(ours) - {"conv1.bias", "conv2.bias"}
+    assert max(norm for norm, _ in found.values()) < 2e-5
+    wrong = ours | {"conv2.weight": ours["conv2.weight"] * np.float32(1.001)}
+    norm, largest = accuracy.errors(wrong, truth)["conv2.weight"]
+    assert norm == pytest.approx(1e-3, rel=0.02) and largest == pytest.approx(1e-3, rel=0.02)
+
+
+def test_one_other_decision_is_seen():
+    """The negative control: why decisions are taken over from the step that is compared."""
+    net, images, labels = small()
+    ours, kept = accuracy.our_step(net, images, labels)
+    decisions = accuracy.decide(net, images, kept)
+    flipped = decisions["relu2"].copy()
+    flipped.flat[0] ^= True
+    truth = accuracy.our_truth(net, images, labels, decisions | {"relu2": flipped})
+    assert accuracy.errors(ours, truth)["conv2.weight"][0] > 1e-4
+
+
+@pytest.mark.parametrize(("size", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (2, 1, 1)])
+def test_a_maximum_decided_beforehand(size, stride, padding):
+    pixels = numbers("decided", 18, 3, 7, 6)
+    share = dl.share(18, dl.OneRank())
+    x = dl.from_images(pixels, share)
+    net = dl.Network([dl.MaxPool2D(size, stride=stride, padding=padding)], (3, 7, 6))
+    places = accuracy.decide(net, pixels, {})["maxpool1"]
+    how = ((size, size), (stride, stride), ((padding, padding),) * 2)
+    expected = dl.max_pool2d(x, size, stride=stride, padding=padding)
+    assert np.array_equal(accuracy.decided_max(x, places=places, how=how).local(), expected.local())
+    dl.check_vjp(lambda x: accuracy.decided_max(x, places=places, how=how), x)
