@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from compiled import everywhere, needed
 
+from mpidl.backends import cpu, reference
 from mpidl.errors import UserError
 from mpidl.training.optimizers import SGDM
 
@@ -120,3 +122,53 @@ def test_rates_that_cannot_be_used():
         SGDM(learning_rate=0)
     with pytest.raises(UserError, match="momentum"):
         SGDM(momentum=1.0)
+
+
+@needed
+def test_the_kernel_makes_the_bytes_of_numpy():
+    """Sizes around a tile's; arrays that are not aligned, not C-ordered, or of another type."""
+    random = np.random.default_rng(0)
+    shapes = [(), (1,), (17,), (3, 5), (128, 128), (16385,), (0, 4), (50_001,)]
+    arrays = [[random.standard_normal(s).astype("f4") for s in shapes] for _ in range(3)]
+    weights, gradients, velocities = arrays
+    weights[3] = np.asfortranarray(weights[3])
+    gradients[4] = gradients[4].T
+    gradients[5] = gradients[5].astype(np.float64)
+    weights[7], gradients[7] = weights[7][1:], gradients[7][:-1]
+    velocities[7] = velocities[7][1:].copy()
+    decays = [0.0, 0.1, 0.0, 0.01, 1e-4, 1e-10, 0.0, 0.5]
+
+    def step(backend):
+        kept = [v.copy() for v in velocities]
+        return backend.sgdm(weights, gradients, kept, 0.0123, 0.9, decays), kept
+
+    expected = step(reference)
+    for found in everywhere(lambda: step(cpu)).values():
+        for one, other in zip(found, expected, strict=True):
+            assert [a.tobytes() for a in one] == [a.tobytes() for a in other]
+            assert all(a.dtype == np.float32 for a in one)
+
+
+def test_each_precision_has_its_own_arithmetic():
+    double = {name: array.astype(np.float64) for name, array in tables(0).items()}
+    gradients = {name: array.astype(np.float64) for name, array in tables(1).items()}
+    sgdm = SGDM(0.1, l2=0.3)
+    for _ in range(3):
+        double = sgdm(double, gradients)
+    weights = tables(0)
+    for name, gradient in gradients.items():
+        w, v = weights[name].astype(np.float64), 0.0
+        for _ in range(3):
+            v = 0.9 * v - 0.1 * (gradient + (0.3 * w if name.endswith(".weight") else 0))
+            w = w + v
+        np.testing.assert_allclose(double[name], w, rtol=1e-13)
+        assert double[name].dtype == np.float64
+
+
+def test_the_state_is_a_copy():
+    sgdm = SGDM()
+    weights = sgdm(tables(0), tables(1))
+    state = sgdm.state()
+    before = {name: array.copy() for name, array in state.items()}
+    sgdm(weights, tables(2))
+    assert all(np.array_equal(state[name], before[name]) for name in state)

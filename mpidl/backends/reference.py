@@ -347,3 +347,19 @@ def image_sums(x, counts, tree):
         values = np.ascontiguousarray(block[..., :valid])
         counter.push(values.sum(axis=-1, dtype=np.float64))
     return counter.partial(x.shape[1:-1], np.float64)
+
+
+def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
+    """The new weights, after v <- momentum * v - learning_rate * (g + decay * w) in place.
+
+    Lists of arrays, decays of numbers. The arithmetic has the weight's precision.
+    """
+    stepped = []
+    for w, g, v, decay in zip(weights, gradients, velocities, decays, strict=True):
+        number = w.dtype.type
+        g = np.asarray(g, w.dtype)
+        g = g + number(decay) * w if number(decay) else g
+        v *= number(momentum)
+        v -= number(learning_rate) * g
+        stepped.append(w + v)
+    return stepped

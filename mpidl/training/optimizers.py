@@ -5,6 +5,7 @@ Every rank computes the same step from the same bytes, element by element; nothi
 
 import numpy as np
 
+from mpidl import backends
 from mpidl.training import options
 
 
@@ -41,28 +42,26 @@ class SGDM:
         if unknown:
             hint = options.nearest(unknown[0], parameters)
             raise ValueError(f"l2_factors: unknown parameter {unknown[0]}{hint}")
-        stepped = {}
-        for name, weight in parameters.items():
-            number = weight.dtype.type
-            gradient = np.asarray(gradients[name], weight.dtype)
-            decay = number(self.l2 * self._factor(name))
-            if decay:
-                gradient = gradient + decay * weight
-            step = number(self.learning_rate) * gradient
-            if name in self.velocity:
-                np.subtract(number(self.momentum) * self.velocity[name], step, out=step)
-            else:
-                np.negative(step, out=step)
-            self.velocity[name] = step
-            stepped[name] = weight + step
-        return stepped
+        weights = list(parameters.values())
+        if not self.velocity:
+            self.velocity = {name: np.zeros(w.shape, w.dtype) for name, w in parameters.items()}
+        single = all(w.dtype == np.float32 for w in (*weights, *self.velocity.values()))
+        stepped = backends.of_type(np.float32 if single else np.float64).sgdm(
+            weights,
+            [gradients[name] for name in parameters],
+            [self.velocity[name] for name in parameters],
+            self.learning_rate,
+            self.momentum,
+            [self.l2 * self._factor(name) for name in parameters],
+        )
+        return dict(zip(parameters, stepped, strict=True))
 
     def _factor(self, name):
         return self.l2_factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
 
     def state(self):
         """{name: array} of all that a checkpoint needs beside the options."""
-        return {f"velocity.{name}": array for name, array in self.velocity.items()}
+        return {f"velocity.{name}": array.copy() for name, array in self.velocity.items()}
 
     def load_state(self, state):
         """Take what `state` gave. Raises ValueError for anything else."""
@@ -71,7 +70,7 @@ class SGDM:
             table, _, parameter = name.partition(".")
             if table != "velocity" or not parameter:
                 raise ValueError(f"the state of SGDM is its velocity, found {name}")
-            velocity[parameter] = np.array(array)
+            velocity[parameter] = np.array(array, order="C")
         self.velocity = velocity
 
 

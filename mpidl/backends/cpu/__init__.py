@@ -22,6 +22,7 @@ from mpidl.backends.cpu.loss import (
     cross_entropy_dlogits,
     softmax,
 )
+from mpidl.backends.cpu.optimizer import sgdm
 from mpidl.backends.cpu.pool import (
     average_pool2d,
     average_pool2d_dx,
@@ -61,5 +62,6 @@ __all__ = [
     "moments",
     "relu",
     "relu_dx",
+    "sgdm",
     "softmax",
 ]

@@ -1,0 +1,53 @@
+"""Steps of optimizers by the C kernels."""
+
+import ctypes
+import functools
+
+import numpy as np
+
+from mpidl.backends import memory
+from mpidl.backends.native import library
+
+ALIGNED = 16  # floats: a cache line
+
+
+@functools.lru_cache(maxsize=16)
+def _places(sizes):
+    """Where in one array to put arrays of these sizes, each on lines of its own; all together."""
+    ends = np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()
+    return [0, *ends[:-1]], ends[-1]
+
+
+def _address(array):
+    if array.size and array.flags.writeable:  # a quarter of the other's time
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    return array.ctypes.data
+
+
+def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
+    """The new weights, after v <- momentum * v - learning_rate * (g + decay * w) in place.
+
+    Lists of float32 arrays, the velocities C-ordered; decays a list of numbers. The new weights lie
+    side by side in one array.
+    """
+    weights = [np.ascontiguousarray(w) for w in weights]
+    gradients = [np.ascontiguousarray(g, np.float32) for g in gradients]
+    sizes = tuple(w.size for w in weights)
+    places, total = _places(sizes)
+    stepped = memory.empty((total,))
+    start = _address(stepped)
+    parameters = [
+        (_address(w), _address(g), _address(v), start + 4 * place, size)
+        for w, g, v, place, size in zip(weights, gradients, velocities, places, sizes, strict=True)
+    ]
+    library().sgdm(
+        np.array(parameters, np.int64),
+        np.array(decays, np.float32),
+        len(parameters),
+        learning_rate,
+        momentum,
+    )
+    return [
+        stepped[place : place + w.size].reshape(w.shape)
+        for w, place in zip(weights, places, strict=True)
+    ]
