@@ -106,5 +106,35 @@ void mpidl_correct_count(const float *logits, const int32_t *labels, const int32
 void mpidl_sgdm(const int64_t *parameters, const float *decays, int64_t count, float learning_rate,
                 float momentum);
 
+/* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x (blocks, features, 16), of
+ * features / channels pixels a channel; weight (outputs, features); dy and y (blocks, outputs, 16).
+ * nodes: this rank's nodes of the gradient. plain 1: the tests' reference, with the same bytes. */
+void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
+                 const float *weight, const float *bias, float *y, int64_t blocks,
+                 int64_t features, int64_t channels, int64_t outputs, int64_t plain);
+/* sums (blocks, 2 * channels) or NULL: of dx, see mpidl_batchnorm_sums; x is read for them alone */
+void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
+                    const float *beta, const float *weight, float *dx, double *sums,
+                    const int64_t *tree, int64_t features, int64_t channels, int64_t outputs,
+                    int64_t plain);
+void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
+                         const float *beta, float *nodes, const int64_t *tree, int64_t features,
+                         int64_t channels, int64_t outputs, int64_t plain);
+void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs);
+/* dx, its sums and dweight in one pass over x, for few outputs; the same bytes */
+void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
+                          const float *beta, const float *weight, float *dx, double *sums,
+                          float *nodes, const int64_t *tree, int64_t features, int64_t channels,
+                          int64_t outputs);
+
+/* images.c: pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16) of 0 to 1, zero in unused lanes;
+ * shape C, H, W, P, Q. Of each image, or NULL: whether it is mirrored left to right, and which pixel
+ * of it, then, comes first; zeros where that leaves the image. Any thread may call it. */
+void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
+                  const int32_t *mirrored, const int32_t *top, const int32_t *left, float *lanes);
+void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *shape,
+                        const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                        float *lanes);
+
 #pragma GCC visibility pop /* every declaration stands above */
 #endif

@@ -10,6 +10,8 @@ Shapes: x (B, C, H, W, 16), weight (K, C/groups, R, S), y (B, K, P, Q, 16), B bl
 
 import numpy as np
 
+from mpidl.backends.reference_ends import images as images
+from mpidl.backends.reference_ends import sgdm as sgdm
 from mpidl.fold import Counter, merge_moments
 
 
@@ -347,19 +349,3 @@ def image_sums(x, counts, tree):
         values = np.ascontiguousarray(block[..., :valid])
         counter.push(values.sum(axis=-1, dtype=np.float64))
     return counter.partial(x.shape[1:-1], np.float64)
-
-
-def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
-    """The new weights, after v <- momentum * v - learning_rate * (g + decay * w) in place.
-
-    Lists of arrays, decays of numbers. The arithmetic has the weight's precision.
-    """
-    stepped = []
-    for w, g, v, decay in zip(weights, gradients, velocities, decays, strict=True):
-        number = w.dtype.type
-        g = np.asarray(g, w.dtype)
-        g = g + number(decay) * w if number(decay) else g
-        v *= number(momentum)
-        v -= number(learning_rate) * g
-        stepped.append(w + v)
-    return stepped

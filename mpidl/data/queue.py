@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from mpidl import keyed
-from mpidl.blocks import LANES, Blocked, OneRank, from_images, share
+from mpidl import backends, keyed
+from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.errors import UserError
 
 SHUFFLES = ("every-epoch", "once", "never")
@@ -98,13 +98,10 @@ def lanes_of(images, batch):
     """This share's images (n, C, H, W) as a Blocked float32 value; uint8 pixels become 0 to 1."""
     if images.dtype != np.uint8:
         return from_images(images, batch, np.float32)
-    lanes = np.zeros((batch.blocks, *images.shape[1:], LANES), np.float32)
-    for b in range(batch.blocks):
-        n = batch.valid(b)
-        # Transposed as bytes first, so that the division runs along memory.
-        pixels = np.ascontiguousarray(np.moveaxis(images[b * LANES : b * LANES + n], 0, -1))
-        np.divide(pixels, np.float32(255), out=lanes[b, ..., :n])
-    return Blocked(lanes, batch)
+    first, last = batch.images
+    if len(images) != last - first:
+        raise ValueError(f"expected this share's {last - first} images, got {len(images)}")
+    return Blocked(backends.of_type(np.float32).images(images), batch)
 
 
 def ahead(items, count):

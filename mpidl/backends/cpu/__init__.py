@@ -16,6 +16,7 @@ from mpidl.backends.cpu.batchnorm import (
     relu_dx,
 )
 from mpidl.backends.cpu.conv import conv2d, conv2d_backward, conv2d_moments
+from mpidl.backends.cpu.images import images
 from mpidl.backends.cpu.loss import (
     correct_count,
     cross_entropy,
@@ -57,6 +58,7 @@ __all__ = [
     "dense_dweight",
     "dense_dx",
     "image_sums",
+    "images",
     "max_pool2d",
     "max_pool2d_dx",
     "moments",

@@ -1,0 +1,113 @@
+/* Pixels of image files to blocks: one byte a pixel, image after image, to floats from 0 to 1, 16
+ * images a line. The thread that reads ahead calls this while the main thread computes, so that
+ * nothing of team.h is used here. */
+#include "bytes.h"
+#include "mpidl.h"
+
+enum { CHUNK = 16 }; /* pixels of a row that are turned together */
+
+typedef uint8_t line __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+/* As Python hands it over: int64_t[5]. Of images (C, H, W), a window of P x Q. */
+struct crop {
+    int64_t C, H, W, P, Q;
+};
+
+/* What is said of each image, or 0 of all. */
+static int64_t of(const int32_t *option, int64_t image) { return option ? option[image] : 0; }
+
+/* ---- plain: one pixel after the other ---- */
+
+void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *shape,
+                        const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                        float *lanes) {
+    const struct crop *s = (const struct crop *)shape;
+    for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)
+        for (int64_t c = 0; c < s->C; c++)
+            for (int64_t p = 0; p < s->P; p++)
+                for (int64_t q = 0; q < s->Q; q++) {
+                    float value = 0;
+                    if (n < images) {
+                        int64_t h = p + of(top, n), w = q + of(left, n);
+                        int inside = h >= 0 && h < s->H && w >= 0 && w < s->W;
+                        if (of(mirrored, n)) w = s->W - 1 - w;
+                        if (inside) value = pixels[((n * s->C + c) * s->H + h) * s->W + w] / 255.0f;
+                    }
+                    lanes[(((n / LANES * s->C + c) * s->P + p) * s->Q + q) * LANES + n % LANES] =
+                        value;
+                }
+}
+
+/* ---- fast: 16 pixels of a row of 16 images at a time ---- */
+
+#define PAIRS(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
+#define LOW(i) (i), 16 + (i)
+#define HIGH(i) 8 + (i), 24 + (i)
+#if defined(__clang__)
+#define ZIP(a, b, half) __builtin_shufflevector(a, b, PAIRS(half))
+#else
+#define ZIP(a, b, half) __builtin_shuffle(a, b, (line){PAIRS(half)})
+#endif
+
+/* Each round puts row i + 8 between the bytes of row i; after four, rows are columns. */
+INLINE void turn(line *rows) {
+    UNROLL for (int round = 0; round < 4; round++) {
+        line to[16];
+        UNROLL for (int i = 0; i < 8; i++) {
+            to[2 * i] = ZIP(rows[i], rows[i + 8], LOW);
+            to[2 * i + 1] = ZIP(rows[i], rows[i + 8], HIGH);
+        }
+        UNROLL for (int i = 0; i < 16; i++) rows[i] = to[i];
+    }
+}
+
+INLINE line load_line(const uint8_t *p) { return *(const line *)p; }
+
+INLINE line reversed(line v) {
+#if defined(__clang__)
+    return __builtin_shufflevector(v, v, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#else
+    return __builtin_shuffle(v, (line){15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0});
+#endif
+}
+
+/* Pixels [first, first + CHUNK) of a row of W, mirrored or not; zeros outside of it. `end`: of all
+ * that may be read. */
+INLINE line row_chunk(const uint8_t *row, int64_t W, int64_t first, int mirrored,
+                      const uint8_t *end) {
+    static const uint8_t index[CHUNK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int64_t begin = first < 0 ? -first : 0, stop = W - first < CHUNK ? W - first : CHUNK;
+    if (begin == 0 && stop == CHUNK)
+        return mirrored ? reversed(load_line(row + W - first - CHUNK)) : load_line(row + first);
+    if (begin == 0 && stop > 0 && !mirrored && end - (row + first) >= CHUNK)
+        return load_line(row + first) & (line)(load_line(index) < (uint8_t)stop); /* the row's end */
+    uint8_t chunk[CHUNK] = {0};
+    for (int64_t i = begin; i < stop; i++) chunk[i] = row[mirrored ? W - 1 - first - i : first + i];
+    return load_line(chunk);
+}
+
+void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
+                  const int32_t *mirrored, const int32_t *top, const int32_t *left, float *lanes) {
+    const struct crop *s = (const struct crop *)shape;
+    const uint8_t *end = pixels + images * s->C * s->H * s->W;
+    for (int64_t block = 0; block < (images + LANES - 1) / LANES; block++)
+        for (int64_t c = 0; c < s->C; c++)
+            for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES)
+                for (int64_t q = 0; q < s->Q; q += CHUNK) {
+                    line rows[LANES];
+                    for (int lane = 0; lane < LANES; lane++) {
+                        int64_t n = block * LANES + lane, h = n < images ? p + of(top, n) : -1;
+                        rows[lane] = (line){0};
+                        if (h >= 0 && h < s->H)
+                            rows[lane] = row_chunk(pixels + ((n * s->C + c) * s->H + h) * s->W,
+                                                   s->W, q + of(left, n), of(mirrored, n), end);
+                    }
+                    turn(rows);
+                    uint8_t bytes[CHUNK * LANES];
+                    memcpy(bytes, rows, sizeof bytes);
+                    int64_t count = s->Q - q < CHUNK ? s->Q - q : CHUNK;
+                    for (int64_t i = 0; i < count * LANES; i += WIDTH)
+                        store(lanes + q * LANES + i,
+                              __builtin_convertvector(load_bytes(bytes + i), vec) / 255.0f);
+                }
+}
