@@ -106,6 +106,9 @@ INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
     return deferred ? activate(v, c->mean, c->scale, c->beta) : v;
 }
 
+/* Windows of fixed size are small; of any size, more copies of the loops would be no faster. */
+#define FEW _Pragma("GCC unroll 4")
+
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
 /* The largest of a window's places [i0, i1) x [j0, j1), the first of equal ones; NaN is larger than
@@ -114,7 +117,7 @@ INLINE void largest(const struct channel *c, int deferred, int64_t at, int64_t w
                     int64_t i1, int64_t j0, int64_t j1, int64_t S, vec *best, ivec *place) {
     vec value = pixel(c, at + i0 * width + j0, deferred);
     ivec where = (ivec){0} + (int32_t)(i0 * S + j0);
-    UNROLL for (int64_t i = i0; i < i1; i++) UNROLL for (int64_t j = j0; j < j1; j++) {
+    FEW for (int64_t i = i0; i < i1; i++) FEW for (int64_t j = j0; j < j1; j++) {
         vec v = pixel(c, at + i * width + j, deferred);
         ivec larger_one = (v > value) | (v != v);
         value = choose(larger_one, v, value);
@@ -206,7 +209,7 @@ INLINE void spread(const struct windows *w, int64_t R, int64_t S, const float *d
             float *pixels = dx + (row.start * w->W + column.start) * LANES;
             int64_t window = p * w->Q + q;
             if (row.stop - row.first == R && column.stop - column.first == S) {
-                UNROLL for (int64_t i = 0; i < R; i++) UNROLL for (int64_t j = 0; j < S; j++)
+                FEW for (int64_t i = 0; i < R; i++) FEW for (int64_t j = 0; j < S; j++)
                     store(pixels + (i * w->W + j) * LANES, handed(dy, argmax, window, i * S + j));
             } else {
                 for (int64_t i = row.first; i < row.stop; i++)
