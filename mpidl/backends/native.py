@@ -27,6 +27,7 @@ ORDER = list(NEEDS)
 ANY_THREAD = {"images", "fold_sums", "fold_moments"}
 _one_pass = threading.RLock()
 
+BYTES = ctypes.c_char * 0
 TYPES = {
     "int64_t": ctypes.c_int64,
     "double": ctypes.c_double,
@@ -49,7 +50,9 @@ def _pointer(name, const):
                 f"expected a C-ordered array of {dtype}, got {array.dtype} of shape {array.shape} "
                 f"with strides {array.strides}"
             )
-        if not const and not array.flags.writeable:
+        if array.flags.writeable:
+            return BYTES.from_buffer(array)  # a fifth of the time of array.ctypes
+        if not const:
             raise TypeError(f"expected an array that can be written, of shape {array.shape}")
         return ctypes.c_void_p(array.ctypes.data)
 
