@@ -1,0 +1,138 @@
+/* Fully connected layers, forward; see dense.h for the order in which sums are made. */
+#include "dense.h"
+
+#include "mpidl.h"
+
+/* The reference of the tests: one output of one block after the other. */
+static void dense_plain(const struct dense *d) {
+    float room[SEGMENT * LANES];
+    for (int64_t b = 0; b < d->blocks; b++)
+        for (int64_t k = 0; k < d->outputs; k++)
+            for (int p = 0; p < LANES; p += WIDTH) {
+                vec total = splat(d->bias[k]);
+                for (int64_t f = 0; f < d->features; f += SEGMENT) {
+                    int64_t count = least(SEGMENT, d->features - f);
+                    const float *x = read_features(d, b, f, count, room);
+                    vec sum = zero();
+                    for (int64_t n = 0; n < count; n++)
+                        sum = muladd(splat(d->weight[k * d->features + f + n]),
+                                     load(x + n * LANES + p), sum);
+                    total += sum;
+                }
+                store(d->y + (b * d->outputs + k) * LANES + p, total);
+            }
+}
+
+/* A tile: TILE outputs of `group` blocks, a panel of features after the other, so that the panel's
+ * x stays in the cache for all of its outputs. */
+enum { TILE = 64, FEW_BLOCKS = 2 };
+
+struct job {
+    const struct dense *dense;
+    int64_t tiles;        /* of outputs */
+    int64_t group, panel; /* blocks and features at once */
+};
+
+/* y += weight * x over `count` features, for `rows` outputs and `vectors` vectors of images. The
+ * weights of the next ROWS outputs are fetched meanwhile. */
+INLINE void multiply(const float *weight, int64_t row, const float *const *x, float *const *y,
+                     int64_t count, const int rows, const int vectors) {
+    for (int64_t f = 0; f < count;) {
+        vec sum[ROWS][2], v[2];
+        UNROLL for (int j = 0; j < rows; j++)
+            UNROLL for (int i = 0; i < vectors; i++) sum[j][i] = zero();
+        for (int64_t stop = least(f + SEGMENT, count); f < stop; f++) {
+            if (f % 16 == 0)
+                UNROLL for (int j = 0; j < rows; j++)
+                    __builtin_prefetch(weight + (ROWS + j) * row + f, 0, 2);
+            UNROLL for (int i = 0; i < vectors; i++) v[i] = load(x[i] + f * LANES);
+            UNROLL for (int j = 0; j < rows; j++) {
+                vec w = splat(weight[j * row + f]);
+                UNROLL for (int i = 0; i < vectors; i++) sum[j][i] = muladd(w, v[i], sum[j][i]);
+            }
+        }
+        UNROLL for (int j = 0; j < rows; j++)
+            UNROLL for (int i = 0; i < vectors; i++)
+                store(y[i] + j * LANES, load(y[i] + j * LANES) + sum[j][i]);
+    }
+}
+
+static void multiply_rows(const float *weight, int64_t row, const float *const *x,
+                          float *const *y, int64_t count, int rows, int vectors) {
+#define CASE(n)                                                                                    \
+    case n:                                                                                        \
+        if (vectors == 2)                                                                          \
+            multiply(weight, row, x, y, count, n, 2);                                              \
+        else                                                                                       \
+            multiply(weight, row, x, y, count, n, 1);                                              \
+        break;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if REGISTERS == 32
+        CASE(7) CASE(8)
+#endif
+    }
+#undef CASE
+}
+
+static void forward_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    const struct dense *d = job->dense;
+    int64_t first = tile / job->tiles * job->group, blocks = least(job->group, d->blocks - first);
+    int64_t k0 = tile % job->tiles * TILE, outputs = least(TILE, d->outputs - k0);
+    int64_t steps = parts_of(outputs, ROWS); /* each of about as many rows: none has a few only */
+    float *y = d->y + (first * d->outputs + k0) * LANES;
+
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t k = 0; k < outputs; k++)
+            for (int p = 0; p < LANES; p += WIDTH)
+                store(y + (b * d->outputs + k) * LANES + p, splat(d->bias[k0 + k]));
+    for (int64_t f = 0; f < d->features; f += job->panel) {
+        int64_t count = least(job->panel, d->features - f);
+        const float *x[MANY_BLOCKS];
+        for (int64_t b = 0; b < blocks; b++)
+            x[b] = read_features(d, first + b, f, count, own + b * job->panel * LANES);
+        for (int64_t s = 0; s < steps; s++) {
+            int64_t k = part(outputs, s, steps), rows = part(outputs, s + 1, steps) - k;
+            const float *weight = d->weight + (k0 + k) * d->features + f;
+            for (int64_t i = 0; i < blocks * PARTS; i += 2) {
+                int vectors = (int)least(2, blocks * PARTS - i);
+                const float *from[2];
+                float *to[2];
+                for (int v = 0; v < vectors; v++) {
+                    int64_t b = (i + v) / PARTS, lane = (i + v) % PARTS * WIDTH;
+                    from[v] = x[b] + lane;
+                    to[v] = y + (b * d->outputs + k) * LANES + lane;
+                }
+                multiply_rows(weight, d->features, from, to, count, (int)rows, vectors);
+            }
+            tick();
+        }
+    }
+}
+
+static void forward(const struct dense *d) {
+    struct job job = {.dense = d, .tiles = parts_of(d->outputs, TILE)};
+    /* with few outputs the blocks are dealt; else the weights, each read once for all blocks */
+    job.group = job.tiles == 1 ? FEW_BLOCKS : MANY_BLOCKS;
+    job.panel = job.tiles == 1 ? SEGMENT : PANEL;
+    each_tile(job.tiles * parts_of(d->blocks, job.group), forward_tile, &job,
+              d->x.mean ? job.group * job.panel * LANES : 0);
+}
+
+void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
+                 const float *weight, const float *bias, float *y, int64_t blocks,
+                 int64_t features, int64_t channels, int64_t outputs, int64_t plain) {
+    struct dense d = {.x = {x, mean, scale, beta},
+                      .weight = weight,
+                      .bias = bias,
+                      .y = y,
+                      .blocks = blocks,
+                      .features = features,
+                      .outputs = outputs,
+                      .channels = channels};
+    if (plain)
+        dense_plain(&d);
+    else
+        forward(&d);
+}

@@ -1,0 +1,341 @@
+/* Fully connected layers: the gradients with respect to weight and bias, and all of backward in one
+ * pass for layers of few outputs; see dense.h for the order of sums.
+ *
+ * A leaf of the gradient is as large as the weights, so none is ever written: all blocks' leaves of
+ * one small tile of the weights are made one after the other and folded in registers and caches,
+ * and memory gets this rank's nodes alone. */
+#include "dense.h"
+#include "mpidl.h"
+
+static void dweight_plain(const struct dense *d) {
+    float room[LANES];
+    struct counter counter;
+    int64_t size = d->outputs * d->features;
+    float *slots = scratch(0, counter_slots(d->blocks) * size);
+    counter_begin(&counter, d->tree, d->tree->first);
+    for (int64_t b = 0; b < d->blocks; b++) {
+        float *leaf = slots + counter.count * size;
+        for (int64_t k = 0; k < d->outputs; k++)
+            for (int64_t f = 0; f < d->features; f++) {
+                const float *x = read_features(d, b, f, 1, room);
+                const float *dy = d->dy + (b * d->outputs + k) * LANES;
+                vec sum = zero(); /* the same in every lane */
+                for (int i = 0; i < LANES; i++) sum = muladd(splat(dy[i]), splat(x[i]), sum);
+                leaf[k * d->features + f] = sum[0];
+            }
+        counter_push(&counter, d->tree->first + b + 1);
+        while (counter_joins(&counter)) {
+            float *right = slots + (counter.count - 1) * size, *left = right - size;
+            for (int64_t i = 0; i < size; i++) left[i] += right[i];
+            counter_pop(&counter);
+        }
+    }
+    memcpy(d->nodes, slots, (size_t)(counter.count * size) * sizeof *slots);
+}
+
+/* What the binary counter will do at each block: how often what has arrived is joined with what
+ * lies below it, and whether what results is a node of this rank. */
+struct plan {
+    uint8_t joins, stays;
+};
+
+/* room: a float a block. */
+static struct plan *make_plan(const struct tree *tree, float *room) {
+    struct plan *plan = (struct plan *)room;
+    int64_t last[SLOTS]; /* that arrived at each height */
+    struct counter counter;
+    counter_begin(&counter, tree, tree->first);
+    for (int64_t b = 0; b < tree->stop - tree->first; b++) {
+        plan[b] = (struct plan){0, 0};
+        counter_push(&counter, tree->first + b + 1);
+        for (; counter_joins(&counter); counter_pop(&counter)) plan[b].joins++;
+        last[counter.count - 1] = b;
+    }
+    for (int i = 0; i < counter.count; i++) plan[last[i]].stays = 1;
+    return plan;
+}
+
+/* A tile of the weights is at most ROWS outputs x ACROSS features. */
+enum { ACROSS = 2 * WIDTH };
+
+struct tile {
+    const float *dy;    /* of a block, from this output on */
+    const float *x;     /* its features from here on, an image after the other, */
+    int64_t image;      /* so far apart */
+    float *slots;       /* this tile in the lowest slot, */
+    int64_t slot, slot_row;
+    float *nodes;       /* and in the lowest node */
+    int64_t node, node_row;
+    int64_t count;      /* features that it has */
+    int stream;         /* whether the nodes are too large for the caches */
+};
+
+INLINE void stream(float *to, vec v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(to, (__m512)v);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(to, (__m256)v);
+#else
+    store(to, v);
+#endif
+}
+
+/* Other threads see what was streamed. */
+INLINE void streamed(void) {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
+/* One block's leaf, folded with what lies below it. `height`: how many values lie there. */
+INLINE void fold_leaf(const struct tile *t, struct plan plan, int height, const int rows) {
+    vec sum[ROWS][2], x[2];
+    UNROLL for (int j = 0; j < rows; j++)
+        UNROLL for (int i = 0; i < 2; i++) sum[j][i] = zero();
+    for (int image = 0; image < LANES; image++) {
+        UNROLL for (int i = 0; i < 2; i++) x[i] = load(t->x + image * t->image + i * WIDTH);
+        UNROLL for (int j = 0; j < rows; j++) {
+            vec dy = splat(t->dy[j * LANES + image]);
+            UNROLL for (int i = 0; i < 2; i++) sum[j][i] = muladd(dy, x[i], sum[j][i]);
+        }
+    }
+    for (int n = 0; n < plan.joins; n++) {
+        const float *left = t->slots + --height * t->slot;
+        UNROLL for (int j = 0; j < rows; j++)
+            UNROLL for (int i = 0; i < 2; i++)
+                sum[j][i] = load(left + j * t->slot_row + i * WIDTH) + sum[j][i];
+    }
+    float *to = t->slots + height * t->slot, *node = t->nodes + height * t->node;
+    int64_t row = t->slot_row;
+    if (plan.stays && t->count == ACROSS) to = node, row = t->node_row;
+    if (plan.stays && t->stream)
+        UNROLL for (int j = 0; j < rows; j++)
+            UNROLL for (int i = 0; i < 2; i++) stream(to + j * row + i * WIDTH, sum[j][i]);
+    else
+        UNROLL for (int j = 0; j < rows; j++)
+            UNROLL for (int i = 0; i < 2; i++) store(to + j * row + i * WIDTH, sum[j][i]);
+    if (plan.stays && t->count < ACROSS)
+        for (int j = 0; j < rows; j++)
+            memcpy(node + j * t->node_row, to + j * row, (size_t)t->count * sizeof *to);
+}
+
+static void fold_rows(const struct tile *t, struct plan plan, int height, int rows) {
+#define CASE(n)                                                                                    \
+    case n:                                                                                        \
+        fold_leaf(t, plan, height, n);                                                             \
+        break;
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if REGISTERS == 32
+        CASE(7) CASE(8)
+#endif
+    }
+#undef CASE
+}
+
+/* Of one block, to (16, stride): features [first, first + count) an image after the other, zeros up
+ * to a multiple of ACROSS. room: for an activation. */
+static void turn(const struct dense *d, int64_t block, int64_t first, int64_t count, float *room,
+                 float *to, int64_t stride) {
+    const float *x = read_features(d, block, first, count, room);
+    for (int64_t f = 0; f < parts_of(count, ACROSS) * ACROSS; f += WIDTH)
+        for (int p = 0; p < LANES; p += WIDTH) {
+            const float *from = x + f * LANES + p;
+            vec v[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++) v[i] = zero();
+            if (f + WIDTH <= count)
+                UNROLL for (int i = 0; i < WIDTH; i++) v[i] = load(from + i * LANES);
+            else
+                UNROLL for (int i = 0; i < WIDTH; i++)
+                    if (f + i < count) v[i] = load(from + i * LANES);
+            transpose(v);
+            UNROLL for (int i = 0; i < WIDTH; i++) store(to + (p + i) * stride + f, v[i]);
+        }
+}
+
+struct job {
+    const struct dense *dense;
+    int64_t panel, stride; /* features of a tile; between its images */
+    int64_t groups;        /* of outputs */
+    int stream;
+};
+
+/* A tile: MANY_OUTPUTS outputs and a panel of features. */
+enum { MANY_OUTPUTS = 512 };
+
+static void dweight_tile(void *argument, int64_t number, float *own) {
+    const struct job *job = argument;
+    const struct dense *d = job->dense;
+    int64_t f0 = number / job->groups * job->panel, count = least(job->panel, d->features - f0);
+    int64_t k0 = number % job->groups * MANY_OUTPUTS;
+    int64_t outputs = least(MANY_OUTPUTS, d->outputs - k0);
+    int64_t steps = parts_of(outputs, ROWS), block = LANES * job->stride;
+    float *x = own, *slots = x + d->blocks * block;
+    float *room = slots + counter_slots(d->blocks) * ROWS * ACROSS;
+    const struct plan *plan = make_plan(d->tree, room + job->panel * LANES);
+
+    for (int64_t b = 0; b < d->blocks; b++)
+        turn(d, b, f0, count, room, x + b * block, job->stride);
+    for (int64_t s = 0; s < steps; s++) {
+        int64_t k = k0 + part(outputs, s, steps), rows = k0 + part(outputs, s + 1, steps) - k;
+        for (int64_t f = 0; f < count; f += ACROSS) {
+            struct tile t = {.image = job->stride,
+                             .slots = slots,
+                             .slot = ROWS * ACROSS,
+                             .slot_row = ACROSS,
+                             .nodes = d->nodes + k * d->features + f0 + f,
+                             .node = d->outputs * d->features,
+                             .node_row = d->features,
+                             .count = least(ACROSS, count - f)};
+            t.stream = job->stream && t.count == ACROSS;
+            int height = 0;
+            for (int64_t b = 0; b < d->blocks; b++) {
+                t.dy = d->dy + (b * d->outputs + k) * LANES, t.x = x + b * block + f;
+                fold_rows(&t, plan[b], height, (int)rows);
+                height += 1 - plan[b].joins;
+            }
+        }
+        tick();
+    }
+    if (job->stream) streamed();
+}
+
+/* Beyond this the gradient is written past the caches; its rows must begin at lines then. */
+static int streams(const struct dense *d) {
+    const int64_t large = 4 << 20; /* floats */
+    return d->outputs * d->features >= large && d->features % LANES == 0 &&
+           (uintptr_t)d->nodes % (LANES * sizeof(float)) == 0;
+}
+
+static void dweight(const struct dense *d) {
+    int64_t room = (1 << 17) / (d->blocks * LANES); /* so that all blocks' x stays in the cache */
+    struct job job = {.dense = d, .groups = parts_of(d->outputs, MANY_OUTPUTS)};
+    job.panel = least(PANEL, room > 2 * ACROSS ? room / ACROSS * ACROSS : 2 * ACROSS);
+    job.stride = job.panel + LANES; /* so that not all images fall into the same set */
+    job.stream = streams(d);
+    each_tile(parts_of(d->features, job.panel) * job.groups, dweight_tile, &job,
+              d->blocks * LANES * job.stride + counter_slots(d->blocks) * ROWS * ACROSS +
+                  job.panel * LANES + d->blocks);
+}
+
+void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
+                         const float *beta, float *nodes, const int64_t *tree, int64_t features,
+                         int64_t channels, int64_t outputs, int64_t plain) {
+    struct dense d = {.x = {x, mean, scale, beta},
+                      .dy = dy,
+                      .nodes = nodes,
+                      .tree = (const struct tree *)tree,
+                      .features = features,
+                      .outputs = outputs,
+                      .channels = channels};
+    d.blocks = d.tree->stop - d.tree->first;
+    if (d.blocks == 0) return;
+    if (plain)
+        dweight_plain(&d);
+    else
+        dweight(&d);
+}
+
+/* dbias *************************************************************************************** */
+
+/* A tile: LANES outputs. A row of 16 images is added up as channel_sum does. */
+static void dbias_tile(void *argument, int64_t tile, float *own) {
+    const struct dense *d = argument;
+    int64_t k = tile * LANES, count = least(LANES, d->outputs - k);
+    const struct plan *plan = make_plan(d->tree, own);
+    float *slots = own + d->blocks, rows[LANES * LANES] = {0};
+    int height = 0;
+    for (int64_t b = 0; b < d->blocks; b++, height++) {
+        const float *dy = d->dy + (b * d->outputs + k) * LANES;
+        float *leaf = slots + height * LANES;
+        for (int64_t i = 0; i < count * LANES; i++) rows[i] = 0 + dy[i];
+        lane_sums(rows, leaf);
+        for (int n = 0; n < plan[b].joins; n++, height--, leaf -= LANES)
+            for (int i = 0; i < LANES; i++) leaf[i - LANES] += leaf[i];
+        if (plan[b].stays)
+            memcpy(d->nodes + height * d->outputs + k, leaf, (size_t)count * sizeof *leaf);
+    }
+}
+
+void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs) {
+    struct dense d = {
+        .dy = dy, .nodes = nodes, .tree = (const struct tree *)tree, .outputs = outputs};
+    d.blocks = d.tree->stop - d.tree->first;
+    if (d.blocks == 0) return;
+    each_tile(parts_of(outputs, LANES), dbias_tile, &d,
+              d.blocks + counter_slots(d.blocks) * LANES);
+}
+
+/* All of backward ***************************************************************************** */
+
+/* A tile: dense_tile features; of these a few that fit into the nearest cache, of a pair of blocks,
+ * go through all that is to be done before the next ones are read. */
+enum { CHUNK = 128 };
+
+static void backward_tile(void *argument, int64_t number, float *own) {
+    const struct job *job = argument;
+    const struct dense *d = job->dense;
+    int64_t f0 = number * job->panel, stop = least(f0 + job->panel, d->features);
+    int64_t steps = parts_of(d->outputs, ROWS), slot = d->outputs * job->stride;
+    float *room = own, *x = room + CHUNK * LANES, *slots = x + LANES * (CHUNK + LANES);
+    const struct plan *plan = make_plan(d->tree, slots + counter_slots(d->blocks) * slot);
+    int height = 0;
+
+    for (int64_t first = 0; first < d->blocks; first += 2) {
+        int64_t last = least(first + 2, d->blocks);
+        int at = height;
+        for (int64_t f = f0; f < stop; f += CHUNK) {
+            int64_t count = least(CHUNK, stop - f);
+            dense_dx_panel(d, f, count, first, last - first);
+            at = height;
+            for (int64_t b = first; b < last; at += 1 - plan[b++].joins) {
+                turn(d, b, f, count, room, x, CHUNK + LANES);
+                for (int64_t s = 0; s < steps; s++) {
+                    int64_t k = part(d->outputs, s, steps);
+                    int rows = (int)(part(d->outputs, s + 1, steps) - k);
+                    for (int64_t i = 0; i < count; i += ACROSS) {
+                        struct tile t = {.dy = d->dy + (b * d->outputs + k) * LANES,
+                                         .x = x + i,
+                                         .image = CHUNK + LANES,
+                                         .slots = slots + k * job->stride + f - f0 + i,
+                                         .slot = slot,
+                                         .slot_row = job->stride,
+                                         .nodes = d->nodes + k * d->features + f + i,
+                                         .node = d->outputs * d->features,
+                                         .node_row = d->features,
+                                         .count = least(ACROSS, count - i)};
+                        fold_rows(&t, plan[b], at, rows);
+                    }
+                }
+            }
+        }
+        height = at;
+        if (d->sums)
+            for (int64_t b = first; b < last; b++) dense_sums(d, b, f0, stop);
+        tick();
+    }
+}
+
+void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
+                          const float *beta, const float *weight, float *dx, double *sums,
+                          float *nodes, const int64_t *tree, int64_t features, int64_t channels,
+                          int64_t outputs) {
+    struct dense d = {.x = {x, mean, scale, beta},
+                      .weight = weight,
+                      .dy = dy,
+                      .dx = dx,
+                      .sums = sums,
+                      .nodes = nodes,
+                      .tree = (const struct tree *)tree,
+                      .features = features,
+                      .outputs = outputs,
+                      .channels = channels};
+    d.blocks = d.tree->stop - d.tree->first;
+    if (d.blocks == 0) return;
+    struct job job = {.dense = &d, .panel = dense_tile(&d)};
+    job.stride = parts_of(job.panel, ACROSS) * ACROSS + LANES;
+    each_tile(parts_of(features, job.panel), backward_tile, &job,
+              LANES * (2 * CHUNK + LANES) + counter_slots(d.blocks) * outputs * job.stride +
+                  d.blocks);
+    if (sums) fold_sums(sums, 2 * channels, d.tree);
+}
