@@ -166,7 +166,10 @@ def test_declarations():
     assert result is count is ctypes.c_int64
     assert found["hook"] == (None, [ctypes.c_void_p])
     ones = np.ones((2, 2), np.float32)
-    assert x.from_param(ones).value == ones.ctypes.data and x.from_param(None) is None
+    assert ctypes.addressof(x.from_param(ones)) == ones.ctypes.data
+    assert x.from_param(None) is None
+    ones.flags.writeable = False  # an argument that is only read may be
+    assert x.from_param(ones).value == ones.ctypes.data
     for wrong in (ones.astype(np.float64), ones.T[1:], ones[:, ::2]):
         with pytest.raises(TypeError, match="expected a C-ordered array of float32, got"):
             x.from_param(wrong)
