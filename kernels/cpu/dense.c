@@ -4,22 +4,25 @@
 #include "mpidl.h"
 
 /* The reference of the tests: one output of one block after the other. */
-static void dense_plain(const struct dense *d) {
+void mpidl_dense_plain(const float *x, const float *mean, const float *scale, const float *beta,
+                       const float *weight, const float *bias, float *y, int64_t blocks,
+                       int64_t features, int64_t channels, int64_t outputs) {
+    struct dense d = {.x = {x, mean, scale, beta}, .features = features, .channels = channels};
     float room[SEGMENT * LANES];
-    for (int64_t b = 0; b < d->blocks; b++)
-        for (int64_t k = 0; k < d->outputs; k++)
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t k = 0; k < outputs; k++)
             for (int p = 0; p < LANES; p += WIDTH) {
-                vec total = splat(d->bias[k]);
-                for (int64_t f = 0; f < d->features; f += SEGMENT) {
-                    int64_t count = least(SEGMENT, d->features - f);
-                    const float *x = read_features(d, b, f, count, room);
+                vec total = splat(bias[k]);
+                for (int64_t f = 0; f < features; f += SEGMENT) {
+                    int64_t count = least(SEGMENT, features - f);
+                    const float *from = read_features(&d, b, f, count, room);
                     vec sum = zero();
                     for (int64_t n = 0; n < count; n++)
-                        sum = muladd(splat(d->weight[k * d->features + f + n]),
-                                     load(x + n * LANES + p), sum);
+                        sum = muladd(splat(weight[k * features + f + n]),
+                                     load(from + n * LANES + p), sum);
                     total += sum;
                 }
-                store(d->y + (b * d->outputs + k) * LANES + p, total);
+                store(y + (b * outputs + k) * LANES + p, total);
             }
 }
 
@@ -111,18 +114,9 @@ static void forward_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-static void forward(const struct dense *d) {
-    struct job job = {.dense = d, .tiles = parts_of(d->outputs, TILE)};
-    /* with few outputs the blocks are dealt; else the weights, each read once for all blocks */
-    job.group = job.tiles == 1 ? FEW_BLOCKS : MANY_BLOCKS;
-    job.panel = job.tiles == 1 ? SEGMENT : PANEL;
-    each_tile(job.tiles * parts_of(d->blocks, job.group), forward_tile, &job,
-              d->x.mean ? job.group * job.panel * LANES : 0);
-}
-
 void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
                  const float *weight, const float *bias, float *y, int64_t blocks,
-                 int64_t features, int64_t channels, int64_t outputs, int64_t plain) {
+                 int64_t features, int64_t channels, int64_t outputs) {
     struct dense d = {.x = {x, mean, scale, beta},
                       .weight = weight,
                       .bias = bias,
@@ -131,8 +125,10 @@ void mpidl_dense(const float *x, const float *mean, const float *scale, const fl
                       .features = features,
                       .outputs = outputs,
                       .channels = channels};
-    if (plain)
-        dense_plain(&d);
-    else
-        forward(&d);
+    struct job job = {.dense = &d, .tiles = parts_of(outputs, TILE)};
+    /* with few outputs the blocks are dealt; else the weights, each read once for all blocks */
+    job.group = job.tiles == 1 ? FEW_BLOCKS : MANY_BLOCKS;
+    job.panel = job.tiles == 1 ? SEGMENT : PANEL;
+    each_tile(job.tiles * parts_of(blocks, job.group), forward_tile, &job,
+              mean ? job.group * job.panel * LANES : 0);
 }

@@ -7,30 +7,33 @@
 #include "dense.h"
 #include "mpidl.h"
 
-static void dweight_plain(const struct dense *d) {
-    float room[LANES];
+/* The reference of the tests: whole leaves, one number after the other. */
+void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mean,
+                               const float *scale, const float *beta, float *nodes,
+                               const int64_t *of, int64_t features, int64_t channels,
+                               int64_t outputs) {
+    struct dense d = {.x = {x, mean, scale, beta}, .features = features, .channels = channels};
+    const struct tree *tree = (const struct tree *)of;
+    int64_t size = outputs * features;
+    float *slots = scratch(0, counter_slots(tree->stop - tree->first) * size), room[LANES];
     struct counter counter;
-    int64_t size = d->outputs * d->features;
-    float *slots = scratch(0, counter_slots(d->blocks) * size);
-    counter_begin(&counter, d->tree, d->tree->first);
-    for (int64_t b = 0; b < d->blocks; b++) {
+    counter_begin(&counter, tree, tree->first);
+    for (int64_t b = 0; b < tree->stop - tree->first; b++) {
         float *leaf = slots + counter.count * size;
-        for (int64_t k = 0; k < d->outputs; k++)
-            for (int64_t f = 0; f < d->features; f++) {
-                const float *x = read_features(d, b, f, 1, room);
-                const float *dy = d->dy + (b * d->outputs + k) * LANES;
-                vec sum = zero(); /* the same in every lane */
-                for (int i = 0; i < LANES; i++) sum = muladd(splat(dy[i]), splat(x[i]), sum);
-                leaf[k * d->features + f] = sum[0];
-            }
-        counter_push(&counter, d->tree->first + b + 1);
-        while (counter_joins(&counter)) {
-            float *right = slots + (counter.count - 1) * size, *left = right - size;
-            for (int64_t i = 0; i < size; i++) left[i] += right[i];
-            counter_pop(&counter);
+        for (int64_t i = 0; i < size; i++) {
+            const float *from = read_features(&d, b, i % features, 1, room);
+            const float *grad = dy + (b * outputs + i / features) * LANES;
+            vec sum = zero(); /* the same in every lane */
+            for (int j = 0; j < LANES; j++) sum = muladd(splat(grad[j]), splat(from[j]), sum);
+            leaf[i] = sum[0];
+        }
+        counter_push(&counter, tree->first + b + 1);
+        for (; counter_joins(&counter); counter_pop(&counter)) {
+            float *right = slots + (counter.count - 1) * size;
+            for (int64_t i = 0; i < size; i++) right[i - size] += right[i];
         }
     }
-    memcpy(d->nodes, slots, (size_t)(counter.count * size) * sizeof *slots);
+    memcpy(nodes, slots, (size_t)(counter.count * size) * sizeof *slots);
 }
 
 /* What the binary counter will do at each block: how often what has arrived is joined with what
@@ -207,20 +210,9 @@ static int streams(const struct dense *d) {
            (uintptr_t)d->nodes % (LANES * sizeof(float)) == 0;
 }
 
-static void dweight(const struct dense *d) {
-    int64_t room = (1 << 17) / (d->blocks * LANES); /* so that all blocks' x stays in the cache */
-    struct job job = {.dense = d, .groups = parts_of(d->outputs, MANY_OUTPUTS)};
-    job.panel = least(PANEL, room > 2 * ACROSS ? room / ACROSS * ACROSS : 2 * ACROSS);
-    job.stride = job.panel + LANES; /* so that not all images fall into the same set */
-    job.stream = streams(d);
-    each_tile(parts_of(d->features, job.panel) * job.groups, dweight_tile, &job,
-              d->blocks * LANES * job.stride + counter_slots(d->blocks) * ROWS * ACROSS +
-                  job.panel * LANES + d->blocks);
-}
-
 void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
                          const float *beta, float *nodes, const int64_t *tree, int64_t features,
-                         int64_t channels, int64_t outputs, int64_t plain) {
+                         int64_t channels, int64_t outputs) {
     struct dense d = {.x = {x, mean, scale, beta},
                       .dy = dy,
                       .nodes = nodes,
@@ -230,10 +222,14 @@ void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, con
                       .channels = channels};
     d.blocks = d.tree->stop - d.tree->first;
     if (d.blocks == 0) return;
-    if (plain)
-        dweight_plain(&d);
-    else
-        dweight(&d);
+    int64_t room = (1 << 17) / (d.blocks * LANES); /* so that all blocks' x stays in the cache */
+    struct job job = {.dense = &d, .groups = parts_of(outputs, MANY_OUTPUTS)};
+    job.stream = streams(&d);
+    job.panel = least(PANEL, room > 2 * ACROSS ? room / ACROSS * ACROSS : 2 * ACROSS);
+    job.stride = job.panel + LANES; /* so that not all images fall into the same set */
+    each_tile(parts_of(features, job.panel) * job.groups, dweight_tile, &job,
+              d.blocks * LANES * job.stride + counter_slots(d.blocks) * ROWS * ACROSS +
+                  job.panel * LANES + d.blocks);
 }
 
 /* dbias *************************************************************************************** */

@@ -3,21 +3,22 @@
 #include "mpidl.h"
 
 /* The reference of the tests: one feature of one block after the other. */
-static void dx_plain(const struct dense *d) {
-    int64_t groups = parts_of(d->outputs, GROUP);
-    for (int64_t b = 0; b < d->blocks; b++)
-        for (int64_t f = 0; f < d->features; f++)
+void mpidl_dense_dx_plain(const float *dy, const float *weight, float *dx, int64_t blocks,
+                          int64_t features, int64_t outputs) {
+    int64_t groups = parts_of(outputs, GROUP);
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t f = 0; f < features; f++)
             for (int p = 0; p < LANES; p += WIDTH) {
                 vec total = zero();
                 for (int64_t g = 0; g < groups; g++) {
                     vec sum = zero();
-                    for (int64_t k = part(d->outputs, g, groups);
-                         k < part(d->outputs, g + 1, groups); k++)
-                        sum = muladd(splat(d->weight[k * d->features + f]),
-                                     load(d->dy + (b * d->outputs + k) * LANES + p), sum);
+                    for (int64_t k = part(outputs, g, groups); k < part(outputs, g + 1, groups);
+                         k++)
+                        sum = muladd(splat(weight[k * features + f]),
+                                     load(dy + (b * outputs + k) * LANES + p), sum);
                     total += sum;
                 }
-                store(d->dx + (b * d->features + f) * LANES + p, total);
+                store(dx + (b * features + f) * LANES + p, total);
             }
 }
 
@@ -149,8 +150,7 @@ static void dx_tile(void *argument, int64_t tile, float *own) {
 
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
                     const float *beta, const float *weight, float *dx, double *sums,
-                    const int64_t *tree, int64_t features, int64_t channels, int64_t outputs,
-                    int64_t plain) {
+                    const int64_t *tree, int64_t features, int64_t channels, int64_t outputs) {
     struct dense d = {.x = {x, mean, scale, beta},
                       .weight = weight,
                       .dy = dy,
@@ -161,13 +161,7 @@ void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const fl
                       .outputs = outputs,
                       .channels = channels};
     d.blocks = d.tree->stop - d.tree->first;
-    if (plain) {
-        dx_plain(&d);
-        if (sums)
-            for (int64_t b = 0; b < d.blocks; b++) dense_sums(&d, b, 0, features);
-    } else {
-        struct job job = {&d, dense_tile(&d), MANY_BLOCKS, parts_of(d.blocks, MANY_BLOCKS)};
-        each_tile(parts_of(features, job.tile) * job.groups, dx_tile, &job, 0);
-    }
+    struct job job = {&d, dense_tile(&d), MANY_BLOCKS, parts_of(d.blocks, MANY_BLOCKS)};
+    each_tile(parts_of(features, job.tile) * job.groups, dx_tile, &job, 0);
     if (sums) fold_sums(sums, 2 * channels, d.tree);
 }

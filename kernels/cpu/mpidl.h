@@ -108,18 +108,26 @@ void mpidl_sgdm(const int64_t *parameters, const float *decays, int64_t count, f
 
 /* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x (blocks, features, 16), of
  * features / channels pixels a channel; weight (outputs, features); dy and y (blocks, outputs, 16).
- * nodes: this rank's nodes of the gradient. plain 1: the tests' reference, with the same bytes. */
+ * nodes: this rank's nodes of the gradient. */
 void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
                  const float *weight, const float *bias, float *y, int64_t blocks,
-                 int64_t features, int64_t channels, int64_t outputs, int64_t plain);
+                 int64_t features, int64_t channels, int64_t outputs);
+void mpidl_dense_plain(const float *x, const float *mean, const float *scale, const float *beta,
+                       const float *weight, const float *bias, float *y, int64_t blocks,
+                       int64_t features, int64_t channels, int64_t outputs);
 /* sums (blocks, 2 * channels) or NULL: of dx, see mpidl_batchnorm_sums; x is read for them alone */
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
                     const float *beta, const float *weight, float *dx, double *sums,
-                    const int64_t *tree, int64_t features, int64_t channels, int64_t outputs,
-                    int64_t plain);
+                    const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
+void mpidl_dense_dx_plain(const float *dy, const float *weight, float *dx, int64_t blocks,
+                          int64_t features, int64_t outputs);
 void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
                          const float *beta, float *nodes, const int64_t *tree, int64_t features,
-                         int64_t channels, int64_t outputs, int64_t plain);
+                         int64_t channels, int64_t outputs);
+void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mean,
+                               const float *scale, const float *beta, float *nodes,
+                               const int64_t *tree, int64_t features, int64_t channels,
+                               int64_t outputs);
 void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs);
 /* dx, its sums and dweight in one pass over x, for few outputs; the same bytes */
 void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,

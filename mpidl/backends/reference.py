@@ -304,6 +304,16 @@ def dense_dweight(dy, x, tree):
     return counter.partial((dy.shape[1], x.shape[1]), x.dtype)
 
 
+def dense_backward(dy, x, weight, tree, needs):
+    """(dx, dweight, dbias, None): the gradients that `needs` wants, None for the others."""
+    return (
+        dense_dx(dy, weight) if needs[0] else None,
+        dense_dweight(dy, x, tree) if needs[1] else None,
+        channel_sums(dy, tree) if needs[2] else None,
+        None,  # as of conv2d_backward
+    )
+
+
 def softmax(logits):
     """exp(logits) / sum over classes; logits (B, K, 16), computed in float64."""
     probabilities = np.empty(logits.shape, np.float64)

@@ -1,6 +1,9 @@
 """Fully connected layers."""
 
+import math
+
 from mpidl import backends
+from mpidl.blocks import LANES, Activation, Gradient
 from mpidl.ops import check
 from mpidl.tape import op
 
@@ -9,15 +12,16 @@ from mpidl.tape import op
 def flatten(x):
     """(N, C, H, W) -> (N, C*H*W), in that order."""
     check.images("flatten", x)
-    shape = x.lanes.shape
+    shape = x.image_shape
+    features = math.prod(shape)
 
     def vjp(dy, needs):
-        return (x.like(dy.lanes.reshape(shape)),)
+        dx = dy.lanes.reshape(len(dy.lanes), *shape, LANES)
+        return (Gradient(dx, x.batch, dy.sums) if isinstance(dy, Gradient) else x.like(dx),)
 
-    features = 1
-    for size in x.image_shape:
-        features *= size
-    return x.like(x.lanes.reshape(shape[0], features, shape[-1])), vjp
+    if isinstance(x, Activation):  # which stays what is not stored
+        return x.reshape((features,)), vjp
+    return x.like(x.lanes.reshape(len(x.lanes), features, LANES)), vjp
 
 
 @op(blocks=True)
@@ -33,14 +37,14 @@ def dense(x, weight, bias):
             f"{weight.shape} and bias {bias.shape}"
         )
     backend = backends.of(x)
-    y = backend.dense(x.lanes, weight, bias)
+    y = backend.dense(x.source, weight, bias)
 
     def vjp(dy, needs):
-        tree = x.batch.tree
-        return (
-            x.like(backend.dense_dx(dy.lanes, weight)) if needs[0] else None,
-            backend.dense_dweight(dy.lanes, x.lanes, tree) if needs[1] else None,
-            backend.channel_sums(dy.lanes, tree) if needs[2] else None,
+        dx, dweight, dbias, sums = backend.dense_backward(
+            dy.lanes, x.source, weight, x.batch.tree, needs
         )
+        if dx is not None:
+            dx = x.like(dx) if sums is None else Gradient(dx, x.batch, sums)
+        return dx, dweight, dbias
 
     return x.like(y), vjp

@@ -16,6 +16,7 @@ from mpidl.backends.cpu.batchnorm import (
     relu_dx,
 )
 from mpidl.backends.cpu.conv import conv2d, conv2d_backward, conv2d_moments
+from mpidl.backends.cpu.dense import dense, dense_backward, dense_dweight, dense_dx
 from mpidl.backends.cpu.images import images
 from mpidl.backends.cpu.loss import (
     correct_count,
@@ -30,13 +31,7 @@ from mpidl.backends.cpu.pool import (
     max_pool2d,
     max_pool2d_dx,
 )
-from mpidl.backends.reference import (
-    conv2d_shape,
-    dense,
-    dense_dweight,
-    dense_dx,
-    image_sums,
-)
+from mpidl.backends.reference import conv2d_shape, image_sums
 
 __all__ = [
     "activation",
@@ -55,6 +50,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_dlogits",
     "dense",
+    "dense_backward",
     "dense_dweight",
     "dense_dx",
     "image_sums",
