@@ -129,6 +129,10 @@ class Blocked:
         """Another value of the same images."""
         return Blocked(lanes, self.batch)
 
+    def stored(self):
+        """This value with its lanes in memory: itself, unless it is an Activation."""
+        return self
+
     def block(self, b):
         """Block b as a plain C-ordered (n <= 16, *image_shape) array (always the same layout)."""
         return np.ascontiguousarray(np.moveaxis(self.lanes[b], -1, 0)[: self.batch.valid(b)])
@@ -188,6 +192,9 @@ class Activation(Blocked):
     @property
     def dtype(self):
         return self.deferred.x.dtype
+
+    def stored(self):
+        return self.like(self.lanes)
 
     def reshape(self, image_shape):
         """The same values with another image shape, still deferred."""

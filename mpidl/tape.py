@@ -93,6 +93,7 @@ def _by_block(name, forward, values, options):
             f"{name}: got a Partial, which is not added up over the ranks yet; only sums and "
             "multiples of it have a meaning before world.gplus(value)"
         )
+    values = [v.stored() if isinstance(v, Blocked) else v for v in values]
     blocked = [v for v in values if isinstance(v, Blocked)]
     if not blocked:
         y, vjp = forward(*values, **options)
