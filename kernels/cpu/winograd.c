@@ -15,7 +15,6 @@
 enum {
     QUAD = 4,                                   /* outputs of a register tile */
     PANEL = REGISTERS == 32 ? 6 : 3,            /* vectors of a register tile */
-    GAP = 64,                                   /* floats between points: no two on the same 4 KiB */
     MOST = 64,                                  /* tiles of a band */
 };
 
@@ -63,8 +62,13 @@ static struct bands bands_of(const struct winograd *shape) {
     return bands;
 }
 
+/* From one point to the next of u. */
+static int64_t u_stride(int64_t inputs, int64_t outputs) {
+    return odd_lines((quads(outputs) * QUAD * inputs + LANES - 1) / LANES);
+}
+
 int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m) {
-    return points(m) * quads(outputs) * QUAD * inputs;
+    return points(m) * u_stride(inputs, outputs);
 }
 
 int64_t winograd_weights_tiles(int64_t inputs, int64_t outputs) {
@@ -77,7 +81,7 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, cons
                             const int backward, int64_t quad) {
     const int n = m + 2;
     const int64_t inputs = backward ? K : C, outputs = backward ? C : K;
-    const int64_t point = quads(outputs) * QUAD * inputs;
+    const int64_t point = u_stride(inputs, outputs);
     u += quad * QUAD * inputs;
     for (int64_t input = 0; input < inputs; input += 4) {
         int64_t count = inputs - input < 4 ? inputs - input : 4;
@@ -119,55 +123,20 @@ void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int
     else weights_of_quad(w, u, K, C, 2, 0, tile);
 }
 
-/* Where a vector of a band (tile * PARTS + part) is in V: of channel c at place + c * step. */
-struct places {
-    int64_t place[MOST * PARTS], step[MOST * PARTS];
-};
-
 /* The panels of a band: its vectors divided evenly. */
 static int64_t panel_count(int64_t vectors) { return (vectors + PANEL - 1) / PANEL; }
 static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
     return vectors * panel / count;
 }
 
-static void find_places(struct places *places, int64_t vectors, int64_t inputs) {
+/* place[v]: where vector v (tile * PARTS + part) of channel c of a band is in V. */
+static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t c) {
     int64_t count = panel_count(vectors);
     for (int64_t panel = 0; panel < count; panel++) {
         int64_t start = panel_start(vectors, count, panel);
         int64_t stop = panel_start(vectors, count, panel + 1);
-        for (int64_t v = start; v < stop; v++) {
-            places->place[v] = (start * inputs + v - start) * WIDTH;
-            places->step[v] = (stop - start) * WIDTH;
-        }
-    }
-}
-
-/* V of `tiles` tiles side by side, from their first pixel on, for one group of rows of B^T. Two
- * neighbours share two columns. */
-INLINE void transform_row(const float *x, int64_t row, int64_t tiles, float *V, int64_t point,
-                          const int64_t *place, const int64_t *step, int64_t channel, const int m,
-                          const int group) {
-    const int n = m + 2, lines = IN_GROUP(m, group);
-    vec t[2][6], d[6], out[6];
-    UNROLL for (int c = 0; c < 2; c++) {
-        UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
-        input_group(d, out, m, group);
-        UNROLL for (int line = 0; line < lines; line++) t[line][m + c] = out[line];
-    }
-    for (int64_t tile = 0; tile < tiles; tile++, x += m * LANES) {
-        UNROLL for (int line = 0; line < lines; line++)
-            t[line][0] = t[line][m], t[line][1] = t[line][m + 1];
-        UNROLL for (int c = 2; c < n; c++) {
-            UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
-            input_group(d, out, m, group);
-            UNROLL for (int line = 0; line < lines; line++) t[line][c] = out[line];
-        }
-        float *to = V + FIRST(m, group) * n * point + place[tile * PARTS] +
-                    channel * step[tile * PARTS];
-        UNROLL for (int line = 0; line < lines; line++) {
-            input_line(t[line], out, m);
-            UNROLL for (int c = 0; c < n; c++) store(to + (line * n + c) * point, out[c]);
-        }
+        for (int64_t v = start; v < stop; v++)
+            place[v] = (start * inputs + c * (stop - start) + v - start) * WIDTH;
     }
 }
 
@@ -232,28 +201,28 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                           const int m) {
     const int64_t inputs = shape->inputs, outputs = shape->outputs;
     const int64_t padded = quads(outputs) * QUAD, tiles = stop - first;
-    const int64_t v_point = tiles * inputs * LANES + GAP, m_point = tiles * padded * LANES + GAP;
+    const int64_t v_point = odd_lines(tiles * inputs), m_point = odd_lines(tiles * padded);
     const int64_t across = bands->across, vectors = tiles * PARTS, panels = panel_count(vectors);
     float *V = scratch;
-    float *M = scratch + points(m) * (bands->most * inputs * LANES + GAP);
-    struct places places;
-    find_places(&places, vectors, inputs);
+    float *M = scratch + points(m) * odd_lines(bands->most * inputs);
 
     EACH_TILE(team, c, inputs) {
+        int64_t place[MOST * PARTS];
+        find_places(place, vectors, inputs, c);
         for (int64_t t = first, next; t < stop; t = next) {
             next = t / across * across + across;
             if (next > stop) next = stop;
             const float *from = x.at + c * x.channel + t / across * m * x.row +
                                 t % across * m * LANES;
             for (int part = 0; part < PARTS; part++) {
-                const int64_t at = (t - first) * PARTS + part;
+                const int64_t *to = place + (t - first) * PARTS + part;
 #define GROUP(group)                                                                               \
-    transform_row(from + part * WIDTH, x.row, next - t, V, v_point, places.place + at,             \
-                  places.step + at, c, m, group);
-                GROUP(0)
-                GROUP(1)
-                GROUP(2)
-                if (m == 4) GROUP(3)
+    input_row(from + part * WIDTH, x.row, next - t, V + FIRST(m, group) * (m + 2) * v_point,       \
+              v_point, to, m, group)
+                GROUP(0);
+                GROUP(1);
+                GROUP(2);
+                if (m == 4) GROUP(3);
 #undef GROUP
             }
         }
@@ -263,7 +232,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
         for (int64_t panel = 0; panel < panels; panel++) {
             int64_t start = panel_start(vectors, panels, panel);
             multiply_panel(V + point * v_point + start * inputs * WIDTH,
-                           u + point * padded * inputs, inputs, outputs,
+                           u + point * u_stride(inputs, outputs), inputs, outputs,
                            M + point * m_point + start * WIDTH, tiles * LANES,
                            panel_start(vectors, panels, panel + 1) - start);
         }
@@ -276,6 +245,10 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             const int64_t rows = shape->rows - r, columns = shape->columns - c;
             float *to = y.at + o * y.channel + r * y.row + c * LANES;
             const float *from = M + (o * tiles + t - first) * LANES;
+            if (o + 1 < outputs) /* y is not in cache as a rule: begin to bring its next lines */
+                UNROLL for (int i = 0; i < m; i++)
+                    UNROLL for (int j = 0; j < m; j++)
+                        __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
             for (int part = 0; part < LANES; part += WIDTH) {
                 if (rows >= m && columns >= m)
                     untransform(from + part, m_point, add, to + part, y.row, m, m, m);
@@ -288,8 +261,8 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
 
 int64_t winograd_conv_floats(const struct winograd *shape) {
     struct bands bands = bands_of(shape);
-    int64_t channels = shape->inputs + quads(shape->outputs) * QUAD;
-    return points(shape->m) * (bands.most * channels * LANES + 2 * GAP);
+    return points(shape->m) * (odd_lines(bands.most * shape->inputs) +
+                               odd_lines(bands.most * quads(shape->outputs) * QUAD));
 }
 
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,

@@ -7,14 +7,13 @@
  *
  *     dW = G^T [ sum over tiles and images of (B^T d B) . (A dy A^T) ] G
  *
- * Tiles are taken in bands, points in the groups of winograd_tiles.h, so that the transformed
- * inputs V and gradients D of both stay in cache. For each point S = sum of V D^T is a matrix
- * product in one of two layouts:
+ * Tiles are taken in bands, points in the groups of winograd_tiles.h, so that V = B^T d B and
+ * D = A dy A^T stay in cache. For each point their sum S is a matrix product, in one of two layouts:
  *
- *  - where the inputs are a multiple of 16, V is transposed, so that a vector holds input channels,
- *    and tiles and images are the one dimension that is summed over:
- *        V[point][panel of inputs][tile, image][input]   D[point][output][tile, image]
- *        S[point][output][input]
+ *  - where the outputs are a multiple of 16, D is transposed: a vector holds outputs, and tiles and
+ *    images are one dimension, that of the terms:
+ *        V[point][input][tile, image]   D[point][panel of outputs][tile, image][output]
+ *        S[point][16 outputs][input][output]
  *  - else a vector holds images, which are added up at the end of a band:
  *        V[point][input][tile, image]   D[point][output][tile, image]
  *        S[point][quad of outputs][input][4]
@@ -23,10 +22,9 @@ enum {
     M = 4,
     N = 6,
     QUAD = 4,
-    GAP = 64,                   /* floats between points and 16 between channels: no two on the */
-                                /* same 4 KiB */
-    BAND_BYTES = 768 << 10,     /* of V and D of one group of points */
-    MOST = 64,                  /* tiles of a band */
+    MOST = 64,                /* tiles of a band */
+    BAND_BYTES = 512 << 10,   /* of V and D of two lines of points */
+    INPUTS = REGISTERS == 32 ? 4 : 2, /* of a register tile where vectors hold images */
 };
 
 /* The plain reference, with the arguments of mpidl_winograd_dweight. */
@@ -48,76 +46,59 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
             }
 }
 
-/* Register tiles: outputs by vectors of inputs where V is transposed, else quads of outputs by
- * inputs. */
-#if WIDTH == 16
-enum { INPUTS = 4 };
-#elif REGISTERS == 32
-enum { INPUTS = 4 };
-#else
-enum { INPUTS = 2 };
-#endif
-
 static int64_t round_up(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-/* How a shape is worked on: by the shape alone, except for the widths of panels, which do not
- * matter for any sum. */
+/* How a shape is worked on. It follows from the shape alone, but for the width of panels, on which
+ * no sum depends. */
 struct plan {
-    int64_t inputs, outputs, K; /* K: outputs, rounded up to register tiles */
+    int64_t inputs, outputs, C, K; /* C and K: rounded up to register tiles */
     int transposed;
     int64_t across, tiles, bands, most; /* tiles in a row of tiles, in all; bands; tiles of one */
-    int64_t panel;                      /* inputs of a panel, transposed */
-    int64_t v_point, d_channel, d_point, s_point; /* strides in floats */
-    float *V, *D, *S;
+    int64_t panel;                      /* outputs of one */
+    int64_t channel;                    /* strides in floats: of V's, and of D's where images */
+    int64_t v_point, d_point, s_point;
+    float *V, *D, *S, *T;
 };
 
 static struct plan plan_of(const struct winograd *shape, float *scratch) {
     struct plan p = {.inputs = shape->inputs, .outputs = shape->outputs};
-    p.transposed = p.inputs % 16 == 0;
-    p.K = round_up(p.outputs, p.transposed ? 8 : QUAD);
+    p.transposed = p.outputs % 16 == 0;
+    p.C = round_up(p.inputs, 4), p.K = round_up(p.outputs, QUAD);
     p.across = (shape->columns + M - 1) / M;
     p.tiles = p.across * ((shape->rows + M - 1) / M);
-    int64_t fit = BAND_BYTES / (2 * N * (p.inputs + p.outputs) * LANES * 4);
-    fit = fit < 4 ? 4 : fit > MOST ? MOST : fit;
+    int64_t fit = BAND_BYTES / (2 * N * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
+    /* A band adds to all of S: this many tiles are as much to read and write as S. */
+    int64_t least = p.inputs * p.outputs / (8 * (p.inputs + p.outputs));
+    least = least < 4 ? 4 : least;
+    fit = fit < least ? least : fit;
+    fit = fit > MOST ? MOST : fit;
     p.bands = (p.tiles + fit - 1) / fit;
     p.most = (p.tiles + p.bands - 1) / p.bands;
-    p.panel = WIDTH;
-    if (WIDTH == 16) p.panel = p.inputs % 64 == 0 ? 64 : p.inputs % 48 == 0 ? 48 : p.inputs % 32 == 0 ? 32 : 16;
-    else p.panel = REGISTERS == 32 ? 4 * WIDTH : 2 * WIDTH;
-    p.d_channel = (p.most + 1) * LANES;
-    p.d_point = p.K * p.d_channel + GAP;
-    p.v_point = round_up(p.inputs, INPUTS) * (p.transposed ? p.most * LANES : p.d_channel) + GAP;
-    p.s_point = p.K * round_up(p.inputs, 4) + 16;
+    p.panel = 16;
+    if (WIDTH == 16)
+        for (int64_t outputs = 32; outputs <= 64; outputs += 16)
+            if (p.outputs % outputs == 0) p.panel = outputs;
+    p.channel = odd_lines(p.most);
+    p.v_point = odd_lines(p.C * p.channel / LANES);
+    p.d_point = odd_lines(p.K * (p.transposed ? p.most : p.channel / LANES));
+    p.s_point = odd_lines(p.C * p.K / LANES + 1);
     p.V = scratch;
     p.D = p.V + 2 * N * p.v_point;
     p.S = p.D + 2 * N * p.d_point;
+    p.T = p.S + N * N * p.s_point;
     return p;
 }
 
 int64_t winograd_dweight_floats(const struct winograd *shape) {
     struct plan p = plan_of(shape, NULL);
-    return 2 * N * (p.v_point + p.d_point) + N * N * p.s_point;
+    int64_t transposed = p.transposed ? p.most * M * M * p.outputs * LANES : 0;
+    return 2 * N * (p.v_point + p.d_point) + N * N * p.s_point + transposed;
 }
 
-/* B^T d B of one tile, for one group of rows of B^T: out[line * 6 + c] at `stride` floats. */
-INLINE void input_tile(const float *x, int64_t row, float *out, int64_t stride, const int group) {
-    const int lines = IN_GROUP(M, group);
-    vec t[2][N], d[N], v[N];
-    UNROLL for (int c = 0; c < N; c++) {
-        UNROLL for (int r = 0; r < N; r++) d[r] = load(x + r * row + c * LANES);
-        input_group(d, v, M, group);
-        UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
-    }
-    UNROLL for (int line = 0; line < lines; line++) {
-        input_line(t[line], v, M);
-        UNROLL for (int c = 0; c < N; c++) store(out + (line * N + c) * stride, v[c]);
-    }
-}
-
-/* A dy A^T of one tile, for one group of rows of A. */
-INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t stride,
+/* A dy A^T of one tile, for one group of rows of A: its points `point` floats apart. */
+INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point,
                           const int group) {
     const int lines = IN_GROUP(M, group);
     vec t[2][M], d[M], v[N];
@@ -128,112 +109,124 @@ INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t stri
     }
     UNROLL for (int line = 0; line < lines; line++) {
         gradient_line(t[line], v);
-        UNROLL for (int c = 0; c < N; c++) store(out + (line * N + c) * stride, v[c]);
+        UNROLL for (int c = 0; c < N; c++) store(out + (line * N + c) * point, v[c]);
     }
 }
 
-/* 16 inputs of one tile: transformed, then transposed to vectors of inputs. */
-INLINE void transposed_tile(const float *x, int64_t channel, int64_t row, float *V,
-                            const struct plan *p, const int group) {
-    float t[2 * N][LANES][LANES] __attribute__((aligned(64))); /* [point][input][image] */
-    const int count = IN_GROUP(M, group) * N;
-    for (int i = 0; i < LANES; i++)
-        for (int part = 0; part < LANES; part += WIDTH)
-            input_tile(x + i * channel + part, row, &t[0][i][part], LANES * LANES, group);
-    for (int point = 0; point < count; point++)
-        for (int i = 0; i < LANES; i += WIDTH)
-            for (int image = 0; image < LANES; image += WIDTH) {
-                vec v[WIDTH];
-                UNROLL for (int j = 0; j < WIDTH; j++) v[j] = load(&t[point][i + j][image]);
-                transpose(v);
-                UNROLL for (int j = 0; j < WIDTH; j++)
-                    store(V + point * p->v_point + i / p->panel * p->panel * p->most * LANES +
-                              (image + j) * p->panel + i % p->panel, v[j]);
-            }
+/* A matrix of 16 x 16 floats, its rows `row` floats apart, to columns `column` floats apart. */
+INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t column) {
+    for (int r = 0; r < 16; r += WIDTH)
+        for (int c = 0; c < 16; c += WIDTH) {
+            vec v[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++) v[i] = load(from + (r + i) * row + c);
+            transpose(v);
+            UNROLL for (int i = 0; i < WIDTH; i++) store(to + (c + i) * column + r, v[i]);
+        }
+}
+
+/* dy of a band with vectors of outputs: T[16 outputs][tile][image][pixel of the tile][output]. */
+static void transpose_band(const struct team *team, const struct plan *p, struct pixels dy,
+                           int64_t first, int64_t tiles) {
+    EACH_TILE(team, item, p->outputs / LANES * M) {
+        const int64_t o = item / M * LANES, r = item % M;
+        for (int64_t t = first; t < first + tiles; t++) {
+            const float *from = dy.at + o * dy.channel + (t / p->across * M + r) * dy.row +
+                                t % p->across * M * LANES;
+            float *to = p->T + ((item / M * tiles + t - first) * LANES * M + r) * M * LANES;
+            for (int c = 0; c < M; c++)
+                transpose_16(from + c * LANES, dy.channel, to + c * LANES, M * M * LANES);
+        }
+    }
+    meet(team);
 }
 
 /* V and D of a band: tiles [first, first + tiles). */
 INLINE void transform_band(const struct team *team, const struct plan *p, struct pixels x,
                            struct pixels dy, int64_t first, int64_t tiles, const int group) {
-    if (p->transposed) {
-        EACH_TILE(team, sixteen, p->inputs / 16) {
-            const int64_t i = sixteen * 16;
-            float *to = p->V + i / p->panel * p->panel * p->most * LANES + i % p->panel;
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t r = (first + t) / p->across, c = (first + t) % p->across;
-                transposed_tile(x.at + i * x.channel + r * M * x.row + c * M * LANES, x.channel,
-                                x.row, to + t * LANES * p->panel, p, group);
-            }
-        }
-    } else {
-        EACH_TILE(team, i, p->inputs) {
-            for (int64_t t = 0; t < tiles; t++) {
-                const int64_t r = (first + t) / p->across, c = (first + t) % p->across;
-                const float *from = x.at + i * x.channel + r * M * x.row + c * M * LANES;
-                float *to = p->V + i * p->d_channel + t * LANES;
-                for (int part = 0; part < LANES; part += WIDTH)
-                    input_tile(from + part, x.row, to + part, p->v_point, group);
-            }
+    const int64_t across = p->across;
+    int64_t place[MOST * PARTS];
+    for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
+    EACH_TILE(team, i, p->inputs) {
+        for (int64_t t = first, next; t < first + tiles; t = next) {
+            next = t / across * across + across;
+            if (next > first + tiles) next = first + tiles;
+            const float *from = x.at + i * x.channel + t / across * M * x.row +
+                                t % across * M * LANES;
+            float *to = p->V + i * p->channel + (t - first) * LANES;
+            for (int part = 0; part < LANES; part += WIDTH)
+                input_row(from + part, x.row, next - t, to + part, p->v_point, place, M, group);
         }
     }
+    if (p->transposed) {
+        EACH_TILE(team, item, p->outputs / LANES * tiles) {
+            const int64_t o = item / tiles * LANES, t = item % tiles;
+            const float *from = p->T + item * M * M * LANES * LANES;
+            float *to = p->D + o / p->panel * p->panel * p->most * LANES +
+                        t * LANES * p->panel + o % p->panel;
+            for (int image = 0; image < LANES; image++, from += M * M * LANES, to += p->panel)
+                for (int part = 0; part < LANES; part += WIDTH)
+                    gradient_tile(from + part, M * LANES, to + part, p->d_point, group);
+        }
+        return;
+    }
     EACH_TILE(team, o, p->outputs) {
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t r = (first + t) / p->across, c = (first + t) % p->across;
-            const float *from = dy.at + o * dy.channel + r * M * dy.row + c * M * LANES;
-            float *to = p->D + o * p->d_channel + t * LANES;
+        for (int64_t t = first; t < first + tiles; t++) {
+            const float *from = dy.at + o * dy.channel + t / across * M * dy.row +
+                                t % across * M * LANES;
+            float *to = p->D + o * p->channel + (t - first) * LANES;
             for (int part = 0; part < LANES; part += WIDTH)
                 gradient_tile(from + part, dy.row, to + part, p->d_point, group);
         }
     }
 }
 
-/* S of one point, `outputs` outputs and one panel of `vectors` vectors of inputs. */
-INLINE void multiply_transposed(const float *D, int64_t d_channel, const float *V, int64_t terms,
-                                float *S, int64_t inputs, int add, const int outputs,
-                                const int vectors) {
+/* S of one point, of `inputs` inputs and `vectors` vectors of outputs. */
+INLINE void multiply_terms(const struct plan *p, const float *V, const float *D, int64_t terms,
+                           float *S, int add, const int inputs, const int vectors) {
     vec sum[8][4];
-    UNROLL for (int o = 0; o < outputs; o++)
-        UNROLL for (int v = 0; v < vectors; v++) sum[o][v] = zero();
-    for (int64_t term = 0; term < terms; term++, V += vectors * WIDTH) {
-        vec x[4];
-        UNROLL for (int v = 0; v < vectors; v++) x[v] = load(V + v * WIDTH);
-        UNROLL for (int o = 0; o < outputs; o++) {
-            vec d = splat(D[o * d_channel + term]);
-            UNROLL for (int v = 0; v < vectors; v++) sum[o][v] = muladd(d, x[v], sum[o][v]);
+    UNROLL for (int i = 0; i < inputs; i++)
+        UNROLL for (int v = 0; v < vectors; v++) sum[i][v] = zero();
+    for (int64_t term = 0; term < terms; term++, D += p->panel) {
+        vec d[4];
+        UNROLL for (int v = 0; v < vectors; v++) d[v] = load(D + v * WIDTH);
+        UNROLL for (int i = 0; i < inputs; i++) {
+            vec x = splat(V[i * p->channel + term]);
+            UNROLL for (int v = 0; v < vectors; v++) sum[i][v] = muladd(x, d[v], sum[i][v]);
         }
     }
-    UNROLL for (int o = 0; o < outputs; o++)
+    UNROLL for (int i = 0; i < inputs; i++)
         UNROLL for (int v = 0; v < vectors; v++) {
-            float *to = S + o * inputs + v * WIDTH;
-            if (add) sum[o][v] += load(to);
-            store(to, sum[o][v]);
+            float *to = S + (v * WIDTH / LANES * p->C + i) * LANES + v * WIDTH % LANES;
+            if (add) sum[i][v] += load(to);
+            store(to, sum[i][v]);
         }
 }
 
 static void point_transposed(const struct plan *p, const float *V, const float *D, int64_t tiles,
                              float *S, int add) {
     const int64_t terms = tiles * LANES;
-    for (int64_t i = 0; i < p->inputs; i += p->panel, V += p->panel * p->most * LANES, S += p->panel)
-        for (int64_t o = 0; o < p->K; o += 4) {
-            const float *d = D + o * p->d_channel;
-            float *s = S + o * p->inputs;
-#define CASE(outputs, vectors)                                                                     \
-    multiply_transposed(d, p->d_channel, V, terms, s, p->inputs, add, outputs, vectors)
+    for (int64_t o = 0; o < p->outputs; o += p->panel, D += p->panel * p->most * LANES)
+        for (int64_t i = 0; i < p->C; i += 4) {
+            const float *v = V + i * p->channel;
+            float *s = S + (o / LANES * p->C + i) * LANES;
 #if WIDTH == 16
             if (p->panel == 64) {
-                CASE(4, 4);
-                continue;
+                multiply_terms(p, v, D, terms, s, add, 4, 4);
+            } else if (i + 4 < p->C) {
+                if (p->panel == 48) multiply_terms(p, v, D, terms, s, add, 8, 3);
+                else if (p->panel == 32) multiply_terms(p, v, D, terms, s, add, 8, 2);
+                else multiply_terms(p, v, D, terms, s, add, 8, 1);
+                i += 4;
+            } else {
+                if (p->panel == 48) multiply_terms(p, v, D, terms, s, add, 4, 3);
+                else if (p->panel == 32) multiply_terms(p, v, D, terms, s, add, 4, 2);
+                else multiply_terms(p, v, D, terms, s, add, 4, 1);
             }
-            if (p->panel == 48) CASE(8, 3);
-            else if (p->panel == 32) CASE(8, 2);
-            else CASE(8, 1);
-            o += 4;
-#elif REGISTERS == 32
-            CASE(4, 4);
 #else
-            CASE(4, 2);
+            enum { VECTORS = REGISTERS == 32 ? 4 : 2 };
+            for (int64_t at = 0; at < p->panel; at += VECTORS * WIDTH)
+                multiply_terms(p, v, D + at, terms, s + at, add, 4, VECTORS);
 #endif
-#undef CASE
         }
 }
 
@@ -256,7 +249,7 @@ INLINE void multiply_lanes(const float *D, const float *V, int64_t channel, int6
 
 static void point_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                         float *S, int add) {
-    const int64_t channel = p->d_channel, across = round_up(p->inputs, 4);
+    const int64_t channel = p->channel;
     for (int64_t i = 0; i < p->inputs; i += 4)
         for (int64_t o = 0; o < p->K; o += QUAD) {
             const float *d = D + o * channel, *v = V + i * channel;
@@ -284,7 +277,7 @@ static void point_lanes(const struct plan *p, const float *V, const float *D, in
 #else
                 vec all = part_sum[0][s];
 #endif
-                float *to = S + o * across + i * QUAD + s * WIDTH;
+                float *to = S + o * p->C + i * QUAD + s * WIDTH;
                 if (add) all += load(to);
                 store(to, all);
             }
@@ -309,26 +302,34 @@ INLINE void filters(const float *S, int64_t point, float (*taps)[16]) {
     }
 }
 
-static void dweight_of(const struct plan *p, int64_t quad, float *dweight) {
-    float taps[9][16] __attribute__((aligned(64)));
-    if (p->transposed) {
-        for (int64_t o = quad * QUAD; o < quad * QUAD + QUAD && o < p->outputs; o++)
-            for (int64_t i = 0; i < p->inputs; i += 16) {
-                filters(p->S + o * p->inputs + i, p->s_point, taps);
-                float *to = dweight + (o * p->inputs + i) * 9;
-                for (int j = 0; j < 16; j++)
-                    UNROLL for (int tap = 0; tap < 9; tap++) to[j * 9 + tap] = taps[tap][j];
-            }
-    } else {
-        const int64_t across = round_up(p->inputs, 4);
-        for (int64_t i = 0; i < p->inputs; i += 4) {
-            filters(p->S + quad * QUAD * across + i * QUAD, p->s_point, taps);
-            for (int64_t o = 0; o < QUAD && quad * QUAD + o < p->outputs; o++)
-                for (int64_t j = 0; j < 4 && i + j < p->inputs; j++) {
-                    float *to = dweight + ((quad * QUAD + o) * p->inputs + i + j) * 9;
-                    UNROLL for (int tap = 0; tap < 9; tap++) to[tap] = taps[tap][j * QUAD + o];
-                }
+/* Tile `tile` of dweight: 16 outputs, 16 inputs at a time so that each is written in one piece. */
+static void finish_transposed(const struct plan *p, int64_t tile, float *dweight) {
+    enum { ROW = 16 * 9 + 16 };
+    float filter[LANES * ROW] __attribute__((aligned(64))); /* [output][input][9] */
+    float taps[16][LANES] __attribute__((aligned(64))) = {{0}}; /* 9 of the 16 are used */
+    const float *S = p->S + tile * p->C * LANES;
+    for (int64_t i = 0; i < p->inputs; i += 16) {
+        int64_t count = p->inputs - i < 16 ? p->inputs - i : 16;
+        for (int64_t j = 0; j < count; j++) {
+            filters(S + (i + j) * LANES, p->s_point, taps);
+            transpose_16(taps[0], LANES, filter + j * 9, ROW); /* 7 too many: the next's */
         }
+        for (int64_t o = 0; o < LANES; o++)
+            memcpy(dweight + ((tile * LANES + o) * p->inputs + i) * 9, filter + o * ROW,
+                   (size_t)count * 9 * sizeof(float));
+    }
+}
+
+/* The same for a quad of outputs. */
+static void finish_lanes(const struct plan *p, int64_t tile, float *dweight) {
+    float taps[9][16] __attribute__((aligned(64))); /* of [input][output] */
+    for (int64_t i = 0; i < p->inputs; i += 4) {
+        filters(p->S + (tile * p->C + i) * QUAD, p->s_point, taps);
+        for (int64_t o = 0; o < QUAD && tile * QUAD + o < p->outputs; o++)
+            for (int64_t j = 0; j < 4 && i + j < p->inputs; j++) {
+                float *to = dweight + ((tile * QUAD + o) * p->inputs + i + j) * 9;
+                UNROLL for (int tap = 0; tap < 9; tap++) to[tap] = taps[tap][j * QUAD + o];
+            }
     }
 }
 
@@ -350,12 +351,14 @@ void winograd_dweight(const struct team *team, const struct winograd *shape, str
     for (int64_t band = 0; band < p->bands; band++) {
         const int64_t first = p->tiles * band / p->bands;
         const int64_t tiles = p->tiles * (band + 1) / p->bands - first;
+        if (p->transposed) transpose_band(team, p, dy, first, tiles);
         dweight_group(team, p, x, dy, first, tiles, 0);
         dweight_group(team, p, x, dy, first, tiles, 1);
         dweight_group(team, p, x, dy, first, tiles, 2);
         dweight_group(team, p, x, dy, first, tiles, 3);
     }
-    EACH_TILE(team, quad, (p->outputs + QUAD - 1) / QUAD) dweight_of(p, quad, dweight);
+    EACH_TILE(team, tile, p->transposed ? p->outputs / LANES : p->K / QUAD)
+        (p->transposed ? finish_transposed : finish_lanes)(p, tile, dweight);
 }
 
 /* One block, as tests call it. */

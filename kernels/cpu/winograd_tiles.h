@@ -14,12 +14,14 @@
 
 #include "lanes.h"
 
-#ifndef NEAR
 #define NEAR 0.625f
 #define FAR 1.5f
-#endif
 #define NEAR2 (NEAR * NEAR)
 #define FAR2 (FAR * FAR)
+
+/* A stride in floats of at least so many lines of 16. The number is odd: what is at such strides is
+ * in different sets of a cache. */
+static inline int64_t odd_lines(int64_t lines) { return (lines | 1) * LANES; }
 
 /* Groups of points, their first point, and how many are in one. */
 #define GROUPS(m) ((m) == 4 ? 4 : 3)
@@ -51,6 +53,34 @@ INLINE void input_line(const vec *d, vec *out, const int m) {
     input_group(d, out + 1, m, 1);
     input_group(d, out + 3, m, 2);
     if (m == 4) input_group(d, out + 5, m, 3);
+}
+
+/* B^T D B of `tiles` tiles side by side, x being their first pixel, for one group of rows of B^T: of
+ * tile t to out + place[t * PARTS], its points `point` floats apart. Two neighbours share two
+ * columns. */
+INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, int64_t point,
+                      const int64_t *place, const int m, const int group) {
+    const int n = m + 2, lines = IN_GROUP(m, group);
+    vec t[2][6], d[6], v[6];
+    UNROLL for (int c = 0; c < 2; c++) {
+        UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
+        input_group(d, v, m, group);
+        UNROLL for (int line = 0; line < lines; line++) t[line][m + c] = v[line];
+    }
+    for (int64_t tile = 0; tile < tiles; tile++, x += m * LANES) {
+        UNROLL for (int line = 0; line < lines; line++)
+            t[line][0] = t[line][m], t[line][1] = t[line][m + 1];
+        UNROLL for (int c = 2; c < n; c++) {
+            UNROLL for (int r = 0; r < n; r++) d[r] = load(x + r * row + c * LANES);
+            input_group(d, v, m, group);
+            UNROLL for (int line = 0; line < lines; line++) t[line][c] = v[line];
+        }
+        float *to = out + place[tile * PARTS];
+        UNROLL for (int line = 0; line < lines; line++) {
+            input_line(t[line], v, m);
+            UNROLL for (int c = 0; c < n; c++) store(to + (line * n + c) * point, v[c]);
+        }
+    }
 }
 
 /* A^T v: m outputs of m + 2 values. */
