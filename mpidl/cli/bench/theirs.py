@@ -44,6 +44,8 @@ def main(argv=None):
     def losses(count):
         found = [step() for _ in range(count)]
         step.reset()
+        if "compile" in what["variant"] and not _compiled():
+            raise UserError("torch.compile compiled nothing, and ran the layers one by one")
         return found
 
     def memory(count):
@@ -81,13 +83,20 @@ def _meet(what):
     return distributed.barrier
 
 
+def _compiled():
+    """Whether torch.compile made code: where it cannot, it may pass over a model silently."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"] > 0 and bool(counters["inductor"])
+
+
 class Step:
     """PyTorch's training step: forward, backward, SGD with momentum."""
 
     def __init__(self, net, images, labels, variant, ranks=1):
         import torch
 
-        self.module = module(net)
+        self.module = _of_ones_own(module(net))
         self.images, self.labels = torch.from_numpy(images), torch.from_numpy(labels)
         if "channels_last" in variant:
             self.module = self.module.to(memory_format=torch.channels_last)
@@ -117,7 +126,23 @@ class Step:
         loss = cross_entropy(self.model(self.images), self.labels)
         loss.backward()
         self.optimizer.step()
-        return float(loss)
+        return loss.item()
+
+
+def _of_ones_own(layers):
+    """The layers in a module of a class of one's own, as users have them: DistributedDataParallel
+    over a plain Sequential is not compiled."""
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return self.layers(x)
+
+    return Net()
 
 
 def module(net, inplace=True):
