@@ -1,7 +1,6 @@
 """What is installed: the whole package, compiled or not, and no more of others than it needs."""
 
 import configparser
-import importlib.util
 import subprocess
 import sys
 import tarfile
@@ -9,11 +8,8 @@ import zipfile
 
 import pytest
 import small
+from building import kernels, needs_compiler
 from launcher import ROOT, environment, mpirun
-
-spec = importlib.util.spec_from_file_location("build", ROOT / "kernels" / "build.py")
-kernels = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kernels)
 
 # Of a tree that was installed once and changed since, these must not be taken for its sources.
 LEFTOVERS = ("__pycache__", ".egg-info", ".pyc")
@@ -28,16 +24,6 @@ def sources(*names):
             left = any(part.endswith(LEFTOVERS) for part in file.parts)
             if file.is_file() and not left and kernels.LIB not in map(str, file.parents):
                 yield file
-
-
-def has_compiler():
-    try:
-        return bool(kernels.find_compiler())
-    except kernels.Failed:
-        return False
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C compiler: cc, gcc or clang")
 
 
 @pytest.fixture(scope="module")
