@@ -40,7 +40,11 @@
 #define PARTS (LANES / WIDTH)
 
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)") /* "GCC unroll" comes too late for registers */
+#else
 #define UNROLL _Pragma("GCC unroll 32")
+#endif
 
 typedef float vec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
