@@ -8,8 +8,7 @@ import pytest
 from alone import blocked, numbers
 
 import mpidl as dl
-from mpidl.cli import arguments
-from mpidl.cli.bench import accuracy, compare, fold, kernels, machine, subject, turns
+from mpidl.cli.bench import accuracy, arguments, compare, fold, kernels, machine, subject, turns
 from mpidl.errors import UserError
 
 LAYERS = [
@@ -25,14 +24,14 @@ def small():
 
 def refused(line):
     with pytest.raises(UserError) as error:
-        arguments.bench(line.split())
+        arguments.parse(line.split())
     return str(error.value)
 
 
 def test_arguments():
-    known = arguments.bench("fold --rounds 2 --batch-size 64 --ranks 1,2".split())
+    known = arguments.parse("fold --rounds 2 --batch-size 64 --ranks 1,2".split())
     assert (known.what, known.rounds, known.batch_size, known.ranks) == ("fold", 2, 64, [1, 2])
-    known = arguments.bench("compare --image 3x8x8 --variants eager,compile".split())
+    known = arguments.parse("compare --image 3x8x8 --variants eager,compile".split())
     assert (known.image, known.variants, known.others) == ([3, 8, 8], ["eager", "compile"], [])
     assert (known.threads, known.ranks, known.seed, known.json) == (1, 1, 0, None)
     assert "--rounds must be" in refused("fold --rounds 0")
@@ -111,7 +110,7 @@ def test_how_many_steps_make_a_turn():
 
 
 def test_the_ratio_is_the_fastest_variant_over_ours(capsys):
-    chosen = arguments.bench(["compare"])
+    chosen = arguments.parse(["compare"])
     times = {"eager": [(2.0, 6.0), (2.2, 6.6), (1.8, 9.0)], "compile": [(2.0, 5.0)] * 3}
     losses = {"ours": [2.0, 1.0], "eager": [2.0, 1.0], "compile": [2.002, 1.5]}
     found = compare.evaluate(chosen, times, losses)
@@ -129,7 +128,7 @@ def test_the_overhead_is_paired_by_rounds():
 
 
 def test_the_operations_that_kernels_counts():
-    chosen = arguments.bench(["kernels", "--batch-size", "32"])
+    chosen = arguments.parse(["kernels", "--batch-size", "32"])
     found = {(c.layer, c.name): c for c in kernels.cases("digits", chosen)}
     pixels = 24 * 24 * 32
     assert found["digits/conv1", "forward"].flops == 2 * 25 * 20 * pixels
@@ -147,7 +146,7 @@ def test_the_operations_that_kernels_counts():
 
 
 def test_a_case_is_measured_against_its_yardstick():
-    chosen = arguments.bench(["kernels", "--batch-size", "16"])
+    chosen = arguments.parse(["kernels", "--batch-size", "16"])
     yardsticks = kernels.Yardsticks(1)
     case = next(kernels.cases("digits", chosen))
     found = kernels.measure(case._replace(run=lambda: None), yardsticks, 3)

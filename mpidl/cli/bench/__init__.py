@@ -4,8 +4,7 @@ A sub-command a file. What is compared runs in processes of its own (`turns`), o
 PyTorch's in `theirs`; `subject` is what they all compute.
 """
 
-from mpidl.cli import arguments
-from mpidl.cli.bench import accuracy, compare, fold, kernels, machine, step, turns
+from mpidl.cli.bench import accuracy, arguments, compare, fold, kernels, machine, step, turns
 from mpidl.comm import guard
 from mpidl.errors import Fault
 
@@ -20,7 +19,7 @@ COMMANDS = {
 
 def main(argv=None):
     """Run the command; returns its exit code."""
-    chosen = arguments.bench(argv, quiet=guard.launched_rank() > 0)
+    chosen = arguments.parse(argv, quiet=guard.launched_rank() > 0)
     machine.prepare_json(chosen.json)
     chosen.busy = machine.busy()
     if chosen.busy > 0.1 and guard.launched_rank() == 0:

@@ -1,0 +1,151 @@
+"""The arguments of the sub-commands. Pure parsing: no MPI, nothing printed but --help."""
+
+import argparse
+import sys
+
+from mpidl.cli.arguments import Parser, count, rank_counts
+from mpidl.errors import UserError
+from mpidl.training import options
+
+BENCHMARKS = {
+    "step": "our training step by its parts; with --ranks, how it scales",
+    "kernels": "each layer and pass against what the core can do at most",
+    "accuracy": "the error of each layer's activations and gradients, beside PyTorch's",
+    "fold": "what the fixed order of sums costs, against a plain Allreduce",
+    "compare": "our training step against PyTorch's, in turns on the same cores",
+}
+VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
+
+
+def parse(argv=None, quiet=False):
+    """Namespace of what, a name of BENCHMARKS, and of that sub-command's options. UserError."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    texts = "\n".join(f"  {name:10}{text}" for name, text in BENCHMARKS.items())
+    overview = Parser(
+        "bench",
+        f"Measure.\n\n{texts}\n\nEach has options of its own: python -m mpidl.bench step --help",
+        quiet,
+    )
+    overview.add_argument("what", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
+    what = overview.parse(argv[:1]).what
+    parser = Parser(f"bench {what}", f"Measure {BENCHMARKS[what]}.", quiet)
+    _add_subject(parser, what)
+    if what in ("step", "fold"):
+        text = "start so many ranks, in processes that take turns"
+        usual = " (1,2, or the ranks that mpirun started)" if what == "fold" else ""
+        parser.add_argument("--ranks", type=rank_counts, metavar="N,N,...", help=text + usual)
+        parser.add_argument(
+            "--iterations",
+            type=count("--iterations"),
+            default=10,
+            metavar="N",
+            help="steps in a turn (10)",
+        )
+    if what == "fold":
+        parser.add_options("batchnorm")
+    if what == "accuracy":
+        parser.add_argument(
+            "--seeds",
+            type=count("--seeds"),
+            default=3,
+            metavar="N",
+            help="of so many weights and mini-batches the median (3)",
+        )
+    if what == "compare":
+        _add_compare(parser)
+    names = ("batch_size", "winograd", "seed", "batchnorm", "timeout")
+    defaults = {name: options.OPTIONS[name].default for name in names}
+    return argparse.Namespace(**{"what": what, **defaults, **vars(parser.parse(argv[1:]))})
+
+
+def _add_subject(parser, what):
+    """What is measured, how often, and where the result goes."""
+    if what == "kernels":
+        parser.add_argument(
+            "--networks",
+            type=lambda text: text.split(","),
+            default=["digits", "cifar", "shapes"],
+            metavar="NAME,NAME,...",
+            help="networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels "
+            "(digits,cifar,shapes)",
+        )
+    else:
+        parser.add_argument(
+            "--network",
+            default="digits",
+            metavar="NAME",
+            help="digits, cifar, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)",
+        )
+    parser.add_argument(
+        "--image",
+        type=_image,
+        metavar="CxHxW",
+        help="shape of an image (what the network is made for, else 1x28x28)",
+    )
+    parser.add_options("batch_size", "winograd", "seed", "timeout")
+    parser.add_argument(
+        "--threads",
+        type=count("--threads"),
+        default=1,
+        metavar="N",
+        help="threads of each rank or process (1)",
+    )
+    if what != "accuracy":
+        parser.add_argument(
+            "--rounds",
+            type=count("--rounds"),
+            default=9,
+            metavar="N",
+            help="times that all take turns; medians are of so many (9)",
+        )
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+
+
+def _add_compare(parser):
+    parser.add_argument(
+        "--ranks",
+        type=count("--ranks"),
+        default=1,
+        metavar="N",
+        help="our ranks, and as many processes of DistributedDataParallel over gloo (1)",
+    )
+    parser.add_argument(
+        "--variants",
+        type=lambda text: [_one_of("--variants", name, VARIANTS) for name in text.split(",")],
+        default=VARIANTS,
+        metavar="NAME,...",
+        help=f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})",
+    )
+    parser.add_argument(
+        "--held-to",
+        type=lambda text: _one_of("--held-to", text, ["avx2"]),
+        metavar="avx2",
+        help="hold both sides to these instructions",
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the peak memory of a step, not its time"
+    )
+    parser.add_argument(
+        "--with",
+        dest="others",
+        type=lambda text: [_one_of("--with", name, ["jax", "mygrad"]) for name in text.split(",")],
+        default=[],
+        metavar="jax,mygrad",
+        help="other libraries to time beside PyTorch",
+    )
+    parser.add_argument("--with-python", metavar="PATH", help="the Python that has them (this one)")
+
+
+def _one_of(spelled, name, known):
+    if name not in known:
+        raise UserError(
+            f"{spelled} must be of {', '.join(known)}, found {name}{options.nearest(name, known)}"
+        )
+    return name
+
+
+def _image(text):
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(f"--image must be CxHxW, such as 3x32x32, found {text}")
+    return [int(part) for part in parts]
