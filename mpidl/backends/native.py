@@ -56,7 +56,7 @@ def _pointer(name, const):
             raise TypeError(f"expected an array that can be written, of shape {array.shape}")
         return ctypes.c_void_p(array.ctypes.data)
 
-    return type(f"{name}*", (), {"from_param": staticmethod(from_param)})
+    return type(f"{name}*", (), {"from_param": staticmethod(from_param), "const": const})
 
 
 def _type(text):

@@ -1,0 +1,94 @@
+"""Calls of the kernels, recorded with what they left, as a C program that makes them again.
+
+So kernels for a machine that Python does not run on are held to the bytes of this one's.
+"""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+
+from mpidl.backends import native
+
+HEAD = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "mpidl.h"
+
+static int failed;
+
+static void *take(size_t bytes) {
+    void *data = aligned_alloc(64, (bytes + 64) / 64 * 64);
+    if (fread(data, 1, bytes, stdin) != bytes) printf("too little data\\n"), exit(2);
+    return data;
+}
+
+static void check(const char *name, const void *found, size_t bytes) {
+    void *expected = take(bytes);
+    if (memcmp(found, expected, bytes)) printf("%s differs\\n", name), failed = 1;
+    free(expected);
+}
+"""
+HEADER = Path(native.kernels_folder(), "cpu", "mpidl.h")
+UNFIT = ("set_hook", "sgdm")  # they take addresses
+
+
+class Recorder:
+    """A Library whose calls are recorded: `text` is the program, `data` its standard input."""
+
+    def __init__(self, library):
+        self.library, self.called = library, []
+        self.declared = native.declarations(HEADER.read_text())
+        self.functions, self.data = [], []
+
+    def __getattr__(self, name):
+        function = getattr(self.library, name)
+        return function if name in UNFIT else lambda *given: self._record(name, function, given)
+
+    def _record(self, name, function, given):
+        words, lines, outputs, places = [], [], [], {}
+        for kind, value in zip(self.declared[name][1], given, strict=True):
+            if value is None:
+                words.append("NULL")
+            elif isinstance(value, np.ndarray):
+                place = places.get(value.ctypes.data)
+                if place is None:
+                    place = places[value.ctypes.data] = f"a{len(places)}"
+                    lines.append(f"void *{place} = take({value.nbytes});")
+                    self.data.append(value.tobytes())
+                words.append(place)
+                if not kind.const:
+                    outputs.append((place, value))
+            else:
+                words.append(str(int(value)) if kind is ctypes.c_int64 else float(value).hex())
+        result = function(*given)
+        lines.append(f"mpidl_{name}({', '.join(words)});")
+        for place, value in outputs:
+            lines.append(f'check("{name}, call {len(self.called)}", {place}, {value.nbytes});')
+            self.data.append(value.tobytes())
+        lines += [f"free({place});" for place in places.values()]
+        body = "\n    ".join(lines)
+        self.functions.append(f"static void call{len(self.called)}(void) {{\n    {body}\n}}\n")
+        self.called.append(name)
+        return result
+
+    @property
+    def text(self):
+        count = len(self.called)
+        lines = [*(f"call{i}();" for i in range(count)), f'printf("{count} calls\\n");']
+        body = "\n    ".join([*lines, "return failed;"])
+        return "\n".join([HEAD, *self.functions, f"int main(void) {{\n    {body}\n}}\n"])
+
+
+class recording:
+    """`with recording() as calls:` records what this process's kernels are called with."""
+
+    def __enter__(self):
+        self.before = native.library()
+        native._library = Recorder(self.before)
+        return native._library
+
+    def __exit__(self, *_):
+        native._library = self.before
