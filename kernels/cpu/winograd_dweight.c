@@ -24,7 +24,7 @@ enum {
     QUAD = 4,
     MOST = 64,                /* tiles of a band */
     BAND_BYTES = 512 << 10,   /* of V and D of two lines of points */
-    INPUTS = REGISTERS == 32 ? 4 : 2, /* of a register tile where vectors hold images */
+    INPUTS = REGISTERS == 32 ? 4 : 3, /* of a register tile where vectors hold images */
 };
 
 /* The plain reference, with the arguments of mpidl_winograd_dweight. */
@@ -230,58 +230,78 @@ static void point_transposed(const struct plan *p, const float *V, const float *
         }
 }
 
-/* rows[i * 4 + o] = the sum over tiles of input i and output o, of one part of the lanes. */
-INLINE void multiply_lanes(const float *D, const float *V, int64_t channel, int64_t tiles,
-                           vec *rows, const int inputs) {
-    vec sum[INPUTS * QUAD];
-    UNROLL for (int s = 0; s < INPUTS * QUAD; s++) sum[s] = zero();
+/* A stage of the tree that adds up lanes, see sum_across. */
+#define ADD_LANES(a, b, step) (LOWER(a, b, step) + HIGHER(a, b, step))
+
+/* Of `inputs` inputs and four outputs, the sums over tiles in one part of the lanes; of each input
+ * to LANES floats at `sums`, the first two stages of adding up lanes done: lane j of output j % 4. */
+INLINE void multiply_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
+                           float *sums, const int inputs) {
+    vec sum[INPUTS][QUAD];
+    UNROLL for (int i = 0; i < inputs; i++)
+        UNROLL for (int o = 0; o < QUAD; o++) sum[i][o] = zero();
     for (int64_t t = 0; t < tiles; t++, D += LANES, V += LANES) {
-        vec d[QUAD];
-        UNROLL for (int o = 0; o < QUAD; o++) d[o] = load(D + o * channel);
-        UNROLL for (int i = 0; i < inputs; i++) {
-            vec x = load(V + i * channel);
-            UNROLL for (int o = 0; o < QUAD; o++)
-                sum[i * QUAD + o] = muladd(x, d[o], sum[i * QUAD + o]);
+        vec x[INPUTS];
+        UNROLL for (int i = 0; i < inputs; i++) x[i] = load(V + i * p->channel);
+        UNROLL for (int o = 0; o < QUAD; o++) {
+            vec d = load(D + o * p->channel);
+            UNROLL for (int i = 0; i < inputs; i++) sum[i][o] = muladd(x[i], d, sum[i][o]);
         }
     }
-    UNROLL for (int s = 0; s < INPUTS * QUAD; s++) rows[s] = sum[s];
+    UNROLL for (int i = 0; i < inputs; i++) {
+        vec low = ADD_LANES(sum[i][0], sum[i][1], 1), high = ADD_LANES(sum[i][2], sum[i][3], 1);
+        store(sums + i * LANES, ADD_LANES(low, high, 2));
+    }
+}
+
+/* The other stages: S of four inputs and four outputs. */
+INLINE void add_lanes(const float *sums, float *S, int add) {
+    UNROLL for (int s = 0; s < QUAD; s += WIDTH / 4, S += WIDTH) {
+        vec part_sum[PARTS];
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            vec v[WIDTH / 4];
+            UNROLL for (int i = 0; i < WIDTH / 4; i++)
+                v[i] = load(sums + (s + i) * LANES + part * WIDTH);
+#if WIDTH == 16
+            v[0] = ADD_LANES(v[0], v[1], 4), v[1] = ADD_LANES(v[2], v[3], 4);
+            v[0] = ADD_LANES(v[0], v[1], 8);
+#elif WIDTH == 8
+            v[0] = ADD_LANES(v[0], v[1], 4);
+#endif
+            part_sum[part] = v[0];
+        }
+#if PARTS == 4
+        part_sum[0] = (part_sum[0] + part_sum[1]) + (part_sum[2] + part_sum[3]);
+#elif PARTS == 2
+        part_sum[0] += part_sum[1];
+#endif
+        if (add) part_sum[0] += load(S);
+        store(S, part_sum[0]);
+    }
 }
 
 static void point_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                         float *S, int add) {
-    const int64_t channel = p->channel;
-    for (int64_t i = 0; i < p->inputs; i += 4)
+    enum { CHUNK = 48 }; /* inputs; a multiple of 4 and of INPUTS */
+    float sums[CHUNK * LANES] __attribute__((aligned(64)));
+    for (int64_t first = 0; first < p->inputs; first += CHUNK) {
+        const int64_t count = p->inputs - first < CHUNK ? p->inputs - first : CHUNK;
+        for (int64_t i = count; i % 4; i++) memset(sums + i * LANES, 0, LANES * sizeof(float));
         for (int64_t o = 0; o < p->K; o += QUAD) {
-            const float *d = D + o * channel, *v = V + i * channel;
-            vec part_sum[PARTS][16 / WIDTH];
-            for (int part = 0; part < PARTS; part++) {
-                vec rows[16];
-                UNROLL for (int j = 0; j < 4; j += INPUTS) {
-                    const int64_t left = p->inputs - i - j;
-                    const float *dp = d + part * WIDTH, *vp = v + j * channel + part * WIDTH;
-                    vec *to = rows + j * QUAD;
-                    if (left >= INPUTS) multiply_lanes(dp, vp, channel, tiles, to, INPUTS);
-                    else if (INPUTS > 2 && left == 3) multiply_lanes(dp, vp, channel, tiles, to, INPUTS > 2 ? 3 : 1);
-                    else if (INPUTS > 2 && left == 2) multiply_lanes(dp, vp, channel, tiles, to, 2);
-                    else if (left == 1) multiply_lanes(dp, vp, channel, tiles, to, 1);
-                    else UNROLL for (int s = 0; s < INPUTS * QUAD; s++) to[s] = zero();
+            for (int part = 0; part < LANES; part += WIDTH)
+                for (int64_t i = 0; i < count; i += INPUTS) {
+                    const float *v = V + (first + i) * p->channel + part;
+                    const float *d = D + o * p->channel + part;
+                    float *to = sums + i * LANES + part;
+                    if (count - i >= INPUTS) multiply_lanes(p, v, d, tiles, to, INPUTS);
+                    else if (count - i == INPUTS - 1) multiply_lanes(p, v, d, tiles, to, INPUTS - 1);
+                    else if (count - i == 2) multiply_lanes(p, v, d, tiles, to, 2);
+                    else multiply_lanes(p, v, d, tiles, to, 1);
                 }
-                UNROLL for (int s = 0; s < 16 / WIDTH; s++)
-                    part_sum[part][s] = sum_across(rows + s * WIDTH);
-            }
-            UNROLL for (int s = 0; s < 16 / WIDTH; s++) {
-#if PARTS == 4
-                vec all = (part_sum[0][s] + part_sum[1][s]) + (part_sum[2][s] + part_sum[3][s]);
-#elif PARTS == 2
-                vec all = part_sum[0][s] + part_sum[1][s];
-#else
-                vec all = part_sum[0][s];
-#endif
-                float *to = S + o * p->C + i * QUAD + s * WIDTH;
-                if (add) all += load(to);
-                store(to, all);
-            }
+            for (int64_t i = 0; i < count; i += 4)
+                add_lanes(sums + i * LANES, S + (o * p->C + (first + i) * QUAD), add);
         }
+    }
 }
 
 /* G^T S G of 16 pairs of an input and an output: taps[r * 3 + s][pair]. */
