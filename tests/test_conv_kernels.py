@@ -116,10 +116,14 @@ def test_the_fused_pass_has_the_bytes_of_the_separate_ones(name, policy):
         )
         behind = case.source(y, (mean, scale, beta))
         needs = (True, True, True)
-        return y, moments, *cpu.conv2d_backward(
-            *(case.dy, source, case.weight, *case.how, case.counts, case.tree, needs),
-            behind=(behind, a, b, c),
-            sums=True,
+        return (
+            y,
+            moments,
+            *cpu.conv2d_backward(
+                *(case.dy, source, case.weight, *case.how, case.counts, case.tree, needs),
+                behind=(behind, a, b, c),
+                sums=True,
+            ),
         )
 
     def separate():

@@ -188,5 +188,6 @@ def conv2d_batchnorm_relu_predict(
     how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)
     y = backend.conv2d(x.source, weight, bias, *how)
-    value = _source(y, *_running(mean, variance, gamma, epsilon), beta)
+    mean, scale = _running(mean, variance, gamma, epsilon)
+    value = _source(y, mean, scale, beta)
     return Activation(value, x.batch, backend.activation), _not_differentiated

@@ -39,7 +39,7 @@ def test_train_prints_from_rank_0(trained, pictures):
         r"Network: digits, 10 layers, 11,723 learnables",
         rf"Data: 189 of {pictures}: 210 images of 1x12x12 in 3 classes",
         rf"Test: 21 of {pictures}: 210 images of 1x12x12 in 3 classes",
-        r"Ranks: 2, cpu",
+        r"Ranks: 2, cpu, \d+ threads? each",
         rf"Results: {out}",
         rf"Epoch: 1, Loss: {number}, Accuracy: {number}, {rate}",
         rf"Epoch: 2, Loss: {number}, Accuracy: {number}, {rate}",

@@ -59,7 +59,8 @@ def batchnorm_sums(dy, x, mean, tree):
 
 def activation_sums(dy, source, tree):
     """The same of the cotangent behind the ReLU: dy counts where the activation is > 0."""
-    return _sums(dy, *source_of(source), tree)
+    x, mean, scale, beta = source_of(source)
+    return _sums(dy, x, mean, scale, beta, tree)
 
 
 def _sums(dy, x, mean, scale, beta, tree):
