@@ -28,7 +28,7 @@ void mpidl_dense_plain(const float *x, const float *mean, const float *scale, co
 
 /* A tile: TILE outputs of `group` blocks, a panel of features after the other, so that the panel's
  * x stays in the cache for all of its outputs. */
-enum { TILE = 64, FEW_BLOCKS = 2 };
+enum { TILE = 64 };
 
 struct job {
     const struct dense *dense;
@@ -126,9 +126,10 @@ void mpidl_dense(const float *x, const float *mean, const float *scale, const fl
                       .outputs = outputs,
                       .channels = channels};
     struct job job = {.dense = &d, .tiles = parts_of(outputs, TILE)};
-    /* with few outputs the blocks are dealt; else the weights, each read once for all blocks */
-    job.group = job.tiles == 1 ? FEW_BLOCKS : MANY_BLOCKS;
-    job.panel = job.tiles == 1 ? SEGMENT : PANEL;
+    /* with few outputs the blocks are dealt, in pairs if there are enough of them; else the weights,
+     * each read once for all blocks */
+    job.group = job.tiles > 1 ? MANY_BLOCKS : blocks >= 2 * teams_for(blocks) ? 2 : 1;
+    job.panel = job.tiles > 1 ? PANEL : SEGMENT;
     each_tile(job.tiles * parts_of(blocks, job.group), forward_tile, &job,
               mean ? job.group * job.panel * LANES : 0);
 }
