@@ -126,8 +126,8 @@ void mpidl_dense(const float *x, const float *mean, const float *scale, const fl
                       .outputs = outputs,
                       .channels = channels};
     struct job job = {.dense = &d, .tiles = parts_of(outputs, TILE)};
-    /* with few outputs the blocks are dealt, in pairs if there are enough of them; else the weights,
-     * each read once for all blocks */
+    /* with few outputs the blocks are dealt, in pairs if there are enough of them; else the
+     * weights, each read once for all blocks */
     job.group = job.tiles > 1 ? MANY_BLOCKS : blocks >= 2 * teams_for(blocks) ? 2 : 1;
     job.panel = job.tiles > 1 ? PANEL : SEGMENT;
     each_tile(job.tiles * parts_of(blocks, job.group), forward_tile, &job,
