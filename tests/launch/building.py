@@ -1,4 +1,4 @@
-"""kernels/build.py as a module, and the compilers there are."""
+"""kernels/build.py as a module."""
 
 import importlib.util
 import shutil
@@ -10,7 +10,6 @@ _spec = importlib.util.spec_from_file_location("build", ROOT / "kernels" / "buil
 kernels = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(kernels)
 
-COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler: cc, gcc or clang"
 )

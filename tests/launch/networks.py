@@ -10,6 +10,28 @@ def small(input_shape, classes):
     return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
 
 
+def varied(input_shape, classes):
+    """Every kind of layer, and convolutions by each of the kernels' algorithms."""
+    return [
+        dl.Conv2D(3, 32, padding=1),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.MaxPool2D(2),
+        dl.Conv2D(3, 33, padding=1),  # by Winograd's algorithm both ways
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.Conv2D(5, 6, padding=2),
+        dl.ReLU(),
+        dl.MaxPool2D(3, stride=2, padding=1),
+        dl.Conv2D(3, 8, stride=2, padding=1, groups=2),
+        dl.Conv2D(1, 9),
+        dl.AveragePool2D(2),
+        dl.Dense(37),
+        dl.ReLU(),
+        dl.Dense(classes),
+    ]
+
+
 def wide(input_shape, classes):
     """Without batch normalization, so that images of one share do not touch the others."""
     return [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(classes)]

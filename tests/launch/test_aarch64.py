@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 
+import networks
 import numpy as np
 import pytest
 from building import kernels
@@ -14,24 +15,6 @@ from mpidl.backends import native
 from mpidl.training.loop import model_loss
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", shutil.which("qemu-aarch64")
-LAYERS = [
-    dl.Conv2D(3, 32, padding=1),
-    dl.BatchNorm(),
-    dl.ReLU(),
-    dl.MaxPool2D(2),
-    dl.Conv2D(3, 33, padding=1),  # by Winograd's algorithm both ways
-    dl.BatchNorm(),
-    dl.ReLU(),
-    dl.Conv2D(5, 6, padding=2),
-    dl.ReLU(),
-    dl.MaxPool2D(3, stride=2, padding=1),
-    dl.Conv2D(3, 8, stride=2, padding=1, groups=2),
-    dl.Conv2D(1, 9),
-    dl.AveragePool2D(2),
-    dl.Dense(37),
-    dl.ReLU(),
-    dl.Dense(10),
-]
 
 needs_cross = pytest.mark.skipif(
     shutil.which(COMPILER) is None, reason=f"no {COMPILER}: apt-get install gcc-aarch64-linux-gnu"
@@ -80,7 +63,7 @@ def train_a_little():
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (37, 3, 14, 13), np.uint8)
     images = dl.ArrayDatastore(pixels, rng.integers(0, 10, 37))
-    net = dl.Network(LAYERS, images.image_shape, seed=0)
+    net = dl.Network(networks.varied(images.image_shape, 10), images.image_shape, seed=0)
     step = dl.value_and_grad(model_loss)
     for batch in dl.MinibatchQueue(images, 37, 0, dl.OneRank(), prefetch=0).epoch(1):
         step(net, *batch)

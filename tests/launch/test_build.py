@@ -1,5 +1,6 @@
 """kernels/build.py: every source by every compiler without a warning, and under sanitizers."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -7,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from building import COMPILERS, kernels, needs_compiler
-from launcher import ROOT, environment
+import small
+from building import kernels, needs_compiler
+from launcher import ROOT, environment, mpirun
 
 from mpidl.backends import native
 
@@ -17,13 +19,37 @@ KERNEL_TESTS = sorted(
 )
 
 
-@pytest.mark.parametrize("build", kernels.builds())
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """compiled(compiler): the folder of its builds, and {build: what failed} at -Werror."""
+
+    @functools.cache
+    def compile_all(compiler):
+        if not shutil.which(compiler):
+            pytest.skip(f"no {compiler}")
+        folder = tmp_path_factory.mktemp(compiler)
+        failed = kernels.compile_builds(kernels.builds(), folder, [compiler], ["-Werror"])
+        return folder, {name: error.output for name, error in failed.items()}
+
+    return compile_all
+
+
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_no_warnings(compiler, build, tmp_path):
-    if compiler not in COMPILERS:
-        pytest.skip(f"no {compiler}")
-    failed = kernels.compile_builds([build], tmp_path, [compiler], ["-Werror"])
-    assert {name: error.output for name, error in failed.items()} == {}
+def test_no_warnings(compiled, compiler):
+    assert compiled(compiler)[1] == {}
+
+
+@pytest.mark.parametrize("build", [name for name in kernels.builds() if native.runs_here(name)])
+def test_clang_has_the_bytes_of_gcc(compiled, build, pictures, tmp_path):
+    found = {}
+    for compiler in ("gcc", "clang"):
+        env = small.without_plots() | {"MPIDL_KERNELS": compiled(compiler)[0], "MPIDL_CPU": build}
+        words = ["--max-iterations", 2, "--batch-size", 50, "--threads", 2]
+        out = tmp_path / compiler
+        words = small.command("train", *words, network=small.of("varied"), data=pictures, out=out)
+        mpirun(1, *words, env=env, check=0)
+        found[compiler] = small.summary(out)["weights_sha256"]
+    assert found["gcc"] == found["clang"]
 
 
 @pytest.fixture
