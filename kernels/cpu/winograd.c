@@ -140,19 +140,17 @@ static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t
     }
 }
 
-/* M of one panel and four outputs, at one point. Channels are added up in runs, and the runs one
- * after the other: of 128 channels in a row the rounding would be more than half of the error of
- * F(4x4), with runs it is hardly more than a direct convolution's. */
-enum { RUN = 32 };
-
-INLINE void multiply(const float *V, const float *u, int64_t inputs, float *M, int64_t output,
-                     const int vectors) {
-    for (int64_t first = 0; first < inputs; first += RUN) {
-        const int64_t stop = first + RUN < inputs ? first + RUN : inputs;
+/* M of one panel and four outputs, at one point. A sum of many terms would lose what better points
+ * gain: it is made of sums of at most `most` terms. */
+INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t most, float *M,
+                     int64_t output, const int vectors) {
+    const int64_t sums = (inputs + most - 1) / most;
+    for (int64_t s = 0, c = 0; s < sums; s++) {
+        const int64_t stop = inputs * (s + 1) / sums;
         vec sum[QUAD][PANEL];
         UNROLL for (int o = 0; o < QUAD; o++)
             UNROLL for (int v = 0; v < vectors; v++) sum[o][v] = zero();
-        for (int64_t c = first; c < stop; c++, u += QUAD, V += vectors * WIDTH) {
+        for (; c < stop; c++, u += QUAD, V += vectors * WIDTH) {
             vec x[PANEL];
             UNROLL for (int v = 0; v < vectors; v++) x[v] = load(V + v * WIDTH);
             UNROLL for (int o = 0; o < QUAD; o++) {
@@ -161,25 +159,26 @@ INLINE void multiply(const float *V, const float *u, int64_t inputs, float *M, i
                     sum[o][v] = muladd(weight, x[v], sum[o][v]);
             }
         }
-        UNROLL for (int o = 0; o < QUAD; o++) UNROLL for (int v = 0; v < vectors; v++) {
-            float *to = M + o * output + v * WIDTH;
-            if (first) sum[o][v] += load(to);
-            store(to, sum[o][v]);
-        }
+        UNROLL for (int o = 0; o < QUAD; o++)
+            UNROLL for (int v = 0; v < vectors; v++) {
+                float *to = M + o * output + v * WIDTH;
+                if (s > 0) sum[o][v] += load(to);
+                store(to, sum[o][v]);
+            }
     }
 }
 
 static void multiply_panel(const float *V, const float *u, int64_t inputs, int64_t outputs,
-                           float *M, int64_t output, int64_t vectors) {
+                           int64_t most, float *M, int64_t output, int64_t vectors) {
     for (int64_t o = 0; o < outputs; o += QUAD, u += QUAD * inputs, M += QUAD * output) {
         switch (vectors) {
-        case 1: multiply(V, u, inputs, M, output, 1); break;
-        case 2: multiply(V, u, inputs, M, output, 2); break;
-        case 3: multiply(V, u, inputs, M, output, 3); break;
+        case 1: multiply(V, u, inputs, most, M, output, 1); break;
+        case 2: multiply(V, u, inputs, most, M, output, 2); break;
+        case 3: multiply(V, u, inputs, most, M, output, 3); break;
 #if REGISTERS == 32
-        case 4: multiply(V, u, inputs, M, output, 4); break;
-        case 5: multiply(V, u, inputs, M, output, 5); break;
-        case 6: multiply(V, u, inputs, M, output, 6); break;
+        case 4: multiply(V, u, inputs, most, M, output, 4); break;
+        case 5: multiply(V, u, inputs, most, M, output, 5); break;
+        case 6: multiply(V, u, inputs, most, M, output, 6); break;
 #endif
         }
     }
@@ -244,7 +243,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             int64_t start = panel_start(vectors, panels, panel);
             multiply_panel(V + point * v_point + start * inputs * WIDTH,
                            u + point * u_stride(inputs, outputs), inputs, outputs,
-                           M + point * m_point + start * WIDTH, tiles * LANES,
+                           m == 4 ? 24 : 32, M + point * m_point + start * WIDTH, tiles * LANES,
                            panel_start(vectors, panels, panel + 1) - start);
         }
     }
