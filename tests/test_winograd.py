@@ -91,7 +91,7 @@ def test_convolution(shape, m, backward):
     native.library().winograd_conv_plain(x, w, bias, plain, given)
     assert relative(plain, expected) < 1e-7
     for y in everywhere(fast).values():
-        assert relative(y, expected) < (5e-7 if m == 2 else 2e-6)
+        assert relative(y, expected) < (3e-7 if m == 2 else 8e-7)  # 1.3e-6 at 0, ±1, ±2
     zero = np.zeros_like(bias)
     assert np.array_equal(fast(None), fast(zero))
 
@@ -115,7 +115,7 @@ def test_dweight(shape):
     native.library().winograd_dweight_plain(x, dy, plain, given)
     assert relative(plain, expected) < 1e-6
     for dweight in everywhere(fast).values():
-        assert relative(dweight, expected) < 5e-6
+        assert relative(dweight, expected) < 1.2e-6
 
 
 # The points of F(4, 3): 0, +-a, +-b, infinity
@@ -182,18 +182,18 @@ def errors(a, b, x, w):
 
 
 def test_points():
-    """The chosen points, 0, +-5/8, +-3/2, beside others: no larger error than any of them."""
-    candidates = [("1", "2"), ("1/2", "1"), ("3/5", "7/5"), ("1/2", "3/2"), ("5/8", "3/2")]
+    """The chosen points, 0, +-5/8, +-3/2, beside others: the least error of all."""
+    chosen, classic = ("5/8", "3/2"), ("1", "2")
+    others = [("1/2", "1"), ("3/5", "7/5"), ("1/2", "3/2"), ("5/8", "11/8"), ("11/16", "3/2")]
     rng = np.random.default_rng(1)
-    found = {}
     for kind in ("signed", "positive"):
         x = rng.standard_normal((32, 1500, 6, 6)).astype(np.float32)
         x = x if kind == "signed" else np.maximum(x, 0)
         w = rng.standard_normal((32, 3, 3)).astype(np.float32)
-        for a, b in candidates:
-            error, direct = errors(Fraction(a), Fraction(b), x, w)
-            found[kind, a] = error
-            print(f"{kind}: 0, ±{a}, ±{b}: {error:.2e}, {error / direct:.2f} times direct's")
-        classic, chosen = found[kind, "1"], found[kind, "5/8"]
-        assert chosen < 0.6 * classic
-        assert all(chosen <= 1.02 * found[kind, a] for a, _ in candidates)
+        found = {}
+        for points in (classic, *others, chosen):
+            found[points], direct = errors(Fraction(points[0]), Fraction(points[1]), x, w)
+            ratio = found[points] / direct
+            print(f"{kind}, 0 ±{' ±'.join(points)}: {found[points]:.2e}, {ratio:.2f} of direct's")
+        assert found[chosen] < 0.6 * found[classic]
+        assert all(found[chosen] <= 1.02 * error for error in found.values())

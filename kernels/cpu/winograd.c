@@ -13,9 +13,10 @@
  *     M[point][output][tile]
  * and for each point M = u V, a matrix product. */
 enum {
-    QUAD = 4,                                   /* outputs of a register tile */
-    PANEL = REGISTERS == 32 ? 6 : 3,            /* vectors of a register tile */
-    MOST = 64,                                  /* tiles of a band */
+    QUAD = 4,                        /* outputs of a register tile */
+    PANEL = REGISTERS == 32 ? 6 : 3, /* vectors of a register tile */
+    MOST = 64,                       /* tiles of a band */
+    BAND_BYTES = 640 << 10,          /* of V and M, as far as six tiles allow */
 };
 
 /* The plain reference: 3x3 filters, x padded as the tiles want it, as in mpidl_winograd_conv. */
@@ -46,10 +47,6 @@ struct bands {
     int64_t across, tiles, most; /* tiles in a row of tiles, in all, and at most in a band */
 };
 
-#ifndef BAND_BYTES
-#define BAND_BYTES (640 << 10)
-#endif
-
 static struct bands bands_of(const struct winograd *shape) {
     int m = shape->m;
     struct bands bands;
@@ -76,29 +73,53 @@ int64_t winograd_weights_tiles(int64_t inputs, int64_t outputs) {
     return quads(outputs);
 }
 
+/* taps[tap][input * 4 + output] of the filters of four inputs to four outputs, or of fewer: zeros
+ * then. From output to output it is `to` floats, from input to input `from`. */
+INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs, int64_t inputs,
+                        float (*taps)[16]) {
+    memset(taps, 0, 9 * sizeof *taps);
+    for (int64_t i = 0; i < inputs; i++)
+        for (int64_t o = 0; o < outputs; o++)
+            for (int tap = 0; tap < 9; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
+}
+
+/* The same where there are four of both and 7 more floats behind the last. */
+INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16]) {
+    for (int f = 0; f < 16; f += WIDTH)
+        for (int tap = 0; tap < 9; tap += WIDTH) {
+            vec v[WIDTH];
+            UNROLL for (int j = 0; j < WIDTH; j++)
+                v[j] = load(w + (f + j) / QUAD * from + (f + j) % QUAD * to + tap);
+            transpose(v);
+            UNROLL for (int j = 0; j < WIDTH; j++)
+                if (tap + j < 9) store(&taps[tap + j][f], v[j]);
+        }
+}
+
 /* G g G^T of four inputs' filters to four outputs at a time, that is of 16 filters. */
 INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
                             const int backward, int64_t quad) {
     const int n = m + 2;
     const int64_t inputs = backward ? K : C, outputs = backward ? C : K;
+    const int64_t to = backward ? 9 : C * 9, from = backward ? C * 9 : 9;
     const int64_t point = u_stride(inputs, outputs);
+    const float *last = w + (K * C - 1) * 9;
+    int64_t many = outputs - quad * QUAD < QUAD ? outputs - quad * QUAD : QUAD;
+    w += quad * QUAD * to;
     u += quad * QUAD * inputs;
-    for (int64_t input = 0; input < inputs; input += 4) {
+    for (int64_t input = 0; input < inputs; input += 4, w += 4 * from, u += 4 * QUAD) {
         int64_t count = inputs - input < 4 ? inputs - input : 4;
-        float taps[9][16] = {{0}};
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t o = 0; o < QUAD && quad * QUAD + o < outputs; o++) {
-                int64_t from = input + i, to = quad * QUAD + o;
-                const float *filter = w + (backward ? from * C + to : to * C + from) * 9;
-                UNROLL for (int tap = 0; tap < 9; tap++) taps[tap][i * QUAD + o] =
-                    filter[backward ? 8 - tap : tap];
-            }
-        UNROLL for (int part = 0; part < 16; part += WIDTH) {
-            if (part >= count * QUAD) break;
+        float taps[9][16] __attribute__((aligned(64)));
+        if (many == QUAD && count == 4 && w + 3 * to + 3 * from < last)
+            gather_all_taps(w, to, from, taps);
+        else
+            gather_taps(w, to, from, many, count, taps);
+        for (int part = 0; part < count * QUAD; part += WIDTH) {
             vec t[6][3];
             UNROLL for (int s = 0; s < 3; s++) {
                 vec g[3], out[6];
-                UNROLL for (int r = 0; r < 3; r++) g[r] = load(&taps[3 * r + s][part]);
+                UNROLL for (int r = 0; r < 3; r++)
+                    g[r] = load(&taps[backward ? 8 - 3 * r - s : 3 * r + s][part]);
                 filter_line(g, out, m);
                 UNROLL for (int i = 0; i < n; i++) t[i][s] = out[i];
             }
@@ -106,9 +127,9 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, cons
                 vec out[6];
                 filter_line(t[i], out, m);
                 UNROLL for (int j = 0; j < n; j++) {
-                    float *to = u + (i * n + j) * point + input * QUAD + part;
-                    if (part + WIDTH <= count * QUAD) store(to, out[j]);
-                    else memcpy(to, &out[j], (size_t)(count * QUAD - part) * sizeof(float));
+                    float *at = u + (i * n + j) * point + part;
+                    if (part + WIDTH <= count * QUAD) store(at, out[j]);
+                    else memcpy(at, &out[j], (size_t)(count * QUAD - part) * sizeof(float));
                 }
             }
         }
@@ -140,8 +161,8 @@ static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t
     }
 }
 
-/* M of one panel and four outputs, at one point. A sum of many terms would lose what better points
- * gain: it is made of sums of at most `most` terms. */
+/* M of one panel and four outputs, at one point. A long sum would lose what good points gain: it is
+ * made of sums of at most `most` terms. */
 INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t most, float *M,
                      int64_t output, const int vectors) {
     const int64_t sums = (inputs + most - 1) / most;

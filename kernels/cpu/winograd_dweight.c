@@ -8,7 +8,7 @@
  *     dW = G^T [ sum over tiles and images of (B^T d B) . (A dy A^T) ] G
  *
  * Tiles are taken in bands, points in the groups of winograd_tiles.h, so that V = B^T d B and
- * D = A dy A^T stay in cache. For each point their sum S is a matrix product, in one of two layouts:
+ * D = A dy A^T stay in cache. For each point the sum S is a matrix product, in one of two layouts:
  *
  *  - where the outputs are a multiple of 16, D is transposed: a vector holds outputs, and tiles and
  *    images are one dimension, that of the terms:
@@ -21,10 +21,10 @@
 enum {
     M = 4,
     N = 6,
-    QUAD = 4,
-    MOST = 64,                /* tiles of a band */
-    BAND_BYTES = 512 << 10,   /* of V and D of two lines of points */
-    INPUTS = REGISTERS == 32 ? 4 : 3, /* of a register tile where vectors hold images */
+    QUAD = 4,                         /* outputs of a register tile where vectors hold images, */
+    INPUTS = REGISTERS == 32 ? 4 : 3, /* and inputs */
+    MOST = 64,                        /* tiles of a band */
+    BAND_BYTES = 512 << 10,           /* of V and D of two lines of points */
 };
 
 /* The plain reference, with the arguments of mpidl_winograd_dweight. */
@@ -113,17 +113,6 @@ INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t poin
     }
 }
 
-/* A matrix of 16 x 16 floats, its rows `row` floats apart, to columns `column` floats apart. */
-INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t column) {
-    for (int r = 0; r < 16; r += WIDTH)
-        for (int c = 0; c < 16; c += WIDTH) {
-            vec v[WIDTH];
-            UNROLL for (int i = 0; i < WIDTH; i++) v[i] = load(from + (r + i) * row + c);
-            transpose(v);
-            UNROLL for (int i = 0; i < WIDTH; i++) store(to + (c + i) * column + r, v[i]);
-        }
-}
-
 /* dy of a band with vectors of outputs: T[16 outputs][tile][image][pixel of the tile][output]. */
 static void transpose_band(const struct team *team, const struct plan *p, struct pixels dy,
                            int64_t first, int64_t tiles) {
@@ -209,32 +198,34 @@ static void point_transposed(const struct plan *p, const float *V, const float *
         for (int64_t i = 0; i < p->C; i += 4) {
             const float *v = V + i * p->channel;
             float *s = S + (o / LANES * p->C + i) * LANES;
+#define MULTIPLY(at, inputs, vectors)                                                              \
+    multiply_terms(p, v, D + (at), terms, s + (at), add, inputs, vectors)
 #if WIDTH == 16
             if (p->panel == 64) {
-                multiply_terms(p, v, D, terms, s, add, 4, 4);
+                MULTIPLY(0, 4, 4);
             } else if (i + 4 < p->C) {
-                if (p->panel == 48) multiply_terms(p, v, D, terms, s, add, 8, 3);
-                else if (p->panel == 32) multiply_terms(p, v, D, terms, s, add, 8, 2);
-                else multiply_terms(p, v, D, terms, s, add, 8, 1);
+                if (p->panel == 48) MULTIPLY(0, 8, 3);
+                else if (p->panel == 32) MULTIPLY(0, 8, 2);
+                else MULTIPLY(0, 8, 1);
                 i += 4;
             } else {
-                if (p->panel == 48) multiply_terms(p, v, D, terms, s, add, 4, 3);
-                else if (p->panel == 32) multiply_terms(p, v, D, terms, s, add, 4, 2);
-                else multiply_terms(p, v, D, terms, s, add, 4, 1);
+                if (p->panel == 48) MULTIPLY(0, 4, 3);
+                else if (p->panel == 32) MULTIPLY(0, 4, 2);
+                else MULTIPLY(0, 4, 1);
             }
 #else
             enum { VECTORS = REGISTERS == 32 ? 4 : 2 };
-            for (int64_t at = 0; at < p->panel; at += VECTORS * WIDTH)
-                multiply_terms(p, v, D + at, terms, s + at, add, 4, VECTORS);
+            for (int64_t at = 0; at < p->panel; at += VECTORS * WIDTH) MULTIPLY(at, 4, VECTORS);
 #endif
+#undef MULTIPLY
         }
 }
 
 /* A stage of the tree that adds up lanes, see sum_across. */
 #define ADD_LANES(a, b, step) (LOWER(a, b, step) + HIGHER(a, b, step))
 
-/* Of `inputs` inputs and four outputs, the sums over tiles in one part of the lanes; of each input
- * to LANES floats at `sums`, the first two stages of adding up lanes done: lane j of output j % 4. */
+/* Of `inputs` inputs and four outputs, the sums over tiles in one part of the lanes, an input's to
+ * LANES floats at `sums`. Two stages of adding up lanes are done: lane j is of output j % 4. */
 INLINE void multiply_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                            float *sums, const int inputs) {
     vec sum[INPUTS][QUAD];
@@ -293,9 +284,10 @@ static void point_lanes(const struct plan *p, const float *V, const float *D, in
                     const float *v = V + (first + i) * p->channel + part;
                     const float *d = D + o * p->channel + part;
                     float *to = sums + i * LANES + part;
-                    if (count - i >= INPUTS) multiply_lanes(p, v, d, tiles, to, INPUTS);
-                    else if (count - i == INPUTS - 1) multiply_lanes(p, v, d, tiles, to, INPUTS - 1);
-                    else if (count - i == 2) multiply_lanes(p, v, d, tiles, to, 2);
+                    int64_t left = count - i;
+                    if (left >= INPUTS) multiply_lanes(p, v, d, tiles, to, INPUTS);
+                    else if (left == INPUTS - 1) multiply_lanes(p, v, d, tiles, to, INPUTS - 1);
+                    else if (left == 2) multiply_lanes(p, v, d, tiles, to, 2);
                     else multiply_lanes(p, v, d, tiles, to, 1);
                 }
             for (int64_t i = 0; i < count; i += 4)

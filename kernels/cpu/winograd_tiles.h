@@ -1,10 +1,10 @@
 /* The transforms of Winograd's F(2, 3) and F(4, 3) along one dimension, on vectors of images.
  *
- * A product of polynomials is found from its values at points: 0, 1, -1 and infinity for F(2, 3), and
- * 0, +-NEAR, +-FAR and infinity for F(4, 3). Any points are exact with real numbers; rounding
- * depends on them. 5/8 and 3/2 have less than half the error of the classic 1 and 2
- * (tests/test_winograd.py prints what was measured), and unlike 3/5 and 7/5 all that B and A are
- * made of are float32 numbers: squares and products of small dyadic fractions.
+ * A product of polynomials is found from its values at points: 0, 1, -1 and infinity for F(2, 3),
+ * and 0, +-NEAR, +-FAR and infinity for F(4, 3). Any points are exact with real numbers; rounding
+ * depends on them. 5/8 and 3/2 have less than half the error of the classic 1 and 2, and the least
+ * of what was tried (tests/test_winograd.py prints it); and what B and A hold, squares and products
+ * of small dyadic fractions, is exact in float32.
  *
  * B^T and A below have rows of points; a pair +-p shares its even and odd parts. "Lines" are these
  * rows in groups that share work: the first point, the pairs, infinity.
@@ -22,6 +22,17 @@
 /* A stride in floats of at least so many lines of 16. The number is odd: what is at such strides is
  * in different sets of a cache. */
 static inline int64_t odd_lines(int64_t lines) { return (lines | 1) * LANES; }
+
+/* A matrix of 16 x 16 floats, its rows `row` floats apart, to columns `column` floats apart. */
+INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t column) {
+    for (int r = 0; r < 16; r += WIDTH)
+        for (int c = 0; c < 16; c += WIDTH) {
+            vec v[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++) v[i] = load(from + (r + i) * row + c);
+            transpose(v);
+            UNROLL for (int i = 0; i < WIDTH; i++) store(to + (c + i) * column + r, v[i]);
+        }
+}
 
 /* Groups of points, their first point, and how many are in one. */
 #define GROUPS(m) ((m) == 4 ? 4 : 3)
@@ -55,9 +66,8 @@ INLINE void input_line(const vec *d, vec *out, const int m) {
     if (m == 4) input_group(d, out + 5, m, 3);
 }
 
-/* B^T D B of `tiles` tiles side by side, x being their first pixel, for one group of rows of B^T: of
- * tile t to out + place[t * PARTS], its points `point` floats apart. Two neighbours share two
- * columns. */
+/* B^T d B of `tiles` tiles side by side, from pixel x on, for one group of rows of B^T: tile t's to
+ * out + place[t * PARTS], its points `point` floats apart. Two neighbours share two columns. */
 INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, int64_t point,
                       const int64_t *place, const int m, const int group) {
     const int n = m + 2, lines = IN_GROUP(m, group);
