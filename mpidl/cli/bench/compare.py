@@ -32,8 +32,8 @@ def main(chosen):
     ranks, threads = chosen.ranks, chosen.threads
     if importlib.util.find_spec("torch") is None and not chosen.others:
         raise UserError(
-            "compare needs PyTorch, which is not installed: pip install 'mpidl[bench]' "
-            "(--index-url  has a small one)"
+            "compare needs PyTorch, which is not installed: pip install 'mpidl[bench]' (its build "
+            "for CPUs will do)"
         )
     if ranks > 1 and chosen.batch_size % (16 * ranks):
         raise UserError(
