@@ -206,22 +206,20 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
 }
 
 /* y of one tile from M, its points `point` floats apart. rows and columns: what is valid of it. */
-INLINE void untransform(const float *M, int64_t point, vec bias, float *y, int64_t row,
+INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64_t row,
                         int64_t rows, int64_t columns, const int m) {
     const int n = m + 2;
-    vec t[4][6];
-    UNROLL for (int c = 0; c < n; c++) {
-        vec v[6], out[4];
-        UNROLL for (int r = 0; r < n; r++) v[r] = load(M + (r * n + c) * point);
+    vec t[4][6], v[6], out[4];
+    UNROLL for (int r = 0; r < n; r++, M += n * point) { /* few pointers: they stay in registers */
+        UNROLL for (int c = 0; c < n; c++) v[c] = load(M + c * point);
         output_line(v, out, m);
-        UNROLL for (int r = 0; r < m; r++) t[r][c] = out[r];
+        UNROLL for (int c = 0; c < m; c++) t[c][r] = out[c];
     }
-    UNROLL for (int r = 0; r < m; r++) {
-        vec out[4];
-        if (r >= rows) break;
-        output_line(t[r], out, m);
-        UNROLL for (int c = 0; c < m; c++)
-            if (c < columns) store(y + r * row + c * LANES, out[c] + bias);
+    UNROLL for (int c = 0; c < m; c++) {
+        if (c >= columns) break;
+        output_line(t[c], out, m);
+        UNROLL for (int r = 0; r < m; r++)
+            if (r < rows) store(y + r * row + c * LANES, out[r] + bias);
     }
 }
 
@@ -282,9 +280,9 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                         __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
             for (int part = 0; part < LANES; part += WIDTH) {
                 if (rows >= m && columns >= m)
-                    untransform(from + part, m_point, add, to + part, y.row, m, m, m);
+                    output_tile(from + part, m_point, add, to + part, y.row, m, m, m);
                 else
-                    untransform(from + part, m_point, add, to + part, y.row, rows, columns, m);
+                    output_tile(from + part, m_point, add, to + part, y.row, rows, columns, m);
             }
         }
     }

@@ -298,18 +298,17 @@ static void point_lanes(const struct plan *p, const float *V, const float *D, in
 
 /* G^T S G of 16 pairs of an input and an output: taps[r * 3 + s][pair]. */
 INLINE void filters(const float *S, int64_t point, float (*taps)[16]) {
-    for (int part = 0; part < 16; part += WIDTH) {
-        vec t[3][N];
-        UNROLL for (int c = 0; c < N; c++) {
-            vec v[N], out[3];
-            UNROLL for (int r = 0; r < N; r++) v[r] = load(S + (r * N + c) * point + part);
+    UNROLL for (int part = 0; part < 16; part += WIDTH) {
+        const float *from = S + part;
+        vec t[3][N], v[N], out[3];
+        UNROLL for (int r = 0; r < N; r++, from += N * point) {
+            UNROLL for (int c = 0; c < N; c++) v[c] = load(from + c * point);
             filter_sums(v, out);
-            UNROLL for (int r = 0; r < 3; r++) t[r][c] = out[r];
+            UNROLL for (int s = 0; s < 3; s++) t[s][r] = out[s];
         }
-        UNROLL for (int r = 0; r < 3; r++) {
-            vec out[3];
-            filter_sums(t[r], out);
-            UNROLL for (int s = 0; s < 3; s++) store(&taps[3 * r + s][part], out[s]);
+        UNROLL for (int s = 0; s < 3; s++) {
+            filter_sums(t[s], out);
+            UNROLL for (int r = 0; r < 3; r++) store(&taps[3 * r + s][part], out[r]);
         }
     }
 }
