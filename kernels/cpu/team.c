@@ -48,7 +48,9 @@ static long last_tick;
 
 static void *reserve(size_t bytes) {
     const size_t huge = 2 << 20;
+#if !defined(__SANITIZE_ADDRESS__) /* which watches what lies behind the bytes asked for */
     bytes = (bytes + huge - 1) / huge * huge;
+#endif
     void *memory = NULL;
     if (posix_memalign(&memory, huge, bytes)) abort(); /* out of memory: as malloc's users do */
 #ifdef MADV_HUGEPAGE
