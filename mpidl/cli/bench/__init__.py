@@ -4,6 +4,7 @@ A sub-command a file. What is compared runs in processes of its own (`turns`), o
 PyTorch's in `theirs`; `subject` is what they all compute.
 """
 
+from mpidl.cli import start
 from mpidl.cli.bench import accuracy, arguments, compare, fold, kernels, machine, step, turns
 from mpidl.comm import guard
 from mpidl.errors import Fault
@@ -22,6 +23,8 @@ def main(argv=None):
     chosen = arguments.parse(argv, quiet=guard.launched_rank() > 0)
     machine.prepare_json(chosen.json)
     chosen.busy = machine.busy()
+    for line in start.without_kernels() if guard.launched_rank() == 0 else []:
+        print(line)
     if chosen.busy > 0.1 and guard.launched_rank() == 0:
         print(f"warning: the cores are {chosen.busy * 100:.0f} % busy already: times mean little")
     try:
