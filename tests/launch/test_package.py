@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 
 import pytest
@@ -40,8 +39,7 @@ def unpacked(tmp_path_factory):
     text = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
     run([sys.executable, "-c", text], cwd=copy)
     (packed,) = out.glob("mpidl-*.tar.gz")
-    with tarfile.open(packed) as archive:
-        archive.extractall(out, filter="data")
+    shutil.unpack_archive(packed, out)
     unpacked = packed.with_name(packed.name.removesuffix(".tar.gz"))
     if os.path.isdir(kernels.OBJECTS):  # named by what they were compiled from
         shutil.copytree(kernels.OBJECTS, unpacked / "build" / "kernels")
