@@ -57,7 +57,7 @@ def compile_kernels(folder):
         compiler = kernels["find_compiler"]()
         failed = kernels["compile_builds"](kernels["builds"](), folder, compiler)
         missing = "; ".join(f"{build}: {text}" for build, text in failed.items())
-    except kernels["Failed"] as error:
+    except (kernels["Failed"], OSError) as error:
         missing = str(error)
     if missing:
         print(f"mpidl: kernels that are not compiled: {missing}", file=sys.stderr)

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCES = os.path.join(HERE, "cpu")
@@ -134,12 +135,20 @@ def _object(compiler, version, flags, name):
     stem = f"{name.removesuffix('.c')}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     out = os.path.join(OBJECTS, f"{stem}.o")
     if os.path.exists(out):
+        os.utime(out)
         return out, ""
     new = f"{out}.{os.getpid()}"
     source = os.path.join(SOURCES, name)
     done = _run([*compiler, *flags, *_defines(name), "-c", source, "-o", new])
     os.replace(new, out)
     return out, done.stderr
+
+
+def _forget(days=30):
+    """Remove objects that no library was made of for so long."""
+    for entry in os.scandir(OBJECTS):
+        if entry.stat().st_mtime < time.time() - days * 86400:
+            os.unlink(entry)
 
 
 def compile_builds(names, folder, compiler, extra=(), without=()):
@@ -154,7 +163,8 @@ def compile_builds(names, folder, compiler, extra=(), without=()):
     # all symbols must be there, but for what runs only once a sanitizer's library is loaded
     link = ["-shared"] if extra or without else ["-shared", "-Wl,-z,defs"]
     failed, warnings = {}, {}
-    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with concurrent.futures.ThreadPoolExecutor(cores) as pool:
         flags = {build: [*FLAGS, *BUILDS[build], *extra] for build in names}
         jobs = {
             build: [
@@ -174,6 +184,7 @@ def compile_builds(names, folder, compiler, extra=(), without=()):
             except Failed as error:
                 failed[build] = error
     sys.stderr.write("".join(warnings))
+    _forget()
     return failed
 
 

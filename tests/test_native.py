@@ -201,12 +201,12 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
     """Where a function is new, and where its arguments have changed; the others work."""
     changed = tmp_path / "mpidl.h"
     text = Path(HEADER).read_text()
-    arguments = "void mpidl_set_threads(int64_t count"
+    arguments = "void mpidl_copy(const float *from"
     assert arguments in text
     text = text.replace(arguments, f"{arguments}, int64_t more")
     changed.write_text(text.replace("\n/* team.c */", "\nvoid mpidl_new(void);\n/* team.c */"))
     library = native.Library(native.library_path(native.built()[-1]), changed, "changed")
-    for name in ("new", "set_threads"):
+    for name in ("new", "copy"):
         line = refusal(getattr, library, name)
         assert f"compiled from other sources than this version's, as mpidl_{name} shows" in line
     assert library.compiler()

@@ -90,6 +90,9 @@ def test_only_what_changed_is_compiled(two, tmp_path):
     assert not kernels.is_current("generic", lib)
     again = compile_it() - first  # about.o holds a hash of all sources
     assert {name.split("-")[0] for name in again} == {"about", "two"} and len(again) == 2
+    for name in first:
+        os.utime(tmp_path / "objects" / name, (0, 0))
+    assert compile_it() == again, "objects of long ago are removed"
 
 
 @needs_compiler
