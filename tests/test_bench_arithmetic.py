@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from alone import blocked, numbers
+from alone import Alone, blocked, numbers
 
 import mpidl as dl
 from mpidl.cli.bench import accuracy, arguments, compare, fold, kernels, machine, subject, turns
@@ -136,6 +136,7 @@ def test_the_operations_that_kernels_counts():
     assert found["digits/conv2", "dweight"].flops == 2 * 9 * 20 * 20 * pixels
     assert ("digits/conv1", "dx") not in found  # which no step computes
     assert found["digits/dense1", "forward"].flops == 2 * 11520 * 10 * 32
+    assert found["digits/dense1", "backward"].flops == 4 * 11520 * 10 * 32
     assert found["digits/relu1", "forward"].bytes == 2 * 4 * 20 * pixels
     assert found["digits/conv2", "dx"].same == found["digits/conv3", "dx"].same
     for case in found.values():
@@ -143,6 +144,28 @@ def test_the_operations_that_kernels_counts():
         case.run()
     shapes = {c.layer for c in kernels.cases("shapes", chosen)}
     assert shapes == {"20 at 24x24", "32 at 32x32", "64 at 16x16", "128 at 8x8"}
+
+
+def test_the_large_layer_beside_blas():
+    """The product that BLAS computes is the one of the case, of all images."""
+    chosen = arguments.parse(["kernels", "--batch-size", "64"])
+    found = list(kernels.cases("dense", chosen))
+    assert [case.name for case in found] == ["forward", "dx", "dweight"]
+    for case in found:
+        assert (case.layer, case.flops) == ("9216 to 4096", 2 * 9216 * 4096 * 32)
+        ours, product = case.run(), case.sgemm()
+        if case.name == "dweight":
+            ours = Alone().gplus(ours)
+        else:
+            ours = ours.swapaxes(0, 1).reshape(product.shape)
+        assert np.abs(ours - product).max() < 1e-5 * np.abs(product).max()
+    both = [case._replace(run=lambda: None) for case in found]
+    figures = kernels.measure(both[0], kernels.Yardsticks(1), 3)
+    assert set(figures) == {"ms", "gflops", "share_of_peak", "sgemm_ratio"}
+    assert figures["sgemm_ratio"] < 0.01  # nothing takes less time than a product
+    assert "ratio to sgemm 0.0" in kernels._row(both[0], figures)
+    chosen.threads = 2
+    assert all(case.sgemm is None for case in kernels.cases("dense", chosen))
 
 
 def test_a_case_is_measured_against_its_yardstick():

@@ -2,7 +2,8 @@
 
 GFLOP/s are effective: the operations of the direct algorithm, two a product, over the time taken,
 so that Winograd's may lie above the peak. What moves memory and computes little is given in GB/s,
-each array it must read or write counted once, against the speed of a copy.
+each array it must read or write counted once, against the speed of a copy. A large fully connected
+layer takes turns with BLAS, too: one sgemm of the whole mini-batch by NumPy.
 """
 
 import time
@@ -21,8 +22,10 @@ from mpidl.training import options
 
 # 3x3 convolutions to compare machines and versions by: (channels, height and width).
 SHAPES = ((20, 24), (32, 32), (64, 16), (128, 8))
+# A large fully connected layer, the first of AlexNet's: inputs, outputs, images.
+DENSE = (9216, 4096, 32)
 ENOUGH = 0.02  # seconds of a measurement
-UNITS = ("ms", "gflops", "share_of_peak", "gbs", "share_of_copy")
+UNITS = ("ms", "gflops", "share_of_peak", "gbs", "share_of_copy", "sgemm_ratio")
 
 
 class Case(NamedTuple):
@@ -34,6 +37,7 @@ class Case(NamedTuple):
     run: object
     flops: int  # 0 where it is bytes that count
     bytes: int
+    sgemm: object = None  # the same product by BLAS, which takes turns with it
 
 
 def main(chosen):
@@ -77,23 +81,38 @@ def main(chosen):
 
 
 def measure(case, yardsticks, rounds):
-    """{unit: value} of a case: medians of rounds in which it and its yardstick take turns."""
-    case.run()
-    count = max(1, min(1000, round(ENOUGH / max(turns.seconds(case.run), 1e-9))))
+    """{unit: value} of a case: medians of rounds in which it and its yardstick take turns.
 
-    def several():
-        for _ in range(count):
-            case.run()
-
-    times, best = [], []
+    sgemm_ratio, where the case has an sgemm: our time over its, so that below 1 is faster.
+    """
+    times, products, best = [], [], []
+    ours = _repeated(case.run)
+    sgemm = case.sgemm and _repeated(case.sgemm)
     for _ in range(rounds):
-        times.append(turns.seconds(several) / count)
+        times.append(ours())
+        if sgemm:
+            products.append(sgemm())
         best.append(yardsticks.products() if case.flops else yardsticks.copy())
     rates = (case.flops or case.bytes) / np.array(times)
     found = {"ms": machine.median(times) * 1e3}
     found["gflops" if case.flops else "gbs"] = float(np.median(rates)) / 1e9
     share = None if None in best else float(np.median(rates / np.array(best)))
-    return found | {"share_of_peak" if case.flops else "share_of_copy": share}
+    found["share_of_peak" if case.flops else "share_of_copy"] = share
+    if products:
+        found["sgemm_ratio"] = float(np.median(np.array(times) / np.array(products)))
+    return found
+
+
+def _repeated(run):
+    """A function that measures run, so often that it takes a while: seconds of one."""
+    run()
+    count = max(1, min(1000, round(ENOUGH / max(turns.seconds(run), 1e-9))))
+
+    def several():
+        for _ in range(count):
+            run()
+
+    return lambda: turns.seconds(several) / count
 
 
 def _row(case, found):
@@ -102,7 +121,8 @@ def _row(case, found):
     part = "" if share is None else f"{share * 100:.0f} %"
     blanks, width = ("", 10) if case.flops else (" " * 19, 9)
     row = f"{case.layer:22}{case.name:16}{found['ms']:10.3f}"
-    return f"{row}{blanks}{rate:{width}.1f}{part:>9}"
+    row += f"{blanks}{rate:{width}.1f}{part:>9}"
+    return f"{row}  ratio to sgemm {found['sgemm_ratio']:.2f}" if "sgemm_ratio" in found else row
 
 
 class Yardsticks:
@@ -147,7 +167,10 @@ class Yardsticks:
 
 
 def cases(network, chosen):
-    """The Cases of a network's layers, or of the standard shapes ("shapes")."""
+    """The Cases of a network's layers, of the standard shapes, or of the large layer ("dense")."""
+    if network == "dense":
+        yield from _large_dense(chosen.threads)
+        return
     if network != "shapes":
         net = subject.network(network, chosen.image, chosen.seed)
         shapes = [net.input_shape, *net.output_shapes]
@@ -275,6 +298,43 @@ def _dense(backend, layer, x, dy, weights, batch):
     yield "forward", lambda: backend.dense(x, weight, bias), flops, 0
     yield "dx", lambda: backend.dense_dx(dy, weight), flops, 0
     yield "dweight", lambda: backend.dense_dweight(dy, x, batch.tree), flops, 0
+    yield (
+        "backward",
+        lambda: backend.dense_backward(dy, x, weight, batch.tree, (True,) * 3),
+        2 * flops,
+        0,
+    )
+
+
+def _large_dense(threads):
+    """The passes of the layer DENSE; beside each, on one thread, NumPy's product of all images."""
+    features, outputs, images = DENSE
+    batch = share(images, OneRank())
+    numbers = np.random.default_rng(0)
+
+    def random(*size):
+        return numbers.standard_normal(size, np.float32)
+
+    weight, x = random(outputs, features), random(batch.blocks, features, LANES)
+    dy = random(batch.blocks, outputs, LANES)
+    backend = backends.of(Blocked(x, batch))
+    # an image a column, which no other layout beats in BLAS
+    flat, dflat = (v.swapaxes(0, 1).reshape(v.shape[1], images) for v in (x, dy))
+    products = {
+        "forward": (weight, flat),
+        "dx": (weight.T, dflat),
+        "dweight": (dflat, flat.T),
+    }
+
+    def sgemm(a, b):
+        y = np.empty((len(a), b.shape[1]), np.float32)
+        return lambda: np.matmul(a, b, out=y)
+
+    weights = {"weight": weight, "bias": np.zeros(outputs, np.float32)}
+    for name, run, flops, moved in _dense(backend, None, x, dy, weights, batch):
+        if name in products:
+            beside = sgemm(*products[name]) if threads == 1 else None
+            yield Case(f"{features} to {outputs}", name, DENSE, run, flops, moved, beside)
 
 
 FAMILIES = {
