@@ -16,6 +16,7 @@ if "numpy" in sys.modules:
     threadpoolctl.threadpool_limits(1, user_api="blas")
 
 from mpidl import data, nn, ops
+from mpidl.backends import configure
 from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue

@@ -4,12 +4,12 @@ import pytest
 
 from mpidl import backends
 from mpidl.backends import settings
-from mpidl.training.cores import cores, deal
+from mpidl.comm.cores import Cores, cores, deal
 
 
 def bound(*ranks, at_a_time=None):
-    """Ranks of one host, each with the cores it may use."""
-    return [("node0", (list(own), at_a_time or len(own))) for own in ranks]
+    """Ranks of one host, each with the cores it may use, and the quota of all."""
+    return [("node0", Cores(tuple(own), at_a_time)) for own in ranks]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,8 @@ def bound(*ranks, at_a_time=None):
         (bound(range(2), range(2), range(2)), [1, 1, 1]),
         (bound(range(64), at_a_time=4), [4]),
         (bound(range(64), range(64), at_a_time=4), [2, 2]),
-        ([("node0", (range(4), 4)), ("node1", (range(8), 8))], [4, 8]),
+        (bound(range(32), range(32, 64), at_a_time=4), [2, 2]),
+        ([("node0", Cores(range(4))), ("node1", Cores(range(8)))], [4, 8]),
     ],
 )
 def test_by_default_cores_are_divided_among_the_ranks_that_may_use_them(ranks, threads):
@@ -48,14 +49,19 @@ def test_too_many_are_told_in_one_line():
     assert "1 rank(s) x 8 thread(s) on node0 share 4 core(s)" in line
 
 
+def test_a_quota_counts_though_ranks_are_bound_to_cores_of_their_own():
+    (line,) = deal(bound(range(32), range(32, 64), at_a_time=4), 32)[1]
+    assert "2 rank(s) x 32 thread(s) on node0 share 4 core(s)" in line
+
+
 def test_a_rank_bound_to_fewer_cores_than_its_threads():
     (line,) = deal(bound([0], [1, 2, 3]), 2)[1]
     assert "rank 0 on node0 runs 2 threads but may use 1 core(s)" in line
 
 
 def test_this_process():
-    allowed, at_a_time = cores()
-    assert 1 <= at_a_time <= len(allowed)
+    allowed, quota = cores()
+    assert len(allowed) >= 1 and (quota is None or quota >= 1)
 
 
 @pytest.mark.parametrize("wrong", [{"threads": 0}, {"winograd": "on"}])

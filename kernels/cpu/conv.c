@@ -7,9 +7,10 @@
 #include "mpidl.h"
 #include "winograd.h"
 
-enum { OFFSETS, INDICES, WEIGHTS, LEAVES }; /* scratch slots */
+enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES }; /* scratch slots */
 enum { SIDE = 4 }; /* outputs of a weight tile, see direct.c */
 
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t tiles(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
@@ -216,12 +217,15 @@ static void lay_out_dy(struct pass *pass) {
 }
 
 /* For each remainder of dx's rows and columns by the strides, which taps reach them, and where. */
-static void find_phases(struct pass *pass, struct phase *phases) {
+static void find_phases(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
     int32_t *offset = (int32_t *)scratch(OFFSETS, pass->taps + outputs * filter) + pass->taps;
     int32_t *index = (int32_t *)scratch(INDICES, outputs * filter);
     float *packed = scratch(WEIGHTS, c->K * inputs * filter);
+    struct phase *phases = (struct phase *)scratch(
+        PHASES, least(c->stride_h, c->H) * least(c->stride_w, c->W) *
+                    (int64_t)(sizeof *phases / sizeof(float)));
     pass->phases = phases;
     for (int64_t row = 0; row < c->stride_h && row < c->H; row++)
         for (int64_t column = 0; column < c->stride_w && column < c->W; column++) {
@@ -380,13 +384,12 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
     pass.taps = inputs * c->R * c->S;
     lay_out_x(&pass, dweight ? dweight_m : 0);
     lay_out_dy(&pass);
-    struct phase phases[c->stride_h * c->stride_w];
     if (dx && m) {
         pass.backward = 1;
         transform_weights(&pass, outputs, inputs);
         extra = winograd_conv_floats(&(struct winograd){outputs, inputs, c->H, c->W, (int)m});
     } else if (dx) {
-        find_phases(&pass, phases);
+        find_phases(&pass);
     }
     if (dweight) {
         if (dweight_m) {

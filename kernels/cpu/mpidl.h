@@ -19,8 +19,9 @@ const char *mpidl_sources(void);      /* a hash of what it was compiled from */
 const char *mpidl_declarations(void); /* this file, as it was then */
 
 /* team.c */
-void mpidl_set_threads(int64_t count);
-void mpidl_set_hook(void (*function)(void)); /* run about every millisecond of a pass; or NULL */
+int64_t mpidl_set_threads(int64_t count); /* returns how many there are */
+/* Run about every millisecond of a pass by the thread that called this; NULL: nothing any more. */
+void mpidl_set_hook(void (*function)(void));
 
 /* peak.c */
 /* Adds products up in registers, `iterations` times; returns how many operations that were, two a

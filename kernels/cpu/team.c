@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -34,7 +35,7 @@ static struct pass {
     atomic_llong next; /* tile */
 } pass;
 
-static int threads = 1, started = 1; /* wanted; running, the caller counted */
+static int threads = 1; /* running, the caller counted */
 static pthread_t workers[MOST_THREADS];
 static struct barrier barriers[MOST_THREADS];
 static struct room own[MOST_THREADS], shared[MOST_THREADS], slots[16];
@@ -42,8 +43,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t begin = PTHREAD_COND_INITIALIZER;
 static atomic_int generation, busy; /* of passes; workers that are still in this one */
 static int sleeping, leaving;
-static __thread int self; /* 0: the caller */
 static void (*hook)(void);
+static pthread_t watcher; /* the thread that set the hook, and alone runs it */
 static long last_tick;
 
 static void *reserve(size_t bytes) {
@@ -52,7 +53,10 @@ static void *reserve(size_t bytes) {
     bytes = (bytes + huge - 1) / huge * huge;
 #endif
     void *memory = NULL;
-    if (posix_memalign(&memory, huge, bytes)) abort(); /* out of memory: as malloc's users do */
+    if (posix_memalign(&memory, huge, bytes)) {
+        fprintf(stderr, "mpidl: no memory for %zu bytes of the kernels' scratch\n", bytes);
+        abort();
+    }
 #ifdef MADV_HUGEPAGE
     madvise(memory, bytes, MADV_HUGEPAGE);
 #endif
@@ -81,7 +85,7 @@ static void relax(int *spins) {
 }
 
 void tick(void) {
-    if (self != 0 || !hook) return;
+    if (!hook || !pthread_equal(pthread_self(), watcher)) return;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     long ns = now.tv_sec * 1000000000L + now.tv_nsec;
@@ -105,6 +109,26 @@ void meet(const struct team *team) {
 
 /* The first teams have one member more where it does not divide. */
 int members_of(int index, int teams) { return threads / teams + (index < threads % teams); }
+
+/* Rounding as IEEE 754 has it on every thread: a library that was compiled with -ffast-math may have
+ * switched numbers near 0 off on the one that loaded it. */
+static unsigned standard_rounding(void) {
+#if defined(__x86_64__)
+    unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(0x1f80);
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static void former_rounding(unsigned before) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr(before);
+#else
+    (void)before;
+#endif
+}
 
 /* This thread's part of the pass. */
 static void take_part(int thread) {
@@ -138,8 +162,8 @@ static void take_part(int thread) {
 }
 
 static void *run_worker(void *argument) {
-    int seen = 0;
-    self = (int)(intptr_t)argument;
+    int seen = 0, self = (int)(intptr_t)argument;
+    standard_rounding();
     for (;;) {
         int spins = 0;
         while (atomic_load(&generation) == seen && spins < 2 * SPIN) relax(&spins);
@@ -164,34 +188,40 @@ static void announce(void) {
     pthread_mutex_unlock(&lock);
 }
 
-static void start_workers(void) {
-    if (started == threads) return;
+static void start_workers(int wanted) {
     atomic_store(&generation, 0); /* nobody is there to have seen another */
-    for (; started < threads; started++)
-        if (pthread_create(&workers[started], NULL, run_worker, (void *)(intptr_t)started)) break;
-    threads = started; /* fewer where the system gives no more: the bytes are the same */
+    for (; threads < wanted; threads++)
+        if (pthread_create(&workers[threads], NULL, run_worker, (void *)(intptr_t)threads)) break;
 }
 
 static void stop_workers(void) {
     leaving = 1;
     announce();
-    for (; started > 1; started--) pthread_join(workers[started - 1], NULL);
+    for (; threads > 1; threads--) pthread_join(workers[threads - 1], NULL);
     leaving = 0;
 }
 
+/* A forked child has the memory but none of the threads: it goes on by itself. */
+static void in_child(void) {
+    threads = 1, sleeping = 0, leaving = 0;
+    hook = NULL; /* its messages are the parent's */
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&begin, NULL);
+}
+
 static void run_pass(void) {
-    if (threads == 1) {
-        take_part(0);
-        return;
+    unsigned before = standard_rounding();
+    if (threads > 1) {
+        atomic_store(&busy, threads - 1);
+        announce();
     }
-    atomic_store(&busy, threads - 1);
-    announce();
     take_part(0);
     int spins = 0;
-    while (atomic_load(&busy)) {
+    while (threads > 1 && atomic_load(&busy)) {
         relax(&spins);
         tick();
     }
+    former_rounding(before);
 }
 
 int teams_for(int64_t blocks) {
@@ -208,7 +238,6 @@ int teams_for(int64_t blocks) {
 void each_block(int64_t blocks, block_work *work, void *job, int64_t shared_floats,
                 int64_t own_floats) {
     if (blocks == 0) return;
-    start_workers();
     pass = (struct pass){.block = work, .job = job, .count = blocks, .teams = teams_for(blocks)};
     for (int t = 0; t < pass.teams; t++) room(&shared[t], shared_floats);
     for (int t = 0; t < threads; t++) room(&own[t], own_floats);
@@ -217,16 +246,19 @@ void each_block(int64_t blocks, block_work *work, void *job, int64_t shared_floa
 
 void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own_floats) {
     if (tiles == 0) return;
-    start_workers();
     pass = (struct pass){.tile = work, .job = job, .count = tiles};
     for (int t = 0; t < threads; t++) room(&own[t], own_floats);
     run_pass();
 }
 
-void mpidl_set_threads(int64_t count) {
+int64_t mpidl_set_threads(int64_t count) {
+    static int watched;
+    if (!watched) watched = !pthread_atfork(NULL, NULL, in_child);
     if (count > MOST_THREADS) count = MOST_THREADS;
-    if (started > 1) stop_workers();
-    threads = (int)count;
+    if (count == threads) return threads;
+    if (threads > 1) stop_workers();
+    start_workers((int)count);
+    return threads; /* fewer where the system gives no more: the bytes are the same */
 }
 
-void mpidl_set_hook(void (*function)(void)) { hook = function; }
+void mpidl_set_hook(void (*function)(void)) { hook = function, watcher = pthread_self(); }

@@ -58,8 +58,8 @@ void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own);
 /* All members of the team have come here. */
 void meet(const struct team *team);
 
-/* Let the hook run if it is time: to be called every millisecond or so of work. Only the calling
- * thread of a pass runs it, whoever calls this. */
+/* Let the hook run if it is time: to be called every millisecond or so of work. Only the thread that
+ * set it runs it, whoever calls this. */
 void tick(void);
 
 /* 64-byte aligned memory of the process for `floats` floats, on huge pages where they are offered;

@@ -257,6 +257,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
         }
     }
     meet(team);
+    tick();
     EACH_TILE(team, point, points(m)) {
         for (int64_t panel = 0; panel < panels; panel++) {
             int64_t start = panel_start(vectors, panels, panel);
@@ -265,6 +266,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                            m == 4 ? 24 : 32, M + point * m_point + start * WIDTH, tiles * LANES,
                            panel_start(vectors, panels, panel + 1) - start);
         }
+        tick();
     }
     meet(team);
     EACH_TILE(team, o, outputs) {

@@ -348,10 +348,12 @@ INLINE void dweight_group(const struct team *team, const struct plan *p, struct 
                           struct pixels dy, int64_t first, int64_t tiles, const int group) {
     transform_band(team, p, x, dy, first, tiles, group);
     meet(team);
+    tick();
     EACH_TILE(team, point, IN_GROUP(M, group) * N) {
         const float *V = p->V + point * p->v_point, *D = p->D + point * p->d_point;
         float *S = p->S + (FIRST(M, group) * N + point) * p->s_point;
         (p->transposed ? point_transposed : point_lanes)(p, V, D, tiles, S, first > 0);
+        tick();
     }
     meet(team);
 }

@@ -39,7 +39,6 @@ def configure(*, threads=None, winograd=None):
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
-        settings.threads = threads
-        library = native.library()
-        if library is not None:
-            library.set_threads(threads)
+        library, settings.chosen = native.library(), True
+        # fewer where the system starts no more
+        settings.threads = library.set_threads(threads) if library is not None else 1

@@ -14,6 +14,7 @@ import threading
 
 import numpy as np
 
+from mpidl.backends import settings
 from mpidl.errors import UserError
 
 # The builds, the best first, and the features of a CPU, as Linux names them, that each needs.
@@ -22,10 +23,19 @@ AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
 ORDER = list(NEEDS)
 
-# Functions that use neither threads nor scratch of the library: a thread that reads ahead may call
-# them while a pass runs. All others run one at a time.
-ANY_THREAD = {"images", "fold_sums", "fold_moments"}
-_one_pass = threading.RLock()
+# What uses neither threads nor scratch of the library: a thread that reads ahead may call it while a
+# pass runs. All others run one at a time.
+ANY_THREAD = {"images"}
+_one_pass, _in_pass = threading.Lock(), None  # the thread whose pass it is
+
+
+def _forked():
+    """In a forked child nobody runs a pass, whoever did in the parent."""
+    global _one_pass, _in_pass
+    _one_pass, _in_pass = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forked)
 
 BYTES = ctypes.c_char * 0
 TYPES = {
@@ -79,10 +89,25 @@ def declarations(header):
     return found
 
 
+def texts(header):
+    """{name: its arguments as they are written}, names and all, of a header's functions."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    found = re.findall(r"mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
+    return {name: re.sub(r"\s+", "", arguments) for name, arguments in found}
+
+
 def _one_at_a_time(function):
     def call(*arguments):
+        global _in_pass
+        me = threading.get_ident()
+        if _in_pass == me:
+            raise RuntimeError("a kernel was called inside of another, by what runs in its hook")
         with _one_pass:
-            return function(*arguments)
+            _in_pass = me
+            try:
+                return function(*arguments)
+            finally:
+                _in_pass = None
 
     return call
 
@@ -101,14 +126,15 @@ class Library:
         except OSError as error:
             raise UserError(f"{path}: cannot be loaded: {error}") from error
         with open(header) as file:
-            self._wanted = declarations(file.read())
+            text = file.read()
+            self._wanted, self._texts = declarations(text), texts(text)
         try:
             declared = self._library.mpidl_declarations
         except AttributeError:
             self._has = {}
         else:
             declared.restype = ctypes.c_char_p
-            self._has = declarations(declared().decode())
+            self._has = texts(declared().decode())
 
     @property
     def about(self):
@@ -120,7 +146,7 @@ class Library:
         if name.startswith("_") or name not in self._wanted:
             raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
         function = getattr(self._library, f"mpidl_{name}", None)
-        if function is None or self._has.get(name) != self._wanted[name]:
+        if function is None or self._has.get(name) != self._texts[name]:
             raise UserError(
                 f"{self.path}: compiled from other sources than this version's, as mpidl_{name} "
                 f"shows: {how_to_build()}"
@@ -154,24 +180,20 @@ def watch(progress):
 
     It lets messages travel while a pass runs. What it raises is raised by the next `watch`.
     """
-    raised = _progress[1:]
-    _progress.clear()
     if running() == "numpy":
         return
-    if progress is None:
-        library().set_hook(None)
-    else:
+    raised = _progress[1:]
 
-        def call():
-            try:
-                if len(_progress) == 1:
-                    progress()
-            except BaseException as error:  # no frame above could take it: it waits
-                _progress.append(error)
+    def call():
+        try:
+            if len(_progress) == 1:
+                progress()
+        except BaseException as error:  # no frame above could take it: it waits
+            _progress.append(error)
 
-        callback = ctypes.CFUNCTYPE(None)(call)
-        _progress.append(callback)
-        library().set_hook(callback)
+    callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)
+    library().set_hook(callback)  # before the one in use may go
+    _progress[:] = [] if callback is None else [callback]
     if raised:
         raise raised[0]
 
@@ -269,20 +291,20 @@ def _load(path, build):
 
 
 def choose():
-    """The builds that this process could run and that can be loaded, the best first.
+    """The builds that this process could run, the best first, of which the first can be loaded.
 
-    A library that cannot be loaded (of a system with a newer libc) is passed over, unless MPIDL_CPU
-    names it: then UserError.
+    A library that cannot be loaded (one of a system with a newer libc) is passed over, unless
+    MPIDL_CPU names it: then UserError.
     """
-    names = []
-    for build in offered():
+    names = offered()
+    while names[0] != "numpy":
         try:
-            if build != "numpy":
-                load(build)
-            names.append(build)
+            load(names[0])
+            break
         except UserError:
-            if os.environ.get("MPIDL_CPU") == build:
+            if os.environ.get("MPIDL_CPU") == names[0]:
                 raise
+            names = names[1:]
     return names
 
 
@@ -300,6 +322,8 @@ def use(build):
     """Run this build from now on; its Library, None for "numpy". Raises UserError."""
     global _running, _library
     _running, _library = build, None if build == "numpy" else load(build)
+    if _library is not None and settings.threads > 1:
+        _library.set_threads(settings.threads)
     return _library
 
 

@@ -2,3 +2,4 @@
 
 winograd = "auto"
 threads = 1
+chosen = False  # whether somebody has said how many threads

@@ -8,14 +8,13 @@ import numpy as np
 
 from mpidl.backends import native
 from mpidl.cli import arguments, start
-from mpidl.comm import World, guard
-from mpidl.training import cores
+from mpidl.comm import World, cores, guard
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
     arguments.info(argv, quiet=guard.launched_rank() > 0)
-    world = World(timeout=60)
+    world = World(timeout=60, threads=None)
     ranks = world.gather((world.host, cores.cores()))
     warnings = start.arithmetic(world)
     if world.rank:

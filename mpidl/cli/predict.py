@@ -3,21 +3,22 @@
 import csv
 import io
 
-from mpidl import data
+from mpidl import backends, data
 from mpidl.cli import arguments, start
 from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0, shown
 from mpidl.errors import UserError
-from mpidl.training import cores, evaluate, modelfile
+from mpidl.training import evaluate, modelfile
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
     given = arguments.predict(argv, quiet=guard.launched_rank() > 0)
-    world = World(timeout=given.timeout)
+    world = World(timeout=given.timeout, threads=None)
+    backends.configure(winograd=given.winograd)
     start.check_device(given.device)
-    _, lines = cores.settle(world, given)
-    for line in [*start.arithmetic(world), *(lines if world.rank == 0 else [])]:
+    lines = world.use_threads(given.threads)
+    for line in [*start.arithmetic(world), *lines]:
         print(line)
     net, about = on_rank_0(world, lambda: modelfile.load_model(given.model))
     classes = about["classes"]

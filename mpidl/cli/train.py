@@ -9,7 +9,7 @@ from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.report import Console
-from mpidl.training import checkpoint, cores, evaluate, loop, modelfile, options
+from mpidl.training import checkpoint, evaluate, loop, modelfile, options
 
 STOPPED = 75  # the exit code that asks for another run with --resume
 
@@ -18,7 +18,7 @@ def main(argv=None):
     """Run the command; returns its exit code."""
     given = arguments.train(argv, quiet=guard.launched_rank() > 0)
     # the world waits with the time-out it is given here, before the files are read
-    world = World(timeout=given.get("timeout", options.TrainingOptions().timeout))
+    world = World(timeout=given.get("timeout", options.TrainingOptions().timeout), threads=None)
     with guard.Signals() as signals:
         return _train(given, world, signals)
 
@@ -62,11 +62,11 @@ def _train(given, world, signals):
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
 
     console = Console(world.rank, verbose_every=settings.verbose_every)
-    threads, lines = cores.settle(world, settings)
+    lines = world.use_threads(settings.threads)
     for line in [*start.warnings(world, settings.batch_size), *lines]:
         console.line(line)
     _announce(
-        console, world, chosen, train_set, test_set, net, f"{device}, {_threads(threads)}", out
+        console, world, chosen, train_set, test_set, net, f"{device}, {_threads(world.threads)}", out
     )
     if kept is not None:
         at = kept["position"]
@@ -99,7 +99,7 @@ def _train(given, world, signals):
             return STOPPED
         on_rank_0(
             world,
-            lambda: _write_results(out, net, train_set, result, test, world, threads[0], device),
+            lambda: _write_results(out, net, train_set, result, test, world, device),
         )
         console.finish(out, result.train_seconds, test.accuracy, test.images)
         console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
@@ -141,7 +141,7 @@ def _write_options(out, chosen, world):
     options.write_options(os.path.join(out, "options.toml"), chosen, options.versions_of(mpi))
 
 
-def _write_results(out, net, train_set, result, test, world, threads, device):
+def _write_results(out, net, train_set, result, test, world, device):
     modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes, "rescale-zero-one")
     summary = {
         "accuracy": test.accuracy,
@@ -149,7 +149,7 @@ def _write_results(out, net, train_set, result, test, world, threads, device):
         "epochs": result.epochs,
         "iterations": result.iterations,
         "ranks": world.size,
-        "threads": threads,
+        "threads": world.threads[0],
         "device": device,
         "images_per_second": result.images_per_second,
         "train_seconds": result.train_seconds,

@@ -30,15 +30,15 @@ class Reducer:
     Partials are packed into buckets of about `bucket_bytes` in the order they come, which is the
     tape's and so the same on every rank; a full bucket leaves at once. Each term of a Partial is
     folded by itself (see `Partial`). Terms of another tree, type or operation start a new bucket.
-    With `watch`, exchanges go on inside of long kernels too, until `finish`.
+    `watch()` is what long kernels call every now and then, until `finish`: it lets exchanges go on.
     """
 
-    def __init__(self, world, bucket_bytes=BUCKET, watch=False):
+    def __init__(self, world, bucket_bytes=BUCKET, watch=None):
         self.world, self.bucket_bytes = world, bucket_bytes
         self.values, self.buckets = {}, []
-        self.watch = watch and world.size > 1
-        if self.watch:
-            native.watch(world.progress)
+        self.watches = watch is not None and world.size > 1
+        if self.watches:
+            native.watch(watch)
         self.open, self.open_key, self.open_bytes = [], None, 0
 
     def push(self, name, value):
@@ -83,7 +83,7 @@ class Reducer:
 
     def finish(self):
         """Wait for all sums; returns {name: array}."""
-        if self.watch:
+        if self.watches:
             native.watch(None)
         if self.open:
             self._post()

@@ -2,13 +2,14 @@
 
 import functools
 import pickle
+import sys
 import warnings
 
 import numpy as np
 
-from mpidl.backends import native
+from mpidl.backends import native, settings
 from mpidl.blocks import OneRank
-from mpidl.comm import guard
+from mpidl.comm import cores, guard
 from mpidl.comm.net import Net, node_array, node_room
 from mpidl.comm.reducer import Reducer, post
 from mpidl.errors import UserError
@@ -30,14 +31,16 @@ class World:
 
     comm: an mpi4py communicator, COMM_WORLD by default. timeout: seconds until a wait names the
     ranks that do not answer and ends the job. plain: sums by MPI_Allreduce, whose result depends on
-    the number of ranks (for measurements and negative controls).
+    the number of ranks (for measurements and negative controls). threads: of each rank, in the
+    kernels; 0: the cores it may use, divided among the ranks that may use them, unless
+    `dl.configure` or a world before has said how many; None: `use_threads` says it later.
 
     Ranks are numbered in (host, rank) order, so that neighbours in the fold share a host; rank 0
     stays rank 0. MPI is initialized FUNNELED: only the main thread may call these methods.
     From then on all ranks run the same kernels, the best that each of them can.
     """
 
-    def __init__(self, comm=None, *, timeout=300.0, plain=False):
+    def __init__(self, comm=None, *, timeout=300.0, plain=False, threads=0):
         import mpi4py
 
         mpi4py.rc.thread_level = "funneled"
@@ -58,6 +61,18 @@ class World:
         self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
         guard.watch(self.net)
         native.settle(self)
+        self.threads = []  # of each rank, once it is settled
+        if threads or (threads == 0 and not settings.chosen):
+            for line in self.use_threads(threads):
+                print(line, file=sys.stderr)
+
+    def use_threads(self, count):
+        """Run `count` threads a rank in the kernels (0: as the cores suggest); collective.
+
+        Returns, on rank 0, the lines to show where that does not fit the machine.
+        """
+        self.threads, lines = cores.settle(self, count)
+        return lines if self.rank == 0 else []
 
     # sums and other reductions
 
@@ -127,7 +142,7 @@ class World:
 
     def reducer(self):
         """What `value_and_grad(f, reduce=world)` hands gradients to."""
-        return Reducer(self, watch=True)
+        return Reducer(self, watch=self.advance)
 
     # objects
 
@@ -261,15 +276,19 @@ class World:
 
     def progress(self):
         """Let exchanges under way go on, and hand messages to rank 0's handler; never waits."""
+        self.advance()
+        if self.handler and self.rank == 0 and self.size > 1:
+            while (message := self.net.control.improbe(tag=SEND)) is not None:
+                self._handle(message.recv())
+
+    def advance(self):
+        """Let exchanges under way go on; never waits."""
         testall = self.net.MPI.Request.Testall
         for flight in list(self.flying):
             if testall(flight.requests):
                 flight.advance()
                 if flight.done:
                     self.flying.remove(flight)
-        if self.handler and self.rank == 0 and self.size > 1:
-            while (message := self.net.control.improbe(tag=SEND)) is not None:
-                self._handle(message.recv())
 
     def _wait(self, requests, what):
         self.net.wait(requests, what, self.progress if self.flying or self.handler else None)

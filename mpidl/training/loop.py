@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from mpidl import ops
+from mpidl import backends, ops
 from mpidl.comm import World
 from mpidl.comm.guard import Signals
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.errors import Fault, UserError
 from mpidl.report import Console, Metrics, plots
 from mpidl.tape import value_and_grad
-from mpidl.training import checkpoint, cores, modelfile
+from mpidl.training import checkpoint, modelfile
 from mpidl.training.evaluate import agreed, evaluate
 from mpidl.training.optimizers import SGDM
 from mpidl.training.options import TrainingOptions, changed_on_resume
@@ -83,7 +83,9 @@ def train(
     """
     options = TrainingOptions() if options is None else options
     world = World(timeout=options.timeout) if world is None else world
-    cores.settle(world, options)
+    backends.configure(winograd=options.winograd)
+    if options.threads and options.threads != max(world.threads, default=0):
+        world.use_threads(options.threads)
     with console or Console(world.rank, verbose_every=options.verbose_every) as shown:
         run = _Run(net, datastore, options, world, out, shown, resume, dict(facts))
         with contextlib.nullcontext(signals) if signals else Signals() as held:

@@ -14,6 +14,7 @@ from mpidl.backends.cpu.call import (
 )
 from mpidl.backends.native import library
 from mpidl.backends.reference import conv2d_shape
+from mpidl.blocks import LANES
 from mpidl.fold import Partial, Term, add, merge_moments
 
 FEW = 32  # channels below which the forward convolution is direct
@@ -26,6 +27,13 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
     k, _, r, s = weight_shape
     _, p, q = conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
+    c, h, w = x_shape
+    for channels, size in ((c // groups, (h + top + bottom) * (w + left + right)), (k, p * q)):
+        if channels * (size + 64 * (h + w)) * LANES >= 1 << 31:  # offsets of taps are int32
+            raise ValueError(
+                f"conv2d: images {x_shape} or {(k, p, q)} with their borders are too large: at "
+                "most 2^27 pixels, over all channels of a group"
+            )
     shape = [*x_shape, k, p, q, r, s, *stride, top, bottom, left, right, *dilation, groups]
     return np.array(shape, np.int64), (k, p, q)
 

@@ -30,9 +30,12 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
     Lists of float32 arrays, the velocities C-ordered; decays a list of numbers. The new weights lie
     side by side in one array.
     """
+    shapes = [np.shape(w) for w in weights]  # a number too: what is C-ordered has an axis at least
     weights = [np.ascontiguousarray(w) for w in weights]
     gradients = [np.ascontiguousarray(g, np.float32) for g in gradients]
     sizes = tuple(w.size for w in weights)
+    if not all(v.flags.writeable and v.flags.c_contiguous for v in velocities):
+        raise TypeError("expected C-ordered velocities that can be written")
     places, total = _places(sizes)
     stepped = memory.empty((total,))
     start = _address(stepped)
@@ -48,6 +51,6 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
         momentum,
     )
     return [
-        stepped[place : place + w.size].reshape(w.shape)
-        for w, place in zip(weights, places, strict=True)
+        stepped[place : place + size].reshape(shape)
+        for shape, size, place in zip(shapes, sizes, places, strict=True)
     ]

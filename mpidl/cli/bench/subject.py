@@ -95,7 +95,7 @@ class Step:
                 times.wait.append(time.perf_counter() - began)
                 return sums
 
-        return Noting(self.world)
+        return Noting(self.world, watch=self.world.advance)
 
     def gplus(self, value):
         return self.world.gplus(value)
