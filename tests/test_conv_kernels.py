@@ -32,6 +32,7 @@ SHAPES = {
     "one pixel": ((7, 3, 3), (5, 3, 3), ONE, NONE, ONE, 1),
     "odd channels": ((33, 13, 13), (35, 3, 3), ONE, SAME, ONE, 1),
     "a group a channel": ((8, 9, 9), (8, 3, 3), ONE, SAME, ONE, 8),
+    "16 channels a group": ((32, 9, 9), (32, 3, 3), ONE, SAME, ONE, 2),
     "not padded": ((16, 10, 10), (16, 3, 3), ONE, NONE, ONE, 1),
     "padded by 2": ((16, 9, 9), (16, 3, 3), ONE, ((2, 2), (2, 1)), ONE, 1),
 }
@@ -104,7 +105,23 @@ def test_forward_and_gradients(name, policy):
             assert error(a, b) < 2e-6
 
 
-@pytest.mark.parametrize("name", ["digits 2", "cifar 9", "3x3 by 2", "1x1", "odd channels"])
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("name", ["digits 1", "digits 2", "16 channels a group"])
+def test_blocks_shared_by_teams(name, blocks, policy):
+    """5 threads: a team of all for one block, of 3 and of 2 for two (and 2, 2, 1 for Case's 3)."""
+    case = Case(name, (0, blocks), blocks)
+    tall = [a.astype(np.float64) for a in (case.x, case.weight, case.bias)]
+    exact = reference.conv2d(*tall, *case.how), *case.backward(reference, np.float64)
+    for found in everywhere(
+        lambda: (cpu.conv2d(case.x, case.weight, case.bias, *case.how), *case.backward(cpu))
+    ).values():
+        for a, b in zip(found, exact, strict=True):
+            assert error(a, b) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["digits 2", "cifar 9", "3x3 by 2", "1x1", "odd channels", "16 channels a group"]
+)
 def test_the_fused_pass_has_the_bytes_of_the_separate_ones(name, policy):
     case = Case(name)
     source = case.source(case.x, case.before)
