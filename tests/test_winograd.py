@@ -1,6 +1,8 @@
 """The Winograd kernels of one block against float64 NumPy and plain loops, and their points."""
 
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from compiled import everywhere, needed
 
 from mpidl.backends import native
 from mpidl.blocks import LANES
+
+ROOT = Path(__file__).parents[1]
 
 # (inputs, outputs, P, Q)
 SHAPES = [
@@ -181,9 +185,16 @@ def errors(a, b, x, w):
     return relative(y, exact), relative(accumulated(terms), exact)
 
 
+def chosen_points():
+    """NEAR and FAR of the kernels, as fractions in text."""
+    text = (ROOT / "kernels" / "cpu" / "winograd_tiles.h").read_text()
+    found = (re.search(rf"#define {name} ([0-9.]+)f$", text, re.M) for name in ("NEAR", "FAR"))
+    return tuple(str(Fraction(match[1])) for match in found)
+
+
 def test_points():
-    """The chosen points, 0, +-5/8, +-3/2, beside others: the least error of all."""
-    chosen, classic = ("5/8", "3/2"), ("1", "2")
+    """The kernels' points, 0, +-5/8, +-3/2, beside others: the least error of all."""
+    chosen, classic = chosen_points(), ("1", "2")
     others = [("1/2", "1"), ("3/5", "7/5"), ("1/2", "3/2"), ("5/8", "11/8"), ("11/16", "3/2")]
     rng = np.random.default_rng(1)
     for kind in ("signed", "positive"):
