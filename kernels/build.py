@@ -6,6 +6,7 @@ tests use this file too, by its path; it needs Python alone.
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCES = os.path.join(HERE, "cpu")
@@ -54,7 +56,10 @@ def find_compiler(named=None):
     """
     named = named or os.environ.get("CC")
     for candidate in [named] if named else ["cc", "gcc", "clang"]:
-        words = shlex.split(candidate)
+        try:
+            words = shlex.split(candidate)
+        except ValueError as error:
+            raise Failed(f"no C compiler: {candidate}: {error}") from error
         if words and shutil.which(words[0]):
             return words
     raise Failed(f"no C compiler: {named or 'cc, gcc or clang'} is not on PATH")
@@ -119,7 +124,10 @@ def _with_includes(name, seen=None):
 
 
 def _run(command):
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise Failed(f"{command[0]} cannot be run: {error.strerror}") from error
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         text = next((x for x in lines if "error" in x), lines[-1] if lines else "no message")
@@ -129,26 +137,43 @@ def _run(command):
     return done
 
 
+@contextlib.contextmanager
+def _whole(path):
+    """The name of a new file that takes this path once it is whole, and is removed if it fails.
+
+    It is nobody else's: two hosts may compile into one file system at once.
+    """
+    new = f"{path}.{uuid.uuid4().hex}"
+    try:
+        yield new
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
+
+
 def _object(compiler, version, flags, name):
     """Compile one source, unless the same was compiled before: (path of the object, warnings)."""
     key = repr([compiler, version, flags, sorted(_with_includes(name).items()), _defines(name)])
     stem = f"{name.removesuffix('.c')}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     out = os.path.join(OBJECTS, f"{stem}.o")
     if os.path.exists(out):
-        os.utime(out)
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(out)
         return out, ""
-    new = f"{out}.{os.getpid()}"
     source = os.path.join(SOURCES, name)
-    done = _run([*compiler, *flags, *_defines(name), "-c", source, "-o", new])
-    os.replace(new, out)
+    with _whole(out) as new:
+        done = _run([*compiler, *flags, *_defines(name), "-c", source, "-o", new])
     return out, done.stderr
 
 
 def _forget(days=30):
     """Remove objects that no library was made of for so long."""
     for entry in os.scandir(OBJECTS):
-        if entry.stat().st_mtime < time.time() - days * 86400:
-            os.unlink(entry)
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            if entry.stat().st_mtime < time.time() - days * 86400:
+                os.unlink(entry)
 
 
 def compile_builds(names, folder, compiler, extra=(), without=()):
@@ -174,15 +199,15 @@ def compile_builds(names, folder, compiler, extra=(), without=()):
             for build in names
         }
         for build in names:
-            out = library_path(build, folder)
-            new = f"{out}.{os.getpid()}"
             try:
                 objects, said = zip(*(job.result() for job in jobs[build]), strict=True)
                 warnings |= dict.fromkeys(said)  # mostly the same for all builds
-                _run([*compiler, *flags[build], *link, *objects, "-lm", "-o", new])
-                os.replace(new, out)
+                with _whole(library_path(build, folder)) as new:
+                    _run([*compiler, *flags[build], *link, *objects, "-lm", "-o", new])
             except Failed as error:
                 failed[build] = error
+            except OSError as error:  # a full disk, say
+                failed[build] = Failed(str(error))
     sys.stderr.write("".join(warnings))
     _forget()
     return failed

@@ -1,5 +1,6 @@
 """kernels/build.py: every source by every compiler without a warning, and under sanitizers."""
 
+import errno
 import functools
 import os
 import shutil
@@ -111,6 +112,27 @@ def test_a_library_that_does_not_compile_leaves_the_old_one(two, tmp_path):
         assert (lib / "libmpidl-generic.so").read_bytes() == before
 
 
+@needs_compiler
+def test_a_disk_that_is_full_leaves_the_old_one(two, tmp_path, monkeypatch):
+    lib, compiler = tmp_path / "lib", kernels.find_compiler()
+    assert kernels.compile_builds(["generic"], str(lib), compiler) == {}
+    before = (lib / "libmpidl-generic.so").read_bytes()
+    first = objects(tmp_path)
+
+    def replace(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    for text in (None, "int two = 3;"):  # while the library is written, and an object
+        if text:
+            (two / "two.c").write_text(text)
+        failed = kernels.compile_builds(["generic"], str(lib), compiler)
+        assert "No space left" in str(failed["generic"])
+        assert [path.name for path in lib.iterdir()] == ["libmpidl-generic.so"]
+        assert objects(tmp_path) == first
+        assert (lib / "libmpidl-generic.so").read_bytes() == before
+
+
 def build(*words, **env):
     return subprocess.run(
         [sys.executable, ROOT / "kernels" / "build.py", *words],
@@ -132,6 +154,12 @@ def test_the_command_line(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     done = build(*there, "--cc", "/bin/false")
     assert done.returncode == 1 and "/bin/false ended with exit code 1" in done.stderr
+    no_program = tmp_path / "cc"
+    no_program.write_bytes(b"\0")
+    no_program.chmod(0o755)
+    done = build(*there, "--cc", no_program)
+    assert done.returncode == 1
+    assert done.stderr == f"kernels/build.py: {no_program} cannot be run: Exec format error\n"
     assert build("x86-64-v9").returncode == 2
     assert not (tmp_path / "lib").exists()
 
