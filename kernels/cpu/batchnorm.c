@@ -7,6 +7,7 @@
 /* One job for all: tiles are (block, channel). */
 struct job {
     const float *x, *dy, *mean, *scale, *beta, *a, *b, *c;
+    int relu; /* behind the normalization */
     float *out;
     double *rows;
     const int32_t *counts;
@@ -43,7 +44,7 @@ static void apply_tile(void *argument, int64_t tile, float *own) {
         beta = splat(job->beta[channel]);
     const float *x = job->x + at;
     float *y = job->out + at;
-    if (job->a) /* ReLU too */
+    if (job->relu)
         for (int64_t i = 0; i < pixels * LANES; i += WIDTH)
             store(y + i, activate(load(x + i), mean, scale, beta));
     else
@@ -101,7 +102,7 @@ void mpidl_batchnorm(const float *x, const float *mean, const float *scale, cons
                       .mean = mean,
                       .scale = scale,
                       .beta = beta,
-                      .a = relu ? scale : NULL,
+                      .relu = relu != 0,
                       .out = y,
                       .channels = channels,
                       .height = 1,

@@ -8,7 +8,6 @@
 #include "winograd.h"
 
 enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES }; /* scratch slots */
-enum { SIDE = 4 }; /* outputs of a weight tile, see direct.c */
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -320,7 +319,7 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
                                    .rows = c->P,
                                    .columns = c->Q,
                                    .leaf = group};
-        EACH_TILE(team, t, tiles(outputs, SIDE)) direct_dweight_tile(&d, t, team->own);
+        EACH_TILE(team, t, tiles(outputs, OUTPUTS)) direct_dweight_tile(&d, t, team->own);
     }
 }
 

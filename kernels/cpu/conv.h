@@ -35,6 +35,9 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
                    const float *dy, const float *y, int valid, int64_t height, int64_t width,
                    int64_t top, int64_t left);
 
+/* How many outputs share a tile of weights, the last one less where it does not divide. */
+enum { OUTPUTS = 4 };
+
 /* A sum of shifted images: out[k] = bias[k] + sum over t of weight[t][k] * image at offset[t]. */
 struct direct {
     int64_t taps;            /* channels of the group times taps of the filter */
@@ -58,7 +61,7 @@ void pack_weights(float *out, const float *weight, int64_t outputs, int64_t outp
                   int64_t taps, const int32_t *index);
 
 /* leaf[k * taps + t] = sum over pixels and lanes of dy[k] * image at offset[t], for the output tile
- * k .. k + 3; `own`: 4 * (taps + 3) * 16 floats rounded up. */
+ * k .. k + 3; `own`: direct_dweight_floats(taps) floats. */
 struct direct_dweight {
     int64_t taps, outputs;
     const int32_t *offset;

@@ -8,7 +8,6 @@
 #else
 #define PIXELS 3
 #endif
-enum { OUTPUTS = 4 };
 
 /* X pixels of a row times K outputs. */
 INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const float *w,

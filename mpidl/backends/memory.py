@@ -46,7 +46,13 @@ class Arena:
 
     def _grow(self, size):
         size = -(-max(size, REGION) // REGION) * REGION
-        region = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            region = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(
+                f"no {size >> 20} MiB more for activations, beside {self.bytes >> 20} MiB: "
+                f"{error.strerror}"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 region.madvise(mmap.MADV_HUGEPAGE)
@@ -76,8 +82,8 @@ class _Place:
 
     __slots__ = ("address", "size", "__array_interface__")
 
-    def __init__(self, shape, dtype, size):
-        self.size, self.address = size, _arena.take(size)
+    def __init__(self, shape, dtype, address, size):
+        self.address, self.size = address, size
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
@@ -97,7 +103,8 @@ def empty(shape, dtype=np.float32):
         size *= n
     if size < SMALL:
         return np.empty(shape, dtype)
-    return np.asarray(_Place(tuple(int(n) for n in shape), dtype, -(-size // LINE) * LINE))
+    size = -(-size // LINE) * LINE
+    return np.asarray(_Place(tuple(int(n) for n in shape), dtype, _arena.take(size), size))
 
 
 def reserved():

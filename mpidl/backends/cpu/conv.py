@@ -17,6 +17,7 @@ from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 from mpidl.fold import Partial, Term, add, merge_moments
 
+SAVING = 8  # channels below which the gradients are direct
 FEW = 32  # channels below which the forward convolution is direct
 NOTHING = None, None, None
 
@@ -44,7 +45,8 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
     By the layer's shape alone: F(4x4) backward, whose error is at most a few times that of the
     direct sum; forward, where an error flips ReLUs, F(2x2) from FEW channels on, and F(4x4) only
-    where the policy is "fast". Lavin and Gray, "Fast algorithms for convolutional neural networks",
+    where the policy is "fast". Direct where transforms cost more than they save: gradients of fewer
+    than SAVING channels, outputs of less than a tile. Lavin and Gray, "Fast algorithms for convolutional neural networks",
     2016.
     """
     k, c, r, s = weight_shape
@@ -53,7 +55,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     if policy == "off" or not fits or min(output[1:]) < 4:
         return 0, 0, 0
     forward = 4 if policy == "fast" else 2 if min(c, k) >= FEW else 0
-    return forward, 4 if k >= 8 else 0, 4 if c >= 8 else 0
+    return forward, 4 if k >= SAVING else 0, 4 if c >= SAVING else 0
 
 
 def _plan(x, weight, stride, padding, dilation, groups):
