@@ -23,8 +23,8 @@ AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
 ORDER = list(NEEDS)
 
-# What uses neither threads nor scratch of the library: a thread that reads ahead may call it while a
-# pass runs. All others run one at a time.
+# What uses neither threads nor scratch of the library: a thread that reads ahead may call it while
+# a pass runs. All others run one at a time.
 ANY_THREAD = {"images"}
 _one_pass, _in_pass = threading.Lock(), None  # the thread whose pass it is
 

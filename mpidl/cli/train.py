@@ -65,9 +65,8 @@ def _train(given, world, signals):
     lines = world.use_threads(settings.threads)
     for line in [*start.warnings(world, settings.batch_size), *lines]:
         console.line(line)
-    _announce(
-        console, world, chosen, train_set, test_set, net, f"{device}, {_threads(world.threads)}", out
-    )
+    on_what = f"{device}, {_threads(world.threads)}"
+    _announce(console, world, chosen, train_set, test_set, net, on_what, out)
     if kept is not None:
         at = kept["position"]
         console.line(f"Resumed after iteration {at['iteration']}, {_where(at, settings)}")

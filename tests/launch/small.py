@@ -79,6 +79,12 @@ def own_lines(result):
     return [line for line in NOISE.sub("", result.stderr).splitlines() if line.strip()]
 
 
+def printed(result):
+    """The lines of stdout, but for the one that says that there are no kernels."""
+    lines = result.stdout.splitlines()
+    return [line for line in lines if not line.startswith("note: without C kernels ")]
+
+
 def summary(out):
     return json.loads((out / "summary.json").read_text())
 

@@ -48,7 +48,7 @@ def test_train_prints_from_rank_0(trained, pictures):
         rf"Results: {out}",
         r"weights_sha256: [0-9a-f]{64}",
     ]
-    lines = result.stdout.splitlines()
+    lines = small.printed(result)
     assert len(lines) == len(expected), result.stdout
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line)
@@ -105,7 +105,7 @@ def test_folders_are_numbered(pictures, tmp_path):
 
 def test_verify(pictures):
     words = small.command("verify", *SHORT, "--ranks", "1,3", data=pictures)
-    lines = mpirun(None, *words, env=small.without_plots(), check=0).stdout.splitlines()
+    lines = small.printed(mpirun(None, *words, env=small.without_plots(), check=0))
     assert lines[0].split() == ["ranks", "iterations", "loss", "seconds", "weights_sha256"]
     rows = [line.split() for line in lines[1:3]]
     assert [row[:2] for row in rows] == [["1", "2"], ["3", "2"]]
@@ -117,7 +117,7 @@ def test_verify_where_they_differ(pictures):
     words = small.command("verify", *SHORT, "--ranks", "1,3", data=pictures)
     words += ["--batchnorm", "local"]
     result = mpirun(None, *words, env=small.without_plots(), check=1)
-    rows = [line.split() for line in result.stdout.splitlines()[1:3]]
+    rows = [line.split() for line in small.printed(result)[1:3]]
     assert rows[0][4] != rows[1][4]
     assert "DIFFERENT: the weights depend on the number of ranks" in result.stdout
 
@@ -153,7 +153,7 @@ def test_predict_without_labels(trained, pictures, tmp_path):
     scores = tmp_path / "scores.csv"
     options = ["--model", out / "model.h5", "--data", pictures / "bar", "--out", scores]
     result = predict(*options, ranks=2)
-    assert result.stdout.splitlines() == ["70 images, no labels known", f"Scores: {scores}"]
+    assert small.printed(result) == ["70 images, no labels known", f"Scores: {scores}"]
     rows = scores.read_text().splitlines()
     assert len(rows) == 71 and rows[1].startswith(f"{pictures / 'bar' / '00.png'},")
 

@@ -46,8 +46,8 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     By the layer's shape alone: F(4x4) backward, whose error is at most a few times that of the
     direct sum; forward, where an error flips ReLUs, F(2x2) from FEW channels on, and F(4x4) only
     where the policy is "fast". Direct where transforms cost more than they save: gradients of fewer
-    than SAVING channels, outputs of less than a tile. Lavin and Gray, "Fast algorithms for convolutional neural networks",
-    2016.
+    than SAVING channels, outputs of less than a tile. Lavin and Gray, "Fast algorithms for
+    convolutional neural networks", 2016.
     """
     k, c, r, s = weight_shape
     sides = [v for pair in padding for v in pair]
