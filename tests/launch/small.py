@@ -75,8 +75,9 @@ NOISE = re.compile(
 
 
 def own_lines(result):
-    """The lines of stderr that are the program's."""
-    return [line for line in NOISE.sub("", result.stderr).splitlines() if line.strip()]
+    """The lines of stderr that are the program's, but for the one on more ranks than cores."""
+    lines = NOISE.sub("", result.stderr).splitlines()
+    return [line for line in lines if line.strip() and "which slows all of them" not in line]
 
 
 def printed(result):
