@@ -158,6 +158,7 @@ def conv2d_batchnorm_relu(
             needs,
             behind=(value, *factors),
             sums=before,
+            reuse=isinstance(dy, Gradient),  # made by the op behind for this one alone
         )
         if before:
             dx = Gradient(dx, batch, sums)

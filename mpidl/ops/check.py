@@ -13,6 +13,11 @@ def images(name, x, ndim=None):
     return x
 
 
+def fixed(value):
+    """An option as a value that cannot change: lists become tuples."""
+    return tuple(fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
 def pair(name, option, value, least):
     """An option given once or as (down, across), as a pair of integers >= least."""
     both = (value, value) if isinstance(value, int) else tuple(value)

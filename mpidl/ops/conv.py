@@ -1,6 +1,9 @@
 """Convolution."""
 
+import functools
+
 from mpidl import backends
+from mpidl.backends.reference import conv2d_shape
 from mpidl.ops import check
 from mpidl.tape import op
 
@@ -8,20 +11,26 @@ from mpidl.tape import op
 def conv2d_arguments(x, weight, bias, stride, padding, dilation, groups):
     """(stride, padding, dilation, groups) as backends take them, of arguments that fit together."""
     check.images("conv2d", x, 4)
+    how = (check.fixed(v) for v in (stride, padding, dilation))
+    return _arguments(x.shape[1:], weight.shape, bias.shape, *how, groups)
+
+
+@functools.lru_cache(maxsize=256)
+def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
     padding = check.pads("conv2d", padding)
-    channels = x.shape[1]
-    if weight.ndim != 4 or weight.shape[1] * groups != channels or len(weight) % groups:
+    channels = image_shape[0]
+    if len(weight_shape) != 4 or weight_shape[1] * groups != channels or weight_shape[0] % groups:
         raise ValueError(
             f"conv2d: expected weight (K, {channels}/groups, R, S) with K a multiple of "
-            f"groups={groups}, got weight {weight.shape} for x {x.shape}"
+            f"groups={groups}, got weight {weight_shape} for images {image_shape}"
         )
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(f"conv2d: expected bias ({len(weight)},), got {bias.shape}")
-    size = backends.of(x).conv2d_shape(x.image_shape, weight.shape, stride, padding, dilation)
+    if bias_shape != weight_shape[:1]:
+        raise ValueError(f"conv2d: expected bias ({weight_shape[0]},), got {bias_shape}")
+    size = conv2d_shape(image_shape, weight_shape, stride, padding, dilation)
     if min(size[1:]) < 1:
-        raise ValueError(f"conv2d: filters {weight.shape} leave nothing of images {x.image_shape}")
+        raise ValueError(f"conv2d: filters {weight_shape} leave nothing of images {image_shape}")
     return stride, padding, dilation, groups
 
 

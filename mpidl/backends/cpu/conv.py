@@ -90,13 +90,26 @@ def _forward(x, weight, bias, how, counts=None, tree=None):
 
 
 def conv2d_backward(
-    dy, x, weight, stride, padding, dilation, groups, counts, tree, needs, behind=None, sums=False
+    dy,
+    x,
+    weight,
+    stride,
+    padding,
+    dilation,
+    groups,
+    counts,
+    tree,
+    needs,
+    behind=None,
+    sums=False,
+    reuse=False,
 ):
     """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
 
     dweight, dbias: Partials. behind: (Source of y, a, b, c): dy is the gradient of the activation
     of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
-    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then.
+    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then. reuse:
+    nobody needs dy any more, so that dx may take its place, block by block.
     """
     source = source_of(x)
     blocks = len(source[0])
@@ -104,13 +117,17 @@ def conv2d_backward(
     after = (None,) * 7
     if behind is not None:
         after = (*source_of(behind[0]), *map(per_channel, behind[1:]))
-    dx = memory.empty(source[0].shape) if needs[0] else None
+    dy = np.ascontiguousarray(dy)
+    dx = None
+    if needs[0]:
+        dx = dy if reuse and dy.size == source[0].size else memory.empty(source[0].shape)
+        dx = dx.reshape(source[0].shape)
     rows = np.empty((blocks, 2 * source[0].shape[1])) if sums else None
     nodes = None
     if needs[1] or needs[2]:
         nodes = memory.empty((nodes_of(tree), weight.size + len(weight)))
     library().conv2d_backward(
-        np.ascontiguousarray(dy),
+        dy,
         *after,
         *source,
         per_channel(weight),
