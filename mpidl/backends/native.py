@@ -90,10 +90,10 @@ def declarations(header):
 
 
 def texts(header):
-    """{name: its arguments as they are written}, names and all, of a header's functions."""
+    """{name: its result and arguments as they are written}, of a header's functions."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
-    found = re.findall(r"mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
-    return {name: re.sub(r"\s+", "", arguments) for name, arguments in found}
+    found = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
+    return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in found}
 
 
 def _one_at_a_time(function):
