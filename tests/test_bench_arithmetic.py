@@ -175,7 +175,7 @@ def test_a_case_is_measured_against_its_yardstick():
     found = kernels.measure(case._replace(run=lambda: None), yardsticks, 3)
     assert set(found) == {"ms", "gflops", "share_of_peak"}
     peak, copy = yardsticks.best()
-    assert copy is None and (peak is None) == (yardsticks.library is None)
+    assert copy is None and (peak is None) == (yardsticks.kernels is None)
 
 
 def test_every_layer_is_found_on_the_tape():

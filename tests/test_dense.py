@@ -57,7 +57,7 @@ class Layer:
         (blocks, features, _), outputs = self.x.shape, len(self.weight)
         y, dx = np.empty_like(self.dy), np.empty_like(self.x)
         nodes = np.empty((nodes_of(where), outputs, features), np.float32)
-        source, library = source_of(self.source), native.library()
+        source, library = source_of(self.source), native.kernels()
         sizes = features, source[0].shape[1], outputs
         library.dense_plain(*source, self.weight, self.bias, y, blocks, *sizes)
         library.dense_dx_plain(self.dy, self.weight, dx, blocks, features, outputs)

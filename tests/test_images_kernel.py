@@ -48,7 +48,7 @@ def test_mirrored_shifted_and_cut(shape, count):
         options = moves(count, shape, far=2)
         expected = reference.images(pixels, size, **options)
         plain = np.empty_like(expected)
-        native.library().images_plain(
+        native.kernels().images_plain(
             pixels, count, np.array([*shape, *size], np.int64), *options.values(), plain
         )
         assert np.array_equal(plain, expected)
@@ -94,7 +94,7 @@ def test_another_thread_may_fill_while_a_pass_runs():
             if not np.array_equal(cpu.images(pixels), expected):
                 wrong.append("images")
 
-    library = native.library()
+    library = native.kernels()
     library.set_threads(2)
     thread = threading.Thread(target=fill)
     thread.start()

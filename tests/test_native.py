@@ -135,7 +135,7 @@ def test_ranks_settle_on_the_lowest(free):
     native.settle(Others((None, ["generic", "numpy"])))
     assert native.running() == ("generic" if "generic" in native.built() else "numpy")
     native.settle(Others((None, ["numpy"])))
-    assert native.running() == "numpy" and native.library() is None
+    assert native.running() == "numpy" and native.kernels() is None
     native.settle(Others((None, native.ORDER)))  # of fewer ranks: the others are not there to agree
     assert native.running() == "numpy"
 

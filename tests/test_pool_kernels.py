@@ -58,7 +58,7 @@ def test_fast_is_plain(case, blocks):
         mean = cpu.average_pool2d(x, *how)
         return y, argmax, dx, mean, cpu.average_pool2d_dx(dy, x, *how, tree(blocks))[0]
 
-    library = native.library()
+    library = native.kernels()
     library.pool2d_plain(x, y, argmax, blocks, geometry)
     library.pool2d_plain(x, mean, None, blocks, geometry)
     library.pool2d_dx_plain(dy, argmax, dx, blocks, geometry)

@@ -30,7 +30,7 @@ def convolve(channels=32, side=32, size=5):
 def as_it_was():
     yield
     native.watch(None)
-    native.library().set_threads(settings.threads)
+    native.kernels().set_threads(settings.threads)
 
 
 def test_a_kernel_inside_of_another_is_refused():

@@ -25,7 +25,7 @@ def work():
 @pytest.mark.parametrize("threads", [1, 2])
 def test_progress_is_called_inside_of_a_pass(threads):
     calls = []
-    native.library().set_threads(threads)
+    native.kernels().set_threads(threads)
     try:
         native.watch(lambda: calls.append(1))
         work()
@@ -35,7 +35,7 @@ def test_progress_is_called_inside_of_a_pass(threads):
         work()
         assert len(calls) == count
     finally:
-        native.library().set_threads(1)
+        native.kernels().set_threads(1)
 
 
 def test_what_it_raises_comes_out_later():

@@ -18,7 +18,7 @@ def of(x):
 
 def of_type(dtype):
     """The backend for NumPy arrays of a type."""
-    if dtype == np.float32 and native.library() is not None:
+    if dtype == np.float32 and native.kernels() is not None:
         from mpidl.backends import cpu
 
         return cpu
@@ -39,6 +39,6 @@ def configure(*, threads=None, winograd=None):
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
-        library, settings.chosen = native.library(), True
+        library, settings.chosen = native.kernels(), True
         # fewer where the system starts no more
         settings.threads = library.set_threads(threads) if library is not None else 1

@@ -192,7 +192,7 @@ def watch(progress):
             _progress.append(error)
 
     callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)
-    library().set_hook(callback)  # before the one in use may go
+    kernels().set_hook(callback)  # before the one in use may go
     _progress[:] = [] if callback is None else [callback]
     if raised:
         raise raised[0]
@@ -201,7 +201,7 @@ def watch(progress):
 def is_stale():
     """Whether the library was compiled from other sources than those of this checkout."""
     build_py = os.path.join(kernels_folder() or "", "build.py")
-    found = library()
+    found = kernels()
     if found is None or not os.path.isfile(build_py):
         return False
     return found.about["sources"] != runpy.run_path(build_py)["sources_key"]()
@@ -327,7 +327,7 @@ def use(build):
     return _library
 
 
-def library():
+def kernels():
     """The Library this process runs, None where NumPy does the work. Raises UserError."""
     if _running is None:
         running()

@@ -49,7 +49,7 @@ def main(argv=None):
 
 def _arithmetic():
     """Who computes, on this rank."""
-    library = native.library()
+    library = native.kernels()
     if library is None:
         return "NumPy"
     return f"C kernels, {library.build}, {library.about['compiler']}, {library.path}"

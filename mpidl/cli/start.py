@@ -67,7 +67,7 @@ def version_of(package):
 def arithmetic(world):
     """On rank 0, the lines to show of who does the arithmetic: a mix of machines, no kernels."""
     build, best = native.running(), native.choose()[0]
-    kind = blas() if build == "numpy" else f"kernels of {native.library().about['sources']}"
+    kind = blas() if build == "numpy" else f"kernels of {native.kernels().about['sources']}"
     found = world.gather((world.host, best, f"{platform.machine()}, {kind}"))
     if found is None:
         return []

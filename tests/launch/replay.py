@@ -39,12 +39,12 @@ class Recorder:
     """A Library whose calls are recorded: `text` is the program, `data` its standard input."""
 
     def __init__(self, library):
-        self.library, self.called = library, []
+        self.kernels, self.called = library, []
         self.declared = native.declarations(HEADER.read_text())
         self.functions, self.data = [], []
 
     def __getattr__(self, name):
-        function = getattr(self.library, name)
+        function = getattr(self.kernels, name)
         return function if name in UNFIT else lambda *given: self._record(name, function, given)
 
     def _record(self, name, function, given):
@@ -86,7 +86,7 @@ class recording:
     """`with recording() as calls:` records what this process's kernels are called with."""
 
     def __enter__(self):
-        self.before = native.library()
+        self.before = native.kernels()
         native._library = Recorder(self.before)
         return native._library
 

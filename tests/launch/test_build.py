@@ -214,7 +214,7 @@ def test_the_sanitizers_see(sanitized):
     """The negative control: a copy of one float too many."""
     text = (
         "import numpy as np; from mpidl.backends import native;"
-        "x = np.zeros(1000, np.float32); native.library().copy(x, x.copy(), {})"
+        "x = np.zeros(1000, np.float32); native.kernels().copy(x, x.copy(), {})"
     )
     for floats, expected in ((1000, False), (1001, True)):
         done = subprocess.run(

@@ -12,7 +12,7 @@ from mpidl.backends.cpu.call import (
     source_of,
     tree_of,
 )
-from mpidl.backends.native import library
+from mpidl.backends.native import kernels
 from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 from mpidl.fold import Partial, Term, add, merge_moments
@@ -83,7 +83,7 @@ def _forward(x, weight, bias, how, counts=None, tree=None):
     y = memory.empty((blocks, *output, source[0].shape[-1]))
     rows = None if tree is None else np.empty((blocks, 1 + 2 * len(weight)))
     weight, bias = per_channel(weight), per_channel(bias)
-    library().conv2d(
+    kernels().conv2d(
         *source, weight, bias, y, rows, counts, blocks, shape, tree and tree_of(tree), m
     )
     return y, rows
@@ -126,7 +126,7 @@ def conv2d_backward(
     nodes = None
     if needs[1] or needs[2]:
         nodes = memory.empty((nodes_of(tree), weight.size + len(weight)))
-    library().conv2d_backward(
+    kernels().conv2d_backward(
         dy,
         *after,
         *source,

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpidl.backends import memory
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
-from mpidl.backends.native import library
+from mpidl.backends.native import kernels
 from mpidl.blocks import LANES
 
 FEW = 16  # outputs up to which all of backward is one pass over x
@@ -21,7 +21,7 @@ def dense(x, weight, bias):
     source = source_of(x)
     y = memory.empty((len(source[0]), len(weight), LANES))
     weight, bias = per_channel(weight), per_channel(bias)
-    library().dense(*source, weight, bias, y, len(y), *_sizes(source[0]), len(weight))
+    kernels().dense(*source, weight, bias, y, len(y), *_sizes(source[0]), len(weight))
     return y
 
 
@@ -32,7 +32,7 @@ def dense_dx(dy, weight):
     blocks, nothing = len(dy), (None,) * 4
     dx = memory.empty((blocks, features, LANES))
     tree = np.array([0, blocks, blocks, 0], np.int64)
-    library().dense_dx(dy, *nothing, weight, dx, None, tree, features, 1, outputs)
+    kernels().dense_dx(dy, *nothing, weight, dx, None, tree, features, 1, outputs)
     return dx
 
 
@@ -41,7 +41,7 @@ def dense_dweight(dy, x, tree):
     source = source_of(x)
     features, channels = _sizes(source[0])
     nodes = memory.empty((nodes_of(tree), dy.shape[1], features))
-    library().dense_dweight(
+    kernels().dense_dweight(
         np.ascontiguousarray(dy), *source, nodes, tree_of(tree), features, channels, dy.shape[1]
     )
     return partial_of_rows(nodes, tree)
@@ -50,7 +50,7 @@ def dense_dweight(dy, x, tree):
 def _dense_dbias(dy, tree):
     """What channel_sums gives."""
     nodes = np.empty((nodes_of(tree), dy.shape[1]), np.float32)
-    library().dense_dbias(dy, nodes, tree_of(tree), dy.shape[1])
+    kernels().dense_dbias(dy, nodes, tree_of(tree), dy.shape[1])
     return partial_of_rows(nodes, tree)
 
 
@@ -71,12 +71,12 @@ def dense_backward(dy, x, weight, tree, needs):
     if needs[1]:
         nodes = memory.empty((nodes_of(tree), *weight.shape))
     if needs[0] and needs[1] and len(weight) <= FEW:
-        library().dense_backward(dy, *source, weight, dx, rows, nodes, *sizes)
+        kernels().dense_backward(dy, *source, weight, dx, rows, nodes, *sizes)
     else:
         if needs[0]:
-            library().dense_dx(dy, *source, weight, dx, rows, *sizes)
+            kernels().dense_dx(dy, *source, weight, dx, rows, *sizes)
         if needs[1]:
-            library().dense_dweight(dy, *source, nodes, *sizes)
+            kernels().dense_dweight(dy, *source, nodes, *sizes)
     return (
         dx,
         None if nodes is None else partial_of_rows(nodes, tree),

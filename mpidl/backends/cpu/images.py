@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpidl.backends import memory
-from mpidl.backends.native import library
+from mpidl.backends.native import kernels
 from mpidl.blocks import LANES, blocks_of
 
 
@@ -19,5 +19,5 @@ def images(pixels, size=None, mirrored=None, top=None, left=None):
     moves = (
         None if m is None else np.ascontiguousarray(m, np.int32) for m in (mirrored, top, left)
     )
-    library().images(pixels, count, np.array([*image, p, q], np.int64), *moves, lanes)
+    kernels().images(pixels, count, np.array([*image, p, q], np.int64), *moves, lanes)
     return lanes

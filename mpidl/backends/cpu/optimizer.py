@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from mpidl.backends import memory
-from mpidl.backends.native import library
+from mpidl.backends.native import kernels
 
 ALIGNED = 16  # floats: a cache line
 
@@ -43,7 +43,7 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
         (_address(w), _address(g), _address(v), start + 4 * place, size)
         for w, g, v, place, size in zip(weights, gradients, velocities, places, sizes, strict=True)
     ]
-    library().sgdm(
+    kernels().sgdm(
         np.array(parameters, np.int64),
         np.array(decays, np.float32),
         len(parameters),

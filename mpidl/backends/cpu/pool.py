@@ -6,7 +6,7 @@ import numpy as np
 
 from mpidl.backends import memory
 from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
-from mpidl.backends.native import library
+from mpidl.backends.native import kernels
 from mpidl.backends.reference import pool2d_shape
 
 
@@ -25,7 +25,7 @@ def _forward(x, how, kept):
     shape, output = _geometry(tuple(image), *how)
     y = memory.empty((blocks, *output, lanes))
     argmax = memory.empty(y.shape, np.uint8) if kept else None
-    library().pool2d(*source, y, argmax, blocks, shape)
+    kernels().pool2d(*source, y, argmax, blocks, shape)
     return y, argmax
 
 
@@ -36,7 +36,7 @@ def _backward(dy, argmax, x, how, tree):
     dx = memory.empty(source[0].shape)
     rows = None if source[1] is None else np.empty((blocks, 2 * image[0]))
     dy = np.ascontiguousarray(dy)
-    library().pool2d_dx(dy, argmax, *source, dx, rows, blocks, shape, tree_of(tree))
+    kernels().pool2d_dx(dy, argmax, *source, dx, rows, blocks, shape, tree_of(tree))
     return dx, None if rows is None else partial_of_rows(rows, tree)
 
 

@@ -129,7 +129,7 @@ class Yardsticks:
     """The core's peak of products and of copied bytes, measured again beside each case."""
 
     def __init__(self, threads):
-        self.threads, self.library = threads, native.library()
+        self.threads, self.kernels = threads, native.kernels()
         self.flops, self.copies = [], []
         self.factors = np.repeat(np.array([0.999, 0.001], np.float32), LANES)
         self.array = np.ones(16 << 20, np.float32)  # 64 MiB, and as much to copy it to
@@ -137,21 +137,21 @@ class Yardsticks:
 
     def products(self):
         """FLOP/s of a moment; None without kernels. Of all cores used, where there are several."""
-        if self.library is None:
+        if self.kernels is None:
             return None
         self.factors[:LANES] = 0.999
         began = time.perf_counter()
-        counted = self.library.fma_peak(1_000_000, self.factors) * self.threads
+        counted = self.kernels.fma_peak(1_000_000, self.factors) * self.threads
         self.flops.append(counted / (time.perf_counter() - began))
         return self.flops[-1]
 
     def copy(self):
         """Bytes a second of a moment, by one core: memory is shared."""
         began = time.perf_counter()
-        if self.library is None:
+        if self.kernels is None:
             np.copyto(self.target, self.array)
         else:
-            self.library.copy(self.array, self.target, self.array.size)
+            self.kernels.copy(self.array, self.target, self.array.size)
         self.copies.append(2 * self.array.nbytes / (time.perf_counter() - began))
         return self.copies[-1]
 

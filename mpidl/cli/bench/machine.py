@@ -31,7 +31,7 @@ def facts(chosen, versions):
 
 def arithmetic():
     """Which kernels run in this process."""
-    library = native.library()
+    library = native.kernels()
     return "NumPy" if library is None else f"C kernels for {library.build}"
 
 

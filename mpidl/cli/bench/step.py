@@ -88,7 +88,7 @@ def parts(chosen):
 
 def profile(step, count):
     """{C function: {"ms", "calls"} of a step}; None where NumPy does the arithmetic."""
-    library = native.library()
+    library = native.kernels()
     if library is None:
         for _ in range(count):
             step()  # the other ranks may have a library

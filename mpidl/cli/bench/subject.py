@@ -35,7 +35,7 @@ def mini_batch(shape, count, seed=0):
 def configure(chosen):
     """Set what this process computes with; returns lines that say what cannot be had."""
     backends.configure(threads=chosen.threads, winograd=chosen.winograd)
-    if chosen.threads > 1 and native.library() is None:
+    if chosen.threads > 1 and native.kernels() is None:
         return [f"--threads {chosen.threads}: NumPy does the arithmetic here, on one thread"]
     return []
 
