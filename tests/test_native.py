@@ -27,7 +27,7 @@ def machine(monkeypatch, tmp_path):
     def pretend(cpu, builds=("x86-64-v4", "x86-64-v3", "generic")):
         monkeypatch.setattr(native, "cpu_features", lambda: CPUS[cpu])
         for build in builds:
-            Path(native.library_path(build)).write_text("not a library")
+            Path(native.path_of(build)).write_text("not a library")
 
     return pretend
 
@@ -205,7 +205,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
     assert arguments in text
     text = text.replace(arguments, f"{arguments}, int64_t more")
     changed.write_text(text.replace("\n/* team.c */", "\nvoid mpidl_new(void);\n/* team.c */"))
-    library = native.Library(native.library_path(native.built()[-1]), changed, "changed")
+    library = native.Library(native.path_of(native.built()[-1]), changed, "changed")
     for name in ("new", "copy"):
         line = refusal(getattr, library, name)
         assert f"compiled from other sources than this version's, as mpidl_{name} shows" in line

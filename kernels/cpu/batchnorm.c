@@ -11,7 +11,7 @@ struct job {
     float *out;
     double *rows;
     const int32_t *counts;
-    int64_t blocks, channels, height, width;
+    int64_t channels, height, width;
 };
 
 #define PLACE(job, tile)                                                                           \

@@ -228,7 +228,7 @@ def kernels_folder():
     return None
 
 
-def library_path(build):
+def path_of(build):
     """Where the library of a build is to be: in kernels/lib, or in the folder MPIDL_KERNELS."""
     lib = os.environ.get("MPIDL_KERNELS") or os.path.join(kernels_folder() or "", "lib")
     return os.path.join(lib, f"libmpidl-{build}.so")
@@ -237,7 +237,7 @@ def library_path(build):
 def built():
     """The builds whose libraries are there, the best first."""
     there = kernels_folder() is not None
-    return [b for b in ORDER if b != "numpy" and there and os.path.isfile(library_path(b))]
+    return [b for b in ORDER if b != "numpy" and there and os.path.isfile(path_of(b))]
 
 
 @functools.cache
@@ -273,13 +273,13 @@ def offered():
         missing = " ".join(sorted(NEEDS[asked] - cpu_features()))
         raise UserError(f"MPIDL_CPU={asked}: this CPU cannot run it; it lacks {missing}")
     if asked not in names:
-        raise UserError(f"MPIDL_CPU={asked}: no {library_path(asked)}: {how_to_build()}")
+        raise UserError(f"MPIDL_CPU={asked}: no {path_of(asked)}: {how_to_build()}")
     return names[names.index(asked) :]
 
 
 def load(build):
     """The Library of a build. Raises UserError where it is not there or cannot be loaded."""
-    path = library_path(build)
+    path = path_of(build)
     if build not in built():
         raise UserError(f"no {path}: {how_to_build()}")
     return _load(path, build)

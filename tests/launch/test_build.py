@@ -35,6 +35,12 @@ def compiled(tmp_path_factory):
     return compile_all
 
 
+@needs_compiler
+def test_this_checkout_has_its_kernels():
+    """Where they can be compiled: else the tests of the kernels would be skipped, and none fail."""
+    assert native.built() == kernels.builds()
+
+
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_no_warnings(compiled, compiler):
     assert compiled(compiler)[1] == {}
