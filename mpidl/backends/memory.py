@@ -18,9 +18,13 @@ SMALL = 1 << 14  # bytes below which NumPy's own allocator does well
 
 
 class Arena:
-    """First fit over regions that never go back to the system; neighbours that are free join."""
+    """First fit over regions that never go back to the system; neighbours that are free join.
 
-    def __init__(self):
+    region(nbytes) -> (owner, first address, bytes): more memory.
+    """
+
+    def __init__(self, region=None):
+        self.region = region or _of_the_system
         self.regions, self.free = [], []  # free: sorted [(address, bytes)]
         self.lock = threading.Lock()
         self.returned = collections.deque()  # by finalizers, which may run anywhere, lock or not
@@ -47,21 +51,15 @@ class Arena:
     def _grow(self, size):
         size = -(-max(size, REGION) // REGION) * REGION
         try:
-            region = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            owner, address, size = self.region(size)
         except OSError as error:
             raise MemoryError(
                 f"no {size >> 20} MiB more for activations, beside {self.bytes >> 20} MiB: "
                 f"{error.strerror}"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                region.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without huge pages
-        self.regions.append(region)
+        self.regions.append(owner)
         self.bytes += size
-        address = np.frombuffer(region, np.uint8).ctypes.data
-        self.free.append((address + -address % (2 << 20), size))  # last: take() uses it at once
+        self.free.append((address, size))  # last: take() uses it at once
 
     def _give_back(self, address, size):
         i = bisect.bisect(self.free, (address, 0))
@@ -72,6 +70,18 @@ class Arena:
             i -= 1
             del self.free[i]
         self.free.insert(i, (address, size))
+
+
+def _of_the_system(size):
+    """A region on huge pages, where there are some."""
+    region = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            region.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages
+    address = np.frombuffer(region, np.uint8).ctypes.data
+    return region, address + -address % (2 << 20), size
 
 
 _arena = Arena()

@@ -1,0 +1,143 @@
+"""The CUDA kernels: their sources, what they take, and how a launch is put together.
+
+Sources lie in kernels/cuda, one .cu a family, each compiled with common.cuh put before it as text.
+A kernel is named by its function; what it takes is read from its declaration, as `native` reads
+mpidl.h, so that a launch with an array of another type is an error and not a wrong number.
+"""
+
+import ctypes
+import functools
+import os
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl.backends import native
+
+NUMBERS = {
+    "int": ctypes.c_int,
+    "long long": ctypes.c_longlong,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+ELEMENTS = {
+    "float": "f4",
+    "double": "f8",
+    "int": "i4",
+    "long long": "i8",
+    "unsigned char": "u1",
+}
+KERNEL = re.compile(
+    r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', re.S
+)
+
+
+class Unit(NamedTuple):
+    """What is compiled as one: a family's text for one architecture and set of definitions."""
+
+    family: str  # "pool": of kernels/cuda/pool.cu
+    defines: tuple = ()  # (("CV_K", 20), ...), sorted
+
+    @property
+    def text(self):
+        """common.cuh and the family's source. No file of ours is ever included by another."""
+        return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
+
+
+class Argument(NamedTuple):
+    """One parameter of a kernel: an array of `element`, or a number of `ctype`."""
+
+    name: str
+    element: Any = None  # a NumPy dtype
+    ctype: Any = None
+
+
+class Launch(NamedTuple):
+    """One kernel with all it needs to run."""
+
+    unit: Unit
+    name: str
+    grid: tuple
+    block: tuple
+    shared: int  # bytes of dynamic shared memory
+    arguments: tuple  # Arrays, Tables, numbers and None
+    parameters: tuple  # Argument of each
+
+    def values(self):
+        """The arguments as ctypes values; the addresses must be known."""
+        found = []
+        for value, parameter in zip(self.arguments, self.parameters, strict=True):
+            if parameter.element is None:
+                found.append(parameter.ctype(value))
+            else:
+                found.append(ctypes.c_void_p(0 if value is None else value.address))
+        return found
+
+
+def folder():
+    """kernels/cuda of this checkout or installation."""
+    return os.path.join(native.kernels_folder() or "", "cuda")
+
+
+def families():
+    """The names of the families, in order."""
+    return sorted(name[:-3] for name in os.listdir(folder()) if name.endswith(".cu"))
+
+
+@functools.cache
+def source(name):
+    """The text of a file of kernels/cuda."""
+    with open(os.path.join(folder(), name)) as file:
+        return file.read()
+
+
+def signatures(text):
+    """{kernel: (Argument, ...)} of all kernels that a source declares."""
+    found = {}
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+    for name, inside in KERNEL.findall(text):
+        arguments = []
+        for declaration in inside.split(","):
+            words = re.sub(r"\bconst\b|\b__restrict__\b", "", declaration).strip()
+            kind, name_of = re.fullmatch(r"([\w ]+?\s*\*?)\s*(\w+)", words).groups()
+            if kind.endswith("*"):
+                element = np.dtype(ELEMENTS[kind.rstrip("* ").strip()])
+                arguments.append(Argument(name_of, element=element))
+            else:
+                arguments.append(Argument(name_of, ctype=NUMBERS[kind.strip()]))
+        found[name] = tuple(arguments)
+    return found
+
+
+@functools.cache
+def _index():
+    """{kernel: (family, its arguments)}."""
+    found = {}
+    for family in families():
+        for name, arguments in signatures(source(f"{family}.cu")).items():
+            if name in found:
+                raise ValueError(f"kernel {name} is in {found[name][0]}.cu and in {family}.cu")
+            found[name] = (family, arguments)
+    return found
+
+
+def make(name, grid, block, arguments, shared=0, defines=None):
+    """A Launch of a kernel, its arguments checked against the declaration."""
+    family, parameters = _index()[name]
+    if len(arguments) != len(parameters):
+        raise TypeError(f"{name}: takes {len(parameters)} arguments, got {len(arguments)}")
+    for value, parameter in zip(arguments, parameters, strict=True):
+        if parameter.element is not None:
+            found = None if value is None else getattr(value, "dtype", type(value).__name__)
+            if found is not None and found != parameter.element:
+                raise TypeError(f"{name}: {parameter.name} is of {parameter.element}, got {found}")
+        elif not isinstance(value, (int, float, np.number)):
+            raise TypeError(f"{name}: {parameter.name} is a number, got {type(value).__name__}")
+    unit = Unit(family, tuple(sorted((defines or {}).items())))
+    return Launch(unit, name, _three(grid), _three(block), shared, tuple(arguments), parameters)
+
+
+def _three(size):
+    size = (size,) if isinstance(size, int) else tuple(size)
+    return tuple(int(n) for n in (*size, 1, 1)[:3])
