@@ -29,6 +29,7 @@ class Batch:
     indices: np.ndarray = field(repr=False)  # this share's sample indices in the data set
     epoch: int = 0
     seed: int = 0
+    device: object = None  # what knows the counts on a GPU, where its values lie on one
 
     @property
     def blocks(self):
@@ -45,8 +46,15 @@ class Batch:
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
     def counts(self):
-        """`valid` of each of this rank's blocks, as int32."""
+        """`valid` of each of this rank's blocks, as int32; on a GPU that of the share, (1,)."""
+        if self.device is not None:
+            return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
+
+    @property
+    def per_image(self):
+        """1 / count: a number, or Late where a GPU reads it from memory."""
+        return 1.0 / self.count if self.device is None else self.device.per_image(self)
 
 
 class OneRank:
@@ -71,17 +79,18 @@ class OneRank:
         return value.finish([np.reshape(term.nodes[0], value.shape).copy() for term in value.terms])
 
 
-def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=None):
+def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=None, device=None):
     """This rank's Batch of a mini-batch of `count` images; `indices` are all its samples.
 
-    load: see `fold.split_blocks`; plain: see `fold.Tree`, the world's own where None.
+    load: see `fold.split_blocks`; plain: see `fold.Tree`, the world's own where None; device: see
+    `Batch`.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
     tree = fold.Tree(leaves, fold.split_blocks(leaves, world.size, load), world.rank, plain)
     first, last = (min(edge * LANES, count) for edge in tree.run)
     indices = np.arange(count) if indices is None else np.asarray(indices)
-    return Batch(count, tree, world, indices[first:last], epoch, seed)
+    return Batch(count, tree, world, indices[first:last], epoch, seed, device)
 
 
 class Blocked:
@@ -135,11 +144,12 @@ class Blocked:
 
     def block(self, b):
         """Block b as a plain C-ordered (n <= 16, *image_shape) array (always the same layout)."""
-        return np.ascontiguousarray(np.moveaxis(self.lanes[b], -1, 0)[: self.batch.valid(b)])
+        lanes = np.asarray(self.lanes)[b]
+        return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
 
     def local(self):
         """This rank's images as a plain (n, *image_shape) array."""
-        flat = np.moveaxis(self.lanes, -1, 1).reshape(-1, *self.image_shape)
+        flat = np.moveaxis(np.asarray(self.lanes), -1, 1).reshape(-1, *self.image_shape)
         first, last = self.batch.images
         return np.ascontiguousarray(flat[: last - first])
 

@@ -152,6 +152,27 @@ def fold_nodes(tree, nodes, values, combine):
     return root
 
 
+class Late:
+    """A factor that is known only when a sum is finished: 1 / (images of the mini-batch) in a step
+    that was recorded once and is replayed for mini-batches of other sizes.
+
+    value(): the number as of now, without `factor`; array: where the device keeps it, (1,) float64.
+    """
+
+    __slots__ = ("value", "array", "factor")
+
+    def __init__(self, value, array, factor=1.0):
+        self.value, self.array, self.factor = value, array, factor
+
+    def __float__(self):
+        return self.value() * self.factor
+
+    def __mul__(self, number):
+        return Late(self.value, self.array, self.factor * float(number))
+
+    __rmul__ = __mul__
+
+
 @dataclass
 class Term:
     """One folded sum: this rank's nodes of it, their type, and a factor applied after the fold."""
@@ -160,7 +181,7 @@ class Term:
     nodes: list
     combine: object
     dtype: np.dtype
-    scale: float = 1.0
+    scale: object = 1.0  # a number, or Late
 
 
 PLAIN = (int, float, np.ndarray, np.generic)  # what a replicated number or array can be
@@ -202,13 +223,13 @@ class Partial:
     __radd__ = __add__
 
     def __mul__(self, factor):
-        if not isinstance(factor, (Partial, *PLAIN)):
+        if not isinstance(factor, (Partial, Late, *PLAIN)):
             return NotImplemented
-        if isinstance(factor, Partial) or np.ndim(factor):
+        if isinstance(factor, Partial) or (not isinstance(factor, Late) and np.ndim(factor)):
             self._refuse()
-        factor = float(factor)
+        factor = factor if isinstance(factor, Late) else float(factor)
         terms = [replace(t, scale=t.scale * factor) for t in self.terms]
-        once = None if self.once is None else np.asarray(self.once * factor, self.dtype)
+        once = None if self.once is None else np.asarray(self.once * float(factor), self.dtype)
         return Partial(terms, once, self.shape, self.dtype)
 
     __rmul__ = __mul__
@@ -232,7 +253,7 @@ class Partial:
         """The value, given the root of each term: scaled, added in order, `once` last."""
         total = None
         for term, root in zip(self.terms, roots, strict=True):
-            value = root if term.scale == 1.0 else root * root.dtype.type(term.scale)
+            value = root if term.scale == 1.0 else root * root.dtype.type(float(term.scale))
             total = value if total is None else total + value
         if self.once is not None:
             total = self.once if total is None else total + self.once

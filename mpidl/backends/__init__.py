@@ -7,13 +7,21 @@ knows nothing of tapes or ranks, and hands every sum over images to the fold lea
 import numpy as np
 
 from mpidl.backends import native, reference, settings
+from mpidl.blocks import Source
 
 WINOGRAD = ("auto", "off", "fast")
 
 
 def of(x):
-    """The backend for a Blocked value: the C kernels for float32 where they are, else NumPy."""
-    return of_type(x.dtype)
+    """The backend for a Blocked value: by where its lanes lie, and their type."""
+    lanes = x.source
+    return of_array(lanes.x if isinstance(lanes, Source) else lanes)
+
+
+def of_array(array):
+    """The backend for an array: the C kernels for float32 where they are, else NumPy; or the GPU's
+    for one that lies there."""
+    return of_type(array.dtype) if isinstance(array, np.ndarray) else array.backend
 
 
 def of_type(dtype):

@@ -12,6 +12,12 @@ import numpy as np
 
 from mpidl.backends.reference_ends import images as images
 from mpidl.backends.reference_ends import sgdm as sgdm
+from mpidl.backends.reference_statistics import batchnorm_factors as batchnorm_factors
+from mpidl.backends.reference_statistics import predict_scale as predict_scale
+from mpidl.backends.reference_statistics import running as running
+from mpidl.backends.reference_statistics import source as source
+from mpidl.backends.reference_statistics import statistics as statistics
+from mpidl.backends.reference_statistics import zeros_like as zeros_like
 from mpidl.fold import Counter, merge_moments
 
 

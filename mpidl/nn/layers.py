@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from mpidl import keyed, ops
+from mpidl import backends, keyed, ops
 from mpidl.backends.reference import conv2d_shape
 from mpidl.ops import check
 from mpidl.ops.pool import PLACES, windows
@@ -147,9 +147,10 @@ class BatchNorm(Layer):
         """What takes a mini-batch's mean and variance into the running state."""
 
         def record(*statistics):
-            for key, value in zip(self._keys(), statistics, strict=True):
-                old = at.state[key]
-                at.state[key] = (old + self.decay * (value - old)).astype(old.dtype)
+            keys = self._keys()
+            olds = [at.state[key] for key in keys]
+            news = backends.of_array(olds[0]).running(olds, statistics, self.decay)
+            at.state.update(zip(keys, news, strict=True))
 
         return record
 

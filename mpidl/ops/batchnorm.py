@@ -5,49 +5,45 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl import backends
-from mpidl.blocks import Activation, Gradient, Source
+from mpidl.blocks import Activation, Gradient
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 from mpidl.tape import op
 
 
 class Statistics(NamedTuple):
-    """What a mini-batch is normalized by: float64, (C,) but for the count."""
+    """What a mini-batch is normalized by: float64, (C,) but for the count; see
+    `backends.reference.statistics`."""
 
     count: float
     mean: np.ndarray
     rstd: np.ndarray
+    variance: np.ndarray
+    shift: np.ndarray  # the mean and the scale as the backend's `batchnorm` takes them
+    scale: np.ndarray
 
 
-def _statistics(moments, batch, epsilon, scope, record):
+def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
     """Statistics of a Partial of moments; `record` gets those of the whole mini-batch."""
-    channels = moments.shape[0] // 2
     local = moments.local() if scope == "local" else None
     whole = batch.world.gplus(moments)
+    s = Statistics(*backend.statistics(whole, gamma, epsilon))
     if record:
-        record(whole[1 : 1 + channels], whole[1 + channels :] / whole[0])
-    used = whole if local is None else local
-    count = max(used[0], 1)
-    return Statistics(
-        count, used[1 : 1 + channels], 1 / np.sqrt(used[1 + channels :] / count + epsilon)
-    )
+        record(s.mean, s.variance)
+    return s if local is None else Statistics(*backend.statistics(local, gamma, epsilon))
 
 
-def _gradients(sums, batch, scope, gamma, s):
+def _gradients(backend, sums, batch, scope, gamma, s):
     """From the Partial of [sum of dy, sum of dy * (x - mean)]: the factors a, b, c of
-    dx = a * dy + b * (x - mean) + c, and the gradients of gamma and beta."""
-    channels = len(gamma)
+    dx = a * dy + b * (x - mean) + c, and the gradients of gamma and beta, which are replicated, not
+    Partials: their sums went over all ranks."""
     if scope == "global":
-        sums = batch.world.gplus(sums)
-        total = np.concatenate([sums[:channels], sums[channels:] * s.rstd])
-    else:
-        sums = sums.local()
-        total = batch.world.gplus(np.concatenate([sums[:channels], sums[channels:] * s.rstd]))
-    a = gamma * s.rstd
-    b = -a * s.rstd * s.rstd * sums[channels:] / s.count
-    c = -a * sums[:channels] / s.count
-    # total went over all ranks: these two are replicated, not Partials
-    return (a, b, c), total[channels:].astype(gamma.dtype), total[:channels].astype(gamma.dtype)
+        *factors, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
+        return factors, dgamma, dbeta
+    channels, sums = len(gamma), sums.local()
+    total = batch.world.gplus(np.concatenate([sums[:channels], sums[channels:] * s.rstd]))
+    *factors, _, _ = backend.batchnorm_factors(sums, gamma, s)
+    return factors, total[channels:].astype(gamma.dtype), total[:channels].astype(gamma.dtype)
 
 
 def _check(name, channels, gamma, beta, scope, shape):
@@ -76,20 +72,16 @@ def batchnorm(x, gamma, beta, *, epsilon=1e-5, scope="global", record=None):
     backend, batch, lanes = backends.of(x), x.batch, x.lanes
     counts = batch.counts()
     moments = backend.moments(lanes, counts, batch.tree)
-    s = _statistics(moments, batch, epsilon, scope, record)
-    y = backend.batchnorm(lanes, s.mean, gamma * s.rstd, beta)
+    s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
+    y = backend.batchnorm(lanes, s.shift, s.scale, beta)
 
     def vjp(dy, needs):
-        sums = backend.batchnorm_sums(dy.lanes, lanes, s.mean, batch.tree)
-        factors, dgamma, dbeta = _gradients(sums, batch, scope, gamma, s)
-        dx = backend.batchnorm_dx(dy.lanes, lanes, s.mean, *factors, counts) if needs[0] else None
+        sums = backend.batchnorm_sums(dy.lanes, lanes, s.shift, batch.tree)
+        factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
+        dx = backend.batchnorm_dx(dy.lanes, lanes, s.shift, *factors, counts) if needs[0] else None
         return (None if dx is None else x.like(dx), dgamma, dbeta)
 
     return x.like(y), vjp
-
-
-def _running(mean, variance, gamma, epsilon):
-    return mean, gamma / np.sqrt(variance.astype(np.float64) + epsilon)
 
 
 @op(blocks=True)
@@ -99,16 +91,13 @@ def batchnorm_predict(x, mean, variance, gamma, beta, *, epsilon=1e-5):
     x: (N, C, H, W) or (N, C); mean, variance, gamma, beta: (C,).
     """
     check.images("batchnorm_predict", x)
-    y = backends.of(x).batchnorm(x.lanes, *_running(mean, variance, gamma, epsilon), beta)
+    backend = backends.of(x)
+    y = backend.batchnorm(x.lanes, mean, backend.predict_scale(gamma, variance, epsilon), beta)
     return x.like(y), _not_differentiated
 
 
 def _not_differentiated(dy, needs):
     raise TypeError("batchnorm_predict is not differentiated: train with batchnorm")
-
-
-def _source(y, mean, scale, beta):
-    return Source(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))
 
 
 @op(blocks=True)
@@ -139,14 +128,14 @@ def conv2d_batchnorm_relu(
     backend, batch = backends.of(x), x.batch
     counts, tree = batch.counts(), batch.tree
     y, moments = backend.conv2d_moments(x.source, weight, bias, *how, counts, tree)
-    s = _statistics(moments, batch, epsilon, scope, record)
-    value = _source(y, s.mean, gamma * s.rstd, beta)
+    s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
+    value = backend.source(y, s.shift, s.scale, beta)
 
     def vjp(dy, needs):
         sums = dy.sums if isinstance(dy, Gradient) else None
         if sums is None:
             sums = backend.activation_sums(dy.lanes, value, tree)
-        factors, dgamma, dbeta = _gradients(sums, batch, scope, gamma, s)
+        factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
         before = needs[0] and isinstance(x, Activation)
         dx, dweight, dbias, sums = backend.conv2d_backward(
             dy.lanes,
@@ -189,6 +178,5 @@ def conv2d_batchnorm_relu_predict(
     how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)
     y = backend.conv2d(x.source, weight, bias, *how)
-    mean, scale = _running(mean, variance, gamma, epsilon)
-    value = _source(y, mean, scale, beta)
+    value = backend.source(y, mean, backend.predict_scale(gamma, variance, epsilon), beta)
     return Activation(value, x.batch, backend.activation), _not_differentiated

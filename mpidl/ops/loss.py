@@ -55,10 +55,16 @@ def check_labels(name, labels, classes):
     if not isinstance(labels, Blocked) or labels.image_shape or labels.dtype.kind not in "iu":
         found = f"{labels.dtype} of shape {labels.shape}" if isinstance(labels, Blocked) else labels
         raise TypeError(f"{name}: expected labels as integers, one per image, got {found!r}")
-    if labels.lanes.size and not 0 <= labels.lanes.min() <= labels.lanes.max() < classes:
+    if not labels.lanes.size:
+        return
+    if isinstance(labels.lanes, np.ndarray):
+        low, high = labels.lanes.min(), labels.lanes.max()
+    else:  # on a GPU: known since they were uploaded
+        low, high = labels.lanes.bounds
+    if not 0 <= low <= high < classes:
         raise ValueError(
             f"{name}: expected labels in 0..{classes - 1}, the classes of the scores, got "
-            f"{labels.lanes.min()}..{labels.lanes.max()}"
+            f"{low}..{high}"
         )
 
 
@@ -75,11 +81,11 @@ def softmax_cross_entropy(logits, labels):
     total = backend.cross_entropy(logits.lanes, labels.lanes, counts, batch.tree)
 
     def vjp(dy, needs):
-        scale = float(dy) / batch.count
+        scale = batch.per_image * float(dy)
         d = backend.cross_entropy_dlogits(logits.lanes, labels.lanes, scale, counts)
         return logits.like(d), None
 
-    return total * (1.0 / batch.count), vjp
+    return total * batch.per_image, vjp
 
 
 @op(blocks=True)

@@ -31,7 +31,16 @@ from mpidl.backends.cpu.pool import (
     max_pool2d,
     max_pool2d_dx,
 )
-from mpidl.backends.reference import conv2d_shape, image_sums
+from mpidl.backends.reference import (
+    batchnorm_factors,
+    conv2d_shape,
+    image_sums,
+    predict_scale,
+    running,
+    source,
+    statistics,
+    zeros_like,
+)
 
 __all__ = [
     "activation",
@@ -40,6 +49,7 @@ __all__ = [
     "average_pool2d_dx",
     "batchnorm",
     "batchnorm_dx",
+    "batchnorm_factors",
     "batchnorm_sums",
     "channel_sums",
     "conv2d",
@@ -58,8 +68,13 @@ __all__ = [
     "max_pool2d",
     "max_pool2d_dx",
     "moments",
+    "predict_scale",
     "relu",
     "relu_dx",
+    "running",
     "sgdm",
     "softmax",
+    "source",
+    "statistics",
+    "zeros_like",
 ]

@@ -172,7 +172,7 @@ def _uploaded(value):
 
 
 def persistent(shape, dtype=np.float32):
-    """An Array that stays: its address does not change, and no program plans it. Its bytes are 0."""
+    """An Array of zeros that stays where it is: no program plans it."""
     return _uploaded(np.zeros(shape, dtype))
 
 
