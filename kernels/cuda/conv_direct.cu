@@ -1,0 +1,223 @@
+// Convolution in plain float32, for any GPU: what GPUs without tensor cores for TF32 run, and the
+// reference of the kernels that use them.
+//
+// Each of the three passes is a product out[m][n] = sum over t of a[m][t] * b[t][n]:
+//
+//                      m                  n                     t
+//   forward            a pixel of y       a filter              r, s, and a channel
+//   backward-data      a pixel of x       a channel             r, s, and a filter
+//   backward-weights   a filter           r, s, and a channel   a pixel of y, of one leaf
+//
+// A CTA makes a tile of 64 x 32 of it, within one group, and goes through t in chunks of 32, whose
+// two operands it brings to shared memory: consecutive threads take consecutive channels or filters
+// of a pixel, as they lie in memory, so that reads coalesce. Padding is an operand of zeros. Each
+// chunk is added up by itself, by fused multiply-add in the order of t, and the chunks' sums are
+// added in their order: the order is that of the shape alone, and short runs keep the error small.
+//
+// Images are NHWC, weights KRSC: (K, R, S, C/groups). Within an image and within the weights
+// offsets are int, which the caller checks.
+
+constexpr int ROWS = 64, COLUMNS = 32, DEPTH = 32;
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int OWN = ROWS / WARPS; // consecutive rows of the tile that a thread adds up
+
+// The operands of one chunk. The rows of `a` keep to 16 bytes, for vector reads; those of `b` are
+// one longer than the banks of shared memory, for writes in either direction.
+struct alignas(16) Operands {
+    float a[DEPTH][ROWS + 4];
+    float b[DEPTH][COLUMNS + 1];
+};
+
+// A pixel, of y or of x: its place in its image (padding counts from -top, -left), and where that
+// image begins; image is -1 where there is no such pixel.
+struct Pixel {
+    long long image;
+    int row, column;
+};
+
+// A tap of the filters with a channel or a filter: by how much it moves a pixel, the offset of the
+// channel or filter in a pixel, that of the weights; channel is -1 where there is no such tap.
+struct Tap {
+    int down, across, channel, weights;
+};
+
+// Add a chunk to the sums of this thread: rows OWN * warp + 0..OWN-1 and the column of its lane.
+__device__ __forceinline__ void add_product(const Operands& from, float (&sums)[OWN]) {
+    int row = threadIdx.x / 32 * OWN, column = threadIdx.x % 32;
+    float part[OWN] = {};
+#pragma unroll 8
+    for (int t = 0; t < DEPTH; t++) {
+        float b = from.b[t][column];
+#pragma unroll
+        for (int i = 0; i < OWN; i++) part[i] = fmaf(from.a[t][row + i], b, part[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; i++) sums[i] += part[i];
+}
+
+// Pixel number n of images of rows x columns with `values` numbers each.
+__device__ __forceinline__ Pixel pixel_of(long long n, long long pixels, int rows, int columns,
+                                          long long values) {
+    if (n >= pixels) return {-1, 0, 0};
+    long long image = n / (rows * columns);
+    int place = (int)(n - image * (rows * columns));
+    return {image * values, place / columns, place % columns};
+}
+
+// Of y's rows or columns, the one that a tap takes from x's; -1 where there is none.
+__device__ __forceinline__ int output_of(int moved, int stride, int outputs) {
+    if (moved < 0) return -1;
+    int place = stride == 1 ? moved : moved / stride;
+    return place * stride == moved && place < outputs ? place : -1;
+}
+
+// y = x * weight + bias (cross-correlation). x (images, H, W, C), y (images, P, Q, K).
+// Grid: tiles of pixels, tiles of a group's filters, groups.
+extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
+    const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
+    float* __restrict__ y, int images, int C, int H, int W, int K, int P, int Q, int R, int S,
+    int stride_h, int stride_w, int top, int left, int dilation_h, int dilation_w, int groups) {
+    __shared__ Operands chunk;
+    __shared__ Pixel pixels[ROWS];
+    __shared__ Tap taps[DEPTH];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int channels = C / groups, filters = K / groups, depth = R * S * channels;
+    const int first_filter = blockIdx.y * COLUMNS, group = blockIdx.z;
+    const long long first_pixel = (long long)blockIdx.x * ROWS, all = (long long)images * P * Q;
+
+    if (threadIdx.x < ROWS) {
+        Pixel at = pixel_of(first_pixel + threadIdx.x, all, P, Q, (long long)H * W * C);
+        pixels[threadIdx.x] = {at.image, at.row * stride_h - top, at.column * stride_w - left};
+    }
+    float sums[OWN] = {};
+    for (int first = 0; first < depth; first += DEPTH) {
+        if (threadIdx.x < DEPTH) {
+            int t = first + threadIdx.x, tap = t / channels;
+            taps[threadIdx.x] = {tap / S * dilation_h, tap % S * dilation_w,
+                                 t < depth ? group * channels + t % channels : -1, t};
+        }
+        __syncthreads();
+        Tap tap = taps[lane];
+        for (int m = warp; m < ROWS; m += WARPS) {
+            Pixel at = pixels[m];
+            int h = at.row + tap.down, w = at.column + tap.across;
+            bool inside = at.image >= 0 && tap.channel >= 0 && h >= 0 && h < H && w >= 0 && w < W;
+            chunk.a[lane][m] = inside ? x[at.image + (h * W + w) * C + tap.channel] : 0.0f;
+        }
+        for (int n = warp; n < COLUMNS; n += WARPS) {
+            int filter = first_filter + n;
+            bool there = filter < filters && tap.channel >= 0;
+            int offset = (group * filters + filter) * depth + tap.weights;
+            chunk.b[lane][n] = there ? weight[offset] : 0.0f;
+        }
+        __syncthreads();
+        add_product(chunk, sums);
+    }
+    if (first_filter + lane >= filters) return;
+    int filter = group * filters + first_filter + lane;
+    for (int i = 0; i < OWN; i++) {
+        long long pixel = first_pixel + warp * OWN + i;
+        if (pixel < all) y[pixel * K + filter] = sums[i] + bias[filter];
+    }
+}
+
+// dx: each pixel of x gathers from those of y that it went into. dy (images, P, Q, K),
+// dx (images, H, W, C). Grid: tiles of pixels, tiles of a group's channels, groups.
+extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
+    const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
+    int images, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h, int stride_w,
+    int top, int left, int dilation_h, int dilation_w, int groups) {
+    __shared__ Operands chunk;
+    __shared__ Pixel pixels[ROWS];
+    __shared__ Tap taps[DEPTH];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int channels = C / groups, filters = K / groups, depth = R * S * filters;
+    const int first_channel = blockIdx.y * COLUMNS, group = blockIdx.z;
+    const long long first_pixel = (long long)blockIdx.x * ROWS, all = (long long)images * H * W;
+
+    if (threadIdx.x < ROWS) {
+        Pixel at = pixel_of(first_pixel + threadIdx.x, all, H, W, (long long)P * Q * K);
+        pixels[threadIdx.x] = {at.image, at.row + top, at.column + left};
+    }
+    float sums[OWN] = {};
+    for (int first = 0; first < depth; first += DEPTH) {
+        if (threadIdx.x < DEPTH) {
+            int t = first + threadIdx.x, tap = t / filters, filter = group * filters + t % filters;
+            taps[threadIdx.x] = {tap / S * dilation_h, tap % S * dilation_w,
+                                 t < depth ? filter : -1, (filter * R * S + tap) * channels};
+        }
+        __syncthreads();
+        Tap tap = taps[lane];
+        for (int m = warp; m < ROWS; m += WARPS) {
+            Pixel at = pixels[m];
+            int p = output_of(at.row - tap.down, stride_h, P);
+            int q = output_of(at.column - tap.across, stride_w, Q);
+            bool inside = at.image >= 0 && tap.channel >= 0 && p >= 0 && q >= 0;
+            chunk.a[lane][m] = inside ? dy[at.image + (p * Q + q) * K + tap.channel] : 0.0f;
+        }
+        for (int t = warp; t < DEPTH; t += WARPS) {
+            int channel = first_channel + lane;
+            bool there = channel < channels && taps[t].channel >= 0;
+            chunk.b[t][lane] = there ? weight[taps[t].weights + channel] : 0.0f;
+        }
+        __syncthreads();
+        add_product(chunk, sums);
+    }
+    if (first_channel + lane >= channels) return;
+    int channel = group * channels + first_channel + lane;
+    for (int i = 0; i < OWN; i++) {
+        long long pixel = first_pixel + warp * OWN + i;
+        if (pixel < all) dx[pixel * C + channel] = sums[i];
+    }
+}
+
+// The gradient of the weights, one leaf for each images_per_leaf consecutive images: leaves
+// (leaves, K, R, S, C/groups). Unused images have a dy of zeros, and so add nothing.
+// Grid: (leaf, tile of a group's filters, tile of a filter's weights), the last fastest; 1; groups.
+extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
+    const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ leaves,
+    int images_per_leaf, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h,
+    int stride_w, int top, int left, int dilation_h, int dilation_w, int groups) {
+    __shared__ Operands chunk;
+    __shared__ Pixel pixels[DEPTH];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int channels = C / groups, filters = K / groups, width = R * S * channels;
+    const int tiles_across = (width + COLUMNS - 1) / COLUMNS;
+    const int tiles = tiles_across * ((filters + ROWS - 1) / ROWS);
+    const int leaf = blockIdx.x / tiles, tile = blockIdx.x % tiles, group = blockIdx.z;
+    const int first_filter = tile / tiles_across * ROWS;
+    const int n = tile % tiles_across * COLUMNS + lane; // of a filter's weights
+    const int tap = n / channels, channel = group * channels + n % channels;
+    const int down = tap / S * dilation_h, across = tap % S * dilation_w;
+    const long long depth = (long long)images_per_leaf * P * Q, first_pixel = leaf * depth;
+
+    float sums[OWN] = {};
+    for (long long first = 0; first < depth; first += DEPTH) {
+        if (threadIdx.x < DEPTH) {
+            long long number = first_pixel + first + threadIdx.x;
+            Pixel at = pixel_of(number, first_pixel + depth, P, Q, (long long)H * W * C);
+            pixels[threadIdx.x] = {at.image, at.row * stride_h - top, at.column * stride_w - left};
+        }
+        __syncthreads();
+        for (int t = warp; t < DEPTH; t += WARPS) {
+            Pixel at = pixels[t];
+            const float* values = dy + (first_pixel + first + t) * K + group * filters;
+            for (int m = lane; m < ROWS; m += 32) {
+                bool there = at.image >= 0 && first_filter + m < filters;
+                chunk.a[t][m] = there ? values[first_filter + m] : 0.0f;
+            }
+            int h = at.row + down, w = at.column + across;
+            bool inside = at.image >= 0 && n < width && h >= 0 && h < H && w >= 0 && w < W;
+            chunk.b[t][lane] = inside ? x[at.image + (h * W + w) * C + channel] : 0.0f;
+        }
+        __syncthreads();
+        add_product(chunk, sums);
+    }
+    if (n >= width) return;
+    for (int i = 0; i < OWN; i++) {
+        int filter = first_filter + warp * OWN + i;
+        if (filter >= filters) return;
+        long long offset = ((long long)leaf * K + group * filters + filter) * width + n;
+        leaves[offset] = sums[i];
+    }
+}

@@ -1,0 +1,153 @@
+// Max and average pooling of NHWC images.
+//
+// A CTA takes one row of what is written, Q * C or W * C numbers that lie side by side; a thread
+// takes POOL_WIDTH consecutive channels, so that reads and writes coalesce. Nothing is scattered:
+// in the gradients each pixel of x gathers from the windows that contain it, in the order of its
+// places in them, row by row. Windows may overlap, and reach into the padding, but none lies in it
+// alone. Offsets within a row are int.
+
+#ifndef POOL_WIDTH
+#define POOL_WIDTH 1 // channels of a thread: 4, where that divides C, or 1
+#endif
+
+// What a thread reads and writes in one access.
+struct alignas(4 * POOL_WIDTH) Values {
+    float of[POOL_WIDTH];
+};
+struct alignas(POOL_WIDTH) Places {
+    unsigned char of[POOL_WIDTH];
+};
+
+__device__ __forceinline__ Values load(const float* from) {
+    return *reinterpret_cast<const Values*>(from);
+}
+
+__device__ __forceinline__ void store(float* to, const Values& values) {
+    *reinterpret_cast<Values*>(to) = values;
+}
+
+// The places [first, stop) of a window that are no padding, along one axis; start: the pixel at
+// place 0, which may be padding.
+struct Span {
+    int start, first, stop;
+};
+
+__device__ __forceinline__ Span span_of(int window, int stride, int before, int size, int pixels) {
+    int start = window * stride - before;
+    return {start, start < 0 ? -start : 0, pixels - start < size ? pixels - start : size};
+}
+
+// The windows that contain a pixel, along one axis: `window` has it at place `place`, the window
+// before that at place + stride, and so on up to the window's size, or to window 0.
+struct Containing {
+    int place, window;
+};
+
+__device__ __forceinline__ Containing containing(int pixel, int stride, int before, int windows) {
+    int window = (pixel + before) / stride, place = (pixel + before) % stride;
+    if (window >= windows) {
+        place += (window - (windows - 1)) * stride;
+        window = windows - 1;
+    }
+    return {place, window};
+}
+
+// y: the largest pixel of each window, of equal ones the first, NaN where a pixel is NaN; argmax:
+// its place in the window, counted row by row. x (images, H, W, C), y and argmax (images, P, Q, C).
+// Grid: images * P.
+extern "C" __global__ void __launch_bounds__(256) max_pool2d(
+    const float* __restrict__ x, float* __restrict__ y, unsigned char* __restrict__ argmax, int C,
+    int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
+    const Span rows = span_of(blockIdx.x % P, stride_h, top, R, H);
+    const float* image = x + (long long)(blockIdx.x / P) * H * W * C;
+    const long long row = (long long)blockIdx.x * Q * C;
+    for (int at = threadIdx.x * POOL_WIDTH; at < Q * C; at += blockDim.x * POOL_WIDTH) {
+        Span columns = span_of(at / C, stride_w, left, S, W);
+        Values best;
+        Places place;
+        for (int v = 0; v < POOL_WIDTH; v++) {
+            best.of[v] = -__int_as_float(0x7f800000); // -infinity
+            place.of[v] = (unsigned char)(rows.first * S + columns.first);
+        }
+        for (int i = rows.first; i < rows.stop; i++) {
+            const float* line = image + (long long)(rows.start + i) * W * C + at % C;
+            for (int j = columns.first; j < columns.stop; j++) {
+                Values found = load(line + (columns.start + j) * C);
+                for (int v = 0; v < POOL_WIDTH; v++) {
+                    bool larger = found.of[v] > best.of[v] || found.of[v] != found.of[v];
+                    if (larger) best.of[v] = found.of[v], place.of[v] = (unsigned char)(i * S + j);
+                }
+            }
+        }
+        store(y + row + at, best);
+        *reinterpret_cast<Places*>(argmax + row + at) = place;
+    }
+}
+
+// dx: each pixel of x takes the dy of the windows whose largest it is. dy and argmax
+// (images, P, Q, C), dx (images, H, W, C). Grid: images * H.
+extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
+    const float* __restrict__ dy, const unsigned char* __restrict__ argmax, float* __restrict__ dx,
+    int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top,
+    int left) {
+    const Containing rows = containing(blockIdx.x % H, stride_h, top, P);
+    const long long image = (long long)(blockIdx.x / H) * P * Q * C;
+    const long long row = (long long)blockIdx.x * W * C;
+    for (int at = threadIdx.x * POOL_WIDTH; at < W * C; at += blockDim.x * POOL_WIDTH) {
+        Containing columns = containing(at / C, stride_w, left, Q);
+        Values sum = {};
+        for (int i = rows.place, p = rows.window; i < R && p >= 0; i += stride_h, p--) {
+            const long long line = image + (long long)p * Q * C + at % C;
+            for (int j = columns.place, q = columns.window; j < S && q >= 0; j += stride_w, q--) {
+                Values part = load(dy + line + q * C);
+                Places place = *reinterpret_cast<const Places*>(argmax + line + q * C);
+                for (int v = 0; v < POOL_WIDTH; v++)
+                    if (place.of[v] == i * S + j) sum.of[v] += part.of[v];
+            }
+        }
+        store(dx + row + at, sum);
+    }
+}
+
+// y: the mean of each window, in which padding counts as zeros; as max_pool2d.
+extern "C" __global__ void __launch_bounds__(256) average_pool2d(
+    const float* __restrict__ x, float* __restrict__ y, int C, int H, int W, int P, int Q, int R,
+    int S, int stride_h, int stride_w, int top, int left) {
+    const Span rows = span_of(blockIdx.x % P, stride_h, top, R, H);
+    const float* image = x + (long long)(blockIdx.x / P) * H * W * C;
+    const long long row = (long long)blockIdx.x * Q * C;
+    for (int at = threadIdx.x * POOL_WIDTH; at < Q * C; at += blockDim.x * POOL_WIDTH) {
+        Span columns = span_of(at / C, stride_w, left, S, W);
+        Values sum = {};
+        for (int i = rows.first; i < rows.stop; i++) {
+            const float* line = image + (long long)(rows.start + i) * W * C + at % C;
+            for (int j = columns.first; j < columns.stop; j++) {
+                Values found = load(line + (columns.start + j) * C);
+                for (int v = 0; v < POOL_WIDTH; v++) sum.of[v] += found.of[v];
+            }
+        }
+        for (int v = 0; v < POOL_WIDTH; v++) sum.of[v] /= (float)(R * S);
+        store(y + row + at, sum);
+    }
+}
+
+// dx: each pixel of x takes its part of the dy of the windows that contain it; as max_pool2d_dx.
+extern "C" __global__ void __launch_bounds__(256) average_pool2d_dx(
+    const float* __restrict__ dy, float* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
+    int S, int stride_h, int stride_w, int top, int left) {
+    const Containing rows = containing(blockIdx.x % H, stride_h, top, P);
+    const long long image = (long long)(blockIdx.x / H) * P * Q * C;
+    const long long row = (long long)blockIdx.x * W * C;
+    for (int at = threadIdx.x * POOL_WIDTH; at < W * C; at += blockDim.x * POOL_WIDTH) {
+        Containing columns = containing(at / C, stride_w, left, Q);
+        Values sum = {};
+        for (int i = rows.place, p = rows.window; i < R && p >= 0; i += stride_h, p--) {
+            const float* line = dy + image + (long long)p * Q * C + at % C;
+            for (int j = columns.place, q = columns.window; j < S && q >= 0; j += stride_w, q--) {
+                Values part = load(line + q * C);
+                for (int v = 0; v < POOL_WIDTH; v++) sum.of[v] += part.of[v] / (float)(R * S);
+            }
+        }
+        store(dx + row + at, sum);
+    }
+}

@@ -1,0 +1,83 @@
+"""Convolution in plain float32, for any GPU, by kernels/cuda/conv_direct.cu.
+
+`how` is (stride, padding, dilation, groups) as in `reference`: of GPUs without TF32 tensor cores
+this is the convolution, and of the others the reference on the device.
+"""
+
+import functools
+import math
+
+from mpidl.backends.gpu import array, run
+from mpidl.backends.reference import conv2d_shape
+from mpidl.blocks import LANES
+
+ROWS, COLUMNS, THREADS = 64, 32, 256  # of conv_direct.cu
+LARGEST = 1 << 31  # offsets within an image and within the weights are int
+
+
+@functools.lru_cache(maxsize=256)
+def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
+    """The numbers all three kernels take, and (K, P, Q)."""
+    k, _, r, s = weight_shape
+    _, p, q = conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
+    for what, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
+        if math.prod(shape) >= LARGEST:
+            raise ValueError(f"conv2d: {what} of {shape} are too large: at most 2^31 - 1 numbers")
+    (top, _), (left, _) = padding
+    return (*x_shape, k, p, q, r, s, *stride, top, left, *dilation, groups), (k, p, q)
+
+
+def _tiles(size, tile):
+    return -(-size // tile)
+
+
+def forward(x, weight, bias, how):
+    """y = x * weight + bias: (blocks, K, P, Q, 16)."""
+    blocks, *image, lanes = x.dims
+    numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *how)
+    y = array.empty_lanes((blocks, k, p, q, lanes))
+    images, groups = blocks * lanes, how[-1]
+    grid = _tiles(images * p * q, ROWS), _tiles(k // groups, COLUMNS), groups
+    run.launch("conv_direct_forward", grid, THREADS, x, weight, bias, y, images, *numbers)
+    return y
+
+
+def dx(dy, x, weight, how):
+    """The gradient with respect to x, of which only the shape is used."""
+    blocks, c, h, w, lanes = x.dims
+    numbers, _ = _geometry((c, h, w), weight.dims, *how)
+    found = array.empty_like(x)
+    images, groups = blocks * lanes, how[-1]
+    grid = _tiles(images * h * w, ROWS), _tiles(c // groups, COLUMNS), groups
+    run.launch("conv_direct_dx", grid, THREADS, dy, weight, found, images, *numbers)
+    return found
+
+
+def images_per_leaf(tiles, tree):
+    """How many images a leaf of the weights' gradient adds up: a power of two, at most 16.
+
+    The fewer, the more CTAs there are, and the more leaves to write and to fold: the most that
+    gives each multiprocessor two CTAs, were all images on this GPU. tiles: CTAs for each leaf.
+    """
+    images = LANES
+    while images > 1 and LANES // images * tree.leaves * tiles < 2 * run.device().processors:
+        images //= 2
+    return images
+
+
+def dweight_leaves(dy, x, weight, how, tree):
+    """The gradient of the weights, leaf by leaf, and how many leaves there are to a block.
+
+    Leaves (leaves, weight.size) float32, as memory orders the weights; a leaf is of 1, 2, 4, 8 or
+    16 consecutive images. Of weight only the shape is used; of dy, unused images must be zero.
+    """
+    blocks, *image, lanes = x.dims
+    numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *how)
+    groups = how[-1]
+    width = math.prod(weight.dims[1:])
+    tiles = _tiles(k // groups, ROWS) * _tiles(width, COLUMNS)
+    images = images_per_leaf(tiles * groups, tree)
+    leaves = array.empty((blocks * (lanes // images), weight.size))
+    grid = len(leaves) * tiles, 1, groups
+    run.launch("conv_direct_dweight", grid, THREADS, dy, x, leaves, images, *numbers)
+    return leaves, lanes // images
