@@ -30,10 +30,16 @@ def merge_moments(left, right):
     """The combine operation of (count, mean, M2), packed as float64 [count, mean(C), M2(C)].
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979, equation 2.1. Never E[x^2] - E[x]^2, which cancels.
+    variances", 1979, equation 2.1. Never E[x^2] - E[x]^2, which cancels. What counts no image
+    changes nothing.
     """
     channels = left.size // 2
     n, m = left[0], right[0]
+    if m == 0:
+        return left
+    if n == 0:
+        left[...] = right
+        return left
     delta = right[1 : 1 + channels] - left[1 : 1 + channels]
     left[1 : 1 + channels] += delta * (m / (n + m))
     left[1 + channels :] += right[1 + channels :] + delta * delta * (n * m / (n + m))

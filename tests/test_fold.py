@@ -184,6 +184,14 @@ def test_moments_merge_to_mean_and_variance_of_all_images():
     assert len(found) == 1
 
 
+def test_moments_of_no_image_change_nothing():
+    some = np.array([3.0, 0.1, -2.0, 0.7, 5.0])
+    none, other = np.zeros(5), np.array([0.0, 9.0, 9.0, 9.0, 9.0])
+    assert fold.merge_moments(some.copy(), none.copy()).tobytes() == some.tobytes()
+    assert fold.merge_moments(none.copy(), some.copy()).tobytes() == some.tobytes()
+    assert fold.merge_moments(none.copy(), other.copy()).tobytes() == none.tobytes()
+
+
 def two_sums(ranks, leaves=37):
     """Of each rank, the Partials of two sums over the same blocks."""
     a, b = wide(3, leaves, 41), wide(4, leaves, 41)

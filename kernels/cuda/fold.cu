@@ -1,0 +1,172 @@
+// The tree that adds up a mini-batch (mpidl/fold.py), over the rows of a matrix.
+//
+// A node of n rows splits at the largest power of two below n. Folded from left to right that is a
+// binary counter: row i is combined with level 0, 1, ... as long as the bits of i are set, and
+// kept at the first level whose bit is not; the last row is combined with all levels whose bit is
+// set. Runs of a power of two of rows, which begin at a multiple of it, are nodes of the same tree:
+// so threads may share a node by such runs and combine theirs, by the tree again, to the same bytes.
+
+struct Moments {
+  double count, mean, m2;
+};
+
+__device__ __forceinline__ float combined(float left, float right) { return left + right; }
+__device__ __forceinline__ double combined(double left, double right) { return left + right; }
+
+// As `fold.merge_moments`, operation by operation.
+__device__ __forceinline__ Moments combined(Moments left, Moments right) {
+  if (right.count == 0) return left;
+  if (left.count == 0) return right;
+  const double n = left.count, m = right.count, both = __dadd_rn(n, m);
+  const double delta = __dadd_rn(right.mean, -left.mean);
+  const double square = __dmul_rn(__dmul_rn(delta, delta), __ddiv_rn(__dmul_rn(n, m), both));
+  return {both, __dadd_rn(left.mean, __dmul_rn(delta, __ddiv_rn(m, both))),
+          __dadd_rn(left.m2, __dadd_rn(right.m2, square))};
+}
+
+// Matrices in C order: sums (rows, width); moments (rows, 1 + 2 width) as [count, mean, M2].
+template <class T> struct Matrix {
+  typedef T Value;
+  static __device__ __forceinline__ T load(const T* x, long long row, int column, int width) {
+    return x[row * width + column];
+  }
+  static __device__ __forceinline__ void store(T* x, long long row, int column, int width, T v) {
+    x[row * width + column] = v;
+  }
+};
+
+struct MomentsMatrix {
+  typedef Moments Value;
+  static __device__ __forceinline__ Moments load(const double* x, long long row, int column,
+                                                 int width) {
+    x += row * (1 + 2 * (long long)width);
+    return {x[0], x[1 + column], x[1 + width + column]};
+  }
+  static __device__ __forceinline__ void store(double* x, long long row, int column, int width,
+                                               Moments v) {
+    x += row * (1 + 2 * (long long)width);
+    if (column == 0) x[0] = v.count;
+    x[1 + column] = v.mean;
+    x[1 + width + column] = v.m2;
+  }
+};
+
+template <int LEVELS, class T> struct Counter {
+  T level[LEVELS];
+
+  // Take a node of 2^lowest rows, or the last one, that begins at row `start`; the value of the
+  // largest node that it completes.
+  __device__ __forceinline__ T push(T value, int start, int lowest, bool last) {
+#pragma unroll
+    for (int l = 0; l < LEVELS; ++l) {
+      if (l < lowest) continue;
+      if (start >> l & 1) {
+        value = combined(level[l], value);
+      } else if (!last) {
+        level[l] = value;
+        break;
+      }
+    }
+    return value;
+  }
+};
+
+// The fold of rows first .. first + n - 1, n >= 1.
+template <int LEVELS, class M, class E>
+__device__ __forceinline__ typename M::Value folded(const E* x, long long first, int n, int column,
+                                                    int width) {
+  Counter<LEVELS, typename M::Value> counter;
+  typename M::Value value;
+  int i = 0;
+  for (; i + 4 < n; i += 4) {  // four loads at a time, never the last row
+    const auto a = M::load(x, first + i, column, width);
+    const auto b = M::load(x, first + i + 1, column, width);
+    const auto c = M::load(x, first + i + 2, column, width);
+    const auto d = M::load(x, first + i + 3, column, width);
+    counter.push(combined(combined(a, b), combined(c, d)), i, 2, false);
+  }
+  for (; i < n; ++i)
+    value = counter.push(M::load(x, first + i, column, width), i, 0, i + 1 == n);
+  return value;
+}
+
+// One node, `columns` of its columns a block: thread (row, column) folds rows row * chunk on of the
+// node, `chunk` of them, a power of two; the threads of a column are combined through `shared`.
+template <int LEVELS, class M, class E>
+__device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* roots, int width,
+                                          int columns, int chunk, typename M::Value* shared) {
+  const long long first = nodes[2 * blockIdx.y];
+  const int n = nodes[2 * blockIdx.y + 1];
+  const int here = threadIdx.x % columns, row = threadIdx.x / columns;
+  const int column = blockIdx.x * columns + here;
+  const int rows = (n + chunk - 1) / chunk;
+  typename M::Value value{};
+  const bool inside = column < width && row < rows;
+  if (inside)
+    value = folded<LEVELS, M>(values, first + (long long)row * chunk, min(chunk, n - row * chunk),
+                              column, width);
+  for (int half = 1; half < rows; half *= 2) {
+    shared[threadIdx.x] = value;
+    __syncthreads();
+    if (inside && row % (2 * half) == 0 && row + half < rows)
+      value = combined(value, shared[threadIdx.x + half * columns]);
+    __syncthreads();
+  }
+  if (inside && row == 0) M::store(roots, blockIdx.y, column, width, value);
+}
+
+// roots[node] = the fold of rows nodes[node] = (first, count) of `values`; blockIdx.y is the node.
+extern "C" __global__ void __launch_bounds__(512)
+fold_float(const float* __restrict__ values, const int* __restrict__ nodes,
+           float* __restrict__ roots, int width, int columns, int chunk) {
+  __shared__ float shared[512];
+  fold_node<16, Matrix<float>>(values, nodes, roots, width, columns, chunk, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+fold_double(const double* __restrict__ values, const int* __restrict__ nodes,
+            double* __restrict__ roots, int width, int columns, int chunk) {
+  __shared__ double shared[512];
+  fold_node<16, Matrix<double>>(values, nodes, roots, width, columns, chunk, shared);
+}
+
+// chunk <= 1024.
+extern "C" __global__ void __launch_bounds__(512)
+fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
+             double* __restrict__ roots, int width, int columns, int chunk) {
+  __shared__ Moments shared[512];
+  fold_node<10, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
+}
+
+// The root of rows that are nodes of one tree, in order: order[row] = (first leaf, level), a node of
+// level l being of at most 2^l leaves. A thread a column.
+template <class M, class E>
+__device__ __forceinline__ void combine_nodes(const E* values, const int* order, E* root, int rows,
+                                              int width) {
+  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+  if (column >= width) return;
+  Counter<16, typename M::Value> counter;
+  typename M::Value value;
+  for (int i = 0; i < rows; ++i)
+    value = counter.push(M::load(values, i, column, width), order[2 * i], order[2 * i + 1],
+                         i + 1 == rows);
+  M::store(root, 0, column, width, value);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+combine_float(const float* __restrict__ values, const int* __restrict__ order,
+              float* __restrict__ root, int rows, int width) {
+  combine_nodes<Matrix<float>>(values, order, root, rows, width);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+combine_double(const double* __restrict__ values, const int* __restrict__ order,
+               double* __restrict__ root, int rows, int width) {
+  combine_nodes<Matrix<double>>(values, order, root, rows, width);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+combine_moments(const double* __restrict__ values, const int* __restrict__ order,
+                double* __restrict__ root, int rows, int width) {
+  combine_nodes<MomentsMatrix>(values, order, root, rows, width);
+}

@@ -1,0 +1,147 @@
+"""Sums over images on the GPU, by the tree of `mpidl.fold`: the same bytes as on the host.
+
+Leaves may be smaller than a block of 16 images: a power of two of leaves a block refines the tree
+without changing it. How a fold is spread over threads changes no byte either, so that it may depend
+on what this rank holds.
+"""
+
+import numpy as np
+
+from mpidl.backends.gpu import run
+from mpidl.backends.gpu.array import Array
+from mpidl.fold import Partial, Term, add, merge_moments
+
+LEAVES = 1 << 16  # the most that a kernel folds into one node
+GROUP = 1 << 12  # leaves of a longer node that are folded first
+KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
+
+
+class Nodes(list):
+    """This rank's nodes of a sum: Arrays, and the `matrix` (nodes, width) whose rows they are."""
+
+    def __init__(self, matrix, rows):
+        super().__init__(rows)
+        self.matrix = matrix
+
+
+def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None):
+    """The Partial of a sum given by its leaves, which the fold may overwrite.
+
+    values: (blocks * per_block, width) of this rank's blocks, per_block leaves a block, a power of
+    two; shape: of the sum, (width,) if None; like: an Array that the sum lies in memory as (a
+    learnable, of its gradient), instead of shape.
+    """
+    start, stop = tree.run
+    rows = (stop - start) * per_block
+    if per_block & (per_block - 1) or values.ndim != 2 or len(values) != rows:
+        raise ValueError(
+            f"expected a matrix of a power of two of rows for each of {stop - start} blocks, got "
+            f"shape {values.shape}, {per_block} rows a block"
+        )
+    ranges = [
+        ((first - start) * per_block, (last - first) * per_block)
+        for first, last in tree.nodes[tree.rank]
+    ]
+    matrix = fold_rows(values, ranges, combine)
+    rows = [_seen_as(matrix.row(i), shape, like) for i in range(len(ranges))]
+    shape = like.shape if like is not None else values.shape[1:] if shape is None else shape
+    term = Term(tree, Nodes(matrix, rows), combine, values.dtype)
+    return Partial([term], None, shape, values.dtype)
+
+
+def fold_rows(values, ranges, combine=add):
+    """(len(ranges), width): of each range (first row, rows >= 1) of a matrix in C order its fold by
+    the tree over these rows. `values` itself where there is nothing to combine."""
+    if all(count == 1 for _, count in ranges) and len(ranges) == len(values):
+        return values
+    if max(count for _, count in ranges) > LEAVES:
+        groups, folded = [], []
+        for first, count in ranges:  # runs of a power of two of rows are nodes of the same tree
+            own = [(first + i, min(GROUP, count - i)) for i in range(0, count, GROUP)]
+            folded.append((len(groups), len(own)))
+            groups += own
+        return fold_rows(_fold(values, groups, combine), folded, combine)
+    return _fold(values, ranges, combine)
+
+
+def _fold(values, ranges, combine):
+    kind = _kind(values, combine)
+    width = _width(values, combine)
+    roots = run.empty((len(ranges), values.shape[1]), values.dtype)
+    columns, rows, chunk = spread(width, max(count for _, count in ranges), kind == "moments")
+    run.launch(
+        f"fold_{kind}",
+        (-(-width // columns), len(ranges)),
+        columns * rows,
+        values,
+        run.constant(np.array(ranges, np.int32)),
+        roots,
+        width,
+        columns,
+        chunk,
+    )
+    return roots
+
+
+def spread(width, leaves, narrow):
+    """(columns, rows, chunk): of a block's threads, how many stand side by side and how many share
+    a column, each folding `chunk` leaves at a time of a node of at most `leaves`."""
+    if not narrow and (width >= 1 << 15 or leaves <= 4):
+        columns, rows = 256, 1
+    else:
+        columns = 32 if width >= 1 << 10 and not narrow else 8
+        rows = min(512 // columns, max(4, _power(-(-leaves // 4))))
+    return columns, rows, max(4, _power(-(-leaves // rows)))
+
+
+def fold_all(matrix, tree, combine=add, shape=None, like=None):
+    """The root of all ranks' nodes, (nodes of all ranks, width) in their order: (width,), or seen
+    as `partial_of_leaves` says. The bytes of `fold.fold_nodes`."""
+    nodes = [node for own in tree.nodes for node in own]
+    if len(nodes) != len(matrix):
+        raise ValueError(f"expected the {len(nodes)} nodes of all ranks, got {len(matrix)}")
+    if tree.plain:
+        raise ValueError("a plain sum has no tree: it is added up by the collective that moves it")
+    if tree.leaves > LEAVES:
+        raise ValueError(f"a mini-batch of {tree.leaves} blocks; the GPU folds at most {LEAVES}")
+    if len(nodes) == 1:
+        return _seen_as(matrix.row(0), shape, like)
+    order = [(start, (stop - start - 1).bit_length()) for start, stop in nodes]
+    root, width = run.empty(matrix.shape[1:], matrix.dtype), _width(matrix, combine)
+    run.launch(
+        f"combine_{_kind(matrix, combine)}",
+        -(-width // 128),
+        128,
+        matrix,
+        run.constant(np.array(order, np.int32)),
+        root,
+        len(nodes),
+        width,
+    )
+    return _seen_as(root, shape, like)
+
+
+def _kind(values, combine):
+    kinds = KINDS.get(combine)
+    if kinds is None:
+        raise ValueError(f"the GPU folds by addition or by merging moments, not by {combine}")
+    if values.dtype.str[1:] not in kinds:
+        raise TypeError(f"cannot fold {values.dtype} by {combine.__name__}")
+    return kinds[values.dtype.str[1:]]
+
+
+def _width(values, combine):
+    """Columns, each a thread's: of moments the channels."""
+    return values.shape[1] // 2 if combine is merge_moments else values.shape[1]
+
+
+def _seen_as(row, shape, like):
+    """A row (width,) as an array of `shape`, or one that lies as `like`."""
+    if like is not None:
+        return Array(row.buffer, row.dtype, like.shape, like.dims, like.order, row.offset)
+    return row if shape is None else row.reshape(shape)
+
+
+def _power(n):
+    """The least power of two that is not less than n."""
+    return 1 << max(n - 1, 0).bit_length()
