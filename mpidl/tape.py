@@ -93,6 +93,12 @@ def _by_block(name, forward, values, options):
             f"{name}: got a Partial, which is not added up over the ranks yet; only sums and "
             "multiples of it have a meaning before world.gplus(value)"
         )
+    for v in values:
+        if _on_gpu(v):
+            raise TypeError(
+                f"{name}: works on NumPy arrays, and its argument lies on a GPU, for which it has "
+                "no kernel: run with --device cpu"
+            )
     values = [v.stored() if isinstance(v, Blocked) else v for v in values]
     blocked = [v for v in values if isinstance(v, Blocked)]
     if not blocked:
@@ -147,6 +153,11 @@ def _by_block(name, forward, values, options):
     return from_images(local, batch), vjp
 
 
+def _on_gpu(value):
+    array = value.source if isinstance(value, Blocked) else value
+    return hasattr(getattr(array, "x", array), "backend")  # (of a Source, its x)
+
+
 def _empty_result(name, forward, values, options):
     args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
@@ -192,7 +203,15 @@ def _in_type(cotangent, dtype):
         if cotangent.dtype == dtype:
             return cotangent
         return cotangent.like(cotangent.lanes.astype(dtype))
+    if hasattr(cotangent, "backend") and cotangent.dtype == dtype:
+        return cotangent  # on a GPU
     return np.asarray(cotangent, dtype)
+
+
+def _zeros(array):
+    """Zeros like an array, where it lies."""
+    backend = getattr(array, "backend", None)
+    return np.zeros_like(array) if backend is None else backend.zeros_like(array)
 
 
 def backward(root, seed, *, fold=None, on_ready=None, progress=None):
@@ -216,7 +235,7 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
         gradients[leaf] = cotangents.pop(leaf, None)
         if gradients[leaf] is None:
             value = leaf.value
-            zeros = np.zeros_like(value.lanes if isinstance(value, Blocked) else value)
+            zeros = _zeros(value.lanes if isinstance(value, Blocked) else value)
             gradients[leaf] = value.like(zeros) if isinstance(value, Blocked) else zeros
         if on_ready:
             on_ready(leaf, gradients[leaf])
@@ -308,7 +327,7 @@ def value_and_grad(f, *, reduce=None):
                 progress=reducer.progress if reducer else None,
             )
         gradients = {
-            name: found[leaf] if leaf in found else np.zeros(leaf.shape, leaf.dtype)
+            name: found[leaf] if leaf in found else _zeros(leaf.value)
             for name, leaf in leaves.items()
         }
         if reducer:

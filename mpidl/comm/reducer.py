@@ -44,7 +44,7 @@ class Reducer:
     def push(self, name, value):
         """Hand over one value: a Partial, or an array that every rank has already."""
         self.values[name] = value
-        if not isinstance(value, Partial):
+        if not isinstance(value, Partial) or not is_on_host(value):
             return
         for index, term in enumerate(value.terms):
             if len(term.tree.runs) != self.world.size:
@@ -94,8 +94,10 @@ class Reducer:
             for name, index, size in places:
                 roots[name, index] = flight.root[at : at + size]
                 at += size
-        sums = {}
+        sums = self._on_devices()
         for name, value in self.values.items():
+            if name in sums:
+                continue
             if isinstance(value, Partial):
                 if self.world.size == 1:
                     found = [term.nodes[0].copy() for term in value.terms]
@@ -103,8 +105,25 @@ class Reducer:
                     found = [roots[name, i] for i in range(len(value.terms))]
                 value = value.finish([root.reshape(value.shape) for root in found])
             sums[name] = value
+        sums = {name: sums[name] for name in self.values}
         self.values, self.buckets = {}, []
         return sums
+
+    def _on_devices(self):
+        """The sums of those whose terms lie on a GPU."""
+        there = {n: v for n, v in self.values.items() if not is_on_host(v)}
+        if not there:
+            return {}
+        from mpidl.backends.gpu import sums
+
+        return sums.gplus(there, self.world)
+
+
+def is_on_host(value):
+    """Whether a value, or what a Partial's nodes are, is NumPy's."""
+    if isinstance(value, Partial):
+        return all(getattr(term.nodes, "matrix", None) is None for term in value.terms)
+    return True
 
 
 def post(net, tag, tree, matrix, combine):

@@ -11,7 +11,7 @@ from mpidl.backends import native, settings
 from mpidl.blocks import OneRank
 from mpidl.comm import cores, guard
 from mpidl.comm.net import Net, node_array, node_room
-from mpidl.comm.reducer import Reducer, post
+from mpidl.comm.reducer import Reducer, is_on_host, post
 from mpidl.errors import UserError
 from mpidl.fold import Partial
 
@@ -57,6 +57,7 @@ class World:
         self.rank, self.size, self.plain = self.net.rank, self.net.size, plain
         self.hosts, self.host = self.net.hosts, self.net.hosts[self.rank]
         self.flying, self.next_tag, self.windows = [], 0, {}
+        self.device = self.counts = self.mover = None  # see `use_device`
         self._alone = OneRank()  # does without messages what one rank can
         self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
         guard.watch(self.net)
@@ -91,7 +92,8 @@ class World:
         if isinstance(value, (list, tuple)):
             return type(value)(self.gplus(dict(enumerate(value))).values())
         if isinstance(value, Partial):
-            return self._alone.gplus(value) if self.size == 1 else self.gplus({"": value})[""]
+            simple = self.size == 1 and is_on_host(value)
+            return self._alone.gplus(value) if simple else self.gplus({"": value})[""]
         return self.gop("sum", value)
 
     def gop(self, operation, value):
@@ -257,6 +259,12 @@ class World:
             window.Free()
 
     # exchanges under way
+
+    def exchange(self, tree, matrix, combine):
+        """The root, (width,), of all ranks' (nodes, width) matrices, which may be overwritten."""
+        flight = self.fly(tree, matrix, combine)
+        self.land(flight)
+        return flight.root
 
     def fly(self, tree, matrix, combine):
         """Start folding a (nodes, width) matrix; see `land`."""

@@ -1,5 +1,6 @@
 """Mini-batches: the global order of an epoch, cut into mini-batches, cut into shares."""
 
+import contextlib
 import difflib
 import queue
 import threading
@@ -48,6 +49,7 @@ class MinibatchQueue:
         self.world = OneRank() if world is None else world
         self.shuffle, self.prefetch = shuffle, int(prefetch)
         self.plain = getattr(self.world, "plain", False) if plain is None else plain
+        self.device = getattr(self.world, "device", None)  # a GPU that the images go to
 
     def __len__(self):
         """Mini-batches in an epoch."""
@@ -71,7 +73,8 @@ class MinibatchQueue:
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be a mini-batch from 0 to {len(self)}, got {start}")
         batches = self._batches(epoch, start)
-        return ahead(batches, self.prefetch) if self.prefetch else batches
+        batches = ahead(batches, self.prefetch) if self.prefetch else batches
+        return batches if self.device is None else uploaded(batches)
 
     def _batches(self, epoch, start):
         order = self.order(epoch)
@@ -87,11 +90,15 @@ class MinibatchQueue:
             epoch=epoch,
             seed=self.seed,
             plain=self.plain,
+            device=None if self.device is None else self.world.counts,
         )
-        images = lanes_of(self.datastore.read(batch.indices), batch)
-        if self.datastore.labels is None:
-            return images, None
-        return images, from_images(self.datastore.labels[batch.indices], batch, np.int32)
+        images = self.datastore.read(batch.indices)
+        labels = self.datastore.labels
+        labels = None if labels is None else labels[batch.indices]
+        if self.device is not None:
+            return batch, images, labels
+        images = lanes_of(images, batch)
+        return images, None if labels is None else from_images(labels, batch, np.int32)
 
 
 def lanes_of(images, batch):
@@ -102,6 +109,22 @@ def lanes_of(images, batch):
     if len(images) != last - first:
         raise ValueError(f"expected this share's {last - first} images, got {len(images)}")
     return Blocked(backends.of_type(np.float32).images(images), batch)
+
+
+def uploaded(batches):
+    """(images, labels) on the GPU of (batch, pixels, labels) as they were read, by this thread."""
+    from mpidl.backends import gpu
+
+    with contextlib.closing(batches):
+        for batch, pixels, labels in batches:
+            pixels = gpu.array.plain(pixels)
+            lanes = gpu.images(pixels, counts=batch.counts(), blocks=batch.blocks)
+            if labels is not None:
+                found = from_images(labels, batch, np.int32).lanes
+                bounds = (int(found.min()), int(found.max())) if found.size else None
+                labels = Blocked(gpu.array.plain(found), batch)
+                labels.lanes.bounds = bounds
+            yield Blocked(lanes, batch), labels
 
 
 def ahead(items, count):

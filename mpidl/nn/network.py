@@ -65,6 +65,26 @@ class Network:
         """Shape of the output for one image: (classes,) for a classifier."""
         return self.output_shapes[-1]
 
+    def to(self, device):
+        """Move the learnables and the state to a GPU (a world's `device`), or to this host's memory
+        (None); returns the network. What an op takes must lie where its images do."""
+        if device is None:
+            self._parameters = {name: np.asarray(a) for name, a in self._parameters.items()}
+            self._state = {name: np.asarray(a) for name, a in self._state.items()}
+            return self
+        from mpidl.backends import gpu
+
+        shapes = self._image_shapes()
+        self._parameters = gpu.array.together(self._parameters, shapes)
+        self._state = gpu.array.together(self._state, {})
+        return self
+
+    def _image_shapes(self):
+        """{learnable: shape of the images it goes with} of each layer."""
+        befores = [self.input_shape, *self.output_shapes[:-1]]
+        shapes = {layer.name: shape for layer, shape in zip(self.layers, befores, strict=True)}
+        return {name: shapes[name.rsplit(".", 1)[0]] for name in self._parameters}
+
     def bind(self, learnables):
         """A copy in training mode, bound to other learnables; its state is its own."""
         bound = copy.copy(self)
@@ -96,6 +116,11 @@ class Network:
         """
         if isinstance(images, Blocked):
             return ops.softmax(self(images))
+        where = next(iter(self._parameters.values()), None)
+        if hasattr(where, "backend"):
+            raise TypeError(
+                "predict takes arrays where the network lies in host memory: net.to(None)"
+            )
         images = np.asarray(images)
         images = images / np.float32(255) if images.dtype == np.uint8 else images
         batch = share(len(images), OneRank())

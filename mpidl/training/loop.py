@@ -1,11 +1,13 @@
 """The training loop: what `dl.train` and the command `train` run."""
 
+import collections
 import contextlib
 import hashlib
 import math
 import os
 import time
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +22,16 @@ from mpidl.training import checkpoint, modelfile
 from mpidl.training.evaluate import agreed, evaluate
 from mpidl.training.optimizers import SGDM
 from mpidl.training.options import TrainingOptions, changed_on_resume
+
+AHEAD = 4  # steps of a GPU that may be under way while the host prepares the next
+
+
+class _Shown(NamedTuple):
+    """A step as it will be reported: its iteration, its images, when it was started."""
+
+    iteration: int
+    count: int
+    started: float
 
 
 @dataclass
@@ -104,14 +116,17 @@ class _Run:
         self.net, self.options, self.world, self.out = net, options, world, out
         self.console, self.facts = console, facts
         self.datastore = NodeCache(datastore, world)
-        self.queue = MinibatchQueue(
-            self.datastore, options.batch_size, options.seed, world, options.shuffle
-        )
         self.optimizer = SGDM(options.learning_rate, options.momentum, options.l2)
         self.at = Position()
+        self.under_way = collections.deque()  # steps of a GPU that were started: (handle, _Shown)
         net.batchnorm = options.batchnorm
         if resume is not None:
             self._restore(*resume)
+        how = self.datastore, options.batch_size, options.seed, world, options.shuffle
+        self.gradient = value_and_grad(model_loss, reduce=world)
+        self.queue, self.recorded = MinibatchQueue(*how), None
+        if world.device is not None:
+            self._record(how)
         self.began = time.monotonic() - self.at.seconds
         self.metrics = self.problem = None  # problem: what rank 0 could not write
         if out is not None:
@@ -123,9 +138,33 @@ class _Run:
             except UserError as problem:
                 error = problem
             world.together(error)
-        self.gradient = value_and_grad(model_loss, reduce=world)
+
+    def _record(self, how):
+        """Have the step recorded for this world's GPU, and a queue that feeds it."""
+        from mpidl.data.on_device import DeviceQueue
+        from mpidl.training.recorded import Step
+
+        if self.options.batchnorm == "local":
+            raise UserError("--batchnorm local: on GPUs statistics are global; use --device cpu")
+        self.queue = DeviceQueue(*how)
+        self.net.to(self.world.device)
+        self.recorded = Step(
+            self.net,
+            self.optimizer,
+            self.gradient,
+            self.queue.reader(),
+            self.world.counts,
+            self.options.graphs != "off",
+        )
 
     def go(self, signals):
+        try:
+            return self._go(signals)
+        finally:
+            if self.recorded is not None:
+                self.net.to(None)
+
+    def _go(self, signals):
         at, options = self.at, self.options
         limit = options.max_iterations or math.inf
         total = min(options.epochs * len(self.queue), limit)
@@ -142,6 +181,7 @@ class _Run:
                             break
                         if self._checkpoint_is_due():
                             self._save()
+                self._catch_up()
                 loss = at.loss / at.images if at.images else loss
                 if at.batch == len(self.queue):
                     self._end_epoch((at.images - images) / (time.monotonic() - started))
@@ -158,32 +198,54 @@ class _Run:
         return Result(stopped, at.epoch - 1, at.iteration, loss, rate, at.seconds)
 
     def _step(self, images, labels):
-        at, count = self.at, images.batch.count
-        started = time.monotonic()
-        self.world.net.doing = f"epoch {at.epoch}, iteration {at.iteration + 1}"
+        at = self.at
+        shown = _Shown(at.iteration + 1, images.batch.count, time.monotonic())
+        self.world.net.doing = f"epoch {at.epoch}, iteration {shown.iteration}"
+        at.batch, at.iteration = at.batch + 1, at.iteration + 1
+        if self.recorded is not None:
+            self._catch_up(AHEAD)
+            self.under_way.append((self.recorded.start(images), shown))
+            return
         (loss, correct), gradients, state = self.gradient(self.net, images, labels)
-        loss, correct = float(loss), float(correct)
+        loss = float(loss)
         if not math.isfinite(loss):
-            self._blame(images, labels, loss)
+            self._blame(images, labels, loss, shown)
         self.net.state = state
         self.net.parameters = self.optimizer(self.net.parameters, gradients)
-        at.batch, at.iteration = at.batch + 1, at.iteration + 1
+        self._account(shown, loss, float(correct))
+
+    def _catch_up(self, left=0):
+        """Take the results of the steps under way on a GPU, but for the last `left`."""
+        while len(self.under_way) > left:
+            handle, shown = self.under_way.popleft()
+            loss, correct = self.recorded.finish(handle)
+            if not math.isfinite(loss):
+                raise Fault(
+                    f"the loss is {loss} at epoch {self.at.epoch}, iteration {shown.iteration}; "
+                    f"{self._advice()}"
+                )
+            self._account(shown, loss, correct)
+
+    def _account(self, shown, loss, correct):
+        """Add a step's results to the sums and show them."""
+        at, count = self.at, shown.count
         at.loss, at.correct = at.loss + loss * count, at.correct + correct
         at.images, at.all_images = at.images + count, at.all_images + count
         now = time.monotonic()
         at.seconds = now - self.began
-        rate, accuracy = count / (now - started), correct / count
-        self.console.iteration(at.epoch, at.iteration, loss, rate, accuracy)
-        self._record("iteration", at.epoch, loss, rate, accuracy)
+        rate, accuracy = count / (now - shown.started), correct / count
+        self.console.iteration(at.epoch, shown.iteration, loss, rate, accuracy)
+        self._write("iteration", at.epoch, loss, rate, accuracy, shown.iteration)
 
-    def _record(self, kind, epoch, loss, rate, accuracy):
+    def _write(self, kind, epoch, loss, rate, accuracy, iteration=None):
         """Write to metrics.jsonl; all ranks raise what goes wrong, at the next checkpoint."""
         if self.metrics is None or self.problem:
             return
         at, learning_rate = self.at, self.optimizer.learning_rate
+        iteration = at.iteration if iteration is None else iteration
         try:
             self.metrics.record(
-                kind, epoch, at.iteration, loss, learning_rate, rate, at.seconds, accuracy
+                kind, epoch, iteration, loss, learning_rate, rate, at.seconds, accuracy
             )
         except UserError as problem:
             self.problem = problem
@@ -192,23 +254,23 @@ class _Run:
         at = self.at
         loss, accuracy = at.loss / at.images, at.correct / at.images
         found = None
-        self._record("epoch", at.epoch, loss, rate, accuracy)
+        self._write("epoch", at.epoch, loss, rate, accuracy)
         if self.options.validation is not None:
             found = evaluate(self.net, self.options.validation, world=self.world)
-            self._record("validation", at.epoch, found.loss, rate, found.accuracy)
+            self._write("validation", at.epoch, found.loss, rate, found.accuracy)
         self.console.epoch(
             at.epoch, loss, rate, at.seconds, accuracy, found.accuracy if found else None
         )
         at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, 0.0, 0
 
-    def _blame(self, images, labels, loss):
+    def _blame(self, images, labels, loss, shown):
         """Raise the Fault of a loss that is not finite, naming the ranks whose images made it."""
         (own, _), _, _ = value_and_grad(model_loss)(self.net, images, labels)
         ranks = self.world.gather(not np.isfinite(own.local()).all())
         guilty = [str(r) for r, bad in enumerate(self.world.broadcast(ranks)) if bad]
         where = f"rank {', '.join(guilty)}" if len(guilty) < self.world.size else "all ranks"
         raise Fault(
-            f"the loss is {loss} at epoch {self.at.epoch}, iteration {self.at.iteration + 1}, on "
+            f"the loss is {loss} at epoch {self.at.epoch}, iteration {shown.iteration}, on "
             f"{where}; {self._advice()}"
         )
 
@@ -217,9 +279,10 @@ class _Run:
         return every and self.at.iteration % every == 0
 
     def _tables(self):
+        self._catch_up()
         return {
-            "learnables": self.net.parameters,
-            "state": self.net.state,
+            "learnables": {name: np.asarray(a) for name, a in self.net.parameters.items()},
+            "state": {name: np.asarray(a) for name, a in self.net.state.items()},
             "optimizer": self.optimizer.state(),
         }
 

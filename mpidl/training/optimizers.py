@@ -43,10 +43,12 @@ class SGDM:
             hint = options.nearest(unknown[0], parameters)
             raise ValueError(f"l2_factors: unknown parameter {unknown[0]}{hint}")
         weights = list(parameters.values())
-        if not self.velocity:
-            self.velocity = {name: np.zeros(w.shape, w.dtype) for name, w in parameters.items()}
+        self.prepare(parameters)
         single = all(w.dtype == np.float32 for w in (*weights, *self.velocity.values()))
-        stepped = backends.of_type(np.float32 if single else np.float64).sgdm(
+        backend = backends.of_type(np.float64)
+        if weights and single:
+            backend = backends.of_array(weights[0])
+        stepped = backend.sgdm(
             weights,
             [gradients[name] for name in parameters],
             [self.velocity[name] for name in parameters],
@@ -56,12 +58,23 @@ class SGDM:
         )
         return dict(zip(parameters, stepped, strict=True))
 
+    def prepare(self, parameters):
+        """Have velocities where the parameters lie: zero before the first step."""
+        if not self.velocity:
+            self.velocity = {
+                name: backends.of_array(w).zeros_like(w) for name, w in parameters.items()
+            }
+        for name, w in parameters.items():
+            v = self.velocity.get(name)
+            if isinstance(v, np.ndarray) and not isinstance(w, np.ndarray):
+                self.velocity[name] = w.backend.array.placed(v, w)
+
     def _factor(self, name):
         return self.l2_factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
 
     def state(self):
         """{name: array} of all that a checkpoint needs beside the options."""
-        return {f"velocity.{name}": array.copy() for name, array in self.velocity.items()}
+        return {f"velocity.{name}": np.array(array) for name, array in self.velocity.items()}
 
     def load_state(self, state):
         """Take what `state` gave. Raises ValueError for anything else."""

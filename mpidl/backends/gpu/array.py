@@ -20,6 +20,7 @@ from mpidl.blocks import LANES
 IMAGES = (0, 4, 2, 3, 1)  # of (blocks, C, H, W, 16): as memory orders them
 VALUES = (0, 2, 1)  # of (blocks, F, 16)
 FILTERS = (0, 2, 3, 1)  # of (K, C, R, S)
+PART = 64  # floats: where one of several arrays in one piece of memory may begin
 
 
 def order_of_lanes(dims):
@@ -157,16 +158,47 @@ def lanes(array):
 def filters(array, image_shape=None):
     """Upload weights: (K, C, R, S), or (K, F) that go with images of `image_shape`."""
     array = np.asarray(array)
-    dims = array.shape
-    if array.ndim == 2 and image_shape is not None and len(image_shape) == 3:
-        dims = (len(array), *image_shape)
-    return _upload(array, dims, FILTERS if len(dims) == 4 else range(len(dims)))
+    return _upload(array, *layout_of_weights(array.shape, image_shape))
+
+
+def layout_of_weights(shape, image_shape=None):
+    """(dims, order) of weights: see `filters`."""
+    if len(shape) == 2 and image_shape is not None and len(image_shape) == 3:
+        shape = (shape[0], *image_shape)
+    return shape, FILTERS if len(shape) == 4 else tuple(range(len(shape)))
 
 
 def plain(array):
     """Upload an array in C order."""
     array = np.asarray(array)
     return _upload(array, array.shape, range(array.ndim))
+
+
+def placed(value, like):
+    """Upload a NumPy array of the shape of `like`, to lie in memory as that does."""
+    return _upload(np.asarray(value, like.dtype), like.dims, like.order)
+
+
+def together(arrays, image_shapes):
+    """Upload {name: float32 array} into one piece of memory; {name: Array}.
+
+    image_shapes: {name: shape of the images that a weight goes with}, see `filters`.
+    """
+    from mpidl.backends.gpu import run
+
+    places, at = {}, 0
+    for name, value in arrays.items():
+        value = np.asarray(value, np.float32)
+        places[name] = at, value, *layout_of_weights(value.shape, image_shapes.get(name))
+        at += -(-value.size // PART) * PART
+    whole = run.persistent((at,))
+    found = {}
+    for name, (start, value, dims, order) in places.items():
+        array = whole.part(start, value.shape)
+        array.dims, array.order = dims, order
+        run.upload(array, in_memory(value, dims, order))
+        found[name] = array
+    return found
 
 
 def _upload(array, dims, order):

@@ -79,7 +79,16 @@ class Eager:
         self.device.launch(load(launch), launch)
 
     def scalar(self, name, value, dtype):
-        return constant(np.array([value], dtype))
+        return _uploaded(np.atleast_1d(np.asarray(value, dtype)))
+
+    def exchange(self, world, tree, matrix, combine):
+        """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
+        nodes = download(matrix).reshape(matrix.shape)
+        return _uploaded(world.exchange(tree, nodes, combine))
+
+    def between(self, mover, source, target):
+        """Have all ranks' rows of `source` gathered in `target`."""
+        mover.allgather(source, target)
 
     def table(self, rows):
         table = Table(rows, None)
@@ -138,8 +147,8 @@ def launch(name, grid, block, *arguments, shared=0, defines=None):
 
 
 def scalar(name, value, dtype=np.float32):
-    """A number that may change from step to step, as an Array (1,): a recorded program reads it
-    from memory under this name, so that replays can be given another."""
+    """A number or a row of them that may change from step to step, as an Array (n,): a recorded
+    program reads it from memory under this name, so that replays can be given another."""
     return _sink.scalar(name, value, np.dtype(dtype))
 
 

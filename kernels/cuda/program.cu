@@ -1,0 +1,26 @@
+// The two ends of a recorded step: what the host says of this step, and what it will be told.
+
+// The host writes one row of `ring` for each step, in pinned memory, and runs on; `counter` counts
+// the steps on the device. This step's row is copied to where all kernels of the program read it.
+extern "C" __global__ void __launch_bounds__(256)
+program_begin(const int* __restrict__ ring, int rows, int words, int* __restrict__ counter,
+              int* __restrict__ controls) {
+  __shared__ int row;
+  if (threadIdx.x == 0) {
+    row = counter[0] % rows;
+    counter[0] = counter[0] + 1 == rows ? 0 : counter[0] + 1;
+    counter[1] = row;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < words; i += blockDim.x)
+    controls[i] = ring[(long long)row * words + i];
+}
+
+// results[row][i] = *addresses[i], in pinned memory, for the row that program_begin took.
+extern "C" __global__ void __launch_bounds__(32)
+program_end(const long long* __restrict__ addresses, int count, const int* __restrict__ counter,
+            double* __restrict__ results) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x)
+    results[(long long)counter[1] * count + i] =
+        *reinterpret_cast<const double*>(addresses[i]);
+}

@@ -1,0 +1,322 @@
+"""A step recorded once and replayed: launches, with all of their memory planned beforehand.
+
+`Recorder` stands where launches are taken (`run.through`) while the step's Python runs once:
+nothing is computed, and every launch, with the arrays it takes, is written down. `finish` then
+
+- gives each array that the step made a place in one slab, by how long it is needed;
+- puts numbers that change from step to step (how many images, which, the rate) into `controls`,
+  which the first kernel fills from a row of pinned memory that the host writes before each step;
+- cuts the launches into segments where the ranks exchange sums through host memory, and captures
+  each segment as one CUDA graph.
+
+A replay allocates nothing, waits for nothing, and costs the host one launch a segment.
+"""
+
+import numpy as np
+
+from mpidl.backends.gpu import kernels, run
+from mpidl.backends.gpu.array import Array
+
+ROWS = 8  # steps that may be under way at a time
+
+
+class Planned:
+    """Memory a step needs between its launches `first` and `last`; its address comes last."""
+
+    def __init__(self, nbytes):
+        self.nbytes = -(-max(nbytes, 1) // run.ALIGNED) * run.ALIGNED
+        self.address, self.first, self.last = None, None, None
+
+
+class Copy:
+    """A step that copies one Array over another of the same size."""
+
+    captured = True
+
+    def __init__(self, target, source):
+        self.target, self.source = target, source
+
+    def play(self, device):
+        device.copy(self.target.address, self.source.address, self.source.nbytes)
+
+
+class Kernel:
+    """A step that launches a kernel."""
+
+    captured = True
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def play(self, device):
+        device.launch(run.load(self.launch), self.launch)
+
+
+class Exchange:
+    """A step in which the ranks add up their nodes through host memory: `target` gets the root.
+
+    world.exchange(tree, matrix, combine) does it; the host waits for the device before, and goes on
+    as soon as the root is on its way back.
+    """
+
+    captured = False
+
+    def __init__(self, device, world, tree, matrix, combine, target):
+        self.world, self.tree, self.combine = world, tree, combine
+        self.matrix, self.target = matrix, target
+        self.nodes = device.pinned(max(matrix.nbytes, 1))[: matrix.nbytes]
+        self.nodes = self.nodes.view(matrix.dtype).reshape(matrix.shape)
+        self.root = device.pinned(target.nbytes).view(target.dtype).reshape(target.shape)
+
+    def play(self, device):
+        if self.nodes.size:
+            device.download(self.nodes, self.matrix.address)
+        device.synchronize()
+        # a copy: the fold writes into what it is given, and may keep it
+        self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
+        device.upload(self.target.address, self.root)
+
+
+class Between:
+    """A step that moves nodes between GPUs directly: mover.allgather(source, target)."""
+
+    def __init__(self, mover, source, target):
+        self.mover, self.source, self.target = mover, source, target
+        self.captured = mover.captured
+
+    def play(self, device):
+        self.mover.allgather(self.source, self.target)
+
+
+class Recorder:
+    """Takes the launches of one step instead of the device; see the module."""
+
+    def __init__(self, device):
+        self.device = device
+        self.steps, self.planned, self.tables, self.carried = [], [], [], []
+        self.controls = Planned(0)  # its size is known last
+        self.slots, self.words = {}, 0  # {name: (Array, initial value)}
+        self.touched = {}  # {id(buffer): (first step, last step)} of memory that stays
+        self.kept = []
+
+    # what run's functions ask of it
+
+    def empty(self, nbytes):
+        made = Planned(nbytes)
+        self.planned.append(made)
+        return made
+
+    def launch(self, launch):
+        arrays = []
+        for value in launch.arguments:
+            arrays += value.arrays if isinstance(value, run.Table) else [value]
+        self._step(Kernel(launch), arrays)
+
+    def scalar(self, name, value, dtype):
+        value = np.atleast_1d(np.asarray(value, dtype))
+        if name not in self.slots:
+            at = -(-self.words // 2) * 2  # 8-byte numbers lie on 8 bytes
+            self.words = at + -(-value.nbytes // 4)
+            array = Array(self.controls, dtype, value.shape, offset=4 * at)
+            self.slots[name] = (array, value)
+        array, _ = self.slots[name]
+        if array.dtype != dtype or array.shape != value.shape:
+            raise ValueError(f"{name} is {array.shape} of {array.dtype} in this step already")
+        return array
+
+    def table(self, rows):
+        made = run.Table(rows, run.persistent((len(rows), len(rows[0])), np.int64))
+        self.tables.append(made)
+        return made
+
+    # steps that are no kernels
+
+    def exchange(self, world, tree, matrix, combine):
+        """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
+        target = run.empty(matrix.shape[1:], matrix.dtype)
+        self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
+        return target
+
+    def between(self, mover, source, target):
+        """Have all ranks' rows of `source` gathered in `target`."""
+        self._step(Between(mover, source, target), [source, target])
+
+    def carry(self, new, old):
+        """The next step finds `new` where this one found `old`."""
+        self.carried.append((new, old))
+
+    def _step(self, step, arrays):
+        at = len(self.steps)
+        for array in arrays:
+            if array is None:
+                continue
+            buffer = array.buffer
+            if isinstance(buffer, Planned):
+                buffer.first = at if buffer.first is None else buffer.first
+                buffer.last = at
+            else:
+                first, _ = self.touched.get(id(buffer), (at, at))
+                self.touched[id(buffer)] = first, at
+        self.steps.append(step)
+
+    # the end
+
+    def finish(self, outputs, graphs=True):
+        """The Program. outputs: {name: Array () float64} that the host is told after each step."""
+        self._carry()
+        ends = list(outputs.values())
+        addresses = self.table([[array] for array in ends])
+        counter = run.persistent((2,), np.int32)
+        words = max(self.words, 1)
+        ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
+        results = self.device.pinned(8 * max(len(ends), 1) * ROWS).view(np.float64)
+        results = results.reshape(ROWS, max(len(ends), 1))
+        controls = run.persistent((words,), np.int32)
+        self.controls.address = controls.address
+        self.launch(
+            kernels.make(
+                "program_end",
+                1,
+                32,
+                (addresses, len(ends), counter, _seen(results, np.float64)),
+            )
+        )
+        begin = kernels.make(
+            "program_begin", 1, 256, (_seen(ring, np.int32), ROWS, words, counter, controls)
+        )
+        slab = self._plan()
+        self.steps.insert(0, Kernel(begin))
+        for table in self.tables:
+            self.device.upload(table.address, table.filled())
+        self.device.synchronize()
+        return Program(
+            self.device,
+            _segments(self.steps),
+            ring,
+            results,
+            self.slots,
+            list(outputs),
+            (slab, controls, counter, self.tables),
+            slab.nbytes,
+            graphs,
+        )
+
+    def _carry(self):
+        """Let a new array take the old one's memory where nobody reads the old one later."""
+        for new, old in self.carried:
+            buffer = new.buffer
+            if isinstance(buffer, Planned) and buffer.address is None:
+                _, last_read = self.touched.get(id(old.buffer), (0, -1))
+                together = new.offset == old.offset and new.nbytes == old.nbytes
+                room = getattr(old.buffer, "nbytes", 0) >= buffer.nbytes
+                if together and room and (buffer.first is None or last_read <= buffer.first):
+                    buffer.address = old.buffer.address
+                    continue
+            if _place(new) != _place(old):
+                self._step(Copy(old, new), [new, old])
+
+    def _plan(self):
+        """Give every planned buffer its address in one slab; returns the slab's owner.
+
+        Greedy by size (Pisarchyk and Lee, "Efficient memory management for deep neural net
+        inference", 2020, section 5.3): the largest first, each at the lowest place that no buffer
+        needed at the same time has.
+        """
+        todo = [b for b in self.planned if b.address is None and b.first is not None]
+        todo.sort(key=lambda b: (-b.nbytes, b.first))
+        placed, total = [], 0
+        for buffer in todo:
+            at = 0
+            for start, stop, first, last in sorted(placed):
+                if buffer.first <= last and first <= buffer.last:
+                    if start - at >= buffer.nbytes:
+                        break
+                    at = max(at, stop)
+            buffer.address = at
+            placed.append((at, at + buffer.nbytes, buffer.first, buffer.last))
+            total = max(total, at + buffer.nbytes)
+        slab = self.device.allocate(max(total, 1))
+        for buffer in todo:
+            buffer.address += slab.address
+        slab.nbytes = total
+        return slab
+
+
+def _place(array):
+    """Where an array lies, as far as it is known."""
+    known = array.buffer.address is not None
+    return array.address if known else (array.buffer, array.offset)
+
+
+def _seen(pinned, dtype):
+    """Pinned host memory as kernels see it: at its own address."""
+    holder = run.Block(pinned.ctypes.data, pinned.nbytes)
+    return Array(holder, dtype, pinned.shape)
+
+
+def _segments(steps):
+    """The steps as lists: those that can be captured together, and each other one by itself."""
+    found = []
+    for step in steps:
+        if step.captured and found and found[-1][0].captured:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return found
+
+
+class Program:
+    """A recorded step. `run` starts it, `results` waits for what it found.
+
+    nbytes: of its slab.
+    """
+
+    def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
+        self.device, self.segments, self.nbytes = device, segments, nbytes
+        self.ring, self.found, self.slots, self.names = ring, results, slots, names
+        self.owners = owners  # of memory that the launches point to
+        self.started, self.marks, self.graphs = 0, [None] * ROWS, None
+        for launch in self.launches():
+            run.load(launch)  # compiled before anything is captured
+        if graphs:
+            self.graphs = [
+                self._capture(segment) if segment[0].captured else None for segment in segments
+            ]
+
+    def launches(self):
+        """The Launches, in order."""
+        return [s.launch for segment in self.segments for s in segment if isinstance(s, Kernel)]
+
+    def _capture(self, segment):
+        return self.device.capture(lambda: [step.play(self.device) for step in segment])
+
+    def run(self, **values):
+        """Start a step with these numbers, by the names `run.scalar` was given; those that are not
+        said are as they were recorded. Returns what `results` takes."""
+        row = self.started % ROWS
+        if self.marks[row] is not None:
+            self.device.wait(self.marks[row])
+        unknown = [name for name in values if name not in self.slots]
+        if unknown:
+            raise ValueError(f"the step reads no {unknown[0]}, but {', '.join(self.slots)}")
+        for name, (array, initial) in self.slots.items():
+            at = array.offset // 4
+            value = np.asarray(values.get(name, initial), array.dtype).reshape(array.shape)
+            self.ring[row, at : at + -(-value.nbytes // 4)].view(array.dtype)[...] = value
+        for i, segment in enumerate(self.segments):
+            if self.graphs and self.graphs[i] is not None:
+                self.graphs[i].launch()
+            else:
+                for step in segment:
+                    step.play(self.device)
+        self.marks[row] = self.device.mark()
+        self.started += 1
+        return self.started - 1
+
+    def results(self, started):
+        """{name: number} of a step: waits for it. At most ROWS steps later it is forgotten."""
+        if self.started - started > ROWS:
+            raise ValueError(f"step {started} is too long ago, {self.started} were started")
+        self.device.wait(self.marks[started % ROWS])
+        row = self.found[started % ROWS]
+        return dict(zip(self.names, map(float, row), strict=True))

@@ -1,0 +1,117 @@
+"""Sums over the ranks whose terms lie on GPUs: what `World.gplus` does with them.
+
+Each rank has folded its share to its maximal nodes. One rank alone has the root already. Several
+exchange nodes, through pinned host memory and MPI or, where there is a mover (`comm.nccl`), from
+GPU to GPU; either way the same operands are combined in the same order: the same bytes.
+"""
+
+import numpy as np
+
+from mpidl.backends.gpu import elementwise, fold, run
+from mpidl.fold import Late, Partial, add
+
+
+class Counts:
+    """Says to ops on a GPU how many images there are: `blocks.Batch.device`.
+
+    count: of the mini-batch whose numbers are read; where None, that of the Batch itself.
+    """
+
+    def __init__(self):
+        self.count = None
+
+    def valid(self, batch):
+        """How many images this rank's share holds: (1,) int32."""
+        first, last = batch.images
+        return run.scalar("valid", last - first, np.int32)
+
+    def per_image(self, batch):
+        """1 / count."""
+        return Late(
+            lambda: 1.0 / (self.count or batch.count),
+            run.scalar("per_image", 1.0 / batch.count, np.float64),
+        )
+
+
+class Pending:
+    """One number that is folded but not yet told to the host: float() waits for it."""
+
+    shape, dtype = (), np.dtype(np.float64)
+
+    def __init__(self, partial, roots):
+        self.partial, self.roots = partial, roots
+
+    def finish(self, roots):
+        """The number, given those that the roots hold."""
+        return float(self.partial.finish([np.float64(root) for root in roots]))
+
+    def __float__(self):
+        return self.finish([float(root) for root in self.roots])
+
+
+def on_device(value):
+    """Whether a Partial's terms lie on a GPU."""
+    return isinstance(value, Partial) and any(isinstance(t.nodes, fold.Nodes) for t in value.terms)
+
+
+def gplus(partials, world):
+    """{name: sum over all ranks} of {name: Partial on this device}: an Array, or a Pending where it
+    is one number of the step's results. Collective."""
+    roots, groups = {}, {}
+    for name, partial in partials.items():
+        for index, term in enumerate(partial.terms):
+            if world.size == 1:
+                roots[name, index] = term.nodes.matrix.row(0)
+            else:
+                key = (term.tree, term.combine, term.dtype)
+                groups.setdefault(key, []).append((name, index, term.nodes.matrix))
+    for (tree, combine, dtype), members in groups.items():
+        matrix = members[0][2]
+        if len(members) > 1:
+            matrix = elementwise.pack([m for *_, m in members], len(tree.nodes[tree.rank]), dtype)
+        root, at = _exchange(world, tree, matrix, combine), 0
+        for name, index, member in members:
+            width = member.shape[1]
+            roots[name, index] = root.part(at, (width,))
+            at += width
+    return {
+        name: _finish(name, partial, [roots[name, i] for i in range(len(partial.terms))])
+        for name, partial in partials.items()
+    }
+
+
+def _exchange(world, tree, matrix, combine):
+    mover = getattr(world, "mover", None)
+    if mover is None or combine is not add:
+        return run.sink().exchange(world, tree, matrix, combine)
+    most = max(len(nodes) for nodes in tree.nodes)
+    width = matrix.shape[1]
+    gathered = run.empty((world.size, most, width), matrix.dtype)
+    run.sink().between(mover, fold.padded(matrix, most), gathered)
+    return fold.fold_all(fold.unpadded(gathered, tree), tree)
+
+
+def _finish(name, partial, roots):
+    """What `Partial.finish` computes, on the device."""
+    if partial.shape == ():
+        return Pending(partial, roots)
+    total = None
+    for term, root in zip(partial.terms, roots, strict=True):
+        if isinstance(term.scale, Late):
+            raise TypeError(
+                f"{name or 'a sum'}: a sum of arrays divided by the number of images has no GPU "
+                "kernel: run with --device cpu"
+            )
+        value = root if term.scale == 1.0 else elementwise.scaled(root, term.scale)
+        total = value if total is None else total + value
+    if partial.dtype != total.dtype:
+        raise TypeError(f"{name or 'a sum'}: {total.dtype} on a GPU cannot become {partial.dtype}")
+    layout = next((t.nodes.like for t in partial.terms if t.nodes.like is not None), None)
+    if layout is None:
+        total.shape = total.dims = partial.shape
+        total.order = tuple(range(len(partial.shape)))
+    else:
+        total.shape, total.dims, total.order = layout.shape, layout.dims, layout.order
+    if partial.once is not None:
+        total = total + partial.once
+    return total

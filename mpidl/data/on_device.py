@@ -1,0 +1,124 @@
+"""The training set as a recorded step on a GPU reads it: by sample number, from device memory."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu import images as kernels
+from mpidl.backends.gpu.program import ROWS
+from mpidl.blocks import Blocked, share
+from mpidl.data.queue import MinibatchQueue
+
+RESIDENT = 0.5  # of the device's memory, which a data set may take to be kept there whole
+
+
+class Feed(NamedTuple):
+    """This rank's part of one mini-batch, for a step that was recorded for whole ones.
+
+    batch: the mini-batch's own Batch; indices: the samples of this rank's share, as a whole
+    mini-batch is shared; pixels: theirs, where they do not lie on the device.
+    """
+
+    batch: Any
+    indices: np.ndarray
+    pixels: Any
+
+
+class DeviceQueue(MinibatchQueue):
+    """A MinibatchQueue that delivers (Feed, None): which samples, and their pixels where the data
+    set is too large for the device.
+
+    The shares are those of whole mini-batches, in a smaller last one too: a recorded step finds
+    there fewer images in the same places.
+    """
+
+    def __init__(self, datastore, batch_size, seed, world, shuffle):
+        super().__init__(datastore, batch_size, seed, world, shuffle)
+        nbytes = len(datastore) * int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
+        self.resident = nbytes <= RESIDENT * world.device.memory
+        self.whole = share(self.batch_size, world, device=world.counts)
+        self.labels = np.ascontiguousarray(datastore.labels, np.int32)
+
+    def epoch(self, epoch, start=0):
+        self.device = None  # nothing is uploaded on the way: `Feed` goes to the step as it is
+        return super().epoch(epoch, start)
+
+    def _read(self, indices, epoch):
+        first, last = (min(edge * 16, len(indices)) for edge in self.whole.tree.run)
+        mine = indices[first:last]
+        batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
+        return Feed(batch, mine, None if self.resident else self.datastore.read(mine)), None
+
+    def reader(self):
+        """The Reader of this data set: made once, before the step is recorded."""
+        return Reader(self)
+
+
+class Reader:
+    """Where a recorded step finds images and labels, and what the host says of each step.
+
+    The data set lies on the device, in uint8 or float32 as the datastore has it, or, where it is
+    too large, the mini-batches under way do: the host writes them to pinned memory and a second
+    stream uploads them.
+    """
+
+    def __init__(self, queue):
+        self.whole, self.device = queue.whole, queue.world.device
+        store, first, last = queue.datastore, *queue.whole.images
+        self.size = last - first
+        self.resident = queue.resident
+        self.bounds = (int(queue.labels.min()), int(queue.labels.max()))
+        self.labels = array.plain(queue.labels)
+        count = len(store) if self.resident else ROWS * max(self.size, 1)
+        self.pixels = run.persistent((count, *store.image_shape), store.dtype)
+        if self.resident:
+            self._upload(store)
+        else:
+            shape = (ROWS, max(self.size, 1), *store.image_shape)
+            nbytes = int(np.prod(shape)) * store.dtype.itemsize
+            self.staged = self.device.pinned(nbytes).view(store.dtype).reshape(shape)
+            self.row = 0
+
+    def _upload(self, store):
+        step = max(1, (64 << 20) // max(1, self.pixels.nbytes // len(store)))
+        for start in range(0, len(store), step):
+            part = np.ascontiguousarray(store.read(np.arange(start, min(start + step, len(store)))))
+            target = self.pixels.part(start * int(np.prod(store.image_shape)), part.shape)
+            run.upload(target, part)
+            self.device.synchronize()  # before `part` goes
+
+    def read(self):
+        """(images, labels) of the step being recorded, Blocked."""
+        whole = self.whole
+        blocks = whole.blocks
+        none = np.zeros(blocks * 16, np.int32)
+        samples = run.scalar("samples", none, np.int32)
+        places = samples if self.resident else run.scalar("places", none, np.int32)
+        valid = whole.counts()
+        lanes = kernels.images(self.pixels, indices=places, counts=valid, blocks=blocks)
+        labels = kernels.labels(self.labels, samples, valid, blocks)
+        labels.bounds = self.bounds
+        return Blocked(lanes, whole), Blocked(labels, whole)
+
+    def values(self, feed):
+        """What `Program.run` is told of a Feed; uploads its pixels where they are not there."""
+        count, mine = feed.batch.count, len(feed.indices)
+        samples = np.zeros(self.whole.blocks * 16, np.int32)
+        samples[:mine] = feed.indices
+        values = {"samples": samples, "valid": mine, "per_image": 1.0 / count}
+        if not self.resident:
+            values["places"] = np.zeros(len(samples), np.int32)
+            values["places"][:mine] = self.row * max(self.size, 1) + np.arange(mine)
+            self._stage(feed.pixels)
+        return values
+
+    def _stage(self, pixels):
+        """Called with at most ROWS - 1 steps under way, so that nobody reads this row any more."""
+        if len(pixels):
+            row = self.staged[self.row, : len(pixels)]
+            row[...] = pixels
+            start = self.row * max(self.size, 1) * int(np.prod(pixels.shape[1:]))
+            token = self.device.stage(self.pixels.part(start, row.shape).address, row)
+            self.device.after(token)
+        self.row = (self.row + 1) % ROWS

@@ -1,0 +1,57 @@
+"""The training step on a GPU: recorded once, replayed for every mini-batch."""
+
+from mpidl.backends.gpu import program, run
+from mpidl.backends.gpu.sums import Pending
+
+
+class Step:
+    """gradient(net, images, labels) and the optimizer's step, as one program.
+
+    gradient: what `value_and_grad` made, with its sums reduced; its value is a tuple of scalars.
+    reader: gives the images and labels of the step, and takes those of each mini-batch
+    (`data.on_device.Reader`). The network's parameters and state, and the optimizer's, lie on the
+    device and are updated where they lie.
+    """
+
+    def __init__(self, net, optimizer, gradient, reader, counts, graphs=True):
+        self.optimizer, self.reader, self.counts = optimizer, reader, counts
+        optimizer.prepare(net.parameters)
+        device = run.device()
+        recorder = program.Recorder(device)
+        with run.through(recorder):
+            images, labels = reader.read()
+            self.value, gradients, state = gradient(net, images, labels)
+            parameters = optimizer(net.parameters, gradients)
+            for new, old in ((parameters, net.parameters), (state, net.state)):
+                for name, array in old.items():
+                    if new[name] is not array:
+                        recorder.carry(new[name], array)
+            outputs = {
+                f"{i}.{j}": root
+                for i, pending in enumerate(self.value)
+                for j, root in enumerate(_roots(pending))
+            }
+            self.program = recorder.finish(outputs, graphs)
+
+    def start(self, feed):
+        """Start the step of a mini-batch; returns what `finish` takes. Does not wait."""
+        rates = {"learning_rate": self.optimizer.learning_rate, "momentum": self.optimizer.momentum}
+        return self.program.run(**self.reader.values(feed), **rates), feed.batch.count
+
+    def finish(self, started):
+        """The value of a step: waits for it."""
+        number, count = started
+        found = self.program.results(number)
+        self.counts.count = count
+        value = tuple(
+            pending.finish([found[f"{i}.{j}"] for j in range(len(pending.roots))])
+            for i, pending in enumerate(self.value)
+        )
+        self.counts.count = None
+        return value
+
+
+def _roots(pending):
+    if not isinstance(pending, Pending):
+        raise TypeError(f"a step on a GPU gives numbers summed over its images, got {pending!r}")
+    return pending.roots
