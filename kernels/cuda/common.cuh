@@ -1,0 +1,81 @@
+// Put before every .cu file as text: names for what CUDA C has no word for. Where kernels run on
+// the CPU (tests/emulator/shim.h) the same names are given there.
+#ifndef MPIDL_EMULATED
+
+typedef unsigned int u32;
+
+// Memory of a block whose size the launch gives.
+#define DYN_SMEM(T, name) extern __shared__ __align__(128) T name[]
+
+// All 32 lanes of a warp take part.
+template <class T> __device__ __forceinline__ T shfl_xor(T v, int mask) {
+    return __shfl_xor_sync(0xffffffffu, v, mask);
+}
+template <class T> __device__ __forceinline__ T shfl_down(T v, int by) {
+    return __shfl_down_sync(0xffffffffu, v, by);
+}
+template <class T> __device__ __forceinline__ T shfl_up(T v, int by) {
+    return __shfl_up_sync(0xffffffffu, v, by);
+}
+template <class T> __device__ __forceinline__ T shfl(T v, int lane) {
+    return __shfl_sync(0xffffffffu, v, lane);
+}
+
+#if __CUDA_ARCH__ >= 800
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+// Copy 16, 8 or 4 bytes from global to shared memory in the background; zeros where not `ok`
+// (`from` must still be an address). They have arrived after cp_wait, for this thread alone.
+__device__ __forceinline__ void cp_async16(void* to, const void* from, bool ok) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+                 :: "r"(shared_address(to)), "l"(from), "r"(ok ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async8(void* to, const void* from, bool ok) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n"
+                 :: "r"(shared_address(to)), "l"(from), "r"(ok ? 8 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async4(void* to, const void* from, bool ok) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n"
+                 :: "r"(shared_address(to)), "l"(from), "r"(ok ? 4 : 0) : "memory");
+}
+// Ends a group of copies; cp_wait<N> waits until at most N groups have not arrived.
+__device__ __forceinline__ void cp_commit() {
+    asm volatile("cp.async.commit_group;\n" ::: "memory");
+}
+template <int N> __device__ __forceinline__ void cp_wait() {
+    asm volatile("cp.async.wait_group %0;\n" :: "n"(N) : "memory");
+}
+
+// Four 8 x 4 matrices of 4-byte elements from shared memory; lane l gives the address of row l % 8
+// of matrix l / 8 and gets element (l / 4, l % 4) of each.
+__device__ __forceinline__ void ldsm4(u32& a, u32& b, u32& c, u32& d, const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(shared_address(row)) : "memory");
+}
+
+// c (16 x 8) += a (16 x 8) b (8 x 8); of a and b the tensor core reads the upper 19 bits.
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif
+#endif
+
+// A float as tensor cores take it, who read its upper 19 bits. TERMS 3: high has those bits, low is
+// what is left, exactly. TERMS 1: high, rounded to nearest once the lower bits are dropped (but for
+// infinity and NaN, which the addition could make a number of).
+template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
+    if (TERMS == 3) {
+        high = value & 0xffffe000u;
+        low = __float_as_uint(__uint_as_float(value) - __uint_as_float(high));
+    } else {
+        high = (~value & 0x7f800000u) ? value + 0x1000u : value;
+        low = 0;
+    }
+}

@@ -1,0 +1,308 @@
+"""A GPU for tests, on the CPU: the Device that kernels/cuda run on where there is none.
+
+Kernels are compiled by g++ (see compiler.py) and run thread by thread (see shim.h). What is wrong
+with them shows: memory starts as NaN, writes next to an allocation and pointers into none are
+errors, copies in the background land when they are waited for and not before.
+"""
+
+import bisect
+import contextlib
+import ctypes
+import time
+import weakref
+
+import numpy as np
+
+from emulator import compiler
+from mpidl.backends.gpu import kernels, run
+
+GUARD = 1024  # bytes before and after each allocation that nothing may write to
+ALIGNED = 256
+
+
+class Memory:
+    """An allocation on the device; it goes back when this is collected."""
+
+    def __init__(self, address, nbytes, array):
+        self.address, self.nbytes, self._array = address, nbytes, array
+
+
+class Kernel:
+    """A compiled kernel: `run` is its C function."""
+
+    def __init__(self, name, library):
+        self.name = name
+        self.run = getattr(library, f"run_{name}")
+        self.run.restype = ctypes.c_char_p
+        self.threads = getattr(library, f"threads_{name}")()  # of its __launch_bounds__
+
+
+class Token:
+    """A point on a stream. `land`: what arrives only once the point is waited for."""
+
+    def __init__(self, moment=None, land=None):
+        self.moment, self.land = moment, land
+
+
+class EmulatedDevice:
+    """The Device protocol on the CPU, one stream, everything at once.
+
+    order: the schedule, 0 forward, 1 reverse, 2 random; truncate: tensor cores round towards zero.
+    architecture, processors, shared: what it says of itself.
+    """
+
+    name = "emulated GPU"
+    memory = 1 << 33
+
+    def __init__(
+        self, order=0, truncate=False, architecture="sm_90", processors=132, shared=232448
+    ):
+        self.order, self.truncate = order, truncate
+        self.architecture, self.processors, self.shared = architecture, processors, shared
+        self.launched = []  # the names of the kernels, in order
+        self._regions = {}  # {address: bytes} of all memory that a kernel may touch
+        self._guards = {}  # {address: its two guards, each (address, bytes, pattern)}
+        self._starts = None  # sorted addresses, and the guards as an array, until one changes
+        self._pinned = {}
+        self._arriving = []  # downloads to pinned memory that have not been waited for
+        self._downloads = 0  # how many there were in all
+        self._recorded = None  # of a capture: its nodes
+
+    # Memory
+
+    def allocate(self, nbytes):
+        self._not_captured("allocates memory")
+        return Memory(*self._take(nbytes))
+
+    def _take(self, nbytes):
+        raw = np.full(nbytes + 2 * GUARD + ALIGNED, 0xFF, np.uint8)
+        address = -(-(raw.ctypes.data + GUARD) // ALIGNED) * ALIGNED
+        start = address - raw.ctypes.data
+        self._regions[address] = nbytes
+        pattern = _pattern(len(self._guards))
+        self._guards[address] = tuple(
+            (place, GUARD, pattern) for place in (address - GUARD, address + nbytes)
+        )
+        for place, size, _ in self._guards[address]:
+            _fill(place, size, pattern)
+        self._starts = None
+        weakref.finalize(raw, self._forget, address).atexit = False
+        return address, nbytes, raw[start : start + nbytes]
+
+    def _forget(self, address):
+        for table in (self._regions, self._guards, self._pinned):
+            table.pop(address, None)
+        self._starts = None
+
+    def pinned(self, nbytes):
+        self._not_captured("allocates pinned memory")
+        address, nbytes, array = self._take(nbytes)
+        self._pinned[address] = nbytes
+        return array
+
+    def _is_pinned(self, array):
+        address = array.ctypes.data
+        return any(a <= address < a + n for a, n in self._pinned.items())
+
+    def _tables(self):
+        if self._starts is None:
+            guards = [pair for both in self._guards.values() for pair in both]
+            self._starts = sorted(self._regions), np.array(guards, np.int64).reshape(-1, 3)
+        return self._starts
+
+    def _check(self, address, what, nbytes=0):
+        """An address must lie in memory that somebody holds."""
+        starts, _ = self._tables()
+        at = bisect.bisect_right(starts, address) - 1
+        start = starts[at] if at >= 0 else 0
+        if at < 0 or address + nbytes > start + self._regions[start]:
+            raise RuntimeError(f"{what}: address {address:#x} is not in memory of the device")
+
+    # Kernels
+
+    def load(self, unit):
+        self._not_captured("loads kernels")
+        library = compiler.library(unit.text, unit.family, unit.defines)
+        return {name: Kernel(name, library) for name in kernels.signatures(unit.text)}
+
+    def launch(self, handle, launch):
+        grid, block, shared = launch.grid, launch.block, launch.shared
+        threads = int(np.prod(block))
+        if threads % 32 or not 0 < threads <= handle.threads:
+            raise RuntimeError(
+                f"{handle.name}: a block of {threads} threads, made for {handle.threads} at most"
+            )
+        if min(grid) < 1 or max(grid[1:]) > 65535 or grid[0] >= 1 << 31:
+            raise RuntimeError(f"{handle.name}: no device takes a grid of {grid}")
+        if shared > self.shared:
+            raise RuntimeError(f"{handle.name}: {shared} bytes of shared memory of {self.shared}")
+        values = launch.values()
+        for value, parameter in zip(values, launch.parameters, strict=True):
+            if parameter.element is not None and value.value:
+                self._check(value.value, f"{handle.name}: {parameter.name}")
+        self._do(self._run, handle, grid, block, shared, values)
+
+    def _run(self, handle, grid, block, shared, values):
+        self.launched.append(handle.name)
+        pointers = (ctypes.c_void_p * max(len(values), 1))(
+            *[ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values]
+        )
+        _, guards = self._tables()
+        culprit = ctypes.c_longlong()
+        said = handle.run(
+            pointers,
+            (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(*block),
+            ctypes.c_size_t(shared),
+            self.order,
+            int(self.truncate),
+            ctypes.c_void_p(guards.ctypes.data),
+            ctypes.c_longlong(len(guards)),
+            ctypes.byref(culprit),
+        )
+        if said is not None:
+            text = said.decode()
+            if culprit.value >= 0:
+                text += self._place(*map(int, guards[culprit.value]))
+            raise RuntimeError(f"kernel {handle.name}: {text}")
+
+    def _place(self, guard, size, pattern):
+        """Which allocation a guard belongs to; the guard is whole again."""
+        _fill(guard, size, pattern)
+        if guard + GUARD in self._regions:
+            return f", before an allocation of {self._regions[guard + GUARD]} bytes"
+        (nbytes,) = [n for a, n in self._regions.items() if a + n == guard]
+        return f", behind an allocation of {nbytes} bytes"
+
+    def _do(self, function, *arguments):
+        """Do it now, or when the graph that is being captured is launched."""
+        if self._recorded is None:
+            function(*arguments)
+        else:
+            self._recorded.append((function, arguments))
+
+    # Copies
+
+    def upload(self, address, array):
+        if not self._is_pinned(array):
+            self._not_captured("uploads from memory that is not pinned")
+        self._check(address, "upload", array.nbytes)
+        self._do(_move, address, array.ctypes.data, array.nbytes, array)
+
+    def download(self, array, address):
+        self._check(address, "download", array.nbytes)
+        if self._is_pinned(array):
+            self._do(self._download_later, array, address)
+        else:
+            self._not_captured("downloads to memory that is not pinned")
+            _move(array.ctypes.data, address, array.nbytes)
+
+    def _download_later(self, array, address):
+        value = np.empty(array.nbytes, np.uint8)
+        _move(value.ctypes.data, address, array.nbytes)
+        ctypes.memset(array.ctypes.data, 0xFF, array.nbytes)  # what it holds is not known
+        self._arriving.append((array, value))
+        self._downloads += 1
+
+    def copy(self, destination, source, nbytes):
+        self._check(destination, "copy", nbytes)
+        self._check(source, "copy", nbytes)
+        self._do(_move, destination, source, nbytes)
+
+    def stage(self, address, array):
+        self._not_captured("stages an upload")
+        if not self._is_pinned(array):
+            raise RuntimeError("stage: the array's memory is not pinned")
+        self._check(address, "stage", array.nbytes)
+        ctypes.memset(address, 0xFF, array.nbytes)  # lands when it is waited for
+        return Token(land=lambda: _move(address, array.ctypes.data, array.nbytes))
+
+    # The order of things
+
+    def synchronize(self):
+        self._not_captured("synchronizes")
+        self._arrive()
+
+    def _arrive(self, keep=0):
+        """Downloads arrive, but for the last `keep`."""
+        while len(self._arriving) > keep:
+            array, value = self._arriving.pop(0)
+            _move(array.ctypes.data, value.ctypes.data, array.nbytes)
+
+    def mark(self, timed=False):
+        self._not_captured("records an event")
+        before = self._downloads
+        moment = time.perf_counter() if timed else None
+        return Token(moment, lambda: self._arrive(keep=self._downloads - before))
+
+    def wait(self, token):
+        self._not_captured("waits for an event")
+        self._land(token)
+
+    def after(self, token):
+        self._not_captured("waits for the copy stream")
+        self._land(token)
+
+    def _land(self, token):
+        land, token.land = token.land, None
+        if land is not None:
+            land()
+
+    def elapsed(self, a, b):
+        """Milliseconds between two tokens."""
+        return 1e3 * (b.moment - a.moment)
+
+    def capture(self, play):
+        self._not_captured("captures another graph")
+        self._recorded = nodes = []
+        try:
+            play()
+        finally:
+            self._recorded = None
+        return Graph(nodes)
+
+    def _not_captured(self, what):
+        if self._recorded is not None:
+            raise RuntimeError(f"while a graph is being captured, something {what}")
+
+    def close(self):
+        """Nothing is held that is not collected."""
+
+
+class Graph:
+    """What was captured; `launch` does it all, with the addresses that it had then."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def launch(self):
+        for function, arguments in self.nodes:
+            function(*arguments)
+
+
+def _pattern(n):
+    """Eight bytes of a guard: NaN to who reads float or double, and such that no arithmetic on it
+    gives it back (it is a signalling NaN), nor a copy from beside another allocation."""
+    return (0xFFF00000FFA00000 | ((1 + n) % 65536) << 32 | (1 + n) % 65536) - (1 << 64)
+
+
+def _fill(address, nbytes, pattern):
+    value = np.full(nbytes // 8, pattern, np.int64)
+    ctypes.memmove(address, value.ctypes.data, nbytes)
+
+
+def _move(to, source, nbytes, keep=None):
+    ctypes.memmove(to, source, nbytes)
+
+
+@contextlib.contextmanager
+def opened(order=0, **options):
+    """Compute on an EmulatedDevice within the block. Every Array gets an allocation of its own, so
+    that a write beside it is found."""
+    device = run.open(EmulatedDevice(order, **options))
+    run.sink().empty = device.allocate
+    try:
+        yield device
+    finally:
+        run.open(None)
+        device.close()
