@@ -199,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
             pixels[threadIdx.x] = {at.image, at.row * stride_h - top, at.column * stride_w - left};
         }
         __syncthreads();
+#pragma unroll
         for (int t = warp; t < DEPTH; t += WARPS) {
             Pixel at = pixels[t];
             const float* values = dy + (first_pixel + first + t) * K + group * filters;
