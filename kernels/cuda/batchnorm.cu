@@ -1,0 +1,405 @@
+// Batch normalization and ReLU. A value is a matrix (images x pixels, C), C fastest.
+//
+// A block takes the channels of one tile (blockIdx.y) and a run of rows: thread t has channels
+// VEC * (t % tile) on and rows t / tile, t / tile + rows, ..., so that it meets the same channels all
+// the way and neighbours read neighbouring memory. VEC is 4 where C is a multiple of 4, else 1.
+
+constexpr int THREADS = 256;
+constexpr int TOGETHER = 8;  // rows that a sum takes at a time: loads in flight, and short sums
+
+template <int VEC> struct alignas(4 * VEC) Floats {
+  float at[VEC];
+};
+
+template <int VEC> __device__ __forceinline__ Floats<VEC> load(const float* x) {
+  return *reinterpret_cast<const Floats<VEC>*>(x);
+}
+template <int VEC> __device__ __forceinline__ void store(float* x, Floats<VEC> v) {
+  *reinterpret_cast<Floats<VEC>*>(x) = v;
+}
+
+struct Place {
+  int channel, row, rows;  // the first channel; the first row and how many a block takes at a time
+  bool inside;
+};
+
+template <int VEC> __device__ __forceinline__ Place place(int channels, int tile) {
+  Place p;
+  p.channel = VEC * (blockIdx.y * tile + threadIdx.x % tile);
+  p.row = threadIdx.x / tile;
+  p.rows = THREADS / tile;
+  p.inside = p.row < p.rows && p.channel < channels;
+  return p;
+}
+
+// One channel. The separate functions and the fused ones are made of these and give the same bytes.
+__device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
+  return fmaf(x - mean, scale, beta);
+}
+__device__ __forceinline__ float rectified(float x) { return x <= 0 ? 0 : x; }  // NaN stays NaN
+__device__ __forceinline__ float gated(float dy, float y) { return y > 0 ? dy : 0; }
+__device__ __forceinline__ float gradient(float dz, float x, float mean, float a, float b,
+                                          float c) {
+  return fmaf(a, dz, fmaf(x - mean, b, c));
+}
+
+// v of row 0 becomes the sum over the rows of its column, in an order that `tile` fixes.
+template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place p, int tile) {
+  __shared__ double shared[N][THREADS];
+  for (int live = p.rows; live > 1;) {
+    const int half = (live + 1) / 2;
+#pragma unroll
+    for (int k = 0; k < N; ++k) shared[k][threadIdx.x] = v[k];
+    __syncthreads();
+    if (p.row + half < live)
+#pragma unroll
+      for (int k = 0; k < N; ++k) v[k] += shared[k][threadIdx.x + half * tile];
+    __syncthreads();
+    live = half;
+  }
+}
+
+// Leaf blockIdx.x: the sum of n rows, rounded to float32.
+template <int VEC>
+__device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, int channels,
+                                          int tile) {
+  const Place p = place<VEC>(channels, tile);
+  float sum[VEC] = {};
+  if (p.inside) {
+    x += (long long)blockIdx.x * n * channels + p.channel;
+    for (int row = p.row; row < n; row += TOGETHER * p.rows) {
+      Floats<VEC> v[TOGETHER] = {};
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        if (row + i * p.rows < n) v[i] = load<VEC>(x + (long long)(row + i * p.rows) * channels);
+#pragma unroll
+      for (int k = 0; k < VEC; ++k) {
+        float some = v[0].at[k];
+#pragma unroll
+        for (int i = 1; i < TOGETHER; ++i) some += v[i].at[k];
+        sum[k] += some;
+      }
+    }
+  }
+  double total[VEC];
+#pragma unroll
+  for (int k = 0; k < VEC; ++k) total[k] = sum[k];
+  add_rows(total, p, tile);
+  if (p.inside && p.row == 0)
+    for (int k = 0; k < VEC; ++k)
+      leaves[(long long)blockIdx.x * channels + p.channel + k] = (float)total[k];
+}
+
+// leaves (leaves, C) = sum over `images` images each of x, `pixels` rows an image.
+extern "C" __global__ void __launch_bounds__(256)
+channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
+             int channels, int tile) {
+  if (channels % 4 == 0)
+    leaf_sums<4>(x, leaves, images * pixels, channels, tile);
+  else
+    leaf_sums<1>(x, leaves, images * pixels, channels, tile);
+}
+
+// Leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows.
+//
+// In one pass: rows are taken less the leaf's first one, so that a mean far from 0 costs no digits;
+// a few at a time, their mean first and M2 about it; those are merged by Chan's formula. As the row
+// that was subtracted is one of the leaf, the double sums at the end do not cancel by more than n.
+template <int VEC>
+__device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int n, int all,
+                                             int channels, int tile) {
+  const Place p = place<VEC>(channels, tile);
+  float origin[VEC] = {}, mean[VEC] = {}, m2[VEC] = {}, count = 0;
+  if (p.inside && n > 0) {
+    x += (long long)blockIdx.x * all * channels + p.channel;
+    const Floats<VEC> first = load<VEC>(x);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) origin[k] = first.at[k];
+    for (int row = p.row; row < n; row += TOGETHER * p.rows) {
+      const int some = min(TOGETHER, (n - row + p.rows - 1) / p.rows);
+      const float one = 1.0f / some, fraction = some / (count + some), weight = count * fraction;
+      Floats<VEC> v[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        v[i] = i < some ? load<VEC>(x + (long long)(row + i * p.rows) * channels) : first;
+#pragma unroll
+      for (int k = 0; k < VEC; ++k) {
+        float sum = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) sum += v[i].at[k] - origin[k];
+        const float about = sum * one;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+          const float d = v[i].at[k] - origin[k] - about;
+          square = i < some ? fmaf(d, d, square) : square;
+        }
+        const float delta = about - mean[k];
+        mean[k] = fmaf(delta, fraction, mean[k]);
+        m2[k] += fmaf(delta * delta, weight, square);
+      }
+      count += some;
+    }
+  }
+  double total[2 * VEC];
+#pragma unroll
+  for (int k = 0; k < VEC; ++k) {
+    total[k] = (double)count * mean[k];
+    total[VEC + k] = m2[k] + total[k] * mean[k];
+  }
+  add_rows(total, p, tile);
+  if (!p.inside || p.row != 0) return;
+  leaves += blockIdx.x * (1 + 2 * (long long)channels);
+  if (p.channel == 0) leaves[0] = n;
+  for (int k = 0; k < VEC; ++k) {
+    const double shift = n > 0 ? total[k] / n : 0;
+    leaves[1 + p.channel + k] = origin[k] + shift;
+    leaves[1 + channels + p.channel + k] = fmax(total[VEC + k] - total[k] * shift, 0.0);
+  }
+}
+
+// leaves (leaves, 1 + 2C) = (count, mean, M2) over the valid ones of `images` images each.
+extern "C" __global__ void __launch_bounds__(256)
+moments(const float* __restrict__ x, const int* __restrict__ valid, double* __restrict__ leaves,
+        int images, int pixels, int channels, int tile) {
+  const long long before = (long long)blockIdx.x * images;
+  const int here = (int)min((long long)images, max(0ll, valid[0] - before));
+  if (channels % 4 == 0)
+    leaf_moments<4>(x, leaves, here * pixels, images * pixels, channels, tile);
+  else
+    leaf_moments<1>(x, leaves, here * pixels, images * pixels, channels, tile);
+}
+
+// Leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] of n rows; dz is dy, or, where there is a
+// scale, dy where the activation is > 0.
+template <int VEC>
+__device__ __forceinline__ void leaf_products(const float* dy, const float* x, const float* mean,
+                                              const float* scale, const float* beta,
+                                              double* leaves, int n, int channels, int tile) {
+  const Place p = place<VEC>(channels, tile);
+  float sum[2 * VEC] = {};
+  if (p.inside) {
+    const Floats<VEC> m = load<VEC>(mean + p.channel);
+    Floats<VEC> s = {}, t = {};
+    if (scale) s = load<VEC>(scale + p.channel), t = load<VEC>(beta + p.channel);
+    const long long at = (long long)blockIdx.x * n * channels + p.channel;
+    dy += at, x += at;
+    constexpr int FEW = TOGETHER / 2;  // of two arrays
+    for (int row = p.row; row < n; row += FEW * p.rows) {
+      Floats<VEC> g[FEW] = {}, v[FEW] = {};
+#pragma unroll
+      for (int i = 0; i < FEW; ++i)
+        if (row + i * p.rows < n) {
+          const long long from = (long long)(row + i * p.rows) * channels;
+          g[i] = load<VEC>(dy + from);
+          v[i] = load<VEC>(x + from);
+        }
+#pragma unroll
+      for (int k = 0; k < VEC; ++k) {
+        float some = 0, product = 0;
+#pragma unroll
+        for (int i = 0; i < FEW; ++i) {
+          const float y = normalized(v[i].at[k], m.at[k], s.at[k], t.at[k]);
+          const float dz = scale ? gated(g[i].at[k], y) : g[i].at[k];
+          some += dz;
+          product = fmaf(dz, v[i].at[k] - m.at[k], product);
+        }
+        sum[k] += some;
+        sum[VEC + k] += product;
+      }
+    }
+  }
+  double total[2 * VEC];
+#pragma unroll
+  for (int k = 0; k < 2 * VEC; ++k) total[k] = sum[k];
+  add_rows(total, p, tile);
+  if (!p.inside || p.row != 0) return;
+  leaves += blockIdx.x * 2 * (long long)channels;
+  for (int k = 0; k < VEC; ++k) {
+    leaves[p.channel + k] = total[k];
+    leaves[channels + p.channel + k] = total[VEC + k];
+  }
+}
+
+// leaves (leaves, 2C) over `images` images each; scale and beta may be null.
+extern "C" __global__ void __launch_bounds__(256)
+batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
+               const float* __restrict__ mean, const float* __restrict__ scale,
+               const float* __restrict__ beta, double* __restrict__ leaves, int images, int pixels,
+               int channels, int tile) {
+  if (channels % 4 == 0)
+    leaf_products<4>(dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
+  else
+    leaf_products<1>(dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
+}
+
+template <int VEC>
+__device__ __forceinline__ void normalize(const float* x, const float* mean, const float* scale,
+                                          const float* beta, float* y, int relu, long long n,
+                                          int channels, int tile) {
+  const Place p = place<VEC>(channels, tile);
+  if (!p.inside) return;
+  const Floats<VEC> m = load<VEC>(mean + p.channel), s = load<VEC>(scale + p.channel),
+                    t = load<VEC>(beta + p.channel);
+  x += p.channel, y += p.channel;
+  const long long step = (long long)gridDim.x * p.rows;
+  for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
+    Floats<VEC> v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (row + i * step < n) v[i] = load<VEC>(x + (row + i * step) * channels);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (row + i * step < n) {
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+          const float z = normalized(v[i].at[k], m.at[k], s.at[k], t.at[k]);
+          v[i].at[k] = relu ? rectified(z) : z;
+        }
+        store<VEC>(y + (row + i * step) * channels, v[i]);
+      }
+  }
+}
+
+// y = (x - mean) * scale + beta of n rows, or its ReLU.
+extern "C" __global__ void __launch_bounds__(256)
+batchnorm(const float* __restrict__ x, const float* __restrict__ mean,
+          const float* __restrict__ scale, const float* __restrict__ beta, float* __restrict__ y,
+          int relu, long long n, int channels, int tile) {
+  if (channels % 4 == 0)
+    normalize<4>(x, mean, scale, beta, y, relu, n, channels, tile);
+  else
+    normalize<1>(x, mean, scale, beta, y, relu, n, channels, tile);
+}
+
+template <int VEC>
+__device__ __forceinline__ void normalize_back(const float* dy, const float* x, const float* mean,
+                                               const float* scale, const float* beta,
+                                               const float* a, const float* b, const float* c,
+                                               float* dx, long long used, long long n,
+                                               int channels, int tile) {
+  const Place p = place<VEC>(channels, tile);
+  if (!p.inside) return;
+  const Floats<VEC> m = load<VEC>(mean + p.channel), fa = load<VEC>(a + p.channel),
+                    fb = load<VEC>(b + p.channel), fc = load<VEC>(c + p.channel);
+  Floats<VEC> s = {}, t = {};
+  if (scale) s = load<VEC>(scale + p.channel), t = load<VEC>(beta + p.channel);
+  dy += p.channel, x += p.channel, dx += p.channel;
+  const long long step = (long long)gridDim.x * p.rows;
+  for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
+    Floats<VEC> g[4], v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (row + i * step < used) {
+        g[i] = load<VEC>(dy + (row + i * step) * channels);
+        v[i] = load<VEC>(x + (row + i * step) * channels);
+      }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (row + i * step >= n) continue;
+      Floats<VEC> out = {};
+      if (row + i * step < used) {
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+          const float y = normalized(v[i].at[k], m.at[k], s.at[k], t.at[k]);
+          const float dz = scale ? gated(g[i].at[k], y) : g[i].at[k];
+          out.at[k] = gradient(dz, v[i].at[k], m.at[k], fa.at[k], fb.at[k], fc.at[k]);
+        }
+      }
+      store<VEC>(dx + (row + i * step) * channels, out);
+    }
+  }
+}
+
+// dx = a * dz + b * (x - mean) + c of n rows, zero from image `valid` on; dz as in batchnorm_sums.
+// dx may be dy.
+extern "C" __global__ void __launch_bounds__(256)
+batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restrict__ mean,
+             const float* __restrict__ scale, const float* __restrict__ beta,
+             const float* __restrict__ a, const float* __restrict__ b, const float* __restrict__ c,
+             const int* __restrict__ valid, float* dx, int pixels, long long n, int channels,
+             int tile) {
+  const long long used = min(n, (long long)valid[0] * pixels);
+  if (channels % 4 == 0)
+    normalize_back<4>(dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
+  else
+    normalize_back<1>(dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
+}
+
+// Element by element, four at a time; what is allocated is a multiple of 16 bytes long.
+extern "C" __global__ void __launch_bounds__(256)
+relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
+  const long long step = (long long)gridDim.x * THREADS;
+  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
+    Floats<4> v = load<4>(x + 4 * i);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) v.at[k] = rectified(v.at[k]);
+    store<4>(y + 4 * i, v);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __restrict__ dx,
+        long long n) {
+  const long long step = (long long)gridDim.x * THREADS;
+  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
+    Floats<4> g = load<4>(dy + 4 * i);
+    const Floats<4> v = load<4>(y + 4 * i);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) g.at[k] = gated(g.at[k], v.at[k]);
+    store<4>(dx + 4 * i, g);
+  }
+}
+
+// Of folded moments [count, mean, M2]; a thread a channel. With no image all is finite.
+extern "C" __global__ void __launch_bounds__(128)
+statistics(const double* __restrict__ folded, const float* __restrict__ gamma, double epsilon,
+           double* __restrict__ count, double* __restrict__ mean, double* __restrict__ rstd,
+           double* __restrict__ variance, float* __restrict__ shift, float* __restrict__ scale,
+           int channels) {
+  const int c = blockIdx.x * blockDim.x + threadIdx.x;
+  if (c >= channels) return;
+  const double images = fmax(folded[0], 1.0), about = folded[1 + c];
+  const double spread = folded[1 + channels + c] / images, r = 1.0 / sqrt(spread + epsilon);
+  if (c == 0) count[0] = images;
+  mean[c] = about;
+  rstd[c] = r;
+  variance[c] = spread;
+  shift[c] = (float)about;
+  scale[c] = (float)(gamma[c] * r);
+}
+
+// Of the folded [sum of dy, sum of dy * (x - mean)].
+extern "C" __global__ void __launch_bounds__(128)
+batchnorm_factors(const double* __restrict__ sums, const float* __restrict__ gamma,
+                  const double* __restrict__ count, const double* __restrict__ rstd,
+                  float* __restrict__ a, float* __restrict__ b, float* __restrict__ c,
+                  float* __restrict__ dgamma, float* __restrict__ dbeta, int channels) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= channels) return;
+  const double sum = sums[i], product = sums[channels + i], r = rstd[i], factor = gamma[i] * r;
+  a[i] = (float)factor;
+  b[i] = (float)(-factor * r * r * product / count[0]);
+  c[i] = (float)(-factor * sum / count[0]);
+  dgamma[i] = (float)(product * r);
+  dbeta[i] = (float)sum;
+}
+
+// Rows of `table`: old (float32), value (float64), new (float32), their length; blockIdx.y the row.
+extern "C" __global__ void __launch_bounds__(128)
+running(const long long* __restrict__ table, double decay) {
+  const long long* row = table + 4 * blockIdx.y;
+  const float* olds = reinterpret_cast<const float*>(row[0]);
+  const double* values = reinterpret_cast<const double*>(row[1]);
+  float* news = reinterpret_cast<float*>(row[2]);
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < row[3]; i += gridDim.x * blockDim.x) {
+    const double old = olds[i];
+    news[i] = (float)(old + decay * (values[i] - old));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+predict_scale(const float* __restrict__ gamma, const float* __restrict__ variance, double epsilon,
+              float* __restrict__ scale, int channels) {
+  const int c = blockIdx.x * blockDim.x + threadIdx.x;
+  if (c < channels) scale[c] = (float)(gamma[c] / sqrt(variance[c] + epsilon));
+}

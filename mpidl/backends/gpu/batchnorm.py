@@ -1,0 +1,224 @@
+"""Batch normalization and ReLU by the CUDA kernels: as `cpu.batchnorm`, and what is computed of the
+folded sums, which stays on the device.
+
+x is (blocks, C, ..., 16) lanes; mean, scale, beta, a, b, c, gamma are (C,) float32 Arrays.
+"""
+
+import math
+
+from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu.fold import partial_of_leaves
+from mpidl.blocks import LANES, Source
+from mpidl.fold import merge_moments
+
+THREADS = 256  # of batchnorm.cu
+CHANNELS = 128  # the most that a block of threads takes
+PIXELS = 32  # a leaf has at least as many, or all images of a block
+
+
+class Read(Source):
+    """A Source whose activation is computed when it is first read, and kept."""
+
+    stored = None
+
+
+def source(y, mean, scale, beta):
+    """The Source of an activation of y."""
+    return Read(y, mean, scale, beta)
+
+
+def read(x):
+    """The Array of a Source or of an Array. Must not be written to."""
+    if not isinstance(x, Source):
+        return x
+    if not isinstance(x, Read):
+        return _normalized(*x, relu=1)
+    if x.stored is None:
+        x.stored = _normalized(*x, relu=1)
+    return x.stored
+
+
+def activation(source):
+    """max(0, (x - mean) * scale + beta) of a Source. Must not be written to."""
+    return read(source)
+
+
+def _sizes(x):
+    """(images, pixels, channels)."""
+    _check(x)
+    blocks, channels, *pixels, lanes = x.dims
+    return blocks * lanes, math.prod(pixels), channels
+
+
+def _check(x):
+    if x.dims[-1] != LANES or x.order != array.order_of_lanes(x.dims):
+        raise ValueError(f"expected (blocks, C, ..., {LANES}) lanes, got {x}")
+
+
+def _tiles(channels):
+    """(tiles, threads side by side in each): a thread has 4 channels, or 1."""
+    columns = channels // 4 if channels % 4 == 0 else channels
+    tiles = -(-channels // CHANNELS)
+    tile = -(-columns // tiles)
+    return -(-columns // tile), tile
+
+
+def _leaf(pixels):
+    """Images a leaf: the layer's shape alone says it."""
+    images = 1
+    while images < LANES and images * pixels < PIXELS:
+        images *= 2
+    return images
+
+
+def _leaves(name, x, width, dtype, tree, *arguments, combine=None):
+    """The Partial of a sum whose leaves the kernel makes, its last arguments (leaves, images a
+    leaf, pixels, channels, tile)."""
+    images, pixels, channels = _sizes(x)
+    per_leaf = _leaf(pixels)
+    tiles, tile = _tiles(channels)
+    leaves = run.empty((images // per_leaf, width), dtype)
+    grid = (images // per_leaf, tiles)
+    run.launch(name, grid, THREADS, *arguments, leaves, per_leaf, pixels, channels, tile)
+    how = {} if combine is None else {"combine": combine}
+    return partial_of_leaves(leaves, tree, LANES // per_leaf, **how)
+
+
+def channel_sums(x, tree):
+    """Partial of the sum over images and pixels: (C,). Unused images of x must be zero."""
+    return _leaves("channel_sums", x, x.dims[1], "f4", tree, x)
+
+
+def moments(x, counts, tree):
+    """Partial of (count, mean, M2) by channel, packed for `merge_moments`: (1 + 2C,) float64."""
+    width = 1 + 2 * x.dims[1]
+    return _leaves("moments", x, width, "f8", tree, x, counts, combine=merge_moments)
+
+
+def batchnorm_sums(dy, x, mean, tree):
+    """Partial of [sum of dy, sum of dy * (x - mean)] by channel: (2C,) float64."""
+    return _products(dy, x, mean, None, None, tree)
+
+
+def activation_sums(dy, source, tree):
+    """The same of the cotangent behind the ReLU: dy counts where the activation is > 0."""
+    return _products(dy, *source, tree)
+
+
+def _products(dy, x, mean, scale, beta, tree):
+    dy = _as(dy, x)
+    width = 2 * x.dims[1]
+    return _leaves("batchnorm_sums", x, width, "f8", tree, dy, x, mean, scale, beta)
+
+
+def _as(dy, x):
+    """dy, which must lie in memory as x does."""
+    if dy.size != x.size or dy.dims[1] != x.dims[1]:
+        raise ValueError(f"expected a cotangent of {x}, got {dy}")
+    _check(dy)
+    return dy
+
+
+def _grid(rows, channels):
+    """Grid and tile for a pass over all rows of a value."""
+    tiles, tile = _tiles(channels)
+    blocks = -(-rows // (4 * (THREADS // tile)))
+    return (min(blocks, 16 * run.device().processors), tiles), tile
+
+
+def batchnorm(x, mean, scale, beta):
+    """y = (x - mean) * scale + beta, each by channel."""
+    return _normalized(x, mean, scale, beta, relu=0)
+
+
+def _normalized(x, mean, scale, beta, relu):
+    images, pixels, channels = _sizes(x)
+    y, rows = array.empty_like(x), images * pixels
+    grid, tile = _grid(rows, channels)
+    run.launch("batchnorm", grid, THREADS, x, mean, scale, beta, y, relu, rows, channels, tile)
+    return y
+
+
+def batchnorm_dx(dy, x, mean, a, b, c, counts):
+    """dx = a * dy + b * (x - mean) + c by channel, zero in unused images."""
+    return _back(dy, x, mean, None, None, a, b, c, counts, array.empty_like(x))
+
+
+def activation_dx(dy, source, a, b, c, counts, reuse=False):
+    """The same of the cotangent behind the ReLU, which counts where the activation is > 0; in place
+    of dy where `reuse`."""
+    dx = dy if reuse else array.empty_like(source.x)
+    return _back(dy, *source, a, b, c, counts, dx)
+
+
+def _back(dy, x, mean, scale, beta, a, b, c, counts, dx):
+    images, pixels, channels = _sizes(x)
+    rows, dy = images * pixels, _as(dy, x)
+    grid, tile = _grid(rows, channels)
+    vectors = mean, scale, beta, a, b, c
+    last = pixels, rows, channels, tile
+    run.launch("batchnorm_dx", grid, THREADS, dy, x, *vectors, counts, dx, *last)
+    return dx
+
+
+def relu(x):
+    """max(x, 0)."""
+    y = array.empty_like(x)
+    run.launch("relu", _elements(x), THREADS, x, y, x.size)
+    return y
+
+
+def relu_dx(dy, y):
+    """dy where y > 0, else 0."""
+    dx = array.empty_like(y)
+    run.launch("relu_dx", _elements(y), THREADS, _as(dy, y), y, dx, y.size)
+    return dx
+
+
+def _elements(x):
+    return min(-(-x.size // (4 * THREADS)), 16 * run.device().processors)
+
+
+def _vectors(channels, *kinds):
+    return [run.empty((channels,), kind) for kind in kinds]
+
+
+def statistics(moments, gamma, epsilon):
+    """(count, mean, rstd, variance, mean, scale) of folded moments (1 + 2C,): count (1,) and the
+    next three float64, the last two float32, as `batchnorm` takes them. See `reference`."""
+    channels = gamma.size
+    count, found = run.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
+    run.launch(
+        "statistics", -(-channels // 128), 128, moments, gamma, epsilon, count, *found, channels
+    )
+    return (count, *found)
+
+
+def batchnorm_factors(sums, gamma, statistics):
+    """(a, b, c, dgamma, dbeta) of the folded [sum of dy, sum of dy * (x - mean)], (2C,): float32,
+    computed in float64. See `reference`."""
+    channels, (count, _, rstd, *_) = gamma.size, statistics
+    found = _vectors(channels, *5 * ("f4",))
+    run.launch(
+        "batchnorm_factors", -(-channels // 128), 128, sums, gamma, count, rstd, *found, channels
+    )
+    return tuple(found)
+
+
+def running(olds, values, decay):
+    """New running values: old + decay * (value - old), olds (C,) float32, values (C,) float64."""
+    for old, value in zip(olds, values, strict=True):
+        if (old.dtype, value.dtype, old.size) != ("f4", "f8", value.size):
+            raise TypeError(f"expected float32 and float64 of one size, got {old} and {value}")
+    news = [array.empty_like(old) for old in olds]
+    table = run.table([[*three, three[0].size] for three in zip(olds, values, news, strict=True)])
+    blocks = -(-max(old.size for old in olds) // 128)
+    run.launch("running", (blocks, len(olds)), 128, table, decay)
+    return news
+
+
+def predict_scale(gamma, variance, epsilon):
+    """gamma / sqrt(variance + epsilon), (C,) float32."""
+    scale, channels = run.empty((gamma.size,)), gamma.size
+    run.launch("predict_scale", -(-channels // 128), 128, gamma, variance, epsilon, scale, channels)
+    return scale
