@@ -79,6 +79,17 @@ class Network:
         self._state = gpu.array.together(self._state, {})
         return self
 
+    @property
+    def on_device(self):
+        """Whether the learnables and the state lie on a GPU."""
+        arrays = [*self._parameters.values(), *self._state.values()]
+        return bool(arrays) and not isinstance(arrays[0], np.ndarray)
+
+    def on(self, device):
+        """This network where it lies there already, else a copy that was moved: see `to`."""
+        there = self.on_device == (device is not None)
+        return self if there else copy.copy(self).to(device)
+
     def _image_shapes(self):
         """{learnable: shape of the images it goes with} of each layer."""
         befores = [self.input_shape, *self.output_shapes[:-1]]
@@ -116,8 +127,7 @@ class Network:
         """
         if isinstance(images, Blocked):
             return ops.softmax(self(images))
-        where = next(iter(self._parameters.values()), None)
-        if hasattr(where, "backend"):
+        if self.on_device:
             raise TypeError(
                 "predict takes arrays where the network lies in host memory: net.to(None)"
             )

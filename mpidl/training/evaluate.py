@@ -52,6 +52,7 @@ def evaluate(net, datastore, *, world, batch_size=128, signals=None):
         raise UserError(f"{datastore.describe()}: the images have no labels to compare with")
     totals, n = np.zeros(2), 0
     queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
+    net = net.on(world.device)
     for images, labels in agreed(queue.epoch(0), world, signals):
         scores = net(images)
         found = {
@@ -72,6 +73,7 @@ def predict(net, datastore, *, world, batch_size=128):
     every rank must take all of them.
     """
     queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
+    net = net.on(world.device)
     for images, _ in agreed(queue.epoch(0), world):
         shares = world.gather((images.batch.indices, net.predict(images).local()))
         if shares is None:

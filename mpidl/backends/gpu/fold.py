@@ -17,11 +17,14 @@ KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
 class Nodes(list):
-    """This rank's nodes of a sum: Arrays, and the `matrix` (nodes, width) whose rows they are."""
+    """This rank's nodes of a sum: Arrays, and the `matrix` (nodes, width) whose rows they are.
 
-    def __init__(self, matrix, rows):
+    like: an Array as which the sum lies in memory, where that is not in C order.
+    """
+
+    def __init__(self, matrix, rows, like=None):
         super().__init__(rows)
-        self.matrix = matrix
+        self.matrix, self.like = matrix, like
 
 
 def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None):
@@ -45,7 +48,7 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
     matrix = fold_rows(values, ranges, combine)
     rows = [_seen_as(matrix.row(i), shape, like) for i in range(len(ranges))]
     shape = like.shape if like is not None else values.shape[1:] if shape is None else shape
-    term = Term(tree, Nodes(matrix, rows), combine, values.dtype)
+    term = Term(tree, Nodes(matrix, rows, like), combine, values.dtype)
     return Partial([term], None, shape, values.dtype)
 
 

@@ -109,7 +109,8 @@ class Recorder:
     def launch(self, launch):
         arrays = []
         for value in launch.arguments:
-            arrays += value.arrays if isinstance(value, run.Table) else [value]
+            arrays += value.arrays if isinstance(value, run.Table) else []
+            arrays += [value] if isinstance(value, Array) else []
         self._step(Kernel(launch), arrays)
 
     def scalar(self, name, value, dtype):
@@ -148,8 +149,6 @@ class Recorder:
     def _step(self, step, arrays):
         at = len(self.steps)
         for array in arrays:
-            if array is None:
-                continue
             buffer = array.buffer
             if isinstance(buffer, Planned):
                 buffer.first = at if buffer.first is None else buffer.first
@@ -184,7 +183,7 @@ class Recorder:
         begin = kernels.make(
             "program_begin", 1, 256, (_seen(ring, np.int32), ROWS, words, counter, controls)
         )
-        slab = self._plan()
+        slab, nbytes = self._plan()
         self.steps.insert(0, Kernel(begin))
         for table in self.tables:
             self.device.upload(table.address, table.filled())
@@ -197,7 +196,7 @@ class Recorder:
             self.slots,
             list(outputs),
             (slab, controls, counter, self.tables),
-            slab.nbytes,
+            nbytes,
             graphs,
         )
 
@@ -216,7 +215,7 @@ class Recorder:
                 self._step(Copy(old, new), [new, old])
 
     def _plan(self):
-        """Give every planned buffer its address in one slab; returns the slab's owner.
+        """Give every planned buffer its address in one slab; returns the slab's owner and bytes.
 
         Greedy by size (Pisarchyk and Lee, "Efficient memory management for deep neural net
         inference", 2020, section 5.3): the largest first, each at the lowest place that no buffer
@@ -238,8 +237,7 @@ class Recorder:
         slab = self.device.allocate(max(total, 1))
         for buffer in todo:
             buffer.address += slab.address
-        slab.nbytes = total
-        return slab
+        return slab, total
 
 
 def _place(array):

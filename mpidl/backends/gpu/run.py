@@ -20,10 +20,14 @@ _sink = None  # who takes launches: Eager, or a Recorder
 
 
 class Block:
-    """Memory of the device that nobody else has; goes back when the last Array of it is gone."""
+    """Memory of the device that nobody else has; goes back when the last Array of it is gone.
 
-    def __init__(self, address, nbytes, give_back=None):
-        self.address, self.nbytes, self._give_back = address, nbytes, give_back
+    owner: what keeps it meanwhile.
+    """
+
+    def __init__(self, address, nbytes, give_back=None, owner=None):
+        self.address, self.nbytes, self.owner = address, nbytes, owner
+        self._give_back = give_back
 
     def __del__(self):
         if self._give_back is not None:
@@ -175,9 +179,9 @@ def constant(value):
 def _uploaded(value):
     """A new Array that no program plans, with this value."""
     owner = device().allocate(max(value.nbytes, 1))
-    found = Array(owner, value.dtype, value.shape)
     device().upload(owner.address, value)
-    return found
+    block = Block(owner.address, value.nbytes, owner=owner)
+    return Array(block, value.dtype, value.shape)
 
 
 def persistent(shape, dtype=np.float32):
