@@ -1,0 +1,139 @@
+"""Which GPUs this process may use, or in words why none. Nothing here takes hold of one."""
+
+import contextlib
+import ctypes
+import functools
+import os
+from importlib import metadata
+from typing import NamedTuple
+
+OLDEST = 70  # of compute capability, times 10: what the kernels compile for
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+
+
+class Gpu(NamedTuple):
+    """A GPU that this process may use."""
+
+    index: int  # as CUDA counts those that are visible
+    identity: str  # of the physical device, or of the part of it (MIG): the same for all processes
+    name: str  # "NVIDIA H200"
+    architecture: str  # "sm_90"
+    processors: int  # streaming multiprocessors
+    memory: int  # bytes
+
+
+class Visible(NamedTuple):
+    """What this process sees: its GPUs; where there is none, why; how many the driver counts."""
+
+    gpus: tuple
+    why: str = ""
+    there: int = 0
+
+
+class Versions(NamedTuple):
+    """In words, "13.2": of CuPy; of CUDA as the driver can run it, and as CuPy was made for it."""
+
+    cupy: str
+    can_run: str
+    made_for: str
+
+
+def visible():
+    """The Visible of this process. CuPy is imported only where the driver counts a GPU."""
+    there, why = _ask_driver()
+    if not there:
+        return Visible((), why)
+    if not packages():
+        extra = "cuda13" if _driver_version() >= 13000 else "cuda12"
+        return Visible((), f"CuPy is not installed: pip install 'mpidl[{extra}]'", there)
+    try:
+        from cupy.cuda import runtime
+
+        gpus = tuple(_describe(runtime, i) for i in range(runtime.getDeviceCount()))
+    except (ImportError, RuntimeError) as error:
+        return Visible((), _why_not(error), there)
+    able = tuple(gpu for gpu in gpus if int(gpu.architecture[3:]) >= OLDEST)
+    if gpus and not able:
+        found = f"{gpus[0].name} ({gpus[0].architecture})"
+        return Visible((), f"{found} is older than sm_{OLDEST}", there)
+    return Visible(able, "" if able else "CuPy counts no GPU", there)
+
+
+def versions():
+    """The Versions, where CuPy is installed and loads; else None."""
+    if not packages():
+        return None
+    try:
+        import cupy
+        from cupy.cuda import runtime
+
+        found = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    except (ImportError, RuntimeError):
+        return None
+    return Versions(cupy.__version__, *map(in_words, found))
+
+
+def _ask_driver():
+    """How many GPUs the driver shows this process, and why where there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0, "no NVIDIA driver"
+    count = ctypes.c_int()
+    error = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
+    if error and error != NO_DEVICE:
+        name = ctypes.c_char_p()
+        library.cuGetErrorName(error, ctypes.byref(name))
+        return 0, f"the NVIDIA driver does not start: {(name.value or b'').decode() or error}"
+    if not count.value and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return 0, f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} shows none"
+    return count.value, "" if count.value else "the NVIDIA driver finds none"
+
+
+def _driver_version():
+    """The newest CUDA that the driver can run, 13020 for 13.2; 0 without one."""
+    with contextlib.suppress(OSError):
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        return version.value
+    return 0
+
+
+@functools.cache
+def packages():
+    """The installed packages that bring CuPy: ["cupy-cuda13x 14.2.0"]."""
+    found = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
+    return sorted(f"{name} {v}" for name, v in found if name.lower().startswith("cupy"))
+
+
+def _why_not(error):
+    """In words, why CuPy does not get at the GPU."""
+    package = ", ".join(packages())
+    if isinstance(error, ImportError):
+        return f"{package} cannot be loaded: {' '.join(str(error).split())[:200]}"
+    known, newest = versions(), _driver_version()
+    if known is not None and newest // 1000 < int(known.made_for.partition(".")[0]):
+        return (
+            f"the NVIDIA driver runs CUDA up to {in_words(newest)}, and {package} is made for "
+            f"{known.made_for}: install the CuPy of CUDA {newest // 1000}, or a newer driver"
+        )
+    return f"{package}: {error}"
+
+
+def in_words(number):
+    """CUDA's number of a version, 13020, as 13.2."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _describe(runtime, index):
+    facts = runtime.getDeviceProperties(index)
+    # CuPy cuts the UUID at its first zero byte; the bus number tells boards apart all the same
+    identity = f"{runtime.deviceGetPCIBusId(index)} {bytes(facts.get('uuid', b'')).hex()}"
+    return Gpu(
+        index,
+        identity.strip().lower(),
+        facts["name"].decode(errors="replace"),
+        f"sm_{facts['major']}{facts['minor']}",
+        facts["multiProcessorCount"],
+        facts["totalGlobalMem"],
+    )
