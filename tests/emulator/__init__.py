@@ -21,10 +21,11 @@ ALIGNED = 256
 
 
 class Memory:
-    """An allocation on the device; it goes back when this is collected."""
+    """An allocation on the device; it goes back when this is collected. Its `nbytes` are those
+    that a device would set aside; the guard begins where those asked for end."""
 
     def __init__(self, address, nbytes, array):
-        self.address, self.nbytes, self._array = address, nbytes, array
+        self.address, self.nbytes, self._array = address, -(-nbytes // ALIGNED) * ALIGNED, array
 
 
 class Kernel:
