@@ -27,7 +27,7 @@ def _launch(name, rows, row, arrays, numbers):
 
 
 def _forward(name, x, how, kept):
-    x = batchnorm.read(x) if isinstance(x, Source) else x
+    x = batchnorm.read(x)
     blocks, *image, lanes = x.dims
     numbers, (c, p, q) = _geometry(tuple(image), *how)
     y = array.empty_lanes((blocks, c, p, q, lanes))
