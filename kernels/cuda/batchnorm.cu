@@ -18,6 +18,14 @@ template <int VEC> __device__ __forceinline__ void store(float* x, Floats<VEC> v
   *reinterpret_cast<Floats<VEC>*>(x) = v;
 }
 
+// Of a vector (C,), which need not begin at a multiple of 16 bytes.
+template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vector, int channel) {
+  Floats<VEC> v;
+#pragma unroll
+  for (int k = 0; k < VEC; ++k) v.at[k] = vector[channel + k];
+  return v;
+}
+
 struct Place {
   int channel, row, rows;  // the first channel; the first row and how many a block takes at a time
   bool inside;
@@ -178,9 +186,9 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
   const Place p = place<VEC>(channels, tile);
   float sum[2 * VEC] = {};
   if (p.inside) {
-    const Floats<VEC> m = load<VEC>(mean + p.channel);
+    const Floats<VEC> m = each<VEC>(mean, p.channel);
     Floats<VEC> s = {}, t = {};
-    if (scale) s = load<VEC>(scale + p.channel), t = load<VEC>(beta + p.channel);
+    if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
     const long long at = (long long)blockIdx.x * n * channels + p.channel;
     dy += at, x += at;
     constexpr int FEW = TOGETHER / 2;  // of two arrays
@@ -238,8 +246,8 @@ __device__ __forceinline__ void normalize(const float* x, const float* mean, con
                                           int channels, int tile) {
   const Place p = place<VEC>(channels, tile);
   if (!p.inside) return;
-  const Floats<VEC> m = load<VEC>(mean + p.channel), s = load<VEC>(scale + p.channel),
-                    t = load<VEC>(beta + p.channel);
+  const Floats<VEC> m = each<VEC>(mean, p.channel), s = each<VEC>(scale, p.channel),
+                    t = each<VEC>(beta, p.channel);
   x += p.channel, y += p.channel;
   const long long step = (long long)gridDim.x * p.rows;
   for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
@@ -279,10 +287,10 @@ __device__ __forceinline__ void normalize_back(const float* dy, const float* x, 
                                                int channels, int tile) {
   const Place p = place<VEC>(channels, tile);
   if (!p.inside) return;
-  const Floats<VEC> m = load<VEC>(mean + p.channel), fa = load<VEC>(a + p.channel),
-                    fb = load<VEC>(b + p.channel), fc = load<VEC>(c + p.channel);
+  const Floats<VEC> m = each<VEC>(mean, p.channel), fa = each<VEC>(a, p.channel),
+                    fb = each<VEC>(b, p.channel), fc = each<VEC>(c, p.channel);
   Floats<VEC> s = {}, t = {};
-  if (scale) s = load<VEC>(scale + p.channel), t = load<VEC>(beta + p.channel);
+  if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
   dy += p.channel, x += p.channel, dx += p.channel;
   const long long step = (long long)gridDim.x * p.rows;
   for (long long row = (long long)blockIdx.x * p.rows + p.row; row < n; row += 4 * step) {
@@ -325,7 +333,7 @@ batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restri
     normalize_back<1>(dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
 }
 
-// Element by element, four at a time; what is allocated is a multiple of 16 bytes long.
+// Element by element, four at a time: lanes are a multiple of 16 floats.
 extern "C" __global__ void __launch_bounds__(256)
 relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
   const long long step = (long long)gridDim.x * THREADS;

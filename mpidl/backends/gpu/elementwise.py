@@ -1,0 +1,104 @@
+"""Arithmetic on whole Arrays and copies of many of them, each in one launch."""
+
+import numpy as np
+
+from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu.array import Array
+from mpidl.fold import Late
+
+THREADS = 256
+WORD = 4  # bytes, what is copied at a time
+KINDS = {"f4": "float", "f8": "double"}
+
+
+def _blocks(n):
+    """How many blocks of threads go through n elements."""
+    return min(-(-n // THREADS), 32 * run.device().processors)
+
+
+def _kind(x):
+    kind = KINDS.get(x.dtype.str[1:])
+    if kind is None:
+        raise TypeError(f"expected float32 or float64, got {x}")
+    return kind
+
+
+def add(a, b):
+    """a + b, of one shape, type and order in memory."""
+    if (a.shape, a.dims, a.order, a.dtype) != (b.shape, b.dims, b.order, b.dtype):
+        raise ValueError(f"cannot add {b} to {a}: they differ in shape, type or order in memory")
+    y = array.empty_like(a)
+    run.launch(f"add_{_kind(a)}", _blocks(a.size), THREADS, a, b, y, a.size)
+    return y
+
+
+def scaled(x, factor):
+    """x * factor, a number or a fold.Late, rounded to x's type before."""
+    number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
+    y, kind = array.empty_like(x), _kind(x)
+    run.launch(f"scaled_{kind}", _blocks(x.size), THREADS, x, float(number), late, y, x.size)
+    return y
+
+
+def fill(x, value):
+    """Set all elements of a float32 or int32 Array; returns it."""
+    if x.dtype.itemsize != WORD:
+        raise TypeError(f"expected elements of {WORD} bytes, got {x}")
+    bits = int(np.array(value, x.dtype).view(np.int32))
+    return _fill_words(x, bits, x.size)
+
+
+def zeros_like(x):
+    """Zeros of the same shape, type and order in memory."""
+    made = array.empty_like(x)  # its memory ends with a whole word
+    return _fill_words(made, 0, -(-made.nbytes // WORD))
+
+
+def _fill_words(x, bits, words):
+    seen = Array(x.buffer, np.int32, (words,), offset=x.offset)
+    run.launch("fill_words", _blocks(words), THREADS, seen, bits, words)
+    return x
+
+
+def pack(matrices, rows, dtype=np.float32):
+    """(rows, sum of widths): row i is the rows i of the matrices (rows, width), side by side."""
+    packed = run.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
+    pitch = _pitch(packed)
+    copy([(m, part, rows, _pitch(m), _pitch(m), pitch) for m, part in _beside(packed, matrices)])
+    return packed
+
+
+def unpack(packed, matrices):
+    """The inverse of `pack`: writes the columns of `packed` to the matrices, and returns them."""
+    rows, pitch = len(packed), _pitch(packed)
+    copy([(part, m, rows, _pitch(m), pitch, _pitch(m)) for m, part in _beside(packed, matrices)])
+    return matrices
+
+
+def _beside(packed, matrices):
+    """Each matrix, and where its first row lies in `packed`."""
+    found, at = [], 0
+    for matrix in matrices:
+        if len(matrix) != len(packed) or matrix.dtype != packed.dtype:
+            raise ValueError(f"expected {len(packed)} rows of {packed.dtype}, got {matrix}")
+        found.append((matrix, packed.part(at, matrix.shape[1:])))
+        at += matrix.shape[1]
+    if at != packed.shape[1]:
+        raise ValueError(f"expected matrices of {packed.shape[1]} columns in all, got {at}")
+    return found
+
+
+def _pitch(matrix):
+    """Words from row to row of a matrix."""
+    return matrix.shape[1] * matrix.dtype.itemsize // WORD
+
+
+def copy(pieces):
+    """Copy pieces (source, destination, rows, words a row, words from row to row of the source, and
+    of the destination) of Arrays, words of 4 bytes, all in one launch."""
+    pieces = [piece for piece in pieces if piece[2] and piece[3]]
+    if not pieces:
+        return
+    most = max(words for *_, words, _, _ in pieces)
+    blocks = min(-(-most // (4 * THREADS)), -(-32 * run.device().processors // len(pieces)))
+    run.launch("copy_pieces", (blocks, len(pieces)), THREADS, run.table(pieces))
