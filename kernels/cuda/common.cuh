@@ -67,12 +67,12 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const
 #endif
 #endif
 
-// A float as tensor cores take it, who read its upper 19 bits. TERMS 3: high has those bits, low is
-// what is left, exactly. TERMS 1: high, rounded to nearest once the lower bits are dropped (but for
-// infinity and NaN, which the addition could make a number of).
+// A float as tensor cores take it, who read its upper 19 bits. TERMS 3: high is the nearest number of
+// so many bits, low what is left, exactly (12 bits, of which 11 are read). TERMS 1: high is that once
+// the lower bits are dropped; infinity and NaN stay, which the addition could make a number of.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
-        high = value & 0xffffe000u;
+        high = (value + 0x1000u) & 0xffffe000u;
         low = __float_as_uint(__uint_as_float(value) - __uint_as_float(high));
     } else {
         high = (~value & 0x7f800000u) ? value + 0x1000u : value;
