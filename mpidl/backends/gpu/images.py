@@ -1,0 +1,85 @@
+"""Images and labels of a data set to the lanes of a mini-batch, by kernels/cuda/images.cu."""
+
+import numpy as np
+
+from mpidl.backends.gpu import array, run
+from mpidl.blocks import LANES, blocks_of
+
+THREADS, EACH = 256, 4  # elements of a thread
+
+
+def images(
+    pixels,
+    size=None,
+    mirrored=None,
+    top=None,
+    left=None,
+    *,
+    indices=None,
+    counts=None,
+    blocks=None,
+):
+    """Lanes (B, C, P, Q, 16) float32 of uint8 pixels (n, C, H, W), divided by 255.
+
+    See `reference.images`; mirrored, top and left are int32 Arrays, one number an image of the
+    share. indices: int32, of each image of the share its number in `pixels`, which is then the
+    whole data set. counts: (1,) int32, how many images there are, of those that indices or pixels
+    has; blocks: B, where it is not that of as many images. Unused images are zero, and nothing is
+    read of them.
+    """
+    return _gathered("images_of_bytes", pixels, size, mirrored, top, left, indices, counts, blocks)
+
+
+def floats(
+    pixels,
+    size=None,
+    mirrored=None,
+    top=None,
+    left=None,
+    *,
+    indices=None,
+    counts=None,
+    blocks=None,
+):
+    """The same of float32 pixels, which are left as they are."""
+    return _gathered("images_of_floats", pixels, size, mirrored, top, left, indices, counts, blocks)
+
+
+def _gathered(kernel, pixels, size, mirrored, top, left, indices, counts, blocks):
+    if pixels.ndim != 4 or pixels.order != (0, 1, 2, 3):
+        raise ValueError(f"expected pixels (n, C, H, W) in that order, got {pixels.shape}")
+    count, *image = pixels.shape
+    count = count if indices is None else len(indices)
+    blocks = blocks_of(count) if blocks is None else blocks
+    p, q = image[1:] if size is None else size
+    lanes = array.empty_lanes((blocks, image[0], p, q, LANES))
+    parts = -(-image[0] * p * q // (THREADS * EACH))
+    run.launch(
+        kernel,
+        blocks * LANES * parts,
+        THREADS,
+        pixels,
+        indices,
+        counts,
+        mirrored,
+        top,
+        left,
+        lanes,
+        *image,
+        p,
+        q,
+        count,
+        parts,
+    )
+    return lanes
+
+
+def labels(table, indices, counts, blocks):
+    """(blocks, 16) int32: table[indices[i]] of each of the first `counts` images of the share, 0 in
+    unused ones. table: (n,) int32 of the whole data set."""
+    found = array.empty((blocks, LANES), np.int32)
+    images_of = blocks * LANES
+    run.launch(
+        "images_labels", -(-images_of // THREADS), THREADS, table, indices, counts, found, images_of
+    )
+    return found
