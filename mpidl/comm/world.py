@@ -3,13 +3,12 @@
 import functools
 import pickle
 import sys
-import warnings
 
 import numpy as np
 
 from mpidl.backends import native, settings
 from mpidl.blocks import OneRank
-from mpidl.comm import cores, guard
+from mpidl.comm import alone, cores, devices, guard
 from mpidl.comm.net import Net, node_array, node_room
 from mpidl.comm.reducer import Reducer, is_on_host, post
 from mpidl.errors import UserError
@@ -36,19 +35,13 @@ class World:
     `dl.configure` or a world before has said how many; None: `use_threads` says it later.
 
     Ranks are numbered in (host, rank) order, so that neighbours in the fold share a host; rank 0
-    stays rank 0. MPI is initialized FUNNELED: only the main thread may call these methods.
+    stays rank 0. Where mpi4py is missing the world is this process alone (`comm.alone`). MPI is
+    initialized FUNNELED: only the main thread may call these methods.
     From then on all ranks run the same kernels, the best that each of them can.
     """
 
     def __init__(self, comm=None, *, timeout=300.0, plain=False, threads=0):
-        import mpi4py
-
-        mpi4py.rc.thread_level = "funneled"
-        with warnings.catch_warnings():
-            # mpi4py's several lines about what the guard tells in one
-            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
-            from mpi4py import MPI
-
+        MPI = alone.load()
         comm = MPI.COMM_WORLD if comm is None else comm
         guard.refuse_foreign_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version())
         hosts = comm.allgather(MPI.Get_processor_name())
@@ -57,7 +50,7 @@ class World:
         self.rank, self.size, self.plain = self.net.rank, self.net.size, plain
         self.hosts, self.host = self.net.hosts, self.net.hosts[self.rank]
         self.flying, self.next_tag, self.windows = [], 0, {}
-        self.device = self.counts = self.mover = None  # see `use_device`
+        self.device = self.counts = self.mover = self.asked = None  # see `use_device`
         self._alone = OneRank()  # does without messages what one rank can
         self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
         guard.watch(self.net)
@@ -73,6 +66,20 @@ class World:
         Returns, on rank 0, the lines to show where that does not fit the machine.
         """
         self.threads, lines = cores.settle(self, count)
+        return lines if self.rank == 0 else []
+
+    def use_device(self, wanted, gpus=None):
+        """Compute on a GPU each, or on the CPU; collective.
+
+        wanted: "cpu", "gpu", or "auto": GPUs where every rank has one. gpus: numbers of those to
+        use, such as "0,2". `device` is this rank's then, None for the CPU. Returns, on rank 0, the
+        lines to show. Raises UserError, on all ranks, where a GPU that is asked for cannot be used.
+        """
+        if self.asked == (wanted, gpus):
+            return []
+        gpu, lines = devices.settle(self, wanted, gpus)
+        devices.take(self, gpu)
+        self.asked = wanted, gpus
         return lines if self.rank == 0 else []
 
     # sums and other reductions
@@ -129,11 +136,7 @@ class World:
             return self._as_given(result, value)
         inbox = [np.empty_like(array) for _ in range(self.size)]
         inbox[self.rank] = array
-        tag = self._tag()
-        others = [r for r in range(self.size) if r != self.rank]
-        requests = [self.net.irecv(inbox[r], r, tag) for r in others]
-        requests += [self.net.isend(inbox[self.rank], r, tag) for r in others]
-        self._wait(requests, f"gop {getattr(operation, '__name__', operation)}")
+        self.swap(array, inbox, f"gop {getattr(operation, '__name__', operation)}")
         return self._as_given(np.asarray(functools.reduce(combine, inbox)), value)
 
     @staticmethod
@@ -259,6 +262,17 @@ class World:
             window.Free()
 
     # exchanges under way
+
+    def swap(self, mine, inbox, what):
+        """Receive what every other rank has in inbox[rank], and send them `mine`, all of one size.
+
+        They are arrays, or memory of a GPU where MPI takes that.
+        """
+        tag = self._tag()
+        others = [r for r in range(self.size) if r != self.rank]
+        requests = [self.net.irecv(inbox[r], r, tag) for r in others]
+        requests += [self.net.isend(mine, r, tag) for r in others]
+        self._wait(requests, what)
 
     def exchange(self, tree, matrix, combine):
         """The root, (width,), of all ranks' (nodes, width) matrices, which may be overwritten."""
