@@ -8,8 +8,9 @@ import math
 
 import numpy as np
 
-from mpidl.backends.gpu import array, batchnorm, fold, run
+from mpidl.backends.gpu import array, fold, run
 from mpidl.backends.gpu.array import Array
+from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Partial, Term, add
 
@@ -166,17 +167,17 @@ def dense_backward(dy, x, weight, tree, needs):
     dx = dense_dx(dy, weight) if needs[0] else None
     sums = None
     if needs[0] and isinstance(x, Source):
-        sums = batchnorm.activation_sums(dx.reshape(x.x.shape), x, tree)
+        sums = activation_sums(dx.reshape(x.x.shape), x, tree)
     return (
         dx,
         dense_dweight(dy, values, tree) if needs[1] else None,
-        batchnorm.channel_sums(dy, tree) if needs[2] else None,
+        channel_sums(dy, tree) if needs[2] else None,
         sums,
     )
 
 
 def _read(x):
-    return batchnorm.read(x) if isinstance(x, Source) else x
+    return read(x) if isinstance(x, Source) else x
 
 
 def _check(x, weight):
