@@ -23,7 +23,6 @@ import tempfile
 import warnings
 
 import numpy as np
-from PIL import Image
 
 from mpidl import keyed
 from mpidl.data.datastore import counted, on_rank_0, shown
@@ -173,6 +172,8 @@ def _default_cache():
 
 
 def _write(folder):
+    from PIL import Image
+
     images, labels = draw()
     for label in range(CLASSES):
         os.makedirs(os.path.join(folder, str(label)))

@@ -4,7 +4,6 @@ import difflib
 import os
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from mpidl.data.datastore import Datastore, counted, digest, on_rank_0, shown
 from mpidl.errors import UserError
@@ -70,6 +69,8 @@ class ImageFolder(Datastore):
 
 def decode(path):
     """The pixels of a PNG or JPEG file, uint8 (1, H, W) or (3, H, W); UserError naming the path."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
         with Image.open(path, formats=("PNG", "JPEG")) as image:
             if image.mode.startswith("I"):  # 16 bits, which convert() would clip, not scale

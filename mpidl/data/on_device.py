@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl.backends.gpu import array, run
-from mpidl.backends.gpu import images as kernels
+from mpidl.backends.gpu.images import floats, images, labels
 from mpidl.backends.gpu.program import ROWS
 from mpidl.blocks import Blocked, share
 from mpidl.data.queue import MinibatchQueue
@@ -96,10 +96,11 @@ class Reader:
         samples = run.scalar("samples", none, np.int32)
         places = samples if self.resident else run.scalar("places", none, np.int32)
         valid = whole.counts()
-        lanes = kernels.images(self.pixels, indices=places, counts=valid, blocks=blocks)
-        labels = kernels.labels(self.labels, samples, valid, blocks)
-        labels.bounds = self.bounds
-        return Blocked(lanes, whole), Blocked(labels, whole)
+        show = images if self.pixels.dtype == np.uint8 else floats
+        lanes = show(self.pixels, indices=places, counts=valid, blocks=blocks)
+        known = labels(self.labels, samples, valid, blocks)
+        known.bounds = self.bounds
+        return Blocked(lanes, whole), Blocked(known, whole)
 
     def values(self, feed):
         """What `Program.run` is told of a Feed; uploads its pixels where they are not there."""

@@ -113,16 +113,17 @@ def lanes_of(images, batch):
 
 def uploaded(batches):
     """(images, labels) on the GPU of (batch, pixels, labels) as they were read, by this thread."""
-    from mpidl.backends import gpu
+    from mpidl.backends.gpu import array, functions
 
     with contextlib.closing(batches):
         for batch, pixels, labels in batches:
-            pixels = gpu.array.plain(pixels)
-            lanes = gpu.images(pixels, counts=batch.counts(), blocks=batch.blocks)
+            show = functions.images if pixels.dtype == np.uint8 else functions.floats
+            pixels = array.plain(pixels)
+            lanes = show(pixels, counts=batch.counts(), blocks=batch.blocks)
             if labels is not None:
                 found = from_images(labels, batch, np.int32).lanes
                 bounds = (int(found.min()), int(found.max())) if found.size else None
-                labels = Blocked(gpu.array.plain(found), batch)
+                labels = Blocked(array.plain(found), batch)
                 labels.lanes.bounds = bounds
             yield Blocked(lanes, batch), labels
 

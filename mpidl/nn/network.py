@@ -72,11 +72,10 @@ class Network:
             self._parameters = {name: np.asarray(a) for name, a in self._parameters.items()}
             self._state = {name: np.asarray(a) for name, a in self._state.items()}
             return self
-        from mpidl.backends import gpu
+        from mpidl.backends.gpu import array
 
-        shapes = self._image_shapes()
-        self._parameters = gpu.array.together(self._parameters, shapes)
-        self._state = gpu.array.together(self._state, {})
+        self._parameters = array.together(self._parameters, self._image_shapes())
+        self._state = array.together(self._state, {})
         return self
 
     @property

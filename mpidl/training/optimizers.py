@@ -67,7 +67,7 @@ class SGDM:
         for name, w in parameters.items():
             v = self.velocity.get(name)
             if isinstance(v, np.ndarray) and not isinstance(w, np.ndarray):
-                self.velocity[name] = w.backend.array.placed(v, w)
+                self.velocity[name] = w.backend.placed(v, w)
 
     def _factor(self, name):
         return self.l2_factors.get(name, 1.0 if name.endswith(".weight") else 0.0)

@@ -1,1 +1,1 @@
-"""The GPU backend: the functions of `reference`, with the same arguments, by our CUDA kernels."""
+"""The GPU backend, by our CUDA kernels; `functions` is what `backends.of` gives for its arrays."""

@@ -47,9 +47,9 @@ class Array:
     @property
     def backend(self):
         """The module whose functions take such arrays: see `backends.of`."""
-        from mpidl.backends import gpu
+        from mpidl.backends.gpu import functions
 
-        return gpu
+        return functions
 
     @property
     def address(self):

@@ -97,11 +97,6 @@ def _finish(name, partial, roots):
         return Pending(partial, roots)
     total = None
     for term, root in zip(partial.terms, roots, strict=True):
-        if isinstance(term.scale, Late):
-            raise TypeError(
-                f"{name or 'a sum'}: a sum of arrays divided by the number of images has no GPU "
-                "kernel: run with --device cpu"
-            )
         value = root if term.scale == 1.0 else elementwise.scaled(root, term.scale)
         total = value if total is None else total + value
     if partial.dtype != total.dtype:

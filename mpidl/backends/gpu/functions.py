@@ -1,0 +1,81 @@
+"""What the GPU backend offers: the functions of `reference`, with the same arguments.
+
+Values per image have the shape they have everywhere, (blocks, *image_shape, 16), and lie in memory
+as NHWC (`array`). A function launches kernels, or has them recorded (`run`, `program`); none waits
+for the device or looks at a number. Sums go to the fold (`fold`), those over ranks too (`sums`).
+"""
+
+from mpidl.backends.gpu.array import placed
+from mpidl.backends.gpu.batchnorm import (
+    activation,
+    activation_sums,
+    batchnorm,
+    batchnorm_dx,
+    batchnorm_factors,
+    batchnorm_sums,
+    channel_sums,
+    moments,
+    predict_scale,
+    relu,
+    relu_dx,
+    running,
+    source,
+    statistics,
+)
+from mpidl.backends.gpu.conv import conv2d, conv2d_backward, conv2d_moments
+from mpidl.backends.gpu.dense import dense, dense_backward, dense_dweight, dense_dx
+from mpidl.backends.gpu.elementwise import zeros_like
+from mpidl.backends.gpu.images import floats, images, labels
+from mpidl.backends.gpu.loss import (
+    correct_count,
+    cross_entropy,
+    cross_entropy_dlogits,
+    softmax,
+)
+from mpidl.backends.gpu.optimizer import sgdm
+from mpidl.backends.gpu.pool import (
+    average_pool2d,
+    average_pool2d_dx,
+    max_pool2d,
+    max_pool2d_dx,
+)
+from mpidl.backends.reference import conv2d_shape
+
+__all__ = [
+    "activation",
+    "activation_sums",
+    "average_pool2d",
+    "average_pool2d_dx",
+    "batchnorm",
+    "batchnorm_dx",
+    "batchnorm_factors",
+    "batchnorm_sums",
+    "channel_sums",
+    "conv2d",
+    "conv2d_backward",
+    "conv2d_moments",
+    "conv2d_shape",
+    "correct_count",
+    "cross_entropy",
+    "cross_entropy_dlogits",
+    "dense",
+    "dense_backward",
+    "dense_dweight",
+    "dense_dx",
+    "floats",
+    "images",
+    "labels",
+    "max_pool2d",
+    "max_pool2d_dx",
+    "moments",
+    "placed",
+    "predict_scale",
+    "relu",
+    "relu_dx",
+    "running",
+    "sgdm",
+    "softmax",
+    "source",
+    "statistics",
+    "zeros_like",
+]
