@@ -51,43 +51,52 @@ struct MomentsMatrix {
   }
 };
 
-template <int LEVELS, class T> struct Counter {
-  T level[LEVELS];
-
-  // Take a node of 2^lowest rows, or the last one, that begins at row `start`; the value of the
-  // largest node that it completes.
-  __device__ __forceinline__ T push(T value, int start, int lowest, bool last) {
-#pragma unroll
-    for (int l = 0; l < LEVELS; ++l) {
-      if (l < lowest) continue;
-      if (start >> l & 1) {
-        value = combined(level[l], value);
+// Take a node of 2^lowest rows, or the last one, that begins at row `start`; the value of the largest
+// node that it completes. By recursion, so that each level is a register.
+template <int L = 0, int LEVELS, class T>
+__device__ __forceinline__ T push(T (&level)[LEVELS], T value, int start, int lowest, bool last) {
+  if constexpr (L < LEVELS) {
+    if (L >= lowest) {
+      if (start >> L & 1) {
+        value = combined(level[L], value);
       } else if (!last) {
-        level[l] = value;
-        break;
+        level[L] = value;
+        return value;
       }
     }
-    return value;
+    return push<L + 1>(level, value, start, lowest, last);
   }
-};
+  return value;
+}
 
 // The fold of rows first .. first + n - 1, n >= 1.
 template <int LEVELS, class M, class E>
 __device__ __forceinline__ typename M::Value folded(const E* x, long long first, int n, int column,
                                                     int width) {
-  Counter<LEVELS, typename M::Value> counter;
-  typename M::Value value;
+  typename M::Value level[LEVELS], value;
   int i = 0;
   for (; i + 4 < n; i += 4) {  // four loads at a time, never the last row
     const auto a = M::load(x, first + i, column, width);
     const auto b = M::load(x, first + i + 1, column, width);
     const auto c = M::load(x, first + i + 2, column, width);
     const auto d = M::load(x, first + i + 3, column, width);
-    counter.push(combined(combined(a, b), combined(c, d)), i, 2, false);
+    push<2>(level, combined(combined(a, b), combined(c, d)), i, 2, false);
   }
   for (; i < n; ++i)
-    value = counter.push(M::load(x, first + i, column, width), i, 0, i + 1 == n);
+    value = push(level, M::load(x, first + i, column, width), i, 0, i + 1 == n);
   return value;
+}
+
+// The same of at most 4 rows, without a counter: a merge of moments is much code.
+template <class M, class E>
+__device__ __forceinline__ typename M::Value folded_few(const E* x, long long first, int n,
+                                                        int column, int width) {
+  typename M::Value v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = M::load(x, first + min(i, n - 1), column, width);
+  if (n > 1) v[0] = combined(v[0], v[1]);
+  if (n > 3) v[2] = combined(v[2], v[3]);
+  return n > 2 ? combined(v[0], v[2]) : v[0];
 }
 
 // One node, `columns` of its columns a block: thread (row, column) folds rows row * chunk on of the
@@ -102,9 +111,15 @@ __device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* 
   const int rows = (n + chunk - 1) / chunk;
   typename M::Value value{};
   const bool inside = column < width && row < rows;
-  if (inside)
-    value = folded<LEVELS, M>(values, first + (long long)row * chunk, min(chunk, n - row * chunk),
-                              column, width);
+  if (inside) {
+    const long long start = first + (long long)row * chunk;
+    const int own = min(chunk, n - row * chunk);
+    if constexpr (LEVELS > 2)
+      value = folded<LEVELS, M>(values, start, own, column, width);
+    else
+      value = folded_few<M>(values, start, own, column, width);
+  }
+#pragma unroll 1
   for (int half = 1; half < rows; half *= 2) {
     shared[threadIdx.x] = value;
     __syncthreads();
@@ -130,12 +145,12 @@ fold_double(const double* __restrict__ values, const int* __restrict__ nodes,
   fold_node<16, Matrix<double>>(values, nodes, roots, width, columns, chunk, shared);
 }
 
-// chunk <= 1024.
-extern "C" __global__ void __launch_bounds__(512)
+// chunk <= 4.
+extern "C" __global__ void __launch_bounds__(1024)
 fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
              double* __restrict__ roots, int width, int columns, int chunk) {
-  __shared__ Moments shared[512];
-  fold_node<10, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
+  __shared__ Moments shared[1024];
+  fold_node<2, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
 }
 
 // The root of rows that are nodes of one tree, in order: order[row] = (first leaf, level), a node of
@@ -145,11 +160,10 @@ __device__ __forceinline__ void combine_nodes(const E* values, const int* order,
                                               int width) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;
   if (column >= width) return;
-  Counter<16, typename M::Value> counter;
-  typename M::Value value;
+  typename M::Value level[16], value;
   for (int i = 0; i < rows; ++i)
-    value = counter.push(M::load(values, i, column, width), order[2 * i], order[2 * i + 1],
-                         i + 1 == rows);
+    value = push(level, M::load(values, i, column, width), order[2 * i], order[2 * i + 1],
+                 i + 1 == rows);
   M::store(root, 0, column, width, value);
 }
 

@@ -11,8 +11,8 @@ from mpidl.backends.gpu import elementwise, run
 from mpidl.backends.gpu.array import Array
 from mpidl.fold import Partial, Term, add, merge_moments
 
-LEAVES = 1 << 16  # the most that a kernel folds into one node
-GROUP = 1 << 12  # leaves of a longer node that are folded first
+LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}  # the most of a node in a launch
+BLOCKS = 1 << 16  # of a mini-batch, that `fold_all` takes
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
@@ -57,43 +57,33 @@ def fold_rows(values, ranges, combine=add):
     the tree over these rows. `values` itself where there is nothing to combine."""
     if all(count == 1 for _, count in ranges) and len(ranges) == len(values):
         return values
-    if max(count for _, count in ranges) > LEAVES:
-        groups, folded = [], []
+    kind = _kind(values, combine)
+    if max(count for _, count in ranges) > LEAVES[kind]:
+        group, groups, folded = LEAVES[kind] // 16, [], []
         for first, count in ranges:  # runs of a power of two of rows are nodes of the same tree
-            own = [(first + i, min(GROUP, count - i)) for i in range(0, count, GROUP)]
+            own = [(first + i, min(group, count - i)) for i in range(0, count, group)]
             folded.append((len(groups), len(own)))
             groups += own
-        return fold_rows(_fold(values, groups, combine), folded, combine)
-    return _fold(values, ranges, combine)
-
-
-def _fold(values, ranges, combine):
-    kind = _kind(values, combine)
+        return fold_rows(fold_rows(values, groups, combine), folded, combine)
     width = _width(values, combine)
     roots = run.empty((len(ranges), values.shape[1]), values.dtype)
-    columns, rows, chunk = spread(width, max(count for _, count in ranges), kind == "moments")
-    run.launch(
-        f"fold_{kind}",
-        (-(-width // columns), len(ranges)),
-        columns * rows,
-        values,
-        run.constant(np.array(ranges, np.int32)),
-        roots,
-        width,
-        columns,
-        chunk,
-    )
+    columns, rows, chunk = spread(width, max(count for _, count in ranges), kind)
+    nodes = run.constant(np.array(ranges, np.int32))
+    grid, block = (-(-width // columns), len(ranges)), columns * rows
+    run.launch(f"fold_{kind}", grid, block, values, nodes, roots, width, columns, chunk)
     return roots
 
 
-def spread(width, leaves, narrow):
+def spread(width, leaves, kind):
     """(columns, rows, chunk): of a block's threads, how many stand side by side and how many share
-    a column, each folding `chunk` leaves at a time of a node of at most `leaves`."""
-    if not narrow and (width >= 1 << 15 or leaves <= 4):
-        columns, rows = 256, 1
+    a column, each folding up to `chunk` leaves of a node of at most `leaves`."""
+    if kind == "moments":
+        columns, threads = 4, 1024
+    elif width >= 1 << 15 or leaves <= 4:
+        columns, threads = 256, 256
     else:
-        columns = 32 if width >= 1 << 10 and not narrow else 8
-        rows = min(512 // columns, max(4, _power(-(-leaves // 4))))
+        columns, threads = 32 if width >= 1 << 10 else 8, 512
+    rows = min(threads // columns, max(-(-32 // columns), _power(-(-leaves // 4))))
     return columns, rows, max(4, _power(-(-leaves // rows)))
 
 
@@ -105,8 +95,8 @@ def fold_all(matrix, tree, combine=add, shape=None, like=None):
         raise ValueError(f"expected the {len(nodes)} nodes of all ranks, got {len(matrix)}")
     if tree.plain:
         raise ValueError("a plain sum has no tree: it is added up by the collective that moves it")
-    if tree.leaves > LEAVES:
-        raise ValueError(f"a mini-batch of {tree.leaves} blocks; the GPU folds at most {LEAVES}")
+    if tree.leaves > BLOCKS:
+        raise ValueError(f"a mini-batch of {tree.leaves} blocks; the GPU folds at most {BLOCKS}")
     if len(nodes) == 1:
         return _seen_as(matrix.row(0), shape, like)
     order = [(start, (stop - start - 1).bit_length()) for start, stop in nodes]
