@@ -13,17 +13,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import mpi4py
 import pytest
 
 import mpidl  # noqa: F401  before a test loads NumPy: it holds the BLAS to one thread
+from mpidl.comm import alone
 
 # Read before MPI is initialized: Open MPI sets them in a process that no mpirun started, too.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
-mpi4py.rc.thread_level = "funneled"
-from mpi4py import MPI  # noqa: E402  importing it initializes MPI
-
+MPI = alone.load()  # which initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LAUNCH_TESTS = Path(__file__).resolve().parent / "launch"
 

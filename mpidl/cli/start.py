@@ -47,8 +47,10 @@ def gpus():
 
 def blas():
     """The BLAS that NumPy runs: name, version and the kind of core its kernels are for."""
-    import threadpoolctl
-
+    try:
+        import threadpoolctl
+    except ImportError:
+        return "not known (threadpoolctl is not installed)"
     libraries = [x for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
     return ", ".join(
         " ".join(str(x[key]) for key in ("internal_api", "version", "architecture") if x.get(key))

@@ -22,16 +22,25 @@ LAUNCHERS = {
 }
 
 
-def refuse_foreign_launcher(size, library):
-    """Stop N jobs of one rank, which is what the `mpirun` of another MPI makes of one of N."""
+def launched_ranks():
+    """(variable, number) where a launcher says that it started more than one rank, else None."""
     for variable in LAUNCHERS:
         tasks = os.environ.get(variable, "")
-        if size == 1 and tasks.isdigit() and int(tasks) > 1:
-            raise UserError(
-                f"the launcher started {tasks} tasks ({variable}={tasks}), but MPI sees one rank: "
-                f"expected the launcher of {library.split(',')[0].splitlines()[0].strip()}, such "
-                f"as {os.path.join(os.path.dirname(sys.executable), 'mpirun')}"
-            )
+        if tasks.isdigit() and int(tasks) > 1:
+            return variable, int(tasks)
+    return None
+
+
+def refuse_foreign_launcher(size, library):
+    """Stop N jobs of one rank, which is what the `mpirun` of another MPI makes of one of N."""
+    started = launched_ranks()
+    if size == 1 and started is not None:
+        variable, tasks = started
+        raise UserError(
+            f"the launcher started {tasks} tasks ({variable}={tasks}), but MPI sees one rank: "
+            f"expected the launcher of {library.split(',')[0].splitlines()[0].strip()}, such "
+            f"as {os.path.join(os.path.dirname(sys.executable), 'mpirun')}"
+        )
 
 
 _net = None  # the Net of the largest world of this process, once there is one

@@ -10,6 +10,8 @@ import time
 
 import numpy as np
 
+from mpidl.comm import alone
+
 PING, PONG = 1, 2  # tags of the control communicator
 
 
@@ -20,8 +22,7 @@ class Net:
     """
 
     def __init__(self, comm, timeout):
-        from mpi4py import MPI
-
+        MPI = alone.load()
         self.MPI, self.comm, self.timeout = MPI, comm.Dup(), timeout
         self.control = comm.Dup()
         self.rank, self.size = comm.rank, comm.size
