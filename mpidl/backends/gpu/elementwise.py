@@ -50,8 +50,9 @@ def fill(x, value):
 
 def zeros_like(x):
     """Zeros of the same shape, type and order in memory."""
-    made = array.empty_like(x)  # its memory ends with a whole word
-    return _fill_words(made, 0, -(-made.nbytes // WORD))
+    words = -(-x.nbytes // WORD)
+    made = run.empty((words,), np.int32)
+    return _fill_words(Array(made.buffer, x.dtype, x.shape, x.dims, x.order), 0, words)
 
 
 def _fill_words(x, bits, words):

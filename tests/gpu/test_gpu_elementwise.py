@@ -1,0 +1,75 @@
+"""Arithmetic on whole arrays and copies of many, on the emulated device."""
+
+import numpy as np
+import pytest
+
+from mpidl import fold
+from mpidl.backends.gpu import array, elementwise, run
+
+TYPES = pytest.mark.parametrize("dtype", ["f4", "f8"])
+
+
+def values(dtype, *shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+@TYPES
+@pytest.mark.parametrize("size", [0, 1, 255, 1030])
+def test_add(device, dtype, size):
+    a, b = values(dtype, size), values(dtype, size)[::-1]
+    found = elementwise.add(array.plain(a), array.plain(b))
+    assert found.dtype == dtype and found.numpy().tobytes() == (a + b).tobytes()
+
+
+def test_add_keeps_shape_and_order(device):
+    a, b = values("f4", 2, 3, 2, 5), values("f4", 2, 3, 2, 5)
+    found = array.filters(a) + array.filters(b)
+    assert found.order == array.FILTERS and np.array_equal(found.numpy(), a + b)
+    with pytest.raises(ValueError, match="they differ in shape, type or order"):
+        array.filters(a) + array.plain(b)
+    with pytest.raises(TypeError, match="expected float32 or float64"):
+        elementwise.add(*2 * (array.plain(np.arange(3)),))
+
+
+@TYPES
+def test_scaled_as_the_host_scales_a_sum(device, dtype):
+    x = values(dtype, 300)
+    kind = np.dtype(dtype).type
+    assert np.array_equal(elementwise.scaled(array.plain(x), -1 / 7).numpy(), x * kind(-1 / 7))
+    late = fold.Late(lambda: 1 / 48, array.plain(np.array([1 / 48])), 0.3)
+    found = elementwise.scaled(array.plain(x), late).numpy()
+    assert np.array_equal(found, x * kind(float(late)))
+
+
+def test_fill_and_zeros(device):
+    x = array.plain(values("f4", 3, 100))
+    assert elementwise.fill(x, 1.5) is x and (x.numpy() == np.float32(1.5)).all()
+    assert (elementwise.fill(array.plain(np.zeros(7, "i4")), -3).numpy() == -3).all()
+    with pytest.raises(TypeError, match="elements of 4 bytes"):
+        elementwise.fill(array.plain(values("f8", 3)), 1)
+    for made in (values("f8", 5), np.ones(7, "u1"), values("f4", 0)):
+        zeros = elementwise.zeros_like(array.plain(made))
+        assert zeros.dtype == made.dtype and np.array_equal(zeros.numpy(), 0 * made)
+    weight = array.filters(values("f4", 2, 3, 2, 5))
+    zeros = elementwise.zeros_like(weight)
+    assert zeros.order == weight.order and not zeros.numpy().any()
+
+
+@TYPES
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_pack_and_unpack(device, dtype, rows):
+    matrices = [values(dtype, rows, width) for width in (1, 0, 1200, 7)]
+    packed = elementwise.pack([array.plain(m) for m in matrices], rows, dtype)
+    assert packed.shape == (rows, 1208)
+    assert np.array_equal(packed.numpy(), np.hstack(matrices))
+    assert len(device.launched) == min(rows, 1)
+    back = elementwise.unpack(packed, [run.empty(m.shape, dtype) for m in matrices])
+    assert all(np.array_equal(a.numpy(), m) for a, m in zip(back, matrices, strict=True))
+
+
+def test_matrices_that_do_not_fit_are_refused(device):
+    a, b = run.empty((2, 3)), run.empty((3, 3))
+    with pytest.raises(ValueError, match="expected 2 rows of float32"):
+        elementwise.pack([a, b], 2)
+    with pytest.raises(ValueError, match="expected matrices of 3 columns in all, got 6"):
+        elementwise.unpack(a, [a, a])
