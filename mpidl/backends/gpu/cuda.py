@@ -216,18 +216,16 @@ class CudaDevice:
         """{kernel: cuFunction} of a `kernels.Unit`, compiled where it is not in the cache."""
         from mpidl.backends.gpu import nvrtc
 
-        driver, path = self.driver, nvrtc.cubin(unit, self.architecture)
+        driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         self._refuse("loading", f"{unit.family}.cu")
         self._bind()
-        with open(path, "rb") as file:
-            image = file.read()
         try:
             module = driver.moduleLoadData(image)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self.name} cannot load {path}, compiled for {self.architecture}: {error} (the "
-                f"driver runs CUDA {in_words(self.runtime.driverGetVersion())}; it must not be of "
-                "an older major version than NVRTC)"
+                f"{self.name} cannot load {unit.family}.cu, compiled for {self.architecture}: "
+                f"{error} (the driver runs CUDA {in_words(self.runtime.driverGetVersion())}; it "
+                "must not be of an older major version than NVRTC)"
             ) from error
         self._modules.append(module)
         found = {}

@@ -1,0 +1,137 @@
+"""Compiled kernels, kept in files of this node: each is compiled once, by one of its processes.
+
+A file is named by the hash of all that goes into it, and ends with a hash of what it holds, so that
+one that was cut short is compiled again. It takes its place by a rename, when it is whole.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import stat
+import struct
+import tempfile
+import time
+import warnings
+
+SIZES = struct.Struct("<QQ")  # bytes of the cubin and of the log; they stand before the hash
+HASH = 32
+DAYS = 90  # a file this old is removed; who needs it compiles it again
+
+_warned = False
+
+
+def folder():
+    """Where the files lie: in MPIDL_CACHE, else in the temporary folder, which is the node's own
+    (a cluster's home folders are shared, and slow)."""
+    chosen = os.environ.get("MPIDL_CACHE")
+    if chosen:
+        return os.path.join(chosen, f"cubins-{os.getuid()}")
+    return os.path.join(tempfile.gettempdir(), f"mpidl-cubins-{os.getuid()}")
+
+
+def kept(name, make):
+    """(cubin, log) of this name: from its file, or from make(), which the file then keeps.
+
+    While one process of the node makes it, the others wait; one that dies lets them go on. Where no
+    file can be kept, each process makes its own, after a warning.
+    """
+    place = folder()
+    if not _is_ours(place):
+        return make()
+    path = os.path.join(place, name)
+    found = read(path)
+    if found is None:
+        with _locked(path):
+            found = read(path)
+            if found is None:
+                found = make()
+                _write(path, *found)
+    return found
+
+
+def read(path):
+    """(cubin, log) of a file; None where there is none, or not all of it."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError:
+        return None
+    body, digest = data[:-HASH], data[-HASH:]
+    if len(body) < SIZES.size or hashlib.sha256(body).digest() != digest:
+        return None
+    cubin, log = SIZES.unpack(body[-SIZES.size :])
+    return body[:cubin], body[cubin : cubin + log].decode()
+
+
+def _write(path, cubin, log):
+    text = log.encode()
+    body = cubin + text + SIZES.pack(len(cubin), len(text))
+    new = None
+    try:
+        handle, new = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".new")
+        with open(handle, "wb") as file:
+            file.write(body + hashlib.sha256(body).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        _forget(os.path.dirname(path))
+    except OSError as error:
+        if new is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+        _warn(f"{os.path.dirname(path)}: {error.strerror}")
+
+
+def _forget(place):
+    with os.scandir(place) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.stat().st_mtime < time.time() - DAYS * 86400:
+                    os.unlink(entry)
+
+
+def _is_ours(place):
+    """Whether the folder, made where it is missing, can be written by this user alone: what lies
+    there is run."""
+    try:
+        os.makedirs(place, mode=0o700, exist_ok=True)
+        found = os.lstat(place)
+    except OSError as error:
+        _warn(f"{place}: {error.strerror}")
+        return False
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        _warn(f"{place} is not a folder that this user alone may write to")
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path):
+    """One process of the node at a time; a dead one's lock is let go by the system."""
+    path, file = f"{path}.lock", None
+    try:
+        file = open(path, "w")  # noqa: SIM115
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:  # a file system without locks: several may compile the same
+        _warn(f"{path}: {error.strerror}")
+    try:
+        yield
+    finally:
+        if file is not None:
+            # who waits for this very file finds what was written; who comes later finds it too
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            file.close()
+
+
+def _warn(why):
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"kernels are compiled anew by every process, for none can be kept: {why} "
+            "(MPIDL_CACHE names another folder)",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,168 @@
+"""NVIDIA's compiler as a library: CUDA C in, a cubin out. It needs no GPU, no driver, no toolkit.
+
+NVRTC comes as a pip package (nvidia-cuda-nvrtc of CUDA 13, nvidia-cuda-nvrtc-cu12) or with a CUDA
+toolkit. CUDA 13 compiles for sm_75 and later, CUDA 12 for sm_70 too. What was compiled is kept: see
+`cubins`.
+"""
+
+import contextlib
+import ctypes
+import functools
+import glob
+import hashlib
+import importlib.util
+import os
+import re
+from ctypes import byref
+
+from mpidl.backends.gpu import cubins, visible
+from mpidl.errors import UserError
+
+# No contraction: kernels say fmaf where they want one rounding. Without -ftz and -use_fast_math,
+# denormals, quotients and roots are IEEE 754's. What ptxas says of registers goes into the log.
+OPTIONS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
+WHEELS = ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12")
+TOOLKITS = ("lib64", "lib", "targets/*/lib")
+
+
+class Nvrtc:
+    """One NVRTC. version: (13, 0); architectures: (75, 80, ...) that it compiles for."""
+
+    def __init__(self, path):
+        self.path = path
+        # Up to CUDA 13.0 it looks for its own second library by name alone.
+        for builtins in glob.glob(os.path.join(os.path.dirname(path), "libnvrtc-builtins.so*")):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+        self._library = ctypes.CDLL(path)
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", byref(major), byref(minor))
+        self.version = major.value, minor.value
+        self._call("nvrtcGetNumSupportedArchs", byref(count))
+        supported = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", supported)
+        self.architectures = tuple(supported)
+
+    def _call(self, name, *arguments):
+        error = getattr(self._library, name)(*arguments)
+        if error:
+            text = self._library.nvrtcGetErrorString(error).decode()
+            raise RuntimeError(f"{self.path}: {name}: {text}")
+
+    def compile(self, text, options, name):
+        """(cubin, log) of a text; UserError with the lines that tell why it does not compile."""
+        program = ctypes.c_void_p()
+        source, file = text.encode(), name.encode()
+        self._call("nvrtcCreateProgram", byref(program), source, file, 0, None, None)
+        try:
+            words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+            error = self._library.nvrtcCompileProgram(program, len(options), words)
+            log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            if error:
+                raise UserError(f"{name}: {self._said(error, log)}")
+            return self._read(program, "CUBIN"), log
+        finally:
+            self._call("nvrtcDestroyProgram", byref(program))
+
+    def _read(self, program, what):
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, byref(size))
+        buffer = ctypes.create_string_buffer(max(size.value, 1))
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw[: size.value]
+
+    def _said(self, error, log, most=5):
+        lines = [line.strip() for line in log.splitlines() if re.search(r"\b(error|fatal)\b", line)]
+        lines = lines[:most] or log.split("\n")[:most]
+        text = self._library.nvrtcGetErrorString(error).decode()
+        return f"NVRTC {'.'.join(map(str, self.version))} says {text}: " + "; ".join(lines)
+
+
+def cubin(unit, architecture):
+    """The cubin (bytes) of a `kernels.Unit` for "sm_90": kept from before, or compiled now.
+
+    Raises UserError where there is no NVRTC, or where it does not compile.
+    """
+    return compiled(unit, architecture)[0]
+
+
+def compiled(unit, architecture):
+    """The same with the compiler's log: (cubin, log)."""
+    found = find(architecture)
+    text, defines = unit.text, unit.defines
+    parts = [repr(found.version), architecture, repr(OPTIONS), repr(tuple(defines)), text]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+    def make():
+        return compile(text, architecture, defines, f"{unit.family}.cu")
+
+    return cubins.kept(f"{unit.family}-{architecture}-{key}.cubin", make)
+
+
+def compile(text, architecture, defines=(), name="kernels.cu"):
+    """(cubin, log) of a text of CUDA C, compiled now. defines: pairs of names and values."""
+    words = [f"-D{key}={value}" for key, value in defines]
+    return find(architecture).compile(text, [*OPTIONS, f"-arch={architecture}", *words], name)
+
+
+def find(architecture):
+    """The newest Nvrtc that compiles for "sm_90", and that the driver, where there is one, can run
+    the cubins of. Raises UserError where there is none."""
+    return _find(int(re.sub(r"\D", "", architecture)), visible.driver_version() // 1000)
+
+
+@functools.cache
+def _find(architecture, driver):
+    found = installed()
+    if not found:
+        chosen = os.environ.get("MPIDL_NVRTC")
+        raise UserError(
+            f"MPIDL_NVRTC={chosen}: no NVRTC that can be loaded"
+            if chosen
+            else "no NVRTC, which compiles the kernels for a GPU: pip install "
+            f"{'nvidia-cuda-nvrtc-cu12' if driver == 12 else 'nvidia-cuda-nvrtc'}, or set "
+            "CUDA_PATH to a CUDA toolkit, or MPIDL_NVRTC to a libnvrtc.so"
+        )
+    able = [nvrtc for nvrtc in found if architecture in nvrtc.architectures]
+    there = ", ".join(f"{'.'.join(map(str, nvrtc.version))} ({nvrtc.path})" for nvrtc in found)
+    if not able:
+        raise UserError(f"no NVRTC compiles for sm_{architecture}; found {there}")
+    fit = [nvrtc for nvrtc in able if not driver or nvrtc.version[0] <= driver]
+    if not fit:
+        raise UserError(
+            f"the driver runs CUDA {driver}, and NVRTC is newer: found {there}; pip install "
+            "nvidia-cuda-nvrtc-cu12"
+        )
+    return max(fit, key=lambda nvrtc: nvrtc.version)
+
+
+@functools.cache
+def installed():
+    """An Nvrtc of each version that is found: MPIDL_NVRTC's alone where it is set; else of pip's
+    packages, the toolkit that CUDA_PATH or CUDA_HOME names, and the system."""
+    found = {}
+    for path in _paths():
+        try:
+            nvrtc = Nvrtc(path)
+        except (OSError, AttributeError, RuntimeError):
+            continue  # not for this system, or not an NVRTC
+        found.setdefault(nvrtc.version, nvrtc)
+    return tuple(found.values())
+
+
+def _paths():
+    chosen = os.environ.get("MPIDL_NVRTC")
+    if chosen:
+        return [chosen]
+    spec = importlib.util.find_spec("nvidia")
+    paths = [
+        os.path.join(folder, library)
+        for folder in (spec.submodule_search_locations if spec else None) or ()
+        for library in WHEELS
+    ]
+    toolkits = [os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    for toolkit in filter(None, toolkits):
+        for place in TOOLKITS:
+            paths += sorted(glob.glob(os.path.join(toolkit, place, "libnvrtc.so*")), reverse=True)
+    return [path for path in paths if os.path.exists(path)] + ["libnvrtc.so.13", "libnvrtc.so.12"]
