@@ -139,6 +139,15 @@ def test_runs_within_a_chunk(device, monkeypatch, outputs):
     close(layer.backward(whole(2), (1, 0, 0))[0].numpy(), layer.exact()[1])
 
 
+def test_runs_keep_rounding_small(device, monkeypatch):
+    """Of 10^4 numbers of one sign, one sum after the other would be wrong by 1e-5 of them."""
+    monkeypatch.setattr(dense, "SHORTEST", 20000)
+    layer = Layer(1, (10000,), 1, LANES)
+    layer.x, layer.weight = abs(layer.x), abs(layer.weight)
+    exact = layer.exact()[0]
+    assert abs(layer.forward() - exact).max() < 1e-6 * exact.max()
+
+
 @pytest.mark.parametrize("outputs, features", [(10, 11520), (4096, 9216), (1000, 4096), (3, 5)])
 def test_chunks_fill_a_gpu(outputs, features):
     chunk = dense.chunk_of(outputs, features)

@@ -18,9 +18,9 @@ CHUNKS = 4 * THREADS, 32 * THREADS  # floats of a block of threads: of few, of m
 def places(sizes):
     """([first float of each], all floats): where in one array arrays of these sizes lie, in their
     order, each aligned."""
-    ends = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-    ends = list(itertools.accumulate(ends))
-    return [0, *ends[:-1]], ends[-1] if ends else 0
+    rounded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    starts = list(itertools.accumulate(rounded, initial=0))
+    return starts[:-1], starts[-1]
 
 
 @functools.lru_cache(maxsize=16)
