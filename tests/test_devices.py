@@ -46,8 +46,7 @@ def refused(call, *args, **keywords):
         ([seeing("AB")] * 3, "A0 A0 B1"),
         ([seeing("A")] * 3, "A0 A0 A0"),
         ([seeing("ABCD")] * 2, "A0 B1"),
-        ([seeing("AB"), seeing("AB"), seeing("ABC", "node1"), seeing("ABC", "node1")],) * 1
-        + ("A0 B1 A0 B1",),
+        ([seeing("AB")] * 2 + [seeing("ABC", "node1")] * 2, "A0 B1 A0 B1"),
     ],
 )
 def test_ranks_take_the_gpus_of_their_host_in_order(ranks, expected):
@@ -150,6 +149,19 @@ def test_numbers():
     assert numbers("0-2,5") == [0, 1, 2, 5] and numbers("") == []
 
 
+def test_without_a_compiler_of_kernels_a_gpu_is_of_no_use(monkeypatch):
+    def without(architecture):
+        raise UserError(f"no NVRTC compiles for {architecture}")
+
+    monkeypatch.setattr(devices, "visible", lambda: Visible((gpu("A"),), "", 1))
+    monkeypatch.setattr(devices.nvrtc, "find", lambda architecture: None)
+    assert devices.look("node0", {}).gpus == (gpu("A"),)
+    monkeypatch.setattr(devices.nvrtc, "find", without)
+    seen = devices.look("node0", {})
+    assert seen == Seen("node0", (), "no NVRTC compiles for sm_90", 1)
+    assert deal([seen], "auto").gpus is None
+
+
 def test_this_machine(world, monkeypatch):
     """On the CPU nobody is asked for GPUs; what CUDA shows is told with the host."""
     monkeypatch.setattr(devices, "visible", None)
@@ -247,7 +259,7 @@ def test_messages_from_memory_by_its_address(world):
         world.device = None
 
 
-def test_one_rank_has_nothing_to_move(world, monkeypatch):
+def test_nothing_to_move_or_no_way_to(world, monkeypatch):
     monkeypatch.setattr(nccl, "version", lambda: 0)
     world.device = OnTheHost()
     try:

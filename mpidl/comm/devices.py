@@ -3,6 +3,7 @@
 import os
 from typing import Any, NamedTuple
 
+from mpidl.backends.gpu import nvrtc
 from mpidl.backends.gpu.visible import visible
 from mpidl.comm import nccl
 from mpidl.errors import UserError
@@ -79,6 +80,11 @@ def look(host, environ=os.environ):
     """What this process may use: what CUDA shows of what Slurm gave."""
     found = visible()
     gpus, note = given(found.gpus, host, environ)
+    try:
+        for architecture in sorted({gpu.architecture for gpu in gpus}):
+            nvrtc.find(architecture)
+    except UserError as error:
+        return Seen(host, (), str(error), found.there)
     return Seen(host, gpus, found.why, found.there, note)
 
 

@@ -16,7 +16,7 @@ import weakref
 
 import numpy as np
 
-from mpidl.backends.gpu import kernels
+from mpidl.backends.gpu import kernels, nvrtc
 from mpidl.backends.gpu.run import ALIGNED
 from mpidl.backends.gpu.visible import in_words, visible
 from mpidl.errors import UserError
@@ -214,18 +214,14 @@ class CudaDevice:
 
     def load(self, unit):
         """{kernel: cuFunction} of a `kernels.Unit`, compiled where it is not in the cache."""
-        from mpidl.backends.gpu import nvrtc
-
-        driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         self._refuse("loading", f"{unit.family}.cu")
-        self._bind()
+        driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         try:
             module = driver.moduleLoadData(image)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self.name} cannot load {unit.family}.cu, compiled for {self.architecture}: "
-                f"{error} (the driver runs CUDA {in_words(self.runtime.driverGetVersion())}; it "
-                "must not be of an older major version than NVRTC)"
+                f"{self.name} cannot load {unit.family}.cu as compiled for {self.architecture}: "
+                f"{error} (the driver runs CUDA {in_words(self.runtime.driverGetVersion())})"
             ) from error
         self._modules.append(module)
         found = {}

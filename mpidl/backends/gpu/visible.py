@@ -44,7 +44,7 @@ def visible():
     if not there:
         return Visible((), why)
     if not packages():
-        extra = "cuda13" if _driver_version() >= 13000 else "cuda12"
+        extra = "cuda13" if driver_version() >= 13000 else "cuda12"
         return Visible((), f"CuPy is not installed: pip install 'mpidl[{extra}]'", there)
     try:
         from cupy.cuda import runtime
@@ -90,7 +90,7 @@ def _ask_driver():
     return count.value, "" if count.value else "the NVIDIA driver finds none"
 
 
-def _driver_version():
+def driver_version():
     """The newest CUDA that the driver can run, 13020 for 13.2; 0 without one."""
     with contextlib.suppress(OSError):
         version = ctypes.c_int()
@@ -111,7 +111,7 @@ def _why_not(error):
     package = ", ".join(packages())
     if isinstance(error, ImportError):
         return f"{package} cannot be loaded: {' '.join(str(error).split())[:200]}"
-    known, newest = versions(), _driver_version()
+    known, newest = versions(), driver_version()
     if known is not None and newest // 1000 < int(known.made_for.partition(".")[0]):
         return (
             f"the NVIDIA driver runs CUDA up to {in_words(newest)}, and {package} is made for "
