@@ -339,18 +339,14 @@ class CudaDevice:
 
 
 def _refusing(base):
-    """A hook by which CuPy's own pool cannot hand out memory while a graph is captured, which would
-    be free for others when the graph is launched."""
+    """A hook by which CuPy's own pool hands out no memory while a graph is captured: it would be
+    free for others when the graph is launched."""
 
-    class Refusing(base):
-        name = "mpidl: no memory in a capture"
+    def refuse(hook, **facts):
+        raise RuntimeError(
+            f"allocating {facts.get('size')} bytes of CuPy's memory pool cannot be part of a "
+            "captured graph"
+        )
 
-        def malloc_preprocess(self, **facts):
-            raise RuntimeError(
-                f"allocating {facts.get('size')} bytes of CuPy's memory pool cannot be part of a "
-                "captured graph"
-            )
-
-        alloc_preprocess = malloc_preprocess
-
-    return Refusing()
+    name = "mpidl: no memory in a capture"
+    return type("Refusing", (base,), {"name": name, "malloc_preprocess": refuse})()
