@@ -8,7 +8,7 @@ GPU to GPU; either way the same operands are combined in the same order: the sam
 import numpy as np
 
 from mpidl.backends.gpu import elementwise, fold, run
-from mpidl.fold import Late, Partial, add
+from mpidl.fold import Late, Partial
 
 
 class Counts:
@@ -81,14 +81,25 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    mover = getattr(world, "mover", None)
-    if mover is None or combine is not add:
+    """The root of all ranks' nodes."""
+    if world.mover is None:
         return run.sink().exchange(world, tree, matrix, combine)
-    most = max(len(nodes) for nodes in tree.nodes)
-    width = matrix.shape[1]
-    gathered = run.empty((world.size, most, width), matrix.dtype)
-    run.sink().between(mover, fold.padded(matrix, most), gathered)
-    return fold.fold_all(fold.unpadded(gathered, tree), tree)
+    counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
+    most, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
+    mine = matrix
+    if len(matrix) < most:  # all ranks send as much
+        mine = run.empty((most, width), matrix.dtype)
+        elementwise.copy([(matrix, mine, len(matrix), words, words, words)])
+    gathered = run.empty((len(counts), most, width), matrix.dtype)
+    run.sink().between(world.mover, mine, gathered)
+    nodes = gathered.reshape(len(counts) * most, width)
+    if min(counts) < most:
+        nodes, pieces = run.empty((sum(counts), width), matrix.dtype), []
+        for rank, count in enumerate(counts):
+            to = nodes.part(sum(counts[:rank]) * width, (count, width))
+            pieces.append((gathered.row(rank), to, count, words, words, words))
+        elementwise.copy(pieces)
+    return fold.fold_all(nodes, tree, combine)
 
 
 def _finish(name, partial, roots):
