@@ -38,14 +38,13 @@ extern "C" __global__ void __launch_bounds__(512)
         p[first + c] = exp(logits[first + c] - of.top) / of.sum;
 }
 
-// rows[block]: the sum over the block's valid images, in their order, of `value`, one a warp.
-__device__ __forceinline__ void add_images(double* of_image, double value, int valid,
-                                           double* rows) {
+// rows[block]: the sum over the block's images, in their order, of `value`, one a warp.
+__device__ __forceinline__ void add_images(double* of_image, double value, double* rows) {
     if (threadIdx.x % LANES_OF_WARP == 0) of_image[image_of_block()] = value;
     __syncthreads();
     if (threadIdx.x == 0) {
         double sum = 0.0;
-        for (int i = 0; i < IMAGES && (int)blockIdx.x * IMAGES + i < valid; i++) sum += of_image[i];
+        for (int i = 0; i < IMAGES; i++) sum += of_image[i];
         rows[blockIdx.x] = sum;
     }
 }
@@ -62,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(512)
         const Normalizer of = normalizer(own, classes);
         value = log(of.sum) - (own[labels[image]] - of.top);
     }
-    add_images(of_image, value, *valid, rows);
+    add_images(of_image, value, rows);
 }
 
 // d (images, classes) = (softmax(logits) - one at the label) * factor * late, zero in unused images.
@@ -92,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(512)
 __device__ __forceinline__ bool before(float value, int place, float best, int at) {
     const bool strange = value != value, best_strange = best != best;
     if (strange != best_strange) return strange;
-    if (value > best && !strange) return true;
+    if (value > best) return true;
     return (strange || value == best) && place < at;
 }
 
@@ -116,5 +115,5 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         value = at == labels[image];
     }
-    add_images(of_image, value, *valid, rows);
+    add_images(of_image, value, rows);
 }

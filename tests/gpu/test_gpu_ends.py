@@ -90,6 +90,15 @@ def test_images_of_a_data_set(device, valid, blocks):
     assert found.dtype == np.int32 and np.array_equal(found.numpy(), flat.reshape(blocks, LANES))
 
 
+def test_unused_images_are_zero_whatever_their_numbers_say(device):
+    data, indices = pixels_of(30, (2, 3, 3)), np.arange(32, dtype=np.int32) % 30
+    given = {"indices": array.plain(indices), "counts": number(21), "blocks": 3}
+    found = images.images(array.plain(data), **given).numpy()
+    expected = np.zeros((3, 2, 3, 3, LANES), np.float32)
+    expected[:2] = reference.images(data[:21])
+    assert found.tobytes() == expected.tobytes()
+
+
 def test_indices_alone_say_how_many(device):
     data, indices = pixels_of(30, (2, 3, 3)), np.arange(20, dtype=np.int32)[::-1].copy()
     found = images.images(array.plain(data), indices=array.plain(indices)).numpy()
@@ -128,12 +137,12 @@ def stepped(weights, gradients, velocities, rate=0.1, momentum=0.9):
     return [a.tobytes() for a in map(np.asarray, (*new, *velocities))]
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_a_step_has_the_bytes_of_numpy(device, shift):
+@pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 2, 0), (0, 0, 3)])
+def test_a_step_has_the_bytes_of_numpy(device, shifts):
     """Aligned or not."""
     host = [draws(what) for what in ("weight", "gradient", "velocity")]
 
-    def moved(value):
+    def moved(value, shift):
         made = layout(value)
         flat = run.empty((value.size + shift,))
         raw = array.in_memory(value, made.dims, made.order).ravel()
@@ -141,7 +150,9 @@ def test_a_step_has_the_bytes_of_numpy(device, shift):
         made.buffer, made.offset = flat.buffer, 4 * shift
         return made
 
-    weights, gradients, velocities = ([moved(v) for v in values] for values in host)
+    weights, gradients, velocities = (
+        [moved(v, shift) for v in values] for values, shift in zip(host, shifts, strict=True)
+    )
     found = optimizer.sgdm(weights, gradients, velocities, 0.1, 0.9, DECAYS)
     assert device.launched == ["sgdm"]
     for w, old in zip(found, weights, strict=True):
