@@ -1,0 +1,302 @@
+"""The emulated GPU itself: it computes what a GPU would, and finds what a GPU would not forgive."""
+
+import numpy as np
+import pytest
+from emulator import opened
+
+from mpidl.backends.gpu import array, kernels, run
+
+ORDERS = pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
+
+
+class Text:
+    """A unit of this text instead of a file's."""
+
+    family = "test"
+
+    def __init__(self, text, **defines):
+        self.text = kernels.source("common.cuh") + text
+        self.defines = tuple(sorted(defines.items()))
+
+
+def launch(device, unit, name, grid, block, *arguments, shared=0):
+    parameters = kernels.signatures(unit.text)[name]
+    sizes = kernels._three(grid), kernels._three(block)
+    made = kernels.Launch(unit, name, *sizes, shared, arguments, parameters)
+    device.launch(device.load(unit)[name], made)
+
+
+def numbers(*shape, dtype=np.float32):
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+TRANSPOSE = """
+extern "C" __global__ void __launch_bounds__(64)
+    transpose(const float* __restrict__ x, float* __restrict__ y) {
+    __shared__ float tile[8][9];
+    const int i = threadIdx.x / 8, j = threadIdx.x % 8, at = blockIdx.x * 64 + threadIdx.x;
+    tile[i][j] = x[at];
+    if (BARRIER) __syncthreads();
+    y[at] = tile[j][i];
+}
+"""
+
+
+@ORDERS
+@pytest.mark.parametrize("barrier", [True, False])
+def test_a_missing_barrier_shows(device, barrier):
+    x = numbers(5, 8, 8)
+    y = array.empty(x.shape)
+    launch(device, Text(TRANSPOSE, BARRIER=int(barrier)), "transpose", 5, 64, array.plain(x), y)
+    assert np.array_equal(y.numpy(), x.transpose(0, 2, 1)) == barrier
+
+
+PIPELINE = """
+extern "C" __global__ void __launch_bounds__(32)
+    pipeline(const float* __restrict__ x, float* __restrict__ y, int steps) {
+    DYN_SMEM(float, stages);
+    for (int s = 0; s < 2; ++s) {
+        cp_async16(stages + (s * 32 + threadIdx.x) * 4, x + (s * 32 + threadIdx.x) * 4, s < steps);
+        if (COMMIT) cp_commit();
+    }
+    float sum = 0.f;
+    for (int s = 0; s < steps; ++s) {
+        cp_wait<WAIT>();
+        float* stage = stages + s % 2 * 128;
+        const float* last = stage + threadIdx.x * 4;
+        sum += (last[0] + last[1]) + (last[2] + last[3]);
+        const int next = s + 2;
+        cp_async16(stage + threadIdx.x * 4, x + (next < steps ? next : 0) * 128 + threadIdx.x * 4,
+                   next < steps);
+        if (COMMIT) cp_commit();
+    }
+    y[threadIdx.x] = sum;
+}
+"""
+
+
+@pytest.mark.parametrize("wait, commit", [(1, 1), (2, 1), (0, 0)])
+def test_a_copy_lands_when_it_is_waited_for(device, wait, commit):
+    x = numbers(5, 32, 4)
+    y = array.empty((32,))
+    unit = Text(PIPELINE, WAIT=wait, COMMIT=commit)
+    launch(device, unit, "pipeline", 1, 32, array.plain(x), y, 5, shared=1024)
+    right = np.allclose(y.numpy(), x.sum((0, 2)), atol=1e-5)
+    assert right == (wait == 1 and commit == 1)
+    assert right or np.isnan(y.numpy()).all()
+
+
+WARPS = """
+extern "C" __global__ void __launch_bounds__(64)
+    warps(const double* __restrict__ x, double* __restrict__ y, int* __restrict__ z) {
+    double v = x[threadIdx.x];
+    for (int m = 16; m; m /= 2) v += shfl_xor(v, m);
+    y[threadIdx.x] = v;
+    z[threadIdx.x] = shfl_down((int)threadIdx.x, 3) + 100 * shfl_up((int)threadIdx.x, 1) +
+                     10000 * shfl((int)threadIdx.x, 5);
+}
+"""
+
+
+@ORDERS
+def test_shuffles(device):
+    x, y, z = numbers(64, dtype=np.float64), array.empty((64,), "f8"), array.empty((64,), "i4")
+    launch(device, Text(WARPS), "warps", 1, 64, array.plain(x), y, z)
+    assert np.allclose(y.numpy().reshape(2, 32), x.reshape(2, 32).sum(1, keepdims=True))
+    lane = np.arange(32)
+    down, up = np.where(lane + 3 < 32, lane + 3, lane), np.where(lane, lane - 1, 0)
+    for warp, found in enumerate(z.numpy().reshape(2, 32)):
+        first = 32 * warp
+        assert (found == first + down + 100 * (first + up) + 10000 * (first + 5)).all()
+
+
+MMA = """
+extern "C" __global__ void __launch_bounds__(32)
+    product(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c) {
+    __shared__ __align__(16) float rows[16 * 8];  // of a, a row 8 numbers
+    for (int i = threadIdx.x; i < 128; i += 32) rows[i] = a[i];
+    __syncthreads();
+    const int lane = threadIdx.x, g = lane >> 2, t = lane & 3;
+    u32 x[4];
+    ldsm4(x[0], x[1], x[2], x[3], rows + (lane & 15) * 8 + (lane >> 4) * 4);
+    const u32 y[2] = {__float_as_uint(b[t * 8 + g]), __float_as_uint(b[(t + 4) * 8 + g])};
+    float sum[4] = {};
+    mma_tf32(sum, x, y);
+    c[g * 8 + 2 * t] = sum[0], c[g * 8 + 2 * t + 1] = sum[1];
+    c[(g + 8) * 8 + 2 * t] = sum[2], c[(g + 8) * 8 + 2 * t + 1] = sum[3];
+}
+"""
+
+
+def tf32(x):
+    """Without the 13 bits that a tensor core does not read."""
+    return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_tensor_cores(truncate):
+    a, b = numbers(16, 8), numbers(8, 8)[::-1].copy()
+    with opened(truncate=truncate) as device:
+        c = array.empty((16, 8))
+        launch(device, Text(MMA), "product", 1, 32, array.plain(a), array.plain(b), c)
+        found = c.numpy().astype(np.float64)
+    exact = tf32(a) @ tf32(b)
+    assert np.allclose(found, exact, rtol=2e-7, atol=1e-7)
+    assert (abs(found) <= abs(exact)).all() == truncate
+
+
+FAULTS = """
+extern "C" __global__ void __launch_bounds__(64) scale(float* x, long long n, double by) {
+    for (long long i = threadIdx.x; i < n; i += blockDim.x) x[i] = (float)(x[i] * by);
+}
+extern "C" __global__ void __launch_bounds__(64) before(float* x) { x[-1] = 0.f; }
+extern "C" __global__ void __launch_bounds__(64) shared_memory(float* x) {
+    DYN_SMEM(float, s);
+    s[threadIdx.x] = x[0];
+}
+extern "C" __global__ void __launch_bounds__(64) left(float* x) {
+    if (threadIdx.x > 8) __syncthreads();
+}
+extern "C" __global__ void __launch_bounds__(64) alone(float* x) {
+    if (threadIdx.x > 8) x[0] = shfl_xor(1.f, 1);
+}
+extern "C" __global__ void __launch_bounds__(64) apart(float* x) {
+    if (threadIdx.x & 1) x[0] = shfl_xor(1.f, 1); else __syncwarp();
+}
+extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
+    DYN_SMEM(float, s);
+    cp_async16(s + 1, x, true);
+}
+"""
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    "name, arguments, said",
+    [
+        ("scale", (65, 2.0), "kernel scale: writes out of bounds, behind an allocation of 256"),
+        ("before", (), "kernel before: writes out of bounds, before an allocation of 256 bytes"),
+        ("shared_memory", (), "writes past its 128 bytes of shared memory"),
+        ("left", (), "__syncthreads after 9 threads returned"),
+        ("alone", (), "some lanes wait in a warp collective for ever"),
+        ("apart", (), "lanes meet in different collectives"),
+        ("unaligned", (), "an address is not aligned to 16 bytes"),
+    ],
+)
+def test_faults_of_kernels(device, name, arguments, said):
+    x = array.plain(np.ones(64, np.float32))
+    with pytest.raises(RuntimeError, match=said):
+        launch(device, Text(FAULTS), name, 1, 64, x, *arguments, shared=128)
+    y = array.plain(np.ones(64, np.float32))
+    launch(device, Text(FAULTS), "scale", 1, 64, y, 64, 2.0)  # the device goes on
+    assert (y.numpy() == 2).all()
+
+
+@pytest.mark.parametrize(
+    "grid, block, shared, said",
+    [
+        (1, 96, 0, "a block of 96 threads, made for 64 at most"),
+        (1, 33, 0, "a block of 33 threads"),
+        ((1, 65536), 64, 0, "no device takes a grid"),
+        (1, 64, 1 << 20, "1048576 bytes of shared memory"),
+    ],
+)
+def test_launches_that_no_device_takes(device, grid, block, shared, said):
+    x = array.plain(np.ones(64, np.float32))
+    with pytest.raises(RuntimeError, match=said):
+        launch(device, Text(FAULTS), "before", grid, block, x, shared=shared)
+
+
+def test_memory_that_nobody_holds(device):
+    x = array.plain(np.ones(64, np.float32))
+    gone = array.Array(run.Block(x.address, 256), np.float32, (64,))
+    del x
+    with pytest.raises(RuntimeError, match="scale: x: address .* is not in memory"):
+        launch(device, Text(FAULTS), "scale", 1, 64, gone, 64, 2.0)
+
+
+def test_memory_is_poison_until_it_is_written(device):
+    assert np.isnan(array.empty((7,)).numpy()).all()
+    assert np.isnan(array.empty((7,), np.float64).numpy()).all()
+
+
+def test_what_is_captured_runs_when_the_graph_does(device):
+    x = array.plain(np.ones(64, np.float32))
+    unit = Text(FAULTS)
+    kernel = device.load(unit)["scale"]
+    parameters = kernels.signatures(unit.text)["scale"]
+    made = kernels.Launch(unit, "scale", (1, 1, 1), (64, 1, 1), 0, (x, 64, 2.0), parameters)
+    graph = device.capture(lambda: device.launch(kernel, made))
+    assert (x.numpy() == 1).all()
+    graph.launch()
+    graph.launch()
+    assert (x.numpy() == 4).all()
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["allocate", "pinned", "upload", "download", "synchronize", "mark", "wait", "stage", "load"],
+)
+def test_what_a_capture_forbids(device, what):
+    x = array.plain(np.ones(64, np.float32))
+    host, token, pinned = np.zeros(64, np.float32), device.mark(), device.pinned(256)
+    doing = {
+        "allocate": lambda: device.allocate(8),
+        "pinned": lambda: device.pinned(8),
+        "upload": lambda: device.upload(x.address, host),
+        "download": lambda: device.download(host, x.address),
+        "synchronize": device.synchronize,
+        "mark": device.mark,
+        "wait": lambda: device.wait(token),
+        "stage": lambda: device.stage(x.address, pinned),
+        "load": lambda: device.load(Text(FAULTS)),
+    }
+    with pytest.raises(RuntimeError, match="while a graph is being captured"):
+        device.capture(doing[what])
+    doing[what]()  # the capture has ended
+
+
+def test_pinned_copies_are_captured(device):
+    x, pinned = array.plain(np.ones(64, np.float32)), device.pinned(256).view(np.float32)
+    pinned[:] = 3
+    graph = device.capture(lambda: device.upload(x.address, pinned))
+    assert (x.numpy() == 1).all()
+    pinned[:] = 5
+    graph.launch()
+    assert (x.numpy() == 5).all()
+
+
+def test_a_staged_upload_lands_at_the_wait(device):
+    x, pinned = array.plain(np.ones(64, np.float32)), device.pinned(256).view(np.float32)
+    pinned[:] = 3
+    token = device.stage(x.address, pinned)
+    assert np.isnan(x.numpy()).all()
+    device.after(token)
+    assert (x.numpy() == 3).all()
+    with pytest.raises(RuntimeError, match="not pinned"):
+        device.stage(x.address, np.zeros(64, np.float32))
+
+
+def test_a_pinned_download_arrives_at_the_wait(device):
+    x, pinned = array.plain(np.ones(64, np.float32)), device.pinned(256).view(np.float32)
+    early = device.mark()
+    device.download(pinned, x.address)
+    device.wait(early)
+    assert np.isnan(pinned).all()
+    token = device.mark()
+    device.upload(x.address, np.full(64, 2, np.float32))
+    device.wait(token)
+    assert (pinned == 1).all()
+
+
+def test_time_passes(device):
+    a, b = device.mark(timed=True), device.mark(timed=True)
+    assert device.elapsed(a, b) >= 0
+
+
+def test_bounds_of_addresses(device):
+    x = array.plain(np.ones(64, np.float32))
+    with pytest.raises(RuntimeError, match="upload: address"):
+        device.upload(x.address + 4, np.zeros(64, np.float32))
+    with pytest.raises(RuntimeError, match="copy: address"):
+        device.copy(x.address, x.address + 4, 256)
