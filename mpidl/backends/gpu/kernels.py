@@ -28,6 +28,7 @@ ELEMENTS = {
     "long long": "i8",
     "unsigned char": "u1",
 }
+NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # of families: the oldest architecture they are for
 KERNEL = re.compile(
     r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', re.S
 )
