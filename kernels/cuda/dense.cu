@@ -16,7 +16,7 @@ template <int WIDTH> __device__ __forceinline__ int turned(int k, int i) {
     return i ^ ((k / 4 * 8) & (WIDTH - 1));
 }
 
-// The first `count` floats from p on, at most 4, then zeros. aligned: a whole quad lies on 16 bytes.
+// The first `count` floats from p on, at most 4, then zeros. aligned: whole quads lie on 16 bytes.
 __device__ __forceinline__ float4 quad(const float* p, int count, int aligned) {
     if (aligned && count >= 4) return *(const float4*)p;
     float4 found;
@@ -74,7 +74,8 @@ template <int WIDTH, bool ALONG> struct Stage {
     }
 };
 
-// A tile of ROWS x COLUMNS elements; a thread has T x U of them, in groups of 4 (or 2) side by side.
+// A tile of ROWS x COLUMNS elements. A thread has T x U of them, in groups of 4 (or 2) that lie
+// side by side.
 template <int ROWS, int COLUMNS, int T, int U> struct Tile {
     static constexpr int ACROSS = COLUMNS / U;  // threads
     static_assert(ROWS / T * ACROSS == THREADS, "a thread for each group of elements");
@@ -197,8 +198,8 @@ __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
 
 // ---- forward ----
 
-// sums[chunk] (images, outputs): of the products of chunk blockIdx.z of the features. Where there is
-// one chunk alone, y with its bias; else bias is null.
+// sums[chunk] (images, outputs): of the products of chunk blockIdx.z of the features. Where one
+// chunk has all of them, it is y, with the bias; else bias is null.
 #define FORWARD(ROWS, COLUMNS, T, U)                                                               \
     alignas(16) __shared__ float tile_a[2][DEPTH][ROWS];                                           \
     alignas(16) __shared__ float tile_b[2][DEPTH][COLUMNS];                                        \

@@ -11,7 +11,7 @@ __device__ __forceinline__ int said(const int* option, int image) {
     return option ? option[image] : 0;
 }
 
-// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored left to right where
+// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored left to right if
 // that is said; zeros outside of the image, and in images from *valid on. Image i is number
 // indices[i] of `pixels`, or i where indices is null. `parts` blocks of threads have an image.
 template <class T>

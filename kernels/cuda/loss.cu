@@ -1,4 +1,4 @@
-// Softmax and cross-entropy, in double: what a training step reports, and where its gradient begins.
+// Softmax and cross-entropy, in double: what a training step reports, where its gradient begins.
 //
 // logits (images, classes), as memory orders them. A block of threads has the 16 images of a block,
 // which are one leaf of the sum over images, and a warp has one image: its lanes add up every 32nd
@@ -20,7 +20,9 @@ __device__ __forceinline__ Normalizer normalizer(const float* logits, int classe
         top = other > top ? other : top;
     }
     Normalizer found = {top, 0.0};
+#pragma unroll 1
     for (int c = lane; c < classes; c += LANES_OF_WARP) found.sum += exp(logits[c] - found.top);
+#pragma unroll
     for (int mask = 16; mask; mask /= 2) found.sum += shfl_xor(found.sum, mask);
     return found;
 }
@@ -64,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(512)
     add_images(of_image, value, rows);
 }
 
-// d (images, classes) = (softmax(logits) - one at the label) * factor * late, zero in unused images.
-// late: a number that is known when the kernel runs, or null.
+// d (images, classes) = (softmax(logits) - one at the label) * factor * late; zero in unused
+// images. late: a number that is known when the kernel runs, or null.
 extern "C" __global__ void __launch_bounds__(512)
     loss_dlogits(const float* __restrict__ logits, const int* __restrict__ labels,
                  const int* __restrict__ valid, double factor, const double* __restrict__ late,
@@ -86,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// Whether (value, place) comes before (best, at) where the largest is looked for: the first of equal
-// ones, and what is not a number before all.
+// Whether (value, place) comes before (best, at) where the largest is looked for: of equal ones the
+// first, and what is not a number before all.
 __device__ __forceinline__ bool before(float value, int place, float best, int at) {
     const bool strange = value != value, best_strange = best != best;
     if (strange != best_strange) return strange;
