@@ -54,15 +54,15 @@ __device__ __forceinline__ float gradient(float dz, float x, float mean, float a
 // v of row 0 becomes the sum over the rows of its column, in an order that `tile` fixes.
 template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place p, int tile) {
   __shared__ double shared[N][THREADS];
-  for (int live = p.rows; live > 1;) {
+  for (int live = p.rows; live > 1;) {  // each place of `shared` is written once
     const int half = (live + 1) / 2;
+    if (p.row >= half && p.row < live)
 #pragma unroll
-    for (int k = 0; k < N; ++k) shared[k][threadIdx.x] = v[k];
+      for (int k = 0; k < N; ++k) shared[k][threadIdx.x] = v[k];
     __syncthreads();
     if (p.row + half < live)
 #pragma unroll
       for (int k = 0; k < N; ++k) v[k] += shared[k][threadIdx.x + half * tile];
-    __syncthreads();
     live = half;
   }
 }

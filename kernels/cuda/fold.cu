@@ -120,12 +120,11 @@ __device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* 
       value = folded_few<M>(values, start, own, column, width);
   }
 #pragma unroll 1
-  for (int half = 1; half < rows; half *= 2) {
-    shared[threadIdx.x] = value;
+  for (int half = 1; half < rows; half *= 2) {  // each place of `shared` is written once
+    if (row % (2 * half) == half) shared[threadIdx.x] = value;
     __syncthreads();
     if (inside && row % (2 * half) == 0 && row + half < rows)
       value = combined(value, shared[threadIdx.x + half * columns]);
-    __syncthreads();
   }
   if (inside && row == 0) M::store(roots, blockIdx.y, column, width, value);
 }

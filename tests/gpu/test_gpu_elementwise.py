@@ -21,6 +21,18 @@ def test_add(device, dtype, size):
     assert found.dtype == dtype and found.numpy().tobytes() == (a + b).tobytes()
 
 
+def test_a_small_device_goes_through_all(emulated):
+    a = values("f4", 20001)
+    with emulated(0, processors=1):
+        on_gpu = array.plain(a)
+        assert np.array_equal((on_gpu + on_gpu).numpy(), 2 * a)
+        assert np.array_equal(elementwise.scaled(on_gpu, 3).numpy(), 3 * a)
+        assert not elementwise.zeros_like(on_gpu).numpy().any()
+        matrices = [on_gpu.reshape(1, 20001), array.plain(a[None, :9])]
+        packed = elementwise.pack(matrices, 1).numpy()
+    assert np.array_equal(packed, np.hstack([a, a[:9]])[None])
+
+
 def test_add_keeps_shape_and_order(device):
     a, b = values("f4", 2, 3, 2, 5), values("f4", 2, 3, 2, 5)
     found = array.filters(a) + array.filters(b)

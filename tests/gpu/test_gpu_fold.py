@@ -76,6 +76,13 @@ def test_any_number_of_ranks_gives_the_same_bytes(device, kind, blocks, per_bloc
             assert root.tobytes() == expected
 
 
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_nothing_is_added_where_there_is_no_leaf(device, dtype):
+    """Not even a zero, which would make another number of -0."""
+    found = gpu_fold.fold_rows(array.plain(np.full((21, 3), -0.0, dtype)), [(0, 21)])
+    assert np.signbit(found.numpy()).all()
+
+
 def test_a_fold_that_ignored_the_tree_would_show(device):
     """The negative control: from left to right the bytes are others."""
     leaves = leaves_of("float", 61, 21)

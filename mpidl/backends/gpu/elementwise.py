@@ -40,6 +40,15 @@ def scaled(x, factor):
     return y
 
 
+def cast(x, dtype):
+    """A float64 Array rounded to float32."""
+    if (x.dtype, np.dtype(dtype)) != (np.float64, np.float32):
+        raise TypeError(f"no kernel makes {np.dtype(dtype)} of {x}")
+    y = array.empty_like(x, dtype)
+    run.launch("cast_double_float", _blocks(x.size), THREADS, x, y, x.size)
+    return y
+
+
 def fill(x, value):
     """Set all elements of a float32 or int32 Array; returns it."""
     if x.dtype.itemsize != WORD:

@@ -1,0 +1,323 @@
+"""Batch normalization and ReLU on GPUs against NumPy in float64, on the emulated device."""
+
+import numpy as np
+import pytest
+
+from mpidl import fold
+from mpidl.backends import reference
+from mpidl.backends.gpu import array, batchnorm, run
+from mpidl.blocks import LANES, Source
+
+# (C, H, W) or (C,) of an image
+SHAPES = [(1, 5, 7), (3, 1, 1), (4, 6, 6), (20, 3, 5), (5, 4, 4), (132, 2, 3), (129, 1, 2), (6,)]
+SHAPES += [(8,), (260,), (1, 60, 60), (128, 9, 9)]
+EACH = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def tree(blocks):
+    return fold.Tree(blocks, ((0, blocks),), 0)
+
+
+def drawn(seed, *shape, low=-2, high=3):
+    return np.random.default_rng(seed).uniform(low, high, shape).astype("f4")
+
+
+def counts_of(images, blocks):
+    """Per block, and as the GPU takes it."""
+    counts = np.clip(images - LANES * np.arange(blocks), 0, LANES)
+    return counts, array.plain(np.array([images], "i4"))
+
+
+def unused(lanes, images):
+    """A mask of the unused lanes, to index with."""
+    mask = np.arange(len(lanes) * LANES).reshape(-1, LANES) >= images
+    return np.broadcast_to(np.expand_dims(mask, tuple(range(1, lanes.ndim - 1))), lanes.shape)
+
+
+def cotangent(shape, images, blocks):
+    dy = drawn(1, blocks, *shape, LANES)
+    dy[unused(dy, images)] = 0
+    return dy
+
+
+def vectors(channels, names):
+    """Of each name a (C,) float32."""
+    return [drawn(ord(name), channels, low=0.5, high=2) for name in names]
+
+
+def root(partial, combine=fold.add):
+    """The number of a Partial of one rank."""
+    (term,) = partial.terms
+    if not term.nodes:
+        return np.zeros(partial.shape, partial.dtype)
+    (node,) = term.nodes
+    return node.numpy()
+
+
+def near(found, exact, scale=None, tolerance=1e-6):
+    """Relative to the largest, or to what was added up."""
+    assert found.shape == exact.shape
+    bound = np.abs(exact).max(initial=0) if scale is None else scale
+    assert (np.abs(found - exact) <= tolerance * bound).all()
+
+
+@EACH
+@pytest.mark.parametrize("images, blocks", [(32, 2), (19, 2), (1, 1), (7, 3), (0, 1), (0, 0)])
+def test_moments(device, shape, images, blocks):
+    x = drawn(0, blocks, *shape, LANES)
+    counts, valid = counts_of(images, blocks)
+    found = batchnorm.moments(array.lanes(x), valid, tree(blocks))
+    channels = shape[0]
+    assert found.shape == (1 + 2 * channels,) and found.dtype == np.float64
+    used = np.moveaxis(x.astype("f8"), (0, -1), (0, 1)).reshape(-1, *shape)[:images]
+    used = np.moveaxis(used, 1, 0).reshape(channels, -1)
+    found = root(found)
+    if images == 0:
+        assert not found.any()
+        return
+    assert found[0] == used.shape[1]
+    near(found[1 : 1 + channels], used.mean(axis=1), np.abs(used).mean(axis=1))
+    m2 = used.var(axis=1) * used.shape[1]
+    near(found[1 + channels :], m2, m2 + 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4, 12, 12), (3, 12, 12), (2,)], ids=str)
+@pytest.mark.parametrize("kind", ["far from 0", "an outlier first", "constant", "two levels"])
+def test_moments_do_not_cancel(device, shape, kind):
+    """Where E[x^2] - E[x]^2, or a mean rounded to float32, would leave few digits."""
+    x = drawn(0, 2, *shape, LANES)
+    if kind == "far from 0":
+        x += 10000
+    elif kind == "an outlier first":
+        (x[..., 0] if len(shape) == 1 else x[:, :, 0, 0])[...] = 50000
+    elif kind == "constant":
+        x[...] = 0.1
+    else:
+        x[: len(x) // 2] *= 1e-3
+    channels = shape[0]
+    _, valid = counts_of(32, 2)
+    found = root(batchnorm.moments(array.lanes(x), valid, tree(2)))
+    used = np.moveaxis(x.astype("f8"), 1, 0).reshape(channels, -1)
+    m2 = used.var(axis=1) * used.shape[1]
+    near(found[1 : 1 + channels], used.mean(axis=1), used.std(axis=1) + 1e-6)
+    near(found[1 + channels :], m2, m2 + 1e-9)
+
+
+@EACH
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_sums(device, shape, blocks):
+    """channel_sums, batchnorm_sums, activation_sums."""
+    images = max(0, 16 * blocks - 5)
+    x, dy = drawn(0, blocks, *shape, LANES), cotangent(shape, images, blocks)
+    mean, scale, beta = vectors(shape[0], "msb")
+    on_gpu = array.lanes(dy), array.lanes(x), *map(array.plain, (mean, scale, beta))
+    everything = tuple(i for i in range(dy.ndim) if i != 1)
+    near(
+        root(batchnorm.channel_sums(on_gpu[0], tree(blocks))),
+        dy.astype("f8").sum(axis=everything),
+        np.abs(dy).sum(axis=everything),
+    )
+    column = (-1, *(1,) * (dy.ndim - 2))
+    centred = x.astype("f8") - mean.reshape(column)
+    y = centred * scale.reshape(column) + beta.reshape(column)
+    for found, dz in (
+        (batchnorm.batchnorm_sums(*on_gpu[:3], tree(blocks)), dy),
+        (batchnorm.activation_sums(on_gpu[0], Source(*on_gpu[1:]), tree(blocks)), dy * (y > 0)),
+    ):
+        assert found.shape == (2 * shape[0],) and found.dtype == np.float64
+        parts = dz, dz * centred
+        exact = np.concatenate([part.sum(axis=everything, dtype="f8") for part in parts])
+        size = np.concatenate([np.abs(part).sum(axis=everything, dtype="f8") for part in parts])
+        near(root(found), exact, size)
+
+
+@EACH
+@pytest.mark.parametrize("images, blocks", [(32, 2), (19, 2), (5, 2), (0, 1), (0, 0)])
+def test_what_is_computed_pixel_by_pixel(device, shape, images, blocks):
+    x, dy = drawn(0, blocks, *shape, LANES), cotangent(shape, images, blocks)
+    counts, valid = counts_of(images, blocks)
+    mean, scale, beta, a, b, c = vectors(shape[0], "msbABC")
+    on_gpu = [array.lanes(x), *map(array.plain, (mean, scale, beta))]
+    source, factors = Source(*on_gpu), [array.plain(v) for v in (a, b, c)]
+    wide = [v.astype("f8") for v in (x, mean, scale, beta)]
+
+    y = batchnorm.batchnorm(*on_gpu)
+    near(y.numpy(), reference.batchnorm(*wide))
+    activation = batchnorm.activation(source)
+    assert np.array_equal(activation.numpy(), np.maximum(y.numpy(), 0))
+    assert np.array_equal(batchnorm.relu(y).numpy(), activation.numpy())
+
+    on_gpu_dy = array.lanes(dy)
+    dz = batchnorm.relu_dx(on_gpu_dy, activation)
+    assert np.array_equal(dz.numpy(), np.where(activation.numpy() > 0, dy, 0))
+    dx = batchnorm.batchnorm_dx(on_gpu_dy, on_gpu[0], on_gpu[1], *factors, valid)
+    how = *(v.astype("f8") for v in (mean, a, b, c)), counts
+    near(dx.numpy(), reference.batchnorm_dx(dy.astype("f8"), wide[0], *how))
+    assert not dx.numpy()[unused(dy, images)].any()
+
+    # fused: the bytes of the two steps
+    expected = batchnorm.batchnorm_dx(dz, on_gpu[0], on_gpu[1], *factors, valid).numpy()
+    fused = batchnorm.activation_dx(on_gpu_dy, source, *factors, valid)
+    assert fused is not on_gpu_dy and np.array_equal(fused.numpy(), expected)
+    again = batchnorm.activation_dx(on_gpu_dy, source, *factors, valid, reuse=True)
+    assert again is on_gpu_dy and np.array_equal(again.numpy(), expected)
+    for made in (y, activation, dz, dx, fused):
+        assert made.shape == x.shape and made.order == on_gpu[0].order
+
+
+@pytest.mark.parametrize("shape", [(128, 9, 9), (3, 40, 40)], ids=str)
+def test_a_small_device_goes_through_all(emulated, shape):
+    """Fewer blocks of threads than there are rows for: each takes several runs of them."""
+    x, dy = drawn(0, 1, *shape, LANES), cotangent(shape, 13, 1)
+    found = []
+    for processors in (1, 132):
+        with emulated(0, processors=processors):
+            on_gpu = array.lanes(x), array.lanes(dy)
+            mean, scale, beta, *factors = map(array.plain, vectors(shape[0], "msbABC"))
+            source, (_, valid) = Source(on_gpu[0], mean, scale, beta), counts_of(13, 1)
+            made = [
+                batchnorm.activation(source),
+                batchnorm.activation_dx(on_gpu[1], source, *factors, valid),
+                batchnorm.relu(on_gpu[0]),
+                batchnorm.relu_dx(on_gpu[1], on_gpu[0]),
+            ]
+            found.append(b"".join(value.numpy().tobytes() for value in made))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 6), (8, 3, 3), (4, 2, 2), (3,)], ids=str)
+def test_any_number_of_ranks_gives_the_same_bytes(device, shape):
+    blocks, images = 5, 70
+    x, dy = drawn(0, blocks, *shape, LANES), cotangent(shape, images, blocks)
+    mean, scale, beta = map(array.plain, vectors(shape[0], "msb"))
+    found = set()
+    for runs in (((0, 5),), ((0, 3), (3, 3), (3, 5)), ((0, 1), (1, 2), (2, 5))):
+        parts = []
+        for rank, (first, last) in enumerate(runs):
+            mine = fold.Tree(blocks, runs, rank)
+            own = array.lanes(x[first:last]), array.lanes(dy[first:last])
+            valid = np.clip(images - LANES * first, 0, LANES * (last - first))
+            valid = array.plain(np.array([valid], "i4"))
+            parts.append(
+                [
+                    batchnorm.moments(own[0], valid, mine),
+                    batchnorm.channel_sums(own[1], mine),
+                    batchnorm.batchnorm_sums(own[1], own[0], mean, mine),
+                    batchnorm.activation_sums(own[1], Source(own[0], mean, scale, beta), mine),
+                ]
+            )
+        roots = b""
+        for sums in zip(*parts, strict=True):
+            nodes = [np.array(node) for p in sums for node in p.terms[0].nodes]
+            every = [node for own in mine.nodes for node in own]
+            roots += fold.fold_nodes(mine, every, nodes, sums[0].terms[0].combine).tobytes()
+        found.add(roots)
+    assert len(found) == 1
+
+
+def test_any_schedule_gives_the_same_bytes(emulated):
+    found = set()
+    for shape in ((20, 5, 7), (3, 5, 7)):
+        x, dy = drawn(0, 1, *shape, LANES), cotangent(shape, 13, 1)
+        vector = vectors(shape[0], "msbABC")
+        each = set()
+        for order in (0, 1, 2, 2):
+            with emulated(order):
+                on_gpu, on_gpu_dy = array.lanes(x), array.lanes(dy)
+                mean, scale, beta, *factors = map(array.plain, vector)
+                source, (_, valid) = Source(on_gpu, mean, scale, beta), counts_of(13, 1)
+                partials = [
+                    batchnorm.moments(on_gpu, valid, tree(1)),
+                    batchnorm.channel_sums(on_gpu_dy, tree(1)),
+                    batchnorm.activation_sums(on_gpu_dy, source, tree(1)),
+                ]
+                values = [root(p) for p in partials]
+                values += [
+                    batchnorm.activation(source).numpy(),
+                    batchnorm.activation_dx(on_gpu_dy, source, *factors, valid).numpy(),
+                ]
+                each.add(b"".join(value.tobytes() for value in values))
+        found.add(len(each))
+    assert found == {1}
+
+
+def test_nan_stays(device):
+    x = np.zeros((1, 4, 1, 1, LANES), "f4")
+    x[0, 0, 0, 0, :2] = np.nan, -0.0
+    found = batchnorm.relu(array.lanes(x)).numpy()
+    assert np.isnan(found[0, 0, 0, 0, 0]) and not np.signbit(found[0, 0, 0, 0, 1])
+
+
+def test_an_activation_is_computed_once(device):
+    x, (mean, scale, beta) = array.lanes(drawn(0, 1, 4, 2, 2, LANES)), vectors(4, "msb")
+    source = batchnorm.source(x, *map(array.plain, (mean, scale, beta)))
+    assert isinstance(source, Source) and source.x is x and device.launched == []
+    first = batchnorm.read(source)
+    assert batchnorm.read(source) is first is batchnorm.activation(source)
+    assert device.launched == ["batchnorm"]
+    assert batchnorm.read(first) is first
+
+
+def test_a_flattened_cotangent_lies_as_its_value(device):
+    x, dy = drawn(0, 1, 4, 1, 1, LANES), drawn(1, 1, 4, LANES)
+    (mean,) = vectors(4, "m")
+    found = batchnorm.batchnorm_sums(array.lanes(dy), array.lanes(x), array.plain(mean), tree(1))
+    exact = reference.batchnorm_sums(dy.astype("f8"), x[:, :, 0, 0].astype("f8"), mean, tree(1))
+    near(root(found), exact.terms[0].nodes[0])
+    with pytest.raises(ValueError, match="expected a cotangent of"):
+        batchnorm.relu_dx(array.lanes(drawn(0, 1, 3, LANES)), array.lanes(x))
+    with pytest.raises(ValueError, match=r"expected \(blocks, C, ..., 16\) lanes"):
+        batchnorm.channel_sums(array.plain(x), tree(1))
+
+
+@pytest.mark.parametrize("channels", [1, 20, 300])
+def test_statistics_and_factors(device, channels):
+    folded = np.concatenate([[48.0], *drawn(0, 2, channels).astype("f8")])
+    folded[1 + channels :] = np.abs(folded[1 + channels :])
+    gamma = drawn(1, channels)
+    count, mean, rstd, variance, shift, scale = batchnorm.statistics(
+        array.plain(folded), array.plain(gamma), 1e-5
+    )
+    exact = reference.statistics(folded, gamma.astype("f8"), 1e-5)
+    assert count.shape == (1,) and float(count) == 48
+    for one, other in zip((mean, rstd, variance), exact[1:4], strict=True):
+        assert one.dtype == np.float64
+        np.testing.assert_allclose(one.numpy(), other, rtol=1e-15)
+    for one, other in zip((shift, scale), exact[4:], strict=True):
+        assert one.dtype == np.float32 and np.array_equal(one.numpy(), other.astype("f4"))
+
+    sums = drawn(2, 2 * channels).astype("f8")
+    statistics = count, mean, rstd, variance, shift, scale
+    found = batchnorm.batchnorm_factors(array.plain(sums), array.plain(gamma), statistics)
+    for one, other in zip(
+        found, reference.batchnorm_factors(sums, gamma.astype("f8"), exact), strict=True
+    ):
+        assert one.dtype == np.float32 and one.shape == (channels,)
+        np.testing.assert_allclose(one.numpy(), other, rtol=1e-7)
+
+
+def test_without_images_all_is_finite(device):
+    gamma = array.plain(drawn(1, 7))
+    s = batchnorm.statistics(array.plain(np.zeros(15)), gamma, 1e-5)
+    found = [*s, *batchnorm.batchnorm_factors(array.plain(np.zeros(14)), gamma, s)]
+    assert all(np.isfinite(v.numpy()).all() for v in found)
+
+
+def test_running_state(device):
+    olds = [drawn(i, size) for i, size in enumerate((3, 3, 200, 1))]
+    values = [drawn(9 + i, old.size).astype("f8") for i, old in enumerate(olds)]
+    found = batchnorm.running([array.plain(v) for v in olds], [array.plain(v) for v in values], 0.1)
+    for one, other in zip(found, reference.running(olds, values, 0.1), strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one.numpy(), other, rtol=1e-6, atol=1e-7)
+    assert device.launched == ["running"]
+    with pytest.raises(TypeError, match="expected float32 and float64 of one size"):
+        batchnorm.running([run.empty((3,))], [run.empty((3,))], 0.1)
+
+
+def test_predict_scale(device):
+    gamma, variance = drawn(0, 150), drawn(1, 150, low=0, high=2)
+    found = batchnorm.predict_scale(array.plain(gamma), array.plain(variance), 1e-5)
+    exact = reference.predict_scale(gamma, variance, 1e-5)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-7)
