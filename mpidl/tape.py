@@ -93,12 +93,7 @@ def _by_block(name, forward, values, options):
             f"{name}: got a Partial, which is not added up over the ranks yet; only sums and "
             "multiples of it have a meaning before world.gplus(value)"
         )
-    for v in values:
-        if _on_gpu(v):
-            raise TypeError(
-                f"{name}: works on NumPy arrays, and its argument lies on a GPU, for which it has "
-                "no kernel: run with --device cpu"
-            )
+    refuse_gpu(name, *values)
     values = [v.stored() if isinstance(v, Blocked) else v for v in values]
     blocked = [v for v in values if isinstance(v, Blocked)]
     if not blocked:
@@ -153,9 +148,15 @@ def _by_block(name, forward, values, options):
     return from_images(local, batch), vjp
 
 
-def _on_gpu(value):
-    array = value.source if isinstance(value, Blocked) else value
-    return hasattr(getattr(array, "x", array), "backend")  # (of a Source, its x)
+def refuse_gpu(name, *values):
+    """Raise the TypeError of an op that works on NumPy arrays where a value lies on a GPU."""
+    for value in values:
+        array = value.source if isinstance(value, Blocked) else value
+        if hasattr(getattr(array, "x", array), "backend"):  # (of a Source, its x)
+            raise TypeError(
+                f"{name}: works on NumPy arrays, and its argument lies on a GPU, for which it has "
+                "no kernel: run with --device cpu"
+            )
 
 
 def _empty_result(name, forward, values, options):

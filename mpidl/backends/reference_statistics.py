@@ -51,6 +51,6 @@ def source(y, mean, scale, beta):
     return Source(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))
 
 
-def zeros_like(array):
+def zeros_like(x):
     """Zeros of the same shape and type, C-ordered."""
-    return np.zeros(np.shape(array), array.dtype)
+    return np.zeros(np.shape(x), x.dtype)

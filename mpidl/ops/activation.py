@@ -2,7 +2,7 @@
 
 from mpidl import backends
 from mpidl.ops import check
-from mpidl.tape import op
+from mpidl.tape import op, refuse_gpu
 
 
 @op(blocks=True)
@@ -21,6 +21,7 @@ def softmax(x):
     p = backends.of(x).softmax(x.lanes)
 
     def vjp(dy, needs):
+        refuse_gpu("softmax's gradient", x)
         inner = (p * dy.lanes).sum(axis=1, keepdims=True)
         return (x.like((p * (dy.lanes - inner)).astype(x.dtype)),)
 

@@ -6,7 +6,7 @@ from mpidl import backends
 from mpidl.blocks import Blocked, zero_unused
 from mpidl.fold import Counter
 from mpidl.ops import check
-from mpidl.tape import op, value_of
+from mpidl.tape import op, refuse_gpu, value_of
 
 
 @op(blocks=True)
@@ -16,6 +16,7 @@ def sum(x):
     x: (N, ...); returns a Partial of shape (...).
     """
     check.images("sum", x)
+    refuse_gpu("sum", x)
     batch = x.batch
 
     def vjp(dy, needs):
@@ -101,6 +102,7 @@ def mean_squared_error(y, target):
             f"mean_squared_error: expected a target of shape {y.shape}, got "
             f"{getattr(target, 'shape', target)}"
         )
+    refuse_gpu("mean_squared_error", y, target)
     batch = y.batch
     scale = 1.0 / float(np.prod(y.shape))
     error = y.lanes - target.lanes
