@@ -52,6 +52,11 @@ def test_the_digits_recipe_and_what_overrides_it():
         ("checkpoint_every", -1, "checkpoint_every must be at least 0, found -1"),
         ("threads", -1, "threads must be at least 0, found -1"),
         ("winograd", "on", "winograd must be auto, off or fast, found on"),
+        ("gpus", "0,", "gpus must be numbers of GPUs such as 0,2, found 0,"),
+        ("gpus", 0, "gpus must be numbers of GPUs such as 0,2, found 0"),
+        ("graphs", "on", "graphs must be auto or off, found on"),
+        ("precision", "bf16", "precision must be fp32 or tf32, found bf16"),
+        ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
         ("batchsize", 8, "unknown option batchsize: did you mean batch_size?"),
         ("colour", 8, "unknown option colour"),
     ],
@@ -85,6 +90,38 @@ def test_each_value_comes_from_the_first_that_has_one(tmp_path):
     known, _, sources = resolve({}, config=config, resumed=resumed)
     assert (known.epochs, known.seed, known.shuffle) == (7, 9, "once")
     assert sources["seed"] == sources["shuffle"] == "resumed run"
+
+
+def test_a_batch_size_for_each_rank():
+    known = TrainingOptions(batch_per_rank=32)
+    assert known.for_ranks(3).batch_size == 96 and known.for_ranks(3).batch_per_rank == 32
+    assert TrainingOptions().for_ranks(3).batch_size == 128
+    assert known.for_ranks(3).for_ranks(2).batch_size == 64
+
+
+def test_a_batch_size_beside_that_of_each_rank(tmp_path):
+    """What is typed above the other takes its place; together they are refused."""
+    config, both = tmp_path / "size.toml", {"batch_per_rank": 8, "batch_size": 64}
+    config.write_text("batch_size = 32\n")
+    assert resolve({"batch_per_rank": 8}, config=config).options.batch_per_rank == 8
+    text = refused(resolve, both)
+    assert text == (
+        "--batch-size 64 (command line) and --batch-per-rank 8 (command line): expected one of them"
+    )
+    resolve(both | {"batch_per_rank": None})
+    config.write_text("batch_per_rank = 32\n")
+    assert "(command line) and --batch-per-rank 32 (config" in refused(
+        resolve, {"batch_size": 64}, config=config
+    )
+    saved = {"options": TrainingOptions(**both).as_dict()}
+    assert resolve({}, resumed=saved).options.for_ranks(2).batch_size == 16
+
+
+def test_options_toml_of_a_batch_size_for_each_rank(tmp_path):
+    path = str(tmp_path / "options.toml")
+    options.write_options(path, resolve({"batch_per_rank": 8, "gpus": "1,0"}), {})
+    again = resolve({}, config=path).options
+    assert (again.batch_per_rank, again.gpus) == (8, "1,0")
 
 
 def test_another_network_has_no_recipe():
@@ -138,6 +175,7 @@ def resumable(**changes):
 
 def test_what_may_change_at_resume():
     now = resumable(threads=7, device="cpu", timeout=5.0, checkpoint_every=3, epochs=12)
+    now["options"].update(gpus="0", graphs="off")
     now["options"]["max_iterations"] = 7
     now["network"][0]["size"] = (5, 5)
     options.changed_on_resume(resumable(), now)
@@ -154,6 +192,7 @@ def test_what_may_change_at_resume():
         ("shuffle", "never"),
         ("batchnorm", "local"),
         ("winograd", "off"),
+        ("precision", "tf32"),
         ("epochs", 9),
     ],
 )
@@ -161,6 +200,13 @@ def test_what_may_not_change_at_resume(name, value):
     old = resumable()["options"][name]
     text = refused(options.changed_on_resume, resumable(), resumable(**{name: value}))
     assert f"{options.flag(name)} was {old}, is {value}" in text
+
+
+def test_other_ranks_at_resume_where_each_has_its_mini_batch():
+    saved, now = resumable(batch_per_rank=32), resumable(batch_per_rank=32, batch_size=64)
+    text = refused(options.changed_on_resume, saved, now)
+    assert "--batch-size was 128, is 64 (--batch-per-rank 32; none keeps it)" in text
+    options.changed_on_resume(saved, resumable(batch_per_rank=None))
 
 
 def test_another_network_or_data_set_at_resume():
@@ -189,6 +235,7 @@ def test_the_command_line_gives_only_what_was_typed():
         ("--batch-size ten", "--batch-size must be a whole number, at least 1, found ten"),
         ("--learning-rate -0.1", "--learning-rate must be positive, found -0.1"),
         ("--shuffle no", "--shuffle must be never, once or every-epoch, found no"),
+        ("--gpus a", "--gpus must be numbers of GPUs such as 0,2, found a"),
         ("--batchsize 8", "unknown option --batchsize: did you mean --batch-size?"),
         ("--ep=4", "unknown option --ep: did you mean --epochs?"),
         ("--zzz", "unknown option --zzz"),

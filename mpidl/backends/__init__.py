@@ -10,6 +10,7 @@ from mpidl.backends import native, reference, settings
 from mpidl.blocks import Source
 
 WINOGRAD = ("auto", "off", "fast")
+PRECISION = ("fp32", "tf32")
 
 
 def of(x):
@@ -33,13 +34,18 @@ def of_type(dtype):
     return reference
 
 
-def configure(*, threads=None, winograd=None):
+def configure(*, threads=None, winograd=None, precision=None):
     """Set what holds for this process; the same on all ranks, but for `threads`.
 
     threads: of a rank, in the C kernels; the bytes do not depend on it. winograd: "auto" (3x3
     convolutions at stride 1: F(2x2) forward from 32 channels on, F(4x4) backward), "off" (direct
-    sums), "fast" (F(4x4) forward too, whose error is larger): the bytes depend on it.
+    sums), "fast" (F(4x4) forward too, whose error is larger): the bytes depend on it. precision, of
+    products on a GPU's tensor cores: "fp32" (3xTF32) or "tf32": the bytes depend on it, too.
     """
+    if precision is not None:
+        if precision not in PRECISION:
+            raise ValueError(f"precision must be one of {', '.join(PRECISION)}, got {precision!r}")
+        settings.precision = precision
     if winograd is not None:
         if winograd not in WINOGRAD:
             raise ValueError(f"winograd must be one of {', '.join(WINOGRAD)}, got {winograd!r}")

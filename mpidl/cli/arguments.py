@@ -18,6 +18,9 @@ exit codes: 0 done; 1 a fault; 2 unusable options or data; 75 asked to stop (USR
 checkpoint written: run again with --resume DIR
 """
 
+# Of the options of training, those that the classifying of images has.
+PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
+
 # What a run leaves in its folder, and a later run in the same folder replaces.
 RESULTS = (
     checkpoint.CURRENT,
@@ -73,11 +76,11 @@ class Parser(argparse.ArgumentParser):
     def _add_option(self, name, known, default):
         rule, text = known.metadata["rule"], known.metadata["help"]
         default = known.default if default is None else default
-        default = "no limit" if default is None else default
+        default = "none" if default is None else default
         self.add_argument(
             options.flag(name),
             type=lambda value: options.check(name, value, options.flag(name), text=True),
-            metavar="|".join(rule.choices) or {int: "N", float: "X"}[rule.kind],
+            metavar="|".join(rule.choices) or {int: "N", float: "X", str: "N,N,..."}[rule.kind],
             help=f"{text} ({default})",
             default=argparse.SUPPRESS,
         )
@@ -115,16 +118,15 @@ def train(argv=None, quiet=False):
 
 
 def predict(argv=None, quiet=False):
-    """Namespace of model, data, out, batch_size, device, threads, winograd, timeout."""
+    """Namespace of model, data, out, and options of training, `PREDICT`."""
     parser = Parser("predict", "Classify images with a trained network.", quiet)
     parser.add_argument("--model", metavar="FILE.h5", required=True, help="model.h5 of a run")
     parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
     parser.add_argument(
         "--out", metavar="FILE.csv", help="write a row an image: name, class, a score a class"
     )
-    names = ("batch_size", "device", "threads", "winograd", "timeout")
-    parser.add_options(*names)
-    defaults = {name: options.OPTIONS[name].default for name in names}
+    parser.add_options(*PREDICT)
+    defaults = {name: options.OPTIONS[name].default for name in PREDICT}
     return argparse.Namespace(**defaults | vars(parser.parse(argv)))
 
 
@@ -150,7 +152,7 @@ def verify(argv=None, quiet=False):
     _add_data(parser)
     parser.add_options(
         *("max_iterations", "batch_size", "learning_rate", "momentum", "l2", "shuffle", "seed"),
-        *("device", "threads", "winograd", "batchnorm", "timeout"),
+        *("device", "gpus", "graphs", "precision", "threads", "winograd", "batchnorm", "timeout"),
         max_iterations=5,
     )
     given = vars(parser.parse(argv))

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 
 from mpidl.backends import native
+from mpidl.backends.gpu import cubins, nvrtc, visible
 from mpidl.cli import arguments, start
-from mpidl.comm import World, cores, guard
+from mpidl.comm import World, cores, devices, guard, nccl
+from mpidl.errors import UserError
 
 
 def main(argv=None):
@@ -17,6 +19,10 @@ def main(argv=None):
     world = World(timeout=60, threads=None)
     ranks = world.gather((world.host, cores.cores()))
     warnings = start.arithmetic(world)
+    mine = devices.look(world.host)
+    known = nccl.version() if mine.gpus else 0
+    seen = world.gather(mine)
+    able = world.gather(nccl.Able(world.host, "", known, nccl.cuda_aware()))
     if world.rank:
         return 0
     threads = sorted(set(cores.deal(ranks, 0)[0]))
@@ -32,7 +38,11 @@ def main(argv=None):
         "MPI": _first_line(world.net.MPI.Get_library_version()),
         "mpi4py": start.version_of("mpi4py"),
         "fabric": _fabric(world.net.MPI.Get_library_version()),
-        "GPU": start.gpus(),
+        "GPU": _gpus(seen[0]),
+        "CuPy": _cupy(),
+        "NVRTC": ", ".join(_nvrtc()) or "none",
+        "GPU cache": f"{cubins.folder()} (MPIDL_CACHE)",
+        "GPU messages": _transport(seen, able),
     }
     for name, fact in facts.items():
         print(f"{name:13} {fact}")
@@ -97,6 +107,48 @@ def _fabric(library):
         if "device" in line.lower():
             chosen.insert(0, " ".join(line.partition(":")[2].split()))
     return ", ".join(chosen) or "the MPI library's own choice"
+
+
+def _gpus(seen):
+    """The GPUs that rank 0 may use, or why none; what the driver counts beside them."""
+    if not seen.gpus:
+        return f"none: {seen.why}"
+    return "; ".join(
+        f"{gpu.index}: {gpu.name}, {gpu.architecture}, {gpu.processors} processors, "
+        f"{gpu.memory / 2**30:.0f} GB"
+        for gpu in seen.gpus
+    )
+
+
+def _cupy():
+    known, packages = visible.versions(), ", ".join(visible.packages())
+    if not packages:
+        return "not installed"
+    if known is None:
+        return f"{packages}, which does not load"
+    driver = "no driver" if known.can_run == "0.0" else f"the driver runs up to {known.can_run}"
+    return f"{packages}, for CUDA {known.made_for}; {driver}"
+
+
+def _nvrtc():
+    """The versions of NVRTC that are found, each with what it compiles for."""
+    for found in nvrtc.installed():
+        known = found.architectures
+        version = ".".join(map(str, found.version))
+        yield f"{version} (sm_{min(known)} to sm_{max(known)}, {found.path})"
+
+
+def _transport(seen, able):
+    """How sums would travel between the GPUs of the ranks."""
+    try:
+        taken = devices.deal(seen, "gpu").gpus
+        ranks = [a._replace(identity=gpu.identity) for a, gpu in zip(able, taken, strict=True)]
+        found = nccl.choose(ranks, os.environ.get(nccl.VARIABLE))
+    except UserError as error:
+        return f"none: {error}" if any(rank.gpus for rank in seen) else "none"
+    words = {"host": "through host memory", "mpi": "by MPI", "nccl": "by NCCL"}[found]
+    nothing = ", nothing with one rank" if len(ranks) == 1 else ""
+    return f"{words}{nothing} ({nccl.VARIABLE})"
 
 
 def _ranges(numbers):

@@ -15,9 +15,8 @@ def main(argv=None):
     """Run the command; returns its exit code."""
     given = arguments.predict(argv, quiet=guard.launched_rank() > 0)
     world = World(timeout=given.timeout, threads=None)
-    backends.configure(winograd=given.winograd)
-    start.check_device(given.device)
-    lines = world.use_threads(given.threads)
+    backends.configure(winograd=given.winograd, precision=given.precision)
+    lines = world.use_device(given.device, given.gpus) + world.use_threads(given.threads)
     for line in [*start.arithmetic(world), *lines]:
         print(line)
     net, about = on_rank_0(world, lambda: modelfile.load_model(given.model))

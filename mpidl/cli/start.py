@@ -1,6 +1,5 @@
 """What the commands do before their own work: the device, the network, what to warn of."""
 
-import glob
 import importlib.util
 import os
 import platform
@@ -15,34 +14,9 @@ from mpidl.training import options as option_rules
 TEST_FRACTION = 0.1
 
 
-def check_device(device):
-    """Refuse a GPU where none can be used; returns what `auto` means here."""
-    if device == "gpu":
-        found = gpus()
-        raise UserError(
-            f"--device gpu: expected a GPU that mpidl can train on, found {found}; this version "
-            "trains on CPUs (--device cpu)"
-        )
-    return "cpu"
-
-
-def gpus():
-    """The GPUs, their driver and CuPy, as far as they can be told without using them."""
-    devices = []
-    for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
-        with open(path) as file:
-            models = [line.partition(":")[2].strip() for line in file if line.startswith("Model")]
-        devices.append(models[0] if models else "GPU")
-    installed = {d.metadata["Name"] or "": d.version for d in metadata.distributions()}
-    cupy = [f"{k} {v}" for k, v in sorted(installed.items()) if k.lower().startswith("cupy")]
-    if not devices:
-        return f"none (no NVIDIA driver; {', '.join(cupy) or 'CuPy is not installed'})"
-    try:
-        with open("/proc/driver/nvidia/version") as file:
-            driver = " ".join(file.readline().split())
-    except OSError:
-        driver = "driver not known"
-    return f"{', '.join(devices)} ({driver}; {', '.join(cupy) or 'CuPy is not installed'})"
+def device_of(world):
+    """Where a world computes, in words: "cpu", or what GPU rank 0 has."""
+    return "cpu" if world.device is None else world.device.name
 
 
 def blas():

@@ -29,9 +29,10 @@ def _train(given, world, signals):
     chosen = on_rank_0(
         world, lambda: options.resolve(given, config=given.get("config"), resumed=kept)
     )
-    settings, run = chosen.options, chosen.run
+    settings, run = chosen.options.for_ranks(world.size), chosen.run
     world.net.timeout = settings.timeout
-    device = start.check_device(settings.device)
+    lines = world.use_device(settings.device, settings.gpus)
+    device = start.device_of(world)
 
     train_set, test_set = data.open_data(run["data"], world)
     if run["test_data"]:
@@ -62,7 +63,12 @@ def _train(given, world, signals):
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
 
     console = Console(world.rank, verbose_every=settings.verbose_every)
-    lines = world.use_threads(settings.threads)
+    if settings.batch_per_rank is not None:
+        lines.append(
+            f"note: --batch-per-rank {settings.batch_per_rank}: mini-batches of "
+            f"{settings.batch_size} on {world.size} rank(s); with other ranks the weights differ"
+        )
+    lines += world.use_threads(settings.threads)
     for line in [*start.warnings(world, settings.batch_size), *lines]:
         console.line(line)
     on_what = f"{device}, {_threads(world.threads)}"

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -95,7 +96,12 @@ def train(
     """
     options = TrainingOptions() if options is None else options
     world = World(timeout=options.timeout) if world is None else world
-    backends.configure(winograd=options.winograd)
+    options = options.for_ranks(world.size)
+    backends.configure(winograd=options.winograd, precision=options.precision)
+    settled = world.asked is not None or world.device is not None
+    if options.device != "auto" or not settled:
+        for line in world.use_device(options.device, options.gpus):
+            print(line, file=sys.stderr)
     if options.threads and options.threads != max(world.threads, default=0):
         world.use_threads(options.threads)
     with console or Console(world.rank, verbose_every=options.verbose_every) as shown:

@@ -10,7 +10,8 @@ import json
 import math
 import operator
 import platform
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -33,11 +34,16 @@ class Rule(NamedTuple):
     above: bool = False  # low itself is refused
     below: bool = False  # high itself is refused
     choices: tuple = ()
+    pattern: str = ""  # of a text that is not one of the choices
     optional: bool = False  # None will do; files and the command line write "none"
 
 
 def at_least(low, *, optional=False):
     return Rule(int, f"at least {low}", low, optional=optional)
+
+
+def numbers(words):
+    return Rule(str, words, pattern=r"[0-9]+(,[0-9]+)*", optional=True)
 
 
 def positive():
@@ -67,6 +73,12 @@ class TrainingOptions:
     batch_size: int = option(
         128, at_least(1), "images in a mini-batch, over all ranks", resume="fixed"
     )
+    batch_per_rank: int | None = option(
+        None,
+        at_least(1, optional=True),
+        "images of a mini-batch for each rank: a batch size of this times the ranks, so that the "
+        "weights depend on their number",
+    )
     learning_rate: float = option(0.01, positive(), "step of SGD with momentum", resume="fixed")
     momentum: float = option(
         0.9,
@@ -86,7 +98,28 @@ class TrainingOptions:
         "of all random numbers: weights, split and order",
         resume="fixed",
     )
-    device: str = option("auto", one_of("auto", "cpu", "gpu"), "where each rank computes")
+    device: str = option(
+        "auto",
+        one_of("auto", "cpu", "gpu"),
+        "where the ranks compute; auto: on GPUs where every rank has one, else on CPUs",
+    )
+    gpus: str | None = option(
+        None,
+        numbers("numbers of GPUs such as 0,2"),
+        "the GPUs of each host that may be used, by their numbers among those that are visible, in "
+        "the order in which its ranks take them; none: all",
+    )
+    graphs: str = option(
+        "auto",
+        one_of("auto", "off"),
+        "on GPUs: a step is recorded, and started as CUDA graphs; off: kernel by kernel",
+    )
+    precision: str = option(
+        "fp32",
+        one_of("fp32", "tf32"),
+        "of products on a GPU's tensor cores: as good as float32, or faster with 10 bits",
+        resume="fixed",
+    )
     threads: int = option(
         0,
         at_least(0),
@@ -133,6 +166,12 @@ class TrainingOptions:
             raise UserError(f"no recipe {name}: expected one of {', '.join(RECIPES)}")
         return cls(**{**RECIPES[name], **explicit})
 
+    def for_ranks(self, ranks):
+        """These options, with the batch size that batch_per_rank means for so many ranks."""
+        if self.batch_per_rank is None:
+            return self
+        return replace(self, batch_size=self.batch_per_rank * ranks)
+
     def as_dict(self):
         """{name: value} of all but `validation`; values are numbers, texts or None."""
         return {name: getattr(self, name) for name in NAMES}
@@ -167,6 +206,7 @@ def check(name, value, spelled=None, text=False):
     if (
         number is None
         or (rule.choices and number not in rule.choices)
+        or (rule.pattern and not re.fullmatch(rule.pattern, number))
         or (rule.kind is not str and not _within(rule, number))
     ):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
@@ -229,8 +269,24 @@ def resolve(given, *, config=None, resumed=None):
             if sources[name].startswith("config "):
                 spelled = f"{config}: {name}"
             values[name] = check(name, values[name], spelled)
+    _one_batch_size(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in RUN}
     return Resolved(TrainingOptions(**values), run, sources)
+
+
+def _one_batch_size(values, sources, order):
+    """Refuse a batch size that the user gave with, or above, that of each rank."""
+    size, per_rank = sources["batch_size"], sources["batch_per_rank"]
+    typed = size == "command line" or size.startswith("config ")
+    if (
+        typed
+        and values["batch_per_rank"] is not None
+        and order.index(size) <= order.index(per_rank)
+    ):
+        raise UserError(
+            f"--batch-size {values['batch_size']} ({size}) and --batch-per-rank "
+            f"{values['batch_per_rank']} ({per_rank}): expected one of them"
+        )
 
 
 def read_config(path):
@@ -282,8 +338,11 @@ def write_options(path, resolved, versions):
         table = {name: "none" if value is None else value for name, value in table.items()}
         return {name: shown(v) if isinstance(v, str) else v for name, v in table.items()}
 
+    known = resolved.options.as_dict()
+    if known["batch_per_rank"] is not None:  # which the batch size follows from
+        del known["batch_size"]
     tables = {
-        "options": plain(resolved.options.as_dict()),
+        "options": plain(known),
         "run": plain(resolved.run),
         "sources": plain(resolved.sources),
         "versions": plain(versions),
@@ -316,7 +375,11 @@ def changed_on_resume(saved, now, where="the resumed run"):
         if name not in saved["options"] or old == new:
             continue
         if rule == "fixed":
-            refused.append(f"{flag(name)} was {old}, is {new}")
+            per_rank = name == "batch_size" and now["options"]["batch_per_rank"]
+            refused.append(
+                f"{flag(name)} was {old}, is {new}"
+                + (f" (--batch-per-rank {per_rank}; none keeps it)" if per_rank else "")
+            )
         elif rule == "up" and new < old:
             refused.append(f"{flag(name)} was {old}, is {new} (it may only grow)")
     network = json.loads(json.dumps(now["network"]))  # lists for tuples, as in the checkpoint
