@@ -291,5 +291,5 @@ class Partial:
 
 def replicated(value):
     """A Partial of a value that every rank has already: nothing to exchange, it counts once."""
-    value = np.asarray(value)
+    value = value if hasattr(value, "backend") else np.asarray(value)  # (one on a GPU stays there)
     return Partial([], value, value.shape, value.dtype)

@@ -39,6 +39,13 @@ scaled_double(const double* __restrict__ x, double factor, const double* __restr
   product(x, late ? late[0] * factor : factor, y, n);
 }
 
+extern "C" __global__ void __launch_bounds__(256)
+cast_double_float(const double* __restrict__ x, float* __restrict__ y, long long n) {
+  const long long step = (long long)gridDim.x * blockDim.x;
+  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
+    y[i] = (float)x[i];
+}
+
 // n words of 4 bytes become `value`.
 extern "C" __global__ void __launch_bounds__(256)
 fill_words(int* __restrict__ x, int value, long long n) {

@@ -121,9 +121,10 @@ class Reducer:
 
 def is_on_host(value):
     """Whether a value, or what a Partial's nodes are, is NumPy's."""
-    if isinstance(value, Partial):
-        return all(getattr(term.nodes, "matrix", None) is None for term in value.terms)
-    return True
+    if not isinstance(value, Partial):
+        return True
+    there = [*(term.nodes for term in value.terms), value.once]
+    return not any(hasattr(v, "matrix") or hasattr(v, "backend") for v in there)
 
 
 def post(net, tag, tree, matrix, combine):

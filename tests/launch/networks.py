@@ -84,3 +84,17 @@ class Break(dl.ReLU):
         if dl.World().rank == 1:
             raise ArithmeticError("this network breaks on rank 1")
         return super().forward(x, at)
+
+
+def convolutions(input_shape, classes):
+    """A small one for emulated GPUs, with pooling, so that each kind of sum is there."""
+    return [
+        dl.Conv2D(3, 4, stride=2),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.MaxPool2D(2, stride=1),
+        dl.Conv2D(3, 8, padding=1),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.Dense(classes),
+    ]

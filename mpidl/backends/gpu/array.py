@@ -106,6 +106,12 @@ class Array:
     def __float__(self):
         return float(self.numpy().reshape(()))
 
+    def astype(self, dtype):
+        """This Array where it is of that type already, else a converted copy."""
+        from mpidl.backends.gpu.elementwise import cast
+
+        return self if self.dtype == dtype else cast(self, dtype)
+
     def __add__(self, other):
         from mpidl.backends.gpu.elementwise import add
 

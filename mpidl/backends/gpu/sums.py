@@ -8,7 +8,7 @@ GPU to GPU; either way the same operands are combined in the same order: the sam
 import numpy as np
 
 from mpidl.backends.gpu import elementwise, fold, run
-from mpidl.fold import Late, Partial
+from mpidl.fold import Late
 
 
 class Counts:
@@ -47,11 +47,6 @@ class Pending:
 
     def __float__(self):
         return self.finish([float(root) for root in self.roots])
-
-
-def on_device(value):
-    """Whether a Partial's terms lie on a GPU."""
-    return isinstance(value, Partial) and any(isinstance(t.nodes, fold.Nodes) for t in value.terms)
 
 
 def gplus(partials, world):
@@ -106,6 +101,8 @@ def _finish(name, partial, roots):
     """What `Partial.finish` computes, on the device."""
     if partial.shape == ():
         return Pending(partial, roots)
+    if not partial.terms:
+        return partial.once
     total = None
     for term, root in zip(partial.terms, roots, strict=True):
         value = root if term.scale == 1.0 else elementwise.scaled(root, term.scale)

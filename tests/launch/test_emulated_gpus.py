@@ -1,0 +1,52 @@
+"""The commands on emulated GPUs, under a real mpirun: the same bytes on any number of ranks."""
+
+import pytest
+import small
+from launcher import mpirun
+
+EMULATED = str(small.ROOT) + "/tests/launch/emulated.py"
+NETWORK = small.of("convolutions")
+
+
+def train(ranks, data, out, *options, network=NETWORK, check=0, **env):
+    words = ["train", "--device", "gpu", "--batch-size", 50, "--threads", 1, *options]
+    words += ["--network", network, "--data", data, "--out", out]
+    return mpirun(ranks, EMULATED, *words, env=small.without_plots() | env, check=check)
+
+
+@pytest.fixture(scope="module")
+def one(pictures, tmp_path_factory):
+    """The results of a run on one rank: 3 mini-batches of 50 and one of 39, twice."""
+    out = tmp_path_factory.mktemp("one")
+    train(1, pictures, out, "--epochs", 2)
+    return out
+
+
+def same(one, other):
+    expected, found = small.summary(one), small.summary(other)
+    small.assert_same({"1": expected["weights_sha256"], "other": found["weights_sha256"]})
+    assert (found["accuracy"], found["loss"]) == (expected["accuracy"], expected["loss"])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_a_gpu(ranks, one, pictures, tmp_path):
+    train(ranks, pictures, tmp_path, "--epochs", 2)
+    assert same(one, tmp_path)["ranks"] == ranks
+
+
+def test_ranks_with_a_gpu_each_whose_mpi_reads_device_memory(one, pictures, tmp_path):
+    train(3, pictures, tmp_path, "--epochs", 2, EMULATED_GPUS="3", MPIDL_TRANSPORT="mpi")
+    same(one, tmp_path)
+
+
+def test_without_graphs(one, pictures, tmp_path):
+    train(2, pictures, tmp_path, "--epochs", 2, "--graphs", "off")
+    same(one, tmp_path)
+
+
+def test_stop_and_resume_on_more_ranks(one, pictures, tmp_path):
+    train(2, pictures, tmp_path, "--epochs", 2, "--max-iterations", 5)
+    words = ["train", "--resume", tmp_path, "--max-iterations", 8, "--epochs", 2]
+    mpirun(3, EMULATED, *words, env=small.without_plots())
+    same(one, tmp_path)
