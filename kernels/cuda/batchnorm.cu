@@ -1,8 +1,8 @@
 // Batch normalization and ReLU. A value is a matrix (images x pixels, C), C fastest.
 //
 // A block takes the channels of one tile (blockIdx.y) and a run of rows: thread t has channels
-// VEC * (t % tile) on and rows t / tile, t / tile + rows, ..., so that it meets the same channels all
-// the way and neighbours read neighbouring memory. VEC is 4 where C is a multiple of 4, else 1.
+// VEC * (t % tile) on and rows t / tile, t / tile + rows, ..., so that it meets the same channels
+// all the way and neighbours read neighbouring memory. VEC is 4 where C is a multiple of 4, else 1.
 
 constexpr int THREADS = 256;
 constexpr int TOGETHER = 8;  // rows that a sum takes at a time: loads in flight, and short sums

@@ -4,7 +4,8 @@
 // binary counter: row i is combined with level 0, 1, ... as long as the bits of i are set, and
 // kept at the first level whose bit is not; the last row is combined with all levels whose bit is
 // set. Runs of a power of two of rows, which begin at a multiple of it, are nodes of the same tree:
-// so threads may share a node by such runs and combine theirs, by the tree again, to the same bytes.
+// so threads may share a node by such runs and combine theirs, by the tree again, to the same
+// bytes.
 
 struct Moments {
   double count, mean, m2;
@@ -51,8 +52,8 @@ struct MomentsMatrix {
   }
 };
 
-// Take a node of 2^lowest rows, or the last one, that begins at row `start`; the value of the largest
-// node that it completes. By recursion, so that each level is a register.
+// Take a node of 2^lowest rows, or the last one, that begins at row `start`; the value of the
+// largest node that it completes. By recursion, so that each level is a register.
 template <int L = 0, int LEVELS, class T>
 __device__ __forceinline__ T push(T (&level)[LEVELS], T value, int start, int lowest, bool last) {
   if constexpr (L < LEVELS) {
@@ -152,8 +153,8 @@ fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
   fold_node<2, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
 }
 
-// The root of rows that are nodes of one tree, in order: order[row] = (first leaf, level), a node of
-// level l being of at most 2^l leaves. A thread a column.
+// The root of rows that are nodes of one tree, in order: order[row] = (first leaf, level), a node
+// of level l being of at most 2^l leaves. A thread a column.
 template <class M, class E>
 __device__ __forceinline__ void combine_nodes(const E* values, const int* order, E* root, int rows,
                                               int width) {

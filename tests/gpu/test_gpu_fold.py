@@ -179,18 +179,6 @@ def test_a_gradient_lies_as_its_learnable(device):
     assert shaped.shape == shaped.terms[0].nodes[0].shape == (4, 6)
 
 
-def test_nodes_are_gathered_with_rows_of_no_meaning(device):
-    of_ranks = trees(13, 3, (5, 0, 8))
-    leaves = leaves_of("float", 13, 5)
-    matrices = [nodes_by_gpu(leaves, tree, 1, fold.add).terms[0].nodes.matrix for tree in of_ranks]
-    most = max(len(m) for m in matrices)
-    rows = [gpu_fold.padded(m, most).numpy() for m in matrices]
-    together = gpu_fold.unpadded(array.plain(np.array(rows)), of_ranks[0])
-    assert np.array_equal(together.numpy(), np.concatenate([m.numpy() for m in matrices]))
-    root = gpu_fold.fold_all(together, of_ranks[0]).numpy()
-    assert root.tobytes() == root_of(leaves, fold.add).tobytes()
-
-
 def test_what_does_not_fit_is_refused(device):
     (tree,) = trees(2, 1)
     with pytest.raises(ValueError, match=r"of 2 blocks, got shape \(3, 4\), 1 rows a block"):

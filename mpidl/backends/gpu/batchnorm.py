@@ -102,7 +102,8 @@ def batchnorm_sums(dy, x, mean, tree):
 
 def activation_sums(dy, source, tree):
     """The same of the cotangent behind the ReLU: dy counts where the activation is > 0."""
-    return _products(dy, *source, tree)
+    x, mean, scale, beta = source
+    return _products(dy, x, mean, scale, beta, tree)
 
 
 def _products(dy, x, mean, scale, beta, tree):
@@ -147,8 +148,8 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
 def activation_dx(dy, source, a, b, c, counts, reuse=False):
     """The same of the cotangent behind the ReLU, which counts where the activation is > 0; in place
     of dy where `reuse`."""
-    dx = dy if reuse else array.empty_like(source.x)
-    return _back(dy, *source, a, b, c, counts, dx)
+    x, mean, scale, beta = source
+    return _back(dy, x, mean, scale, beta, a, b, c, counts, dy if reuse else array.empty_like(x))
 
 
 def _back(dy, x, mean, scale, beta, a, b, c, counts, dx):

@@ -7,7 +7,7 @@ on what this rank holds.
 
 import numpy as np
 
-from mpidl.backends.gpu import elementwise, run
+from mpidl.backends.gpu import run
 from mpidl.backends.gpu.array import Array
 from mpidl.fold import Partial, Term, add, merge_moments
 
@@ -32,7 +32,8 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
 
     values: (blocks * per_block, width) of this rank's blocks, per_block leaves a block, a power of
     two; shape: of the sum, (width,) if None; like: an Array that the sum lies in memory as (a
-    learnable, of its gradient), instead of shape.
+    learnable, of its gradient), instead of shape. The one node of a plain tree is folded as if its
+    leaves were the mini-batch.
     """
     start, stop = tree.run
     rows = (stop - start) * per_block
@@ -112,32 +113,6 @@ def fold_all(matrix, tree, combine=add, shape=None, like=None):
         width,
     )
     return _seen_as(root, shape, like)
-
-
-def padded(matrix, rows):
-    """A matrix in C order with more rows, whose contents are not known."""
-    if len(matrix) == rows:
-        return matrix
-    longer = run.empty((rows, matrix.shape[1]), matrix.dtype)
-    words = matrix.nbytes // elementwise.WORD
-    elementwise.copy([(matrix, longer, 1, words, words, words)])
-    return longer
-
-
-def unpadded(gathered, tree):
-    """(nodes of all ranks, width) of the ranks' padded matrices (ranks, rows, width)."""
-    counts = [len(own) for own in tree.nodes]
-    _, rows, width = gathered.shape
-    if all(count == rows for count in counts):
-        return gathered.reshape(len(counts) * rows, width)
-    together = run.empty((sum(counts), width), gathered.dtype)
-    words, pieces, at = width * gathered.dtype.itemsize // elementwise.WORD, [], 0
-    for rank, count in enumerate(counts):
-        source, target = gathered.row(rank), together.part(at * width, (count, width))
-        pieces.append((source, target, 1, count * words, count * words, count * words))
-        at += count
-    elementwise.copy(pieces)
-    return together
 
 
 def _kind(values, combine):
