@@ -225,6 +225,14 @@ extern "C" __global__ void __launch_bounds__(128) dense_many(
     FORWARD(64, 64, 8, 4);
 }
 
+// Tiles of 128 images x 64 outputs.
+extern "C" __global__ void __launch_bounds__(128) dense_large(
+    const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
+    float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
+    int aligned_out) {
+    FORWARD(128, 64, 8, 8);
+}
+
 // y = the sum of the chunks, in their order, + bias: element i of `count`, that is, of images x
 // outputs.
 extern "C" __global__ void __launch_bounds__(256) dense_chunks(
@@ -240,16 +248,27 @@ extern "C" __global__ void __launch_bounds__(256) dense_chunks(
 
 // ---- backward ----
 
-// dx (images, features) = dy (images, outputs) times weight (outputs, features); tiles of 64 images
-// x 64 features.
+// dx (images, features) = dy (images, outputs) times weight (outputs, features).
+#define BACKWARD(ROWS, COLUMNS, T, U)                                                              \
+    alignas(16) __shared__ float tile_a[2][DEPTH][ROWS];                                           \
+    alignas(16) __shared__ float tile_b[2][DEPTH][COLUMNS];                                        \
+    multiplied<ROWS, COLUMNS, T, U, false>(tile_a, tile_b, dy, weight, images, features, outputs,  \
+                                           features, 0, outputs, aligned_dy, aligned)              \
+        .write(dx, (const float*)0, blockIdx.y * ROWS, blockIdx.x * COLUMNS, images, features,     \
+               aligned)
+
+// Tiles of 64 images x 64 features.
 extern "C" __global__ void __launch_bounds__(128) dense_dx(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int outputs, int features, int aligned_dy, int aligned) {
-    alignas(16) __shared__ float tile_a[2][DEPTH][64];
-    alignas(16) __shared__ float tile_b[2][DEPTH][64];
-    multiplied<64, 64, 8, 4, false>(tile_a, tile_b, dy, weight, images, features, outputs, features,
-                                    0, outputs, aligned_dy, aligned)
-        .write(dx, (const float*)0, blockIdx.y * 64, blockIdx.x * 64, images, features, aligned);
+    BACKWARD(64, 64, 8, 4);
+}
+
+// Tiles of 128 images x 64 features.
+extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
+    const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
+    int images, int outputs, int features, int aligned_dy, int aligned) {
+    BACKWARD(128, 64, 8, 8);
 }
 
 // nodes (ranges, outputs, features): of each range of blocks dy^T x, a leaf being a block of 16

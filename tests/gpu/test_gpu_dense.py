@@ -139,6 +139,23 @@ def test_runs_within_a_chunk(device, monkeypatch, outputs):
     close(layer.backward(whole(2), (1, 0, 0))[0].numpy(), layer.exact()[1])
 
 
+@pytest.mark.parametrize("outputs, image", [(20, (30,)), (70, (9, 3, 5)), (68, (300,))])
+def test_large_tiles_give_the_same_bytes(device, monkeypatch, outputs, image):
+    """Which few processors are enough for."""
+    layer = Layer(outputs, image, 10)
+
+    def found():
+        return [layer.forward(), layer.backward(whole(10), (1, 0, 0))[0].numpy()]
+
+    expected = found()
+    assert {"dense_many", "dense_dx"} <= set(device.launched)
+    monkeypatch.setattr(device, "processors", 1)
+    assert [v.tobytes() for v in found()] == [v.tobytes() for v in expected]
+    assert {"dense_large", "dense_dx_large"} <= set(device.launched)
+    for one, exact in zip(expected, layer.exact(), strict=False):
+        close(one, exact)
+
+
 def test_runs_keep_rounding_small(device, monkeypatch):
     """Of 10^4 numbers of one sign, one sum after the other would be wrong by 1e-5 of them."""
     monkeypatch.setattr(dense, "SHORTEST", 20000)

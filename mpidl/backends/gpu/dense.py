@@ -16,6 +16,7 @@ from mpidl.fold import Partial, Term, add
 
 THREADS = 128  # of a block, as dense.cu has it
 TILE = 64  # images, and outputs or features, of a tile
+LARGE = 2 * TILE  # images of a large one
 FEW = 16  # outputs that have kernels of their own, with tiles of as many
 CHUNKS = 128  # about as many CTAs have a tile's images, so that a small product fills a GPU
 SHORTEST = 128  # features that are worth a CTA
@@ -49,9 +50,14 @@ def dense(x, weight, bias):
     chunk = chunk_of(outputs, features)
     chunks = -(-features // chunk)
     sums = y if chunks == 1 else array.empty((chunks, images * outputs))
+    large = outputs > FEW and _large(images, -(-outputs // TILE) * chunks)
     run.launch(
-        "dense_few" if outputs <= FEW else "dense_many",
-        (-(-outputs // (FEW if outputs <= FEW else TILE)), -(-images // TILE), chunks),
+        "dense_large" if large else "dense_many" if outputs > FEW else "dense_few",
+        (
+            -(-outputs // (FEW if outputs <= FEW else TILE)),
+            -(-images // (LARGE if large else TILE)),
+            chunks,
+        ),
         THREADS,
         x,
         weight,
@@ -77,14 +83,21 @@ def chunk_of(outputs, features):
     return -(-chunk // 16) * 16
 
 
+def _large(images, across):
+    """Whether tiles of twice as many images, which read less, are enough to fill the GPU; `across`
+    of them have the same images. An element's sum does not depend on its tile."""
+    return images > TILE and -(-images // LARGE) * across >= run.device().processors
+
+
 def dense_dx(dy, weight):
     """Gradient with respect to x: (B, F, 16), in the order of the weights' features."""
     images, outputs = rows_of(dy, "dense_dx")
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
+    large = _large(images, -(-features // TILE))
     run.launch(
-        "dense_dx",
-        (-(-features // TILE), -(-images // TILE)),
+        "dense_dx_large" if large else "dense_dx",
+        (-(-features // TILE), -(-images // (LARGE if large else TILE))),
         THREADS,
         dy,
         weight,
