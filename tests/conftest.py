@@ -23,7 +23,8 @@ LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_S
 
 MPI = alone.load()  # which initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-LAUNCH_TESTS = Path(__file__).resolve().parent / "launch"
+# Tests of one rank: those that start mpirun themselves, and those of kernels on an emulated GPU.
+ALONE = {Path(__file__).resolve().parent / name for name in ("gpu", "launch")}
 
 
 @pytest.fixture(scope="session")
@@ -61,12 +62,12 @@ def pytest_report_header(config):
     library = " ".join(map(str, MPI.get_vendor()))
     lines = [f"MPI: {library}, {SIZE} rank(s)"]
     if LAUNCHED_RANKS:
-        lines.append("left out under mpirun: tests/launch, whose tests start mpirun themselves")
+        lines.append("left out under mpirun: tests/gpu; tests/launch, which starts mpirun itself")
     return lines
 
 
 def pytest_ignore_collect(collection_path, config):
-    if LAUNCHED_RANKS and collection_path.resolve() == LAUNCH_TESTS:
+    if LAUNCHED_RANKS and collection_path.resolve() in ALONE:
         return True
 
 

@@ -85,7 +85,8 @@ def names_in(wheel):
 def expected_names():
     """Of each file of the package, its place in a wheel without kernels."""
     files = {str(path.relative_to(ROOT)) for path in sources("mpidl")}
-    return files | {"mpidl/kernels/README.md", "mpidl/kernels/cpu/mpidl.h"}
+    cuda = {f"mpidl/{path.relative_to(ROOT)}" for path in sources("kernels/cuda")}
+    return files | cuda | {"mpidl/kernels/README.md", "mpidl/kernels/cpu/mpidl.h"}
 
 
 @needs_compiler
