@@ -86,6 +86,17 @@ def test_the_options_of_a_run_make_the_same_run(trained, tmp_path):
     )
 
 
+def test_a_mini_batch_for_each_rank(pictures, tmp_path):
+    """It is a batch size; its dependence on the ranks is told."""
+    words = ["--max-iterations", 2, "--batch-per-rank", 25]
+    result = mpirun(2, *small.command("train", *words, data=pictures, out=tmp_path / "2"), check=0)
+    note = "note: --batch-per-rank 25: mini-batches of 50 on 2 rank(s)"
+    assert any(line.startswith(note) for line in small.printed(result)), result.stdout
+    mpirun(1, *small.command("train", *SHORT, data=pictures, out=tmp_path / "1"), check=0)
+    hashes = {small.summary(tmp_path / name)["weights_sha256"] for name in ("1", "2")}
+    assert len(hashes) == 1
+
+
 @pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "bench"])
 def test_help_is_printed_once(command):
     """On all ranks alike the program ends, but one of them prints."""
@@ -133,7 +144,8 @@ def test_verify_refuses(tmp_path):
 def test_info():
     lines = mpirun(2, "-m", "mpidl.info", check=0).stdout.splitlines()
     facts = {line[:13].strip(): line[14:] for line in lines}
-    names = ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric", "GPU")
+    names = ("mpidl", "Python", "CPU", "CPU features", "mpi4py", "fabric")
+    names += ("GPU", "CuPy", "NVRTC", "GPU cache", "GPU messages")
     for name in (*names, "arithmetic", "kernels", "threads"):
         assert facts[name], name
     assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")

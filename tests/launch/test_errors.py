@@ -54,6 +54,10 @@ OPTIONS = {
     "mini-batch of 0": (["--batch-size", 0], "--batch-size must be at least 1, found 0"),
     "negative rate": (["--learning-rate", -1], "--learning-rate must be positive, found -1"),
     "no number": (["--epochs", "many"], "--epochs must be a whole number, at least 1, found many"),
+    "two sizes": (
+        ["--batch-per-rank", 8, "--batch-size", 8],
+        "--batch-size 8 (command line) and --batch-per-rank 8 (command line): expected one of them",
+    ),
     "stray word": (["folder"], "unexpected argument folder"),
     "no value": (["--data"], "--data: expected one argument"),
 }
@@ -86,9 +90,31 @@ def test_networks(case, pictures, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_device(pictures, tmp_path):
-    text = refused_training(2, "--device", "gpu", data=pictures, out=tmp_path / "run")
-    assert text.startswith("--device gpu: expected a GPU that mpidl can train on, found none")
+NO_GPU = small.without_plots() | {"CUDA_VISIBLE_DEVICES": ""}
+DEVICES = {
+    "none": (
+        ["--device", "gpu"],
+        "--device gpu: expected a GPU that mpidl can train on, found none on ",
+    ),
+    "none of that number": (["--gpus", "0,1"], "--gpus 0,1: expected a GPU that mpidl can train"),
+    "for no GPU": (
+        ["--device", "cpu", "--gpus", "0"],
+        "--gpus 0: expected --device gpu with it, found --device cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["train", "predict"])
+@pytest.mark.parametrize("case", DEVICES)
+def test_devices(command, case, pictures, tmp_path):
+    """Told by rank 0 alone, before the data are read or a folder is made."""
+    options, text = DEVICES[case]
+    if command == "train":
+        words = small.command("train", *options, data=pictures, out=tmp_path / "run")
+    else:
+        words = ["-m", "mpidl.predict", *options, "--model", "no.h5", "--data", pictures]
+    assert refusal(2, *words, env=NO_GPU).startswith(text)
+    assert not (tmp_path / "run").exists()
 
 
 FOLDERS = {
