@@ -520,8 +520,8 @@ def test_why_there_is_no_gpu(monkeypatch):
     assert seen(monkeypatch, nothing).why == "CUDA_VISIBLE_DEVICES= shows none"
     assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in seen(monkeypatch, Driver(error=803)).why
     found = seen(monkeypatch, Driver(2), packages=())
-    assert found == Visible((), "CuPy is not installed: pip install 'mpidl[cuda13]'", 2)
-    assert "mpidl[cuda12]" in seen(monkeypatch, Driver(version=12040), packages=()).why
+    assert found == Visible((), "CuPy is not installed: run/install --with cuda13", 2)
+    assert "--with cuda12" in seen(monkeypatch, Driver(version=12040), packages=()).why
     old = seen(monkeypatch, Driver(version=12040), count=RuntimeError("insufficient"))
     assert old.why == (
         "the NVIDIA driver runs CUDA up to 12.4, and cupy-cuda13x 14.2.0 is made for 13.2: "

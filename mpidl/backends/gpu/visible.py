@@ -45,7 +45,7 @@ def visible():
         return Visible((), why)
     if not packages():
         extra = "cuda13" if driver_version() >= 13000 else "cuda12"
-        return Visible((), f"CuPy is not installed: pip install 'mpidl[{extra}]'", there)
+        return Visible((), f"CuPy is not installed: run/install --with {extra}", there)
     try:
         from cupy.cuda import runtime
 
