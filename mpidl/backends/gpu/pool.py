@@ -1,6 +1,7 @@
 """Pooling by kernels/cuda/pool.cu."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def _forward(name, x, how, kept):
 
 def _backward(name, kept, x, how, tree):
     """kept: dy, and of the maximum argmax."""
-    like = x.x if isinstance(x, Source) else x
+    like: Any = x.x if isinstance(x, Source) else x
     blocks, c, h, w, lanes = like.dims
     numbers, _ = _geometry((c, h, w), *how)
     dx = array.empty_like(like)
