@@ -78,7 +78,6 @@ class Reader:
             shape = (ROWS, max(self.size, 1), *store.image_shape)
             nbytes = int(np.prod(shape)) * store.dtype.itemsize
             self.staged = self.device.pinned(nbytes).view(store.dtype).reshape(shape)
-            self.row = 0
 
     def _upload(self, store):
         step = max(1, (64 << 20) // max(1, self.pixels.nbytes // len(store)))
@@ -102,24 +101,21 @@ class Reader:
         known.bounds = self.bounds
         return Blocked(lanes, whole), Blocked(known, whole)
 
-    def values(self, feed):
-        """What `Program.run` is told of a Feed; uploads its pixels where they are not there."""
+    def values(self, feed, row):
+        """What `Program.run` is told of a Feed; uploads its pixels where they are not there.
+
+        row: of the ROWS places for mini-batches the one that no step under way reads.
+        """
         count, mine = feed.batch.count, len(feed.indices)
         samples = np.zeros(self.whole.blocks * 16, np.int32)
         samples[:mine] = feed.indices
         values = {"samples": samples, "valid": mine, "per_image": 1.0 / count}
         if not self.resident:
             values["places"] = np.zeros(len(samples), np.int32)
-            values["places"][:mine] = self.row * max(self.size, 1) + np.arange(mine)
-            self._stage(feed.pixels)
+            values["places"][:mine] = row * max(self.size, 1) + np.arange(mine)
+            if mine:
+                staged = self.staged[row, :mine]
+                staged[...] = feed.pixels
+                target = self.pixels.row(row * self.size)  # the first of as many images
+                self.device.after(self.device.stage(target.address, staged))
         return values
-
-    def _stage(self, pixels):
-        """Called with at most ROWS - 1 steps under way, so that nobody reads this row any more."""
-        if len(pixels):
-            row = self.staged[self.row, : len(pixels)]
-            row[...] = pixels
-            start = self.row * max(self.size, 1) * int(np.prod(pixels.shape[1:]))
-            token = self.device.stage(self.pixels.part(start, row.shape).address, row)
-            self.device.after(token)
-        self.row = (self.row + 1) % ROWS

@@ -1,6 +1,7 @@
 """The training step on a GPU: recorded once, replayed for every mini-batch."""
 
 from mpidl.backends.gpu import program, run
+from mpidl.backends.gpu.program import ROWS
 from mpidl.backends.gpu.sums import Pending
 
 
@@ -36,7 +37,8 @@ class Step:
     def start(self, feed):
         """Start the step of a mini-batch; returns what `finish` takes. Does not wait."""
         rates = {"learning_rate": self.optimizer.learning_rate, "momentum": self.optimizer.momentum}
-        return self.program.run(**self.reader.values(feed), **rates), feed.batch.count
+        row = self.program.ready() % ROWS
+        return self.program.run(**self.reader.values(feed, row), **rates), feed.batch.count
 
     def finish(self, started):
         """The value of a step: waits for it."""

@@ -288,12 +288,18 @@ class Program:
     def _capture(self, segment):
         return self.device.capture(lambda: [step.play(self.device) for step in segment])
 
+    def ready(self):
+        """Wait until fewer than ROWS steps are under way: what was prepared for the oldest may be
+        written to again. Returns the number of the next step."""
+        mark = self.marks[self.started % ROWS]
+        if mark is not None:
+            self.device.wait(mark)
+        return self.started
+
     def run(self, **values):
         """Start a step with these numbers, by the names `run.scalar` was given; those that are not
         said are as they were recorded. Returns what `results` takes."""
-        row = self.started % ROWS
-        if self.marks[row] is not None:
-            self.device.wait(self.marks[row])
+        row = self.ready() % ROWS
         unknown = [name for name in values if name not in self.slots]
         if unknown:
             raise ValueError(f"the step reads no {unknown[0]}, but {', '.join(self.slots)}")

@@ -83,12 +83,17 @@ class Eager:
         self.device.launch(load(launch), launch)
 
     def scalar(self, name, value, dtype):
-        return _uploaded(np.atleast_1d(np.asarray(value, dtype)))
+        return self._uploaded(np.atleast_1d(np.asarray(value, dtype)))
+
+    def _uploaded(self, value):
+        found = Array(self.empty(value.nbytes), value.dtype, value.shape)
+        self.device.upload(found.address, value)
+        return found
 
     def exchange(self, world, tree, matrix, combine):
         """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
         nodes = download(matrix).reshape(matrix.shape)
-        return _uploaded(world.exchange(tree, nodes, combine))
+        return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
 
     def between(self, mover, source, target):
         """Have all ranks' rows of `source` gathered in `target`."""
@@ -96,7 +101,7 @@ class Eager:
 
     def table(self, rows):
         table = Table(rows, None)
-        table.array = _uploaded(table.filled())
+        table.array = self._uploaded(table.filled())
         return table
 
 
