@@ -8,8 +8,12 @@ errors, copies in the background land when they are waited for and not before.
 import bisect
 import contextlib
 import ctypes
+import functools
+import itertools
+import mmap
 import time
 import weakref
+from collections import defaultdict
 
 import numpy as np
 
@@ -20,12 +24,51 @@ GUARD = 1024  # bytes before and after each allocation that nothing may write to
 ALIGNED = 256
 
 
+class Region:
+    """Memory that all emulated devices of a process share, apart from the process's own: a kernel
+    that writes far out of bounds hits this. Bytes that nobody holds are 0xFF."""
+
+    AHEAD = 1 << 20  # bytes that are filled at a time
+
+    def __init__(self, nbytes):
+        no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python has from 3.13 on
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+        self._map = mmap.mmap(-1, nbytes, flags)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._base = self._bytes.ctypes.data
+        self._used, self._filled = self.AHEAD, 0
+        self._free = defaultdict(list)  # {bytes: addresses}
+
+    def take(self, nbytes):
+        """The address of so many bytes, a multiple of 256."""
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        at, self._used = self._used, self._used + nbytes
+        if self._used + self.AHEAD > len(self._bytes):
+            raise MemoryError(f"emulated GPU: {nbytes} bytes do not fit")
+        if self._used + self.AHEAD > self._filled:
+            stop = self._used + 2 * self.AHEAD
+            self._bytes[self._filled : stop] = 0xFF
+            self._filled = stop
+        return self._base + at
+
+    def give_back(self, address, nbytes):
+        ctypes.memset(address, 0xFF, nbytes)
+        self._free[nbytes].append(address)
+
+
+@functools.cache
+def region():
+    return Region(EmulatedDevice.memory)
+
+
 class Memory:
     """An allocation on the device; it goes back when this is collected. Its `nbytes` are those
-    that a device would set aside; the guard begins where those asked for end."""
+    that a device would set aside; the guard behind it begins where those asked for end."""
 
-    def __init__(self, address, nbytes, array):
-        self.address, self.nbytes, self._array = address, -(-nbytes // ALIGNED) * ALIGNED, array
+    def __init__(self, device, address, nbytes):
+        self.address, self.nbytes = address, -(-nbytes // ALIGNED) * ALIGNED
+        weakref.finalize(self, device._forget, address).atexit = False
 
 
 class Kernel:
@@ -64,7 +107,8 @@ class EmulatedDevice:
         self._regions = {}  # {address: bytes} of all memory that a kernel may touch
         self._guards = {}  # {address: its two guards, each (address, bytes, pattern)}
         self._starts = None  # sorted addresses, and the guards as an array, until one changes
-        self._pinned = {}
+        self._pinned = {}  # {address: bytes}
+        self._patterns = itertools.count(1)  # of guards
         self._arriving = []  # downloads to pinned memory that have not been waited for
         self._downloads = 0  # how many there were in all
         self._recorded = None  # of a capture: its nodes
@@ -73,33 +117,34 @@ class EmulatedDevice:
 
     def allocate(self, nbytes):
         self._not_captured("allocates memory")
-        return Memory(*self._take(nbytes))
+        return Memory(self, self._take(nbytes), nbytes)
 
     def _take(self, nbytes):
-        raw = np.full(nbytes + 2 * GUARD + ALIGNED, 0xFF, np.uint8)
-        address = -(-(raw.ctypes.data + GUARD) // ALIGNED) * ALIGNED
-        start = address - raw.ctypes.data
+        address = region().take(_with_guards(nbytes)) + GUARD
+        pattern = _pattern(next(self._patterns))
         self._regions[address] = nbytes
-        pattern = _pattern(len(self._guards))
         self._guards[address] = tuple(
             (place, GUARD, pattern) for place in (address - GUARD, address + nbytes)
         )
         for place, size, _ in self._guards[address]:
             _fill(place, size, pattern)
         self._starts = None
-        weakref.finalize(raw, self._forget, address).atexit = False
-        return address, nbytes, raw[start : start + nbytes]
+        return address
 
     def _forget(self, address):
-        for table in (self._regions, self._guards, self._pinned):
+        nbytes = self._regions.pop(address)
+        for table in (self._guards, self._pinned):
             table.pop(address, None)
         self._starts = None
+        region().give_back(address - GUARD, _with_guards(nbytes))
 
     def pinned(self, nbytes):
         self._not_captured("allocates pinned memory")
-        address, nbytes, array = self._take(nbytes)
+        address = self._take(nbytes)
         self._pinned[address] = nbytes
-        return array
+        memory = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(memory, self._forget, address).atexit = False
+        return np.frombuffer(memory, np.uint8)
 
     def _is_pinned(self, array):
         address = array.ctypes.data
@@ -281,10 +326,14 @@ class Graph:
             function(*arguments)
 
 
+def _with_guards(nbytes):
+    return -(-nbytes // ALIGNED) * ALIGNED + 2 * GUARD
+
+
 def _pattern(n):
     """Eight bytes of a guard: NaN to who reads float or double, and such that no arithmetic on it
     gives it back (it is a signalling NaN), nor a copy from beside another allocation."""
-    return (0xFFF00000FFA00000 | ((1 + n) % 65536) << 32 | (1 + n) % 65536) - (1 << 64)
+    return (0xFFF00000FFA00000 | n % 65536 << 32 | n % 65536) - (1 << 64)
 
 
 def _fill(address, nbytes, pattern):
