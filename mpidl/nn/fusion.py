@@ -22,7 +22,7 @@ def runs(layers):
 
 def fuses(x):
     """Whether the backend of a value reads activations that are not stored."""
-    return hasattr(backends.of_type(x.dtype), "conv2d_moments")
+    return hasattr(backends.of(x), "conv2d_moments")
 
 
 def forward(run, x, places):
