@@ -117,7 +117,7 @@ def open(device):
 def device():
     """The Device of this process; RuntimeError where none was opened."""
     if _device is None:
-        raise RuntimeError("no GPU is in use: world.use_device("gpu") takes one")
+        raise RuntimeError("no GPU is in use: world.use_device('gpu') takes one")
     return _device
 
 
