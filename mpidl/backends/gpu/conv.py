@@ -1,0 +1,296 @@
+"""Convolution on tensor cores by kernels/cuda/conv_gemm.cu and conv_dweight.cu.
+
+Where a GPU has none that take TF32, where `settings.direct` says so, and for images too large for
+them, `conv_direct` does the work. Tiles and leaves are chosen by the layer's shape, the global
+mini-batch and the number of multiprocessors, never by this rank's share of it; of tiles no byte
+depends anyway.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+from mpidl.backends import settings
+from mpidl.backends.gpu import array, batchnorm, conv_direct, fold, run
+from mpidl.backends.reference import conv2d_shape
+from mpidl.blocks import LANES
+
+STEP = 32  # k, or pixels, that lie in shared memory at once: BK of both kernels
+LARGEST = 1 << 27  # numbers of an image: offsets within 16 images are int
+USUAL = 8  # blocks of a mini-batch where nobody says how many
+COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: of a warp}
+PRODUCTS = {"fp32": 3, "tf32": 1}  # TF32 products for each product, by `settings.precision`
+
+
+class Shape(NamedTuple):
+    """What conv_gemm gathers from, (height, width, channels) an image, and what it makes."""
+
+    height: int
+    width: int
+    channels: int
+    out_height: int
+    out_width: int
+    filters: int
+    taps_down: int
+    taps_across: int
+    stride_down: int
+    stride_across: int
+    top: int
+    left: int
+    dilation_down: int
+    dilation_across: int
+    groups: int
+
+    @property
+    def taps(self):
+        return self.taps_down * self.taps_across
+
+    @property
+    def width_of_filter(self):
+        """Weights of a filter."""
+        return self.taps * self.channels // self.groups
+
+    @property
+    def filters_of_group(self):
+        return self.filters // self.groups
+
+    def turned(self):
+        """Of backward-data: gathers from the output, makes the input."""
+        return self._replace(
+            height=self.out_height,
+            width=self.out_width,
+            channels=self.filters,
+            out_height=self.height,
+            out_width=self.width,
+            filters=self.channels,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def shape_of(image, weight_shape, stride, padding, dilation, groups):
+    """The Shape of a convolution of (C, H, W) images by (K, C/groups, R, S) filters."""
+    c, h, w = image
+    k, p, q = conv2d_shape(image, weight_shape, stride, padding, dilation)
+    (top, _), (left, _) = padding
+    return Shape(h, w, c, p, q, k, *weight_shape[2:], *stride, top, left, *dilation, groups)
+
+
+def conv2d(x, weight, bias, stride, padding, dilation, groups):
+    """y = x * weight + bias (cross-correlation); x an Array or the Source of an Activation."""
+    return _forward(x, weight, bias, (stride, padding, dilation, groups))
+
+
+def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):
+    """conv2d, and the Partial of its output's moments (see `moments`)."""
+    y = _forward(x, weight, bias, (stride, padding, dilation, groups), tree)
+    return y, batchnorm.moments(y, counts, tree)
+
+
+def conv2d_backward(
+    dy,
+    x,
+    weight,
+    stride,
+    padding,
+    dilation,
+    groups,
+    counts,
+    tree,
+    needs,
+    behind=None,
+    sums=False,
+    reuse=False,
+):
+    """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
+
+    dweight, dbias: Partials. behind: (Source of y, a, b, c): dy is the gradient of the activation
+    of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
+    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then. reuse:
+    nobody needs dy any more, so that the gradient of y may take its place.
+    """
+    how = stride, padding, dilation, groups
+    images = batchnorm.read(x)
+    if behind is not None:
+        dy = batchnorm.activation_dx(dy, *behind, counts, reuse)
+    dx = dweight = dbias = found = None
+    if needs[1]:
+        dweight = fold.partial_of_leaves(*leaves_of(dy, images, weight, how, tree)[:2], like=weight)
+    if needs[2]:
+        dbias = batchnorm.channel_sums(dy, tree)
+    if needs[0]:
+        dx = _dx(dy, images, weight, how, tree)
+        found = batchnorm.activation_sums(dx, x, tree) if sums else None
+    return dx, dweight, dbias, found
+
+
+def _direct(shape):
+    """Whether tensor cores cannot, or may not, convolve this."""
+    of_input = shape.height * shape.width * shape.channels
+    of_output = shape.out_height * shape.out_width * shape.filters
+    architecture = int("".join(filter(str.isdigit, run.device().architecture)))
+    return settings.direct or architecture < 80 or max(of_input, of_output) >= LARGEST
+
+
+def _shape(x, weight, how):
+    return shape_of(x.dims[1:-1], weight.dims, *how)
+
+
+def _forward(x, weight, bias, how, tree=None):
+    x = batchnorm.read(x)
+    shape = _shape(x, weight, how)
+    if _direct(shape):
+        return conv_direct.forward(x, weight, bias, how)
+    size = shape.filters, shape.out_height, shape.out_width
+    y = array.empty_lanes((len(x), *size, LANES))
+    _product(shape, x, weight, bias, y, tree)
+    return y
+
+
+def _dx(dy, x, weight, how, tree):
+    """The gradient with respect to x, of which only the shape is used."""
+    shape = _shape(x, weight, how)
+    if _direct(shape):
+        return conv_direct.dx(dy, x, weight, how)
+    turned = array.empty((weight.size,))
+    group = shape.filters_of_group, shape.channels // shape.groups
+    tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
+    numbers = shape.filters, shape.channels, shape.taps, shape.groups
+    run.launch("conv_weights", tiles, 256, weight, turned, *numbers)
+    dx = array.empty_like(x)
+    _product(shape.turned(), dy, turned, None, dx, tree, backward=True)
+    return dx
+
+
+def _product(shape, x, weight, bias, y, tree, backward=False):
+    """Run conv_gemm."""
+    pixels = shape.out_height * shape.out_width
+    blocks = USUAL if tree is None else tree.leaves
+    device = run.device()
+    tile = gemm_tile(shape, blocks * LANES * pixels, device.processors)
+    vector = _vector(shape.channels // shape.groups, x, weight)
+    rows = len(y) * LANES * pixels
+    run.launch(
+        "conv_gemm",
+        -(-rows // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups,
+        threads_of(tile),
+        x,
+        weight,
+        bias,
+        y,
+        rows,
+        *shape,
+        shared=tile["STAGES"] * (tile["BM"] + tile["BN"]) * STEP * 4,
+        defines=definitions(tile, shape, device, VECTOR=vector, BACKWARD=int(backward)),
+    )
+
+
+def leaves_of(dy, x, weight, how, tree):
+    """The gradient of the weights, leaf by leaf: as `conv_direct.dweight_leaves`.
+
+    Leaves (leaves, weight.size) float32, as memory orders the weights, and how many there are to a
+    block. Of weight only the shape is used; of dy, unused images must be zero.
+    """
+    shape = _shape(x, weight, how)
+    if _direct(shape):
+        return conv_direct.dweight_leaves(dy, x, weight, how, tree)
+    device = run.device()
+    tile = dweight_tile(shape)
+    rows = -(-shape.width_of_filter // tile["BM"])
+    tiles = rows * columns_of(shape, tile["BN"]) * shape.groups
+    images = conv_direct.images_per_leaf(tiles, tree)
+    leaves = array.empty((len(x) * (LANES // images), weight.size))
+    pitches = tile["BM"] + 8, tile["BN"] + (0 if tile["BN"] % 32 == 24 else 8)
+    run.launch(
+        "conv_dweight",
+        len(leaves) * tiles,
+        threads_of(tile),
+        dy,
+        x,
+        leaves,
+        images,
+        *shape,
+        shared=tile["STAGES"] * sum(pitches) * STEP * 4,
+        defines=definitions(
+            tile,
+            shape,
+            device,
+            VECTOR_X=_vector(shape.channels // shape.groups, x),
+            VECTOR_Y=_vector(shape.filters_of_group, dy),
+        ),
+    )
+    return leaves, LANES // images
+
+
+def _vector(channels, *arrays):
+    """Floats that may be copied at once: 4 where channels and addresses are multiples of 4."""
+    return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
+
+
+def definitions(tile, shape, device, **own):
+    """What a kernel is compiled with. A device that compiles for each layer gets constants; where
+    the numbers of the shape take registers, fewer blocks are asked for at once."""
+    defines = {**tile, **own, "PRECISION": PRODUCTS[settings.precision]}
+    if getattr(device, "specialize", False):
+        defines["CONV_SHAPE"] = ",".join(map(str, shape))
+    else:
+        defines["MIN_BLOCKS"] = tile["MIN_BLOCKS"] // 2
+    return defines
+
+
+def threads_of(tile):
+    """Threads of a block."""
+    warps = tile["BM"] // tile["WM"] * (tile["BN"] // tile["WN"]) * tile.get("SPLIT", 1)
+    return warps * 32
+
+
+def columns_of(shape, columns):
+    """Tiles side by side that cover the filters of a group."""
+    return -(-shape.filters_of_group // columns)
+
+
+def _columns(filters):
+    """Columns of a tile: the fewest in all, where each tile costs as much as 16 more."""
+    return min(COLUMNS, key=lambda n: (-(-filters // n) * (n + 16), -n))
+
+
+@functools.lru_cache(maxsize=256)
+def gemm_tile(shape, rows, processors):
+    """BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for `rows` pixels in the mini-batch.
+
+    128 rows, or 64 where that leaves multiprocessors fewer than two blocks.
+    """
+    columns = _columns(shape.filters_of_group)
+    blocks = -(-rows // 128) * columns_of(shape, columns) * shape.groups
+    height = 128 if blocks >= 2 * processors else 64
+    wide = COLUMNS[columns] < columns  # two warps side by side
+    resident = (2 if wide else 5 if columns < 32 else 4) * (128 // height)
+    return {
+        "BM": height,
+        "BN": columns,
+        "WM": 32,
+        "WN": COLUMNS[columns],
+        "STAGES": 3 if wide else 2,
+        "MIN_BLOCKS": resident,
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def dweight_tile(shape):
+    """BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight: at least four warps, that share
+    the pixels of a step where the tile has not enough for them."""
+    columns = _columns(shape.filters_of_group)
+    across = columns // COLUMNS[columns]
+    width = shape.width_of_filter
+    height = min((64, 128), key=lambda n: -(-width // n) * (n + 16)) if width > 32 else 32
+    if across == 1:
+        height = min(height, 64)
+    split = max(1, 4 // (height // 32 * across))
+    return {
+        "BM": height,
+        "BN": columns,
+        "WM": 32,
+        "WN": COLUMNS[columns],
+        "SPLIT": split,
+        "STAGES": 3,
+        "MIN_BLOCKS": 2 if height == 128 else 4,
+    }
