@@ -5,7 +5,7 @@ It is the layout (an array of per-image values is `(blocks, *image shape, 16)`, 
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Batch:
     indices: np.ndarray = field(repr=False)  # this share's sample indices in the data set
     epoch: int = 0
     seed: int = 0
-    device: object = None  # what knows the counts on a GPU, where its values lie on one
+    device: Any = None  # what knows the counts on a GPU, where its values lie on one
 
     @property
     def blocks(self):

@@ -65,7 +65,7 @@ class Reader:
 
     def __init__(self, queue):
         self.whole, self.device = queue.whole, queue.world.device
-        store, first, last = queue.datastore, *queue.whole.images
+        store, (first, last) = queue.datastore, queue.whole.images
         self.size = last - first
         self.resident = queue.resident
         self.bounds = (int(queue.labels.min()), int(queue.labels.max()))

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import queue
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class MinibatchQueue:
         if prefetch < 0:
             raise UserError(f"prefetch must be at least 0, got {prefetch}")
         self.datastore, self.batch_size, self.seed = datastore, int(batch_size), seed
-        self.world = OneRank() if world is None else world
+        self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch = shuffle, int(prefetch)
         self.plain = getattr(self.world, "plain", False) if plain is None else plain
         self.device = getattr(self.world, "device", None)  # a GPU that the images go to

@@ -72,7 +72,8 @@ def shape_of(image, weight_shape, stride, padding, dilation, groups):
     c, h, w = image
     k, p, q = conv2d_shape(image, weight_shape, stride, padding, dilation)
     (top, _), (left, _) = padding
-    return Shape(h, w, c, p, q, k, *weight_shape[2:], *stride, top, left, *dilation, groups)
+    numbers = *weight_shape[2:], *stride, top, left, *dilation, groups
+    return Shape._make((h, w, c, p, q, k, *numbers))
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
@@ -111,10 +112,12 @@ def conv2d_backward(
     how = stride, padding, dilation, groups
     images = batchnorm.read(x)
     if behind is not None:
-        dy = batchnorm.activation_dx(dy, *behind, counts, reuse)
+        source, a, b, c = behind
+        dy = batchnorm.activation_dx(dy, source, a, b, c, counts, reuse)
     dx = dweight = dbias = found = None
     if needs[1]:
-        dweight = fold.partial_of_leaves(*leaves_of(dy, images, weight, how, tree)[:2], like=weight)
+        leaves, per_block = leaves_of(dy, images, weight, how, tree)
+        dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
     if needs[2]:
         dbias = batchnorm.channel_sums(dy, tree)
     if needs[0]:
