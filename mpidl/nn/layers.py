@@ -4,6 +4,7 @@ A layer is a frozen set of arguments. It says what learnables and state it needs
 shape (`build`) and applies its op (`forward`); the arrays belong to the network.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -39,13 +40,33 @@ class At:
 
 @dataclass
 class Layer:
-    """Base of all layers. `name` is given by the network where it is None."""
+    """Base of all layers. `name` is given by the network where it is None.
+
+    after: the name of the layer whose output this one reads, or "images", what the network is
+    given; None: the layer before it in the list. A layer of several inputs has a field `inputs`
+    instead, a tuple of such names; its `build` and `forward` get tuples.
+
+    trainable: False freezes the layer. Its learnables are not differentiated and it runs as in
+    prediction: a frozen batch normalization uses its running state, which stays as it is.
+    """
 
     name = None  # a field of every layer, each of which puts it last
 
+    after: str | None = field(default=None, kw_only=True)
+    trainable: bool = field(default=True, kw_only=True)
+
     def spec(self):
-        """The layer as JSON-able arguments, for model files."""
-        return {"type": type(self).__name__} | {f.name: getattr(self, f.name) for f in fields(self)}
+        """The layer as JSON-able arguments, for model files.
+
+        What can be given by name alone is left out where it has its default, so that a file says no
+        more than it did before there was such an argument.
+        """
+        arguments = {"type": type(self).__name__}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not (f.kw_only and value == f.default):
+                arguments[f.name] = value
+        return arguments
 
     def build(self, shape):
         """Built for images of `shape`."""
@@ -54,6 +75,20 @@ class Layer:
     def forward(self, x, at):
         """The layer's output for x, a Blocked value or a Var of one."""
         raise TypeError(f"layer {type(self).__name__} has no forward method")
+
+    def factors(self, learnable):
+        """(learning-rate factor, L2 factor) of one of its learnables, from the layer's fields.
+
+        The learning-rate factor is 0 where the layer is frozen.
+        """
+        rate = getattr(self, f"{learnable}_learn_rate_factor", 1.0)
+        decay = getattr(self, f"{learnable}_l2_factor", 1.0 if learnable == "weight" else 0.0)
+        return (rate if self.trainable else 0.0), decay
+
+    def multiply_adds(self, shape, output_shape):
+        """How many products forward adds up for one image; arithmetic of another kind is not
+        counted. `shape`: of its input, as `build` gets it."""
+        return 0
 
 
 def glorot_uniform(fan_in, fan_out):
@@ -72,10 +107,25 @@ def glorot_uniform(fan_in, fan_out):
 
 
 @dataclass
-class Conv2D(Layer):
+class Weighted(Layer):
+    """Base of the layers with a weight and a bias.
+
+    The learning rate and the L2 regularization of each are those of the optimizer times a factor;
+    one of learning rate 0 is not differentiated.
+    """
+
+    weight_learn_rate_factor: float = field(default=1.0, kw_only=True)
+    bias_learn_rate_factor: float = field(default=1.0, kw_only=True)
+    weight_l2_factor: float = field(default=1.0, kw_only=True)
+    bias_l2_factor: float = field(default=0.0, kw_only=True)
+
+
+@dataclass
+class Conv2D(Weighted):
     """Convolution with `filters` filters of `size` (an integer or (rows, columns)).
 
-    stride, padding, dilation, groups as in `ops.conv2d`. Glorot uniform weights, zero bias.
+    stride, padding, dilation, groups as in `ops.conv2d`. Glorot uniform weights, zero bias; their
+    factors: see `Weighted`.
     """
 
     size: int | tuple[int, int]
@@ -121,14 +171,31 @@ class Conv2D(Layer):
             groups=self.groups,
         )
 
+    def multiply_adds(self, shape, output_shape):
+        r, s = check.pair("Conv2D", "size", self.size, 1)
+        return math.prod(output_shape) * (shape[0] // self.groups) * r * s
+
 
 @dataclass
 class BatchNorm(Layer):
-    """Batch normalization; `decay` is the weight of a new mini-batch in the running state."""
+    """Batch normalization; `decay` is the weight of a new mini-batch in the running state.
+
+    The learning rate and the L2 regularization of gamma (the scale) and beta (the offset) are those
+    of the optimizer times the factors; with learning rates of 0 they are not differentiated, and
+    the mini-batch goes on to normalize by its own statistics.
+    """
 
     epsilon: float = 1e-5
     decay: float = 0.1
     name: str | None = None
+
+    scale_learn_rate_factor: float = field(default=1.0, kw_only=True)
+    offset_learn_rate_factor: float = field(default=1.0, kw_only=True)
+    scale_l2_factor: float = field(default=0.0, kw_only=True)
+    offset_l2_factor: float = field(default=0.0, kw_only=True)
+
+    def factors(self, learnable):
+        return super().factors({"gamma": "scale", "beta": "offset"}[learnable])
 
     def build(self, shape):
         c = (shape[0],)
@@ -231,8 +298,11 @@ class Flatten(Layer):
 
 
 @dataclass
-class Dense(Layer):
-    """Fully connected: `outputs` numbers of all features of an image (flattened if need be)."""
+class Dense(Weighted):
+    """Fully connected: `outputs` numbers of all features of an image (flattened if need be).
+
+    Glorot uniform weights, zero bias; their factors: see `Weighted`.
+    """
 
     outputs: int
     name: str | None = None
@@ -250,3 +320,6 @@ class Dense(Layer):
     def forward(self, x, at):
         x = ops.flatten(x) if len(x.shape) > 2 else x
         return ops.dense(x, at["weight"], at["bias"])
+
+    def multiply_adds(self, shape, output_shape):
+        return math.prod(shape) * self.outputs
