@@ -121,11 +121,6 @@ def device():
     return _device
 
 
-def is_open():
-    """Whether a device is in use."""
-    return _device is not None
-
-
 def sink():
     """Who takes launches at present."""
     return _sink
