@@ -67,7 +67,8 @@ def pytest_report_header(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    if LAUNCHED_RANKS and collection_path.resolve() in ALONE:
+    path = collection_path.resolve()
+    if LAUNCHED_RANKS and not ALONE.isdisjoint([path, *path.parents]):
         return True
 
 
