@@ -46,12 +46,12 @@ cast_double_float(const double* __restrict__ x, float* __restrict__ y, long long
     y[i] = (float)x[i];
 }
 
-// n words of 4 bytes become `value`.
+// n words of 4 bytes become 0.
 extern "C" __global__ void __launch_bounds__(256)
-fill_words(int* __restrict__ x, int value, long long n) {
+zero_words(int* __restrict__ x, long long n) {
   const long long step = (long long)gridDim.x * blockDim.x;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step)
-    x[i] = value;
+    x[i] = 0;
 }
 
 // Rows of `table`: source, destination, rows, words a row, words from row to row of the source and

@@ -49,53 +49,26 @@ def cast(x, dtype):
     return y
 
 
-def fill(x, value):
-    """Set all elements of a float32 or int32 Array; returns it."""
-    if x.dtype.itemsize != WORD:
-        raise TypeError(f"expected elements of {WORD} bytes, got {x}")
-    bits = int(np.array(value, x.dtype).view(np.int32))
-    return _fill_words(x, bits, x.size)
-
-
 def zeros_like(x):
     """Zeros of the same shape, type and order in memory."""
     words = -(-x.nbytes // WORD)
     made = run.empty((words,), np.int32)
-    return _fill_words(Array(made.buffer, x.dtype, x.shape, x.dims, x.order), 0, words)
-
-
-def _fill_words(x, bits, words):
-    seen = Array(x.buffer, np.int32, (words,), offset=x.offset)
-    run.launch("fill_words", _blocks(words), THREADS, seen, bits, words)
-    return x
+    run.launch("zero_words", _blocks(words), THREADS, made, words)
+    return Array(made.buffer, x.dtype, x.shape, x.dims, x.order)
 
 
 def pack(matrices, rows, dtype=np.float32):
     """(rows, sum of widths): row i is the rows i of the matrices (rows, width), side by side."""
     packed = run.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
-    pitch = _pitch(packed)
-    copy([(m, part, rows, _pitch(m), _pitch(m), pitch) for m, part in _beside(packed, matrices)])
-    return packed
-
-
-def unpack(packed, matrices):
-    """The inverse of `pack`: writes the columns of `packed` to the matrices, and returns them."""
-    rows, pitch = len(packed), _pitch(packed)
-    copy([(part, m, rows, _pitch(m), pitch, _pitch(m)) for m, part in _beside(packed, matrices)])
-    return matrices
-
-
-def _beside(packed, matrices):
-    """Each matrix, and where its first row lies in `packed`."""
-    found, at = [], 0
+    pieces, at = [], 0
     for matrix in matrices:
-        if len(matrix) != len(packed) or matrix.dtype != packed.dtype:
-            raise ValueError(f"expected {len(packed)} rows of {packed.dtype}, got {matrix}")
-        found.append((matrix, packed.part(at, matrix.shape[1:])))
+        if len(matrix) != rows or matrix.dtype != packed.dtype:
+            raise ValueError(f"expected {rows} rows of {packed.dtype}, got {matrix}")
+        part, words = packed.part(at, matrix.shape[1:]), _pitch(matrix)
+        pieces.append((matrix, part, rows, words, words, _pitch(packed)))
         at += matrix.shape[1]
-    if at != packed.shape[1]:
-        raise ValueError(f"expected matrices of {packed.shape[1]} columns in all, got {at}")
-    return found
+    copy(pieces)
+    return packed
 
 
 def _pitch(matrix):
