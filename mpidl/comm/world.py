@@ -226,9 +226,14 @@ class World:
     def report(self, **facts):
         """Print `Epoch: 1, Loss: 0.3071` from rank 0."""
         if self.rank == 0:
+            whole = int, np.integer
             words = (
                 f"{name.replace('_', ' ').capitalize()}: "
-                + (f"{v:.4f}" if isinstance(v, (float, np.floating, np.ndarray)) else str(v))
+                + (
+                    f"{float(v):.4f}"
+                    if hasattr(v, "__float__") and not isinstance(v, whole)
+                    else str(v)
+                )
                 for name, v in facts.items()
             )
             print(", ".join(words), flush=True)
