@@ -51,6 +51,15 @@ class Batch:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
 
+    def samples(self):
+        """(epoch, sample numbers): of each of this rank's images, in unused lanes 0, (blocks * 16,)
+        int64; on a GPU both lie there, (1,) and (blocks * 16,) int32."""
+        if self.device is not None:
+            return self.device.samples(self)
+        found = np.zeros(self.blocks * LANES, np.int64)
+        found[: len(self.indices)] = self.indices
+        return self.epoch, found
+
     @property
     def per_image(self):
         """1 / count: a number, or Late where a GPU reads it from memory."""
@@ -209,6 +218,14 @@ class Activation(Blocked):
     def reshape(self, image_shape):
         """The same values with another image shape, still deferred."""
         return Activation(self.deferred, self.batch, self.compute, image_shape)
+
+
+def readable(value):
+    """What a backend reads a Blocked value from in its image shape: its Source where that has it,
+    else its lanes."""
+    if isinstance(value, Activation) and value.image_shape != value.deferred.x.shape[1:-1]:
+        return value.lanes
+    return value.source
 
 
 class Gradient(Blocked):

@@ -10,8 +10,29 @@ Shapes: x (B, C, H, W, 16), weight (K, C/groups, R, S), y (B, K, P, Q, 16), B bl
 
 import numpy as np
 
+from mpidl.backends.reference_conv import (
+    channel_sums,
+    conv2d_dweight,
+    conv2d_dx,
+    conv2d_shape,
+)
+from mpidl.backends.reference_conv import transposed_conv2d as transposed_conv2d
+from mpidl.backends.reference_conv import transposed_conv2d_backward as transposed_conv2d_backward
 from mpidl.backends.reference_ends import images as images
 from mpidl.backends.reference_ends import sgdm as sgdm
+from mpidl.backends.reference_more import add as add
+from mpidl.backends.reference_more import concat as concat
+from mpidl.backends.reference_more import cross_channel_norm as cross_channel_norm
+from mpidl.backends.reference_more import cross_channel_norm_dx as cross_channel_norm_dx
+from mpidl.backends.reference_more import dropout as dropout
+from mpidl.backends.reference_more import leaky_relu as leaky_relu
+from mpidl.backends.reference_more import leaky_relu_dx as leaky_relu_dx
+from mpidl.backends.reference_more import sigmoid as sigmoid
+from mpidl.backends.reference_more import sigmoid_dx as sigmoid_dx
+from mpidl.backends.reference_more import softmax_dx as softmax_dx
+from mpidl.backends.reference_more import split as split
+from mpidl.backends.reference_more import tanh as tanh
+from mpidl.backends.reference_more import tanh_dx as tanh_dx
 from mpidl.backends.reference_statistics import batchnorm_factors as batchnorm_factors
 from mpidl.backends.reference_statistics import predict_scale as predict_scale
 from mpidl.backends.reference_statistics import running as running
@@ -19,103 +40,6 @@ from mpidl.backends.reference_statistics import source as source
 from mpidl.backends.reference_statistics import statistics as statistics
 from mpidl.backends.reference_statistics import zeros_like as zeros_like
 from mpidl.fold import Counter, merge_moments
-
-
-def conv2d_shape(x_shape, weight_shape, stride, padding, dilation):
-    """(K, P, Q) of a convolution of one (C, H, W) image."""
-    sizes = [
-        (size + sum(pad) - d * (taps - 1) - 1) // s + 1
-        for size, pad, d, taps, s in zip(
-            x_shape[1:], padding, dilation, weight_shape[2:], stride, strict=True
-        )
-    ]
-    return (weight_shape[0], *sizes)
-
-
-class _Columns:
-    """Unfolds padded blocks into the matrix (C*R*S, P*Q*16) whose product with the weights is the
-    convolution (Chellapilla et al., "High performance convolutional neural networks for document
-    processing", 2006), and folds such a matrix back. Its two buffers are reused by all blocks."""
-
-    def __init__(self, x, weight_shape, stride, padding, dilation):
-        (c, h, w, lanes), (_, _, r, s) = x.shape[1:], weight_shape
-        (top, bottom), (left, right) = padding
-        _, p, q = conv2d_shape((c, h, w), weight_shape, stride, padding, dilation)
-        self.padded = np.zeros((c, h + top + bottom, w + left + right, lanes), x.dtype)
-        self.image = self.padded[:, top : top + h, left : left + w]
-        self.columns = np.empty((c, r, s, p, q, lanes), x.dtype)
-        self.rows = (c, r * s, p * q * lanes)
-        self.taps = [
-            (
-                i,
-                j,
-                slice(i * dilation[0], i * dilation[0] + stride[0] * (p - 1) + 1, stride[0]),
-                slice(j * dilation[1], j * dilation[1] + stride[1] * (q - 1) + 1, stride[1]),
-            )
-            for i in range(r)
-            for j in range(s)
-        ]
-
-    def groups(self, matrix, groups):
-        """The matrix as (groups, C/groups*R*S, P*Q*16)."""
-        c, taps, pixels = self.rows
-        return matrix.reshape(groups, c // groups * taps, pixels)
-
-    def unfold(self, block):
-        self.image[...] = block
-        for i, j, down, across in self.taps:
-            self.columns[:, i, j] = self.padded[:, down, across]
-        return self.columns
-
-    def fold_back(self, out):
-        """Sum `columns` into the pixels they came from."""
-        self.padded[...] = 0
-        for i, j, down, across in self.taps:
-            self.padded[:, down, across] += self.columns[:, i, j]
-        out[...] = self.image
-
-
-def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    """y = x * weight + bias (cross-correlation)."""
-    shape = conv2d_shape(x.shape[1:-1], weight.shape, stride, padding, dilation)
-    y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
-    columns = _Columns(x, weight.shape, stride, padding, dilation)
-    filters = weight.reshape(groups, len(weight) // groups, -1)
-    for b in range(len(x)):
-        out = y[b].reshape(groups, len(weight) // groups, -1)
-        matrix = columns.groups(columns.unfold(x[b]), groups)
-        for g in range(groups):
-            np.matmul(filters[g], matrix[g], out=out[g])
-        y[b] += bias[:, None, None, None]
-    return y
-
-
-def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
-    """Gradient with respect to x; of x only shape and type are used."""
-    dx = np.empty_like(x)
-    columns = _Columns(x, weight.shape, stride, padding, dilation)
-    filters = weight.reshape(groups, len(weight) // groups, -1)
-    matrix = columns.groups(columns.columns, groups)
-    for b in range(len(x)):
-        out = dy[b].reshape(groups, len(weight) // groups, -1)
-        for g in range(groups):
-            np.matmul(filters[g].T, out[g], out=matrix[g])
-        columns.fold_back(dx[b])
-    return dx
-
-
-def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
-    """Partial of the gradient with respect to weight; of weight only shape and type are used."""
-    columns = _Columns(x, weight.shape, stride, padding, dilation)
-    counter = Counter(tree)
-    for b in range(len(x)):
-        matrix = columns.groups(columns.unfold(x[b]), groups)
-        out = dy[b].reshape(groups, len(weight) // groups, -1)
-        leaf = np.empty((groups, out.shape[1], matrix.shape[1]), weight.dtype)
-        for g in range(groups):
-            np.matmul(out[g], matrix[g].T, out=leaf[g])
-        counter.push(leaf.reshape(weight.shape))
-    return counter.partial(weight.shape, weight.dtype)
 
 
 def conv2d_backward(dy, x, weight, stride, padding, dilation, groups, counts, tree, needs):
@@ -127,14 +51,6 @@ def conv2d_backward(dy, x, weight, stride, padding, dilation, groups, counts, tr
         channel_sums(dy, tree) if needs[2] else None,
         None,  # of an activation that is not stored, which there is none of here
     )
-
-
-def channel_sums(x, tree):
-    """Partial of the sum over images and pixels: (C,). Unused lanes of x must be zero."""
-    counter = Counter(tree)
-    for block in x:
-        counter.push(block.reshape(len(block), -1).sum(axis=1))
-    return counter.partial(x.shape[1:2], x.dtype)
 
 
 def moments(x, counts, tree):

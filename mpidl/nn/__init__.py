@@ -12,18 +12,40 @@ from mpidl.nn.layers import (
     MaxPool2D,
     ReLU,
 )
+from mpidl.nn.more_layers import (
+    Add,
+    Concat,
+    CrossChannelNorm,
+    Dropout,
+    GlobalAveragePool2D,
+    LeakyReLU,
+    Sigmoid,
+    Softmax,
+    Tanh,
+    TransposedConv2D,
+)
 from mpidl.nn.network import Network
 
 __all__ = [
+    "Add",
     "AveragePool2D",
     "BatchNorm",
     "Built",
+    "Concat",
     "Conv2D",
+    "CrossChannelNorm",
     "Dense",
+    "Dropout",
     "Flatten",
+    "GlobalAveragePool2D",
     "Layer",
+    "LeakyReLU",
     "MaxPool2D",
     "Network",
     "ReLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "TransposedConv2D",
     "zoo",
 ]

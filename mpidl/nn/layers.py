@@ -131,7 +131,7 @@ class Conv2D(Weighted):
     size: int | tuple[int, int]
     filters: int
     stride: int | tuple[int, int] = 1
-    padding: int | tuple = 0
+    padding: int | str | tuple = 0
     dilation: int | tuple[int, int] = 1
     groups: int = 1
     name: str | None = None
@@ -146,13 +146,10 @@ class Conv2D(Weighted):
                 f"{self.groups} groups"
             )
         weight = (self.filters, shape[0] // self.groups, r, s)
-        output = conv2d_shape(
-            shape,
-            weight,
-            check.pair("Conv2D", "stride", self.stride, 1),
-            check.pads("Conv2D", self.padding),
-            check.pair("Conv2D", "dilation", self.dilation, 1),
-        )
+        stride = check.pair("Conv2D", "stride", self.stride, 1)
+        dilation = check.pair("Conv2D", "dilation", self.dilation, 1)
+        padding = check.same_or_pads("Conv2D", self.padding, shape[1:], (r, s), stride, dilation)
+        output = conv2d_shape(shape, weight, stride, padding, dilation)
         if min(output) < 1:
             raise ValueError(f"{self.name}: filters {weight} leave nothing of images {shape}")
         fans = weight[1] * r * s, self.filters // self.groups * r * s

@@ -1,6 +1,6 @@
 """The ops: each family in a file, forward and vjp side by side."""
 
-from mpidl.ops.activation import relu, softmax
+from mpidl.ops.activation import leaky_relu, relu, sigmoid, softmax, tanh
 from mpidl.ops.arithmetic import (
     add,
     divide,
@@ -21,24 +21,34 @@ from mpidl.ops.batchnorm import (
     conv2d_batchnorm_relu,
     conv2d_batchnorm_relu_predict,
 )
+from mpidl.ops.concat import concat
 from mpidl.ops.conv import conv2d
 from mpidl.ops.dense import dense, flatten
+from mpidl.ops.dropout import dropout, dropout_threshold
 from mpidl.ops.loss import correct_count, mean, mean_squared_error, softmax_cross_entropy, sum
-from mpidl.ops.pool import average_pool2d, max_pool2d
+from mpidl.ops.lrn import cross_channel_norm
+from mpidl.ops.pool import average_pool2d, global_average_pool2d, max_pool2d
+from mpidl.ops.transposed import transposed_conv2d
 
 __all__ = [
     "add",
     "average_pool2d",
     "batchnorm",
     "batchnorm_predict",
+    "concat",
     "conv2d",
     "conv2d_batchnorm_relu",
     "conv2d_batchnorm_relu_predict",
     "correct_count",
+    "cross_channel_norm",
     "dense",
     "divide",
+    "dropout",
+    "dropout_threshold",
     "exp",
     "flatten",
+    "global_average_pool2d",
+    "leaky_relu",
     "log",
     "max_pool2d",
     "mean",
@@ -48,11 +58,14 @@ __all__ = [
     "power",
     "relu",
     "reshape",
+    "sigmoid",
     "softmax",
     "softmax_cross_entropy",
     "sqrt",
     "subtract",
     "sum",
+    "tanh",
     "total",
     "transpose",
+    "transposed_conv2d",
 ]

@@ -1,8 +1,10 @@
 """Activations."""
 
+import math
+
 from mpidl import backends
 from mpidl.ops import check
-from mpidl.tape import op, refuse_gpu
+from mpidl.tape import op
 
 
 @op(blocks=True)
@@ -15,14 +17,43 @@ def relu(x):
 
 
 @op(blocks=True)
+def leaky_relu(x, scale=0.01):
+    """x where it is > 0, else scale * x, elementwise; scale is a number >= 0; at 0 the gradient is
+    scale times that behind."""
+    check.images("leaky_relu", x)
+    if not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
+        raise ValueError(f"leaky_relu: scale must be a number >= 0, got {scale!r}")
+    backend = backends.of(x)
+    y = backend.leaky_relu(x.lanes, scale)
+
+    def vjp(dy, needs):
+        return (x.like(backend.leaky_relu_dx(dy.lanes, y, scale)), None)[: len(needs)]
+
+    return x.like(y), vjp
+
+
+@op(blocks=True)
+def tanh(x):
+    """Hyperbolic tangent, elementwise."""
+    check.images("tanh", x)
+    backend = backends.of(x)
+    y = backend.tanh(x.lanes)
+    return x.like(y), lambda dy, needs: (x.like(backend.tanh_dx(dy.lanes, y)),)
+
+
+@op(blocks=True)
+def sigmoid(x):
+    """1 / (1 + exp(-x)), elementwise."""
+    check.images("sigmoid", x)
+    backend = backends.of(x)
+    y = backend.sigmoid(x.lanes)
+    return x.like(y), lambda dy, needs: (x.like(backend.sigmoid_dx(dy.lanes, y)),)
+
+
+@op(blocks=True)
 def softmax(x):
     """exp(x) / sum of exp(x) over the classes. x: (N, K); returns (N, K) in x's type."""
     check.images("softmax", x, 2)
-    p = backends.of(x).softmax(x.lanes)
-
-    def vjp(dy, needs):
-        refuse_gpu("softmax's gradient", x)
-        inner = (p * dy.lanes).sum(axis=1, keepdims=True)
-        return (x.like((p * (dy.lanes - inner)).astype(x.dtype)),)
-
-    return x.like(p.astype(x.dtype)), vjp
+    backend = backends.of(x)
+    p = backend.softmax(x.lanes)
+    return x.like(p.astype(x.dtype)), lambda dy, needs: (x.like(backend.softmax_dx(dy.lanes, p)),)

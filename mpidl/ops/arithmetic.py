@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpidl import backends
 from mpidl.blocks import Blocked
 from mpidl.fold import Partial
 from mpidl.ops.loss import multiply_partial
@@ -24,7 +25,9 @@ def _like(dy, x):
 
 @op(blocks=True)
 def _add_blocked(a, b):
-    return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
+    if a.dtype != b.dtype:
+        return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
+    return a.like(backends.of(a).add(a.lanes, b.lanes)), lambda dy, needs: (dy, dy)
 
 
 @op(blocks=True)

@@ -26,14 +26,26 @@ def pair(name, option, value, least):
     return both
 
 
-def pads(name, value):
+def pads(name, value, option="padding"):
     """Padding given as p, (down, across) or ((top, bottom), (left, right)), as the last."""
     both = (value, value) if isinstance(value, int) else tuple(value)
     both = tuple((v, v) if isinstance(v, int) else tuple(v) for v in both)
     sides = [v for axis in both for v in axis]
     if len(both) != 2 or len(sides) != 4 or any(not isinstance(v, int) or v < 0 for v in sides):
         raise ValueError(
-            f"{name}: padding must be an integer >= 0, (down, across) or ((top, bottom), (left, "
+            f"{name}: {option} must be an integer >= 0, (down, across) or ((top, bottom), (left, "
             f"right)), got {value!r}"
         )
     return both
+
+
+def same_or_pads(name, value, image, size, stride, dilation=(1, 1)):
+    """`pads`, or "same": so that an image (H, W) gives ceil(H / stride) x ceil(W / stride) outputs,
+    and of an odd number of rows the one more is at the bottom, of columns at the right."""
+    if value != "same":
+        return pads(name, value)
+    found = []
+    for n, taps, step, d in zip(image, size, stride, dilation, strict=True):
+        total = max(0, (-(-n // step) - 1) * step + d * (taps - 1) + 1 - n)
+        found.append((total // 2, total - total // 2))
+    return tuple(found)

@@ -19,7 +19,6 @@ def conv2d_arguments(x, weight, bias, stride, padding, dilation, groups):
 def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
-    padding = check.pads("conv2d", padding)
     channels = image_shape[0]
     if len(weight_shape) != 4 or weight_shape[1] * groups != channels or weight_shape[0] % groups:
         raise ValueError(
@@ -28,6 +27,9 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
         )
     if bias_shape != weight_shape[:1]:
         raise ValueError(f"conv2d: expected bias ({weight_shape[0]},), got {bias_shape}")
+    padding = check.same_or_pads(
+        "conv2d", padding, image_shape[1:], weight_shape[2:], stride, dilation
+    )
     size = conv2d_shape(image_shape, weight_shape, stride, padding, dilation)
     if min(size[1:]) < 1:
         raise ValueError(f"conv2d: filters {weight_shape} leave nothing of images {image_shape}")
@@ -41,7 +43,8 @@ def conv2d(x, weight, bias, *, stride=1, padding=0, dilation=1, groups=1):
     x: (N, C, H, W); weight: (K, C/groups, R, S); bias: (K,); returns (N, K, P, Q) with
     P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, Q likewise. stride and dilation
     are integers or (down, across); padding is an integer, (down, across) or
-    ((top, bottom), (left, right)) pixels of zero.
+    ((top, bottom), (left, right)) pixels of zero, or "same", for P = ceil(H / stride), where of an
+    odd number of rows the one more is at the bottom, of columns at the right.
     """
     how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)

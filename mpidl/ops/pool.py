@@ -6,7 +6,7 @@ from mpidl import backends
 from mpidl.backends.reference import pool2d_shape
 from mpidl.blocks import Gradient
 from mpidl.ops import check
-from mpidl.tape import op
+from mpidl.tape import op, value_of
 
 PLACES = 256  # what a byte can tell apart
 
@@ -62,6 +62,12 @@ def max_pool2d(x, size, *, stride=None, padding=0):
         return (_cotangent(x, *found), None)[: len(needs)]
 
     return x.like(y), vjp
+
+
+def global_average_pool2d(x):
+    """The mean of each channel over all of its pixels. x: (N, C, H, W); returns (N, C, 1, 1)."""
+    check.images("global_average_pool2d", value_of(x), 4)
+    return average_pool2d(x, tuple(x.shape[2:]))
 
 
 @op(blocks=True)

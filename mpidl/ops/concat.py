@@ -1,0 +1,31 @@
+"""Values one behind the other."""
+
+from mpidl import backends
+from mpidl.blocks import Blocked
+from mpidl.ops import check
+from mpidl.tape import op
+
+
+@op(blocks=True)
+def concat(*values):
+    """(N, C1, ...), (N, C2, ...), ... of one mini-batch as one value (N, C1 + C2 + ..., ...).
+
+    Concatenation along the channels: the axes behind must be the same.
+    """
+    for value in values:
+        check.images("concat", value)
+    first: Blocked = values[0]
+    if any(v.batch is not first.batch for v in values):
+        raise ValueError("concat: its arguments belong to different mini-batches")
+    if any(v.image_shape[1:] != first.image_shape[1:] or v.dtype != first.dtype for v in values):
+        raise ValueError(
+            "concat: expected values of one type that differ in their channels alone, got "
+            + ", ".join(f"{v.shape} {v.dtype}" for v in values)
+        )
+    backend = backends.of(first)
+    channels = [v.image_shape[0] for v in values]
+
+    def vjp(dy, needs):
+        return tuple(first.like(part) for part in backend.split(dy.lanes, channels))
+
+    return first.like(backend.concat([v.lanes for v in values])), vjp

@@ -1,0 +1,35 @@
+"""Cross-channel (local response) normalization."""
+
+from mpidl import backends
+from mpidl.ops import check
+from mpidl.tape import op
+
+
+@op(blocks=True)
+def cross_channel_norm(x, window, *, alpha=1e-4, beta=0.75, k=2.0):
+    """y = x / (k + alpha / window * S)**beta, S the sum of x**2 over `window` channels around.
+
+    x: (N, C, H, W) or (N, C); alpha, beta >= 0, k > 0. window: an integer >= 1; that of channel c
+    has the channels c - (window - 1) // 2 to c + window // 2, as far as there are such. As MATLAB's
+    crossChannelNormalizationLayer, which divides alpha by the window; so does PyTorch's
+    LocalResponseNorm, whose even windows have the one more before.
+    Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
+    networks", 2012, section 3.3, where alpha is not divided.
+    """
+    check.images("cross_channel_norm", x)
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"cross_channel_norm: window must be an integer >= 1, got {window!r}")
+    if not (alpha >= 0 and beta >= 0 and k > 0):
+        raise ValueError(
+            "cross_channel_norm: expected alpha >= 0, beta >= 0 and k > 0, got "
+            f"{alpha!r}, {beta!r} and {k!r}"
+        )
+    backend, how = backends.of(x), (window, float(alpha), float(beta), float(k))
+    lanes = x.lanes
+    y = backend.cross_channel_norm(lanes, *how)
+
+    def vjp(dy, needs):
+        dx = backend.cross_channel_norm_dx(dy.lanes, lanes, *how)
+        return (x.like(dx), None)[: len(needs)]
+
+    return x.like(y), vjp
