@@ -320,6 +320,17 @@ def test_where_tensor_cores_do_not_serve(emulated, monkeypatch, why):
         assert error(one, exact) <= LIMITS["fp32"]
 
 
+def test_what_lies_otherwise_in_memory_is_refused(device):
+    case = Case("digits 2")
+    dy, x, weight, bias, _ = case.on_device()
+    with pytest.raises(ValueError, match="NHWC"):
+        conv.conv2d(x, array.plain(case.weight), bias, *case.how)
+    flat = array.lanes(case.dy.reshape(1, -1, LANES))
+    for needs in ((True, False, False), (False, True, False)):
+        with pytest.raises(ValueError, match="gradients of images"):
+            conv.conv2d_backward(flat, x, weight, *case.how, None, whole(1), needs)
+
+
 def test_leaves_fold_in_the_order_of_the_weights(device):
     """The nodes of a gradient lie as the learnable does."""
     case = Case("two groups")

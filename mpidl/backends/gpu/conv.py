@@ -128,14 +128,21 @@ def conv2d_backward(
 
 def _direct(shape):
     """Whether tensor cores cannot, or may not, convolve this."""
-    of_input = shape.height * shape.width * shape.channels
+    of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
     of_output = shape.out_height * shape.out_width * shape.filters
     architecture = int("".join(filter(str.isdigit, run.device().architecture)))
     return settings.direct or architecture < 80 or max(of_input, of_output) >= LARGEST
 
 
-def _shape(x, weight, how):
-    return shape_of(x.dims[1:-1], weight.dims, *how)
+def _shape(x, weight, how, dy=None):
+    """The Shape, of arrays that lie in memory as the kernels read them."""
+    shape = shape_of(x.dims[1:-1], weight.dims, *how)
+    output = shape.filters, shape.out_height, shape.out_width
+    if x.order != array.IMAGES or weight.order != array.FILTERS:
+        raise ValueError(f"expected images (NHWC) and filters (KRSC), got {x} and {weight}")
+    if dy is not None and (dy.dims[1:-1] != output or dy.order != array.IMAGES):
+        raise ValueError(f"expected gradients of images {output}, got {dy}")
+    return shape
 
 
 def _forward(x, weight, bias, how, tree=None):
@@ -151,7 +158,7 @@ def _forward(x, weight, bias, how, tree=None):
 
 def _dx(dy, x, weight, how, tree):
     """The gradient with respect to x, of which only the shape is used."""
-    shape = _shape(x, weight, how)
+    shape = _shape(x, weight, how, dy)
     if _direct(shape):
         return conv_direct.dx(dy, x, weight, how)
     turned = array.empty((weight.size,))
@@ -193,7 +200,7 @@ def leaves_of(dy, x, weight, how, tree):
     Leaves (leaves, weight.size) float32, as memory orders the weights, and how many there are to a
     block. Of weight only the shape is used; of dy, unused images must be zero.
     """
-    shape = _shape(x, weight, how)
+    shape = _shape(x, weight, how, dy)
     if _direct(shape):
         return conv_direct.dweight_leaves(dy, x, weight, how, tree)
     device = run.device()
