@@ -10,12 +10,11 @@ Shapes: x (B, C, H, W, 16), weight (K, C/groups, R, S), y (B, K, P, Q, 16), B bl
 
 import numpy as np
 
-from mpidl.backends.reference_conv import (
-    channel_sums,
-    conv2d_dweight,
-    conv2d_dx,
-    conv2d_shape,
-)
+from mpidl.backends.reference_conv import channel_sums as channel_sums
+from mpidl.backends.reference_conv import conv2d as conv2d
+from mpidl.backends.reference_conv import conv2d_dweight as conv2d_dweight
+from mpidl.backends.reference_conv import conv2d_dx as conv2d_dx
+from mpidl.backends.reference_conv import conv2d_shape as conv2d_shape
 from mpidl.backends.reference_conv import transposed_conv2d as transposed_conv2d
 from mpidl.backends.reference_conv import transposed_conv2d_backward as transposed_conv2d_backward
 from mpidl.backends.reference_ends import images as images
