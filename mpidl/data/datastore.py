@@ -9,22 +9,30 @@ import numpy as np
 from mpidl import keyed
 from mpidl.errors import UserError
 
+MOST_CLASSES = 1 << 20  # where no names say how many there are
+
 
 class Datastore:
-    """Images that are read by index, with their labels.
+    """Images that are read by index, with their labels or targets.
 
-    image_shape: (C, H, W) of every image. classes: names, by label. labels: int64 (n,), or None
-    where they are not known. dtype: what `read` returns, uint8 (pixels 0..255) or float32.
+    image_shape: (C, H, W) of every image. dtype: what `read` returns, uint8 (pixels 0..255) or
+    float32. classes: names, by label. labels: int64 (n,), or None where they are not known.
+    targets_shape: of the array that each image is to be mapped to (another image, a label a pixel,
+    numbers), None where there is none; targets_dtype: float32, or int32. A mini-batch has the
+    targets where a set has them, else the labels.
     in_memory: whether reading costs no more than a copy, so that no cache is of use.
 
-    A set of one's own derives from this class, sets these five and defines `read`; a set without
-    labels defines `__len__` too.
+    A set of one's own derives from this class and sets image_shape. With labels it sets them and
+    classes, and defines `read`. With targets it sets targets_shape and defines three methods:
+    `__len__`, `read`, and `targets`.
     """
 
     image_shape: tuple[int, int, int]
     classes: list[str] = []
     labels: np.ndarray | None = None
+    targets_shape: tuple[int, ...] | None = None
     dtype = np.dtype(np.uint8)
+    targets_dtype = np.dtype(np.float32)
     in_memory = False
 
     def __len__(self):
@@ -39,9 +47,20 @@ class Datastore:
         """
         raise TypeError(f"{type(self).__name__} must define read(indices)")
 
+    def targets(self, indices):
+        """The targets of these images, (len(indices), *targets_shape) of `targets_dtype`.
+
+        Called as `read` is.
+        """
+        raise TypeError(f"{type(self).__name__} must define targets(indices)")
+
     def name(self, i):
-        """What to call image i in a message or a table: its path, or "image 17"."""
+        """What to call image i in a table: its path, or "image 17"."""
         return f"image {i}"
+
+    def located(self, i):
+        """What to call image i in a message: `name`, after the file where that is not said."""
+        return self.name(i)
 
     def describe(self):
         """One line for the console."""
@@ -52,11 +71,27 @@ class Datastore:
 
         It is cheap and decodes nothing. It tells another set from this one, not a changed pixel.
         """
-        return digest(len(self), self.image_shape, self.dtype.str, *self.classes, self.labels)
+        parts = [len(self), self.image_shape, self.dtype.str, *self.classes, self.labels]
+        if self.targets_shape is not None:
+            parts += ["targets", self.targets_shape, self.targets_dtype.str]
+        return digest(*parts)
 
     def subset(self, indices):
         """These images, in this order, as a datastore."""
         return Subset(self, indices)
+
+    def transform(self, function, *, include_index=False, image_shape=None, dtype=None):
+        """This set with `function` applied to each image, as a datastore.
+
+        function: of one image (C, H, W), uint8 or float32 as this set has it, and with
+        include_index of its index too, by which random numbers are to be keyed; it returns
+        (C, H, W), uint8 (pixels 0..255) or float. It sees one image at a time, and is called by the
+        prefetch thread, once for each image where the results are kept. image_shape and dtype of
+        its results are found out on image 0 where they are not given.
+        """
+        from mpidl.data.combined import Transformed
+
+        return Transformed(self, function, include_index, image_shape, dtype)
 
     def split(self, fraction, seed=0):
         """(first, second): of each label, `fraction` of its images at random and the others.
@@ -96,7 +131,9 @@ class ArrayDatastore(Datastore):
                 f"{source}: expected uint8 or float images of shape (n, C, H, W) or (n, H, W), "
                 f"got {images.dtype} of shape {images.shape}"
             )
-        self.images = images if images.dtype == np.uint8 else images.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):  # an infinity is told of when it is read
+            floats = images.dtype != np.uint8
+            self.images = images.astype(np.float32, copy=False) if floats else images
         self.image_shape = tuple(int(size) for size in images.shape[1:])
         self.dtype = self.images.dtype
         self.source = source
@@ -112,6 +149,9 @@ class ArrayDatastore(Datastore):
 
     def read(self, indices):
         return self.images[np.asarray(indices, np.int64)]
+
+    def located(self, i):
+        return f"{self.source}: {self.name(i)}"
 
     def describe(self):
         return f"{self.source}: {counted(self)}"
@@ -138,6 +178,7 @@ class Subset(Datastore):
             datastore, indices = datastore.parent, datastore.indices[indices]
         self.parent, self.indices = datastore, indices
         self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
+        self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
         self.classes, self.in_memory = datastore.classes, datastore.in_memory
         self.labels = None if datastore.labels is None else datastore.labels[indices]
 
@@ -147,8 +188,14 @@ class Subset(Datastore):
     def read(self, indices):
         return self.parent.read(self.indices[np.asarray(indices, np.int64)])
 
+    def targets(self, indices):
+        return self.parent.targets(self.indices[np.asarray(indices, np.int64)])
+
     def name(self, i):
         return self.parent.name(int(self.indices[i]))
+
+    def located(self, i):
+        return self.parent.located(int(self.indices[i]))
 
     def describe(self):
         return f"{len(self)} of {self.parent.describe()}"
@@ -171,14 +218,79 @@ def checked_labels(labels, count, classes, source):
             f"{source}: expected labels below {len(classes)}, the number of classes, "
             f"got {labels.max()}"
         )
+    if classes is None and count and labels.max() >= MOST_CLASSES:
+        raise UserError(f"{source}: expected labels below {MOST_CLASSES}, got {labels.max()}")
     return labels.astype(np.int64)
 
 
+def check_classes(datastore):
+    """A UserError where these images cannot train a classifier: no labels, or all the same."""
+    if datastore.labels is None:
+        raise UserError(
+            f"{datastore.describe()}: expected labels to train a classifier, found none"
+        )
+    found = np.unique(datastore.labels)
+    if len(found) == 1:
+        only = datastore.classes[found[0]] if len(datastore.classes) > found[0] else found[0]
+        raise UserError(
+            f"{datastore.describe()}: expected images of two classes at least to train a "
+            f"classifier, found those of one ({shown(str(only))})"
+        )
+
+
+def read_images(datastore, indices):
+    """`datastore.read(indices)`, checked: its shape, its type, and no NaN or infinity."""
+    images = np.asarray(datastore.read(indices))
+    expected = (len(indices), *datastore.image_shape)
+    right = images.dtype == np.uint8 if datastore.dtype == np.uint8 else images.dtype.kind == "f"
+    if images.shape != expected or not right:
+        raise UserError(
+            f"{type(datastore).__name__}.read: expected {datastore.dtype} of shape {expected}, got "
+            f"{images.dtype} of shape {images.shape}"
+        )
+    check_finite(images, datastore, indices, "pixels")
+    return images
+
+
+def read_targets(datastore, indices):
+    """`datastore.targets(indices)` as `targets_dtype`, checked as `read_images` does."""
+    values = np.asarray(datastore.targets(indices))
+    expected = (len(indices), *datastore.targets_shape)
+    whole = datastore.targets_dtype.kind in "iu"
+    if values.shape != expected or values.dtype.kind not in ("iub" if whole else "f"):
+        raise UserError(
+            f"{type(datastore).__name__}.targets: expected {datastore.targets_dtype} of shape "
+            f"{expected}, got {values.dtype} of shape {values.shape}"
+        )
+    check_finite(values, datastore, indices, "targets")
+    return values.astype(datastore.targets_dtype, copy=False)
+
+
+def check_finite(values, datastore, indices, what):
+    """A UserError that names the first of these images with a NaN or an infinity in `values`."""
+    if values.dtype.kind != "f":
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):  # much faster, and a large sum may be infinite
+            return
+    for i, value in zip(indices, values, strict=True):
+        bad = value[~np.isfinite(value)]
+        if bad.size:
+            raise UserError(
+                f"{datastore.located(int(i))}: expected finite {what}, found {bad.flat[0]} "
+                f"({bad.size} of {value.size})"
+            )
+
+
 def counted(datastore):
-    """ "60000 images of 1x28x28 in 10 classes"."""
-    sizes = "x".join(str(size) for size in datastore.image_shape)
-    known = f" in {len(datastore.classes)} classes" if datastore.labels is not None else ""
-    return f"{len(datastore)} images of {sizes}{known}"
+    """ "60000 images of 1x28x28 in 10 classes", "60 images of 1x28x28 with targets of 1x28x28"."""
+    text = f"{len(datastore)} images of {'x'.join(map(str, datastore.image_shape))}"
+    if datastore.targets_shape is not None:
+        sizes = "x".join(map(str, datastore.targets_shape))
+        text += f" with targets of {sizes}" if sizes else " with a number each"
+    elif datastore.labels is not None:
+        text += f" in {len(datastore.classes)} classes"
+    return text
 
 
 def digest(*parts):

@@ -7,40 +7,71 @@ import zlib
 
 import numpy as np
 
-from mpidl.data.datastore import ArrayDatastore, checked_labels, on_rank_0, shown
+from mpidl.data.datastore import ArrayDatastore, checked_labels, shown
+from mpidl.data.resident import once_per_node
 from mpidl.errors import UserError
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+MOST_DIMENSIONS = 8
+DEFLATE_RATIO = 1032  # of bytes to compressed bytes, at most
 PREFIX = {"train": "train", "test": "t10k"}
 
 
 def read_idx(path):
     """The array in an IDX file: a magic number (0, 0, type, dimensions), sizes, values."""
     try:
-        with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
-            data = file.read()
+        packed = str(path).endswith(".gz")
+        on_disk = os.stat(path).st_size
+        with (gzip.open if packed else open)(path, "rb") as file:
+            head = file.read(4 + 4 * MOST_DIMENSIONS)
+            dtype, sizes, start = _header(head, path)
+            expected = start + math.prod(sizes) * dtype.itemsize
+            if expected > on_disk * DEFLATE_RATIO + 4096:  # no file of this size holds as much
+                found = on_disk if not packed else f"{on_disk} compressed"
+                raise UserError(_cut(path, expected, sizes, found, "cut short"))
+            data = head + file.read(max(0, expected - len(head)))
+            over = file.read(1)
     except FileNotFoundError:
         raise UserError(f"{shown(path)}: no such file") from None
-    except (OSError, EOFError, zlib.error) as e:
-        why = getattr(e, "strerror", None) or e
+    except (OSError, EOFError, MemoryError, zlib.error) as e:
+        why = getattr(e, "strerror", None) or str(e) or type(e).__name__
         raise UserError(f"{shown(path)}: the file cannot be read: {why}") from None
-    if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in TYPES or not data[3]:
+    if len(data) != expected or over:
+        found = on_disk if over and not packed else len(data) + len(over)
+        problem = "too long" if len(data) > expected or over else "cut short"
+        raise UserError(_cut(path, expected, sizes, found, problem))
+    values = np.frombuffer(data, dtype, math.prod(sizes), start).reshape(sizes)
+    return values.astype(dtype.newbyteorder("="), copy=False)
+
+
+def _header(head, path):
+    """(dtype, sizes, where the values begin) of the first bytes of an IDX file."""
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in TYPES or not head[3]:
         raise UserError(
             f"{shown(path)}: expected an IDX file, which begins with bytes 0, 0, type, dimensions; "
-            f"found {list(data[:4])}"
+            f"found {list(head[:4])}"
         )
-    start = 4 + 4 * data[3]
-    sizes = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
-    dtype = np.dtype(TYPES[data[2]])
-    expected = start + math.prod(sizes) * dtype.itemsize
-    if len(data) < start or len(data) != expected:
-        what = f"{expected} bytes for its sizes {sizes}" if len(data) >= start else "all its sizes"
+    if head[3] > MOST_DIMENSIONS:
         raise UserError(
-            f"{shown(path)}: expected {what}, found {len(data)}: the file is "
-            f"{'cut short' if len(data) < expected else 'too long'}"
+            f"{shown(path)}: expected an IDX file of {MOST_DIMENSIONS} dimensions at most, found "
+            f"{head[3]}"
         )
-    values = np.frombuffer(data, dtype, offset=start).reshape(sizes)
-    return values.astype(dtype.newbyteorder("="), copy=False)
+    start = 4 + 4 * head[3]
+    if len(head) < start:
+        raise UserError(
+            f"{shown(path)}: expected all its sizes, found {len(head)}: the file is cut short"
+        )
+    sizes = [int.from_bytes(head[at : at + 4], "big") for at in range(4, start, 4)]
+    if not math.prod(sizes):
+        sizes = [sizes[0] if len(sizes) == 1 else 0] + [min(size, 1 << 16) for size in sizes[1:]]
+    return np.dtype(TYPES[head[2]]), sizes, start
+
+
+def _cut(path, expected, sizes, found, problem):
+    return (
+        f"{shown(path)}: expected {expected} bytes for its sizes {sizes}, found {found}: the file "
+        f"is {problem}"
+    )
 
 
 def find(folder, which, kind):
@@ -80,21 +111,11 @@ def idx_folder(folder, which="train", world=None, *, classes=None, labelled=True
                     "this folder; found no such file"
                 )
         pixels = checked_images(images)
-        if labels is None:
-            return images, pixels, None
-        return images, pixels, checked_labels(read_idx(labels), len(pixels), classes, shown(labels))
+        if labels is not None:
+            labels = checked_labels(read_idx(labels), len(pixels), classes, shown(labels))
+        return pixels, (images, labels)
 
-    if world is None:
-        path, pixels, labels = load()
-    else:
-        own = {}
-
-        def load_and_keep():
-            path, own["pixels"], labels = load()
-            return path, own["pixels"].shape, own["pixels"].dtype.str, labels
-
-        path, shape, dtype, labels = on_rank_0(world, load_and_keep)
-        pixels = once_per_node(world, shape, dtype, lambda: own.pop("pixels", None), path)
+    pixels, (path, labels) = once_per_node(world, load, folder)
     return ArrayDatastore(pixels, labels, classes, source=shown(path))
 
 
@@ -108,49 +129,5 @@ def checked_images(path):
             f"{shown(path)}: expected uint8 images in 3 dimensions, found {pixels.dtype} in "
             f"{pixels.ndim}"
         )
-    return pixels if pixels.dtype == np.uint8 else pixels.astype(np.float32)
-
-
-def once_per_node(world, shape, dtype, own, path):
-    """The images of `path` in memory that the ranks of a node share. Collective.
-
-    The first rank of each host reads, the others would only repeat it. Should two nodes go by one
-    host name, the flag says that the second is still without, and its ranks read too: all of them
-    write the same bytes. Where the node has no room to share, each rank has a copy to itself.
-    """
-
-    def read():
-        mine = own()
-        mine = checked_images(path) if mine is None else mine
-        if mine.shape != shape:
-            raise UserError(
-                f"{shown(path)}: images of shape {mine.shape} on {world.host}, {shape} on "
-                f"{world.hosts[0]}"
-            )
-        return mine
-
-    if math.prod(shape) * np.dtype(dtype).itemsize > world.shared_room() // 2:
-        return _together(world, read)
-    pixels = world.shared_array(shape, np.dtype(dtype))
-    there = world.shared_array((1,), np.uint8)
-
-    def fill():
-        if not there[0]:
-            pixels[...] = read()
-            there[0] = 1
-
-    first = world.hosts.index(world.host) == world.rank
-    _together(world, fill if first else lambda: None)
-    _together(world, fill)
-    return pixels
-
-
-def _together(world, function):
-    """function() on this rank; where any rank's raises UserError, all raise it."""
-    result = error = None
-    try:
-        result = function()
-    except UserError as e:
-        error = e
-    world.together(error)
-    return result
+    with np.errstate(over="ignore"):  # an infinity is told of when it is read
+        return pixels if pixels.dtype == np.uint8 else pixels.astype(np.float32)

@@ -8,6 +8,7 @@ from mpidl.backends.gpu import array, run
 from mpidl.backends.gpu.images import floats, images, labels
 from mpidl.backends.gpu.program import ROWS
 from mpidl.blocks import Blocked, share
+from mpidl.data.datastore import read_images
 from mpidl.data.queue import MinibatchQueue
 
 RESIDENT = 0.5  # of the device's memory, which a data set may take to be kept there whole
@@ -48,7 +49,7 @@ class DeviceQueue(MinibatchQueue):
         first, last = (min(edge * 16, len(indices)) for edge in self.whole.tree.run)
         mine = indices[first:last]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
-        return Feed(batch, mine, None if self.resident else self.datastore.read(mine)), None
+        return Feed(batch, mine, None if self.resident else read_images(self.datastore, mine)), None
 
     def reader(self):
         """The Reader of this data set: made once, before the step is recorded."""
@@ -82,7 +83,8 @@ class Reader:
     def _upload(self, store):
         step = max(1, (64 << 20) // max(1, self.pixels.nbytes // len(store)))
         for start in range(0, len(store), step):
-            part = np.ascontiguousarray(store.read(np.arange(start, min(start + step, len(store)))))
+            indices = np.arange(start, min(start + step, len(store)))
+            part = np.ascontiguousarray(read_images(store, indices))
             target = self.pixels.part(start * int(np.prod(store.image_shape)), part.shape)
             run.upload(target, part)
             self.device.synchronize()  # before `part` goes

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpidl import backends, keyed
 from mpidl.blocks import Blocked, OneRank, from_images, share
+from mpidl.data.datastore import read_images, read_targets
 from mpidl.errors import UserError
 
 SHUFFLES = ("every-epoch", "once", "never")
@@ -68,8 +69,9 @@ class MinibatchQueue:
         """Generate (images, labels) of each mini-batch of the epoch, from mini-batch `start` on.
 
         images: Blocked float32 (C, H, W) an image, uint8 pixels divided by 255, floats unchanged.
-        labels: Blocked int32, one an image; None where the datastore has none. Unused lanes are
-        zero. What goes wrong in reading is raised at the mini-batch it belongs to.
+        labels: Blocked int32, one an image, or the targets, Blocked float32 or int32 of the
+        datastore's targets_shape; None where it has neither. Unused lanes are zero. What goes wrong
+        in reading is raised at the mini-batch it belongs to.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be a mini-batch from 0 to {len(self)}, got {start}")
@@ -93,13 +95,16 @@ class MinibatchQueue:
             plain=self.plain,
             device=None if self.device is None else self.world.counts,
         )
-        images = self.datastore.read(batch.indices)
-        labels = self.datastore.labels
-        labels = None if labels is None else labels[batch.indices]
+        images = read_images(self.datastore, batch.indices)
+        if self.datastore.targets_shape is not None:
+            labels = read_targets(self.datastore, batch.indices)
+        elif self.datastore.labels is not None:
+            labels = self.datastore.labels[batch.indices].astype(np.int32)
+        else:
+            labels = None
         if self.device is not None:
             return batch, images, labels
-        images = lanes_of(images, batch)
-        return images, None if labels is None else from_images(labels, batch, np.int32)
+        return lanes_of(images, batch), None if labels is None else from_images(labels, batch)
 
 
 def lanes_of(images, batch):
@@ -121,11 +126,16 @@ def uploaded(batches):
             show = functions.images if pixels.dtype == np.uint8 else functions.floats
             pixels = array.plain(pixels)
             lanes = show(pixels, counts=batch.counts(), blocks=batch.blocks)
-            if labels is not None:
-                found = from_images(labels, batch, np.int32).lanes
-                bounds = (int(found.min()), int(found.max())) if found.size else None
+            if labels is not None and labels.dtype == np.float32 and labels.ndim == 4:
+                targets = array.plain(labels)  # images, which lie as images do
+                show = functions.floats
+                labels = Blocked(show(targets, counts=batch.counts(), blocks=batch.blocks), batch)
+            elif labels is not None:
+                found = from_images(labels, batch).lanes
                 labels = Blocked(array.plain(found), batch)
-                labels.lanes.bounds = bounds
+                if found.dtype == np.int32:
+                    bounds = (int(found.min()), int(found.max())) if found.size else None
+                    labels.lanes.bounds = bounds
             yield Blocked(lanes, batch), labels
 
 

@@ -1,0 +1,55 @@
+"""Labels and class names as files have them, brought to those that a network was trained on."""
+
+import json
+
+import numpy as np
+
+from mpidl.data.datastore import MOST_CLASSES, checked_labels, shown
+from mpidl.errors import UserError
+
+
+def agreed(labels, names, classes, source):
+    """(labels, classes): int64 (n,), and the names that they count by.
+
+    names: the file's own, None where it has none; classes: those of the set trained on, None where
+    this set is the first. With both, labels are brought to `classes` by name. UserError where a
+    label is none of them.
+    """
+    labels = checked_labels(labels, len(labels), names, source)
+    if names is None:
+        found = range(int(labels.max(initial=-1)) + 1)
+        names = [str(i) for i in found] if classes is None else list(classes)
+        return checked_labels(labels, len(labels), names, source), names
+    if classes is None or list(classes) == list(names):
+        return labels, list(names)
+    place = {name: i for i, name in enumerate(classes)}
+    used = np.unique(labels)
+    strange = [names[i] for i in used if names[i] not in place]
+    if strange:
+        known = ", ".join(shown(name) for name in classes)
+        raise UserError(f"{source}: class {shown(strange[0])} is none of the classes ({known})")
+    table = np.zeros(len(names), np.int64)
+    table[used] = [place[names[i]] for i in used]
+    return table[labels], list(classes)
+
+
+def names_of(value, source):
+    """Class names from what a file holds: a list of texts, or JSON of one. UserError else."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list) or len(value) > MOST_CLASSES:
+        raise UserError(f"{source}: expected class names as a list of texts, found something else")
+    names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in value]
+    if not all(isinstance(name, str) for name in names):
+        raise UserError(f"{source}: expected class names as a list of texts, found something else")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{source}: expected different class names, found {shown(twice)} twice")
+    return names
