@@ -103,9 +103,9 @@ void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, const int64_t *tree);
 
-/* optimizer.c: parameters are structs of optimizer.c, decays (count) */
-void mpidl_sgdm(const int64_t *parameters, const float *decays, int64_t count, float learning_rate,
-                float momentum);
+/* optimizer.c: parameters are structs of optimizer.c, decays and factors (count) */
+void mpidl_sgdm(const int64_t *parameters, const float *decays, const float *factors,
+                int64_t count, float learning_rate, float momentum);
 
 /* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x (blocks, features, 16), of
  * features / channels pixels a channel; weight (outputs, features); dy and y (blocks, outputs, 16).
