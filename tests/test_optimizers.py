@@ -81,6 +81,45 @@ def test_l2_factors():
         SGDM(l2_factors={"conv1.bia": 1.0})(tables(0), zero)
 
 
+def test_learning_rate_factors():
+    """A factor is a factor of the rate, momentum and L2 included; one of 0 leaves all as it is."""
+    factors = {"conv1.weight": 20.0, "conv1.bias": 0.5}
+    sgdm = SGDM(0.01, l2=0.1, learning_rate_factors=factors)
+    found = tables(0)
+    for step in (1, 2, 3):
+        found = sgdm(found, tables(step))
+    for name in SHAPES:
+        alone, weights = SGDM(0.01 * factors.get(name, 1.0), l2=0.1), tables(0)
+        for step in (1, 2, 3):
+            weights = alone(weights, tables(step))
+        np.testing.assert_allclose(found[name], weights[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="learning_rate_factors: unknown parameter conv1.bia"):
+        SGDM(learning_rate_factors={"conv1.bia": 1.0})(tables(0), tables(1))
+
+
+def test_a_factor_of_one_changes_no_byte():
+    ones = SGDM(0.0123, l2=0.1, learning_rate_factors=dict.fromkeys(SHAPES, 1.0))
+    plain, one, other = SGDM(0.0123, l2=0.1), tables(0), tables(0)
+    for step in (1, 2):
+        one, other = plain(one, tables(step)), ones(other, tables(step))
+    assert all(one[name].tobytes() == other[name].tobytes() for name in SHAPES)
+
+
+def test_what_has_the_factor_0_needs_no_gradient():
+    sgdm, weights = SGDM(l2=0.1, learning_rate_factors={"conv1.bias": 0.0}), tables(0)
+    gradients = {name: g for name, g in tables(1).items() if name != "conv1.bias"}
+    for _ in range(2):
+        stepped = sgdm(weights, gradients)
+        assert stepped["conv1.bias"] is weights["conv1.bias"] and list(stepped) == list(SHAPES)
+        weights = stepped
+    assert list(sgdm.state()) == ["velocity.conv1.weight", "velocity.batchnorm1.gamma"]
+    resumed = SGDM(learning_rate_factors={"conv1.bias": 0.0})
+    resumed.load_state(sgdm.state())
+    resumed(weights, gradients)
+    with pytest.raises(ValueError, match="missing conv1.bias .*give the optimizer"):
+        SGDM()(weights, gradients)
+
+
 def test_going_on_from_its_state_makes_the_same_bytes():
     straight, weights = SGDM(), tables(0)
     for step in (1, 2, 3):
@@ -137,10 +176,11 @@ def test_the_kernel_makes_the_bytes_of_numpy():
     weights[7], gradients[7] = weights[7][1:], gradients[7][:-1]
     velocities[7] = velocities[7][1:].copy()
     decays = [0.0, 0.1, 0.0, 0.01, 1e-4, 1e-10, 0.0, 0.5]
+    factors = [1.0, 20.0, 0.1, 1.0, 0.3, 1e-3, 1.0, 2.0]
 
     def step(backend):
         kept = [v.copy() for v in velocities]
-        return backend.sgdm(weights, gradients, kept, 0.0123, 0.9, decays), kept
+        return backend.sgdm(weights, gradients, kept, 0.0123, 0.9, decays, factors), kept
 
     expected = step(reference)
     for found in everywhere(lambda: step(cpu)).values():

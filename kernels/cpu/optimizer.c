@@ -11,7 +11,7 @@ struct parameter { /* as Python hands it over: int64_t[5] */
 
 struct job {
     const struct parameter *parameters;
-    const float *decays;
+    const float *decays, *factors; /* of each: L2, of the learning rate */
     float learning_rate, momentum;
 };
 
@@ -26,7 +26,8 @@ static void step_tile(void *argument, int64_t tile, float *own) {
     const float *restrict gradient = (const float *)(intptr_t)p->gradient + first;
     float *restrict velocity = (float *)(intptr_t)p->velocity + first;
     float *restrict stepped = (float *)(intptr_t)p->stepped + first;
-    float decay = job->decays[p - job->parameters], rate = job->learning_rate;
+    int64_t which = p - job->parameters;
+    float decay = job->decays[which], rate = job->learning_rate * job->factors[which];
     for (int64_t i = 0; i < count; i++) {
         float g = decay != 0 ? gradient[i] + decay * weight[i] : gradient[i];
         velocity[i] = job->momentum * velocity[i] - rate * g;
@@ -34,9 +35,10 @@ static void step_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-void mpidl_sgdm(const int64_t *parameters, const float *decays, int64_t count, float learning_rate,
-                float momentum) {
-    struct job job = {(const struct parameter *)parameters, decays, learning_rate, momentum};
+void mpidl_sgdm(const int64_t *parameters, const float *decays, const float *factors,
+                int64_t count, float learning_rate, float momentum) {
+    struct job job = {(const struct parameter *)parameters, decays, factors, learning_rate,
+                      momentum};
     int64_t tiles = 0;
     for (int64_t i = 0; i < count; i++) tiles += (job.parameters[i].floats + CHUNK - 1) / CHUNK;
     each_tile(tiles, step_tile, &job, 0);

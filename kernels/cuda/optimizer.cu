@@ -10,15 +10,15 @@ struct Step {
     }
 };
 
-// Of all parameters at once: v <- momentum * v - rate * (g + decay * w); stepped = w + v, which may
-// lie where w does.
+// Of all parameters at once: v <- momentum * v - rate * factor * (g + decay * w); stepped = w + v,
+// which may lie where w does. decays and factors: of each parameter.
 //
 // parameters: of each the addresses of weight, gradient, velocity and stepped, and how many floats.
 // places: of each block of threads the parameter and the first of the `chunk` floats that it steps.
 extern "C" __global__ void __launch_bounds__(256)
     sgdm(const long long* __restrict__ parameters, const int* __restrict__ places,
-         const float* __restrict__ decays, const float* __restrict__ learning_rate,
-         const float* __restrict__ momentum, int chunk) {
+         const float* __restrict__ decays, const float* __restrict__ factors,
+         const float* __restrict__ learning_rate, const float* __restrict__ momentum, int chunk) {
     const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
     const long long* own = parameters + 5 * parameter;
     const int count = min((long long)chunk, own[4] - first);
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const float* g = (const float*)own[1] + first;
     float* v = (float*)own[2] + first;
     float* stepped = (float*)own[3] + first;
-    const Step step = {*learning_rate, *momentum, decays[parameter]};
+    const Step step = {*learning_rate * factors[parameter], *momentum, decays[parameter]};
     int rest = 0;
     if (((long long)w & 15) == 0 && ((long long)g & 15) == 0 && ((long long)v & 15) == 0 &&
         ((long long)stepped & 15) == 0) {

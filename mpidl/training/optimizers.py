@@ -20,13 +20,20 @@ class SGDM:
 
     l2: added to the gradient as l2 * factor * w. The factor is 1 for the parameters whose names end
     in ".weight" and 0 for all others (biases, gamma, beta); l2_factors, {name: factor}, overrides.
+
+    learning_rate_factors: {name: factor}, 1 where it has no name: what the learning rate of a
+    parameter is multiplied by. One of factor 0 stays as it is, and needs no gradient. The factors
+    that a network's layers have are `net.factors`: SGDM(0.01, **net.factors).
     """
 
-    def __init__(self, learning_rate=0.01, momentum=0.9, l2=0.0, l2_factors=None):
+    def __init__(
+        self, learning_rate=0.01, momentum=0.9, l2=0.0, l2_factors=None, learning_rate_factors=None
+    ):
         self.learning_rate = options.check("learning_rate", learning_rate)
         self.momentum = options.check("momentum", momentum)
         self.l2 = options.check("l2", l2)
         self.l2_factors = dict(l2_factors or {})
+        self.learning_rate_factors = dict(learning_rate_factors or {})
         self.velocity = {}  # {parameter: array}; none before the first step
 
     def __call__(self, parameters, gradients):
@@ -35,14 +42,16 @@ class SGDM:
         The arithmetic has the parameter's precision, float32. Raises ValueError where names or
         shapes do not match.
         """
-        _match("gradients", gradients, parameters)
+        for table in ("l2_factors", "learning_rate_factors"):
+            for name in getattr(self, table):
+                if name not in parameters:
+                    hint = options.nearest(name, parameters)
+                    raise ValueError(f"{table}: unknown parameter {name}{hint}")
+        moving = self._moving(parameters)
+        _match("gradients", gradients, moving, parameters)
         if self.velocity:
-            _match("velocities", self.velocity, parameters)
-        unknown = [name for name in self.l2_factors if name not in parameters]
-        if unknown:
-            hint = options.nearest(unknown[0], parameters)
-            raise ValueError(f"l2_factors: unknown parameter {unknown[0]}{hint}")
-        weights = list(parameters.values())
+            _match("velocities", self.velocity, moving, parameters)
+        weights = list(moving.values())
         self.prepare(parameters)
         single = all(w.dtype == np.float32 for w in (*weights, *self.velocity.values()))
         backend = backends.of_type(np.float64)
@@ -50,21 +59,27 @@ class SGDM:
             backend = backends.of_array(weights[0])
         stepped = backend.sgdm(
             weights,
-            [gradients[name] for name in parameters],
-            [self.velocity[name] for name in parameters],
+            [gradients[name] for name in moving],
+            [self.velocity[name] for name in moving],
             self.learning_rate,
             self.momentum,
-            [self.l2 * self._factor(name) for name in parameters],
+            [self.l2 * self._factor(name) for name in moving],
+            [self.learning_rate_factors.get(name, 1.0) for name in moving],
         )
-        return dict(zip(parameters, stepped, strict=True))
+        return parameters | dict(zip(moving, stepped, strict=True))
+
+    def _moving(self, parameters):
+        """Those of the parameters that are stepped at all."""
+        factors = self.learning_rate_factors
+        return {name: w for name, w in parameters.items() if factors.get(name, 1.0) != 0}
 
     def prepare(self, parameters):
         """Have velocities where the parameters lie: zero before the first step."""
-        if not self.velocity:
-            self.velocity = {
-                name: backends.of_array(w).zeros_like(w) for name, w in parameters.items()
-            }
-        for name, w in parameters.items():
+        moving = self._moving(parameters)
+        for name, w in moving.items():
+            if name not in self.velocity:
+                self.velocity[name] = backends.of_array(w).zeros_like(w)
+        for name, w in moving.items():
             v = self.velocity.get(name)
             if isinstance(v, np.ndarray) and not isinstance(w, np.ndarray):
                 self.velocity[name] = w.backend.placed(v, w)
@@ -87,14 +102,17 @@ class SGDM:
         self.velocity = velocity
 
 
-def _match(what, tables, parameters):
-    """Raise ValueError unless `tables` has an array for each parameter, of its shape."""
-    missing = [name for name in parameters if name not in tables]
+def _match(what, tables, moving, parameters):
+    """Raise ValueError unless `tables` has an array for each of the parameters that move, of its
+    shape, and none that is no parameter's."""
+    missing = [name for name in moving if name not in tables]
     unknown = [name for name in tables if name not in parameters]
     if missing or unknown:
         wrong = [f"missing {n}" for n in missing] + [f"unknown {n}" for n in unknown]
-        raise ValueError(f"{what} do not match the parameters: {', '.join(wrong)}")
-    for name, weight in parameters.items():
+        frozen = " (where its layer is frozen, give the optimizer **net.factors)"
+        hint = frozen if missing and what == "gradients" else ""
+        raise ValueError(f"{what} do not match the parameters: {', '.join(wrong)}{hint}")
+    for name, weight in moving.items():
         if np.shape(tables[name]) != weight.shape:
             found = np.shape(tables[name])
             raise ValueError(f"{what} of {name}: expected shape {weight.shape}, found {found}")

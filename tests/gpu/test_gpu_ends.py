@@ -117,6 +117,7 @@ def test_images_in_another_order_are_refused(device):
 
 LEARNABLES = [(5,), (4, 3, 3, 2), (), (7, 12), (1025,), (64,), (3, 2, 4, 4), (2050,)]
 DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0]
+FACTORS = [1, 20, 0.1, 1, 0.3, 1e-3, 2, 1]
 
 
 def layout(value):
@@ -133,7 +134,7 @@ def draws(what):
 def stepped(weights, gradients, velocities, rate=0.1, momentum=0.9):
     """New weights and velocities by NumPy."""
     velocities = [np.array(v) for v in velocities]
-    new = reference.sgdm(weights, gradients, velocities, rate, momentum, DECAYS)
+    new = reference.sgdm(weights, gradients, velocities, rate, momentum, DECAYS, FACTORS)
     return [a.tobytes() for a in map(np.asarray, (*new, *velocities))]
 
 
@@ -153,7 +154,7 @@ def test_a_step_has_the_bytes_of_numpy(device, shifts):
     weights, gradients, velocities = (
         [moved(v, shift) for v in values] for values, shift in zip(host, shifts, strict=True)
     )
-    found = optimizer.sgdm(weights, gradients, velocities, 0.1, 0.9, DECAYS)
+    found = optimizer.sgdm(weights, gradients, velocities, 0.1, 0.9, DECAYS, FACTORS)
     assert device.launched == ["sgdm"]
     for w, old in zip(found, weights, strict=True):
         assert (w.shape, w.dims, w.order) == (old.shape, old.dims, old.order)
@@ -169,15 +170,9 @@ def test_steps_one_after_the_other(device):
     offsets = []
     for step in range(3):
         gradients = draws(f"gradient {step}")
-        new = reference.sgdm(weights, gradients, velocities, 0.1 / (step + 1), 0.9, DECAYS)
-        found = optimizer.sgdm(
-            on_device[0],
-            [layout(g) for g in gradients],
-            on_device[1],
-            0.1 / (step + 1),
-            0.9,
-            DECAYS,
-        )
+        rates = 0.1 / (step + 1), 0.9, DECAYS, FACTORS
+        new = reference.sgdm(weights, gradients, velocities, *rates)
+        found = optimizer.sgdm(on_device[0], [layout(g) for g in gradients], on_device[1], *rates)
         weights, on_device = new, (found, on_device[1])
         offsets.append([w.offset for w in found])
         assert len({id(w.buffer) for w in found}) == 1
@@ -202,7 +197,8 @@ def test_new_weights_may_lie_where_the_old_ones_do(emulated, monkeypatch, order)
         run.upload(flat, raw)
         velocities = [layout(v) for v in host[2]]
         monkeypatch.setattr(array, "empty", lambda shape: flat)
-        found = optimizer.sgdm(weights, [layout(g) for g in host[1]], velocities, 0.1, 0.9, DECAYS)
+        gradients = [layout(g) for g in host[1]]
+        found = optimizer.sgdm(weights, gradients, velocities, 0.1, 0.9, DECAYS, FACTORS)
         assert [a.numpy().tobytes() for a in (*found, *velocities)] == stepped(*host)
 
 

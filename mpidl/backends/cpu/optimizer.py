@@ -24,12 +24,13 @@ def _address(array):
     return array.ctypes.data
 
 
-def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
-    """The new weights, after v <- momentum * v - learning_rate * (g + decay * w) in place.
+def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
+    """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
 
-    Lists of float32 arrays, the velocities C-ordered; decays a list of numbers. The new weights lie
-    side by side in one array.
+    Lists of float32 arrays, the velocities C-ordered; decays and factors (None: all 1) lists of
+    numbers. The new weights lie side by side in one array.
     """
+    factors = [1.0] * len(weights) if factors is None else factors
     shapes = [np.shape(w) for w in weights]  # a number too: what is C-ordered has an axis at least
     weights = [np.ascontiguousarray(w) for w in weights]
     gradients = [np.ascontiguousarray(g, np.float32) for g in gradients]
@@ -46,6 +47,7 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
     kernels().sgdm(
         np.array(parameters, np.int64),
         np.array(decays, np.float32),
+        np.array(factors, np.float32),
         len(parameters),
         learning_rate,
         momentum,

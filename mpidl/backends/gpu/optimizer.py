@@ -31,14 +31,15 @@ def _blocks(sizes):
     return chunk, np.array(blocks, np.int32).reshape(-1, 2)
 
 
-def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
-    """The new weights, after v <- momentum * v - learning_rate * (g + decay * w) in place.
+def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
+    """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
 
-    Lists of float32 Arrays, those of a parameter in one layout; decays a list of numbers. The new
-    weights lie side by side in one array, each at its place of `places`: where the old ones do so
-    too, the new array can be put in the old one's place, as the kernel reads a number before it
-    writes one there.
+    Lists of float32 Arrays, those of a parameter in one layout; decays and factors (None: all 1)
+    lists of numbers. The new weights lie side by side in one array, each at its place of `places`:
+    where the old ones do so too, the new array can be put in the old one's place, as the kernel
+    reads a number before it writes one there.
     """
+    factors = [1.0] * len(weights) if factors is None else factors
     for w, g, v in zip(weights, gradients, velocities, strict=True):
         for name, other in ("gradient", g), ("velocity", v):
             if _layout(other) != _layout(w):
@@ -66,6 +67,7 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays):
         run.table([list(row) for row in rows]),
         run.constant(blocks),
         run.constant(np.array(decays, np.float32)),
+        run.constant(np.array(factors, np.float32)),
         run.scalar("learning_rate", learning_rate),
         run.scalar("momentum", momentum),
         chunk,
