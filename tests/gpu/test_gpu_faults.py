@@ -123,8 +123,8 @@ FAULTS = [
     Fault(
         "conv_gemm",
         "a matrix is read where it would lie unpermuted",
-        "const int of_b = place(wn + (lane & 7), (lane >> 3) * 4);",
-        "const int of_b = (wn + (lane & 7)) * BK + (lane >> 3) * 4;",
+        "const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
+        "const int of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * BK + (lane >> 3 & 1) * 4;",
         convolves,
         ("y", *LONG),
     ),
