@@ -122,7 +122,7 @@ class _Run:
         self.net, self.options, self.world, self.out = net, options, world, out
         self.console, self.facts = console, facts
         self.datastore = NodeCache(datastore, world)
-        self.optimizer = SGDM(options.learning_rate, options.momentum, options.l2)
+        self.optimizer = SGDM(options.learning_rate, options.momentum, options.l2, **net.factors)
         self.at = Position()
         self.under_way = collections.deque()  # steps of a GPU that were started: (handle, _Shown)
         net.batchnorm = options.batchnorm
