@@ -295,7 +295,7 @@ def value_and_grad(f, *, reduce=None):
     model: a dict of named arrays, or a Network; f gets it with the learnables being differentiated
     and returns a scalar loss, or a tuple (loss, *others) whose others are not differentiated.
     Returns (value, gradients) for a dict, (value, gradients, state) for a Network; gradients is a
-    dict by name.
+    dict by name, without the learnables that are not trained (`Network.trainable`).
 
     Without `reduce`, the loss and the gradients come back as Partials, for `world.gplus`: nothing
     but batch-norm sums was exchanged. With `reduce=world` they are exchanged while backward runs
@@ -304,7 +304,7 @@ def value_and_grad(f, *, reduce=None):
 
     def run(model, *args, **options):
         network = hasattr(model, "bind")
-        learnables = model.parameters if network else model
+        learnables = model.trainable if network else model
         leaves = {name: Var(value, name=name) for name, value in learnables.items()}
         traced: Any = model.bind(leaves) if network else leaves
         result = f(traced, *args, **options)

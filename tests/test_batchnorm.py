@@ -111,6 +111,16 @@ def test_prediction_uses_the_running_state(world):
     for c in range(3):
         expected = GAMMA[c] * (x[:, c] - mean[c]) / np.sqrt(variance[c] + 1e-5) + BETA[c]
         np.testing.assert_allclose(found[:, c], expected, rtol=1e-12, atol=1e-13)
-    with pytest.raises(TypeError, match="train with batchnorm"):
-        y = dl.batchnorm_predict(dl.Var(blocked(world, x)), mean, variance, GAMMA, BETA)
+    with pytest.raises(TypeError, match="train gamma and beta with batchnorm"):
+        y = dl.batchnorm_predict(blocked(world, x), mean, variance, dl.Var(GAMMA), BETA)
         tape.backward(y, y.value)
+
+
+@pytest.mark.parametrize("count", [21, 16, 3])
+def test_the_running_state_lets_the_gradient_of_the_images_through(world, count):
+    mean, variance = numbers("mean", 3), numbers("variance", 3, low=0.5)
+
+    def predict(x):
+        return dl.batchnorm_predict(x, mean, variance, GAMMA, BETA)
+
+    dl.check_vjp(predict, blocked(world, images(count)))

@@ -103,7 +103,8 @@ def test_only_the_convolutions_output_is_stored(world):
     value = net(images)
     assert isinstance(value, Activation) and value.shape == (41, 20, 8, 8)
     assert type(value.stored()) is Blocked and (value.lanes >= 0).all()
-    assert [len(run) for run in fusion.runs(dl.nn.zoo.digits().layers)] == [3, 3, 3, 1]
+    net = dl.nn.zoo.digits()
+    assert [len(run) for run in fusion.runs(net.layers, net.reads)] == [3, 3, 3, 1]
 
 
 def branches(fused):

@@ -1,22 +1,36 @@
-"""A network: layers in a row, their learnables and their state."""
+"""A network: its layers, their learnables and their state."""
 
 import copy
+import difflib
+import math
+from typing import NamedTuple
 
 import numpy as np
 
 from mpidl import ops
 from mpidl.blocks import Blocked, OneRank, from_images, share
-from mpidl.nn import fusion
-from mpidl.nn import layers as layer_types
+from mpidl.nn import fusion, graph
 from mpidl.nn.layers import At, Layer
 
 
-class Network:
-    """Layers in a row.
+class _Run(NamedTuple):
+    """Layers that are applied at once."""
 
-    layers: list of `Layer`s; input_shape: (C, H, W) of an image; seed: of the initial learnables,
-    which depend on it and on the layers' names alone. batchnorm: "global" or "local", whose
-    statistics normalize in training; `dl.train` sets it from its options.
+    layers: tuple
+    reads: tuple  # the names that the first one reads
+    done: list  # the names that nobody reads afterwards
+
+
+class Network:
+    """Layers, each of which reads the one before it in the list, or others that it names.
+
+    layers: list of `Layer`s, the last of which gives the network's output; input_shape: (C, H, W)
+    of an image; seed: of the initial learnables, which depend on it and on the layers' names alone.
+    batchnorm: "global" or "local", whose statistics normalize in training; `dl.train` sets it from
+    its options. Raises ValueError where a layer reads a name that is not before it in the list or
+    images of a shape that do not fit, or where nobody reads what a layer gives.
+
+    net["conv1"] is a layer; layer_names: all names.
 
     fuse: whether convolution, batch normalization and ReLU in a row run as one op (with the same
     numbers).
@@ -29,20 +43,48 @@ class Network:
     def __init__(self, layers, input_shape, seed=0, batchnorm="global"):
         self.layers = _named(layers)
         self.input_shape = tuple(int(n) for n in input_shape)
-        self.seed, self.batchnorm, self.training = seed, batchnorm, False
-        self.fuse, self._runs = True, fusion.runs(self.layers)
-        self.output_shapes, parameters, state = [], {}, {}
-        shape = self.input_shape
-        for layer in self.layers:
-            built = layer.build(shape)
+        self.seed, self.batchnorm, self.training, self.fuse = seed, batchnorm, False, True
+        self.reads = graph.edges(self.layers)
+        shapes, parameters, state = {graph.IMAGES: self.input_shape}, {}, {}
+        for layer, names in zip(self.layers, self.reads, strict=True):
+            built = _built(layer, [(name, shapes[name]) for name in names])
             for made, wanted in ((parameters, built.learnables), (state, built.state)):
                 for name, (size, initial) in wanted.items():
                     key = f"{layer.name}.{name}"
                     value = initial(seed, key, size) if callable(initial) else initial
                     made[key] = np.full(size, value, np.float32)
-            shape = built.output_shape
-            self.output_shapes.append(shape)
+            for name in built.learnables:
+                _check_factors(layer, name)
+            shapes[layer.name] = built.output_shape
+        self.output_shapes = [shapes[layer.name] for layer in self.layers]
         self._parameters, self._state = parameters, state
+        self._plan()
+
+    def _plan(self):
+        """Find the runs of layers, fused and one by one."""
+        self._runs = {}
+        singly = [(i,) for i in range(len(self.layers))]
+        for fused, runs in ((True, fusion.runs(self.layers, self.reads)), (False, singly)):
+            ends = graph.last_readers(self.reads, runs)
+            self._runs[fused] = [
+                _Run(tuple(self.layers[i] for i in run), self.reads[run[0]], done)
+                for run, done in zip(runs, ends, strict=True)
+            ]
+
+    @property
+    def layer_names(self):
+        """The layers' names, in the order of the list."""
+        return [layer.name for layer in self.layers]
+
+    def __getitem__(self, name):
+        """The layer of a name; KeyError where there is none."""
+        return self.layers[self._number(name)]
+
+    def _number(self, name):
+        if name not in self.layer_names:
+            near = difflib.get_close_matches(str(name), self.layer_names, n=1, cutoff=0.6)
+            raise KeyError(f"no layer {name}" + (f": did you mean {near[0]}?" if near else ""))
+        return self.layer_names.index(name)
 
     @property
     def parameters(self):
@@ -91,14 +133,92 @@ class Network:
 
     def _image_shapes(self):
         """{learnable: shape of the images it goes with} of each layer."""
-        befores = [self.input_shape, *self.output_shapes[:-1]]
-        shapes = {layer.name: shape for layer, shape in zip(self.layers, befores, strict=True)}
-        return {name: shapes[name.rsplit(".", 1)[0]] for name in self._parameters}
+        shapes = dict(zip(self.layer_names, self.output_shapes, strict=True))
+        shapes[graph.IMAGES] = self.input_shape
+        befores = {
+            name: shapes[reads[0]] for name, reads in zip(self.layer_names, self.reads, strict=True)
+        }
+        return {name: befores[name.rsplit(".", 1)[0]] for name in self._parameters}
+
+    @property
+    def trainable(self):
+        """{name: array} of the learnables that are differentiated: all but those of frozen layers
+        and those whose learning-rate factor is 0."""
+        moving = self.factors["learning_rate_factors"]
+        return {name: value for name, value in self._parameters.items() if moving[name]}
+
+    @property
+    def factors(self):
+        """The layers' factors as an optimizer takes them: dl.SGDM(0.01, **net.factors)."""
+        found = {}
+        for name in self._parameters:
+            layer, learnable = name.rsplit(".", 1)
+            found[name] = self[layer].factors(learnable)
+        return {
+            "learning_rate_factors": {name: rate for name, (rate, _) in found.items()},
+            "l2_factors": {name: decay for name, (_, decay) in found.items()},
+        }
+
+    def freeze(self, *names):
+        """Freeze the layers of these names; returns the network.
+
+        A frozen layer keeps its learnables and its state: they are not differentiated, and it runs
+        as in prediction (a batch normalization by its running state). Backward stops where nothing
+        below is trained. KeyError for an unknown name.
+        """
+        return self._set_trainable(names, False)
+
+    def unfreeze(self, *names):
+        """Train the layers of these names again; returns the network."""
+        return self._set_trainable(names, True)
+
+    def _set_trainable(self, names, trainable):
+        layers = list(self.layers)
+        for i in map(self._number, names):
+            layers[i] = copy.copy(layers[i])
+            layers[i].trainable = trainable
+        self.layers = layers
+        self._plan()
+        return self
+
+    def replace_layers(self, layers, seed=None):
+        """A new network with some layers replaced: {"dense1": dl.Dense(5)}.
+
+        All other layers keep their learnables and state, byte for byte; the new ones' are initial,
+        by the seed (None: the network's own). A new layer has the old one's name unless it has one
+        of its own, and reads what the old one read unless it says otherwise. It lies in host
+        memory. Raises KeyError for an unknown name and ValueError where the learnables of another
+        layer would change their shapes.
+        """
+        made, renamed = list(self.layers), {}
+        for name, layer in layers.items():
+            i = self._number(name)
+            made[i], old = copy.copy(layer), self.layers[i]
+            made[i].name = layer.name or name
+            renamed[name] = made[i].name
+            if made[i].after is None and graph.several_of(layer) is None:
+                made[i].after = old.after
+        made = [graph.with_names(layer, renamed) for layer in made]
+        seed = self.seed if seed is None else seed
+        net = type(self)(made, self.input_shape, seed=seed, batchnorm=self.batchnorm)
+        net.fuse = self.fuse
+        for new, old in ((net._parameters, self._parameters), (net._state, self._state)):
+            kept = [name for name in old if name.rsplit(".", 1)[0] not in layers]
+            for name in kept:
+                if new[name].shape != old[name].shape:
+                    raise ValueError(
+                        f"replace_layers: {name} has shape {old[name].shape}, and needs "
+                        f"{new[name].shape} behind the new layers: replace its layer, too"
+                    )
+                new[name] = np.array(old[name])
+        return net
 
     def bind(self, learnables):
-        """A copy in training mode, bound to other learnables; its state is its own."""
+        """A copy in training mode, with other values for some or all learnables; its state is its
+        own."""
         bound = copy.copy(self)
-        bound._parameters, bound._state, bound.training = learnables, dict(self._state), True
+        bound._parameters, bound.training = self._parameters | learnables, True
+        bound._state = dict(self._state)
         return bound
 
     def __call__(self, images):
@@ -107,17 +227,23 @@ class Network:
             raise ValueError(
                 f"the network takes images of shape {self.input_shape}, got {images.shape[1:]}"
             )
-        x, fuse = images, self.fuse and fusion.fuses(images)
-        for run in self._runs if fuse else [[layer] for layer in self.layers]:
-            places = [
-                At(layer, self._parameters, self._state, self.training, self.batchnorm)
-                for layer in run
-            ]
-            if len(run) > 1:
-                x = fusion.forward(run, x, places)
+        outputs, fuse = {graph.IMAGES: images}, self.fuse and fusion.fuses(images)
+        for run in self._runs[fuse]:
+            places = [self._at(layer) for layer in run.layers]
+            x = tuple(outputs[name] for name in run.reads)
+            x = x if graph.several_of(run.layers[0]) else x[0]
+            if len(run.layers) > 1:
+                x = fusion.forward(run.layers, x, places)
             else:
-                x = run[0].forward(x, places[0])
+                x = run.layers[0].forward(x, places[0])
+            outputs[run.layers[-1].name] = x
+            for name in run.done:
+                outputs.pop(name, None)
         return x
+
+    def _at(self, layer):
+        training = self.training and layer.trainable
+        return At(layer, self._parameters, self._state, training, self.batchnorm)
 
     def predict(self, images):
         """Class scores (softmax): Blocked for Blocked images, (n, K) for an (n, C, H, W) array.
@@ -142,10 +268,12 @@ class Network:
     @classmethod
     def from_spec(cls, specs, input_shape, **options):
         """The network of a model file's list of layers, with initial learnables."""
+        from mpidl import nn  # the layers that there are, wherever they are defined
+
         made = []
         for spec in specs:
             arguments = dict(spec)
-            kind = getattr(layer_types, arguments.pop("type", ""), None)
+            kind = getattr(nn, arguments.pop("type", ""), None)
             if not (isinstance(kind, type) and issubclass(kind, Layer)):
                 raise ValueError(
                     f"unknown layer type {spec.get('type')!r}: a file can name the layers of "
@@ -184,6 +312,25 @@ def _tuples(value):
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
+def _built(layer, reads):
+    """What a layer needs for [(name, shape)] that it reads."""
+    shapes = tuple(shape for _, shape in reads)
+    try:
+        return layer.build(shapes[0] if graph.several_of(layer) is None else shapes)
+    except ValueError as error:
+        what = ", ".join(f"{name}: {_times(shape)}" for name, shape in reads)
+        raise ValueError(f"{error} ({layer.name} reads {what})") from error
+
+
+def _check_factors(layer, learnable):
+    for value in layer.factors(learnable):
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(
+                f"{layer.name}: factors of learning rate and L2 are at least 0, got {value!r} for "
+                f"{learnable}"
+            )
+
+
 def _named(layers):
     """Copies of the layers, those without a name called by type and number: conv1, relu2."""
     named, counts = [], {}
@@ -199,6 +346,8 @@ def _named(layers):
     for name in names:
         if names.count(name) > 1 or "." in name or "/" in name:
             raise ValueError(f"layer names must be unique and without '.' or '/', got {name!r}")
+        if name == graph.IMAGES:
+            raise ValueError(f"{name!r} is what a network is given: no layer can have that name")
     return named
 
 

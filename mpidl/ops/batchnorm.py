@@ -88,16 +88,29 @@ def batchnorm(x, gamma, beta, *, epsilon=1e-5, scope="global", record=None):
 def batchnorm_predict(x, mean, variance, gamma, beta, *, epsilon=1e-5):
     """Normalize by the running state instead: what prediction does.
 
-    x: (N, C, H, W) or (N, C); mean, variance, gamma, beta: (C,).
+    x: (N, C, H, W) or (N, C); mean, variance, gamma, beta: (C,). x alone can be differentiated.
     """
     check.images("batchnorm_predict", x)
-    backend = backends.of(x)
-    y = backend.batchnorm(x.lanes, mean, backend.predict_scale(gamma, variance, epsilon), beta)
-    return x.like(y), _not_differentiated
+    backend, lanes = backends.of(x), x.lanes
+    scale = backend.predict_scale(gamma, variance, epsilon)
+    y = backend.batchnorm(lanes, mean, scale, beta)
+
+    def vjp(dy, needs):
+        _only_images(needs[1:])
+        nothing = backend.zeros_like(scale)
+        factors = scale, nothing, nothing
+        dx = backend.batchnorm_dx(dy.lanes, lanes, mean, *factors, x.batch.counts())
+        return x.like(dx), None, None, None, None
+
+    return x.like(y), vjp
 
 
-def _not_differentiated(dy, needs):
-    raise TypeError("batchnorm_predict is not differentiated: train with batchnorm")
+def _only_images(needs):
+    if any(needs):
+        raise TypeError(
+            "batch normalization by running statistics is differentiated with respect to its "
+            "images alone: train gamma and beta with batchnorm"
+        )
 
 
 @op(blocks=True)
@@ -136,26 +149,35 @@ def conv2d_batchnorm_relu(
         if sums is None:
             sums = backend.activation_sums(dy.lanes, value, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
-        before = needs[0] and isinstance(x, Activation)
-        dx, dweight, dbias, sums = backend.conv2d_backward(
-            dy.lanes,
-            x.source,
-            weight,
-            *how,
-            counts,
-            tree,
-            needs,
-            behind=(value, *factors),
-            sums=before,
-            reuse=isinstance(dy, Gradient),  # made by the op behind for this one alone
-        )
-        if before:
-            dx = Gradient(dx, batch, sums)
-        elif dx is not None:
-            dx = x.like(dx)
-        return dx, dweight, dbias, dgamma, dbeta
+        return *_through(dy, x, value, weight, how, factors, needs[:3]), dgamma, dbeta
 
     return Activation(value, batch, backend.activation), vjp
+
+
+def _through(dy, x, value, weight, how, factors, needs):
+    """Cotangents of the convolution's images, weight and bias, of the cotangent of `value`, the
+    Source of the activation; factors: those of the batch normalization between."""
+    if not any(needs):
+        return None, None, None
+    backend, batch = backends.of(x), x.batch
+    before = needs[0] and isinstance(x, Activation)
+    dx, dweight, dbias, sums = backend.conv2d_backward(
+        dy.lanes,
+        x.source,
+        weight,
+        *how,
+        batch.counts(),
+        batch.tree,
+        needs,
+        behind=(value, *factors),
+        sums=before,
+        reuse=isinstance(dy, Gradient),  # made by the op behind for this one alone
+    )
+    if before:
+        dx = Gradient(dx, batch, sums)
+    elif dx is not None:
+        dx = x.like(dx)
+    return dx, dweight, dbias
 
 
 @op(blocks=True)
@@ -174,9 +196,17 @@ def conv2d_batchnorm_relu_predict(
     groups=1,
     epsilon=1e-5,
 ):
-    """The same with the running state: what prediction does."""
+    """The same with the running state: what prediction does, and a frozen batch normalization."""
     how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)
     y = backend.conv2d(x.source, weight, bias, *how)
-    value = backend.source(y, mean, backend.predict_scale(gamma, variance, epsilon), beta)
-    return Activation(value, x.batch, backend.activation), _not_differentiated
+    scale = backend.predict_scale(gamma, variance, epsilon)
+    value = backend.source(y, mean, scale, beta)
+
+    def vjp(dy, needs):
+        _only_images(needs[3:])
+        nothing = backend.zeros_like(scale)
+        factors = scale, nothing, nothing
+        return *_through(dy, x, value, weight, how, factors, needs[:3]), None, None, None, None
+
+    return Activation(value, x.batch, backend.activation), vjp
