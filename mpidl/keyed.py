@@ -13,10 +13,14 @@ import numpy as np
 
 def words(seed, purpose, count, *, epoch=0, sample=0):
     """`count` uniform 64-bit words for this key; purpose is a text such as "shuffle" or a layer."""
-    digest = hashlib.sha256(f"{int(seed)}\0{purpose}".encode()).digest()
-    key = np.frombuffer(digest[:16], "<u8").astype(np.uint64)
     counter = np.array([0, sample, epoch, 0], np.uint64)
-    return np.random.Philox(counter=counter, key=key).random_raw(count)
+    return np.random.Philox(counter=counter, key=key_of(seed, purpose)).random_raw(count)
+
+
+def key_of(seed, purpose):
+    """The two 64-bit words of a generator's key."""
+    digest = hashlib.sha256(f"{int(seed)}\0{purpose}".encode()).digest()
+    return np.frombuffer(digest[:16], "<u8").astype(np.uint64)
 
 
 def uniform(seed, purpose, count, *, epoch=0, sample=0):

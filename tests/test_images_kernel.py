@@ -19,7 +19,7 @@ def moves(count, shape, far):
     """What is done to each image: also such that nothing of it is left."""
     random = np.random.default_rng(count)
     first = [random.integers(-n - far, n + far + 1, count, dtype=np.int32) for n in shape[1:]]
-    mirrored = random.integers(0, 2, count, dtype=np.int32)
+    mirrored = random.integers(0, 4, count, dtype=np.int32)
     return {"mirrored": mirrored, "top": first[0], "left": first[1]}
 
 
@@ -49,7 +49,14 @@ def test_mirrored_shifted_and_cut(shape, count):
         expected = reference.images(pixels, size, **options)
         plain = np.empty_like(expected)
         native.kernels().images_plain(
-            pixels, count, np.array([*shape, *size], np.int64), *options.values(), plain
+            pixels,
+            count,
+            np.array([*shape, *size, 0], np.int64),
+            *options.values(),
+            None,
+            None,
+            None,
+            plain,
         )
         assert np.array_equal(plain, expected)
         fast = functools.partial(cpu.images, pixels, size, **options)
@@ -61,6 +68,64 @@ def test_mirrored_shifted_and_cut(shape, count):
             assert np.array_equal(cpu.images(pixels, size, **one), expected)
 
 
+@needed
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+@pytest.mark.parametrize("of_pixels", [False, True])
+@pytest.mark.parametrize("shape, size", [((3, 6, 5), (4, 7)), ((1, 20, 37), (20, 37))])
+def test_filled_and_normalized(shape, size, of_pixels, kind):
+    c, random = shape[0], np.random.default_rng(0)
+    numbers = {
+        name: random.uniform(1, 200, (c, *size) if of_pixels else c).astype(np.float32)
+        for name in ("centre", "divisor")
+    }
+    for count in (0, 5, 40):
+        pixels = pixels_of((count,), count, *shape).astype(kind)
+        options = moves(count, shape, far=2) | {"fill": np.array([7, 0, 255][:c], kind)} | numbers
+        expected = reference.images(pixels, size, **options)
+        for n, (image, lane) in enumerate(zip(pixels, range(count), strict=True)):
+            turned = image[:, :: -1 if options["mirrored"][n] & 2 else 1]
+            turned = turned[..., :: -1 if options["mirrored"][n] & 1 else 1].astype(np.float64)
+            wide = np.empty((c, 9 * shape[1] + 99, 9 * shape[2] + 99))  # float64, by hand
+            wide[...] = options["fill"][:, None, None]
+            h, w = 4 * shape[1], 4 * shape[2]
+            wide[:, h : h + shape[1], w : w + shape[2]] = turned
+            h, w = h + options["top"][n], w + options["left"][n]
+            value = wide[:, h : h + size[0], w : w + size[1]]
+            centre, divisor = (v if of_pixels else v[:, None, None] for v in numbers.values())
+            value = (value - centre) / divisor
+            assert np.allclose(expected[lane // 16, ..., lane % 16], value, rtol=1e-5, atol=1e-6)
+        assert not expected[-1:, ..., (count - 1) % 16 + 1 :].any()
+        for found in everywhere(lambda: cpu.images(pixels, size, **options)).values():
+            assert np.array_equal(found, expected)
+        out = np.full_like(expected, np.nan)
+        assert cpu.images(pixels, size, **options, out=out) is out
+        assert np.array_equal(out, expected)
+
+
+@needed
+def test_floats_are_left_as_they_are():
+    pixels = np.random.default_rng(1).normal(size=(20, 3, 4, 5)).astype(np.float32)
+    expected = reference.images(pixels)
+    for found in everywhere(lambda: cpu.images(pixels)).values():
+        assert found.tobytes() == expected.tobytes()
+    assert np.array_equal(expected[1, ..., 3], pixels[19])
+
+
+@needed
+@pytest.mark.parametrize("stride", [1, 3, 4])
+@pytest.mark.parametrize("width", [1, 5, 227])
+def test_planes_of_a_decoder(stride, width):
+    rows = pixels_of((stride, width), 7, width, stride)
+    channels = 1 if stride == 1 else 3
+    expected = np.stack([rows[..., c] for c in range(channels)])
+    assert np.array_equal(reference.planes(rows), expected)
+    apart = pixels_of(0, 7, width + 3, stride)
+    apart[:, :width] = rows
+    for given in (rows, apart[:, :width]):
+        for found in everywhere(lambda given=given: cpu.planes(given)).values():
+            assert np.array_equal(found, expected)
+
+
 def test_what_is_done_to_an_image():
     image = np.arange(12, dtype=np.uint8).reshape(1, 1, 3, 4)
 
@@ -70,6 +135,8 @@ def test_what_is_done_to_an_image():
 
     assert seen(mirrored=1) == [[3, 2, 1, 0], [7, 6, 5, 4], [11, 10, 9, 8]]
     assert seen(top=1, left=-1) == [[0, 4, 5, 6], [0, 8, 9, 10], [0, 0, 0, 0]]
+    assert seen(mirrored=2, top=1) == [[4, 5, 6, 7], [0, 1, 2, 3], [0] * 4]
+    assert seen(mirrored=3) == [[11, 10, 9, 8], [7, 6, 5, 4], [3, 2, 1, 0]]
     assert seen(mirrored=1, left=1) == [[2, 1, 0, 0], [6, 5, 4, 0], [10, 9, 8, 0]]
     assert seen(top=3) == [[0] * 4] * 3
 

@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from mpidl import keyed
+from mpidl import backends, keyed
+from mpidl.backends import reference
 
 MASK = (1 << 64) - 1
 
@@ -49,6 +50,16 @@ def test_words_are_philox_of_key_and_counter(seed, purpose, epoch, sample):
     key = [int.from_bytes(digest[i : i + 8], "little") for i in (0, 8)]
     expected = [w for i in range(1, 4) for w in philox([i, sample, epoch, 0], key)]
     assert keyed.words(seed, purpose, 12, epoch=epoch, sample=sample).tolist() == expected
+
+
+def test_words_of_many_samples():
+    samples = np.array([0, 1, 59999, 2**62])
+    for count in (1, 4, 7, 12):
+        expected = [keyed.words(7, "é", count, epoch=3, sample=int(s)) for s in samples]
+        for backend in (reference, backends.of_type(np.float32)):
+            found = backend.keyed_words(7, "é", count, 3, samples)
+            assert found.dtype == np.uint64 and np.array_equal(found, expected)
+    assert backends.of_type(np.float32).keyed_words(7, "é", 3, 0, []).shape == (0, 3)
 
 
 def test_the_numbers_are_frozen():

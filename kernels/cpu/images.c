@@ -1,5 +1,5 @@
-/* Pixels of image files to blocks: one byte a pixel, image after image, to floats from 0 to 1, 16
- * images a line. The thread that reads ahead calls this while the main thread computes, so that
+/* Pixels of image files to blocks: one byte a pixel, image after image, to normalized floats, 16
+ * images a line. The threads that read ahead call this while the main thread computes, so that
  * nothing of team.h is used here. */
 #include "bytes.h"
 #include "mpidl.h"
@@ -8,34 +8,57 @@ enum { CHUNK = 16 }; /* pixels of a row that are turned together */
 
 typedef uint8_t line __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* As Python hands it over: int64_t[5]. Of images (C, H, W), a window of P x Q. */
+/* As Python hands it over: int64_t[6]. Of images (C, H, W), a window of P x Q. of_pixels: whether
+ * centre and divisor are numbers of each pixel (C, P, Q), not of each channel (C). */
 struct crop {
-    int64_t C, H, W, P, Q;
+    int64_t C, H, W, P, Q, of_pixels;
 };
+
+enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 }; /* bits of mirrored */
 
 /* What is said of each image, or 0 of all. */
 static int64_t of(const int32_t *option, int64_t image) { return option ? option[image] : 0; }
 
+/* Where pixel (c, p, q) of the window finds what it is normalized by. */
+static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
+    return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
+}
+
 /* ---- plain: one pixel after the other ---- */
+
+#define WINDOW_OF(type, zero)                                                                      \
+    const struct crop *s = (const struct crop *)shape;                                             \
+    for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)                             \
+        for (int64_t c = 0; c < s->C; c++)                                                         \
+            for (int64_t p = 0; p < s->P; p++)                                                     \
+                for (int64_t q = 0; q < s->Q; q++) {                                               \
+                    float value = 0;                                                               \
+                    if (n < images) {                                                              \
+                        int64_t h = p + of(top, n), w = q + of(left, n), at = place(s, c, p, q);   \
+                        int inside = h >= 0 && h < s->H && w >= 0 && w < s->W;                     \
+                        if (of(mirrored, n) & LEFT_TO_RIGHT) w = s->W - 1 - w;                     \
+                        if (of(mirrored, n) & TOP_TO_BOTTOM) h = s->H - 1 - h;                     \
+                        type pixel = fill ? fill[c] : 0;                                           \
+                        if (inside) pixel = pixels[((n * s->C + c) * s->H + h) * s->W + w];        \
+                        value = (pixel - (centre ? centre[at] : 0)) / (centre ? divisor[at] : zero); \
+                    }                                                                              \
+                    lanes[(((n / LANES * s->C + c) * s->P + p) * s->Q + q) * LANES + n % LANES] =  \
+                        value;                                                                     \
+                }
 
 void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *shape,
                         const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                        const uint8_t *fill, const float *centre, const float *divisor,
                         float *lanes) {
-    const struct crop *s = (const struct crop *)shape;
-    for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)
-        for (int64_t c = 0; c < s->C; c++)
-            for (int64_t p = 0; p < s->P; p++)
-                for (int64_t q = 0; q < s->Q; q++) {
-                    float value = 0;
-                    if (n < images) {
-                        int64_t h = p + of(top, n), w = q + of(left, n);
-                        int inside = h >= 0 && h < s->H && w >= 0 && w < s->W;
-                        if (of(mirrored, n)) w = s->W - 1 - w;
-                        if (inside) value = pixels[((n * s->C + c) * s->H + h) * s->W + w] / 255.0f;
-                    }
-                    lanes[(((n / LANES * s->C + c) * s->P + p) * s->Q + q) * LANES + n % LANES] =
-                        value;
-                }
+    WINDOW_OF(uint8_t, 255.0f)
+}
+
+/* Of numbers, which are left as they are where no centre is given. */
+void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
+                            const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                            const float *fill, const float *centre, const float *divisor,
+                            float *lanes) {
+    WINDOW_OF(float, 1.0f)
 }
 
 /* ---- fast: 16 pixels of a row of 16 images at a time ---- */
@@ -71,43 +94,90 @@ INLINE line reversed(line v) {
 #endif
 }
 
-/* Pixels [first, first + CHUNK) of a row of W, mirrored or not; zeros outside of it. `end`: of all
- * that may be read. */
+/* Pixels [first, first + CHUNK) of a row of W, mirrored or not; `outside` outside of it. `end`: of
+ * all that may be read. */
 INLINE line row_chunk(const uint8_t *row, int64_t W, int64_t first, int mirrored,
-                      const uint8_t *end) {
+                      const uint8_t *end, line outside) {
     static const uint8_t index[CHUNK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     int64_t begin = first < 0 ? -first : 0, stop = W - first < CHUNK ? W - first : CHUNK;
     if (begin == 0 && stop == CHUNK)
         return mirrored ? reversed(load_line(row + W - first - CHUNK)) : load_line(row + first);
-    if (begin == 0 && stop > 0 && !mirrored && end - (row + first) >= CHUNK)
-        return load_line(row + first) & (line)(load_line(index) < (uint8_t)stop); /* the row's end */
-    uint8_t chunk[CHUNK] = {0};
+    if (begin == 0 && stop > 0 && !mirrored && end - (row + first) >= CHUNK) { /* the row's end */
+        line inside = (line)(load_line(index) < (uint8_t)stop);
+        return (load_line(row + first) & inside) | (outside & ~inside);
+    }
+    uint8_t chunk[CHUNK];
+    memcpy(chunk, &outside, sizeof chunk);
     for (int64_t i = begin; i < stop; i++) chunk[i] = row[mirrored ? W - 1 - first - i : first + i];
     return load_line(chunk);
 }
 
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
-                  const int32_t *mirrored, const int32_t *top, const int32_t *left, float *lanes) {
+                  const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                  const uint8_t *fill, const float *centre, const float *divisor, float *lanes) {
     const struct crop *s = (const struct crop *)shape;
     const uint8_t *end = pixels + images * s->C * s->H * s->W;
-    for (int64_t block = 0; block < (images + LANES - 1) / LANES; block++)
-        for (int64_t c = 0; c < s->C; c++)
+    for (int64_t block = 0; block < (images + LANES - 1) / LANES; block++) {
+        int valid = images - block * LANES < LANES ? (int)(images - block * LANES) : LANES;
+        for (int64_t c = 0; c < s->C; c++) {
+            line outside = (line){0} + (uint8_t)(fill ? fill[c] : 0);
             for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES)
                 for (int64_t q = 0; q < s->Q; q += CHUNK) {
                     line rows[LANES];
                     for (int lane = 0; lane < LANES; lane++) {
-                        int64_t n = block * LANES + lane, h = n < images ? p + of(top, n) : -1;
-                        rows[lane] = (line){0};
-                        if (h >= 0 && h < s->H)
-                            rows[lane] = row_chunk(pixels + ((n * s->C + c) * s->H + h) * s->W,
-                                                   s->W, q + of(left, n), of(mirrored, n), end);
+                        int64_t n = block * LANES + lane;
+                        rows[lane] = outside;
+                        if (lane >= valid) continue;
+                        int64_t h = p + of(top, n), turned = of(mirrored, n);
+                        if (h < 0 || h >= s->H) continue;
+                        if (turned & TOP_TO_BOTTOM) h = s->H - 1 - h;
+                        rows[lane] =
+                            row_chunk(pixels + ((n * s->C + c) * s->H + h) * s->W, s->W,
+                                      q + of(left, n), turned & LEFT_TO_RIGHT, end, outside);
                     }
                     turn(rows);
                     uint8_t bytes[CHUNK * LANES];
                     memcpy(bytes, rows, sizeof bytes);
                     int64_t count = s->Q - q < CHUNK ? s->Q - q : CHUNK;
-                    for (int64_t i = 0; i < count * LANES; i += WIDTH)
-                        store(lanes + q * LANES + i,
-                              __builtin_convertvector(load_bytes(bytes + i), vec) / 255.0f);
+                    for (int64_t i = 0; i < count; i++) {
+                        int64_t at = place(s, c, p, q + i);
+                        vec less = splat(centre ? centre[at] : 0.0f);
+                        vec by = splat(centre ? divisor[at] : 255.0f);
+                        for (int part = 0; part < LANES; part += WIDTH) {
+                            ivec pixel = load_bytes(bytes + i * LANES + part);
+                            vec v = (__builtin_convertvector(pixel, vec) - less) / by;
+                            if (valid < LANES) v = keep(lanes_below(valid, part), v);
+                            store(lanes + (q + i) * LANES + part, v);
+                        }
+                    }
                 }
+        }
+    }
+}
+
+/* ---- a decoder's rows to planes ---- */
+
+/* As Python hands it over: int64_t[5]. A pixel has `stride` bytes, of which the first C count; a row
+ * has `row` bytes. */
+struct picture {
+    int64_t C, H, W, stride, row;
+};
+
+void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes) {
+    const struct picture *s = (const struct picture *)shape;
+    for (int64_t h = 0; h < s->H; h++) {
+        const uint8_t *restrict from = pixels + h * s->row;
+        uint8_t *restrict to = planes + h * s->W;
+        int64_t plane = s->H * s->W;
+        if (s->C == 1 && s->stride == 1) {
+            memcpy(to, from, (size_t)s->W);
+        } else if (s->C == 3 && s->stride == 4) {
+            for (int64_t w = 0; w < s->W; w++) to[w] = from[4 * w];
+            for (int64_t w = 0; w < s->W; w++) to[plane + w] = from[4 * w + 1];
+            for (int64_t w = 0; w < s->W; w++) to[2 * plane + w] = from[4 * w + 2];
+        } else {
+            for (int64_t c = 0; c < s->C; c++)
+                for (int64_t w = 0; w < s->W; w++) to[c * plane + w] = from[s->stride * w + c];
+        }
+    }
 }

@@ -107,6 +107,15 @@ void mpidl_correct_count(const float *logits, const int32_t *labels, const int32
 void mpidl_sgdm(const int64_t *parameters, const float *decays, const float *factors,
                 int64_t count, float learning_rate, float momentum);
 
+/* adaptive.c, clip.c: parameters are structs of theirs, decays and factors (count). method: 0 the norm
+ * of each, 1 of all together, 2 each number; sums: of each 2^14 floats or part of them, of a parameter;
+ * scales (count). */
+void mpidl_adaptive(const int64_t *parameters, const float *decays, const float *factors,
+                    int64_t count, float learning_rate, double gradient_decay,
+                    double square_decay, float epsilon);
+void mpidl_clip(const int64_t *parameters, const float *decays, double *sums, double *scales,
+                int64_t count, int64_t method, double threshold);
+
 /* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x (blocks, features, 16), of
  * features / channels pixels a channel; weight (outputs, features); dy and y (blocks, outputs, 16).
  * nodes: this rank's nodes of the gradient. */
@@ -136,14 +145,37 @@ void mpidl_dense_backward(const float *dy, const float *x, const float *mean, co
                           float *nodes, const int64_t *tree, int64_t features, int64_t channels,
                           int64_t outputs);
 
-/* images.c: pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16) of 0 to 1, zero in unused lanes;
- * shape C, H, W, P, Q. Of each image, or NULL: whether it is mirrored left to right, and which pixel
- * of it, then, comes first; zeros where that leaves the image. Any thread may call it. */
+/* images.c: pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16), zero in unused lanes; shape is
+ * struct crop of images.c. Of each image, or NULL: whether it is mirrored (1 left to right, 2 top to
+ * bottom, 3 both), and which pixel of it, then, comes first; where that leaves the image the value of
+ * fill (C), or 0. A value is (pixel - centre) / divisor, both (C) or (C, P, Q); without them bytes are
+ * divided by 255 and floats are left as they are. Any thread may call these. */
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
-                  const int32_t *mirrored, const int32_t *top, const int32_t *left, float *lanes);
+                  const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                  const uint8_t *fill, const float *centre, const float *divisor, float *lanes);
 void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *shape,
                         const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                        const uint8_t *fill, const float *centre, const float *divisor,
                         float *lanes);
+void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
+                            const int32_t *mirrored, const int32_t *top, const int32_t *left,
+                            const float *fill, const float *centre, const float *divisor,
+                            float *lanes);
+/* rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
+void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
+
+/* warp.c: images (count, C, H, W) to (count, C, P, Q) by an affine map each, (count, 6): pixel (p, q)
+ * shows the image at row m[3] * q + m[4] * p + m[5], column m[0] * q + m[1] * p + m[2], between its
+ * pixels bilinearly; outside of the image lies fill (C). shape: C, H, W, P, Q. Any thread. */
+void mpidl_warp(const uint8_t *pixels, int64_t count, const int64_t *shape, const double *maps,
+                const uint8_t *fill, uint8_t *out);
+void mpidl_warp_of_floats(const float *pixels, int64_t count, const int64_t *shape,
+                          const double *maps, const float *fill, float *out);
+
+/* keyed.c: words (samples, count) of Philox4x64-10, as mpidl/keyed.py has them of each sample; key:
+ * its two words. Any thread. */
+void mpidl_keyed_words(const int64_t *key, int64_t epoch, const int64_t *samples, int64_t n,
+                       int64_t count, int64_t *words);
 
 #pragma GCC visibility pop /* every declaration stands above */
 #endif

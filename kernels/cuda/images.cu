@@ -3,22 +3,26 @@
 
 enum { THREADS = 256, EACH = 4 };  // elements of a thread
 
-__device__ __forceinline__ float value_of(unsigned char pixel) { return pixel / 255.0f; }
-__device__ __forceinline__ float value_of(float pixel) { return pixel; }
+__device__ __forceinline__ float usual(unsigned char) { return 255.0f; }  // divisor
+__device__ __forceinline__ float usual(float) { return 1.0f; }
+
+enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 };  // bits of mirrored
 
 // What is said of each image, or 0 of all.
 __device__ __forceinline__ int said(const int* option, int image) {
     return option ? option[image] : 0;
 }
 
-// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored left to right if
-// that is said; zeros outside of the image, and in images from *valid on. Image i is number
-// indices[i] of `pixels`, or i where indices is null. `parts` blocks of threads have an image.
+// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored as is said;
+// `fill` (C), or 0, outside of the image. A value is (pixel - centre) / divisor, of each channel or,
+// of_pixels, of each (c, p, q). Zeros in images from *valid on. Image i is number indices[i] of
+// `pixels`, or i where indices is null. `parts` blocks of threads have an image.
 template <class T>
 __device__ __forceinline__ void window(const T* pixels, const int* indices, const int* valid,
                                        const int* mirrored, const int* top, const int* left,
-                                       float* lanes, int C, int H, int W, int P, int Q, int count,
-                                       int parts) {
+                                       const T* fill, const float* centre, const float* divisor,
+                                       float* lanes, int C, int H, int W, int P, int Q,
+                                       int of_pixels, int count, int parts) {
     const int image = blockIdx.x / parts;
     const int size = P * Q * C, first = blockIdx.x % parts * (THREADS * EACH);
     lanes += (long long)image * size;
@@ -30,36 +34,46 @@ __device__ __forceinline__ void window(const T* pixels, const int* indices, cons
     const long long number = indices ? indices[image] : image;
     const T* own = pixels + number * ((long long)C * H * W);
     const int down = said(top, image), across = said(left, image);
-    const bool turned = said(mirrored, image) != 0;
+    const int turned = said(mirrored, image);
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
         const int e = first + threadIdx.x + n * THREADS;
         if (e >= size) break;
         const int c = e % C, q = e / C % Q, p = e / C / Q;
-        const int h = p + down, w = q + across;
-        float value = 0.0f;
-        if (h >= 0 && h < H && w >= 0 && w < W)
-            value = value_of(own[((long long)c * H + h) * W + (turned ? W - 1 - w : w)]);
-        lanes[e] = value;
+        int h = p + down, w = q + across;
+        const bool inside = h >= 0 && h < H && w >= 0 && w < W;
+        if (turned & LEFT_TO_RIGHT) w = W - 1 - w;
+        if (turned & TOP_TO_BOTTOM) h = H - 1 - h;
+        T pixel = fill ? fill[c] : (T)0;
+        if (inside) pixel = own[((long long)c * H + h) * W + w];
+        const int at = of_pixels ? (c * P + p) * Q + q : c;
+        lanes[e] = ((float)pixel - (centre ? centre[at] : 0.0f)) /
+                   (centre ? divisor[at] : usual(pixel));
     }
 }
 
-// Of bytes, which are divided by 255.
+// Of bytes, which are divided by 255 where no centre is given.
 extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
     const unsigned char* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
-    const int* __restrict__ left, float* __restrict__ lanes, int C, int H, int W, int P, int Q,
-    int count, int parts) {
-    window(pixels, indices, valid, mirrored, top, left, lanes, C, H, W, P, Q, count, parts);
+    const int* __restrict__ left, const unsigned char* __restrict__ fill,
+    const float* __restrict__ centre, const float* __restrict__ divisor,
+    float* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
+    int parts) {
+    window(pixels, indices, valid, mirrored, top, left, fill, centre, divisor, lanes, C, H, W, P, Q,
+           of_pixels, count, parts);
 }
 
-// Of numbers, which are left as they are.
+// Of numbers, which are left as they are where no centre is given.
 extern "C" __global__ void __launch_bounds__(256) images_of_floats(
     const float* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
-    const int* __restrict__ left, float* __restrict__ lanes, int C, int H, int W, int P, int Q,
-    int count, int parts) {
-    window(pixels, indices, valid, mirrored, top, left, lanes, C, H, W, P, Q, count, parts);
+    const int* __restrict__ left, const float* __restrict__ fill,
+    const float* __restrict__ centre, const float* __restrict__ divisor,
+    float* __restrict__ lanes, int C, int H, int W, int P, int Q, int of_pixels, int count,
+    int parts) {
+    window(pixels, indices, valid, mirrored, top, left, fill, centre, divisor, lanes, C, H, W, P, Q,
+           of_pixels, count, parts);
 }
 
 // lanes[i] = table[indices[i]] of the first *valid images, 0 of the others.

@@ -17,7 +17,10 @@ from mpidl.backends.reference_conv import conv2d_dx as conv2d_dx
 from mpidl.backends.reference_conv import conv2d_shape as conv2d_shape
 from mpidl.backends.reference_conv import transposed_conv2d as transposed_conv2d
 from mpidl.backends.reference_conv import transposed_conv2d_backward as transposed_conv2d_backward
-from mpidl.backends.reference_ends import images as images
+from mpidl.backends.reference_images import images as images
+from mpidl.backends.reference_images import keyed_words as keyed_words
+from mpidl.backends.reference_images import planes as planes
+from mpidl.backends.reference_images import warp as warp
 from mpidl.backends.reference_ends import sgdm as sgdm
 from mpidl.backends.reference_more import add as add
 from mpidl.backends.reference_more import concat as concat
@@ -32,6 +35,9 @@ from mpidl.backends.reference_more import softmax_dx as softmax_dx
 from mpidl.backends.reference_more import split as split
 from mpidl.backends.reference_more import tanh as tanh
 from mpidl.backends.reference_more import tanh_dx as tanh_dx
+from mpidl.backends.reference_optimizer import adam as adam
+from mpidl.backends.reference_optimizer import clip as clip
+from mpidl.backends.reference_optimizer import rmsprop as rmsprop
 from mpidl.backends.reference_statistics import batchnorm_factors as batchnorm_factors
 from mpidl.backends.reference_statistics import predict_scale as predict_scale
 from mpidl.backends.reference_statistics import running as running

@@ -13,7 +13,8 @@ from mpidl.backends.gpu.sums import Counts
 from mpidl.blocks import Blocked, OneRank, share
 from mpidl.tape import Var
 
-NOT_OFFERED = {"image_sums"}  # which `dl.sum` and `dl.mean` ask for: see below
+# image_sums: which `dl.sum` and `dl.mean` ask for, see below; what the host does before
+NOT_OFFERED = {"image_sums", "keyed_words", "planes", "warp"}
 # What it has beside: data sets and arrays that lie there
 ONLY_HERE = {"floats", "labels", "placed"}
 

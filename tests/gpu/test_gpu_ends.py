@@ -23,7 +23,7 @@ def moves(count, shape, far=2):
     """What is done to each image: also such that nothing of it is left."""
     random = np.random.default_rng(count)
     first = [random.integers(-n - far, n + far + 1, count, dtype=np.int32) for n in shape[1:]]
-    mirrored = random.integers(0, 2, count, dtype=np.int32)
+    mirrored = random.integers(0, 4, count, dtype=np.int32)
     return {"mirrored": mirrored, "top": first[0], "left": first[1]}
 
 
@@ -61,6 +61,22 @@ def test_mirrored_shifted_and_cut(device, shape, count):
         for chosen in (options, *({name: value} for name, value in options.items())):
             found = images.images(array.plain(pixels), size, **uploaded(chosen)).numpy()
             assert found.tobytes() == reference.images(pixels, size, **chosen).tobytes()
+
+
+@pytest.mark.parametrize("of_pixels", [False, True])
+def test_filled_and_normalized(device, of_pixels):
+    shape, size = (3, 6, 5), (4, 7)
+    random, options = np.random.default_rng(0), moves(20, shape)
+    numbers = {
+        name: random.uniform(1, 200, (3, *size) if of_pixels else 3).astype(np.float32)
+        for name in ("centre", "divisor")
+    }
+    for show, kind in ((images.images, np.uint8), (images.floats, np.float32)):
+        pixels, fill = pixels_of(20, shape).astype(kind), np.array([7, 0, 255], kind)
+        expected = reference.images(pixels, size, **options, fill=fill, **numbers)
+        given = uploaded(options | {"fill": fill} | numbers)
+        found = show(array.plain(pixels), size, **given).numpy()
+        assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("valid, blocks", [(37, 3), (16, 3), (0, 2), (5, 1), (0, 0)])

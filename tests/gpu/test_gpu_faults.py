@@ -426,8 +426,8 @@ FAULTS = [
     Fault(
         "images",
         "mirrored by one pixel too few",
-        "turned ? W - 1 - w : w",
-        "turned && w ? W - w : w",
+        "if (turned & LEFT_TO_RIGHT) w = W - 1 - w;",
+        "if (turned & LEFT_TO_RIGHT && w) w = W - w;",
         ends.test_mirrored_shifted_and_cut,
         ((3, 5, 7), 15),
     ),
@@ -443,7 +443,7 @@ FAULTS = [
         "rows of the target lie as those of the source",
         "to + row * piece[5]",
         "to + row * piece[4]",
-        elementwise.test_pack_and_unpack,
+        elementwise.test_pack,
         ("f4", 3),
     ),
     Fault(

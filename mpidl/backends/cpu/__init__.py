@@ -17,14 +17,14 @@ from mpidl.backends.cpu.batchnorm import (
 )
 from mpidl.backends.cpu.conv import conv2d, conv2d_backward, conv2d_moments
 from mpidl.backends.cpu.dense import dense, dense_backward, dense_dweight, dense_dx
-from mpidl.backends.cpu.images import images
+from mpidl.backends.cpu.images import images, keyed_words, planes, warp
 from mpidl.backends.cpu.loss import (
     correct_count,
     cross_entropy,
     cross_entropy_dlogits,
     softmax,
 )
-from mpidl.backends.cpu.optimizer import sgdm
+from mpidl.backends.cpu.optimizer import adam, clip, rmsprop, sgdm
 from mpidl.backends.cpu.pool import (
     average_pool2d,
     average_pool2d_dx,
@@ -61,6 +61,7 @@ __all__ = [
     "activation",
     "activation_sums",
     "add",
+    "adam",
     "average_pool2d",
     "average_pool2d_dx",
     "batchnorm",
@@ -69,6 +70,7 @@ __all__ = [
     "batchnorm_sums",
     "channel_sums",
     "concat",
+    "clip",
     "conv2d",
     "conv2d_backward",
     "conv2d_moments",
@@ -85,14 +87,17 @@ __all__ = [
     "dropout",
     "image_sums",
     "images",
+    "keyed_words",
     "leaky_relu",
     "leaky_relu_dx",
     "max_pool2d",
     "max_pool2d_dx",
     "moments",
+    "planes",
     "predict_scale",
     "relu",
     "relu_dx",
+    "rmsprop",
     "running",
     "sgdm",
     "sigmoid",
@@ -106,5 +111,6 @@ __all__ = [
     "tanh_dx",
     "transposed_conv2d",
     "transposed_conv2d_backward",
+    "warp",
     "zeros_like",
 ]

@@ -1,23 +1,77 @@
-"""Pixels of images to blocks, by the C kernels."""
+"""Pixels of images to blocks, and what comes before, by the C kernels.
+
+All of it runs on the calling thread alone, which may be any: several read ahead at a time.
+"""
 
 import numpy as np
 
+from mpidl import keyed
 from mpidl.backends import memory
 from mpidl.backends.native import kernels
 from mpidl.blocks import LANES, blocks_of
 
 
-def images(pixels, size=None, mirrored=None, top=None, left=None):
-    """Lanes (B, C, P, Q, 16) float32 of uint8 pixels (n, C, H, W), divided by 255.
+def images(
+    pixels,
+    size=None,
+    mirrored=None,
+    top=None,
+    left=None,
+    fill=None,
+    centre=None,
+    divisor=None,
+    out=None,
+):
+    """Lanes (B, C, P, Q, 16) float32 of pixels (n, C, H, W), uint8 or float32, normalized.
 
-    See `reference.images`. Runs on the calling thread alone, which may be any.
+    See `reference.images`.
     """
     pixels = np.ascontiguousarray(pixels)
     count, *image = pixels.shape
     p, q = image[1:] if size is None else size
-    lanes = memory.empty((blocks_of(count), image[0], p, q, LANES))
+    lanes = memory.empty((blocks_of(count), image[0], p, q, LANES)) if out is None else out
     moves = (
         None if m is None else np.ascontiguousarray(m, np.int32) for m in (mirrored, top, left)
     )
-    kernels().images(pixels, count, np.array([*image, p, q], np.int64), *moves, lanes)
+    fill = None if fill is None else np.ascontiguousarray(fill, pixels.dtype)
+    numbers = (
+        None if v is None else np.ascontiguousarray(v, np.float32) for v in (centre, divisor)
+    )
+    shape = np.array([*image, p, q, centre is not None and np.ndim(centre) == 3], np.int64)
+    call = kernels().images if pixels.dtype == np.uint8 else kernels().images_of_floats
+    call(pixels, count, shape, *moves, fill, *numbers, lanes)
     return lanes
+
+
+def warp(pixels, maps, size, fill):
+    """Images (n, C, P, Q) of pixels (n, C, H, W), by an affine map each: see `reference.warp`."""
+    pixels = np.ascontiguousarray(pixels)
+    n, *image = pixels.shape
+    out = np.empty((n, image[0], *size), pixels.dtype)
+    maps, fill = np.ascontiguousarray(maps, np.float64), np.ascontiguousarray(fill, pixels.dtype)
+    call = kernels().warp if pixels.dtype == np.uint8 else kernels().warp_of_floats
+    call(pixels, n, np.array([*image, *size], np.int64), maps, fill, out)
+    return out
+
+
+def planes(pixels):
+    """(C, H, W) of a decoder's rows (H, W, stride): see `reference.planes`."""
+    height, width, stride = pixels.shape
+    if pixels.strides[1:] != (stride, 1):
+        raise ValueError(f"expected pixels side by side, got strides {pixels.strides}")
+    channels = 1 if stride == 1 else 3
+    out = np.empty((channels, height, width), np.uint8)
+    shape = np.array([channels, height, width, stride, pixels.strides[0]], np.int64)
+    # the rows as one run of bytes: how far apart they lie is said in `shape`
+    run = np.lib.stride_tricks.as_strided(pixels, (height * width * stride,), (1,))
+    kernels().planes(run, shape, out)
+    return out
+
+
+def keyed_words(seed, purpose, count, epoch, samples):
+    """(len(samples), count) uint64 words: see `reference.keyed_words`."""
+    found = np.empty((len(samples), count), np.uint64)
+    samples = np.ascontiguousarray(samples, np.int64)
+    key = keyed.key_of(seed, purpose).view(np.int64)
+    kernels().keyed_words(key, epoch, samples, len(samples), count, found.view(np.int64))
+    return found

@@ -1,0 +1,107 @@
+"""The beginning of a step in NumPy: pixels to blocks, images turned and scaled, keyed words.
+
+Part of `reference`, where they are found.
+"""
+
+import numpy as np
+
+from mpidl import keyed
+from mpidl.blocks import LANES, blocks_of
+
+
+def images(
+    pixels,
+    size=None,
+    mirrored=None,
+    top=None,
+    left=None,
+    fill=None,
+    centre=None,
+    divisor=None,
+    out=None,
+):
+    """Lanes (B, C, P, Q, 16) float32 of pixels (n, C, H, W), uint8 or float32, normalized.
+
+    Of each image, mirrored as `mirrored` (n,) says (1 left to right, 2 top to bottom, 3 both), the
+    window of size (P, Q) that begins at its pixel (top, left) (n,), which may be negative; where
+    the window leaves the image, the value of `fill` (C,) of the pixels' type, or 0. Without these
+    the whole image. A value is (pixel - centre) / divisor, float32 arrays, both (C,) or (C, P, Q);
+    without them uint8 pixels are divided by 255 and float32 ones are left as they are. Unused lanes
+    are zero. out: lanes to write to, where they are there already.
+    """
+    n, c, h, w = pixels.shape
+    p, q = (h, w) if size is None else size
+    if any(option is not None for option in (size, mirrored, top, left)):
+        windows = np.empty((n, c, p, q), pixels.dtype)
+        windows[...] = 0 if fill is None else np.reshape(fill, (c, 1, 1))
+        for i, image in enumerate(pixels):
+            turned = 0 if mirrored is None else int(mirrored[i])
+            image = image[..., ::-1] if turned & 1 else image
+            image = image[:, ::-1] if turned & 2 else image
+            (to_rows, rows), (to_columns, columns) = (
+                _overlap(0 if first is None else int(first[i]), extent, window)
+                for first, extent, window in ((top, h, p), (left, w, q))
+            )
+            windows[i, :, to_rows, to_columns] = image[:, rows, columns]
+        pixels = windows
+    lanes = np.empty((blocks_of(n), c, p, q, LANES), np.float32) if out is None else out
+    lanes[...] = 0
+    if centre is None:
+        centre, divisor = np.float32(0), np.float32(255 if pixels.dtype == np.uint8 else 1)
+    else:
+        centre, divisor = (v.reshape(c, *v.shape[1:] or (1, 1), 1) for v in (centre, divisor))
+    for b in range(len(lanes)):
+        # Transposed as pixels first, so that the division runs along memory.
+        block = np.ascontiguousarray(np.moveaxis(pixels[b * LANES : (b + 1) * LANES], 0, -1))
+        block = block.astype(np.float32)
+        np.divide(block - centre, divisor, out=lanes[b, ..., : block.shape[-1]])
+    return lanes
+
+
+def _overlap(first, extent, window):
+    """Along an axis, where a window that begins at pixel `first` holds pixels, and which."""
+    start, stop = max(0, -first), max(0, min(window, extent - first))
+    return slice(start, stop), slice(first + start, max(first + stop, first + start))
+
+
+def warp(pixels, maps, size, fill):
+    """Images (n, C, P, Q) of pixels (n, C, H, W), uint8 or float32, by an affine map each.
+
+    maps: (n, 6) float64: pixel (p, q) of the result shows the image at column m0 * q + m1 * p + m2
+    and row m3 * q + m4 * p + m5, bilinearly between the four pixels around; beyond its edges the
+    image goes on with `fill` (C,). uint8 results are rounded half up. Products and sums are rounded
+    one by one: coordinates in float64, pixels in float32.
+    """
+    (n, c, h, w), (p, q) = pixels.shape, size
+    out = np.empty((n, c, p, q), pixels.dtype)
+    rows, columns = np.mgrid[:p, :q].astype(np.float64)
+    for image, m, result in zip(pixels, np.asarray(maps, np.float64), out, strict=True):
+        padded = np.empty((c, h + 6, w + 6), np.float32)  # 3 pixels each way: far enough
+        padded[...] = np.reshape(fill, (c, 1, 1))
+        padded[:, 3:-3, 3:-3] = image
+        x = np.clip(m[0] * columns + (m[1] * rows + m[2]), -2, w + 1)
+        y = np.clip(m[3] * columns + (m[4] * rows + m[5]), -2, h + 1)
+        left, above = np.floor(x), np.floor(y)
+        across, down = (x - left).astype(np.float32), (y - above).astype(np.float32)
+        i, j = above.astype(int) + 3, left.astype(int) + 3
+        a, b = padded[:, i, j], padded[:, i, j + 1]
+        c0, d = padded[:, i + 1, j], padded[:, i + 1, j + 1]
+        upper, lower = a + across * (b - a), c0 + across * (d - c0)
+        value = upper + down * (lower - upper)
+        result[...] = np.floor(value + np.float32(0.5)) if out.dtype == np.uint8 else value
+    return out
+
+
+def planes(pixels):
+    """(C, H, W) of a decoder's uint8 rows (H, W, stride), of whose bytes C = 1 or 3 count; stride
+    is 1, 3 or 4. Rows may lie apart."""
+    channels = 1 if pixels.shape[-1] == 1 else 3
+    return np.ascontiguousarray(pixels[..., :channels].transpose(2, 0, 1))
+
+
+def keyed_words(seed, purpose, count, epoch, samples):
+    """(len(samples), count) uint64: `keyed.words` of each of these samples."""
+    found = np.empty((len(samples), count), np.uint64)
+    for row, sample in zip(found, samples, strict=True):
+        row[:] = keyed.words(seed, purpose, count, epoch=epoch, sample=int(sample))
+    return found
