@@ -75,6 +75,8 @@ class CudaDevice:
     where the GPU cannot be used.
     """
 
+    specialize = True  # a layer's shape goes into its kernels as constants
+
     def __init__(self, index=0):
         seen = visible()
         chosen = [gpu for gpu in seen.gpus if gpu.index == index]
