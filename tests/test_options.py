@@ -7,8 +7,9 @@ import pytest
 
 from mpidl.cli import arguments
 from mpidl.errors import UserError
-from mpidl.training import options
-from mpidl.training.options import TrainingOptions, resolve
+from mpidl.training import configuration, options
+from mpidl.training.configuration import resolve
+from mpidl.training.options import TrainingOptions
 
 
 def refused(call, *args, **keywords):
@@ -80,12 +81,12 @@ def test_each_value_comes_from_the_first_that_has_one(tmp_path):
     }
     known, run, sources = resolve({"epochs": 5, "out": "x"}, config=config)
     assert (known.epochs, known.batch_size, known.shuffle) == (5, 32, "every-epoch")
-    assert run == {"network": "digits", "data": "images", "test_data": None}
+    assert run == {**configuration.RUN, "data": "images"}
     assert sources["epochs"] == "command line"
     assert sources["batch_size"] == sources["data"] == f"config {config}"
     assert sources["shuffle"] == "recipe digits"
     assert sources["seed"] == sources["network"] == "default"
-    assert set(sources) == {*options.NAMES, *options.RUN}
+    assert set(sources) == {*options.NAMES, *configuration.RUN}
 
     known, _, sources = resolve({}, config=config, resumed=resumed)
     assert (known.epochs, known.seed, known.shuffle) == (7, 9, "once")
@@ -119,7 +120,7 @@ def test_a_batch_size_beside_that_of_each_rank(tmp_path):
 
 def test_options_toml_of_a_batch_size_for_each_rank(tmp_path):
     path = str(tmp_path / "options.toml")
-    options.write_options(path, resolve({"batch_per_rank": 8, "gpus": "1,0"}), {})
+    configuration.write_options(path, resolve({"batch_per_rank": 8, "gpus": "1,0"}), {})
     again = resolve({}, config=path).options
     assert (again.batch_per_rank, again.gpus) == (8, "1,0")
 
@@ -133,7 +134,8 @@ def test_another_network_has_no_recipe():
 def test_options_toml_is_a_config_file_again(tmp_path):
     path = str(tmp_path / "options.toml")
     first = resolve({"learning_rate": 0.1 + 0.2, "seed": 2**63 - 1})
-    options.write_options(path, first, options.versions_of("MPICH Version: 5.0\nand more"))
+    versions = configuration.versions_of("MPICH Version: 5.0\nand more")
+    configuration.write_options(path, first, versions)
     with open(path) as file:
         text = file.read()
     assert 'learning_rate = "command line"' in text and 'mpi = "MPICH Version: 5.0"' in text
@@ -178,7 +180,7 @@ def test_what_may_change_at_resume():
     now["options"].update(gpus="0", graphs="off")
     now["options"]["max_iterations"] = 7
     now["network"][0]["size"] = (5, 5)
-    options.changed_on_resume(resumable(), now)
+    configuration.changed_on_resume(resumable(), now)
 
 
 @pytest.mark.parametrize(
@@ -198,27 +200,27 @@ def test_what_may_change_at_resume():
 )
 def test_what_may_not_change_at_resume(name, value):
     old = resumable()["options"][name]
-    text = refused(options.changed_on_resume, resumable(), resumable(**{name: value}))
+    text = refused(configuration.changed_on_resume, resumable(), resumable(**{name: value}))
     assert f"{options.flag(name)} was {old}, is {value}" in text
 
 
 def test_other_ranks_at_resume_where_each_has_its_mini_batch():
     saved, now = resumable(batch_per_rank=32), resumable(batch_per_rank=32, batch_size=64)
-    text = refused(options.changed_on_resume, saved, now)
+    text = refused(configuration.changed_on_resume, saved, now)
     assert "--batch-size was 128, is 64 (--batch-per-rank 32; none keeps it)" in text
-    options.changed_on_resume(saved, resumable(batch_per_rank=None))
+    configuration.changed_on_resume(saved, resumable(batch_per_rank=None))
 
 
 def test_another_network_or_data_set_at_resume():
     now = resumable()
     now["network"][0]["filters"] = 21
     now["fingerprint"] = "fedcba9876543210"
-    text = refused(options.changed_on_resume, resumable(), now, "runs/digits")
+    text = refused(configuration.changed_on_resume, resumable(), now, "runs/digits")
     assert "--network: layer conv1 differs in filters" in text and "--data" in text
     assert text.startswith("--resume: runs/digits cannot go on")
     now["network"].append(now["network"][0])
     now["network"][0] = resumable()["network"][0]
-    assert "1 layers" in refused(options.changed_on_resume, resumable(), now)
+    assert "1 layers" in refused(configuration.changed_on_resume, resumable(), now)
 
 
 def test_the_command_line_gives_only_what_was_typed():
@@ -262,7 +264,7 @@ def test_help_names_every_option_on_one_rank_only(capsys):
         arguments.train(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    for name in (*options.NAMES, *options.RUN, "out", "resume", "config"):
+    for name in (*options.NAMES, *configuration.RUN, "out", "resume", "config"):
         assert options.flag(name) in shown
     with pytest.raises(SystemExit):
         arguments.train(["--help"], quiet=True)

@@ -1,7 +1,8 @@
 """The commands' arguments. Pure parsing: no MPI, nothing printed but --help.
 
 An option of training is defined once, in `training.options`; here it gets its flag and help text.
-`train` returns only what was typed, so that `options.resolve` can tell where each value came from.
+`train` returns only what was typed, so that `configuration.resolve` can tell where each value came
+from.
 """
 
 import argparse
@@ -80,14 +81,16 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             options.flag(name),
             type=lambda value: options.check(name, value, options.flag(name), text=True),
-            metavar="|".join(rule.choices) or {int: "N", float: "X", str: "N,N,..."}[rule.kind],
+            metavar="|".join([*rule.choices, *(["N,N,..."] if rule.pattern else [])])
+            or {int: "N", float: "X"}[rule.kind],
             help=f"{text} ({default})",
             default=argparse.SUPPRESS,
         )
 
 
 def train(argv=None, quiet=False):
-    """{name: value} of what was typed: options, network, data, test_data, out, resume, config.
+    """{name: value} of what was typed: options, network, data, test_data, validation_data, out,
+    resume, config.
 
     `quiet`: --help ends the program without printing, as it must on all ranks but one. Raises
     UserError.
@@ -105,6 +108,11 @@ def train(argv=None, quiet=False):
     )
     _add_data(parser)
     parser.add_argument("--test-data", metavar="DATA", help="test images (a tenth of --data)")
+    parser.add_argument(
+        "--validation-data",
+        metavar="DATA|test",
+        help="images to validate on while training; test: those of the test (none)",
+    )
     parser.add_options(*options.NAMES)
     parser.add_argument(
         "--out",
@@ -133,7 +141,7 @@ def predict(argv=None, quiet=False):
 def verify(argv=None, quiet=False):
     """Namespace of ranks (a list) and given, {name: value} of a short training run.
 
-    given holds what was typed, for `options.resolve`, and a max_iterations in any case.
+    given holds what was typed, for `configuration.resolve`, and a max_iterations in any case.
     """
     parser = Parser(
         "verify",
@@ -151,7 +159,8 @@ def verify(argv=None, quiet=False):
     )
     _add_data(parser)
     parser.add_options(
-        *("max_iterations", "batch_size", "learning_rate", "momentum", "l2", "shuffle", "seed"),
+        *("max_iterations", "batch_size", "solver", "learning_rate", "momentum", "l2", "shuffle"),
+        *("learn_rate_schedule", "gradient_threshold", "gradient_threshold_method", "seed"),
         *("device", "gpus", "graphs", "precision", "threads", "winograd", "batchnorm", "timeout"),
         max_iterations=5,
     )

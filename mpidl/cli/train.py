@@ -9,7 +9,7 @@ from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.report import Console
-from mpidl.training import checkpoint, evaluate, loop, modelfile, options
+from mpidl.training import checkpoint, configuration, evaluate, loop, modelfile, options
 
 STOPPED = 75  # the exit code that asks for another run with --resume
 
@@ -27,7 +27,7 @@ def _train(given, world, signals):
     resume = on_rank_0(world, lambda: _checkpoint(given))
     kept = None if resume is None else resume[1]
     chosen = on_rank_0(
-        world, lambda: options.resolve(given, config=given.get("config"), resumed=kept)
+        world, lambda: configuration.resolve(given, config=given.get("config"), resumed=kept)
     )
     settings, run = chosen.options.for_ranks(world.size), chosen.run
     world.net.timeout = settings.timeout
@@ -59,7 +59,7 @@ def _train(given, world, signals):
             "fingerprint": train_set.fingerprint(),
         }
         # `loop.train` would refuse it too, but the folder of results is touched before that
-        options.changed_on_resume(kept, now, f"the run in {given['resume']}")
+        configuration.changed_on_resume(kept, now, f"the run in {given['resume']}")
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
 
     console = Console(world.rank, verbose_every=settings.verbose_every)
@@ -143,7 +143,8 @@ def _announce(console, world, chosen, train_set, test_set, net, on_what, out):
 
 def _write_options(out, chosen, world):
     mpi = world.net.MPI.Get_library_version()
-    options.write_options(os.path.join(out, "options.toml"), chosen, options.versions_of(mpi))
+    versions = configuration.versions_of(mpi)
+    configuration.write_options(os.path.join(out, "options.toml"), chosen, versions)
 
 
 def _write_results(out, net, train_set, result, test, world, device):

@@ -20,9 +20,10 @@ from mpidl.errors import Fault, UserError
 from mpidl.report import Console, Metrics, plots
 from mpidl.tape import value_and_grad
 from mpidl.training import checkpoint, modelfile
+from mpidl.training.configuration import changed_on_resume
 from mpidl.training.evaluate import agreed, evaluate
 from mpidl.training.optimizers import SGDM
-from mpidl.training.options import TrainingOptions, changed_on_resume
+from mpidl.training.options import TrainingOptions
 
 AHEAD = 4  # steps of a GPU that may be under way while the host prepares the next
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from mpidl.backends import memory
 from mpidl.backends.native import kernels
+from mpidl.backends.reference_optimizer import CHUNK, METHODS
 
 ALIGNED = 16  # floats: a cache line
 
@@ -52,7 +53,91 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factor
         learning_rate,
         momentum,
     )
+    return _parts(stepped, places, sizes, shapes)
+
+
+def _parts(flat, places, sizes, shapes):
     return [
-        stepped[place : place + size].reshape(shape)
+        flat[place : place + size].reshape(shape)
         for shape, size, place in zip(shapes, sizes, places, strict=True)
     ]
+
+
+def adam(
+    weights,
+    gradients,
+    means,
+    squares,
+    learning_rate,
+    gradient_decay,
+    square_decay,
+    epsilon,
+    decays,
+    factors,
+):
+    """See `reference.adam`. Lists of float32 arrays, means and squares C-ordered; the new weights
+    lie side by side in one array."""
+    decay = gradient_decay, square_decay, epsilon
+    return _adaptive(weights, gradients, means, squares, learning_rate, decay, decays, factors)
+
+
+def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
+    """See `reference.rmsprop`. Arrays as for `adam`."""
+    decay = 0.0, square_decay, epsilon
+    return _adaptive(weights, gradients, None, squares, learning_rate, decay, decays, factors)
+
+
+def _adaptive(weights, gradients, means, squares, learning_rate, decay, decays, factors):
+    shapes = [np.shape(w) for w in weights]
+    weights = [np.ascontiguousarray(w) for w in weights]
+    gradients = [np.ascontiguousarray(g, np.float32) for g in gradients]
+    sizes = tuple(w.size for w in weights)
+    if not all(v.flags.writeable and v.flags.c_contiguous for v in (*squares, *(means or ()))):
+        raise TypeError("expected C-ordered means that can be written")
+    places, total = _places(sizes)
+    stepped = memory.empty((total,))
+    start = _address(stepped)
+    kept = [0] * len(weights) if means is None else [_address(m) for m in means]
+    parameters = [
+        (_address(w), _address(g), m, _address(v), start + 4 * place, size)
+        for w, g, m, v, place, size in zip(
+            weights, gradients, kept, squares, places, sizes, strict=True
+        )
+    ]
+    gradient_decay, square_decay, epsilon = decay
+    kernels().adaptive(
+        np.array(parameters, np.int64),
+        np.array(decays, np.float32),
+        np.array(factors, np.float32),
+        len(parameters),
+        learning_rate,
+        gradient_decay,
+        square_decay,
+        epsilon,
+    )
+    return _parts(stepped, places, sizes, shapes)
+
+
+def clip(weights, gradients, decays, method, threshold):
+    """See `reference.clip`. Lists of float32 arrays; the new gradients lie side by side."""
+    shapes = [np.shape(w) for w in weights]
+    weights = [np.ascontiguousarray(w) for w in weights]
+    gradients = [np.ascontiguousarray(g, np.float32) for g in gradients]
+    sizes = tuple(w.size for w in weights)
+    places, total = _places(sizes)
+    clipped = memory.empty((total,))
+    start = _address(clipped)
+    parameters = [
+        (_address(w), _address(g), start + 4 * place, size)
+        for w, g, place, size in zip(weights, gradients, places, sizes, strict=True)
+    ]
+    kernels().clip(
+        np.array(parameters, np.int64),
+        np.array(decays, np.float32),
+        np.empty(sum(-(-size // CHUNK) for size in sizes)),
+        np.empty(len(sizes)),
+        len(sizes),
+        METHODS.index(method),
+        threshold,
+    )
+    return _parts(clipped, places, sizes, shapes)

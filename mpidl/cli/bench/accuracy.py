@@ -25,7 +25,7 @@ from mpidl.nn.layers import At
 from mpidl.ops import check
 from mpidl.ops.pool import windows
 from mpidl.tape import Var, op, value_and_grad
-from mpidl.training import options
+from mpidl.training import configuration
 
 NOTHING = 1e-9  # of the largest gradient: an array that is zero but for rounding
 AGREE = 1e-10  # what the two float64 steps may differ by
@@ -36,10 +36,10 @@ def main(chosen):
     if machine.launched():
         raise UserError("accuracy measures one process: run it without mpirun")
     notes = subject.configure(chosen)
-    versions = options.versions_of("none")
+    versions = configuration.versions_of("none")
     torch = importlib.util.find_spec("torch") is not None
     if torch:
-        versions["torch"] = options.metadata.version("torch")
+        versions["torch"] = configuration.metadata.version("torch")
     else:
         notes.append("PyTorch is not installed (pip install 'mpidl[bench]'): our errors alone")
     for line in notes:

@@ -13,7 +13,7 @@ from mpidl.cli.bench import machine, ours, subject, turns
 from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.tape import value_and_grad
-from mpidl.training import options
+from mpidl.training import configuration
 
 TURNS = 5  # of each process
 
@@ -120,7 +120,7 @@ def here(chosen):
             f"  gradient exchange     {alone * 1e3:.2f} ms by itself, {wait * 1e3:.2f} ms of wait "
             f"after backward: {hidden * 100:.0f} % hidden"
         )
-    versions = options.versions_of(fixed.net.MPI.Get_library_version())
+    versions = configuration.versions_of(fixed.net.MPI.Get_library_version())
     return machine.facts(chosen, versions) | {
         "processes": "these",
         **_described(chosen),

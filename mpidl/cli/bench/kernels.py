@@ -18,7 +18,7 @@ from mpidl.cli.bench import machine, subject, turns
 from mpidl.errors import UserError
 from mpidl.nn import Conv2D, Network
 from mpidl.ops import check
-from mpidl.training import options
+from mpidl.training import configuration
 
 # 3x3 convolutions to compare machines and versions by: (channels, height and width).
 SHAPES = ((20, 24), (32, 32), (64, 16), (128, 8))
@@ -67,7 +67,7 @@ def main(chosen):
                 tables[name].setdefault(case.layer, {})[case.name] = value
     print(f"(layers of the same shape are measured once)\n{yardsticks}")
     peak, copy = yardsticks.best()
-    result = machine.facts(chosen, options.versions_of("none")) | {
+    result = machine.facts(chosen, configuration.versions_of("none")) | {
         "networks": chosen.networks,
         "batch_size": chosen.batch_size,
         "threads": chosen.threads,

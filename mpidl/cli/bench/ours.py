@@ -8,7 +8,7 @@ import sys
 from mpidl.cli import verify
 from mpidl.cli.bench import machine, subject, turns
 from mpidl.comm import World, guard
-from mpidl.training import options
+from mpidl.training import configuration
 
 
 def main(argv=None):
@@ -24,7 +24,7 @@ def main(argv=None):
     step = subject.Step(net, batch, world, what["batchnorm"])
 
     def about():
-        versions = options.versions_of(world.net.MPI.Get_library_version())
+        versions = configuration.versions_of(world.net.MPI.Get_library_version())
         return {"versions": versions, "arithmetic": machine.arithmetic()}
 
     def losses(count):

@@ -10,7 +10,7 @@ from mpidl.backends import native
 from mpidl.cli.bench import machine, ours, subject, turns
 from mpidl.comm import World
 from mpidl.errors import UserError
-from mpidl.training import options
+from mpidl.training import configuration
 
 
 def main(chosen):
@@ -48,7 +48,7 @@ def parts(chosen):
     slowest = world.gop("max", np.array(times))
     if world.rank:
         return None
-    versions = options.versions_of(world.net.MPI.Get_library_version())
+    versions = configuration.versions_of(world.net.MPI.Get_library_version())
     ms = {name: machine.summary(seconds, 1e3) for name, seconds in of_parts.items()}
     ms = {"step": machine.summary(slowest, 1e3), **ms}
     images = chosen.batch_size / machine.median(slowest)

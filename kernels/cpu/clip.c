@@ -1,0 +1,100 @@
+/* Gradients no larger than a threshold. Norms are sums of squares in double, in one order whatever
+ * the number of threads: 16 lanes a tile, the lanes by a tree, tiles and parameters in order. */
+#include <math.h>
+
+#include "mpidl.h"
+#include "team.h"
+
+enum { CHUNK = 1 << 14, LANES = 16 }; /* floats of a tile; sums side by side */
+enum { EACH, ALL, NUMBERS };          /* what the threshold is for */
+
+struct parameter { /* as Python hands it over: int64_t[4] */
+    int64_t weight, gradient, clipped; /* addresses */
+    int64_t floats;
+};
+
+struct job {
+    const struct parameter *parameters;
+    const float *decays;
+    double *sums, *scales; /* of each tile; of each parameter */
+    int64_t method;
+    float threshold;
+};
+
+struct part { /* of a parameter, as a tile has it */
+    const float *weight, *gradient;
+    float *clipped, decay;
+    int64_t which, count;
+};
+
+static int64_t tiles_of(const struct parameter *p) { return (p->floats + CHUNK - 1) / CHUNK; }
+
+static struct part part_of(const struct job *job, int64_t tile) {
+    const struct parameter *p = job->parameters;
+    for (int64_t tiles; tile >= (tiles = tiles_of(p)); p++) tile -= tiles;
+    int64_t first = tile * CHUNK, which = p - job->parameters;
+    return (struct part){
+        (const float *)(intptr_t)p->weight + first, (const float *)(intptr_t)p->gradient + first,
+        (float *)(intptr_t)p->clipped + first, job->decays[which], which,
+        p->floats - first < CHUNK ? p->floats - first : CHUNK,
+    };
+}
+
+/* The gradient with its L2 regularization goes to `clipped`, the sum of its squares to `sums`. */
+static void square_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    (void)own;
+    struct part part = part_of(job, tile);
+    float *restrict to = part.clipped;
+    double lanes[LANES] = {0};
+    for (int64_t i = 0; i < part.count; i++)
+        to[i] = part.decay != 0 ? part.gradient[i] + part.decay * part.weight[i] : part.gradient[i];
+    if (job->method == NUMBERS) {
+        float t = job->threshold;
+        for (int64_t i = 0; i < part.count; i++) to[i] = to[i] > t ? t : to[i] < -t ? -t : to[i];
+        return;
+    }
+    int64_t whole = part.count / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] += (double)to[i + j] * to[i + j];
+    for (int64_t i = whole; i < part.count; i++) lanes[i - whole] += (double)to[i] * to[i];
+    for (int half = LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
+    job->sums[tile] = lanes[0];
+}
+
+static void scale_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    (void)own;
+    struct part part = part_of(job, tile);
+    float scale = (float)job->scales[part.which];
+    if (scale == 1) return;
+    for (int64_t i = 0; i < part.count; i++) part.clipped[i] *= scale;
+}
+
+/* What a norm of this square is multiplied by. A norm that is no number stays one. */
+static double factor(double square, double threshold) {
+    double norm = sqrt(square);
+    return norm <= threshold ? 1 : threshold / norm;
+}
+
+void mpidl_clip(const int64_t *parameters, const float *decays, double *sums, double *scales,
+                int64_t count, int64_t method, double threshold) {
+    struct job job = {(const struct parameter *)parameters, decays, sums, scales, method,
+                      (float)threshold};
+    int64_t tiles = 0;
+    for (int64_t i = 0; i < count; i++) tiles += tiles_of(job.parameters + i);
+    each_tile(tiles, square_tile, &job, 0);
+    if (method == NUMBERS) return;
+    double all = 0;
+    int64_t tile = 0;
+    for (int64_t i = 0; i < count; i++) {
+        double square = 0;
+        for (int64_t n = tiles_of(job.parameters + i); n; n--) square += sums[tile++];
+        all += square;
+        scales[i] = factor(square, threshold);
+    }
+    if (method == ALL)
+        for (int64_t i = 0; i < count; i++) scales[i] = factor(all, threshold);
+    each_tile(tiles, scale_tile, &job, 0);
+}

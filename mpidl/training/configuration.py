@@ -1,0 +1,193 @@
+"""Where a run's options come from, what of them is written down, and what a resume may change.
+
+The first of these that has a value: the command line, --config FILE.toml, the run that is resumed,
+the network's recipe, the defaults (those of MATLAB's trainingOptions).
+"""
+
+import json
+import platform
+from importlib import metadata
+from typing import NamedTuple
+
+from mpidl.data.datastore import shown
+from mpidl.errors import UserError
+from mpidl.training.modelfile import write_whole
+from mpidl.training.options import NAMES, OPTIONS, TrainingOptions, check, flag, recipe
+from mpidl.training.rules import nearest
+
+# What a run is about beside its options: known on the command line and in a file's [run] table.
+RUN = {"network": "digits", "data": "digits", "test_data": None, "validation_data": None}
+
+
+class Resolved(NamedTuple):
+    """A run's options, what it is about ({network, data, test_data}), and each value's source."""
+
+    options: TrainingOptions
+    run: dict
+    sources: dict
+
+
+def resolve(given, *, config=None, resumed=None):
+    """Put together the options of a run.
+
+    given: {name: value} from the command line; names that are neither options nor in RUN are
+    passed over. config: path of a TOML file. resumed: {"options": {...}, "run": {...}} as the
+    checkpoint kept them. Returns Resolved. Raises UserError.
+    """
+    layers = [("command line", {n: v for n, v in given.items() if n in OPTIONS or n in RUN})]
+    if config is not None:
+        layers.append((f"config {config}", read_config(config)))
+    if resumed is not None:
+        # (a checkpoint of dl.train says nothing of what the command calls network and data)
+        layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
+    network = next((known["network"] for _, known in layers if "network" in known), RUN["network"])
+    known = {name: value for _, known in reversed(layers) for name, value in known.items()}
+    layers.append((f"recipe {network}", recipe(network, known)))
+    layers.append(("default", {**{name: f.default for name, f in OPTIONS.items()}, **RUN}))
+
+    values, sources = {}, {}
+    for name in (*NAMES, *RUN):
+        sources[name], known = next((s, known) for s, known in layers if name in known)
+        values[name] = known[name]
+        if name in OPTIONS:
+            spelled = flag(name) if sources[name] == "command line" else name
+            if sources[name].startswith("config "):
+                spelled = f"{config}: {name}"
+            values[name] = check(name, values[name], spelled)
+    _one_batch_size(values, sources, [source for source, _ in layers])
+    run = {name: values.pop(name) for name in RUN}
+    return Resolved(TrainingOptions(**values), run, sources)
+
+
+def _one_batch_size(values, sources, order):
+    """Refuse a batch size that the user gave with, or above, that of each rank."""
+    size, per_rank = sources["batch_size"], sources["batch_per_rank"]
+    typed = size == "command line" or size.startswith("config ")
+    if (
+        typed
+        and values["batch_per_rank"] is not None
+        and order.index(size) <= order.index(per_rank)
+    ):
+        raise UserError(
+            f"--batch-size {values['batch_size']} ({size}) and --batch-per-rank "
+            f"{values['batch_per_rank']} ({per_rank}): expected one of them"
+        )
+
+
+def read_config(path):
+    """{name: value} of a TOML file: options at the top or in [options], and those of [run].
+
+    An options.toml that a run left is such a file; its [sources] and [versions] are passed over.
+    Raises UserError.
+    """
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"--config {path}: not a TOML file: {error}") from error
+
+    table = {name: value for name, value in table.items() if name not in ("sources", "versions")}
+    for group in ("options", "run"):
+        inner = table.pop(group, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"{path}: [{group}] must be a table, found {inner}")
+        table.update(inner)
+    values = {}
+    for name, value in table.items():
+        known = name.replace("-", "_")
+        if known in OPTIONS:
+            values[known] = check(known, value, f"{path}: {name}")
+        elif known in RUN:
+            if not isinstance(value, str):
+                raise UserError(f"{path}: {name} must be a text, found {value}")
+            values[known] = None if value == "none" else value
+        else:
+            raise UserError(f"{path}: unknown option {name}{nearest(known, [*OPTIONS, *RUN])}")
+    return values
+
+
+def write_options(path, resolved, versions):
+    """Write options.toml: [options], [run], where each value came from, and what ran.
+
+    `versions`: {"python": "3.11.7", ...}, see `versions_of`. None is written as "none".
+    """
+    import tomli_w
+
+    def plain(table):
+        table = {name: "none" if value is None else value for name, value in table.items()}
+        return {name: shown(v) if isinstance(v, str) else v for name, v in table.items()}
+
+    known = resolved.options.as_dict()
+    if known["batch_per_rank"] is not None:  # which the batch size follows from
+        del known["batch_size"]
+    tables = {
+        "options": plain(known),
+        "run": plain(resolved.run),
+        "sources": plain(resolved.sources),
+        "versions": plain(versions),
+    }
+    write_whole(path, tomli_w.dumps(tables).encode())
+
+
+def versions_of(mpi_library):
+    """The versions that options.toml records; `mpi_library`: MPI's own text about itself."""
+    versions = {"python": platform.python_version()}
+    for package in ("numpy", "mpidl", "mpi4py"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    first_line = (mpi_library.strip().splitlines() or ["unknown"])[0]
+    return {**versions, "mpi": " ".join(first_line.replace("\0", "").split())}
+
+
+def changed_on_resume(saved, now, where="the resumed run"):
+    """Refuse what a resumed run may not change, by name.
+
+    saved, now: {"options": {...}, "network": ..., "fingerprint": ...}: the options, the network's
+    list of layers and the fingerprint of the data, as in the checkpoint and as of now. Ranks are in
+    neither: they may change. Raises UserError.
+    """
+    refused = []
+    for name, known in OPTIONS.items():
+        rule, old, new = known.metadata["resume"], saved["options"].get(name), now["options"][name]
+        if name not in saved["options"] or old == new:
+            continue
+        if rule == "fixed":
+            per_rank = name == "batch_size" and now["options"]["batch_per_rank"]
+            refused.append(
+                f"{flag(name)} was {old}, is {new}"
+                + (f" (--batch-per-rank {per_rank}; none keeps it)" if per_rank else "")
+            )
+        elif rule == "up" and new < old:
+            refused.append(f"{flag(name)} was {old}, is {new} (it may only grow)")
+    schedule = now["options"].get("learn_rate_schedule")
+    old, new = (table["options"].get("epochs") for table in (saved, now))
+    if schedule in ("cosine", "polynomial") and new > old:
+        refused.append(f"--epochs was {old}, is {new}, where --learn-rate-schedule {schedule} ends")
+    network = json.loads(json.dumps(now["network"]))  # lists for tuples, as in the checkpoint
+    if saved["network"] != network:
+        refused.append(f"--network: {_difference(saved['network'], network)}")
+    if saved["fingerprint"] != now["fingerprint"]:
+        refused.append(
+            f"--data: the images are not those of the run (fingerprint was "
+            f"{saved['fingerprint'][:12]}, is {now['fingerprint'][:12]})"
+        )
+    if refused:
+        raise UserError(f"--resume: {where} cannot go on: {'; '.join(refused)}")
+
+
+def _difference(saved, now):
+    """In words, where two lists of layers part."""
+    for old, new in zip(saved, now, strict=False):
+        if old != new:
+            name = new.get("name", "?")
+            changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            return f"layer {name} differs in {', '.join(changed)}"
+    return f"{len(saved)} layers were trained, {len(now)} are given"

@@ -1,0 +1,97 @@
+"""What the value of an option must be, and how a text becomes one."""
+
+import difflib
+import math
+import operator
+import re
+from typing import NamedTuple
+
+from mpidl.errors import UserError
+
+
+class Rule(NamedTuple):
+    """What a value must be: of this kind, and between the bounds."""
+
+    kind: type  # int, float or str
+    words: str  # "at least 1", as the error says it
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # low itself is refused
+    below: bool = False  # high itself is refused
+    choices: tuple = ()
+    pattern: str = ""  # of a text that is not one of the choices
+    optional: bool = False  # None will do; files and the command line write "none"
+    infinite: bool = False  # inf will do, for a whole number too
+    function: bool = False  # a function will do, in the library
+
+
+def at_least(low, *, optional=False, infinite=False):
+    words = f"at least {low}" + (", or inf" if infinite else "")
+    return Rule(int, words, low, optional=optional, infinite=infinite)
+
+
+def numbers(words):
+    return Rule(str, words, pattern=r"[0-9]+(,[0-9]+)*", optional=True)
+
+
+def positive(*, optional=False, infinite=False):
+    return Rule(float, "positive", 0, above=True, optional=optional, infinite=infinite)
+
+
+def share(low=0, high=1, *, optional=False):
+    """At least `low` and below 1."""
+    return Rule(float, f"at least {low} and below {high}", low, high, below=True, optional=optional)
+
+
+def one_of(*choices, function=False):
+    words = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+    return Rule(str, words, choices=choices, function=function)
+
+
+def checked(rule, value, spelled, text=False):
+    """The value in its proper type, or a UserError that calls it `spelled`; see `options.check`."""
+    if rule.optional and (value is None or value == "none"):
+        return None
+    if rule.function and callable(value):
+        return value
+    number = _convert(rule, value, text)
+    if (
+        number is None
+        or (rule.choices and number not in rule.choices and not _fits(rule, number))
+        or (not rule.choices and not _fits(rule, number))
+    ):
+        kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
+        kind = kind if number is None else ""
+        raise UserError(f"{spelled} must be {kind}{rule.words}, found {value}")
+    return number
+
+
+def _convert(rule, value, text):
+    """The value as an int, float or str; None where it is none."""
+    if rule.kind is str:
+        return value if isinstance(value, str) else None
+    if isinstance(value, bool) or (isinstance(value, str) and not text):
+        return None
+    try:
+        if rule.kind is int and not (rule.infinite and float(value) == math.inf):
+            return int(value) if isinstance(value, str) else operator.index(value)
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _fits(rule, number):
+    """Whether a number is between the bounds, or a text of the pattern."""
+    if rule.kind is str:
+        return bool(rule.pattern) and re.fullmatch(rule.pattern, number) is not None
+    low = number > rule.low if rule.above else number >= rule.low
+    high = number < rule.high if rule.below else number <= rule.high
+    finite = math.isfinite(number) or (rule.infinite and number == math.inf)
+    return finite and low and high
+
+
+def nearest(name, known):
+    """': did you mean ...?' where a known name is near, else ''."""
+    found = [other for other in known if other.startswith(name)]
+    found = found or difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f": did you mean {found[0]}?" if found else ""
