@@ -17,11 +17,11 @@ from mpidl.backends.reference_conv import conv2d_dx as conv2d_dx
 from mpidl.backends.reference_conv import conv2d_shape as conv2d_shape
 from mpidl.backends.reference_conv import transposed_conv2d as transposed_conv2d
 from mpidl.backends.reference_conv import transposed_conv2d_backward as transposed_conv2d_backward
+from mpidl.backends.reference_ends import sgdm as sgdm
 from mpidl.backends.reference_images import images as images
 from mpidl.backends.reference_images import keyed_words as keyed_words
 from mpidl.backends.reference_images import planes as planes
 from mpidl.backends.reference_images import warp as warp
-from mpidl.backends.reference_ends import sgdm as sgdm
 from mpidl.backends.reference_more import add as add
 from mpidl.backends.reference_more import concat as concat
 from mpidl.backends.reference_more import cross_channel_norm as cross_channel_norm
