@@ -32,7 +32,7 @@ from mpidl.backends.gpu.loss import (
     cross_entropy_dlogits,
     softmax,
 )
-from mpidl.backends.gpu.optimizer import sgdm
+from mpidl.backends.gpu.optimizer import adam, clip, rmsprop, sgdm
 from mpidl.backends.gpu.pool import (
     average_pool2d,
     average_pool2d_dx,
@@ -44,6 +44,7 @@ from mpidl.backends.reference import conv2d_shape
 __all__ = [
     "activation",
     "activation_sums",
+    "adam",
     "average_pool2d",
     "average_pool2d_dx",
     "batchnorm",
@@ -51,6 +52,7 @@ __all__ = [
     "batchnorm_factors",
     "batchnorm_sums",
     "channel_sums",
+    "clip",
     "conv2d",
     "conv2d_backward",
     "conv2d_moments",
@@ -72,6 +74,7 @@ __all__ = [
     "predict_scale",
     "relu",
     "relu_dx",
+    "rmsprop",
     "running",
     "sgdm",
     "softmax",

@@ -1,7 +1,9 @@
-"""Steps of optimizers by kernels/cuda/optimizer.cu, all parameters in one launch."""
+"""Steps of optimizers, all parameters in one launch (kernels/cuda/optimizer.cu, adaptive.cu), and
+clipping (clip.cu)."""
 
 import functools
 import itertools
+import math
 
 import numpy as np
 
@@ -40,31 +42,17 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factor
     reads a number before it writes one there.
     """
     factors = [1.0] * len(weights) if factors is None else factors
-    for w, g, v in zip(weights, gradients, velocities, strict=True):
-        for name, other in ("gradient", g), ("velocity", v):
-            if _layout(other) != _layout(w):
-                raise ValueError(
-                    f"sgdm: a {name} lies in memory as {_layout(other)}, its weight {w.shape} as "
-                    f"{_layout(w)}"
-                )
-            if other.dtype != np.float32 or w.dtype != np.float32:
-                raise TypeError(f"sgdm: expected float32, got {w.dtype} and a {name} {other.dtype}")
+    _check("sgdm", weights, gradient=gradients, velocity=velocities)
     sizes = tuple(w.size for w in weights)
-    firsts, total = places(sizes)
     chunk, blocks = _blocks(sizes)
-    flat = array.empty((total,))
-    stepped = [
-        Array(flat.buffer, w.dtype, w.shape, w.dims, w.order, flat.offset + 4 * first)
-        for w, first in zip(weights, firsts, strict=True)
-    ]
+    stepped = _side_by_side(weights)
     if not weights:
         return stepped
-    rows = zip(weights, gradients, velocities, stepped, sizes, strict=True)
     run.launch(
         "sgdm",
         len(blocks),
         THREADS,
-        run.table([list(row) for row in rows]),
+        _table(weights, gradients, velocities, stepped, sizes),
         run.constant(blocks),
         run.constant(np.array(decays, np.float32)),
         run.constant(np.array(factors, np.float32)),
@@ -73,6 +61,130 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factor
         chunk,
     )
     return stepped
+
+
+def adam(
+    weights,
+    gradients,
+    means,
+    squares,
+    learning_rate,
+    gradient_decay,
+    square_decay,
+    epsilon,
+    decays,
+    factors,
+):
+    """See `reference.adam`. Lists of float32 Arrays, those of a parameter in one layout; the new
+    weights lie as those of `sgdm` do."""
+    _check("adam", weights, gradient=gradients, mean=means, square=squares)
+    how = learning_rate, gradient_decay, square_decay, epsilon, decays, factors
+    return _adaptive(weights, gradients, means, squares, *how)
+
+
+def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
+    """See `reference.rmsprop`. Arrays as for `adam`."""
+    _check("rmsprop", weights, gradient=gradients, square=squares)
+    how = learning_rate, 0.0, square_decay, epsilon, decays, factors
+    return _adaptive(weights, gradients, [0] * len(weights), squares, *how)
+
+
+def _adaptive(
+    weights,
+    gradients,
+    means,
+    squares,
+    learning_rate,
+    gradient_decay,
+    square_decay,
+    epsilon,
+    decays,
+    factors,
+):
+    sizes = tuple(w.size for w in weights)
+    chunk, blocks = _blocks(sizes)
+    stepped = _side_by_side(weights)
+    if not weights:
+        return stepped
+    run.launch(
+        "adaptive",
+        len(blocks),
+        THREADS,
+        _table(weights, gradients, means, squares, stepped, sizes),
+        run.constant(blocks),
+        run.constant(np.array(decays, np.float32)),
+        run.constant(np.array(factors, np.float32)),
+        run.scalar("learning_rate", learning_rate),
+        gradient_decay,
+        1 - gradient_decay,
+        square_decay,
+        1 - square_decay,
+        epsilon,
+        chunk,
+    )
+    return stepped
+
+
+def clip(weights, gradients, decays, method, threshold):
+    """See `reference.clip`; the order of the sums is the device's own. Lists of float32 Arrays,
+    those of a parameter in one layout; the new gradients lie side by side."""
+    _check("clip", weights, gradient=gradients)
+    sizes = tuple(w.size for w in weights)
+    chunk, blocks = _blocks(sizes)
+    clipped = _side_by_side(weights)
+    if not len(blocks):
+        return clipped
+    norms = method != "absolute-value"
+    parameters, places = _table(weights, gradients, clipped, sizes), run.constant(blocks)
+    squares = array.empty((len(blocks),), np.float64)
+    run.launch(
+        "clip_numbers",
+        len(blocks),
+        THREADS,
+        parameters,
+        places,
+        run.constant(np.array(decays, np.float32)),
+        math.inf if norms else threshold,
+        chunk,
+        squares,
+    )
+    if norms:
+        firsts = np.searchsorted(blocks[:, 0], np.arange(len(sizes) + 1)).astype(np.int32)
+        scales = array.empty((len(sizes),))
+        together = int(method == "global-l2norm")
+        how = run.constant(firsts), len(sizes), together, threshold, scales
+        run.launch("clip_scales", 1, THREADS, squares, *how)
+        run.launch("clip_scale", len(blocks), THREADS, parameters, places, scales, chunk)
+    return clipped
+
+
+def _check(name, weights, **others):
+    """Raise ValueError or TypeError unless each parameter's arrays are float32 in one layout."""
+    for what, arrays in others.items():
+        for w, other in zip(weights, arrays, strict=True):
+            if _layout(other) != _layout(w):
+                raise ValueError(
+                    f"{name}: a {what} lies in memory as {_layout(other)}, its weight {w.shape} as "
+                    f"{_layout(w)}"
+                )
+            if other.dtype != np.float32 or w.dtype != np.float32:
+                raise TypeError(
+                    f"{name}: expected float32, got {w.dtype} and a {what} {other.dtype}"
+                )
+
+
+def _side_by_side(weights):
+    """New arrays like the weights in one piece of memory, each at its place of `places`."""
+    firsts, total = places(tuple(w.size for w in weights))
+    flat = array.empty((total,))
+    return [
+        Array(flat.buffer, w.dtype, w.shape, w.dims, w.order, flat.offset + 4 * first)
+        for w, first in zip(weights, firsts, strict=True)
+    ]
+
+
+def _table(*columns):
+    return run.table([list(row) for row in zip(*columns, strict=True)])
 
 
 def _layout(value):

@@ -1,0 +1,80 @@
+// Gradients no larger than a threshold. Norms are sums of squares in double, in one order: of each
+// block of threads by a tree, of its parameter by another, of all parameters one after the other.
+
+// The sum over the block's 256 threads, in every one of them.
+__device__ __forceinline__ double sum_of_block(double own, double* sums) {
+    __syncthreads();
+    sums[threadIdx.x] = own;
+    for (int half = 128; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    __syncthreads();
+    return sums[0];
+}
+
+// clipped = gradient + decay * weight, no larger than the limit in either direction (infinity: as it
+// is); squares: of each block of threads the sum of the squares of its `chunk` floats.
+//
+// parameters: of each the addresses of weight, gradient and clipped, and how many floats. places: of
+// each block of threads the parameter and the first of its floats.
+extern "C" __global__ void __launch_bounds__(256)
+    clip_numbers(const long long* __restrict__ parameters, const int* __restrict__ places,
+                 const float* __restrict__ decays, float limit, int chunk,
+                 double* __restrict__ squares) {
+    __shared__ double sums[256];
+    const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
+    const long long* own = parameters + 4 * parameter;
+    const int count = min((long long)chunk, own[3] - first);
+    const float* weight = (const float*)own[0] + first;
+    const float* gradient = (const float*)own[1] + first;
+    float* clipped = (float*)own[2] + first;
+    const float decay = decays[parameter];
+    double square = 0.0;
+    for (int i = threadIdx.x; i < count; i += 256) {
+        float g = gradient[i];
+        if (decay != 0.0f) g = g + decay * weight[i];
+        square += (double)g * g;
+        clipped[i] = g > limit ? limit : g < -limit ? -limit : g;
+    }
+    square = sum_of_block(square, sums);
+    if (threadIdx.x == 0) squares[blockIdx.x] = square;
+}
+
+// What a norm of this square is multiplied by. A norm that is no number stays one.
+__device__ __forceinline__ float scale_of(double square, double threshold) {
+    const double norm = sqrt(square);
+    return norm <= threshold ? 1.0f : (float)(threshold / norm);
+}
+
+// scales: of each parameter the factor that makes its norm, or `together` that of all parameters, no
+// larger than the threshold. firsts: of each the first of its squares, and one past the last. One
+// block of threads.
+extern "C" __global__ void __launch_bounds__(256)
+    clip_scales(const double* __restrict__ squares, const int* __restrict__ firsts, int count,
+                int together, double threshold, float* __restrict__ scales) {
+    __shared__ double sums[256];
+    double all = 0.0;
+    for (int p = 0; p < count; p++) {
+        double own = 0.0;
+        for (int i = firsts[p] + threadIdx.x; i < firsts[p + 1]; i += 256) own += squares[i];
+        const double square = sum_of_block(own, sums);
+        all += square;
+        if (threadIdx.x == 0 && !together) scales[p] = scale_of(square, threshold);
+    }
+    if (together)
+        for (int p = threadIdx.x; p < count; p += 256) scales[p] = scale_of(all, threshold);
+}
+
+// clipped *= its parameter's scale; parameters and places as for clip_numbers.
+extern "C" __global__ void __launch_bounds__(256)
+    clip_scale(const long long* __restrict__ parameters, const int* __restrict__ places,
+               const float* __restrict__ scales, int chunk) {
+    const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
+    const float scale = scales[parameter];
+    if (scale == 1.0f) return;
+    const long long* own = parameters + 4 * parameter;
+    const int count = min((long long)chunk, own[3] - first);
+    float* clipped = (float*)own[2] + first;
+    for (int i = threadIdx.x; i < count; i += 256) clipped[i] *= scale;
+}
