@@ -79,6 +79,7 @@ def on_cuda(order=0, truncate=False, architecture=None, **said):
         launch(handle, what)
 
     device.launch = noted
+    device.specialize = False  # or each of many shapes would be compiled by itself
     vars(device).update(said)
     run.open(device)
     try:

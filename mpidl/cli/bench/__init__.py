@@ -1,11 +1,12 @@
 """`python -m mpidl.bench`: measurements, as ratios of things that take turns in one run.
 
 A sub-command a file. What is compared runs in processes of its own (`turns`), ours in `ours`,
-PyTorch's in `theirs`; `subject` is what they all compute.
+PyTorch's in `theirs`; `subject` is what they all compute. What is measured on a GPU is in `gpu`.
 """
 
 from mpidl.cli import start
 from mpidl.cli.bench import accuracy, arguments, compare, fold, kernels, machine, step, turns
+from mpidl.cli.bench.gpu import speed
 from mpidl.comm import guard
 from mpidl.errors import Fault
 
@@ -15,6 +16,7 @@ COMMANDS = {
     "accuracy": accuracy.main,
     "fold": fold.main,
     "compare": compare.main,
+    "gpu": speed.main,
 }
 
 

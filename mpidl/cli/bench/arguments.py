@@ -13,6 +13,7 @@ BENCHMARKS = {
     "accuracy": "the error of each layer's activations and gradients, beside PyTorch's",
     "fold": "what the fixed order of sums costs, against a plain Allreduce",
     "compare": "our training step against PyTorch's, in turns on the same cores",
+    "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
 }
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 
@@ -29,6 +30,8 @@ def parse(argv=None, quiet=False):
     overview.add_argument("what", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
     what = overview.parse(argv[:1]).what
     parser = Parser(f"bench {what}", f"Measure {BENCHMARKS[what]}.", quiet)
+    if what == "gpu":
+        return argparse.Namespace(**{"what": what, **vars(_add_gpu(parser).parse(argv[1:]))})
     _add_subject(parser, what)
     if what in ("step", "fold"):
         text = "start so many ranks, in processes that take turns"
@@ -135,6 +138,32 @@ def _add_compare(parser):
         help="other libraries to time beside PyTorch",
     )
     parser.add_argument("--with-python", metavar="PATH", help="the Python that has them (this one)")
+
+
+def _add_gpu(parser):
+    parser.add_argument(
+        "--settings",
+        type=lambda text: text.split(","),
+        default=["digits:128", "digits:1024", "cifar:256", "cifar:1024"],
+        metavar="NETWORK:BATCH,...",
+        help="what to time (digits:128,digits:1024,cifar:256,cifar:1024)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=count("--rounds"),
+        default=9,
+        metavar="N",
+        help="times that all take turns; medians are of so many (9)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=count("--limit"),
+        default=900,
+        metavar="SECONDS",
+        help="what it may take in all; compiled variants come last (900)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    return parser
 
 
 def _one_of(spelled, name, known):
