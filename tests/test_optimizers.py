@@ -152,7 +152,7 @@ def test_names_and_shapes_that_do_not_match():
         SGDM()(weights, {**tables(1), "conv1.bias": np.zeros(4, np.float32)})
     sgdm = SGDM()
     sgdm.load_state({"velocity.dense9.bias": np.zeros(1, np.float32)})
-    with pytest.raises(ValueError, match="velocities do"):
+    with pytest.raises(ValueError, match="velocity arrays do"):
         sgdm(weights, tables(1))
 
 

@@ -22,7 +22,7 @@ class Step:
         with run.through(recorder):
             images, labels = reader.read()
             self.value, gradients, state = gradient(net, images, labels)
-            parameters = optimizer(net.parameters, gradients)
+            parameters = optimizer.apply(net.parameters, gradients, optimizer.numbers())
             for new, old in ((parameters, net.parameters), (state, net.state)):
                 for name, array in old.items():
                     if new[name] is not array:
@@ -36,9 +36,9 @@ class Step:
 
     def start(self, feed):
         """Start the step of a mini-batch; returns what `finish` takes. Does not wait."""
-        rates = {"learning_rate": self.optimizer.learning_rate, "momentum": self.optimizer.momentum}
         row = self.program.ready() % ROWS
-        return self.program.run(**self.reader.values(feed, row), **rates), feed.batch.count
+        values = self.reader.values(feed, row) | self.optimizer.advance()
+        return self.program.run(**values), feed.batch.count
 
     def finish(self, started):
         """The value of a step: waits for it."""
