@@ -163,21 +163,41 @@ struct picture {
     int64_t C, H, W, stride, row;
 };
 
+typedef int32_t four __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+#if defined(__clang__)
+#define PICK(type, a, b, ...) __builtin_shufflevector((type)(a), (type)(b), __VA_ARGS__)
+#else
+#define PICK(type, a, b, ...) __builtin_shuffle((type)(a), (type)(b), (type){__VA_ARGS__})
+#endif
+
+/* 16 pixels of 4 bytes to 16 bytes of each of the first three channels. */
+INLINE void part(const uint8_t *from, uint8_t *red, uint8_t *green, uint8_t *blue) {
+    line v[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        v[i] = load_line(from + LANES * i);
+        v[i] = PICK(line, v[i], v[i], 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    }
+    four a = PICK(four, v[0], v[1], 0, 4, 1, 5), b = PICK(four, v[2], v[3], 0, 4, 1, 5);
+    four c = PICK(four, v[0], v[1], 2, 6, 3, 7), d = PICK(four, v[2], v[3], 2, 6, 3, 7);
+    *(four *)red = PICK(four, a, b, 0, 1, 4, 5);
+    *(four *)green = PICK(four, a, b, 2, 3, 6, 7);
+    *(four *)blue = PICK(four, c, d, 0, 1, 4, 5);
+}
+
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes) {
     const struct picture *s = (const struct picture *)shape;
+    int64_t plane = s->H * s->W;
     for (int64_t h = 0; h < s->H; h++) {
-        const uint8_t *restrict from = pixels + h * s->row;
-        uint8_t *restrict to = planes + h * s->W;
-        int64_t plane = s->H * s->W;
-        if (s->C == 1 && s->stride == 1) {
-            memcpy(to, from, (size_t)s->W);
-        } else if (s->C == 3 && s->stride == 4) {
-            for (int64_t w = 0; w < s->W; w++) to[w] = from[4 * w];
-            for (int64_t w = 0; w < s->W; w++) to[plane + w] = from[4 * w + 1];
-            for (int64_t w = 0; w < s->W; w++) to[2 * plane + w] = from[4 * w + 2];
-        } else {
-            for (int64_t c = 0; c < s->C; c++)
-                for (int64_t w = 0; w < s->W; w++) to[c * plane + w] = from[s->stride * w + c];
-        }
+        const uint8_t *from = pixels + h * s->row;
+        uint8_t *to = planes + h * s->W;
+        int64_t w = 0;
+        if (s->C == 3 && s->stride == 4)
+            for (; w + LANES <= s->W; w += LANES)
+                part(from + 4 * w, to + w, to + plane + w, to + 2 * plane + w);
+        else if (s->C == s->stride && s->C == 1)
+            memcpy(to, from, (size_t)(w = s->W));
+        for (; w < s->W; w++)
+            for (int64_t c = 0; c < s->C; c++) to[c * plane + w] = from[s->stride * w + c];
     }
 }
