@@ -43,6 +43,7 @@ from mpidl.nn import (
     Softmax,
     Tanh,
     TransposedConv2D,
+    analyze,
 )
 from mpidl.ops import (
     add,
@@ -81,10 +82,12 @@ from mpidl.ops import (
     transposed_conv2d,
 )
 from mpidl.tape import Var, check_vjp, op, value_and_grad
-from mpidl.training.evaluate import evaluate
+from mpidl.training.confusion import Confusion, confusion_matrix
+from mpidl.training.evaluate import Evaluation, RegressionErrors, evaluate, regression_errors
 from mpidl.training.loop import train
 from mpidl.training.modelfile import load_model, save_model, weights_sha256
 from mpidl.training.optimizers import SGDM
 from mpidl.training.options import TrainingOptions
+from mpidl.training.outputs import activations, classify, predict
 
 __version__ = "0.1.0"

@@ -256,7 +256,11 @@ def test_the_other_commands():
     known = arguments.verify("--ranks 1,3 --seed 4".split())
     assert known.ranks == [1, 3] and known.given == {"seed": 4, "max_iterations": 5}
     assert "--ranks must be" in refused(arguments.verify, ["--ranks", "1,x"])
-    assert vars(arguments.info([])) == {}
+    assert set(vars(arguments.info([])).values()) == {None}
+    known = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
+    assert (known.network, known.input_shape, known.classes) == ("alexnet", (3, 227, 227), 5)
+    assert "such as 3,227,227" in refused(arguments.info, "--network x --input-shape 3,8".split())
+    assert "for --network NAME" in refused(arguments.info, ["--classes", "5"])
 
 
 def test_help_names_every_option_on_one_rank_only(capsys):

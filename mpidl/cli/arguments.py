@@ -126,12 +126,32 @@ def train(argv=None, quiet=False):
 
 
 def predict(argv=None, quiet=False):
-    """Namespace of model, data, out, and options of training, `PREDICT`."""
+    """Namespace of model, data, out, top_k, confusion, activations, and of options of training,
+    `PREDICT`."""
     parser = Parser("predict", "Classify images with a trained network.", quiet)
     parser.add_argument("--model", metavar="FILE.h5", required=True, help="model.h5 of a run")
     parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
     parser.add_argument(
-        "--out", metavar="FILE.csv", help="write a row an image: name, class, a score a class"
+        "--out",
+        metavar="FILE",
+        help="write FILE.csv, a row an image: name, class, a score a class; or, of --activations "
+        "and of a model of other outputs than classes, FILE.npy or FILE.h5, an array",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=count("--top-k"),
+        metavar="K",
+        help="print the share of the images whose class is among the K with the largest scores",
+    )
+    parser.add_argument(
+        "--confusion",
+        metavar="FILE",
+        help="write which class was taken for which: FILE.csv, or FILE.png, a picture",
+    )
+    parser.add_argument(
+        "--activations",
+        metavar="LAYER",
+        help="write what the layer of this name computes for each image to --out",
     )
     parser.add_options(*PREDICT)
     defaults = {name: options.OPTIONS[name].default for name in PREDICT}
@@ -170,8 +190,38 @@ def verify(argv=None, quiet=False):
 
 
 def info(argv=None, quiet=False):
-    """Namespace without names: --help is all there is."""
-    return Parser("info", "Show what mpidl found on this machine and its ranks.", quiet).parse(argv)
+    """Namespace of network (None: the machine is asked for), input_shape, classes, batch_size."""
+    parser = Parser(
+        "info",
+        "Show what mpidl found on this machine and its ranks; with --network, a network's layers.",
+        quiet,
+    )
+    parser.add_argument(
+        "--network",
+        metavar="NAME",
+        help=f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION: its layers, with their learnables, "
+        "memory and operations",
+    )
+    parser.add_argument(
+        "--input-shape",
+        type=image_shape,
+        metavar="C,H,W",
+        help="of an image, for --network (that of the network's own images)",
+    )
+    parser.add_argument(
+        "--classes", type=count("--classes"), metavar="N", help="for --network (its own)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=count("--batch-size"),
+        metavar="N",
+        help="images in a mini-batch, for --network (that of its recipe, else 128)",
+    )
+    found = parser.parse(argv)
+    given = [n for n in ("input_shape", "classes", "batch_size") if getattr(found, n) is not None]
+    if given and found.network is None:
+        raise UserError(f"{options.flag(given[0])}: is for --network NAME, which is missing")
+    return found
 
 
 DATA_HELP = (
@@ -206,6 +256,13 @@ def count(spelled):
         return options.check("epochs", text, spelled, text=True)
 
     return convert
+
+
+def image_shape(text):
+    sides = [options.check("epochs", part, "--input-shape", text=True) for part in text.split(",")]
+    if len(sides) != 3:
+        raise UserError(f"--input-shape must be C,H,W, such as 3,227,227, found {text}")
+    return tuple(sides)
 
 
 def rank_counts(text):

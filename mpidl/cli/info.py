@@ -1,5 +1,6 @@
 """`python -m mpidl.info`: what mpidl found on this machine and its ranks."""
 
+import inspect
 import os
 import platform
 import sys
@@ -10,13 +11,19 @@ from mpidl.backends import native
 from mpidl.backends.gpu import cubins, nvrtc, visible
 from mpidl.cli import arguments, start
 from mpidl.comm import World, cores, devices, guard, nccl
+from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
+from mpidl.nn import zoo
+from mpidl.training import options
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
-    arguments.info(argv, quiet=guard.launched_rank() > 0)
+    asked = arguments.info(argv, quiet=guard.launched_rank() > 0)
     world = World(timeout=60, threads=None)
+    if asked.network is not None:
+        on_rank_0(world, lambda: _show_network(asked))
+        return 0
     ranks = world.gather((world.host, cores.cores()))
     warnings = start.arithmetic(world)
     mine = devices.look(world.host)
@@ -55,6 +62,23 @@ def main(argv=None):
     for line in warnings:
         print(line)
     return 0
+
+
+def _show_network(asked):
+    """Print a network's layers; sizes that were not given are its own."""
+    given = {"input_shape": asked.input_shape, "classes": asked.classes}
+    if asked.network in zoo.NETWORKS:
+        own = inspect.signature(zoo.NETWORKS[asked.network]).parameters
+        given = {name: own[name].default if v is None else v for name, v in given.items()}
+    for name, value in given.items():
+        if value is None and ".py:" in asked.network:  # else the name is refused
+            flag = options.flag(name)
+            raise UserError(f"--network {asked.network}: expected {flag} too, found none")
+    net = start.network(asked.network, given["input_shape"], given["classes"], seed=0)
+    recipe = zoo.RECIPES.get(asked.network, {})
+    batch_size = asked.batch_size or recipe.get("batch_size") or 128
+    print(f"{asked.network}, {given['classes']} classes")
+    print(net.analyze(batch_size))
 
 
 def _arithmetic():

@@ -1,6 +1,7 @@
 """Networks: layers, the network that holds their learnables and state, and the zoo."""
 
 from mpidl.nn import zoo
+from mpidl.nn.analysis import Analysis, analyze
 from mpidl.nn.layers import (
     AveragePool2D,
     BatchNorm,
@@ -28,6 +29,7 @@ from mpidl.nn.network import Network
 
 __all__ = [
     "Add",
+    "Analysis",
     "AveragePool2D",
     "BatchNorm",
     "Built",
@@ -47,5 +49,6 @@ __all__ = [
     "Softmax",
     "Tanh",
     "TransposedConv2D",
+    "analyze",
     "zoo",
 ]

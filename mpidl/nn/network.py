@@ -10,6 +10,7 @@ import numpy as np
 from mpidl import ops
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import fusion, graph
+from mpidl.nn.analysis import Analysis, aligned, times
 from mpidl.nn.layers import At, Layer
 
 
@@ -213,6 +214,27 @@ class Network:
                 new[name] = np.array(old[name])
         return net
 
+    def up_to(self, name):
+        """A network whose output is that of the layer of a name: of this one's layers those that it
+        depends on, with the same arrays. KeyError for an unknown name."""
+        last, part = self._number(name), copy.copy(self)
+        needed = {name}
+        for i in range(last, -1, -1):
+            if self.layers[i].name in needed:
+                needed.update(self.reads[i])
+        chosen = [i for i, layer in enumerate(self.layers) if layer.name in needed]
+        part.layers = [copy.copy(self.layers[i]) for i in chosen]
+        for i, layer in zip(chosen, part.layers, strict=True):
+            if layer.after is None and graph.several_of(layer) is None:
+                (layer.after,) = self.reads[i]  # the layer before it may not be there
+        part.reads = [self.reads[i] for i in chosen]
+        part.output_shapes = [self.output_shapes[i] for i in chosen]
+        for table in ("_parameters", "_state"):
+            arrays = getattr(self, table).items()
+            setattr(part, table, {k: v for k, v in arrays if k.rsplit(".", 1)[0] in needed})
+        part._plan()
+        return part
+
     def bind(self, learnables):
         """A copy in training mode, with other values for some or all learnables; its state is its
         own."""
@@ -287,25 +309,25 @@ class Network:
         arrays = {"parameters": self._parameters, "state": self._state}[kind]
         return [(*key.rsplit(".", 1), a.shape, int(np.prod(a.shape))) for key, a in arrays.items()]
 
+    def stored(self):
+        """The names of the layers whose outputs a training step stores; of a run of fused layers
+        the convolution's."""
+        return {run.layers[0].name for run in self._runs[self.fuse]}
+
+    def analyze(self, batch_size=128):
+        """The `Analysis` of the layers: shapes, learnables, memory, operations."""
+        return Analysis(self, batch_size)
+
     def __str__(self):
-        rows = [("layer", "type", "output", "learnables")]
         counts = {layer.name: 0 for layer in self.layers}
         for name, _, _, count in self.table():
             counts[name] += count
-        rows.append(("images", "", _times(self.input_shape), ""))
+        rows = [("layer", "type", "output", "learnables")]
+        rows.append(("images", "", times(self.input_shape), ""))
         for layer, shape in zip(self.layers, self.output_shapes, strict=True):
             count = f"{counts[layer.name]:,}" if counts[layer.name] else ""
-            rows.append((layer.name, type(layer).__name__, _times(shape), count))
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = [
-            f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip()
-            for a, b, c, d in rows
-        ]
-        return "\n".join([*lines, f"{sum(counts.values()):,} learnables"])
-
-
-def _times(shape):
-    return "x".join(map(str, shape))
+            rows.append((layer.name, type(layer).__name__, times(shape), count))
+        return "\n".join([*aligned(rows, left=2), f"{sum(counts.values()):,} learnables"])
 
 
 def _tuples(value):
@@ -318,7 +340,7 @@ def _built(layer, reads):
     try:
         return layer.build(shapes[0] if graph.several_of(layer) is None else shapes)
     except ValueError as error:
-        what = ", ".join(f"{name}: {_times(shape)}" for name, shape in reads)
+        what = ", ".join(f"{name}: {times(shape)}" for name, shape in reads)
         raise ValueError(f"{error} ({layer.name} reads {what})") from error
 
 
