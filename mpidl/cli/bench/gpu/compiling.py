@@ -65,7 +65,7 @@ def check_all(report, world, batches=None, compile=None):
     report.check(
         "kernels compile",
         not failed,
-        f"{len(units)} of {len({u.family for u in units})} families for {architecture} in "
+        f"{len(units)} units of {len({u.family for u in units})} families for {architecture} in "
         f"{time.monotonic() - began:.1f} s" + "".join(f"; {text}" for text in failed[:3]),
     )
 
