@@ -1,14 +1,18 @@
-"""`python -m mpidl.predict`: classify images with a trained network."""
+"""`python -m mpidl.predict`: classify images with a trained network, or look inside it."""
 
 import csv
 import io
+
+import numpy as np
 
 from mpidl import backends, data
 from mpidl.cli import arguments, start
 from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0, shown
 from mpidl.errors import UserError
-from mpidl.training import evaluate, modelfile
+from mpidl.report import arrays
+from mpidl.training import confusion, evaluate, modelfile, outputs
+from mpidl.training.confusion import Confusion
 
 
 def main(argv=None):
@@ -19,6 +23,7 @@ def main(argv=None):
     lines = world.use_device(given.device, given.gpus) + world.use_threads(given.threads)
     for line in [*start.arithmetic(world), *lines]:
         print(line)
+    on_rank_0(world, lambda: _check_outputs(given))
     net, about = on_rank_0(world, lambda: modelfile.load_model(given.model))
     classes = about["classes"]
     images = data.open_test_data(
@@ -29,17 +34,104 @@ def main(argv=None):
             f"--data {given.data}: expected images of shape {net.input_shape}, as the model was "
             f"trained on, found {images.image_shape}"
         )
-    text = io.StringIO()
+    if given.activations:
+        _activations(given, world, net, images)
+    elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
+        _outputs(given, world, net, images)
+    else:
+        _classes(given, world, net, images, classes)
+    return 0
+
+
+def _check_outputs(given):
+    """Before anything is computed: that what is asked for can be written."""
+    if given.confusion:
+        confusion.check_path(given.confusion, "--confusion")
+    if given.activations:
+        for name in ("top_k", "confusion"):
+            if getattr(given, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"--activations writes what a layer computes: {flag} is without it")
+        if not given.out:
+            raise UserError("--activations: expected --out FILE.npy or FILE.h5 with it, found none")
+        arrays.check_path(given.out, "--out")
+
+
+def _activations(given, world, net, images):
+    try:
+        part = net.up_to(given.activations)
+    except KeyError as error:
+        raise UserError(f"--activations: {given.model}: {error.args[0]}") from error
+    _write(given, world, part, images, "activations")
+    if world.rank == 0:
+        shape = "x".join(map(str, part.output_shape))
+        print(f"Activations: {shape} of {given.activations}, {len(images)} images: {given.out}")
+
+
+def _outputs(given, world, net, images):
+    """Of a network that maps images to images or numbers: its errors, where there are targets."""
+    for name in ("top_k", "confusion"):
+        if getattr(given, name):
+            raise UserError(
+                f"--{name.replace('_', '-')}: expected a model with a score for each class, and "
+                f"images with labels; {given.model} has outputs of shape {net.output_shape}"
+            )
+    if given.out:
+        on_rank_0(world, lambda: arrays.check_path(given.out, "--out"))
+        _write(given, world, net, images, "outputs")
+    found = None
+    if images.targets_shape is not None:
+        how = {"world": world, "batch_size": given.batch_size}
+        found = evaluate.regression_errors(net, images, **how)
+    if world.rank == 0:
+        if found is None:
+            print(f"{len(images)} images, no targets known")
+        else:
+            print(f"RMSE: {found.rmse:.6g}, MAE: {found.mae:.6g} ({len(images)} images)")
+        if given.out:
+            print(f"Outputs: {given.out}")
+
+
+def _write(given, world, net, images, name):
+    """Write the outputs for all images to --out, a mini-batch at a time, in their order."""
+    file = None
+    if world.rank == 0:
+        about = {"names": [images.name(i) for i in range(len(images))]}
+        if images.labels is not None:
+            about["labels"] = images.labels
+        file = arrays.ArrayFile(given.out, name, (len(images), *net.output_shape), about)
+    how = {"world": world, "batch_size": given.batch_size}
+    for _, values in outputs.by_batch(net, images, outputs.outputs, **how):
+        if values is not None:
+            file.write(values)
+    on_rank_0(world, lambda: file.close())
+
+
+def _classes(given, world, net, images, classes):
+    """The classes of images, with what is known of how right they are."""
+    if images.labels is None and (given.top_k or given.confusion):
+        flag = "--top-k" if given.top_k else "--confusion"
+        raise UserError(f"{flag}: expected images with labels, found none in --data {given.data}")
+    if given.out and given.out.lower().endswith(arrays.ENDINGS):
+        raise UserError(f"--out {given.out}: the scores of classes are written as .csv")
+    (count,) = net.output_shape
+    if given.top_k and given.top_k > count:
+        raise UserError(f"--top-k {given.top_k}: the model tells {count} classes apart")
+    table = np.zeros((count, count), np.int64)
+    among, text = 0, io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    names = [shown(name) for name in classes]
+    names = [shown(name) for name in confusion.names_of(classes, count)]
     rows.writerow(["image", "predicted", *names])
-    right = 0
-    for indices, scores in evaluate.predict(net, images, world=world, batch_size=given.batch_size):
+    how = {"world": world, "batch_size": given.batch_size}
+    for indices, given_by in outputs.by_batch(net, images, outputs.scores_and_labels, **how):
         if indices is None:
             continue
-        found = scores.argmax(axis=1)
+        scores, ranked, found = given_by
         if images.labels is not None:
-            right += int((found == images.labels[indices]).sum())
+            confusion.tally(table, images.labels[indices], found)
+        if given.top_k:
+            places = evaluate.places(ranked, images.labels[indices])
+            among += int((places < given.top_k).sum())
         if given.out:
             for i, k, row in zip(indices, found, scores, strict=True):
                 # nine digits hold every bit of a float32
@@ -47,11 +139,16 @@ def main(argv=None):
     if given.out:
         content = text.getvalue().encode()
         on_rank_0(world, lambda: modelfile.write_whole(given.out, content))
+    if given.confusion:
+        made = Confusion(table, tuple(names))
+        on_rank_0(world, lambda: made.save(given.confusion))
     if world.rank == 0:
         if images.labels is not None and len(images):
-            print(f"Accuracy: {right / len(images):.4f} ({len(images)} images)")
+            print(f"Accuracy: {table.trace() / len(images):.4f} ({len(images)} images)")
+            if given.top_k:
+                print(f"Top-{given.top_k} accuracy: {among / len(images):.4f}")
         else:
             print(f"{len(images)} images, no labels known")
-        if given.out:
-            print(f"Scores: {given.out}")
-    return 0
+        for what, path in (("Confusion matrix", given.confusion), ("Scores", given.out)):
+            if path:
+                print(f"{what}: {path}")

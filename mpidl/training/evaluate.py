@@ -1,19 +1,38 @@
-"""What a trained network does on a data set: exact, and the same bytes on any number of ranks."""
+"""How well a trained network does on a data set: exact, and the same on any number of ranks."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from mpidl import ops
+from mpidl.blocks import LANES
+from mpidl.comm import World
 from mpidl.data import MinibatchQueue
 from mpidl.errors import UserError
+from mpidl.fold import Counter
+from mpidl.training.confusion import Confusion, names_of, tally
 
 
 class Evaluation(NamedTuple):
-    """Share of the images that were classified right, mean cross-entropy, number of images."""
+    """Share of the images that were classified right, mean cross-entropy, number of images.
+
+    Where they were asked for: top_k, the share of the images whose class is among the k largest
+    scores; confusion, a `Confusion`.
+    """
 
     accuracy: float
     loss: float
+    images: int
+    top_k: float | None = None
+    confusion: Confusion | None = None
+
+
+class RegressionErrors(NamedTuple):
+    """Over all elements of all targets: root of the mean squared error, mean absolute error; and
+    the number of images."""
+
+    rmse: float
+    mae: float
     images: int
 
 
@@ -43,14 +62,20 @@ def agreed(batches, world, signals=None):
         yield item
 
 
-def evaluate(net, datastore, *, world, batch_size=128, signals=None):
+def evaluate(
+    net, datastore, *, world=None, batch_size=128, signals=None, top_k=None, confusion=False
+):
     """Evaluation of a classifier on labelled images, in prediction mode. Collective.
 
-    signals: those that end it early, see `agreed`; it is then of the images so far.
+    world: all ranks by default. top_k: a number k of 1 to the number of classes, and confusion:
+    whether to count which class was taken for which; both in the same pass. signals: those that end
+    it early, see `agreed`; it is then of the images so far. Raises UserError where there are no
+    labels, or labels beyond the network's outputs.
     """
-    if datastore.labels is None:
-        raise UserError(f"{datastore.describe()}: the images have no labels to compare with")
-    totals, n = np.zeros(2), 0
+    classes = _classes(net, datastore, top_k)
+    world = World() if world is None else world
+    totals, n, among = np.zeros(2), 0, 0
+    table = np.zeros((classes, classes), np.int64) if confusion else None
     queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
     net = net.on(world.device)
     for images, labels in agreed(queue.epoch(0), world, signals):
@@ -62,21 +87,90 @@ def evaluate(net, datastore, *, world, batch_size=128, signals=None):
         sums = world.gplus(found)
         totals += float(sums["loss"]) * images.batch.count, float(sums["correct"])
         n += images.batch.count
+        if top_k or confusion:  # whole numbers, whose sum is the same in any order
+            mine, known = scores.local(), labels.local()
+            if confusion:
+                tally(table, known, mine.argmax(axis=1))
+            if top_k:
+                among += int((places(mine, known) < top_k).sum())
     accuracy, loss = totals[::-1] / max(n, 1)
-    return Evaluation(float(accuracy), float(loss), n)
+    return Evaluation(
+        float(accuracy),
+        float(loss),
+        n,
+        world.gop("sum", among) / max(n, 1) if top_k else None,
+        Confusion(world.gop("sum", table), names_of(datastore.classes, classes))
+        if confusion
+        else None,
+    )
 
 
-def predict(net, datastore, *, world, batch_size=128):
-    """Generate (indices, scores) of each mini-batch on rank 0, in the datastore's order.
+def _classes(net, datastore, top_k):
+    """How many classes the network tells apart; UserError where the question has no answer."""
+    if datastore.labels is None:
+        raise UserError(f"{datastore.describe()}: the images have no labels to compare with")
+    if len(net.output_shape) != 1:
+        raise UserError(
+            f"{datastore.describe()}: expected a network with outputs (K,) to compare their labels "
+            f"with, found outputs of shape {net.output_shape}"
+        )
+    (classes,) = net.output_shape
+    highest = int(datastore.labels.max(initial=0))
+    if highest >= classes:
+        raise UserError(
+            f"{datastore.describe()}: expected labels below {classes}, the number of the network's "
+            f"outputs, found {highest}"
+        )
+    if top_k is not None and not (isinstance(top_k, int) and 1 <= top_k <= classes):
+        raise UserError(
+            f"top_k must be a whole number from 1 to {classes}, the number of classes, got {top_k}"
+        )
+    return classes
 
-    indices: (n,); scores: (n, K) float32 of softmax. The other ranks get (None, None). Collective:
-    every rank must take all of them.
+
+def places(scores, labels):
+    """(n,): how many classes come before the label's when scores (n, K) are sorted, the largest
+    first and of equal ones the first class; K where the label's score is NaN."""
+    own = np.take_along_axis(scores, labels[:, None], axis=1)
+    earlier = np.arange(scores.shape[1]) < labels[:, None]
+    before = (scores > own) | ((scores == own) & earlier)
+    return np.where(np.isnan(own[:, 0]), scores.shape[1], before.sum(axis=1))
+
+
+def regression_errors(net, datastore, *, world=None, batch_size=128):
+    """RegressionErrors of the network's outputs against a datastore's targets, images or numbers.
+
+    In prediction mode. world: all ranks by default. Collective. Raises UserError where there are no
+    targets, or of another size than the outputs.
     """
+    if datastore.targets_shape is None:
+        raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
+    if _squeezed(datastore.targets_shape) != _squeezed(net.output_shape):
+        raise UserError(
+            f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
+            f"network's outputs, found {datastore.targets_shape}"
+        )
+    world = World() if world is None else world
+    totals, n = np.zeros(2), 0
     queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
     net = net.on(world.device)
-    for images, _ in agreed(queue.epoch(0), world):
-        shares = world.gather((images.batch.indices, net.predict(images).local()))
-        if shares is None:
-            yield None, None
-        else:
-            yield tuple(np.concatenate(parts) for parts in zip(*shares, strict=True))
+    for images, targets in agreed(queue.epoch(0), world):
+        totals += world.gplus(_errors(net(images), targets))
+        n += images.batch.count
+    elements = max(n * int(np.prod(net.output_shape)), 1)
+    squared, absolute = totals / elements
+    return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)
+
+
+def _errors(found, targets):
+    """A Partial: the sums of squared and of absolute errors over all elements, (2,) float64."""
+    counter, errors = Counter(found.batch.tree), found.local().astype(np.float64)
+    errors -= targets.local().reshape(errors.shape)
+    for b in range(found.batch.blocks):
+        block = errors[b * LANES : (b + 1) * LANES].ravel()
+        counter.push(np.array([np.square(block).sum(), np.abs(block).sum()]))
+    return counter.partial((2,), np.float64)
+
+
+def _squeezed(shape):
+    return tuple(n for n in shape if n != 1)
