@@ -1,0 +1,255 @@
+"""Preprocessing: images of any size and kind become what a network takes.
+
+Colour, then size, then a centre crop; nothing here is random. Sizes are changed by Pillow's
+bilinear filter, which averages over all the pixels that shrink into one (a triangle as wide as
+that), for files and arrays alike: of bytes in its whole-number arithmetic, of floats in float32.
+"""
+
+import ctypes
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpidl import backends
+from mpidl.data.datastore import Datastore, counted, digest, read_images
+from mpidl.errors import UserError
+
+COLOURS = {"gray": 1, "rgb": 3}
+GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, which Pillow and MATLAB take too
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What is done to each image: colour, then resize, then centre_crop.
+
+    colour: "gray" or "rgb", None to keep what is there. RGB to gray is 0.299 R + 0.587 G + 0.114 B;
+    gray to RGB repeats it. resize: (height, width), whatever the image's own proportions. cover:
+    resize to the least size of the same proportions that holds (height, width). centre_crop:
+    (height, width) from the centre, of images at least as large.
+    """
+
+    colour: str | None = None
+    resize: tuple | None = None
+    cover: tuple | None = None
+    centre_crop: tuple | None = None
+
+    def __post_init__(self):
+        if self.colour not in (None, *COLOURS):
+            raise UserError(f"colour must be {' or '.join(COLOURS)}, got {self.colour}")
+        for name in ("resize", "cover", "centre_crop"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _size(name, value))
+        if self.resize and self.cover:
+            raise UserError("resize and cover: expected one of them")
+
+    def __bool__(self):
+        return any((self.colour, self.resize, self.cover, self.centre_crop))
+
+    def image_shape(self, shape):
+        """(C, P, Q) of what becomes of an image (C, H, W). UserError where it is too small."""
+        channels = COLOURS.get(self.colour, shape[0])
+        if channels != shape[0] and {channels, shape[0]} != {1, 3}:
+            raise UserError(f"colour {self.colour}: expected 1 or 3 channels, got {shape[0]}")
+        size = self.resized(*shape[1:])
+        if self.centre_crop is not None:
+            if any(cut > n for cut, n in zip(self.centre_crop, size, strict=True)):
+                raise UserError(
+                    f"centre crop: expected images of at least {_times(self.centre_crop)} pixels, "
+                    f"got {_times(size)}"
+                )
+            size = self.centre_crop
+        return (channels, *size)
+
+    def resized(self, height, width):
+        """(height, width) that an image of this size is brought to before the crop."""
+        if self.resize is not None:
+            return self.resize
+        if self.cover is None:
+            return height, width
+        down, across = self.cover
+        if down * width >= across * height:  # the height decides
+            return down, max(across, (width * down + height // 2) // height)
+        return max(down, (height * across + width // 2) // width), across
+
+    def of_picture(self, picture):
+        """(C, P, Q) uint8 of a decoded Pillow image of mode "L" or "RGB"."""
+        from PIL import Image
+
+        channels = len(picture.getbands())
+        self.image_shape((channels, picture.height, picture.width))  # or an error
+        if self.colour is not None and COLOURS[self.colour] < channels:
+            picture = picture.convert("L")
+        size = self.resized(picture.height, picture.width)
+        if size != (picture.height, picture.width):
+            picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
+        if self.centre_crop is not None:
+            picture = picture.crop(_box(size, self.centre_crop))
+        pixels = planes_of(picture)
+        wanted = COLOURS.get(self.colour, len(pixels))
+        return np.repeat(pixels, wanted, axis=0) if wanted > len(pixels) else pixels
+
+    def of_arrays(self, images):
+        """(n, C, P, Q) of images (n, C, H, W), uint8 or float32: as `of_picture` treats each."""
+        images = np.asarray(images)
+        shape = self.image_shape(images.shape[1:])
+        size = self.resized(*images.shape[2:])
+        channels = min(shape[0], images.shape[1])  # fewest while the size is changed
+        if channels < images.shape[1]:
+            images = _gray(images)
+        if size != images.shape[2:]:
+            images = _resized(images, size)
+        if self.centre_crop is not None:
+            left, top, right, bottom = _box(size, self.centre_crop)
+            images = images[:, :, top:bottom, left:right]
+        if channels < shape[0]:
+            images = np.repeat(images, shape[0], axis=1)
+        return np.ascontiguousarray(images)
+
+    def __str__(self):
+        words = [self.colour] if self.colour else []
+        for name in ("resize", "cover", "centre_crop"):
+            if getattr(self, name):
+                words.append(f"{name.replace('_', ' ')} {_times(getattr(self, name))}")
+        return ", ".join(words) or "nothing"
+
+
+class Preprocessed(Datastore):
+    """Another datastore's images after a Preprocess; labels and targets are unchanged."""
+
+    def __init__(self, datastore, preprocess):
+        self.datastore, self.preprocess = datastore, preprocess
+        self.image_shape = preprocess.image_shape(datastore.image_shape)
+        self.dtype, self.in_memory = datastore.dtype, False
+        self.classes, self.labels = datastore.classes, datastore.labels
+        self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
+
+    def __len__(self):
+        return len(self.datastore)
+
+    def read(self, indices):
+        return self.preprocess.of_arrays(read_images(self.datastore, indices))
+
+    def targets(self, indices):
+        return self.datastore.targets(indices)
+
+    def name(self, i):
+        return self.datastore.name(i)
+
+    def located(self, i):
+        return self.datastore.located(i)
+
+    def describe(self):
+        return f"{self.datastore.describe()}, {self.preprocess}: {counted(self)}"
+
+    def fingerprint(self):
+        return digest(self.datastore.fingerprint(), self.preprocess)
+
+
+def preprocessed(datastore, preprocess):
+    """A datastore of these images after a Preprocess: files are treated as they are decoded, so
+    that they may be of any sizes; arrays as they are read."""
+    if not preprocess:
+        return datastore
+    own = getattr(datastore, "preprocessed", None)
+    return Preprocessed(datastore, preprocess) if own is None else own(preprocess)
+
+
+def size_of(text, option):
+    """(height, width) of a text such as 227x227, or 227 for both. Raises UserError."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", str(text))
+    if not found:
+        raise UserError(f"{option} must be HEIGHTxWIDTH such as 227x227, found {text}")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def planes_of(picture):
+    """(C, H, W) uint8 of a decoded Pillow image of mode "L" (C = 1) or "RGB" (C = 3)."""
+    return backends.of_type(np.float32).planes(_rows_of(picture))
+
+
+def _rows_of(picture):
+    """Its pixels (H, W, stride) uint8 without a copy where Pillow shows its memory, whose RGB
+    pixels have 4 bytes; else with one."""
+    stride = 4 if picture.mode == "RGB" else 1
+    size = picture.height * picture.width * stride
+    try:
+        schema, array = picture.__arrow_c_array__()
+        held = _pointer(array, b"arrow_array")
+        if children := _word(held + _CHILDREN):  # pixels of 4 bytes: those of the only child
+            held = _word(children)
+        bytes_of = _word(_word(held + _BUFFERS) + 8)  # the second buffer; the first is a mask
+        shown = _Shown(bytes_of, size, (schema, array))
+        return np.asarray(shown).reshape(picture.height, picture.width, stride)
+    except (AttributeError, ValueError):  # an older Pillow, or an image in several pieces
+        rows = np.asarray(picture)
+        return rows.reshape(picture.height, picture.width, -1)
+
+
+# Of the Arrow C data interface: struct ArrowArray is five int64 (length, null_count, offset,
+# n_buffers, n_children), then pointers: buffers, children, ...
+_BUFFERS, _CHILDREN = 40, 48
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+def _word(address):
+    """The pointer that lies there; 0 where that is NULL."""
+    return ctypes.c_void_p.from_address(address).value or 0
+
+
+class _Shown:
+    """Memory of `size` bytes that `owner` keeps, as NumPy reads it."""
+
+    __slots__ = ("owner", "__array_interface__")
+
+    def __init__(self, address, size, owner):
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, True),
+        }
+
+
+def _gray(images):
+    """(n, 1, H, W) of RGB images, rounded as Pillow does where they are bytes."""
+    if images.dtype != np.uint8:
+        return np.tensordot(images, GRAY, axes=([1], [0]))[:, None]
+    red, green, blue = (images[:, c].astype(np.uint32) for c in range(3))
+    # Pillow's weights: 16 bits behind the point, half a step added
+    found = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return found.astype(np.uint8)[:, None]
+
+
+def _resized(images, size):
+    from PIL import Image
+
+    out = np.empty((*images.shape[:2], *size), images.dtype)
+    for image, result in zip(images, out, strict=True):
+        for plane, to in zip(image, result, strict=True):
+            picture = Image.fromarray(np.ascontiguousarray(plane))  # mode "L" or "F"
+            to[...] = np.asarray(picture.resize(size[::-1], Image.Resampling.BILINEAR))
+    return out
+
+
+def _box(size, crop):
+    """(left, top, right, bottom) of a window in the centre."""
+    top, left = ((n - m) // 2 for n, m in zip(size, crop, strict=True))
+    return left, top, left + crop[1], top + crop[0]
+
+
+def _size(name, value):
+    try:
+        height, width = (int(n) for n in value)
+    except (TypeError, ValueError):
+        raise UserError(f"{name}: expected (height, width), got {value!r}") from None
+    if min(height, width) < 1:
+        raise UserError(f"{name}: expected at least one pixel each way, got {value!r}")
+    return height, width
+
+
+def _times(size):
+    return "x".join(map(str, size))
