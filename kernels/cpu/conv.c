@@ -17,7 +17,8 @@ struct pass {
     struct conv c;
     struct source x;
     struct gradient dy;
-    const float *weight, *bias;
+    const float *weight;
+    const float *bias;    /* forward: of y; backward: is added to dx; or NULL */
     float *y, *dx;
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
@@ -261,11 +262,12 @@ static void dx_block(const struct team *team, const struct pass *pass, int64_t b
     float *dx = pass->dx + block * c->C * pixels;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *group = dy + g * outputs * pass->out.channel_stride;
+        const float *bias = pass->bias ? pass->bias + g * inputs : NULL;
         if (pass->m) {
             struct winograd w = {outputs, inputs, c->H, c->W, (int)pass->m};
             struct pixels from = {(float *)group, pass->out.channel_stride, pass->out.row_stride};
             struct pixels to = {dx + g * inputs * pixels, pixels, c->W * LANES};
-            winograd_conv(team, &w, from, pass->packed + g * pass->packed_group, NULL, to,
+            winograd_conv(team, &w, from, pass->packed + g * pass->packed_group, bias, to,
                           team->shared + pass->winograd_at);
             continue;
         }
@@ -275,6 +277,7 @@ static void dx_block(const struct team *team, const struct pass *pass, int64_t b
                 .taps = phase->taps,
                 .offset = phase->offset,
                 .weight = phase->weight + g * inputs * phase->taps,
+                .bias = bias,
                 .outputs = inputs,
                 .out = dx + g * inputs * pixels + (phase->row * c->W + phase->column) * LANES,
                 .out_channel = pixels,
@@ -362,15 +365,17 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, const float *a,
                            const float *b, const float *c_, const float *x, const float *mean,
-                           const float *scale, const float *beta, const float *weight, float *dx,
-                           double *sums, float *dweight, int64_t nodes, const int32_t *counts,
-                           int64_t blocks, const int64_t *shape, const int64_t *tree, int64_t m,
+                           const float *scale, const float *beta, const float *weight,
+                           const float *bias, float *dx, double *sums, float *dweight,
+                           int64_t nodes, const int32_t *counts, int64_t blocks,
+                           const int64_t *shape, const int64_t *tree, int64_t m,
                            int64_t dweight_m) {
     struct leaves leaves;
     struct pass pass = {.c = *(const struct conv *)shape,
                         .x = {x, mean, scale, beta},
                         .dy = {dy, {y, y_mean, y_scale, y_beta}, a, b, c_},
                         .weight = weight,
+                        .bias = bias,
                         .dx = dx,
                         .rows = sums,
                         .counts = counts,

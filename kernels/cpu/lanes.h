@@ -70,6 +70,9 @@ INLINE vec muladd(vec a, vec b, vec c) {
 /* v where the mask is set, else 0. A mask is what a comparison of vectors gives. */
 INLINE vec keep(ivec mask, vec v) { return (vec)(mask & (ivec)v); }
 
+/* a where the mask is set, else b. */
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+
 /* The larger of a and b; b where one of them is not a number. */
 INLINE vec larger(vec a, vec b) {
 #if defined(__AVX512F__)

@@ -3,46 +3,12 @@
 #include <math.h>
 
 #include "fold.h"
-#include "lanes.h"
 #include "mpidl.h"
+#include "special.h"
 #include "team.h"
 
 #define EACH_LANE_OF_ALL for (int lane = 0; lane < LANES; lane++)
 enum { FEW = 2048 }; /* blocks * classes that are not worth waking a thread for */
-
-INLINE double muladd_double(double a, double b, double c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return __builtin_fma(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-/* e to the x, for x <= 709; below -708 that of -708, which is next to nothing. At most 1 ulp off,
- * 1.2 without FMA.
- *
- * x = k ln 2 + r with |r| <= ln 2 / 2, and e^x = 2^k e^r by the Taylor series up to r^13 / 13!,
- * whose next term is below 2^-57. ln 2 is the sum of a number with 33 bits, whose product with k is
- * exact, and the rest, as in fdlibm's e_exp.c. */
-INLINE double exponential(double x) {
-    const double shift = 0x1.8p52; /* a sum with it is rounded to an integer, in its low bits */
-    static const double inverse_factorial[] = {
-        1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
-        1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
-        1.0 / 6,          1.0 / 2,         1.0,            1.0};
-    x = x < -708 ? -708 : x;
-    double shifted = muladd_double(x, 0x1.71547652b82fep0, shift), k = shifted - shift;
-    double r = muladd_double(k, -6.93147180369123816490e-01, x);
-    r = muladd_double(k, -1.90821492927058770002e-10, r);
-    double y = inverse_factorial[0];
-    UNROLL for (int i = 1; i < 14; i++) y = muladd_double(y, r, inverse_factorial[i]);
-    int64_t bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    bits = (int64_t)((uint64_t)bits << 52) + 0x3ff0000000000000; /* 2^k */
-    double power;
-    memcpy(&power, &bits, sizeof power);
-    return y * power;
-}
 
 void mpidl_exp(const double *x, double *y, int64_t count) {
     for (int64_t i = 0; i < count; i++) y[i] = exponential(x[i]);
@@ -171,4 +137,25 @@ void mpidl_correct_count(const float *logits, const int32_t *labels, const int32
         .logits = logits, .labels = labels, .counts = counts, .rows = rows, .classes = classes};
     run(correct_tile, &job, blocks);
     fold_sums(rows, 1, (const struct tree *)tree);
+}
+
+static void softmax_dx_tile(void *argument, int64_t block, float *own) {
+    const struct job *job = argument;
+    (void)own;
+    int64_t at = block * job->classes * LANES;
+    const float *dy = job->logits + at;
+    const double *p = job->p + at;
+    double inner[LANES] = {0};
+    for (int64_t i = 0; i < job->classes * LANES; i += LANES)
+        EACH_LANE_OF_ALL inner[lane] = muladd_double(p[i + lane], dy[i + lane], inner[lane]);
+    for (int64_t i = 0; i < job->classes * LANES; i += LANES)
+        EACH_LANE_OF_ALL job->dlogits[at + i + lane] =
+            (float)(p[i + lane] * (dy[i + lane] - inner[lane]));
+}
+
+void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks,
+                      int64_t classes) {
+    struct job job = {
+        .logits = dy, .p = (double *)(uintptr_t)p, .dlogits = dx, .classes = classes};
+    run(softmax_dx_tile, &job, blocks);
 }

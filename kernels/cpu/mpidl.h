@@ -47,6 +47,36 @@ void mpidl_relu(const float *x, float *y, int64_t blocks, int64_t channels, int6
 void mpidl_relu_dx(const float *dy, const float *y, float *dx, int64_t blocks, int64_t channels,
                    int64_t pixels);
 
+/* elementwise.c: rows of 16 numbers */
+void mpidl_leaky_relu(const float *x, float *y, float scale, int64_t rows);
+void mpidl_leaky_relu_dx(const float *dy, const float *y, float *dx, float scale, int64_t rows);
+void mpidl_tanh(const float *x, float *y, int64_t rows);
+void mpidl_tanh_dx(const float *dy, const float *y, float *dx, int64_t rows);
+void mpidl_sigmoid(const float *x, float *y, int64_t rows);
+void mpidl_sigmoid_dx(const float *dy, const float *y, float *dx, int64_t rows);
+/* a and b are sources */
+void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
+               const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
+               float *y, int64_t blocks, int64_t channels, int64_t pixels);
+
+/* concat.c: x, a source in mpidl_concat, are the channels of y from `first` on; y has `all` */
+void mpidl_concat(const float *x, const float *mean, const float *scale, const float *beta,
+                  float *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t all,
+                  int64_t first);
+void mpidl_split(const float *y, float *x, int64_t blocks, int64_t channels, int64_t pixels,
+                 int64_t all, int64_t first);
+
+/* dropout.c: samples (blocks, 16); rows: elements of an image; threshold: of 65536 */
+void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
+                   int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
+
+/* lrn.c: cross-channel normalization */
+void mpidl_cross_channel_norm(const float *x, float *y, int64_t blocks, int64_t channels,
+                              int64_t pixels, int64_t window, double alpha, double beta, double k);
+void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int64_t blocks,
+                                 int64_t channels, int64_t pixels, int64_t window, double alpha,
+                                 double beta, double k);
+
 /* conv.c: shape is struct conv of conv.h; m and dweight_m: the Winograd tile, 0 for direct.
  * moments (blocks, 1 + 2K), or NULL: (count, mean, M2) of y, folded into the first rows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
@@ -55,14 +85,15 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                   int64_t m);
 /* dy: of y, or, where y_mean is not NULL, of the activation of y, whose batch normalization hands
  * a * dz + b * (y - mean) + c back. dx NULL: not wanted; sums (blocks, 2C) or NULL: of dx, see
- * mpidl_batchnorm_sums; dweight NULL: not wanted, else (nodes, K * C/groups * R * S + K), the bias's
- * gradient last. */
+ * mpidl_batchnorm_sums; bias (C) or NULL: is added to dx; dweight NULL: not wanted, else (nodes,
+ * K * C/groups * R * S + K), the bias's gradient last. */
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, const float *a,
                            const float *b, const float *c, const float *x, const float *mean,
-                           const float *scale, const float *beta, const float *weight, float *dx,
-                           double *sums, float *dweight, int64_t nodes, const int32_t *counts,
-                           int64_t blocks, const int64_t *shape, const int64_t *tree, int64_t m,
+                           const float *scale, const float *beta, const float *weight,
+                           const float *bias, float *dx, double *sums, float *dweight,
+                           int64_t nodes, const int32_t *counts, int64_t blocks,
+                           const int64_t *shape, const int64_t *tree, int64_t m,
                            int64_t dweight_m);
 
 /* pool.c: shape is struct windows of pool.c; max pooling where argmax is given, (blocks, C, P, Q, 16)
@@ -95,6 +126,8 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
  * folded into the first ones */
 void mpidl_exp(const double *x, double *y, int64_t count);
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes);
+void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks,
+                      int64_t classes);
 void mpidl_cross_entropy(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, const int64_t *tree);
 void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,

@@ -109,8 +109,6 @@ INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
 /* Windows of fixed size are small; of any size, more copies of the loops would be no faster. */
 #define FEW _Pragma("GCC unroll 4")
 
-INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
-
 /* The largest of a window's places [i0, i1) x [j0, j1), the first of equal ones; NaN is larger than
  * all. `at`: the pixel at place (0, 0). */
 INLINE void largest(const struct channel *c, int deferred, int64_t at, int64_t width, int64_t i0,

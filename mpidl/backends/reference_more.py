@@ -68,7 +68,8 @@ def window_of(window):
 def _over(x, before, behind):
     """The sum of x, (C, ..., 16), over the channels c - before .. c + behind."""
     total = np.zeros_like(x)
-    for step in range(-before, behind + 1):
+    last = len(x) - 1
+    for step in range(-min(before, last), min(behind, last) + 1):
         to = slice(max(0, -step), min(len(x), len(x) - step))
         total[to] += x[max(0, step) : len(x) + min(0, step)]
     return total

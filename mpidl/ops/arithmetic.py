@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidl import backends
-from mpidl.blocks import Blocked
+from mpidl.blocks import Blocked, readable
 from mpidl.fold import Partial
 from mpidl.ops.loss import multiply_partial
 from mpidl.tape import Var, op, value_of
@@ -27,7 +27,8 @@ def _like(dy, x):
 def _add_blocked(a, b):
     if a.dtype != b.dtype:
         return a.like(a.lanes + b.lanes), lambda dy, needs: (dy, dy)
-    return a.like(backends.of(a).add(a.lanes, b.lanes)), lambda dy, needs: (dy, dy)
+    sources = readable(a), readable(b)
+    return a.like(backends.of(a).add(*sources)), lambda dy, needs: (dy, dy)
 
 
 @op(blocks=True)

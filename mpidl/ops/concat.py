@@ -1,7 +1,7 @@
 """Values one behind the other."""
 
 from mpidl import backends
-from mpidl.blocks import Blocked
+from mpidl.blocks import Blocked, readable
 from mpidl.ops import check
 from mpidl.tape import op
 
@@ -28,4 +28,4 @@ def concat(*values):
     def vjp(dy, needs):
         return tuple(first.like(part) for part in backend.split(dy.lanes, channels))
 
-    return first.like(backend.concat([v.lanes for v in values])), vjp
+    return first.like(backend.concat([readable(v) for v in values])), vjp

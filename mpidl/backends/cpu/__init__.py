@@ -24,6 +24,21 @@ from mpidl.backends.cpu.loss import (
     cross_entropy_dlogits,
     softmax,
 )
+from mpidl.backends.cpu.more import (
+    add,
+    concat,
+    cross_channel_norm,
+    cross_channel_norm_dx,
+    dropout,
+    leaky_relu,
+    leaky_relu_dx,
+    sigmoid,
+    sigmoid_dx,
+    softmax_dx,
+    split,
+    tanh,
+    tanh_dx,
+)
 from mpidl.backends.cpu.optimizer import adam, clip, rmsprop, sgdm
 from mpidl.backends.cpu.pool import (
     average_pool2d,
@@ -31,29 +46,15 @@ from mpidl.backends.cpu.pool import (
     max_pool2d,
     max_pool2d_dx,
 )
+from mpidl.backends.cpu.transposed import transposed_conv2d, transposed_conv2d_backward
 from mpidl.backends.reference import (
-    add,
     batchnorm_factors,
-    concat,
     conv2d_shape,
-    cross_channel_norm,
-    cross_channel_norm_dx,
-    dropout,
     image_sums,
-    leaky_relu,
-    leaky_relu_dx,
     predict_scale,
     running,
-    sigmoid,
-    sigmoid_dx,
-    softmax_dx,
     source,
-    split,
     statistics,
-    tanh,
-    tanh_dx,
-    transposed_conv2d,
-    transposed_conv2d_backward,
     zeros_like,
 )
 

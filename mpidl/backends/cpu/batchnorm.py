@@ -9,7 +9,7 @@ from mpidl.blocks import LANES
 from mpidl.fold import Counter, merge_moments
 
 
-def _sizes(x):
+def sizes(x):
     """(blocks, channels, pixels) of an array (blocks, C, ..., 16)."""
     blocks, channels = x.shape[:2]
     return blocks, channels, int(np.prod(x.shape[2:])) // LANES
@@ -18,7 +18,7 @@ def _sizes(x):
 def channel_sums(x, tree):
     """Partial of the sum over images and pixels: (C,). Unused lanes of x must be zero."""
     sums = np.empty(x.shape[:2], np.float32)
-    height, width = x.shape[2:4] if x.ndim == 5 else (1, _sizes(x)[2])
+    height, width = x.shape[2:4] if x.ndim == 5 else (1, sizes(x)[2])
     kernels().channel_sums(np.ascontiguousarray(x), sums, *x.shape[:2], height, width)
     counter = Counter(tree)
     for row in sums:
@@ -28,7 +28,7 @@ def channel_sums(x, tree):
 
 def moments(x, counts, tree):
     """Partial of (count, mean, M2) by channel, packed for `merge_moments`: (1 + 2C,) float64."""
-    blocks, channels, pixels = _sizes(x)
+    blocks, channels, pixels = sizes(x)
     rows = np.empty((blocks, 1 + 2 * channels))
     kernels().moments(
         np.ascontiguousarray(x), rows, counts, blocks, channels, pixels, tree_of(tree)
@@ -40,7 +40,7 @@ def batchnorm(x, mean, scale, beta):
     """y = (x - mean) * scale + beta, each by channel."""
     source = [np.ascontiguousarray(x), *map(per_channel, (mean, scale, beta))]
     y = memory.empty(x.shape)
-    kernels().batchnorm(*source, y, 0, *_sizes(x))
+    kernels().batchnorm(*source, y, 0, *sizes(x))
     return y
 
 
@@ -48,7 +48,7 @@ def activation(source):
     """max(0, (x - mean) * scale + beta) of a Source."""
     x, mean, scale, beta = source_of(source)
     y = memory.empty(x.shape)
-    kernels().batchnorm(x, mean, scale, beta, y, 1, *_sizes(x))
+    kernels().batchnorm(x, mean, scale, beta, y, 1, *sizes(x))
     return y
 
 
@@ -64,7 +64,7 @@ def activation_sums(dy, source, tree):
 
 
 def _sums(dy, x, mean, scale, beta, tree):
-    blocks, channels, pixels = _sizes(x)
+    blocks, channels, pixels = sizes(x)
     rows = np.empty((blocks, 2 * channels))
     kernels().batchnorm_sums(
         np.ascontiguousarray(dy),
@@ -86,19 +86,19 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
     dx = memory.empty(x.shape)
     vectors = map(per_channel, (mean, a, b, c))
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
-    kernels().batchnorm_dx(dy, x, *vectors, dx, counts, *_sizes(x))
+    kernels().batchnorm_dx(dy, x, *vectors, dx, counts, *sizes(x))
     return dx
 
 
 def relu(x):
     """max(x, 0)."""
     y = memory.empty(x.shape)
-    kernels().relu(np.ascontiguousarray(x), y, *_sizes(x))
+    kernels().relu(np.ascontiguousarray(x), y, *sizes(x))
     return y
 
 
 def relu_dx(dy, y):
     """dy where y > 0, else 0."""
     dx = memory.empty(y.shape)
-    kernels().relu_dx(np.ascontiguousarray(dy), np.ascontiguousarray(y), dx, *_sizes(y))
+    kernels().relu_dx(np.ascontiguousarray(dy), np.ascontiguousarray(y), dx, *sizes(y))
     return dx

@@ -58,7 +58,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     return forward, 4 if k >= SAVING else 0, 4 if c >= SAVING else 0
 
 
-def _plan(x, weight, stride, padding, dilation, groups):
+def plan(x, weight, stride, padding, dilation, groups):
     shape, output = _geometry(x.shape[1:-1], weight.shape, stride, padding, dilation, groups)
     per_group = (len(weight) // groups, *weight.shape[1:])
     tiles = winograd_tiles(per_group, stride, padding, dilation, output, settings.winograd)
@@ -79,7 +79,7 @@ def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, t
 def _forward(x, weight, bias, how, counts=None, tree=None):
     source = source_of(x)
     blocks = len(source[0])
-    shape, output, (m, _, _) = _plan(source[0], weight, *how)
+    shape, output, (m, _, _) = plan(source[0], weight, *how)
     y = memory.empty((blocks, *output, source[0].shape[-1]))
     rows = None if tree is None else np.empty((blocks, 1 + 2 * len(weight)))
     weight, bias = per_channel(weight), per_channel(bias)
@@ -113,7 +113,7 @@ def conv2d_backward(
     """
     source = source_of(x)
     blocks = len(source[0])
-    shape, _, (_, m, dweight_m) = _plan(source[0], weight, stride, padding, dilation, groups)
+    shape, _, (_, m, dweight_m) = plan(source[0], weight, stride, padding, dilation, groups)
     after = (None,) * 7
     if behind is not None:
         after = (*source_of(behind[0]), *map(per_channel, behind[1:]))
@@ -131,6 +131,7 @@ def conv2d_backward(
         *after,
         *source,
         per_channel(weight),
+        None,
         dx,
         rows,
         nodes,

@@ -1,0 +1,65 @@
+/* Values one behind the other along the channels, and apart again. */
+#include "activation.h"
+#include "mpidl.h"
+#include "team.h"
+
+enum { ROWS = 1024 }; /* of a tile, each the 16 lanes of a pixel */
+
+struct job {
+    struct source part; /* (blocks, channels, pixels, 16) */
+    float *whole;       /* (blocks, all channels, pixels, 16), from the part's first channel on */
+    int64_t channels, pixels, rows, pitch; /* rows of a block of the part, and of the whole */
+    int split;
+};
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void copy_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    const struct source *s = &job->part;
+    (void)own;
+    int64_t tiles = (job->rows + ROWS - 1) / ROWS, block = tile / tiles;
+    int64_t row = tile % tiles * ROWS, stop = least(job->rows, row + ROWS);
+    float *part = (float *)(uintptr_t)s->x + block * job->rows * LANES;
+    float *whole = job->whole + block * job->pitch * LANES;
+    if (!s->mean) {
+        const float *from = job->split ? whole : part;
+        memcpy((job->split ? part : whole) + row * LANES, from + row * LANES,
+               (size_t)((stop - row) * LANES) * sizeof *from);
+        return;
+    }
+    while (row < stop) { /* channel by channel */
+        int64_t channel = row / job->pixels;
+        int64_t end = least(stop, (channel + 1) * job->pixels) * LANES;
+        vec mean = splat(s->mean[channel]), scale = splat(s->scale[channel]),
+            beta = splat(s->beta[channel]);
+        for (int64_t i = row * LANES; i < end; i += WIDTH)
+            store(whole + i, activate(load(part + i), mean, scale, beta));
+        row = end / LANES;
+    }
+}
+
+static void copy(struct job job, int64_t blocks, int64_t all, int64_t first) {
+    job.rows = job.channels * job.pixels;
+    job.pitch = all * job.pixels;
+    job.whole += first * job.pixels * LANES;
+    each_tile(blocks * ((job.rows + ROWS - 1) / ROWS), copy_tile, &job, 0);
+}
+
+void mpidl_concat(const float *x, const float *mean, const float *scale, const float *beta,
+                  float *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t all,
+                  int64_t first) {
+    struct job job = {
+        .part = {x, mean, scale, beta}, .whole = y, .channels = channels, .pixels = pixels};
+    copy(job, blocks, all, first);
+}
+
+void mpidl_split(const float *y, float *x, int64_t blocks, int64_t channels, int64_t pixels,
+                 int64_t all, int64_t first) {
+    struct job job = {.part = {.x = x},
+                      .whole = (float *)(uintptr_t)y,
+                      .channels = channels,
+                      .pixels = pixels,
+                      .split = 1};
+    copy(job, blocks, all, first);
+}

@@ -1,0 +1,55 @@
+"""Transposed convolution: the passes of kernels/cpu/conv.c with the roles exchanged."""
+
+import numpy as np
+
+from mpidl.backends import memory
+from mpidl.backends.cpu import conv
+from mpidl.backends.cpu.batchnorm import channel_sums
+from mpidl.backends.cpu.call import per_channel
+from mpidl.backends.native import kernels
+from mpidl.backends.reference_conv import transposed_conv2d_shape
+
+
+def _as_conv(stride, cropping):
+    """What the convolution whose gradient this is takes behind its weight."""
+    return stride, cropping, (1, 1), 1
+
+
+def transposed_conv2d(x, weight, bias, stride, cropping):
+    """The gradient with respect to its images of the convolution by `weight`, where x is the
+    cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
+    shape = transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
+    y = memory.empty((len(x), *shape, x.shape[-1]))
+    geometry, _, (_, m, _) = conv.plan(y, weight, *_as_conv(stride, cropping))
+    kernels().conv2d_backward(
+        np.ascontiguousarray(x),
+        *(None,) * 7,
+        y,  # of which only the shape matters
+        *(None,) * 3,
+        per_channel(weight),
+        per_channel(bias),
+        y,
+        None,
+        None,
+        0,
+        np.zeros(len(x), np.int32),  # the counts, which the weights' gradient alone asks for
+        len(x),
+        geometry,
+        np.zeros(4, np.int64),
+        m,
+        0,
+    )
+    return y
+
+
+def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
+    """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
+    of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
+    how = _as_conv(stride, cropping)
+    dx = dweight = None
+    if needs[0]:
+        dx = conv.conv2d(dy, weight, np.zeros(len(weight), np.float32), *how)
+    if needs[1]:
+        wanted = False, True, False
+        dweight = conv.conv2d_backward(x, dy, weight, *how, counts, tree, wanted)[1]
+    return dx, dweight, channel_sums(dy, tree) if needs[2] else None
