@@ -29,6 +29,7 @@ class Net:
         self.hosts = comm.allgather(MPI.Get_processor_name())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.crowded = self.hosts.count(self.hosts[self.rank]) > cores
+        self.waited = 0.0  # seconds that this rank has waited for others
         self.left = False  # whether this rank has taken leave of the others
         self.doing = "starting"  # what this rank is at, for the message of a time-out
 
@@ -51,6 +52,11 @@ class Net:
 
         timeout: seconds until the missing ranks are named; this Net's own where None.
         """
+        began = time.monotonic()
+        self._wait_until(ready, what, progress, timeout)
+        self.waited += time.monotonic() - began
+
+    def _wait_until(self, ready, what, progress, timeout):
         timeout = self.timeout if timeout is None else timeout
         spins, started, deadline, last = 0, None, None, None
         while not ready():
