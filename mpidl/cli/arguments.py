@@ -225,8 +225,9 @@ def info(argv=None, quiet=False):
 
 
 DATA_HELP = (
-    "digits, a folder with a sub-folder of images for each class, one with train/ and test/, or a "
-    "folder of IDX files"
+    "digits; a folder with a sub-folder of images for each class, or one with train/ and test/; a "
+    "folder of IDX files or of CIFAR's binary files; an HDF5 file, a .mat file, or one made by "
+    "python -m mpidl.pack"
 )
 
 
