@@ -43,8 +43,67 @@ def test_other_images_and_classes():
         zoo.cifar((1, 28, 28))
 
 
+def test_the_tables_of_the_residual_network():
+    net = zoo.resnet()
+    found = net.analyze(128)
+    convolutions = [row for row in found.rows if row.type == "Conv2D"]
+    shortcuts = [row.name for row in convolutions if "shortcut" in row.name]
+    assert shortcuts == ["block4_shortcut", "block7_shortcut"]
+    assert len(convolutions) - len(shortcuts) + 1 == 20  # layers as the paper counts them
+    biases = sum(row.output_shape[0] for row in convolutions)
+    assert found.learnables - biases == 272_474  # of the common count, without biases
+    assert found.learnables == 273_258
+    adds = {row.name: row.reads for row in found.rows if row.type == "Add"}
+    assert len(adds) == 9 and adds["block1_add"] == ("block1_norm2", "relu1")
+    assert adds["block4_add"] == ("block4_norm2", "block4_shortcut_norm")
+    shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
+    assert [shapes[f"block{i}_add"] for i in (3, 6, 9)] == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
+    # multiply-adds by hand: the first convolution, 18 of 9 * C * C, 2 halved, 2 shortcuts, dense
+    products = 1024 * 16 * 27 + (6 + 5 + 5) * 1024 * 16 * 144 + 2 * 1024 * 16 * 72
+    products += 256 * 32 * 16 + 64 * 64 * 32 + 640
+    assert found.flops == 2 * products
+
+
+def test_the_tables_of_alexnet():
+    """From the shapes alone: drawing 61 million weights would take seconds."""
+    shape, learnables, products = (3, 227, 227), 0, 0
+    layers = zoo.alexnet((3, 67, 67), 2).layers
+    names = [layer.name for layer in layers]
+    assert names[:8] == "conv1 relu1 norm1 pool1 conv2 relu2 norm2 pool2".split()
+    layers[-1].outputs = 1000
+    shapes = {}
+    for layer in layers:
+        built = layer.build(shape)
+        products += layer.multiply_adds(shape, built.output_shape)
+        learnables += sum(int(np.prod(size)) for size, _ in built.learnables.values())
+        shape = shapes[layer.name] = built.output_shape
+    assert learnables == 60_965_224 and shape == (1000,)
+    assert [shapes[name] for name in ("conv1", "pool1", "pool2", "conv4", "pool5")] == [
+        *((96, 55, 55), (96, 27, 27), (256, 13, 13), (384, 13, 13), (256, 6, 6))
+    ]
+    # of groups of half the channels in the second, fourth and fifth convolution
+    wanted = 55**2 * 96 * 363 + 27**2 * 256 * 48 * 25
+    wanted += 169 * 9 * (384 * 256 + 384 * 192 + 256 * 192)
+    assert products == wanted + 9216 * 4096 + 4096 * 4096 + 4096 * 1000
+
+
+@pytest.mark.parametrize("name, shape", [("resnet", (2, 12, 12)), ("alexnet", (3, 67, 67))])
+def test_one_result_of_the_larger_networks_on_any_number_of_ranks(world, name, shape):
+    net, images = zoo.NETWORKS[name](shape, 4, 1), pixels_of(0, 37, *shape) / np.float32(255)
+    arrays, alone = (images, np.arange(37) % 4), Alone()
+    loss, gradients, state = dl.value_and_grad(model_loss)(net, *blocked(alone, *arrays))
+    loss, gradients = alone.gplus((loss, gradients))
+    found = dl.value_and_grad(model_loss, reduce=world)(net, *blocked(world, *arrays))
+    assert found[0][0].tobytes() == loss[0].tobytes() and np.isfinite(loss[0])
+    for mine, theirs in ((found[1], gradients), (found[2], state)):
+        assert all(mine[n].tobytes() == v.tobytes() for n, v in theirs.items())
+    assert all(abs(g).max() > 0 for g in gradients.values())
+
+
 def test_every_network_has_a_recipe():
     assert set(zoo.NETWORKS) == set(zoo.RECIPES)
+    for name in zoo.RECIPES:
+        dl.TrainingOptions.from_recipe(name)
     options = dl.TrainingOptions.from_recipe("cifar")
     found = options.batch_size, options.learning_rate, options.epochs, options.momentum
     assert found == (256, 0.1, 50, 0.9)

@@ -79,6 +79,18 @@ def test_weights_of_the_cifar_network(policy, colours, tmp_path):
     small.assert_same(hashes)
 
 
+def test_weights_of_the_residual_network(pictures, tmp_path):
+    """Layers that several read, and sums of layers, on shares of other sizes."""
+    hashes = {}
+    for ranks, threads in ((1, 1), (2, 1), (3, 2)):
+        out = tmp_path / str(ranks)
+        words = ("--max-iterations", 3, "--threads", threads)
+        small.train(ranks, pictures, out, *words, network="resnet")
+        hashes[ranks] = small.summary(out)["weights_sha256"]
+        assert small.rehash(out / "model.h5") == hashes[ranks]
+    small.assert_same(hashes)
+
+
 def test_the_hash_is_that_of_the_model_file(runs):
     for out in runs.values():
         assert small.rehash(out / "model.h5") == small.summary(out)["weights_sha256"]
