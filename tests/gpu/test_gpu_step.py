@@ -106,6 +106,20 @@ def test_the_schedule_does_not_matter(world, emulated):
         assert weights_sha256(trained(world)) == found
 
 
+@pytest.mark.parametrize("frozen", ["dense1", "dense2", "dense3"])
+def test_frozen_weights_stay_and_the_others_move(world, frozen):
+    layers = [dl.Dense(6), dl.ReLU(), dl.Dense(5), dl.ReLU(), dl.Dense(CLASSES)]
+    net = dl.Network(layers, (1, SIDE, SIDE), seed=1).freeze(frozen)
+    before = dict(net.parameters)
+    host = dl.Network(layers, (1, SIDE, SIDE), seed=1).freeze(frozen)
+    trained(world, net=net)
+    trained(dl.World(threads=1), net=host)
+    for name, value in net.parameters.items():
+        stays = name.startswith(frozen)
+        assert np.array_equal(value, before[name]) == stays, name
+        np.testing.assert_allclose(value, host.parameters[name], rtol=1e-4, atol=1e-5)
+
+
 def test_data_that_do_not_fit_are_staged(world, monkeypatch):
     expected = weights_sha256(trained(world))
     monkeypatch.setattr(on_device, "RESIDENT", 0.0)

@@ -201,18 +201,35 @@ class Recorder:
         )
 
     def _carry(self):
-        """Let a new array take the old one's memory where nobody reads the old one later."""
+        """Let new arrays take the old ones' memory where nobody reads the old ones later.
+
+        All that lie in one piece of memory do so together: where one of them would lie beside its
+        old array, it would lie on another that stays as it is (a frozen weight).
+        """
+        pieces = {}
         for new, old in self.carried:
-            buffer = new.buffer
-            if isinstance(buffer, Planned) and buffer.address is None:
-                _, last_read = self.touched.get(id(old.buffer), (0, -1))
-                together = new.offset == old.offset and new.nbytes == old.nbytes
-                room = getattr(old.buffer, "nbytes", 0) >= buffer.nbytes
-                if together and room and (buffer.first is None or last_read <= buffer.first):
-                    buffer.address = old.buffer.address
-                    continue
+            pieces.setdefault(id(new.buffer), []).append((new, old))
+        for pairs in pieces.values():
+            self._take_place(pairs)
+        for new, old in self.carried:
             if _place(new) != _place(old):
                 self._step(Copy(old, new), [new, old])
+
+    def _take_place(self, pairs):
+        """Give the buffer of new arrays the place of the old ones', if it has room for no others
+        and they lie there in the same places."""
+        buffer, there = pairs[0][0].buffer, pairs[0][1].buffer
+        if not isinstance(buffer, Planned) or buffer.address is not None:
+            return
+        _, last_read = self.touched.get(id(there), (0, -1))
+        held = sum(-(-new.nbytes // run.ALIGNED) * run.ALIGNED for new, _ in pairs)
+        if (
+            held == buffer.nbytes <= getattr(there, "nbytes", 0)
+            and (buffer.first is None or last_read <= buffer.first)
+            and all(old.buffer is there for _, old in pairs)
+            and all((new.offset, new.nbytes) == (old.offset, old.nbytes) for new, old in pairs)
+        ):
+            buffer.address = there.address
 
     def _plan(self):
         """Give every planned buffer its address in one slab; returns the slab's owner and bytes.
