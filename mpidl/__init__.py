@@ -19,7 +19,7 @@ from mpidl import data, nn, ops
 from mpidl.backends import configure
 from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
 from mpidl.comm import World
-from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue
+from mpidl.data import ArrayDatastore, Augmenter, ImageFolder, MinibatchQueue, Preprocess
 from mpidl.errors import Fault, UserError
 from mpidl.fold import Partial
 from mpidl.nn import (

@@ -79,6 +79,12 @@ class Augmenter:
             low, high = getattr(self, name)
             if not -90 < low <= high < 90:
                 raise UserError(f"{name}: expected degrees between -90 and 90, got {(low, high)}")
+        both = [x + y for x, y in zip(self.shear_x, self.shear_y, strict=True)]
+        if not -90 < both[0] <= both[1] < 90:  # at 90 the two leave nothing of an image
+            raise UserError(
+                "shear_x and shear_y: expected less than 90 degrees together, got "
+                f"{self.shear_x} and {self.shear_y}"
+            )
         for name in ("translate_x", "translate_y"):
             if any(edge != int(edge) for edge in getattr(self, name)):
                 raise UserError(f"{name}: expected whole pixels, got {getattr(self, name)}")
@@ -179,8 +185,6 @@ class Augmenter:
         # a shear each way: x by the rows of the image as it was scaled, then y by x as it was
         a, b, c, e = a + across * c, b + across * e, c + down * a, e + down * b
         determinant = a * e - b * c
-        if not (determinant != 0).all():
-            raise UserError("shear_x, shear_y: the two together leave nothing of an image")
         m0, m1, m3, m4 = e / determinant, -b / determinant, -c / determinant, a / determinant
         # the result's pixel (p, q) lies at (q + left - shift - centre) of the transformed image
         cx, cy = (shape[2] - 1) / 2, (shape[1] - 1) / 2
