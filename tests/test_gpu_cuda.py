@@ -355,6 +355,32 @@ def test_pinned_memory_and_copies(device, standin):
     assert device.pinned(0).nbytes == 0
 
 
+def test_what_was_uploaded_may_be_changed_at_once(device, standin, monkeypatch):
+    """Also where the copy reads host memory only when the stream comes to it."""
+    waiting, now = [], standin.memcpyAsync
+
+    def come():
+        while waiting:
+            now(*waiting.pop(0))
+
+    monkeypatch.setattr(standin, "memcpyAsync", lambda *how: waiting.append(how), raising=False)
+    monkeypatch.setattr(standin, "streamSynchronize", lambda stream: come(), raising=False)
+    monkeypatch.setattr(cuda, "HELD", 32)
+    memory, found = device.allocate(256), np.empty(16, np.float32)
+    for size in (1, 3, 5, 2, 16):  # the fourth no longer fits, the last never does
+        value = np.full(size, size, np.float32)
+        device.upload(memory.address, value)
+        assert bool(waiting) == (size < 16) and device._held_bytes <= 32
+        value[...] = -1
+        device.download(found[:size], memory.address)
+        if size in (3, 16):
+            device.synchronize()
+            assert found[:size].tolist() == [size] * size and not device._held
+    pinned = device.pinned(4)
+    device.upload(memory.address, pinned)
+    assert waiting and not device._held
+
+
 def test_kernels(device, standin, monkeypatch):
     monkeypatch.setattr(nvrtc, "cubin", lambda unit, architecture: b"cubin")
     unit = types.SimpleNamespace(text=TEXT, family="made_up")

@@ -25,6 +25,8 @@ from mpidl.errors import UserError
 OUT_OF_MEMORY = 2
 NOT_FOUND = 500
 
+HELD = 16 << 20  # bytes: of copies of host memory that uploads under way may still read
+
 
 class Memory:
     """Device memory; goes back when this is collected."""
@@ -92,6 +94,7 @@ class CudaDevice:
         self._threads, self._thread = threading.local(), threading.get_ident()
         self._capturing, self._late = False, []  # what is to be given back later: (how, handle)
         self._pinned, self._modules = {}, []  # {address: bytes}, handles
+        self._held, self._held_bytes = [], 0  # what uploads may still read
         try:
             self._bind()
             runtime.free(0)  # makes the context
@@ -166,8 +169,18 @@ class CudaDevice:
         """Copy a C-contiguous array to device memory, in the order of the stream. It may be changed
         at once, unless it is pinned: then when the copy is done."""
         self._copy_pinned("uploading", array)
-        runtime = self.runtime
-        self._copy(address, array.ctypes.data, array.nbytes, runtime.memcpyHostToDevice)
+        kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
+        if not pinned and array.nbytes <= HELD:
+            # CUDA promises nothing of when it reads this, and where a GPU can read all of the
+            # host's memory that may be when the stream comes to it
+            if self._held_bytes + array.nbytes > HELD:
+                self.synchronize()
+            array = array.copy()
+            self._held.append(array)
+            self._held_bytes += array.nbytes
+        self._copy(address, array.ctypes.data, array.nbytes, kind)
+        if not pinned and array.nbytes > HELD:
+            self.synchronize()
 
     def download(self, array, address):
         """Copy device memory into a C-contiguous array, in the order of the stream; the array is
@@ -266,6 +279,7 @@ class CudaDevice:
         """Wait until all that was launched is done."""
         self._refuse("waiting", "for the device")
         self.runtime.streamSynchronize(self.stream)
+        self._held, self._held_bytes = [], 0
         self._give_back_late()
 
     def mark(self, timed=False):
