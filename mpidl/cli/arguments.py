@@ -242,7 +242,8 @@ def _add_data(parser):
         "--network",
         default=argparse.SUPPRESS,
         metavar="NAME",
-        help="digits, cifar, or FILE.py:FUNCTION, called with input_shape and classes (digits)",
+        help=f"{', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, called with input_shape and classes "
+        "(digits)",
     )
     parser.add_argument(
         "--data",
