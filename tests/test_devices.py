@@ -1,7 +1,9 @@
 """Which GPU each rank takes, on made-up hosts; how nodes move between GPUs; what is refused."""
 
 import ctypes
-from types import SimpleNamespace
+import gc
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -257,6 +259,35 @@ def test_messages_from_memory_by_its_address(world):
         assert mover.captured is False and world.device.waits == 3
     finally:
         world.device = None
+
+
+def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
+    """That would wait for the graphs that hold its messages, whoever goes first."""
+    destroyed = []
+
+    class Communicator:
+        def __init__(self, size, key, rank):
+            self.made = size, key, rank
+
+        def allGather(self, source, target, nbytes, kind, stream):
+            ctypes.memmove(target, source, nbytes)
+
+        def __del__(self):
+            destroyed.append(self.made)
+
+    library = SimpleNamespace(
+        NCCL_INT8=0, get_unique_id=lambda: (1, 2), NcclCommunicator=Communicator
+    )
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["cupy.cuda"], "nccl", library, raising=False)
+    device, memory = OnTheHost(), np.zeros(512, np.uint8)
+    device.allocate, device.stream = lambda nbytes: lying(memory), 0
+    mover = nccl.Nccl(SimpleNamespace(device=device, size=1, rank=0, broadcast=lambda key: key))
+    assert mover.captured and mover._ranks.made == (1, (1, 2), 0)
+    del mover
+    gc.collect()
+    assert not destroyed
 
 
 def test_nothing_to_move_or_no_way_to(world, monkeypatch):

@@ -134,6 +134,9 @@ class Nccl:
         self._bytes = nccl.NCCL_INT8
         key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
         self._ranks = nccl.NcclCommunicator(world.size, key, world.rank)
+        # never destroyed but by the end of the process: that waits for every graph which holds its
+        # messages to be gone, and for the other ranks, wherever the last reference goes
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._ranks))
         first = self.device.allocate(256 * (world.size + 1))
         self._gather(first.address, first.address + 256, 256)
         self.device.synchronize()
