@@ -243,6 +243,14 @@ class Network:
         bound._state = dict(self._state)
         return bound
 
+    def with_layers(self, layers):
+        """A copy in which these stand for the layers, one for one: other settings of the same
+        kinds, for the same arrays."""
+        made = copy.copy(self)
+        made.layers = list(layers)
+        made._plan()
+        return made
+
     def __call__(self, images):
         """The last layer's output for Blocked images: (N, *output_shape)."""
         if images.shape[1:] != self.input_shape:

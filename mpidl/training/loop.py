@@ -2,13 +2,9 @@
 
 import collections
 import contextlib
-import hashlib
 import math
-import os
 import sys
 import time
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,52 +13,21 @@ from mpidl.comm import World
 from mpidl.comm.guard import Signals
 from mpidl.data import MinibatchQueue, NodeCache
 from mpidl.errors import Fault, UserError
-from mpidl.report import Console, Metrics, plots
+from mpidl.report import Console
 from mpidl.tape import value_and_grad
 from mpidl.training import checkpoint, modelfile
 from mpidl.training.configuration import changed_on_resume
-from mpidl.training.evaluate import agreed, evaluate
-from mpidl.training.optimizers import SGDM
+from mpidl.training.evaluate import agreed
+from mpidl.training.keeping import Keeper
+from mpidl.training.load import Measured
+from mpidl.training.optimizers import of_options
 from mpidl.training.options import TrainingOptions
+from mpidl.training.population import population
+from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Progress, Result, Shown
+from mpidl.training.schedules import rate_of
+from mpidl.training.validation import Validation, held_out
 
 AHEAD = 4  # steps of a GPU that may be under way while the host prepares the next
-
-
-class _Shown(NamedTuple):
-    """A step as it will be reported: its iteration, its images, when it was started."""
-
-    iteration: int
-    count: int
-    started: float
-
-
-@dataclass
-class Position:
-    """How far a run has come; what of it a checkpoint keeps."""
-
-    epoch: int = 1  # the epoch under way, from 1
-    batch: int = 0  # mini-batches of it that are done
-    iteration: int = 0  # mini-batches done in all
-    loss: float = 0.0  # sum over this epoch's images so far
-    correct: float = 0.0  # images of this epoch classified right in training
-    images: int = 0  # of this epoch so far
-    seconds: float = 0.0  # spent training, resumed runs included
-    all_images: int = 0  # of all epochs
-
-
-@dataclass
-class Result:
-    """What a training run came to. `stopped`: the signal that ended it early, or None.
-
-    epochs: completed; loss: mean over the images of the last one that was begun.
-    """
-
-    stopped: str | None
-    epochs: int
-    iterations: int
-    loss: float
-    images_per_second: float
-    train_seconds: float
 
 
 def model_loss(net, images, labels):
@@ -92,12 +57,17 @@ def train(
     watches for them before and after the training as well.
 
     USR1, TERM or INT on any rank ends the run after the present mini-batch, on all ranks, with a
-    checkpoint; the result says so. Raises Fault where the loss or the weights are not finite; the
-    last good checkpoint is kept.
+    checkpoint; the result says so. An output function that returns True on any rank does so too.
+    Raises Fault where the loss or the weights are not finite; the last good checkpoint is kept.
+
+    The network ends as that of the last iteration or of the least validation loss, with the
+    statistics of batch normalization that the options ask for; checkpoints hold the last
+    iteration's, with the moving ones.
     """
     options = TrainingOptions() if options is None else options
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
+    datastore, options = held_out(datastore, options)
     backends.configure(winograd=options.winograd, precision=options.precision)
     settled = world.asked is not None or world.device is not None
     if options.device != "auto" or not settled:
@@ -120,40 +90,39 @@ def stopped_by(signals, world):
 
 class _Run:
     def __init__(self, net, datastore, options, world, out, console, resume, facts):
-        self.net, self.options, self.world, self.out = net, options, world, out
+        self.net, self.options, self.world, self.signals = net, options, world, None
         self.console, self.facts = console, facts
+        load = options.load(world.size)
         self.datastore = NodeCache(datastore, world)
-        self.optimizer = SGDM(options.learning_rate, options.momentum, options.l2, **net.factors)
-        self.at = Position()
-        self.under_way = collections.deque()  # steps of a GPU that were started: (handle, _Shown)
+        self.optimizer = of_options(options, **net.factors)
+        self.at, self.validation = Position(), Validation(options, world)
+        self.under_way = collections.deque()  # steps of a GPU that were started: (handle, Shown)
         net.batchnorm = options.batchnorm
         if resume is not None:
             self._restore(*resume)
-        how = self.datastore, options.batch_size, options.seed, world, options.shuffle
+        shared = self.datastore, options.batch_size, options.seed, world, options.shuffle
+        how = {"load": load, "sampling": options.sampling}
         self.gradient = value_and_grad(model_loss, reduce=world)
-        self.queue, self.recorded = MinibatchQueue(*how), None
+        self.queue, self.recorded = MinibatchQueue(*shared, **how), None
+        self.measured = Measured(world) if options.worker_load == "measured" else None
         if world.device is not None:
-            self._record(how)
+            self._record(shared, how)
         self.began = time.monotonic() - self.at.seconds
-        self.metrics = self.problem = None  # problem: what rank 0 could not write
-        if out is not None:
-            path = os.path.join(out, "metrics.jsonl")
-            cut = None if resume is None else self.at.iteration
-            error = None
-            try:
-                self.metrics = Metrics(path, world.rank, cut=cut)
-            except UserError as problem:
-                error = problem
-            world.together(error)
+        self.keeper = Keeper(out, world, None if resume is None else self.at.iteration)
 
-    def _record(self, how):
+    def _record(self, shared, how):
         """Have the step recorded for this world's GPU, and a queue that feeds it."""
         from mpidl.data.on_device import DeviceQueue
         from mpidl.training.recorded import Step
 
         if self.options.batchnorm == "local":
             raise UserError("--batchnorm local: on GPUs statistics are global; use --device cpu")
-        self.queue = DeviceQueue(*how)
+        if self.measured:
+            raise UserError(
+                "--worker-load measured: on GPUs shares stay as the step was recorded; give "
+                "numbers, or use --device cpu"
+            )
+        self.queue = DeviceQueue(*shared, **how)
         self.net.to(self.world.device)
         self.recorded = Step(
             self.net,
@@ -166,59 +135,81 @@ class _Run:
 
     def go(self, signals):
         try:
-            return self._go(signals)
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                return self._go(signals)
         finally:
             if self.recorded is not None:
                 self.net.to(None)
 
     def _go(self, signals):
-        at, options = self.at, self.options
+        at, options, self.signals = self.at, self.options, signals
         limit = options.max_iterations or math.inf
         total = min(options.epochs * len(self.queue), limit)
         self.console.start(options.epochs, total, at.iteration)
+        self._tell("start", self._rate(max(at.iteration, 1)))
         loss = math.nan
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            while at.epoch <= options.epochs and at.iteration < limit and not signals.agreed:
-                batches = self.queue.epoch(at.epoch, start=at.batch)
-                started, images = time.monotonic(), at.images
-                with contextlib.closing(batches):
-                    for batch in agreed(batches, self.world, signals):
-                        self._step(*batch)
-                        if at.iteration >= limit or at.batch == len(self.queue):
-                            break
-                        if self._checkpoint_is_due():
-                            self._save()
-                self._catch_up()
-                loss = at.loss / at.images if at.images else loss
-                if at.batch == len(self.queue):
-                    self._end_epoch((at.images - images) / (time.monotonic() - started))
-                    self._save()
-                    self._plot()
-            if signals.agreed or at.batch:
+        while at.epoch <= options.epochs and at.iteration < limit and self._goes_on():
+            batches = self.queue.epoch(at.epoch, start=at.batch)
+            started, images = time.monotonic(), at.images
+            with contextlib.closing(batches):
+                for batch in agreed(batches, self.world, signals):
+                    self._step(*batch)
+                    if self.validation.due(at.iteration):
+                        self._validate()
+                    ended = at.iteration >= limit or at.batch == len(self.queue)
+                    if ended or not self._goes_on():
+                        break
+                    if self._checkpoint_is_due():
+                        self._save()
+            self._catch_up()
+            loss = at.loss / at.images if at.images else loss
+            if at.batch == len(self.queue):
+                self._end_epoch((at.images - images) / (time.monotonic() - started))
                 self._save()
-                self._plot()
-        if self.metrics:
-            self.metrics.close()
-        self.datastore.close()
+                self.keeper.plot()
+        if signals.agreed or at.batch:
+            self._save()
+            self.keeper.plot()
         stopped = stopped_by(signals, self.world)
+        if stopped is None and self.validation.exhausted:
+            stopped = PATIENCE
+        if stopped in (None, OUTPUT_FUNCTION, PATIENCE):
+            self._finish(None if stopped == OUTPUT_FUNCTION else signals)
+            stopped = stopped or stopped_by(signals, self.world)
+        self._tell("done", self.optimizer.learning_rate, loss)
+        self.keeper.close()
+        self.datastore.close()
         rate = at.all_images / max(at.seconds, 1e-9)
-        return Result(stopped, at.epoch - 1, at.iteration, loss, rate, at.seconds)
+        best = self.validation.iteration or None
+        return Result(stopped, at.epoch - 1, at.iteration, loss, rate, at.seconds, best)
+
+    def _goes_on(self):
+        return not self.signals.agreed and not self.validation.exhausted
+
+    def _rate(self, iteration):
+        """The learning rate of an iteration of the present epoch."""
+        return rate_of(self.options, self.at.epoch, iteration, len(self.queue))
 
     def _step(self, images, labels):
-        at = self.at
-        shown = _Shown(at.iteration + 1, images.batch.count, time.monotonic())
-        self.world.net.doing = f"epoch {at.epoch}, iteration {shown.iteration}"
+        at, began = self.at, time.monotonic()
         at.batch, at.iteration = at.batch + 1, at.iteration + 1
+        self.optimizer.learning_rate = rate = self._rate(at.iteration)
+        shown = Shown(at.iteration, images.batch.count, rate, began)
+        self.world.net.doing = f"epoch {at.epoch}, iteration {shown.iteration}"
         if self.recorded is not None:
             self._catch_up(AHEAD)
             self.under_way.append((self.recorded.start(images), shown))
             return
+        if self.measured:
+            self.measured.start(began)
         (loss, correct), gradients, state = self.gradient(self.net, images, labels)
         loss = float(loss)
         if not math.isfinite(loss):
             self._blame(images, labels, loss, shown)
         self.net.state = state
         self.net.parameters = self.optimizer(self.net.parameters, gradients)
+        if self.measured:
+            self.measured.stop(time.monotonic(), images.batch.blocks)
         self._account(shown, loss, float(correct))
 
     def _catch_up(self, left=0):
@@ -229,7 +220,7 @@ class _Run:
             if not math.isfinite(loss):
                 raise Fault(
                     f"the loss is {loss} at epoch {self.at.epoch}, iteration {shown.iteration}; "
-                    f"{self._advice()}"
+                    f"{self.keeper.advice(shown.learning_rate)}"
                 )
             self._account(shown, loss, correct)
 
@@ -242,33 +233,68 @@ class _Run:
         at.seconds = now - self.began
         rate, accuracy = count / (now - shown.started), correct / count
         self.console.iteration(at.epoch, shown.iteration, loss, rate, accuracy)
-        self._write("iteration", at.epoch, loss, rate, accuracy, shown.iteration)
+        how = loss, shown.learning_rate, rate, at.seconds, accuracy
+        self.keeper.record("iteration", at.epoch, shown.iteration, *how)
+        self._tell("iteration", shown.learning_rate, loss, accuracy, shown.iteration)
 
-    def _write(self, kind, epoch, loss, rate, accuracy, iteration=None):
-        """Write to metrics.jsonl; all ranks raise what goes wrong, at the next checkpoint."""
-        if self.metrics is None or self.problem:
-            return
-        at, learning_rate = self.at, self.optimizer.learning_rate
-        iteration = at.iteration if iteration is None else iteration
-        try:
-            self.metrics.record(
-                kind, epoch, iteration, loss, learning_rate, rate, at.seconds, accuracy
-            )
-        except UserError as problem:
-            self.problem = problem
+    def _tell(self, state, learning_rate, loss=None, accuracy=None, iteration=None):
+        """Call the output functions; one that returns True asks for a stop."""
+        at, found = self.at, self.validation.last
+        info = Progress(
+            state,
+            at.epoch,
+            at.iteration if iteration is None else iteration,
+            loss,
+            accuracy,
+            learning_rate,
+            at.seconds,
+            found.loss if found else None,
+            found.accuracy if found else None,
+        )
+        for function in self.options.output_functions:
+            asked = function(info)
+            if isinstance(asked, bool | np.bool_) and asked:
+                self.signals.name = self.signals.name or OUTPUT_FUNCTION
+
+    def _validate(self):
+        """Evaluate the network as it is on the validation set, and take note of it."""
+        self._catch_up()
+        self._note(self.validation.run(self.net, self.at.iteration))
+
+    def _note(self, found):
+        at = self.at
+        how = found.loss, self.optimizer.learning_rate, 0.0, at.seconds, found.accuracy
+        self.keeper.record("validation", at.epoch, at.iteration, *how)
 
     def _end_epoch(self, rate):
-        at = self.at
+        at, learning_rate = self.at, self.optimizer.learning_rate
         loss, accuracy = at.loss / at.images, at.correct / at.images
-        found = None
-        self._write("epoch", at.epoch, loss, rate, accuracy)
-        if self.options.validation is not None:
-            found = evaluate(self.net, self.options.validation, world=self.world)
-            self._write("validation", at.epoch, found.loss, rate, found.accuracy)
+        how = loss, learning_rate, rate, at.seconds, accuracy
+        self.keeper.record("epoch", at.epoch, at.iteration, *how)
+        if self.validation.due_at_end():
+            self._validate()
+        found = self.validation.last if self.validation.at > at.iteration - at.batch else None
         self.console.epoch(
             at.epoch, loss, rate, at.seconds, accuracy, found.accuracy if found else None
         )
+        self._tell("epoch", learning_rate, loss, accuracy)
         at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, 0.0, 0
+        if self.measured:
+            self.queue.load = self.measured.load()
+
+    def _finish(self, signals):
+        """Make the network what the options ask for, now that the last checkpoint is written: a run
+        that goes on from there does not know that it was ended. Signals leave it as it is."""
+        if self.validation.store is not None and self.validation.at != self.at.iteration:
+            self._validate()
+        if self.recorded is not None:
+            self.net.to(None)
+        self.validation.give_best(self.net)
+        if self.options.batchnorm_statistics == "population" and self.at.iteration:
+            size = self.options.batch_size
+            queue = MinibatchQueue(self.datastore, size, world=self.world, shuffle="never")
+            state = population(self.net.on(self.world.device), queue, self.world, signals)
+            self.net.state = self.net.state if state is None else state
 
     def _blame(self, images, labels, loss, shown):
         """Raise the Fault of a loss that is not finite, naming the ranks whose images made it."""
@@ -278,83 +304,34 @@ class _Run:
         where = f"rank {', '.join(guilty)}" if len(guilty) < self.world.size else "all ranks"
         raise Fault(
             f"the loss is {loss} at epoch {self.at.epoch}, iteration {shown.iteration}, on "
-            f"{where}; {self._advice()}"
+            f"{where}; {self.keeper.advice(shown.learning_rate)}"
         )
 
     def _checkpoint_is_due(self):
         every = self.options.checkpoint_every
         return every and self.at.iteration % every == 0
 
-    def _tables(self):
+    def _save(self):
+        if self.keeper.out is None:
+            return
         self._catch_up()
-        return {
+        tables = {
             "learnables": {name: np.asarray(a) for name, a in self.net.parameters.items()},
             "state": {name: np.asarray(a) for name, a in self.net.state.items()},
             "optimizer": self.optimizer.state(),
+            **self.validation.tables(),
         }
-
-    def _save(self):
-        """Write a checkpoint, having seen that all ranks hold the same weights, and finite ones."""
-        if self.out is None:
-            return
-        tables, error = self._tables(), self.problem
-        self._compare(tables)
-        self._check_finite(tables)
-        if self.world.rank == 0 and error is None:
-            try:
-                self.metrics.flush()
-                facts = {
-                    "network": self.net.spec(),
-                    "input_shape": self.net.input_shape,
-                    "classes": list(self.datastore.classes),
-                    "normalization": "rescale-zero-one",
-                    "position": asdict(self.at),
-                    "options": self.options.as_dict(),
-                    "fingerprint": self.datastore.fingerprint(),
-                    **self.facts,
-                }
-                checkpoint.save(self.out, tables, facts)
-            except UserError as problem:
-                error = problem
-        self.world.together(error)
-
-    def _plot(self):
-        error = None
-        if self.out is not None and self.world.rank == 0:
-            try:
-                plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
-            except UserError as problem:
-                error = problem
-        self.world.together(error)
-
-    def _compare(self, tables):
-        digest = hashlib.sha256()
-        for arrays in tables.values():
-            for array in arrays.values():
-                digest.update(np.ascontiguousarray(array))
-        mine = np.frombuffer(digest.digest(), np.int64)
-        if not np.array_equal(self.world.gop("max", mine), self.world.gop("min", mine)):
-            raise Fault(
-                f"the ranks' weights differ at iteration {self.at.iteration}: expected the same "
-                "bytes on all ranks (python -m mpidl.info shows what each runs on)"
-            )
-
-    def _check_finite(self, tables):
-        """Keep the checkpoint before: from weights that are not finite no run can go on."""
-        for arrays in tables.values():
-            for name, array in arrays.items():
-                if not np.isfinite(array).all():
-                    raise Fault(
-                        f"{name} is not finite after iteration {self.at.iteration}, on all ranks; "
-                        f"{self._advice()}"
-                    )
-
-    def _advice(self):
-        kept = self.out and checkpoint.exists(self.out)
-        return (
-            f"lower --learning-rate (now {self.optimizer.learning_rate:g}) or look at the images"
-            + (f"; the last checkpoint is in {self.out}" if kept else "")
-        )
+        facts = {
+            "network": self.net.spec(),
+            "input_shape": self.net.input_shape,
+            "classes": list(self.datastore.classes),
+            "normalization": "rescale-zero-one",
+            "options": self.options.as_dict(),
+            "validation": self.validation.facts(),
+            "fingerprint": self.datastore.fingerprint(),
+            **self.facts,
+        }
+        self.keeper.save(tables, self.at, facts, self.optimizer.learning_rate)
 
     def _restore(self, arrays, facts):
         now = {
@@ -368,4 +345,5 @@ class _Run:
         )
         self.net.state = modelfile.matching(self.net.state, arrays["state"], checkpoint.CURRENT)
         self.optimizer.load_state(arrays["optimizer"])
+        self.validation.restore(arrays, facts)
         self.at = Position(**facts["position"])

@@ -286,7 +286,7 @@ class TrainingOptions:
             str,
             "measured, or a number a rank such as 1,1,0,1",
             choices=("measured",),
-            pattern=r"[0-9]+(\.[0-9]+)?(,[0-9]+(\.[0-9]+)?)*",
+            pattern=r"[0-9]+(\.[0-9]{1,3})?(,[0-9]+(\.[0-9]{1,3})?)*",
             optional=True,
         ),
         "how much of a mini-batch each rank takes, 0: nothing; measured: by the time that its "
@@ -360,7 +360,7 @@ class TrainingOptions:
         """
         if self.worker_load in (None, "measured"):
             return None
-        found = tuple(float(text) for text in self.worker_load.split(","))
+        found = tuple(round(1000 * float(text)) for text in self.worker_load.split(","))
         if len(found) != ranks:
             raise UserError(
                 f"--worker-load {self.worker_load}: expected a number for each of {ranks} rank(s), "

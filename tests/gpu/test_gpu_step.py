@@ -81,7 +81,8 @@ def test_a_step_of_digits_agrees_with_the_cpu(world):
 
 
 def test_recorded_or_not_the_bytes_are_the_same(world):
-    recorded = trained(world, pictures(80), l2=0.001, momentum=0.5, shuffle="never")
+    how = {"shuffle": "never", "batchnorm_statistics": "moving"}
+    recorded = trained(world, pictures(80), l2=0.001, momentum=0.5, **how)
     net = small().to(world.device)
     queue = dl.MinibatchQueue(pictures(80), 40, world=world, shuffle="never")
     sgdm = dl.SGDM(learning_rate=0.01, momentum=0.5, l2=0.001)

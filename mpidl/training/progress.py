@@ -1,0 +1,67 @@
+"""How far a run has come: what checkpoints keep of it, what output functions are told, its end."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # what may end a run early
+
+
+@dataclass
+class Position:
+    """How far a run has come; what of it a checkpoint keeps."""
+
+    epoch: int = 1  # the epoch under way, from 1
+    batch: int = 0  # mini-batches of it that are done
+    iteration: int = 0  # mini-batches done in all
+    loss: float = 0.0  # sum over this epoch's images so far
+    correct: float = 0.0  # images of this epoch classified right in training
+    images: int = 0  # of this epoch so far
+    seconds: float = 0.0  # spent training, resumed runs included
+    all_images: int = 0  # of all epochs
+
+
+class Progress(NamedTuple):
+    """What an output function is told.
+
+    state: "start" before the first iteration, "iteration" after each, "epoch" after each epoch,
+    "done" at the end. epoch, iteration: from 1; 0 before the first. loss, accuracy: of the
+    iteration's mini-batch, or the means over the epoch's images; None where there is none yet, as
+    for those of the last validation. learning_rate: the iteration's. seconds: since the start.
+    """
+
+    state: str
+    epoch: int
+    iteration: int
+    loss: float | None
+    accuracy: float | None
+    learning_rate: float
+    seconds: float
+    validation_loss: float | None
+    validation_accuracy: float | None
+
+
+@dataclass
+class Result:
+    """What a training run came to.
+
+    stopped: what ended it early, or None: a signal's name, "output_function" or
+    "validation_patience". epochs: completed; loss: mean over the images of the last one that was
+    begun. best_iteration: that of the least validation loss, where there was validation.
+    """
+
+    stopped: str | None
+    epochs: int
+    iterations: int
+    loss: float
+    images_per_second: float
+    train_seconds: float
+    best_iteration: int | None = None
+
+
+class Shown(NamedTuple):
+    """A step as it will be reported: its iteration, images, learning rate, when it was started."""
+
+    iteration: int
+    count: int
+    learning_rate: float
+    started: float

@@ -1,0 +1,98 @@
+"""Validation while training: when, whether to go on, and the network of the least loss."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.training.evaluate import evaluate
+
+BEST = {"best_learnables": "parameters", "best_state": "state"}  # tables of a checkpoint
+
+
+def held_out(datastore, options):
+    """(images to train on, options that validate on the others), by `validation_fraction`.
+
+    Both as they are where it is 0, or where the options have a validation set already.
+    """
+    if options.validation is not None or not options.validation_fraction:
+        return datastore, options
+    kept, others = datastore.split(1 - options.validation_fraction, seed=options.seed)
+    if not len(kept) or not len(others):
+        raise UserError(
+            f"--validation-fraction {options.validation_fraction}: expected images to train on and "
+            f"to validate on, found {len(kept)} and {len(others)}"
+        )
+    return kept, replace(options, validation=others)
+
+
+class Validation:
+    """What validation has shown so far.
+
+    A checkpoint keeps all of it (`facts`, `tables`), so that a run that goes on decides as one that
+    was never stopped. The least loss counts, of equal ones the first.
+    """
+
+    def __init__(self, options, world):
+        self.store, self.world = options.validation, world
+        self.every, self.patience = options.validation_frequency, options.validation_patience
+        self.keeps = options.output_network == "best-validation"
+        if self.keeps and self.store is None:
+            raise UserError(
+                "--output-network best-validation: expected images to validate on "
+                "(--validation-data, --validation-fraction, or validation= in Python)"
+            )
+        self.last, self.at = None, 0  # the Evaluation of iteration `at`
+        self.loss, self.iteration = math.inf, 0  # the least, and where
+        self.waited = 0  # validations since then
+        self.best = {}  # {table: {name: array}} of that iteration, where it is kept
+
+    def due(self, iteration):
+        """Whether to validate after this iteration, which may be the last of an epoch."""
+        return self.store is not None and self.every > 0 and iteration % self.every == 0
+
+    def due_at_end(self):
+        """Whether to validate at the end of each epoch."""
+        return self.store is not None and self.every == 0
+
+    def run(self, net, iteration):
+        """The Evaluation of the network of this iteration, which is taken note of. Collective."""
+        self.last, self.at = evaluate(net, self.store, world=self.world), iteration
+        if self.last.loss < self.loss:
+            self.loss, self.iteration, self.waited = self.last.loss, iteration, 0
+            if self.keeps:
+                self.best = {
+                    table: {name: np.array(a) for name, a in getattr(net, of).items()}
+                    for table, of in BEST.items()
+                }
+        else:
+            self.waited += 1
+        return self.last
+
+    @property
+    def exhausted(self):
+        """Whether the loss has not come below its least for as long as was to be waited."""
+        return self.waited >= self.patience
+
+    def facts(self):
+        """What a checkpoint keeps beside the tables."""
+        return {"loss": self.loss, "iteration": self.iteration, "waited": self.waited}
+
+    def tables(self):
+        """The tables of a checkpoint that hold the best network."""
+        return dict(self.best)
+
+    def restore(self, arrays, facts):
+        """Take what a checkpoint kept."""
+        found = facts.get("validation", {})
+        self.loss, self.iteration = found.get("loss", math.inf), found.get("iteration", 0)
+        self.waited = found.get("waited", 0)
+        self.best = {table: arrays[table] for table in BEST if table in arrays}
+
+    def give_best(self, net):
+        """Have the network, in host memory, be that of the least loss, where it is kept."""
+        if self.best:
+            for table, of in BEST.items():
+                old = getattr(net, of)
+                setattr(net, of, {name: self.best[table][name] for name in old})
