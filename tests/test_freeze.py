@@ -118,6 +118,7 @@ FROZEN = {
     "in the middle": ["conv2", "batchnorm2"],
     "a normalization alone": ["batchnorm2"],
     "a convolution alone": ["conv2"],
+    "the first convolution": ["conv1"],
     "at the end": ["conv3", "batchnorm3", "dense1"],
     "a branch and the end": ["conv2", "batchnorm2", "dense1"],
 }

@@ -151,10 +151,10 @@ class Network:
     @property
     def factors(self):
         """The layers' factors as an optimizer takes them: dl.SGDM(0.01, **net.factors)."""
-        found = {}
+        found, layers = {}, {layer.name: layer for layer in self.layers}
         for name in self._parameters:
             layer, learnable = name.rsplit(".", 1)
-            found[name] = self[layer].factors(learnable)
+            found[name] = layers[layer].factors(learnable)
         return {
             "learning_rate_factors": {name: rate for name, (rate, _) in found.items()},
             "l2_factors": {name: decay for name, (_, decay) in found.items()},
