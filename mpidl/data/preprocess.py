@@ -1,6 +1,6 @@
 """Preprocessing: images of any size and kind become what a network takes.
 
-Colour, then size, then a centre crop; nothing here is random. Sizes are changed by Pillow's
+Nothing here is random. Sizes are changed by Pillow's
 bilinear filter, which averages over all the pixels that shrink into one (a triangle as wide as
 that), for files and arrays alike: of bytes in its whole-number arithmetic, of floats in float32.
 """
@@ -21,31 +21,29 @@ GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, which Pillow an
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What is done to each image: colour, then resize, then centre_crop.
+    """What is done to each image: colour, then size, then crop.
 
-    colour: "gray" or "rgb", None to keep what is there. RGB to gray is 0.299 R + 0.587 G + 0.114 B;
-    gray to RGB repeats it. resize: (height, width), whatever the image's own proportions. cover:
-    resize to the least size of the same proportions that holds (height, width). centre_crop:
-    (height, width) from the centre, of images at least as large.
+    size: (height, width) that images are resized to, whatever their own proportions; with
+    cover=True to the least size of their own proportions that holds it. colour: "gray" or "rgb",
+    None to keep what is there; gray is 0.299 R + 0.587 G + 0.114 B, RGB repeats it. crop: (height,
+    width) from the centre of images that are at least as large then.
     """
 
+    size: tuple | None = None
     colour: str | None = None
-    resize: tuple | None = None
-    cover: tuple | None = None
-    centre_crop: tuple | None = None
+    cover: bool = False
+    crop: tuple | None = None
 
     def __post_init__(self):
         if self.colour not in (None, *COLOURS):
             raise UserError(f"colour must be {' or '.join(COLOURS)}, got {self.colour}")
-        for name in ("resize", "cover", "centre_crop"):
+        for name in ("size", "crop"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _size(name, value))
-        if self.resize and self.cover:
-            raise UserError("resize and cover: expected one of them")
 
     def __bool__(self):
-        return any((self.colour, self.resize, self.cover, self.centre_crop))
+        return any((self.colour, self.size, self.crop))
 
     def image_shape(self, shape):
         """(C, P, Q) of what becomes of an image (C, H, W). UserError where it is too small."""
@@ -53,22 +51,22 @@ class Preprocess:
         if channels != shape[0] and {channels, shape[0]} != {1, 3}:
             raise UserError(f"colour {self.colour}: expected 1 or 3 channels, got {shape[0]}")
         size = self.resized(*shape[1:])
-        if self.centre_crop is not None:
-            if any(cut > n for cut, n in zip(self.centre_crop, size, strict=True)):
+        if self.crop is not None:
+            if any(cut > n for cut, n in zip(self.crop, size, strict=True)):
                 raise UserError(
-                    f"centre crop: expected images of at least {_times(self.centre_crop)} pixels, "
+                    f"centre crop: expected images of at least {_times(self.crop)} pixels, "
                     f"got {_times(size)}"
                 )
-            size = self.centre_crop
+            size = self.crop
         return (channels, *size)
 
     def resized(self, height, width):
         """(height, width) that an image of this size is brought to before the crop."""
-        if self.resize is not None:
-            return self.resize
-        if self.cover is None:
+        if self.size is None:
             return height, width
-        down, across = self.cover
+        if not self.cover:
+            return self.size
+        down, across = self.size
         if down * width >= across * height:  # the height decides
             return down, max(across, (width * down + height // 2) // height)
         return max(down, (height * across + width // 2) // width), across
@@ -84,8 +82,8 @@ class Preprocess:
         size = self.resized(picture.height, picture.width)
         if size != (picture.height, picture.width):
             picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
-        if self.centre_crop is not None:
-            picture = picture.crop(_box(size, self.centre_crop))
+        if self.crop is not None:
+            picture = picture.crop(_box(size, self.crop))
         pixels = planes_of(picture)
         wanted = COLOURS.get(self.colour, len(pixels))
         return np.repeat(pixels, wanted, axis=0) if wanted > len(pixels) else pixels
@@ -100,8 +98,8 @@ class Preprocess:
             images = _gray(images)
         if size != images.shape[2:]:
             images = _resized(images, size)
-        if self.centre_crop is not None:
-            left, top, right, bottom = _box(size, self.centre_crop)
+        if self.crop is not None:
+            left, top, right, bottom = _box(size, self.crop)
             images = images[:, :, top:bottom, left:right]
         if channels < shape[0]:
             images = np.repeat(images, shape[0], axis=1)
@@ -109,10 +107,11 @@ class Preprocess:
 
     def __str__(self):
         words = [self.colour] if self.colour else []
-        for name in ("resize", "cover", "centre_crop"):
-            if getattr(self, name):
-                words.append(f"{name.replace('_', ' ')} {_times(getattr(self, name))}")
-        return ", ".join(words) or "nothing"
+        if self.size is not None:
+            words.append(f"{'covering' if self.cover else 'resized to'} {_times(self.size)}")
+        if self.crop is not None:
+            words.append(f"centre {_times(self.crop)}")
+        return ", ".join(words) or "as they are"
 
 
 class Preprocessed(Datastore):
