@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 from mpidl import data
 from mpidl.cli import arguments, start
@@ -9,7 +10,16 @@ from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.report import Console
-from mpidl.training import checkpoint, configuration, evaluate, loop, modelfile, options
+from mpidl.training import (
+    checkpoint,
+    configuration,
+    evaluate,
+    loop,
+    modelfile,
+    options,
+    progress,
+    validation,
+)
 
 STOPPED = 75  # the exit code that asks for another run with --resume
 
@@ -44,11 +54,9 @@ def _train(given, world, signals):
             f"--data {run['data']}: expected images to train on and to test on, found "
             f"{len(train_set)} and {len(test_set)}"
         )
-    if test_set.image_shape != train_set.image_shape:
-        raise UserError(
-            f"--test-data: expected images of shape {train_set.image_shape}, as in --data, found "
-            f"{test_set.image_shape}"
-        )
+    _same_shape("--test-data", test_set, train_set)
+    train_set, settings = _with_validation(run, settings, train_set, test_set, world)
+    settings.load(world.size)  # refused before any work where it does not fit the ranks
     net = start.network(
         run["network"], train_set.image_shape, len(train_set.classes), settings.seed
     )
@@ -63,6 +71,11 @@ def _train(given, world, signals):
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
 
     console = Console(world.rank, verbose_every=settings.verbose_every)
+    if settings.sampling == "partition":
+        lines.append(
+            f"note: --sampling partition: each of {world.size} rank(s) has a part of the images; "
+            "with other ranks the weights differ"
+        )
     if settings.batch_per_rank is not None:
         lines.append(
             f"note: --batch-per-rank {settings.batch_per_rank}: mini-batches of "
@@ -72,7 +85,8 @@ def _train(given, world, signals):
     for line in [*start.warnings(world, settings.batch_size), *lines]:
         console.line(line)
     on_what = f"{device}, {_threads(world.threads)}"
-    _announce(console, world, chosen, train_set, test_set, net, on_what, out)
+    about = {"data": train_set, "validation": settings.validation, "test": test_set}
+    _announce(console, world, chosen, about, net, on_what, out)
     if kept is not None:
         at = kept["position"]
         console.line(f"Resumed after iteration {at['iteration']}, {_where(at, settings)}")
@@ -89,12 +103,10 @@ def _train(given, world, signals):
             facts={"run": run},
             signals=signals,
         )
-        test = (
-            None
-            if result.stopped
-            else evaluate.evaluate(net, test_set, world=world, signals=signals)
-        )
-        stopped = result.stopped or loop.stopped_by(signals, world)
+        stopped, test = result.stopped, None
+        if stopped in (None, progress.PATIENCE):
+            test = evaluate.evaluate(net, test_set, world=world, signals=signals)
+            stopped = loop.stopped_by(signals, world)
         if stopped:
             console.close()
             console.line(
@@ -102,6 +114,8 @@ def _train(given, world, signals):
                 f"to go on, run again with --resume {out}"
             )
             return STOPPED
+        for line in _about_validation(result, settings):
+            console.line(line)
         on_rank_0(
             world,
             lambda: _write_results(out, net, train_set, result, test, world, device),
@@ -111,10 +125,49 @@ def _train(given, world, signals):
     return 0
 
 
+def _same_shape(option, images, train_set):
+    if images.image_shape != train_set.image_shape:
+        raise UserError(
+            f"{option}: expected images of shape {train_set.image_shape}, as in --data, found "
+            f"{images.image_shape}"
+        )
+
+
+def _with_validation(run, settings, train_set, test_set, world):
+    """(images to train on, options with the images to validate on, where there are to be any)."""
+    chosen = run["validation_data"]
+    if chosen is None:
+        return validation.held_out(train_set, settings)
+    if settings.validation_fraction:
+        raise UserError(
+            f"--validation-data {chosen} and --validation-fraction {settings.validation_fraction}: "
+            "expected one of them"
+        )
+    images = test_set
+    if chosen != "test":
+        how = {"classes": train_set.classes, "option": "--validation-data"}
+        images = data.open_test_data(chosen, world, **how)
+        _same_shape("--validation-data", images, train_set)
+    return train_set, replace(settings, validation=images)
+
+
 def _where(position, settings):
     if position["epoch"] > settings.epochs:
         return f"the end of epoch {position['epoch'] - 1}; a larger --epochs trains on"
     return f"in epoch {position['epoch']}"
+
+
+def _about_validation(result, settings):
+    """What validation had to do with the network that a run ended with, in lines."""
+    lines, best = [], result.best_iteration
+    if result.stopped == progress.PATIENCE:
+        lines.append(
+            f"Stopped at iteration {result.iterations}: the validation loss was least at iteration "
+            f"{best} (--validation-patience {settings.validation_patience})"
+        )
+    if settings.output_network == "best-validation":
+        lines.append(f"The network is that of iteration {best}, of the least validation loss")
+    return lines
 
 
 def _checkpoint(given):
@@ -128,14 +181,13 @@ def _threads(threads):
     return f"{each} thread{'' if each == '1' else 's'} each"
 
 
-def _announce(console, world, chosen, train_set, test_set, net, on_what, out):
+def _announce(console, world, chosen, sets, net, on_what, out):
     learnables = sum(count for *_, count in net.table())
     hosts = len(set(world.hosts))
     on = f" on {hosts} hosts" if hosts > 1 else ""
     console.header(
         network=f"{chosen.run['network']}, {len(net.layers)} layers, {learnables:,} learnables",
-        data=train_set.describe(),
-        test=test_set.describe(),
+        **{name: images.describe() for name, images in sets.items() if images is not None},
         ranks=f"{world.size}{on}, {on_what}",
         results=out,
     )
