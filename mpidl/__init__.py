@@ -86,7 +86,7 @@ from mpidl.training.confusion import Confusion, confusion_matrix
 from mpidl.training.evaluate import Evaluation, RegressionErrors, evaluate, regression_errors
 from mpidl.training.loop import train
 from mpidl.training.modelfile import load_model, save_model, weights_sha256
-from mpidl.training.optimizers import SGDM
+from mpidl.training.optimizers import SGDM, Adam, RMSProp
 from mpidl.training.options import TrainingOptions
 from mpidl.training.outputs import activations, classify, predict
 
