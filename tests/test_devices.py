@@ -283,11 +283,42 @@ def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
     monkeypatch.setattr(sys.modules["cupy.cuda"], "nccl", library, raising=False)
     device, memory = OnTheHost(), np.zeros(512, np.uint8)
     device.allocate, device.stream = lambda nbytes: lying(memory), 0
-    mover = nccl.Nccl(SimpleNamespace(device=device, size=1, rank=0, broadcast=lambda key: key))
+    monkeypatch.setattr(nccl, "_communicators", {})
+    world = SimpleNamespace(device=device, size=1, rank=0, broadcast=lambda key: key)
+    mover = nccl.Nccl(world, ("A",))
     assert mover.captured and mover._ranks.made == (1, (1, 2), 0)
+    assert nccl.Nccl(world, ("A",))._ranks is mover._ranks is not nccl.Nccl(world, ("B",))._ranks
     del mover
+    nccl._communicators.clear()
     gc.collect()
     assert not destroyed
+
+
+def test_a_gpu_that_a_rank_has_is_kept(world, monkeypatch):
+    """With it what lies there: a network that was moved, kernels, connections."""
+    made = []
+
+    class Device(OnTheHost):
+        def __init__(self, gpu):
+            super().__init__()
+            self.identity, self.memory = gpu.identity, 1 << 30
+            made.append(self)
+
+        def close(self):
+            made.remove(self)
+
+    monkeypatch.setattr(devices, "opened", Device)
+    monkeypatch.setattr(nccl, "mover", lambda world: None)
+    try:
+        devices.take(world, gpu("A"))
+        first, counts = world.device, world.counts
+        devices.take(world, gpu("A"))
+        assert world.device is first and world.counts is counts and made == [first]
+        devices.take(world, gpu("A" if world.rank else "B"))  # another one on one rank
+        assert world.device is not first and made == [world.device]
+    finally:
+        devices.take(world, None)
+    assert world.device is None and not made
 
 
 def test_nothing_to_move_or_no_way_to(world, monkeypatch):

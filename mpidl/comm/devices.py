@@ -47,12 +47,17 @@ def settle(world, wanted, gpus=None):
 def take(world, gpu):
     """Have this process compute on a `visible.Gpu`, or where it is None on the CPU. Collective.
 
-    Sets the world's `device`, `mover` and `counts`. UserError, on all ranks, where one of them
-    cannot use its GPU.
+    Sets the world's `device`, `mover` and `counts`; where every rank has its GPU already, they stay
+    as they are, and with them what lies there. UserError, on all ranks, where one of them cannot
+    use its GPU.
     """
     from mpidl.backends.gpu import run
     from mpidl.backends.gpu.sums import Counts
 
+    has = gpu is not None and world.device is not None and world.device.identity == gpu.identity
+    # (another world may have opened it anew meanwhile)
+    if world.gop("and", has and getattr(run.sink(), "device", None) is world.device):
+        return
     if world.device is not None:
         run.open(None)
         world.device.close()

@@ -44,10 +44,11 @@ def mover(world):
     """
     wanted = world.broadcast(os.environ.get(VARIABLE))
     found = world.gather(Able(world.host, world.device.identity, version(), cuda_aware()))
-    transport = choose(world.broadcast(found), wanted)
+    ranks = world.broadcast(found)
+    transport = choose(ranks, wanted)
     if transport == "host":
         return None
-    return Nccl(world) if transport == "nccl" else Messages(world)
+    return Nccl(world, tuple(ranks)) if transport == "nccl" else Messages(world)
 
 
 def choose(ranks, wanted=None):
@@ -118,8 +119,11 @@ def loaded():
     return []
 
 
+_communicators: dict = {}  # {the Ables of the ranks: NCCL's communicator}
+
+
 class Nccl:
-    """By NCCL, each rank on a GPU of its own.
+    """By NCCL, each rank on a GPU of its own; worlds of the same ranks share a communicator.
 
     Its first messages are made here, outside of any graph, as they open connections. A rank that
     dies leaves the others waiting in NCCL: the launcher ends them, --timeout does not reach there.
@@ -127,16 +131,18 @@ class Nccl:
 
     captured = True
 
-    def __init__(self, world):
+    def __init__(self, world, ranks):
         from cupy.cuda import nccl
 
         self.device = world.device
         self._bytes = nccl.NCCL_INT8
-        key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
-        self._ranks = nccl.NcclCommunicator(world.size, key, world.rank)
-        # never destroyed but by the end of the process: that waits for every graph which holds its
-        # messages to be gone, and for the other ranks, wherever the last reference goes
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._ranks))
+        if ranks not in _communicators:
+            key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
+            made = _communicators[ranks] = nccl.NcclCommunicator(world.size, key, world.rank)
+            # never destroyed but by the end of the process: that waits for every graph which holds
+            # its messages to be gone, and for the other ranks, wherever the last reference goes
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+        self._ranks = _communicators[ranks]
         first = self.device.allocate(256 * (world.size + 1))
         self._gather(first.address, first.address + 256, 256)
         self.device.synchronize()
