@@ -63,10 +63,10 @@ def test_cache_is_shared_by_the_ranks_of_a_node(tmp_path):
 def test_cache_keeps_nothing_of_a_failed_read(tmp_path):
     grow(tmp_path)
     cache = NodeCache(ImageFolder(tmp_path))
-    good = (tmp_path / "cat" / "1.png").read_bytes()
-    (tmp_path / "cat" / "1.png").write_bytes(b"")
-    assert refusal(cache.read, [0, 1]).startswith(f"{tmp_path}/cat/1.png: ")
-    (tmp_path / "cat" / "1.png").write_bytes(good)
+    kept, moved = tmp_path / "cat" / "1.png", tmp_path / "moved.png"
+    kept.rename(moved)
+    assert refusal(cache.read, [0, 1]).startswith(f"{kept}: ")
+    moved.rename(kept)
     assert np.array_equal(cache.read([0, 1]), cache.datastore.read([0, 1]))
     assert cache.tables[0].there.tolist() == [1, 1] + [0] * 7
 

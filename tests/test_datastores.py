@@ -304,7 +304,8 @@ def test_open_data_errors(tmp_path):
     text = refusal(open_test_data, str(tmp_path / "no"))
     assert text == f"--test-data {tmp_path}/no: no such folder"
     path = save(tmp_path / "1.png", pixels_of(0, 1, 4, 4))
-    assert refusal(open_data, str(path)) == f"--data {path}: expected a folder, found a file"
+    expected = "expected a folder, an HDF5 file or a .mat file, found another file"
+    assert refusal(open_data, str(path)) == f"--data {path}: {expected}"
     for part in ("train", "val"):
         grow(tmp_path / "set" / part)
     folder = tmp_path / "set"

@@ -3,6 +3,7 @@
 import numpy as np
 
 from mpidl.data.datastore import Datastore, counted, digest, read_images
+from mpidl.data.labels import check_int32
 from mpidl.errors import UserError
 
 
@@ -34,8 +35,8 @@ class Combined(Datastore):
         self.targets_shape = targets.shape[1:]
         whole = targets.dtype.kind != "f"
         self.targets_dtype = np.dtype(np.int32 if whole else np.float32)
-        if whole and targets.size and abs(targets.astype(np.int64)).max() > np.iinfo(np.int32).max:
-            raise UserError("combined: expected targets that int32 holds, found larger ones")
+        if whole:
+            check_int32(targets, "combined")
 
     def __len__(self):
         return len(self.images)

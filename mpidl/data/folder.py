@@ -1,4 +1,4 @@
-"""A folder of images, one sub-folder a class; and opening whatever `--data` names."""
+"""A folder of images, one sub-folder a class."""
 
 import difflib
 import os
@@ -6,14 +6,16 @@ import os
 import numpy as np
 
 from mpidl.data.datastore import Datastore, counted, digest, on_rank_0, shown
+from mpidl.data.files import Stamp, changed, stamp
+from mpidl.data.pixels import AS_IT_IS, KINDS, SUFFIXES, As, decode
 from mpidl.errors import UserError
-
-SUFFIXES = (".png", ".jpg", ".jpeg")
-KINDS = {1: "gray", 3: "RGB"}
 
 
 class ImageFolder(Datastore):
-    """PNG and JPEG files; an image's label is the sub-folder of `folder` that it lies in.
+    """Image files; an image's label is the sub-folder of `folder` that it lies in.
+
+    PNG, JPEG, BMP and TIFF (of several pages the first), by their names (.png, .jpg, .jpeg, .bmp,
+    .tif, .tiff) and their content.
 
     The sub-folders may have sub-folders. Files are sorted by the bytes of their relative paths,
     classes by the bytes of their names. Hidden files and files of other kinds are passed over.
@@ -25,13 +27,18 @@ class ImageFolder(Datastore):
 
     Images are gray (C = 1; from gray, gray with alpha, black and white; of 16 bits the high 8) or
     RGB (C = 3; from RGB, RGB with alpha, palette, CMYK, YCbCr). Alpha is dropped and the
-    orientation a camera noted is not applied. All images are of the first one's size and kind.
+    orientation a camera noted is not applied. All images are of the first one's size and kind,
+    unless size, (H, W), has each of them resized (bilinear, over the whole area where it shrinks),
+    and colour, "gray" or "rgb", converted.
+
+    A file that is removed or changed after it was listed is a UserError when it is read.
     """
 
-    def __init__(self, folder, world=None, *, classes=None, labelled=True):
-        self.folder = os.fspath(folder)
-        found = on_rank_0(world, lambda: listing(self.folder, classes, labelled))
-        self.files, self.sizes, self.labels, self.classes, self.image_shape = found
+    def __init__(self, folder, world=None, *, classes=None, labelled=True, size=None, colour=None):
+        self.folder, self.wanted = os.fspath(folder), As(size, colour)
+        found = on_rank_0(world, lambda: listing(self.folder, classes, labelled, self.wanted))
+        self.files, self.sizes, self.written, *found = found
+        self.labels, self.classes, self.image_shape = found
 
     def __len__(self):
         return len(self.files)
@@ -40,9 +47,12 @@ class ImageFolder(Datastore):
         images = np.empty((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
             path = os.path.join(self.folder, self.files[i])
-            pixels = decode(path)
-            if pixels.shape != image.shape:
-                raise UserError(self._other_shape(path, pixels.shape))
+            pixels, now = decode(path, self.wanted, self.image_shape)
+            before = Stamp(int(self.sizes[i]), int(self.written[i]))
+            if now != before:
+                raise changed(path, before, now)
+            if isinstance(pixels, tuple):
+                raise UserError(self._other_shape(path, pixels))
             image[:] = pixels
         return images
 
@@ -54,7 +64,8 @@ class ImageFolder(Datastore):
 
     def fingerprint(self):
         # Relative paths: the same files in another place are the same set.
-        return digest(super().fingerprint(), *self.files, self.sizes)
+        found = digest(super().fingerprint(), *self.files, self.sizes)
+        return found if self.wanted == AS_IT_IS else digest(found, *self.wanted)
 
     def _other_shape(self, path, found):
         expected, found = (
@@ -63,37 +74,12 @@ class ImageFolder(Datastore):
         return (
             f"{shown(path)}: expected a {expected} image like the first one "
             f"({shown(self.files[0])}), found {found}; all images must have one size and be all "
-            "gray or all RGB; resize or convert them first"
+            "gray or all RGB; resize or convert them first (python -m mpidl.pack --size HxW)"
         )
 
 
-def decode(path):
-    """The pixels of a PNG or JPEG file, uint8 (1, H, W) or (3, H, W); UserError naming the path."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path, formats=("PNG", "JPEG")) as image:
-            if image.mode.startswith("I"):  # 16 bits, which convert() would clip, not scale
-                return (np.asarray(image) >> 8).astype(np.uint8)[None]
-            if image.mode in ("1", "L", "LA"):
-                return np.asarray(image.convert("L"))[None]
-            if image.mode == "P":  # by way of RGBA, or Pillow warns of a palette with alpha
-                image = image.convert("RGBA")
-            return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-    except MemoryError:
-        raise
-    except UnidentifiedImageError:
-        raise UserError(
-            f"{shown(path)}: expected a PNG or JPEG image, found something else or a damaged file"
-        ) from None
-    except FileNotFoundError:
-        raise UserError(f"{shown(path)}: no such file any more") from None
-    except Exception as e:  # Pillow raises many kinds for damaged files
-        raise UserError(f"{shown(path)}: the image cannot be read: {reason(e)}") from None
-
-
-def listing(folder, classes=None, labelled=True):
-    """(files, their sizes in bytes, labels or None, classes, image_shape) of an image folder."""
+def listing(folder, classes=None, labelled=True, wanted=AS_IT_IS):
+    """(files, sizes in bytes, when written, labels or None, classes, image_shape) of a folder."""
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
     found = sorted(images_below(folder), key=lambda item: os.fsencode(item[0]))
@@ -102,7 +88,7 @@ def listing(folder, classes=None, labelled=True):
         empty = "an empty folder" if not visible(folder) else "no such file"
         raise UserError(f"{shown(folder)}: {needs}; found {empty}")
     files = [file for file, _ in found]
-    sizes = np.array([size for _, size in found], np.int64)
+    sizes, written = np.array([when for _, when in found], np.int64).T
     stray = [file for file in files if os.sep not in file]
     names = [file.split(os.sep)[0] for file in files if os.sep in file]
     problem = None
@@ -126,12 +112,12 @@ def listing(folder, classes=None, labelled=True):
     if not problem:
         label = {name: i for i, name in enumerate(classes)}
         labels = np.array([label[name] for name in names], np.int64)
-    image_shape = decode(os.path.join(folder, files[0])).shape
-    return files, sizes, labels, list(classes), image_shape
+    pixels, _ = decode(os.path.join(folder, files[0]), wanted)
+    return files, sizes, written, labels, list(classes), pixels.shape
 
 
 def images_below(folder, inside="", ancestors=()):
-    """Yield (path relative to the first `folder`, size in bytes) of each image file, unsorted."""
+    """Yield (path relative to the first `folder`, Stamp) of each image file, unsorted."""
     try:
         here = os.stat(folder)
         if (here.st_dev, here.st_ino) in ancestors:  # a link back up
@@ -143,7 +129,7 @@ def images_below(folder, inside="", ancestors=()):
                 yield from images_below(entry.path, relative, ancestors)
             elif entry.name.lower().endswith(SUFFIXES):
                 try:
-                    yield relative, entry.stat().st_size
+                    yield relative, stamp(entry.stat())
                 except FileNotFoundError:
                     raise UserError(f"{shown(entry.path)}: a link to a missing file") from None
     except OSError as e:

@@ -53,3 +53,26 @@ def names_of(value, source):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{source}: expected different class names, found {shown(twice)} twice")
     return names
+
+
+def whole_numbers(values, count, source):
+    """Labels as files of floats have them too, as int64 (count,); UserError where they are none."""
+    values = np.asarray(values)
+    flat = values.reshape(-1)
+    if len(flat) != count or max(values.shape, default=1) != count:
+        raise UserError(
+            f"{source}: expected one label an image, ({count},), found shape {values.shape}"
+        )
+    if flat.dtype.kind == "f":
+        if not np.isfinite(flat).all() or (flat != np.rint(flat)).any() or abs(flat).max() > 2**53:
+            raise UserError(f"{source}: expected whole numbers as labels, found fractions")
+    elif flat.dtype.kind not in "biu" or (flat.dtype == np.uint64 and flat.max(initial=0) >> 62):
+        raise UserError(f"{source}: expected whole numbers as labels, found {flat.dtype}")
+    return flat.astype(np.int64)
+
+
+def check_int32(values, source):
+    """A UserError where whole numbers do not fit the int32 that targets are."""
+    least, most = int(values.min(initial=0)), int(values.max(initial=0))
+    if least < -(1 << 31) or most >= 1 << 31:
+        raise UserError(f"{source}: expected targets that int32 holds, found {least} to {most}")
