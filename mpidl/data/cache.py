@@ -23,7 +23,7 @@ class NodeCache(Datastore):
         self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
         self.classes, self.labels = datastore.classes, datastore.labels
         self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
-        tables = [(self.image_shape, self.dtype, read_images)]
+        tables: list = [(self.image_shape, self.dtype, read_images)]
         if self.targets_shape is not None:
             tables.append((self.targets_shape, self.targets_dtype, read_targets))
         size = sum(int(np.prod(shape)) * dtype.itemsize + 1 for shape, dtype, _ in tables)

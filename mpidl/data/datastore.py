@@ -239,7 +239,7 @@ def check_classes(datastore):
 
 
 def read_images(datastore, indices):
-    """`datastore.read(indices)`, checked: its shape, its type, and no NaN or infinity."""
+    """`datastore.read(indices)` as its `dtype`, checked: the shape, and no NaN or infinity."""
     images = np.asarray(datastore.read(indices))
     expected = (len(indices), *datastore.image_shape)
     right = images.dtype == np.uint8 if datastore.dtype == np.uint8 else images.dtype.kind == "f"
@@ -248,6 +248,7 @@ def read_images(datastore, indices):
             f"{type(datastore).__name__}.read: expected {datastore.dtype} of shape {expected}, got "
             f"{images.dtype} of shape {images.shape}"
         )
+    images = images.astype(datastore.dtype, copy=False)
     check_finite(images, datastore, indices, "pixels")
     return images
 
@@ -262,8 +263,9 @@ def read_targets(datastore, indices):
             f"{type(datastore).__name__}.targets: expected {datastore.targets_dtype} of shape "
             f"{expected}, got {values.dtype} of shape {values.shape}"
         )
+    values = values.astype(datastore.targets_dtype, copy=False)
     check_finite(values, datastore, indices, "targets")
-    return values.astype(datastore.targets_dtype, copy=False)
+    return values
 
 
 def check_finite(values, datastore, indices, what):

@@ -1,6 +1,7 @@
 """Files that a run reads as it goes: opened late, by each rank, and never let change unnoticed."""
 
 import os
+import threading
 from typing import NamedTuple
 
 from mpidl.data.datastore import shown
@@ -44,12 +45,14 @@ class RawFile:
 
     def __init__(self, path, before):
         self.path, self.before, self.handle = path, before, None
+        self.opening = threading.Lock()
 
     def check(self):
         """A UserError where the file has changed, or cannot be opened."""
         try:
-            if self.handle is None:
-                self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            with self.opening:  # several threads may be the first
+                if self.handle is None:
+                    self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             now = stamp(os.fstat(self.handle))
         except OSError as e:
             raise unreadable(self.path, e) from None

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ class HDF5Datastore(Datastore):
         self._take(found)
 
     def _take(self, found):
-        self.found, self._file = found, None
+        self.found, self._file, self._opening = found, None, threading.Lock()
         self.image_shape, self.dtype = found.images.shape, found.images.dtype
         self.labels, self.classes = found.labels, found.classes
         if found.targets is not None:
@@ -103,10 +104,11 @@ class HDF5Datastore(Datastore):
 
     def _opened(self):
         """The open file; a UserError where it has changed."""
-        if self._file is None:
-            import h5py
+        with self._opening:  # several threads may be the first
+            if self._file is None:
+                import h5py
 
-            self._file = h5py.File(self.path, "r", locking=False)
+                self._file = h5py.File(self.path, "r", locking=False)
         now = stamp(os.fstat(self._file.id.get_vfd_handle()))
         if now != self.found.stamp:
             raise changed(self.path, self.found.stamp, now)

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import zlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ RATIO = 1032  # of what is held to what is stored: no deflate packs tighter
 MOST_OF_TEXTS = 1 << 24  # bytes of a cell array
 MATRIX, COMPRESSED = 14, 15  # types of elements
 CELL, CHAR = 1, 4  # classes of matrices
+Order = Literal["little", "big"]
 HEAD = 1 << 12  # bytes in which a matrix says its class and its name
 
 
@@ -99,7 +100,7 @@ def _top(path):
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            order = "little" if file.read(128)[126:] == b"IM" else "big"
+            order: Order = "little" if file.read(128)[126:] == b"IM" else "big"
             at = 128
             while at < size:
                 file.seek(at)

@@ -12,6 +12,7 @@ from mpidl import backends, ops
 from mpidl.comm import World
 from mpidl.comm.guard import Signals
 from mpidl.data import MinibatchQueue, NodeCache
+from mpidl.data.datastore import check_classes
 from mpidl.errors import Fault, UserError
 from mpidl.report import Console
 from mpidl.tape import value_and_grad
@@ -64,6 +65,7 @@ def train(
     statistics of batch normalization that the options ask for; checkpoints hold the last
     iteration's, with the moving ones.
     """
+    check_classes(datastore)
     options = TrainingOptions() if options is None else options
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
