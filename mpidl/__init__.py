@@ -19,8 +19,9 @@ from mpidl import data, nn, ops
 from mpidl.backends import configure
 from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
 from mpidl.comm import World
+from mpidl.comm.launch import launch
 from mpidl.data import ArrayDatastore, Augmenter, ImageFolder, MinibatchQueue, Preprocess
-from mpidl.errors import Fault, UserError
+from mpidl.errors import Fault, RankError, UserError
 from mpidl.fold import Partial
 from mpidl.nn import (
     Add,

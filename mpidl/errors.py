@@ -1,4 +1,4 @@
-"""The one exception that is a user's to mend."""
+"""Exceptions: what a user can mend, what stops a run, what happened on another rank."""
 
 
 class UserError(Exception):
@@ -10,3 +10,15 @@ class UserError(Exception):
 
 class Fault(Exception):
     """A run that cannot go on, through no option's fault (a loss of NaN): one line, exit code 1."""
+
+
+class RankError(Exception):
+    """An exception on a rank that `dl.launch` started, with its traceback as the text; it is raised
+    from the exception itself where that could be brought back.
+
+    rank, host: where it was; None where a rank ended without an exception.
+    """
+
+    def __init__(self, text, rank=None, host=None):
+        super().__init__(text)
+        self.rank, self.host = rank, host

@@ -5,16 +5,14 @@ Started without mpirun, it starts one for each number of ranks.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 
 from mpidl.cli import arguments, start
 from mpidl.comm import guard
+from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import Fault, UserError
-
-LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_")
 
 
 def main(argv=None):
@@ -59,25 +57,3 @@ def main(argv=None):
         return 1
     print(f"the same weights, byte for byte, on {', '.join(map(str, hashes))} ranks")
     return 0
-
-
-def launcher(ranks):
-    """The command line that starts so many ranks: the mpirun beside this Python, else on PATH."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    found = beside if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    if found is None:
-        raise UserError("no mpirun beside this Python or on PATH: run/install puts one there")
-    return [found, "-n", str(ranks)]
-
-
-def environment():
-    """This process's environment without an MPI launcher's variables, more ranks than cores
-    allowed, and this Python first on PATH (mpirun would start another one)."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    kept["PATH"] = os.path.dirname(sys.executable) + os.pathsep + kept.get("PATH", "")
-    kept |= {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
-    return kept

@@ -78,3 +78,14 @@ def test_custom_op_gives_one_hash(folder):
     assert len({found("Weights sha256", text) for text in printed.values()}) == 1
     losses = [float(x) for x in re.findall(r"Loss: (\S+)", printed[1])]
     assert losses[-1] < losses[0]
+
+
+def test_from_a_notebook_gives_one_hash(folder):
+    """Started without mpirun, it starts the ranks: the weights of the training command."""
+    printed = {ranks: run("from_a_notebook.py", None, ranks, folder, 2) for ranks in (1, 3)}
+    hashes = {found("Weights sha256", text) for text in printed.values()}
+    assert len(hashes) == 1
+    own = run("custom_loop.py", 2, folder, 2)
+    assert hashes == {found("Weights sha256", own)}
+    for text in printed.values():
+        assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)
