@@ -40,6 +40,20 @@ extern "C" __global__ void __launch_bounds__(512)
         p[first + c] = exp(logits[first + c] - of.top) / of.sum;
 }
 
+// dx (images, classes) = p (dy - the sum of p dy over the classes): the gradient behind a softmax.
+extern "C" __global__ void __launch_bounds__(512)
+    loss_softmax_dx(const float* __restrict__ dy, const double* __restrict__ p,
+                    float* __restrict__ dx, int classes) {
+    const long long first = (long long)image_of_all() * classes;
+    const int lane = threadIdx.x % LANES_OF_WARP;
+    double inner = 0.0;
+    for (int c = lane; c < classes; c += LANES_OF_WARP) inner += p[first + c] * dy[first + c];
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) inner += shfl_xor(inner, mask);
+    for (int c = lane; c < classes; c += LANES_OF_WARP)
+        dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
+}
+
 // rows[block]: the sum over the block's images, in their order, of `value`, one a warp.
 __device__ __forceinline__ void add_images(double* of_image, double value, double* rows) {
     if (threadIdx.x % LANES_OF_WARP == 0) of_image[image_of_block()] = value;

@@ -133,12 +133,16 @@ class Network:
         return self if there else copy.copy(self).to(device)
 
     def _image_shapes(self):
-        """{learnable: shape of the images it goes with} of each layer."""
-        shapes = dict(zip(self.layer_names, self.output_shapes, strict=True))
-        shapes[graph.IMAGES] = self.input_shape
-        befores = {
-            name: shapes[reads[0]] for name, reads in zip(self.layer_names, self.reads, strict=True)
-        }
+        """{learnable: shape of the images it goes with} of each layer.
+
+        Flattened images lie on a GPU as they did before, through layers without learnables, too.
+        """
+        own = {name.rsplit(".", 1)[0] for name in self._parameters}
+        shapes, befores = {graph.IMAGES: self.input_shape}, {}
+        for layer, reads, shape in zip(self.layers, self.reads, self.output_shapes, strict=True):
+            before = befores[layer.name] = shapes[reads[0]]
+            flat = len(shape) == 1 and shape[0] == math.prod(before) and layer.name not in own
+            shapes[layer.name] = before if flat else shape
         return {name: befores[name.rsplit(".", 1)[0]] for name in self._parameters}
 
     @property

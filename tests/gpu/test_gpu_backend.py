@@ -57,10 +57,3 @@ def test_ops_that_work_on_numpy_arrays_say_so(images, call):
     assert backends.of(images) is functions
     with pytest.raises(TypeError, match="lies on a GPU.*--device cpu"):
         call(Var(images))
-
-
-def test_so_does_the_gradient_of_softmax(images):
-    scores = images.like(array.lanes(np.ones((2, 6, 16), np.float32)))
-    y = dl.ops.softmax(Var(scores))
-    with pytest.raises(TypeError, match="softmax.*lies on a GPU"):
-        y.vjp(scores, (True,))

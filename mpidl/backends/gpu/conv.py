@@ -121,7 +121,7 @@ def conv2d_backward(
     if needs[2]:
         dbias = batchnorm.channel_sums(dy, tree)
     if needs[0]:
-        dx = _dx(dy, images, weight, how, tree)
+        dx = dx_of(dy, images, weight, how, tree)
         found = batchnorm.activation_sums(dx, x, tree) if sums else None
     return dx, dweight, dbias, found
 
@@ -156,18 +156,19 @@ def _forward(x, weight, bias, how, tree=None):
     return y
 
 
-def _dx(dy, x, weight, how, tree):
-    """The gradient with respect to x, of which only the shape is used."""
+def dx_of(dy, x, weight, how, tree, bias=None):
+    """The gradient with respect to x, of which only the shape is used, + bias."""
     shape = _shape(x, weight, how, dy)
     if _direct(shape):
-        return conv_direct.dx(dy, x, weight, how)
+        dx = conv_direct.dx(dy, x, weight, how)
+        return dx if bias is None else conv_direct.with_bias(dx, bias)
     turned = array.empty((weight.size,))
     group = shape.filters_of_group, shape.channels // shape.groups
     tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
     numbers = shape.filters, shape.channels, shape.taps, shape.groups
     run.launch("conv_weights", tiles, 256, weight, turned, *numbers)
     dx = array.empty_like(x)
-    _product(shape.turned(), dy, turned, None, dx, tree, backward=True)
+    _product(shape.turned(), dy, turned, bias, dx, tree, backward=True)
     return dx
 
 

@@ -17,6 +17,14 @@ def softmax(logits):
     return p
 
 
+def softmax_dx(dy, p):
+    """The gradient behind `softmax`, whose result p is (B, K, 16) float64: in dy's type."""
+    _, classes = rows_of(dy, "softmax_dx")
+    dx = array.empty_like(dy)
+    run.launch("loss_softmax_dx", dy.dims[0], THREADS, dy, p, dx, classes)
+    return dx
+
+
 def cross_entropy(logits, labels, counts, tree):
     """Partial of the sum over images of -log softmax(logits)[label], one number in float64."""
     return _summed("loss_cross_entropy", logits, labels, counts, tree)

@@ -8,6 +8,7 @@ GPU to GPU; either way the same operands are combined in the same order: the sam
 import numpy as np
 
 from mpidl.backends.gpu import elementwise, fold, run
+from mpidl.blocks import LANES
 from mpidl.fold import Late
 
 
@@ -24,6 +25,12 @@ class Counts:
         """How many images this rank's share holds: (1,) int32."""
         first, last = batch.images
         return run.scalar("valid", last - first, np.int32)
+
+    def samples(self, batch):
+        """Epoch (1,) and sample numbers (blocks * 16,), int32, zero in unused images."""
+        found = np.zeros(batch.blocks * LANES, np.int32)
+        found[: len(batch.indices)] = batch.indices
+        return run.scalar("epoch", batch.epoch, np.int32), run.scalar("samples", found, np.int32)
 
     def per_image(self, batch):
         """1 / count."""

@@ -1,0 +1,41 @@
+// Values one behind the other along their channels, and apart again.
+//
+// part: `rows` rows of `words` numbers, which are the channels of a pixel; whole: rows of `pitch`,
+// in which those of the part begin at `first`.
+
+struct alignas(16) Four {
+    float of[4];
+};
+
+template <bool SPLIT, class T>
+__device__ __forceinline__ void move(T* part, T* whole, long long rows, int words, int pitch,
+                                     int first) {
+    const long long step = (long long)gridDim.x * blockDim.x, all = rows * words;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        const long long row = i / words, at = row * pitch + first + (i - row * words);
+        if (SPLIT)
+            part[i] = whole[at];
+        else
+            whole[at] = part[i];
+    }
+}
+
+template <bool SPLIT>
+__device__ __forceinline__ void move_floats(float* part, float* whole, long long rows, int words,
+                                            int pitch, int first) {
+    if (words % 4 == 0 && pitch % 4 == 0 && first % 4 == 0)
+        move<SPLIT>(reinterpret_cast<Four*>(part), reinterpret_cast<Four*>(whole), rows, words / 4,
+                    pitch / 4, first / 4);
+    else
+        move<SPLIT>(part, whole, rows, words, pitch, first);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+concat(float* part, float* whole, long long rows, int words, int pitch, int first) {
+    move_floats<false>(part, whole, rows, words, pitch, first);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+split(float* part, float* whole, long long rows, int words, int pitch, int first) {
+    move_floats<true>(part, whole, rows, words, pitch, first);
+}

@@ -1,0 +1,59 @@
+// Dropout: which elements are kept is told by numbers that depend on (key, epoch, sample, element)
+// alone, by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
+// the bytes of kernels/cpu/dropout.c and of mpidl/backends/reference_more.py. Forward and backward
+// are one pass.
+
+typedef unsigned long long u64;
+
+enum { GROUP = 8, ROUNDS = 10 };  // elements that a call of the generator serves
+
+struct Words {
+    u64 low, high;  // the first two words, the last two
+};
+
+__device__ __forceinline__ Words philox(u32 a, u32 b, u32 c, u32 d, u32 low, u32 high) {
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        const u64 first = (u64)a * 0xd2511f53u, second = (u64)c * 0xcd9e8d57u;
+        a = (u32)(second >> 32) ^ b ^ low, b = (u32)second;
+        c = (u32)(first >> 32) ^ d ^ high, d = (u32)first;
+        low += 0x9e3779b9u, high += 0xbb67ae85u;
+    }
+    return {a | (u64)b << 32, c | (u64)d << 32};
+}
+
+// x and y (images, pixels, C), epoch (1,), samples (images,). Element c * pixels + p of an image is
+// its pixel p of channel c. A thread has 8 pixels of a channel, neighbours neighbouring channels;
+// `parts` blocks have an image.
+extern "C" __global__ void __launch_bounds__(256)
+dropout(const float* __restrict__ x, float* __restrict__ y, const int* __restrict__ epoch,
+        const int* __restrict__ samples, int threshold, float scale, int key0, int key1, int C,
+        int pixels, int parts) {
+    const int image = blockIdx.x / parts;
+    const int t = blockIdx.x % parts * blockDim.x + threadIdx.x, c = t % C, p = t / C * GROUP;
+    if (p >= pixels) return;
+    const int count = min((int)GROUP, pixels - p);
+    const u64 element = (u64)c * pixels + p;
+    const u32 group = (u32)(element / GROUP), sample = samples[image];
+    int skip = (int)(element % GROUP);
+    const Words here = philox(group, sample, 0, epoch[0], key0, key1);
+    Words next = {};
+    if (skip + count > GROUP) next = philox(group + 1, sample, 0, epoch[0], key0, key1);
+    u64 low = here.low, high = here.high, then = next.low;  // from the element's 16 bits on
+    if (skip >= 4) low = high, high = then, then = next.high, skip -= 4;
+    if (skip) {
+        const int by = 16 * skip;
+        low = low >> by | high << (64 - by);
+        high = high >> by | then << (64 - by);
+    }
+    const long long at = ((long long)image * pixels + p) * C + c;
+    float v[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i)
+        if (i < count) v[i] = x[at + (long long)i * C];
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+        const int drawn = (int)((i < 4 ? low >> 16 * i : high >> 16 * (i - 4)) & 0xffff);
+        if (i < count) y[at + (long long)i * C] = drawn >= threshold ? v[i] * scale : 0.f;
+    }
+}

@@ -1,0 +1,82 @@
+// Cross-channel (local response) normalization of NHWC images: y = x d^-beta,
+// d = k + a (sum of x^2 over a window of channels), a being alpha / window; see mpidl/ops/lrn.py.
+
+// x to the -1/4, for normal x > 0: see kernels/cpu/special.h.
+__device__ __forceinline__ float inverse_fourth_root(float x) {
+    float y = __uint_as_float(0x4f584000u - (__float_as_uint(x) >> 2));
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const float square = y * y;
+        y = y * fmaf(x * -0.25f, square * square, 1.25f);
+    }
+    return y;
+}
+
+// d^-beta, and in `ratio` that divided by d.
+__device__ __forceinline__ float power(float d, double beta, float& ratio) {
+    if (beta == 0.75) {
+        const float root = inverse_fourth_root(d), square = root * root, cube = square * root;
+        ratio = cube * (square * square);
+        return cube;
+    }
+    const float result = (float)exp(-beta * log((double)d));
+    ratio = result / d;
+    return result;
+}
+
+// Of channel c of a pixel, whose channels begin at x.
+__device__ __forceinline__ float denominator(const float* x, int c, int C, int before, int behind,
+                                             float a, float k) {
+    const int first = max(0, c - before), stop = min(C, c + behind + 1);
+    float sum = 0.f;
+    for (int j = first; j < stop; ++j) sum = fmaf(x[j], x[j], sum);
+    return fmaf(sum, a, k);
+}
+
+// y and x (rows, C), a row being a pixel.
+extern "C" __global__ void __launch_bounds__(256)
+lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, int before,
+    int behind, float a, float k, double beta) {
+    const long long step = (long long)gridDim.x * blockDim.x, all = rows * C;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+        const int c = (int)(i % C);
+        float ratio;
+        y[i] = x[i] * power(denominator(x + i - c, c, C, before, behind, a, k), beta, ratio);
+    }
+}
+
+// dx = dy d^-beta - factor x (sum of dy x d^(-beta - 1) over the channels in whose window it is).
+// A block has `height` rows and `width` channels of each, blockIdx.y says which; it finds the
+// products of those and of the channels around that reach them, then adds them up.
+extern "C" __global__ void __launch_bounds__(256)
+lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
+       long long rows, int C, int before, int behind, float a, float k, double beta, float factor,
+       int height, int width) {
+    DYN_SMEM(float, products);  // of each row, channel from - behind on
+    const int from = blockIdx.y * width, here = min(width, C - from);
+    const int all = here + behind + before;
+    const long long first = (long long)blockIdx.x * height;
+    const int those = (int)min((long long)height, rows - first);
+    for (int i = threadIdx.x; i < those * all; i += blockDim.x) {
+        const int c = from - behind + i % all;
+        float product = 0.f;
+        if (c >= 0 && c < C) {
+            const long long row = (first + i / all) * C;
+            float ratio;
+            power(denominator(x + row, c, C, before, behind, a, k), beta, ratio);
+            product = dy[row + c] * x[row + c] * ratio;
+        }
+        products[i] = product;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < those * here; i += blockDim.x) {
+        const int c = i % here;
+        const float* own = products + i / here * all + c;
+        const long long row = (first + i / here) * C, at = row + from + c;
+        float sum = 0.f, ratio;
+        for (int j = 0; j <= behind + before; ++j) sum += own[j];
+        const float scale =
+            power(denominator(x + row, from + c, C, before, behind, a, k), beta, ratio);
+        dx[at] = fmaf(x[at] * -factor, sum, dy[at] * scale);
+    }
+}

@@ -1,0 +1,34 @@
+"""Transposed convolution: the kernels of convolution with the roles exchanged."""
+
+import numpy as np
+
+from mpidl.backends.gpu import array, batchnorm, conv, fold, run
+from mpidl.backends.gpu.array import Array
+from mpidl.backends.reference_conv import transposed_conv2d_shape
+
+
+def _as_conv(stride, cropping):
+    """What the convolution whose gradient this is takes behind its weight."""
+    return stride, cropping, (1, 1), 1
+
+
+def transposed_conv2d(x, weight, bias, stride, cropping):
+    """The gradient with respect to its images of the convolution by `weight`, where x is the
+    cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
+    blocks, *image, lanes = x.dims
+    shape = blocks, *transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
+    like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # no memory: its shape
+    return conv.dx_of(x, like, weight, _as_conv(stride, cropping), None, bias)
+
+
+def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
+    """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
+    of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
+    how = _as_conv(stride, cropping)
+    dx = dweight = None
+    if needs[0]:
+        dx = conv.conv2d(dy, weight, run.constant(np.zeros(len(weight), np.float32)), *how)
+    if needs[1]:
+        leaves, per_block = conv.leaves_of(x, dy, weight, how, tree)[:2]
+        dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
+    return dx, dweight, batchnorm.channel_sums(dy, tree) if needs[2] else None
