@@ -45,7 +45,7 @@ class DeviceQueue(MinibatchQueue):
         nbytes = len(datastore) * int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
         # what the host changes is uploaded anew each time
         self.resident = nbytes <= RESIDENT * world.device.memory and not self.pipeline.late
-        self.whole = share(self.batch_size, world, device=world.counts)
+        self.whole = share(self.batch_size, world, seed=seed, device=world.counts)
         p = self.pipeline
         if p.function is not None:
             raise UserError(
@@ -126,6 +126,7 @@ class Reader:
         none = np.zeros(blocks * 16, np.int32)
         samples = run.scalar("samples", none, np.int32)
         places = samples if self.resident else run.scalar("places", none, np.int32)
+        run.scalar("epoch", 0, np.int32)  # of the samples, for who asks the batch
         valid = whole.counts()
         show = images if self.pixels.dtype == np.uint8 else floats
         said = self.pipeline.moves(none, 0, 0)
@@ -146,6 +147,7 @@ class Reader:
         samples = np.zeros(self.whole.blocks * 16, np.int32)
         samples[:mine] = feed.indices
         values = {"samples": samples, "valid": mine, "per_image": 1.0 / count}
+        values["epoch"] = feed.batch.epoch
         for name, numbers in feed.moves.items():
             values[name] = np.zeros(len(samples), np.int32)
             values[name][:mine] = numbers
