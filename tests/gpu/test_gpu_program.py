@@ -155,3 +155,12 @@ def test_nothing_is_allocated_or_waited_for_inside_of_a_capture(device, word, ac
     device.kept = device.allocate(64)
     with pytest.raises(RuntimeError, match="captur"):
         device.capture(lambda: act(device))
+
+
+def test_memory_that_stays_begins_as_zeros(device, monkeypatch):
+    """Also where a kernel makes them, because they are many."""
+    monkeypatch.setattr(run, "LARGE", 10)
+    for shape, dtype in (((3, 3), np.int32), ((5, 1001), np.uint8), ((2, 700), np.float64)):
+        found = run.persistent(shape, dtype)
+        assert found.shape == shape and found.dtype == dtype
+        np.testing.assert_array_equal(found.numpy(), np.zeros(shape, dtype))

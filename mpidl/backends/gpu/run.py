@@ -14,6 +14,7 @@ from mpidl.backends.gpu import kernels
 from mpidl.backends.gpu.array import Array
 
 ALIGNED = 256  # bytes, as cudaMalloc aligns
+LARGE = 1 << 20  # words of 4 bytes from which on a kernel makes zeros
 
 _device = None  # the Device of this process, once it is opened
 _sink = None  # who takes launches: Eager, or a Recorder
@@ -186,7 +187,20 @@ def _uploaded(value):
 
 def persistent(shape, dtype=np.float32):
     """An Array of zeros that stays where it is: no program plans it."""
-    return _uploaded(np.zeros(shape, dtype))
+    size = int(np.prod(shape, dtype=np.int64))
+    words = size * np.dtype(dtype).itemsize // 4
+    if words < LARGE:
+        return _uploaded(np.zeros(shape, dtype))
+    # a data set's worth of zeros is no affair of the host
+    nbytes = size * np.dtype(dtype).itemsize
+    owner = device().allocate(nbytes)
+    made = Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
+    seen = Array(made.buffer, np.int32, (words,))
+    zeros = kernels.make("zero_words", 32 * device().processors, 256, (seen, words))
+    device().launch(load(zeros), zeros)
+    rest = np.zeros(nbytes - 4 * words, np.uint8)
+    device().upload(owner.address + 4 * words, rest)
+    return made
 
 
 def upload(array, value):
