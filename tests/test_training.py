@@ -1,0 +1,365 @@
+"""What options do in a training run; right on any number of ranks."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from alone import numbers
+
+import mpidl as dl
+from mpidl.blocks import LANES
+from mpidl.data import partition
+from mpidl.errors import UserError
+from mpidl.training import checkpoint, configuration, validation
+from mpidl.training.load import Measured
+from mpidl.training.modelfile import weights_sha256
+
+SIDE, CLASSES = 6, 3
+
+
+@pytest.fixture(scope="module")
+def world():
+    return dl.World(threads=1)
+
+
+def small(*more):
+    layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), *more, dl.Dense(CLASSES)]
+    return dl.Network(layers, (1, SIDE, SIDE), seed=1)
+
+
+def pictures(count, name="pictures"):
+    images = numbers(f"training {name}", count, 1, SIDE, SIDE, low=0, high=200).astype(np.uint8)
+    labels = np.arange(count) * 7 % CLASSES
+    images[np.arange(count), 0, labels, :] = 255  # a row that tells the class
+    return dl.ArrayDatastore(images, labels)
+
+
+def trained(world, net=None, store=None, **options):
+    net = small() if net is None else net
+    known = dl.TrainingOptions(**{"epochs": 2, "batch_size": 40, "verbose_every": 0} | options)
+    store = pictures(100) if store is None else store
+    return net, dl.train(net, store, known, world=world)
+
+
+# ---- schedules ----
+
+
+def test_the_rate_of_each_iteration_is_told(world, tmp_path):
+    out = world.broadcast(str(tmp_path))
+    known = dl.TrainingOptions(
+        epochs=3,
+        batch_size=40,
+        learning_rate=0.5,
+        learn_rate_schedule="piecewise",
+        learn_rate_drop_period=1,
+        warmup_iterations=2,
+    )
+    dl.train(small(), pictures(100), known, world=world, out=out)
+    if world.rank == 0:
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        rates = [r["learning_rate"] for r in found if r["kind"] == "iteration"]
+        assert rates == pytest.approx([0.05, 0.275, 0.5, *[0.05] * 3, *[0.005] * 3], rel=1e-12)
+
+
+def test_a_function_of_epoch_and_iteration(world):
+    asked = []
+
+    def rate(epoch, iteration):
+        asked.append((epoch, iteration))
+        return 0.01 if epoch == 1 else 0.002
+
+    net, _ = trained(world, learn_rate_schedule=rate)
+    assert asked[-6:] == [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
+    how = {"learn_rate_drop_factor": 0.2, "learn_rate_drop_period": 1}
+    other, _ = trained(world, learn_rate_schedule="piecewise", **how)
+    assert weights_sha256(net) == weights_sha256(other)
+
+
+def test_a_rate_for_another_batch_size(world):
+    one, _ = trained(world, learning_rate=0.1, scale_rate=80)
+    other, _ = trained(world, learning_rate=0.05)
+    assert weights_sha256(one) == weights_sha256(other)
+
+
+# ---- output functions ----
+
+
+def test_output_functions_are_told_all(world):
+    seen = []
+    net, result = trained(
+        world,
+        output_functions=[seen.append],
+        validation=pictures(30, "others"),
+        validation_frequency=2,
+    )
+    assert [info.state for info in seen] == [
+        *("start", "iteration", "iteration", "iteration", "epoch"),
+        *("iteration", "iteration", "iteration", "epoch", "done"),
+    ]
+    assert [info.iteration for info in seen] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 6]
+    assert seen[0].loss is seen[0].accuracy is seen[1].validation_loss is None
+    assert all(0 < info.loss < 3 and info.learning_rate == 0.01 for info in seen[1:])
+    assert 0 <= seen[4].accuracy <= 1 and seen[3].validation_loss > 0
+    assert result.stopped is None and result.best_iteration in (2, 4, 6)
+
+
+def test_a_stop_that_one_rank_asks_for(world, tmp_path):
+    out = world.broadcast(str(tmp_path))
+    last = world.size - 1
+
+    def ask(info):
+        return world.rank == last and info.iteration == 4
+
+    known = dl.TrainingOptions(epochs=3, batch_size=40, output_functions=ask)
+    net = small()
+    result = dl.train(net, pictures(100), known, world=world, out=out)
+    assert (result.stopped, result.iterations, result.epochs) == ("output_function", 4, 1)
+    arrays, facts = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
+    assert facts["position"]["iteration"] == 4
+    rest = dataclasses.replace(known, output_functions=())
+    again = small()
+    result = dl.train(again, pictures(100), rest, world=world, resume=(arrays, facts))
+    whole, _ = trained(world, epochs=3)
+    assert result.stopped is None
+    assert weights_sha256(again) == weights_sha256(whole) != weights_sha256(net)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(UserError, match="output_functions must be functions"):
+        dl.TrainingOptions(output_functions=["print"])
+
+
+# ---- validation ----
+
+
+def test_validation_while_training(world):
+    at = []
+    others = pictures(30, "others")
+
+    def note(info):
+        if info.state != "done":
+            at.append((info.iteration, info.validation_loss))
+
+    trained(world, output_functions=note, validation=others, validation_frequency=0, epochs=3)
+    found = {iteration: loss for iteration, loss in at if loss is not None}
+    assert sorted(found) == [3, 4, 5, 6, 7, 8, 9] and len(set(found.values())) == 3
+    with pytest.raises(UserError, match="--output-network best-validation: expected images"):
+        trained(world, output_network="best-validation")
+
+
+def test_patience_and_the_best_network(world):
+    """At a rate like this the loss goes up; the network is that of where it was least."""
+    how = {
+        "validation": pictures(30, "others"),
+        "validation_frequency": 1,
+        "learn_rate_schedule": lambda epoch, iteration: 0.02 if iteration < 5 else 1.5,
+        "batchnorm_statistics": "moving",
+        "shuffle": "every-epoch",
+    }
+    losses = []
+
+    def note(info):
+        if info.state == "iteration" and info.validation_loss is not None:
+            losses.append(info.validation_loss)
+
+    net, result = trained(
+        world,
+        epochs=40,
+        validation_patience=3,
+        output_network="best-validation",
+        output_functions=note,
+        **how,
+    )
+    best = result.best_iteration
+    assert result.stopped == "validation_patience" and result.iterations == best + 3 < 120
+    found = dl.evaluate(net, how["validation"], world=world)
+    assert found.loss == min(losses) or result.iterations == best
+    until, _ = trained(world, epochs=40, max_iterations=best, **how)
+    assert weights_sha256(net) == weights_sha256(until)
+    last, _ = trained(world, epochs=40, validation_patience=3, **how)
+    assert weights_sha256(last) != weights_sha256(net)
+
+
+class Losses:
+    """Stands for the losses of a validation set."""
+
+    def __init__(self, monkeypatch, losses):
+        found = iter(losses)
+        monkeypatch.setattr(
+            validation, "evaluate", lambda *_, **__: dl.Evaluation(0.5, next(found), 1)
+        )
+
+
+def test_patience_counts_from_the_least_loss(monkeypatch):
+    Losses(monkeypatch, [3.0, 2.0, 2.0, 2.5, 1.0, 1.0, float("nan"), 1.0])
+    known = dl.TrainingOptions(validation_patience=3, validation=pictures(3))
+    watched, seen = validation.Validation(known, None), []
+    for iteration in range(1, 9):
+        watched.run(small(), iteration)
+        seen.append((watched.iteration, watched.waited, watched.exhausted))
+    assert seen[:4] == [(1, 0, False), (2, 0, False), (2, 1, False), (2, 2, False)]
+    assert seen[4:] == [(5, 0, False), (5, 1, False), (5, 2, False), (5, 3, True)]
+    other = validation.Validation(known, None)
+    other.restore({}, {"validation": json.loads(json.dumps(watched.facts()))})
+    assert other.exhausted and other.facts() == watched.facts()
+
+
+def test_a_share_of_the_training_set(world):
+    known = dl.TrainingOptions(validation_fraction=0.2)
+    kept, options = validation.held_out(pictures(90), known)
+    assert (len(kept), len(options.validation)) == (72, 18)
+    assert validation.held_out(kept, options) == (kept, options)
+    with pytest.raises(UserError, match="--validation-fraction 0.01: expected images"):
+        validation.held_out(pictures(9), dl.TrainingOptions(validation_fraction=0.01))
+    _, result = trained(world, store=pictures(90), validation_fraction=0.2, epochs=3)
+    assert result.iterations == 6 and result.best_iteration == 6
+
+
+# ---- statistics of the population ----
+
+
+def test_population_statistics(world):
+    """Of what the convolution gives for all images, each mini-batch with its own statistics."""
+    store = pictures(100)
+    moving, _ = trained(world, batchnorm_statistics="moving")
+    found, _ = trained(world)
+    for name, value in moving.parameters.items():
+        assert np.array_equal(value, found.parameters[name])
+    conv = np.lib.stride_tricks.sliding_window_view(store.images[:, 0] / 255.0, (3, 3), (1, 2))
+    weight, bias = (found.parameters[f"conv1.{n}"].astype(np.float64) for n in ("weight", "bias"))
+    y = np.einsum("nhwrs,krs->nkhw", conv, weight[:, 0]) + bias[None, :, None, None]
+    mean, variance = y.mean(axis=(0, 2, 3)), y.var(axis=(0, 2, 3))
+    np.testing.assert_allclose(found.state["batchnorm1.mean"], mean, rtol=1e-5)
+    np.testing.assert_allclose(found.state["batchnorm1.variance"], variance, rtol=1e-5)
+    assert not np.allclose(moving.state["batchnorm1.mean"], mean, rtol=1e-3)
+    assert found.state["batchnorm1.mean"].dtype == np.float32
+
+
+def test_population_statistics_leave_out_dropout_and_what_is_frozen(world):
+    frozen = dl.BatchNorm(name="still", trainable=False)
+    layers = dl.Dropout(0.5), dl.Conv2D(3, 2, name="second"), dl.BatchNorm(name="other"), frozen
+    net, _ = trained(world, small(*layers))
+    twin = small(*(layer for layer in layers if not isinstance(layer, dl.Dropout)))
+    assert net.state["still.mean"].tobytes() == twin.state["still.mean"].tobytes()
+    twin.parameters, twin.state = net.parameters, dict(net.state)
+    from mpidl.training.population import population
+
+    queue = dl.MinibatchQueue(pictures(100), 40, world=world, shuffle="never")
+    for state in (population(twin, queue, world), population(net, queue, world)):
+        for name, value in state.items():
+            assert value.tobytes() == net.state[name].tobytes(), name
+
+
+# ---- the ranks' loads ----
+
+
+def test_loads_do_not_matter(world):
+    expected, _ = trained(world)
+    weights = [n % 3 for n in range(1, world.size + 1)]  # some idle, where there are three
+    for load in ("measured", ",".join(map(str, weights)), ",".join(["0.5"] * world.size)):
+        found, _ = trained(world, worker_load=load, epochs=2)
+        assert weights_sha256(found) == weights_sha256(expected), load
+
+
+def test_loads_that_cannot_be_used(world):
+    for text, words in (
+        (",".join(["1"] * (world.size + 1)), "expected a number for each of"),
+        (",".join(["0"] * world.size), "expected a rank that works"),
+    ):
+        with pytest.raises(UserError, match=words):
+            trained(world, worker_load=text)
+    with pytest.raises(UserError, match="worker_load must be measured, or a number a rank"):
+        dl.TrainingOptions(worker_load="1;2")
+
+
+class Pretended:
+    """A world of several ranks, seen from one of them."""
+
+    def __init__(self, speeds, rank):
+        self.speeds, self.rank, self.size = speeds, rank, len(speeds)
+        self.net = self
+        self.waited = 0.0
+
+    def gop(self, operation, mine):
+        assert operation == "max" and mine[self.rank] == self.speeds[self.rank]
+        return np.array(self.speeds)
+
+
+def test_loads_are_by_the_time_of_ones_own_work():
+    world = Pretended([4.0, 0.0, 2.0, 1.0], 2)
+    measured = Measured(world)
+    measured.start(10.0)
+    world.waited += 3.0
+    measured.stop(15.0, 4)  # 4 blocks in 2 seconds of its own
+    assert measured.load() == (1000, 583, 500, 250)
+    world.speeds = [0.0] * 4
+    assert measured.load() is None
+
+
+# ---- partitions ----
+
+
+def test_each_rank_has_a_part_of_the_set():
+    order, shares = np.arange(100)[::-1], [partition.shares_of(n, 3, None) for n in (40, 40, 20)]
+    assert shares[0] == [(0, 16), (16, 32), (32, 40)] and shares[2] == [(0, 16), (16, 20), (20, 20)]
+    epochs = [partition.order_of(order, shares, 0, epoch) for epoch in (None, 1, 2)]
+    firsts = np.cumsum([0, 40, 40])
+    parts = []
+    for found in epochs:
+        assert sorted(found) == list(range(100))
+        each = [
+            {i for f, s in zip(firsts, shares, strict=True) for i in found[f:][slice(*s[rank])]}
+            for rank in range(3)
+        ]
+        parts.append(each)
+    assert parts[0] == parts[1] == parts[2]
+    assert list(epochs[0][:16]) == list(range(99, 83, -1))
+    assert not np.array_equal(epochs[1], epochs[2])
+
+
+def test_sampling_by_partitions(world):
+    for shuffle in ("never", "once", "every-epoch"):
+        how = {"world": world, "shuffle": shuffle, "sampling": "partition"}
+        queue = dl.MinibatchQueue(pictures(100), 40, **how)
+        mine = [
+            {i for images, _ in queue.epoch(epoch) for i in images.batch.indices.tolist()}
+            for epoch in (1, 2)
+        ]
+        assert mine[0] == mine[1] and sorted(queue.order(1)) == list(range(100))
+        parts = world.gather(sorted(mine[0]))
+        if parts:
+            assert sorted(sum(parts, [])) == list(range(100))
+    with pytest.raises(UserError, match="sampling must be global, partition, got part"):
+        dl.MinibatchQueue(pictures(3), 3, sampling="part")
+
+
+def test_one_rank_has_the_whole_set_as_its_part():
+    queue = dl.MinibatchQueue(pictures(50), 40, shuffle="once", sampling="partition")
+    plain = dl.MinibatchQueue(pictures(50), 40, shuffle="once")
+    assert np.array_equal(queue.order(3), plain.order(3)) and LANES == 16
+
+
+# ---- where values come from ----
+
+
+def test_a_recipe_belongs_to_its_solver_and_its_rate():
+    known = configuration.resolve({}).options
+    assert (known.solver, known.learning_rate) == ("sgdm", 0.01)
+    known, _, sources = configuration.resolve({"solver": "adam"})
+    assert (known.learning_rate, known.epochs) == (0.001, 20)
+    assert (sources["learning_rate"], sources["epochs"]) == ("default", "recipe digits")
+    assert dl.TrainingOptions.from_recipe("digits", solver="rmsprop").learning_rate == 0.001
+    known = configuration.resolve({"network": "cifar", "batch_size": 512}).options
+    assert (known.learning_rate, known.scale_rate) == (0.1, 256)
+    known = configuration.resolve({"network": "cifar", "learning_rate": 0.3}).options
+    assert (known.learning_rate, known.scale_rate) == (0.3, None)
+
+
+def test_epochs_end_a_cosine():
+    saved = {"options": dl.TrainingOptions(epochs=5, learn_rate_schedule="cosine").as_dict()}
+    saved |= {"network": [], "fingerprint": ""}
+    now = {**saved, "options": {**saved["options"], "epochs": 6}}
+    with pytest.raises(UserError, match="was 5, is 6, where --learn-rate-schedule cosine ends"):
+        configuration.changed_on_resume(saved, now)
