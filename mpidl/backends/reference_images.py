@@ -92,11 +92,13 @@ def warp(pixels, maps, size, fill):
     return out
 
 
-def planes(pixels):
+def planes(pixels, out=None):
     """(C, H, W) of a decoder's uint8 rows (H, W, stride), of whose bytes C = 1 or 3 count; stride
-    is 1, 3 or 4. Rows may lie apart."""
+    is 1, 3 or 4. Rows may lie apart. out: where to write it, or None."""
     channels = 1 if pixels.shape[-1] == 1 else 3
-    return np.ascontiguousarray(pixels[..., :channels].transpose(2, 0, 1))
+    out = np.empty((channels, *pixels.shape[:2]), np.uint8) if out is None else out
+    out[...] = pixels[..., :channels].transpose(2, 0, 1)
+    return out
 
 
 def keyed_words(seed, purpose, count, epoch, samples):

@@ -9,7 +9,7 @@ import time
 from mpidl.cli import arguments
 from mpidl.comm import guard
 from mpidl.data import packed, packing, sources
-from mpidl.data.pixels import As
+from mpidl.data.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.report.console import LINE_SECONDS, clock, terminal_width
 
@@ -18,7 +18,7 @@ LARGEST = 1 << 16  # pixels a side
 
 
 def parse(argv=None, quiet=False):
-    """Namespace of source, target (None with verify), wanted (As), threads, verify."""
+    """Namespace of source, target (None with verify), wanted (Preprocess), threads, verify."""
     parser = arguments.Parser(
         "pack",
         "Write the images of a folder, or of any other source, to one file that training reads\n"
@@ -58,7 +58,7 @@ def parse(argv=None, quiet=False):
     return argparse.Namespace(
         source=chosen.source,
         target=chosen.target,
-        wanted=As(chosen.size, chosen.colour),
+        wanted=Preprocess(chosen.size, chosen.colour),
         threads=chosen.threads or len(os.sched_getaffinity(0)),
         verify=chosen.verify,
     )

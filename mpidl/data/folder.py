@@ -1,5 +1,6 @@
 """A folder of images, one sub-folder a class."""
 
+import copy
 import difflib
 import os
 
@@ -7,7 +8,8 @@ import numpy as np
 
 from mpidl.data.datastore import Datastore, counted, digest, on_rank_0, shown
 from mpidl.data.files import Stamp, changed, stamp
-from mpidl.data.pixels import AS_IT_IS, KINDS, SUFFIXES, As, decode
+from mpidl.data.pixels import KINDS, SUFFIXES, decode
+from mpidl.data.preprocess import AS_IT_IS, Preprocess, Preprocessed
 from mpidl.errors import UserError
 
 
@@ -28,14 +30,25 @@ class ImageFolder(Datastore):
     Images are gray (C = 1; from gray, gray with alpha, black and white; of 16 bits the high 8) or
     RGB (C = 3; from RGB, RGB with alpha, palette, CMYK, YCbCr). Alpha is dropped and the
     orientation a camera noted is not applied. All images are of the first one's size and kind,
-    unless size, (H, W), has each of them resized (bilinear, over the whole area where it shrinks),
-    and colour, "gray" or "rgb", converted.
+    unless size, (H, W), has each of them resized, and colour, "gray" or "rgb", converted, or
+    preprocess, a `Preprocess`, which can do more.
 
     A file that is removed or changed after it was listed is a UserError when it is read.
     """
 
-    def __init__(self, folder, world=None, *, classes=None, labelled=True, size=None, colour=None):
-        self.folder, self.wanted = os.fspath(folder), As(size, colour)
+    def __init__(
+        self,
+        folder,
+        world=None,
+        *,
+        classes=None,
+        labelled=True,
+        size=None,
+        colour=None,
+        preprocess=None,
+    ):
+        self.folder = os.fspath(folder)
+        self.wanted = Preprocess(size, colour) if preprocess is None else preprocess
         found = on_rank_0(world, lambda: listing(self.folder, classes, labelled, self.wanted))
         self.files, self.sizes, self.written, *found = found
         self.labels, self.classes, self.image_shape = found
@@ -47,13 +60,12 @@ class ImageFolder(Datastore):
         images = np.empty((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
             path = os.path.join(self.folder, self.files[i])
-            pixels, now = decode(path, self.wanted, self.image_shape)
+            pixels, now = decode(path, self.wanted, self.image_shape, image)
             before = Stamp(int(self.sizes[i]), int(self.written[i]))
             if now != before:
                 raise changed(path, before, now)
             if isinstance(pixels, tuple):
                 raise UserError(self._other_shape(path, pixels))
-            image[:] = pixels
         return images
 
     def name(self, i):
@@ -65,7 +77,15 @@ class ImageFolder(Datastore):
     def fingerprint(self):
         # Relative paths: the same files in another place are the same set.
         found = digest(super().fingerprint(), *self.files, self.sizes)
-        return found if self.wanted == AS_IT_IS else digest(found, *self.wanted)
+        return found if self.wanted == AS_IT_IS else digest(found, self.wanted)
+
+    def preprocessed(self, preprocess):
+        """These files after a `Preprocess`, of whatever sizes they are: see `data.preprocessed`."""
+        if self.wanted != AS_IT_IS:
+            return Preprocessed(self, preprocess)
+        found = copy.copy(self)
+        found.wanted, found.image_shape = preprocess, preprocess.image_shape(self.image_shape)
+        return found
 
     def _other_shape(self, path, found):
         expected, found = (

@@ -65,10 +65,13 @@ class Normalization:
             )
 
 
-def read(name, arrays):
-    """The Normalization that a file describes by its name and `Normalization.arrays`."""
+def read(name, arrays, channels):
+    """The Normalization of images with so many channels that a file describes by its name and
+    `Normalization.arrays`. ValueError where it describes none."""
     if name not in NAMES:
         raise ValueError(f"unknown normalization {name!r}")
+    if name == "none":
+        return unchanged(channels)
     if not arrays:
         if name != USUAL:
             raise ValueError(f"normalization {name}: no statistics")
@@ -95,7 +98,7 @@ def normalization(name, datastore, world=None):
     if name == USUAL:
         return Normalization()
     if name == "none":
-        return Normalization(name, 0 * whole, whole)
+        return unchanged(channels)
     byte = datastore.dtype == np.uint8
     if name == "rescale-symmetric" and byte:
         return Normalization(name, 127.5 * whole, 127.5 * whole)
@@ -119,6 +122,12 @@ def normalization(name, datastore, world=None):
     flat = found.variance <= FLAT * (found.mean**2)
     deviation = np.sqrt(np.where(flat, 1, found.variance))
     return Normalization(name, mean, deviation.astype(np.float32))
+
+
+def unchanged(channels):
+    """The Normalization "none": pixels as they are."""
+    whole = np.ones(channels, np.float32)
+    return Normalization("none", 0 * whole, whole)
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@ class DeviceQueue(MinibatchQueue):
         nbytes = len(datastore) * int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
         # what the host changes is uploaded anew each time
         self.resident = nbytes <= RESIDENT * world.device.memory and not self.pipeline.late
-        self.whole = share(self.batch_size, world, seed=seed, device=world.counts)
+        self.whole = share(self.batch_size, world, seed=seed, load=self.load, device=world.counts)
         p = self.pipeline
         if p.function is not None:
             raise UserError(
@@ -59,8 +59,11 @@ class DeviceQueue(MinibatchQueue):
         self.device = None  # nothing is uploaded on the way: `Feed` goes to the step as it is
         return super().epoch(epoch, start)
 
+    def _shares(self, count):
+        return [tuple(min(edge * 16, count) for edge in run) for run in self.whole.tree.runs]
+
     def _job(self, indices, epoch):
-        first, last = (min(edge * 16, len(indices)) for edge in self.whole.tree.run)
+        first, last = self._shares(len(indices))[self.world.rank]
         mine = indices[first:last]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
         p, made = self.pipeline, {}

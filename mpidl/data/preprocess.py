@@ -71,8 +71,8 @@ class Preprocess:
             return down, max(across, (width * down + height // 2) // height)
         return max(down, (height * across + width // 2) // width), across
 
-    def of_picture(self, picture):
-        """(C, P, Q) uint8 of a decoded Pillow image of mode "L" or "RGB"."""
+    def of_picture(self, picture, out=None):
+        """(C, P, Q) uint8 of a Pillow image of mode "L" or "RGB"; in `out` where that is given."""
         from PIL import Image
 
         channels = len(picture.getbands())
@@ -84,9 +84,13 @@ class Preprocess:
             picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
         if self.crop is not None:
             picture = picture.crop(_box(size, self.crop))
-        pixels = planes_of(picture)
-        wanted = COLOURS.get(self.colour, len(pixels))
-        return np.repeat(pixels, wanted, axis=0) if wanted > len(pixels) else pixels
+        fewest = len(picture.getbands())
+        wanted = COLOURS.get(self.colour, fewest)
+        if wanted == fewest:
+            return planes_of(picture, out)
+        out = np.empty((wanted, picture.height, picture.width), np.uint8) if out is None else out
+        out[...] = planes_of(picture)
+        return out
 
     def of_arrays(self, images):
         """(n, C, P, Q) of images (n, C, H, W), uint8 or float32: as `of_picture` treats each."""
@@ -112,6 +116,9 @@ class Preprocess:
         if self.crop is not None:
             words.append(f"centre {_times(self.crop)}")
         return ", ".join(words) or "as they are"
+
+
+AS_IT_IS = Preprocess()
 
 
 class Preprocessed(Datastore):
@@ -163,9 +170,9 @@ def size_of(text, option):
     return int(found[1]), int(found[2] or found[1])
 
 
-def planes_of(picture):
-    """(C, H, W) uint8 of a decoded Pillow image of mode "L" (C = 1) or "RGB" (C = 3)."""
-    return backends.of_type(np.float32).planes(_rows_of(picture))
+def planes_of(picture, out=None):
+    """(C, H, W) uint8 of a Pillow image of mode "L" (C = 1) or "RGB" (C = 3), in `out` if given."""
+    return backends.of_type(np.float32).planes(_rows_of(picture), out)
 
 
 def _rows_of(picture):

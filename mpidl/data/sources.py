@@ -1,6 +1,5 @@
 """What `--data` and `--test-data` say: the digit set by name, a folder or file by its content."""
 
-import functools
 import os
 
 from mpidl.data import cifar, idx, mat, packed
@@ -15,7 +14,7 @@ from mpidl.data.folder import (
     visible,
 )
 from mpidl.data.hdf5 import HDF5Datastore
-from mpidl.data.pixels import AS_IT_IS, remade
+from mpidl.data.preprocess import AS_IT_IS, preprocessed
 from mpidl.errors import UserError
 
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -30,16 +29,15 @@ def open_data(text, world=None, option="--data", wanted=AS_IT_IS):
     "digits" is the embedded digit set; else a folder: of IDX files (train-* and t10k-*), of CIFAR's
     binary files, of train/ and test/ with class sub-folders in both, of train.h5 and test.h5 (or
     .mat), or of class sub-folders; else a file: packed, HDF5, or .mat (XTrain, XTest).
-    wanted: the size and colour to bring images to.
+    wanted: the `Preprocess` to bring images to.
     """
     kind = "digits" if text == "digits" else on_rank_0(world, lambda: kind_of(text, option))
     if kind == "train+test":
-        made = {"size": wanted.size, "colour": wanted.colour}
-        train = ImageFolder(os.path.join(text, "train"), world, **made)
+        train = ImageFolder(os.path.join(text, "train"), world, preprocess=wanted)
         folder = os.path.join(text, "test")
-        return train, ImageFolder(folder, world, classes=train.classes, **made)
+        return train, ImageFolder(folder, world, classes=train.classes, preprocess=wanted)
     if kind == "classes":
-        return ImageFolder(text, world, size=wanted.size, colour=wanted.colour), None
+        return ImageFolder(text, world, preprocess=wanted), None
     if kind == "files":
         paths = on_rank_0(world, lambda: {p: file_of_part(text, p) for p in ("train", "test")})
         train = open_data(paths["train"], world, option, wanted)[0]
@@ -114,7 +112,7 @@ def _remade(store, wanted):
             f"{store.describe()}: expected gray or RGB images of bytes to resize or convert, found "
             f"{store.dtype} in {store.image_shape[0]} channel(s)"
         )
-    return store.transform(functools.partial(remade, wanted=wanted))
+    return preprocessed(store, wanted)
 
 
 def kind_of(path, option):

@@ -33,6 +33,10 @@ class Network:
 
     net["conv1"] is a layer; layer_names: all names.
 
+    normalization, crop, preprocess: how images were brought to the network in training, which
+    `dl.train` and the commands set, files keep and evaluation follows: a `Normalization` (None:
+    uint8 pixels / 255), the (P, Q) that larger images are cut to, a `Preprocess`.
+
     fuse: whether convolution, batch normalization and ReLU in a row run as one op (with the same
     numbers).
 
@@ -59,6 +63,7 @@ class Network:
             shapes[layer.name] = built.output_shape
         self.output_shapes = [shapes[layer.name] for layer in self.layers]
         self._parameters, self._state = parameters, state
+        self.normalization = self.crop = self.preprocess = None
         self._plan()
 
     def _plan(self):
@@ -282,7 +287,8 @@ class Network:
     def predict(self, images):
         """Class scores (softmax): Blocked for Blocked images, (n, K) for an (n, C, H, W) array.
 
-        Arrays are taken as the network was trained: uint8 pixels are divided by 255.
+        Arrays are normalized as in training: where nothing else was said, uint8 pixels are divided
+        by 255 and floats are left as they are.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self(images))
@@ -291,9 +297,22 @@ class Network:
                 "predict takes arrays where the network lies in host memory: net.to(None)"
             )
         images = np.asarray(images)
+        if self.normalization is not None:
+            images = self.normalization(images)
         images = images / np.float32(255) if images.dtype == np.uint8 else images
         batch = share(len(images), OneRank())
         return ops.softmax(self(from_images(images.astype(np.float32), batch))).local()
+
+    def seen(self):
+        """What a `MinibatchQueue` is told to show images to this network as in its training."""
+        return {"normalization": self.normalization, "crop": self.crop}
+
+    def takes(self, shape):
+        """Whether images (C, H, W) are as large as the network's, or larger where it saw windows of
+        larger ones in training."""
+        (c, *size), (own, *least) = shape, self.input_shape
+        larger = all(n >= m for n, m in zip(size, least, strict=True))
+        return c == own and (size == least or (self.crop is not None and larger))
 
     def spec(self):
         """The layers as a list of JSON-able dicts; see `from_spec`."""

@@ -26,8 +26,10 @@ def save(folder, arrays, facts):
     list of layers), "classes", "input_shape" and "normalization". Floats keep every bit. Raises
     UserError, naming the path, where it cannot be written; what was there before stays there.
     """
-    attributes = modelfile.describe(*(facts[name] for name in DESCRIPTION))
-    rest = {name: value for name, value in facts.items() if name not in DESCRIPTION}
+    seen = {name: facts.get(name) for name in ("crop", "preprocess")}
+    attributes = modelfile.describe(*(facts[name] for name in DESCRIPTION), **seen)
+    known = (*DESCRIPTION, *seen)
+    rest = {name: value for name, value in facts.items() if name not in known}
     attributes["facts"] = json.dumps(rest, default=_plain)
     current = os.path.join(folder, CURRENT)
     # A torn one, as a crash may have left it, must not take the place of a whole one.

@@ -76,7 +76,7 @@ def evaluate(
     world = World() if world is None else world
     totals, n, among = np.zeros(2), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
-    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
+    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
     net = net.on(world.device)
     for images, labels in agreed(queue.epoch(0), world, signals):
         scores = net(images)
@@ -152,7 +152,7 @@ def regression_errors(net, datastore, *, world=None, batch_size=128):
         )
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
-    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
+    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
     net = net.on(world.device)
     for images, targets in agreed(queue.epoch(0), world):
         totals += world.gplus(_errors(net(images), targets))

@@ -16,7 +16,7 @@ from mpidl.data.datastore import check_classes
 from mpidl.errors import Fault, UserError
 from mpidl.report import Console
 from mpidl.tape import value_and_grad
-from mpidl.training import checkpoint, modelfile
+from mpidl.training import checkpoint, modelfile, seen
 from mpidl.training.configuration import changed_on_resume
 from mpidl.training.evaluate import agreed
 from mpidl.training.keeping import Keeper
@@ -103,7 +103,9 @@ class _Run:
         if resume is not None:
             self._restore(*resume)
         shared = self.datastore, options.batch_size, options.seed, world, options.shuffle
-        how = {"load": load, "sampling": options.sampling}
+        kept = None if resume is None else resume[0]
+        how = seen.prepare(net, self.datastore, options, world, kept)
+        how |= {"load": load, "sampling": options.sampling}
         self.gradient = value_and_grad(model_loss, reduce=world)
         self.queue, self.recorded = MinibatchQueue(*shared, **how), None
         self.measured = Measured(world) if options.worker_load == "measured" else None
@@ -294,7 +296,8 @@ class _Run:
         self.validation.give_best(self.net)
         if self.options.batchnorm_statistics == "population" and self.at.iteration:
             size = self.options.batch_size
-            queue = MinibatchQueue(self.datastore, size, world=self.world, shuffle="never")
+            shown = self.net.seen()
+            queue = MinibatchQueue(self.datastore, size, world=self.world, shuffle="never", **shown)
             state = population(self.net.on(self.world.device), queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
 
@@ -322,15 +325,19 @@ class _Run:
             "state": {name: np.asarray(a) for name, a in self.net.state.items()},
             "optimizer": self.optimizer.state(),
             **self.validation.tables(),
+            **seen.tables(self.net),
         }
         facts = {
             "network": self.net.spec(),
             "input_shape": self.net.input_shape,
             "classes": list(self.datastore.classes),
-            "normalization": "rescale-zero-one",
+            "normalization": self.net.normalization.name,
+            "crop": self.net.crop,
+            "preprocess": self.net.preprocess,
             "options": self.options.as_dict(),
             "validation": self.validation.facts(),
             "fingerprint": self.datastore.fingerprint(),
+            **seen.facts(self.options),
             **self.facts,
         }
         self.keeper.save(tables, self.at, facts, self.optimizer.learning_rate)
@@ -342,6 +349,7 @@ class _Run:
             "fingerprint": self.datastore.fingerprint(),
         }
         changed_on_resume(facts, now, "the run of this checkpoint")
+        seen.changed(facts, self.options)
         self.net.parameters = modelfile.matching(
             self.net.parameters, arrays["learnables"], checkpoint.CURRENT
         )

@@ -12,9 +12,12 @@ import hashlib
 import io
 import json
 import os
+from dataclasses import asdict
 
 import numpy as np
 
+from mpidl.data import normalize
+from mpidl.data.preprocess import Preprocess
 from mpidl.errors import UserError
 
 FORMAT_VERSION = 1
@@ -145,40 +148,69 @@ def _digest(tables, attributes):
     return digest.hexdigest()
 
 
-def describe(layers, classes, input_shape, normalization):
-    """The root attributes that say what the network is; `layers`: the list of their specs."""
-    return {
+def describe(layers, classes, input_shape, normalization, crop=None, preprocess=None):
+    """The root attributes that say what the network is; `layers`: the list of their specs.
+
+    crop, preprocess: what a network knows of the images it was trained on, see `Network`.
+    """
+    found = {
         "network": json.dumps(layers),
         "classes": json.dumps(list(classes)),
         "input_shape": [int(n) for n in input_shape],
         "normalization": normalization,
     }
+    if crop is not None:
+        found["crop"] = [int(n) for n in crop]
+    if preprocess:
+        found["preprocess"] = json.dumps(asdict(preprocess))
+    return found
 
 
 def described(attributes):
-    """`describe` undone: {"network", "classes", "input_shape", "normalization"}."""
-    return {
+    """`describe` undone: {"network", "classes", "input_shape", "normalization"}, and "crop" and
+    "preprocess" where there are any."""
+    found = {
         "network": json.loads(attributes["network"]),
         "classes": json.loads(attributes["classes"]),
         "input_shape": tuple(attributes["input_shape"]),
         "normalization": attributes["normalization"],
     }
+    if "crop" in attributes:
+        found["crop"] = tuple(attributes["crop"])
+    if "preprocess" in attributes:
+        found["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
+    return found
 
 
-def save_model(path, net, classes, normalization):
-    """Write a trained network. `normalization`: a text such as "rescale-zero-one"."""
-    attributes = describe(net.spec(), classes, net.input_shape, normalization)
-    write_whole(path, pack({"learnables": net.parameters, "state": net.state}, attributes))
+def save_model(path, net, classes, normalization=None):
+    """Write a trained network, with what it was told of the images.
+
+    normalization: "rescale-zero-one", where the network does not know it.
+    """
+    how, tables = normalization or normalize.USUAL, {}
+    if net.normalization is not None:
+        how, tables["normalization"] = net.normalization.name, net.normalization.arrays()
+    attributes = describe(net.spec(), classes, net.input_shape, how, net.crop, net.preprocess)
+    tables = {name: arrays for name, arrays in tables.items() if arrays}
+    tables = {"learnables": net.parameters, "state": net.state, **tables}
+    write_whole(path, pack(tables, attributes))
 
 
 def load_model(path):
-    """(net, {"classes", "input_shape", "normalization", "network"}). Raises UserError."""
+    """(net, {"classes", "input_shape", "normalization", "network"}). Raises UserError.
+
+    The network normalizes, and cuts, as it did in training.
+    """
     from mpidl.nn import Network
 
     try:
         tables, attributes = read(path)
         info = described(attributes)
         net = Network.from_spec(info["network"], info["input_shape"])
+        arrays, channels = tables.get("normalization", {}), net.input_shape[0]
+        net.normalization = normalize.read(info["normalization"], arrays, channels)
+        net.normalization.check(net.input_shape)
+        net.crop, net.preprocess = info.get("crop"), info.get("preprocess")
     except Torn as error:
         raise UserError(f"{path}: not a model that can be loaded: {error}") from error
     except KeyError as error:

@@ -83,7 +83,7 @@ def by_batch(net, datastore, function, *, world, batch_size=128):
     function(net, images) gives an array, or a tuple of arrays, with an entry for each image of the
     share. The other ranks get (None, None). Collective: every rank must take all of them.
     """
-    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never")
+    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
     net = net.on(world.device)
     for images, _ in agreed(queue.epoch(0), world):
         shares = world.gather((images.batch.indices, function(net, images)))
@@ -110,7 +110,7 @@ def as_datastore(net, images):
     if not isinstance(images, Datastore):
         images = np.asarray(images)
         images = ArrayDatastore(images[None] if images.shape == net.input_shape else images)
-    if images.image_shape != net.input_shape:
+    if not net.takes(images.image_shape):
         raise UserError(
             f"{images.describe()}: expected images of shape {net.input_shape}, which the network "
             f"takes, found {images.image_shape}"

@@ -54,13 +54,15 @@ def warp(pixels, maps, size, fill):
     return out
 
 
-def planes(pixels):
+def planes(pixels, out=None):
     """(C, H, W) of a decoder's rows (H, W, stride): see `reference.planes`."""
     height, width, stride = pixels.shape
     if pixels.strides[1:] != (stride, 1):
         raise ValueError(f"expected pixels side by side, got strides {pixels.strides}")
     channels = 1 if stride == 1 else 3
-    out = np.empty((channels, height, width), np.uint8)
+    out = np.empty((channels, height, width), np.uint8) if out is None else out
+    if out.shape != (channels, height, width):
+        raise ValueError(f"expected {(channels, height, width)}, got {out.shape} to write to")
     shape = np.array([channels, height, width, stride, pixels.strides[0]], np.int64)
     # the rows as one run of bytes: how far apart they lie is said in `shape`
     run = np.lib.stride_tricks.as_strided(pixels, (height * width * stride,), (1,))

@@ -1,0 +1,90 @@
+"""What a network sees of images: augmented in training, and normalized."""
+
+from dataclasses import fields
+
+from mpidl.data import normalize
+from mpidl.data.augment import Augmenter
+from mpidl.errors import UserError
+
+OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
+
+
+def augmenter_of(options):
+    """The Augmenter of these TrainingOptions, None where they leave images as they are.
+
+    Raises UserError where they have an augmenter and options in its place.
+    """
+    said = [name for name in OPTIONS if getattr(options, name) != _default(options, name)]
+    if options.augmenter is not None:
+        if not isinstance(options.augmenter, Augmenter):
+            raise UserError(f"augmenter: expected an Augmenter, found {options.augmenter!r}")
+        if said:
+            raise UserError(f"augmenter and {', '.join(said)}: expected one of them")
+        return options.augmenter
+    if not said:
+        return None
+    scale = (1, 1) if options.scale is None else tuple(map(float, options.scale.split(",")))
+    crop = options.random_crop
+    return Augmenter(
+        reflect_x="x" in options.flip,
+        reflect_y="y" in options.flip,
+        rotation=options.rotation,
+        scale=scale,
+        shear_x=options.shear,
+        shear_y=options.shear,
+        translate_x=options.translate,
+        translate_y=options.translate,
+        fill=options.fill,
+        crop=None if crop is None else tuple(map(int, crop.split("x"))),
+    )
+
+
+def image_shape(options, shape):
+    """(C, P, Q) of the images that a network is trained on, of a set's (C, H, W)."""
+    augmenter = augmenter_of(options)
+    return tuple(shape) if augmenter is None else augmenter.image_shape(shape)
+
+
+def prepare(net, datastore, options, world, kept=None):
+    """Have the network know what it will see; returns what a training `MinibatchQueue` is told.
+
+    The statistics are those of `datastore`, or of the tables of a checkpoint, `kept`. Collective.
+    """
+    augmenter = augmenter_of(options)
+    if kept is not None:
+        arrays, channels = kept.get("normalization", {}), datastore.image_shape[0]
+        found = normalize.read(options.normalization, arrays, channels)
+    else:
+        found = normalize.normalization(options.normalization, datastore, world)
+    found = found.window(image_shape(options, datastore.image_shape)[1:])
+    net.normalization = found
+    net.crop = None if augmenter is None else augmenter.crop
+    return {
+        "augmenter": augmenter,
+        "normalization": found,
+        "workers": options.workers,
+        "prefetch": options.prefetch,
+    }
+
+
+def facts(options):
+    """What a checkpoint keeps of an augmenter that no option tells of."""
+    return {} if options.augmenter is None else {"augmenter": options.augmenter.spec()}
+
+
+def changed(saved, options):
+    """A UserError where a run that goes on has another augmenter than its checkpoint says."""
+    old = saved.get("augmenter", {})
+    new = {} if options.augmenter is None else options.augmenter.spec()
+    if old != new:
+        raise UserError(f"--resume: the augmenter was {old or 'none'}, is {new or 'none'}")
+
+
+def tables(net):
+    """The tables of a model file or a checkpoint: {} where they are the usual."""
+    found = {} if net.normalization is None else net.normalization.arrays()
+    return {"normalization": found} if found else {}
+
+
+def _default(options, name):
+    return next(f.default for f in fields(options) if f.name == name)
