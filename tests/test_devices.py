@@ -312,6 +312,7 @@ def test_a_gpu_that_a_rank_has_is_kept(world, monkeypatch):
     try:
         devices.take(world, gpu("A"))
         first, counts = world.device, world.counts
+        assert first.sharers == world.size
         devices.take(world, gpu("A"))
         assert world.device is first and world.counts is counts and made == [first]
         devices.take(world, gpu("A" if world.rank else "B"))  # another one on one rank

@@ -71,6 +71,8 @@ def take(world, gpu):
         error = UserError(f"{problem} (rank {world.rank} on {world.host})")
     world.together(error)
     world.device, world.counts = run.open(device), Counts()
+    taken = world.broadcast(world.gather((world.host, gpu.identity)))
+    device.sharers = taken.count((world.host, gpu.identity))
     world.mover = nccl.mover(world)
 
 

@@ -15,7 +15,7 @@ from mpidl.data.workers import Job
 from mpidl.errors import UserError
 
 MOVES = ("mirrored", "top", "left")  # of each image, in a step's own order
-RESIDENT = 0.5  # of the device's memory, which a data set may take to be kept there whole
+RESIDENT = 0.5  # of the device's memory, which its ranks' data sets may take to be kept there whole
 
 
 class Feed(NamedTuple):
@@ -43,8 +43,9 @@ class DeviceQueue(MinibatchQueue):
     def __init__(self, datastore, batch_size, seed, world, shuffle, **how):
         super().__init__(datastore, batch_size, seed, world, shuffle, **how)
         nbytes = len(datastore) * int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
+        room = RESIDENT * world.device.memory / world.device.sharers
         # what the host changes is uploaded anew each time
-        self.resident = nbytes <= RESIDENT * world.device.memory and not self.pipeline.late
+        self.resident = nbytes <= room and not self.pipeline.late
         self.whole = share(self.batch_size, world, seed=seed, load=self.load, device=world.counts)
         p = self.pipeline
         if p.function is not None:

@@ -97,6 +97,7 @@ class EmulatedDevice:
 
     name = "emulated GPU"
     memory = 1 << 33
+    sharers = 1
 
     def __init__(
         self, order=0, truncate=False, architecture="sm_90", processors=132, shared=232448

@@ -107,6 +107,15 @@ def test_the_schedule_does_not_matter(world, emulated):
         assert weights_sha256(trained(world)) == found
 
 
+def test_ranks_that_share_a_gpu_share_its_memory(world, monkeypatch):
+    store = pictures(30)
+    monkeypatch.setattr(on_device, "RESIDENT", 2 * store.images.nbytes / world.device.memory)
+    for sharers, resident in ((1, True), (2, True), (3, False)):
+        world.device.sharers = sharers
+        queue = on_device.DeviceQueue(store, 10, 0, world, "never")
+        assert queue.resident == resident
+
+
 @pytest.mark.parametrize("frozen", ["dense1", "dense2", "dense3"])
 def test_frozen_weights_stay_and_the_others_move(world, frozen):
     layers = [dl.Dense(6), dl.ReLU(), dl.Dense(5), dl.ReLU(), dl.Dense(CLASSES)]

@@ -78,6 +78,7 @@ class CudaDevice:
     """
 
     specialize = True  # a layer's shape goes into its kernels as constants
+    sharers = 1  # ranks that compute on this GPU, which `comm.devices` counts
 
     def __init__(self, index=0):
         seen = visible()
