@@ -113,7 +113,13 @@ def train(argv=None, quiet=False):
         metavar="DATA|test",
         help="images to validate on while training; test: those of the test (none)",
     )
+    _add_preprocess(parser)
     parser.add_options(*options.NAMES)
+    parser.add_argument(
+        "--preview",
+        metavar="FILE.png",
+        help="draw images as they are and as they will be augmented, and end",
+    )
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -251,6 +257,18 @@ def _add_data(parser):
         metavar="DATA",
         help=f"{DATA_HELP} (digits)",
     )
+
+
+def _add_preprocess(parser):
+    """What is done to each image of every set, in this order."""
+    parser.add_argument("--colour", metavar="gray|rgb", help="make all images so (none)")
+    parser.add_argument("--resize", metavar="HxW", help="resize images to this, bilinearly (none)")
+    parser.add_argument(
+        "--cover",
+        metavar="HxW",
+        help="resize images, keeping their proportions, to the least size that holds this (none)",
+    )
+    parser.add_argument("--centre-crop", metavar="HxW", help="cut this from their centre (none)")
 
 
 def count(spelled):

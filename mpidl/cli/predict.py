@@ -29,7 +29,8 @@ def main(argv=None):
     images = data.open_test_data(
         given.data, world, classes=classes, labelled=False, option="--data"
     )
-    if images.image_shape != net.input_shape:
+    images = data.preprocessed(images, net.preprocess)
+    if not net.takes(images.image_shape):
         raise UserError(
             f"--data {given.data}: expected images of shape {net.input_shape}, as the model was "
             f"trained on, found {images.image_shape}"

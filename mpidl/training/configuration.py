@@ -16,7 +16,16 @@ from mpidl.training.options import NAMES, OPTIONS, TrainingOptions, check, flag,
 from mpidl.training.rules import nearest
 
 # What a run is about beside its options: known on the command line and in a file's [run] table.
-RUN = {"network": "digits", "data": "digits", "test_data": None, "validation_data": None}
+RUN = {
+    "network": "digits",
+    "data": "digits",
+    "test_data": None,
+    "validation_data": None,
+    "colour": None,
+    "resize": None,
+    "cover": None,
+    "centre_crop": None,
+}
 
 
 class Resolved(NamedTuple):
