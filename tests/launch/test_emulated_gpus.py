@@ -50,3 +50,14 @@ def test_stop_and_resume_on_more_ranks(one, pictures, tmp_path):
     words = ["train", "--resume", tmp_path, "--max-iterations", 8, "--epochs", 2]
     mpirun(3, EMULATED, *words, env=small.without_plots())
     same(one, tmp_path)
+
+
+def test_options_that_decide_from_step_to_step(pictures, tmp_path):
+    """Adam, its clipping and a schedule; a rank that has nothing to do."""
+    words = ["--solver", "adam", "--learn-rate-schedule", "cosine", "--gradient-threshold", 0.1]
+    words += ["--gradient-threshold-method", "global-l2norm", "--epochs", 2]
+    words += ["--validation-data", "test", "--validation-frequency", 3]
+    words += ["--output-network", "best-validation"]
+    train(1, pictures, tmp_path / "one", *words)
+    train(3, pictures, tmp_path / "three", *words, "--worker-load", "1,0,2")
+    same(tmp_path / "one", tmp_path / "three")
