@@ -3,6 +3,7 @@
 import importlib.util
 import re
 
+import h5py
 import numpy as np
 import pytest
 import small
@@ -192,3 +193,90 @@ def test_predict_refuses(trained, pictures, tmp_path):
         assert line.startswith("mpidl: ") and text in line
     (line,) = small.own_lines(predict("--data", pictures, check=2))
     assert line == "mpidl: the following arguments are required: --model"
+
+
+def test_predict_says_how_right_it_is(trained, pictures, tmp_path):
+    """The numbers are those of the files, which are those of `dl.evaluate`."""
+    out, _ = trained
+    table, scores = tmp_path / "table.csv", tmp_path / "scores.csv"
+    words = ["--model", out / "model.h5", "--data", pictures, "--top-k", 2]
+    printed = small.printed(predict(*words, "--confusion", table, "--out", scores, ranks=2))
+    images = dl.ImageFolder(pictures)
+    found = dl.evaluate(dl.load_model(out / "model.h5")[0], images, top_k=2, confusion=True)
+    assert printed == [
+        f"Accuracy: {found.accuracy:.4f} (210 images)",
+        f"Top-2 accuracy: {found.top_k:.4f}",
+        f"Confusion matrix: {table}",
+        f"Scores: {scores}",
+    ]
+    rows = [[str(cell) for cell in row] for row in found.confusion.rows()]
+    assert [line.split(",") for line in table.read_text().splitlines()] == rows
+    taken = [line.split(",")[1] for line in scores.read_text().splitlines()[1:]]
+    columns = found.confusion.counts.sum(axis=0)
+    assert [taken.count(name) for name in small.CLASSES] == columns.tolist()
+
+
+def test_predict_draws_the_confusion_matrix(trained, pictures, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
+    out, _ = trained
+    words = ["--model", out / "model.h5", "--data", pictures]
+    predict(*words, "--confusion", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_predict_writes_activations(trained, pictures, tmp_path):
+    out, _ = trained
+    words = ["--model", out / "model.h5", "--data", pictures, "--activations", "relu1", "--out"]
+    for name in ("a.npy", "a.h5"):
+        line = f"Activations: 20x8x8 of relu1, 210 images: {tmp_path / name}"
+        assert small.printed(predict(*words, tmp_path / name, ranks=2)) == [line]
+    images, (net, _) = dl.ImageFolder(pictures), dl.load_model(out / "model.h5")
+    expected = dl.activations(net, images, "relu1")
+    assert np.array_equal(np.load(tmp_path / "a.npy"), expected)
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert np.array_equal(file["activations"], expected)
+        assert np.array_equal(file["labels"], images.labels)
+        assert file["names"].asstr()[5] == images.name(5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "a.npy"]
+
+
+def test_predict_with_a_network_of_images(pictures, tmp_path):
+    """A network without classes: its outputs are written."""
+    net = dl.Network([dl.Conv2D(3, 1, padding=1)], (1, 12, 12))
+    dl.save_model(tmp_path / "model.h5", net, [])
+    out = tmp_path / "a.npy"
+    words = ["--model", tmp_path / "model.h5", "--data", pictures]
+    printed = small.printed(predict(*words, "--out", out, ranks=2))
+    assert printed == ["210 images, no targets known", f"Outputs: {out}"]
+    assert np.array_equal(np.load(out), dl.predict(net, dl.ImageFolder(pictures)))
+    (line,) = small.own_lines(predict(*words, "--top-k", 1, check=2))
+    assert line.startswith("mpidl: --top-k: expected a model with a score for each class")
+
+
+def test_predict_refuses_what_it_cannot_write(trained, pictures, tmp_path):
+    out, _ = trained
+    words = ["--model", out / "model.h5", "--data", pictures]
+    bare = ["--model", out / "model.h5", "--data", pictures / "bar"]
+    npy = ["--out", tmp_path / "a.npy"]
+    for options, text in (
+        ([*words, "--confusion", "a.txt"], "a.txt: --confusion is written as .csv or .png"),
+        ([*words, "--activations", "relu1"], "--activations: expected --out FILE.npy or FILE.h5"),
+        (
+            [*words, "--activations", "relu1", "--out", "a.csv"],
+            "written as .npy or .h5, found .csv",
+        ),
+        ([*words, "--activations", "relu9", *npy], "model.h5: no layer relu9: did you mean relu"),
+        ([*words, "--activations", "relu1", "--top-k", 1, *npy], "--top-k is without it"),
+        (
+            [*words, "--activations", "relu1", "--out", tmp_path / "none" / "a.npy"],
+            "none/a.npy: cannot be written: No such file or directory",
+        ),
+        ([*words, "--top-k", 4], "--top-k 4: the model tells 3 classes apart"),
+        ([*words, "--top-k", 0], "--top-k must be at least 1, found 0"),
+        ([*words, *npy], "the scores of classes are written as .csv"),
+        ([*bare, "--top-k", 1], "--top-k: expected images with labels, found none in --data"),
+        ([*bare, "--confusion", "a.csv"], "--confusion: expected images with labels, found none"),
+    ):
+        (line,) = small.own_lines(predict(*options, ranks=2, check=2))
+        assert line.startswith("mpidl: ") and text in line
+    assert list(tmp_path.iterdir()) == []

@@ -107,20 +107,60 @@ def test_losses(runs):
 
 
 def test_predict(runs, pictures, tmp_path):
-    words = ["--model", runs[3] / "model.h5", "--data", pictures]
-    scores = {}
-    for ranks in (1, 3):
-        out = tmp_path / f"{ranks}.csv"
-        result = mpirun(ranks, *small.command("predict", *words, network=None, out=out), check=0)
-        scores[ranks] = out.read_bytes()
-        assert "(210 images)" in result.stdout
-    assert scores[1] == scores[3]
-    rows = [line.split(",") for line in scores[1].decode().splitlines()]
+    """Scores, which was taken for which, and what a layer computes."""
+    words = ["--model", runs[3] / "model.h5", "--data", pictures, "--batch-size", 50]
+    left = {}
+    for ranks in (1, 2, 3):
+        out = tmp_path / str(ranks)
+        out.mkdir()
+        more = ["--out", out / "scores.csv", "--confusion", out / "confusion.csv", "--top-k", 2]
+        result = mpirun(ranks, *small.command("predict", *words, *more, network=None), check=0)
+        lines = [line for line in small.printed(result) if not line.startswith("warning: ")]
+        assert "(210 images)" in lines[0] and lines[1].startswith("Top-2 accuracy: ")
+        more = ["--activations", "relu1", "--out", out / "relu1.h5"]
+        mpirun(ranks, *small.command("predict", *words, *more, network=None), check=0)
+        left[ranks] = {path.name: path.read_bytes() for path in out.iterdir()}
+        left[ranks]["lines"] = lines[:2]
+    assert set(left[1]) == {"scores.csv", "confusion.csv", "relu1.h5", "lines"}
+    assert left[1] == left[2] == left[3]
+    rows = [line.split(",") for line in left[1]["scores.csv"].decode().splitlines()]
     assert rows[0] == ["image", "predicted", *small.CLASSES] and len(rows) == 211
     for row in rows[1:]:
         values = [float(text) for text in row[2:]]
         assert abs(sum(values) - 1) < 1e-5
         assert row[1] == small.CLASSES[values.index(max(values))]
+
+
+SCORES = """
+import hashlib, sys
+import mpidl as dl
+
+world = dl.World()
+images = dl.ImageFolder(sys.argv[1], world)
+net, _ = dl.load_model(sys.argv[2])
+arrays = {
+    "predict": dl.predict(net, images, world=world, batch_size=50),
+    "classify": dl.classify(net, images, world=world, batch_size=50),
+    "conv1": dl.activations(net, images, "conv1", world=world, batch_size=50),
+    "relu2": dl.activations(net, images, "relu2", world=world, batch_size=50),
+}
+found = dl.evaluate(net, images, world=world, batch_size=50, top_k=2, confusion=True)
+arrays["counts"] = found.confusion.counts
+digests = {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
+everywhere = world.broadcast(world.gather((digests, found[:4])))
+assert all(other == everywhere[0] for other in everywhere)  # all ranks have all of it
+if world.rank == 0:
+    print(digests, found[:4])
+"""
+
+
+def test_scores_in_a_program(runs, pictures, tmp_path):
+    """210 images: mini-batches of 50 and of 10, which is a block for rank 0 and none for others."""
+    script = tmp_path / "scores.py"
+    script.write_text(SCORES)
+    model = runs[1] / "model.h5"
+    printed = {ranks: mpirun(ranks, script, pictures, model, check=0).stdout for ranks in (1, 2, 3)}
+    assert printed[1].count("'") == 20 and len(set(printed.values())) == 1, printed
 
 
 def test_negative_control_local_batchnorm(pictures, tmp_path):
