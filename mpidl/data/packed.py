@@ -160,7 +160,22 @@ def is_packed(path):
 def parts_of(path):
     """Which of "train" and "test" a packed file has."""
     with hdf5.opened(path) as file:
+        check_format(file)
         return [part for part in PARTS if part in file]
+
+
+def check_format(file):
+    """A UserError where an open HDF5 file is no packed one, or not the one that was written."""
+    where = shown(file.filename)
+    if text_of(hdf5.attribute(file, "format")) != FORMAT:
+        raise UserError(f"{where}: expected a file of python -m mpidl.pack, found another")
+    version = hdf5.attribute(file, "format_version")
+    if version != VERSION:
+        raise UserError(f"{where}: its format_version is {version}, this mpidl reads {VERSION}")
+    if text_of(hdf5.attribute(file, "sha256")) != content(file):
+        raise UserError(
+            f"{where}: expected what was packed, found another content: its checksum differs"
+        )
 
 
 def look(path, part, classes, labelled):
@@ -169,15 +184,7 @@ def look(path, part, classes, labelled):
     if part not in PARTS:
         raise UserError(f'{where}: which part must be "train" or "test", got {part!r}')
     with hdf5.opened(path) as file:
-        if text_of(hdf5.attribute(file, "format")) != FORMAT:
-            raise UserError(f"{where}: expected a file of python -m mpidl.pack, found another")
-        version = hdf5.attribute(file, "format_version")
-        if version != VERSION:
-            raise UserError(f"{where}: its format_version is {version}, this mpidl reads {VERSION}")
-        if text_of(hdf5.attribute(file, "sha256")) != content(file):
-            raise UserError(
-                f"{where}: expected what was packed, found another content: its checksum differs"
-            )
+        check_format(file)
         if part not in file:
             raise UserError(f"{where}: expected a part {part}; found {hdf5.listed(file)}")
         now = stamp(os.stat(path))

@@ -1,0 +1,148 @@
+"""`python -m mpidl.pack` as a user runs it, and training on what it wrote."""
+
+import os
+import re
+import signal
+import time
+
+import h5py
+import launcher
+import numpy as np
+import pytest
+import small
+from images import grow, pixels_of, save
+from launcher import mpirun, start
+
+from mpidl.data import PackedDatastore
+
+ITERATIONS = ["--max-iterations", 4]
+
+
+def pack(*words, check=0, **options):
+    return mpirun(None, "-m", "mpidl.pack", *words, check=check, **options)
+
+
+@pytest.fixture(scope="module")
+def packed(pictures, tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "shapes.h5"
+    result = pack(pictures, path)
+    lines = small.printed(result)
+    assert lines[0] == f"From: {pictures}: 210 images of 1x12x12 in 3 classes"
+    assert re.fullmatch(rf"Packed: {path}, 210 images, [\d,]+ bytes, in 0:00:\d\d", lines[1])
+    assert small.own_lines(result) == [] and len(lines) == 2
+    return path
+
+
+def digest_of(ranks, data, out, *options):
+    small.train(ranks, data, out, *ITERATIONS, *options)
+    return small.summary(out)["weights_sha256"]
+
+
+def test_training_on_the_packed_file_gives_the_folder_s_weights(pictures, packed, tmp_path):
+    expected = digest_of(1, pictures, tmp_path / "folder")
+    assert digest_of(2, packed, tmp_path / "packed-2") == expected
+    assert digest_of(3, packed, tmp_path / "packed-3", "--seed", 0) == expected
+    other = digest_of(2, packed, tmp_path / "other", "--seed", 1)
+    assert other != expected
+
+
+def test_a_run_goes_on_with_the_packed_file(pictures, packed, tmp_path):
+    """Its fingerprint is the folder's."""
+    small.train(1, pictures, tmp_path / "run", "--max-iterations", 2)
+    words = ["--max-iterations", 4, "--data", packed, "--out", tmp_path / "on"]
+    small.resume(2, tmp_path / "run", *words)
+    assert small.summary(tmp_path / "on")["weights_sha256"] == (
+        digest_of(1, pictures, tmp_path / "whole")
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_leaves_what_the_same_command_goes_on_with(tmp_path, number):
+    folder, target = tmp_path / "set", tmp_path / "x.h5"
+    for name in ("a", "b"):  # 128 chunks of 4 MB
+        save(folder / name / "0.png", pixels_of(0, 1, 2048, 2048), compress_level=0)
+        for i in range(1, 64):
+            os.link(folder / name / "0.png", folder / name / f"{i}.png")
+    part = tmp_path / ".x.h5.part"
+    with start(None, "-m", "mpidl.pack", folder, target, "--threads", 1) as job:
+        deadline = time.monotonic() + 60
+        while not written(part) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        job.send_signal(number)
+        result = launcher.finish(job, timeout=60)
+    assert result.returncode == 75, result.stdout + result.stderr
+    told = re.search(r"(SIG\w+): stopped after (\d+) of 128 images; to go on", result.stdout)
+    assert told and told[1] == signal.Signals(number).name and int(told[2]) < 128
+    assert not target.exists()
+    before = written(part)
+    result = pack(folder, target)
+    assert before >= int(told[2]) > 0 and "Packed: " in result.stdout and not part.exists()
+    store = PackedDatastore(target)
+    store.verify()
+    assert np.array_equal(store.read([100])[0], pixels_of(0, 1, 2048, 2048))
+
+
+def written(part):
+    """How many chunks an unfinished file has checksums of."""
+    try:
+        with h5py.File(part, locking=False) as file:
+            return int((file["train/checksums"][()] != 0).any(axis=1).sum())
+    except (OSError, KeyError):
+        return 0
+
+
+def test_a_killed_packing_goes_on(tmp_path):
+    grow(tmp_path / "set", per_class=40, shape=(3, 64, 64))
+    with start(None, "-m", "mpidl.pack", tmp_path / "set", tmp_path / "x.h5") as job:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / ".x.h5.part").exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        job.kill()
+    if not (tmp_path / "x.h5").exists():
+        pack(tmp_path / "set", tmp_path / "x.h5")
+    pack(tmp_path / "x.h5", "--verify")
+    assert len(PackedDatastore(tmp_path / "x.h5")) == 120
+
+
+REFUSED = {
+    "nothing to write": (["digits"], "DST.h5: expected the file to write, found none"),
+    "size": (["digits", "x.h5", "--size", "28"], "--size must be rows x columns, such as 64x48"),
+    "no folder": (["missing", "x.h5"], "SRC missing: no such folder"),
+    "unknown option": (["a", "b", "--gray"], "unknown option --gray: did you mean --grayscale"),
+    "to verify": (["missing.h5", "--verify"], "missing.h5: no such file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case, tmp_path):
+    words, text = REFUSED[case]
+    (line,) = small.own_lines(pack(*words, check=2, cwd=tmp_path))
+    assert line.startswith(f"mpidl: {text}")
+    assert os.listdir(tmp_path) == []
+
+
+def test_pack_is_one_process(pictures, tmp_path):
+    result = mpirun(2, "-m", "mpidl.pack", pictures, tmp_path / "x.h5", check=2)
+    lines = small.own_lines(result)
+    assert lines == ["mpidl: pack is one process with threads: run it without mpirun"]
+
+
+def test_bad_data_is_one_line_of_training(packed, pictures, tmp_path):
+    """Of a job of two ranks: a packed file with a changed header, NaN pixels, one class."""
+    bad = tmp_path / "bad.h5"
+    bad.write_bytes(packed.read_bytes()[:-100])
+    with h5py.File(tmp_path / "nan.h5", "w") as file:
+        file["images"] = np.full((64, 12, 12), np.nan, np.float32)
+        file["labels"] = np.arange(64) % 3
+    with h5py.File(tmp_path / "one.h5", "w") as file:
+        file["images"] = pixels_of(0, 64, 12, 12)
+        file["labels"] = np.zeros(64, int)
+    expected = {
+        bad: f"{bad}: the file cannot be read: ",
+        tmp_path / "nan.h5": f"{tmp_path}/nan.h5: image ",
+        tmp_path / "one.h5": "expected images of two classes at least",
+    }
+    for path, text in expected.items():
+        result = small.train(2, path, tmp_path / "out", *ITERATIONS, check=2, network="digits")
+        (line,) = small.own_lines(result)
+        assert line.startswith("mpidl: ") and text in line
