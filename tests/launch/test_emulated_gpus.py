@@ -61,3 +61,15 @@ def test_options_that_decide_from_step_to_step(pictures, tmp_path):
     train(1, pictures, tmp_path / "one", *words)
     train(3, pictures, tmp_path / "three", *words, "--worker-load", "1,0,2")
     same(tmp_path / "one", tmp_path / "three")
+
+
+def test_predict(one, pictures, tmp_path):
+    """Scores and activations, of ranks that share a GPU."""
+    left = {}
+    for ranks in (1, 3):
+        words = ["predict", "--device", "gpu", "--model", one / "model.h5", "--data", pictures]
+        scores, layer = tmp_path / f"{ranks}.csv", tmp_path / f"{ranks}.npy"
+        mpirun(ranks, EMULATED, *words, "--out", scores, "--top-k", 2, check=0)
+        mpirun(ranks, EMULATED, *words, "--out", layer, "--activations", "relu1", check=0)
+        left[ranks] = scores.read_bytes(), layer.read_bytes()
+    assert left[1] == left[3]
