@@ -5,13 +5,12 @@ run's values come from: see `configuration`. The defaults are those of MATLAB's 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mpidl.data.normalize import NAMES as NORMALIZATIONS
 from mpidl.errors import UserError
 from mpidl.nn.zoo import RECIPES
+from mpidl.training.image_options import ImageOptions
 from mpidl.training.rules import (
     Rule,
     at_least,
@@ -19,276 +18,22 @@ from mpidl.training.rules import (
     nearest,
     numbers,
     one_of,
+    option,
     positive,
     share,
 )
-
-# What depends on the solver where it is not given.
-BY_SOLVER: dict[str, dict[str, float]] = {
-    "learning_rate": {"sgdm": 0.01, "adam": 0.001, "rmsprop": 0.001},
-    "squared_gradient_decay_factor": {"sgdm": 0.999, "adam": 0.999, "rmsprop": 0.9},
-}
-
-
-def option(default, rule, text, *, resume="free", matlab=""):
-    """A field of TrainingOptions. `resume`: "free" to change, "fixed", or may only go "up";
-    matlab: what MATLAB calls it."""
-    facts = {"rule": rule, "help": text, "resume": resume, "matlab": matlab}
-    return field(default=default, metadata=facts)
+from mpidl.training.solver_options import BY_SOLVER, SolverOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
+class TrainingOptions(ImageOptions, SolverOptions):
     """How to train. Raises UserError for an unknown name or a value that cannot be used."""
 
-    epochs: int = option(
-        30, at_least(1), "passes over the training set", resume="up", matlab="MaxEpochs"
-    )
-    max_iterations: int | None = option(
-        None,
-        at_least(1, optional=True),
-        "stop after this many mini-batches in all, resumed runs included",
-    )
-    batch_size: int = option(
-        128,
-        at_least(1),
-        "images in a mini-batch, over all ranks",
-        resume="fixed",
-        matlab="MiniBatchSize",
-    )
-    batch_per_rank: int | None = option(
-        None,
-        at_least(1, optional=True),
-        "images of a mini-batch for each rank: a batch size of this times the ranks, so that the "
-        "weights depend on their number",
-        matlab="miniBatchSize*N",
-    )
-    solver: str = option(
-        "sgdm",
-        one_of("sgdm", "adam", "rmsprop"),
-        "the optimizer: SGD with momentum, Adam or RMSProp",
-        resume="fixed",
-        matlab="solverName",
-    )
-    learning_rate: float = option(
-        None,
-        positive(optional=True),
-        "step of the optimizer at the start; none: 0.01 with sgdm, 0.001 with adam and rmsprop",
-        resume="fixed",
-        matlab="InitialLearnRate",
-    )
-    momentum: float = option(
-        0.9,
-        share(),
-        "sgdm: share of the last step that is kept",
-        resume="fixed",
-        matlab="Momentum",
-    )
-    gradient_decay_factor: float = option(
-        0.9,
-        share(),
-        "adam: decay of the moving mean of the gradient",
-        resume="fixed",
-        matlab="GradientDecayFactor",
-    )
-    squared_gradient_decay_factor: float = option(
-        None,
-        share(optional=True),
-        "adam, rmsprop: decay of the moving mean of its square; none: 0.999 with adam, 0.9 with "
-        "rmsprop",
-        resume="fixed",
-        matlab="SquaredGradientDecayFactor",
-    )
-    epsilon: float = option(
-        1e-8,
-        positive(),
-        "adam, rmsprop: added to the root that a step is divided by",
-        resume="fixed",
-        matlab="Epsilon",
-    )
-    scale_rate: int | None = option(
-        None,
-        at_least(1, optional=True),
-        "the batch size that the learning rate is for: others have it times batch size / this",
-        resume="fixed",
-        matlab="0.1*miniBatchSize/256",
-    )
-    learn_rate_schedule: str | Callable = option(
-        "none",
-        one_of("none", "piecewise", "cosine", "polynomial", function=True),
-        "how the learning rate falls: not at all, in drops, or with every iteration to the end of "
-        "the last epoch; in Python also a function of epoch and iteration, both from 1",
-        resume="fixed",
-        matlab="LearnRateSchedule",
-    )
-    learn_rate_drop_factor: float = option(
-        0.1,
-        Rule(float, "above 0 and at most 1", 0, 1, above=True),
-        "piecewise: the rate times this at each drop",
-        resume="fixed",
-        matlab="LearnRateDropFactor",
-    )
-    learn_rate_drop_period: int = option(
-        10, at_least(1), "piecewise: epochs to a drop", resume="fixed", matlab="LearnRateDropPeriod"
-    )
-    learn_rate_power: float = option(
-        1.0,
-        positive(),
-        "polynomial: the power of the share of iterations that is left",
-        resume="fixed",
-        matlab="polynomialLearnRate(Power)",
-    )
-    learn_rate_final_factor: float = option(
-        0.0,
-        share(),
-        "cosine, polynomial: the share of the rate that is left at the end",
-        resume="fixed",
-        matlab="FinalFactor",
-    )
-    warmup_iterations: int = option(
-        0,
-        at_least(0),
-        "iterations in which the rate rises to what the schedule begins with",
-        resume="fixed",
-        matlab='"warmup"',
-    )
-    warmup_epochs: int = option(
-        0,
-        at_least(0),
-        "the same in epochs",
-        resume="fixed",
-        matlab='warmupLearnRate(FrequencyUnit="epoch")',
-    )
-    warmup_factor: float = option(
-        0.1,
-        Rule(float, "above 0 and at most 1", 0, 1, above=True),
-        "the share of the rate that a warm-up begins with",
-        resume="fixed",
-        matlab="warmupLearnRate(InitialFactor)",
-    )
-    l2: float = option(
-        1e-4,
-        Rule(float, "at least 0", 0),
-        "L2 regularization, of weights alone",
-        resume="fixed",
-        matlab="L2Regularization",
-    )
-    gradient_threshold: float = option(
-        math.inf,
-        positive(infinite=True),
-        "gradients larger than this are made as small, L2 regularization included; inf: none is",
-        resume="fixed",
-        matlab="GradientThreshold",
-    )
-    gradient_threshold_method: str = option(
-        "l2norm",
-        one_of("l2norm", "global-l2norm", "absolute-value"),
-        "what the threshold is for: the norm of each learnable's gradient, that of all of them "
-        "together, or each number by itself",
-        resume="fixed",
-        matlab="GradientThresholdMethod",
-    )
-    shuffle: str = option(
-        "once",
-        one_of("never", "once", "every-epoch"),
-        "order of the training set",
-        resume="fixed",
-        matlab="Shuffle",
-    )
-    sampling: str = option(
-        "global",
-        one_of("global", "partition"),
-        "partition: each rank has a part of the training set to itself and orders that, so that "
-        "the weights depend on the number of ranks",
-        resume="fixed",
-        matlab="partition",
-    )
     seed: int = option(
         0,
         Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
         "of all random numbers: weights, split and order",
         resume="fixed",
-    )
-    normalization: str = option(
-        "rescale-zero-one",
-        one_of(*NORMALIZATIONS),
-        "what pixels become: as they are, divided by 255, from -1 to 1, less the mean of each "
-        "channel, less the mean image, or less the mean and divided by the standard deviation of "
-        "each channel, over the training set",
-        resume="fixed",
-        matlab="imageInputLayer(Normalization)",
-    )
-    flip: str = option(
-        "none",
-        one_of("none", "x", "y", "xy"),
-        "mirror half of the training images left to right, top to bottom, or each for half of them",
-        resume="fixed",
-        matlab="RandXReflection, RandYReflection",
-    )
-    translate: int = option(
-        0,
-        at_least(0),
-        "move training images by up to so many pixels each way",
-        resume="fixed",
-        matlab="RandXTranslation, RandYTranslation",
-    )
-    rotation: float = option(
-        0.0,
-        Rule(float, "between 0 and 180", 0, 180),
-        "turn training images by up to so many degrees each way",
-        resume="fixed",
-        matlab="RandRotation",
-    )
-    scale: str | None = option(
-        None,
-        Rule(
-            str,
-            "a range of factors such as 0.9,1.1",
-            pattern=r"[0-9]{1,3}(\.[0-9]{1,6})?,[0-9]{1,3}(\.[0-9]{1,6})?",
-            optional=True,
-        ),
-        "scale training images by a factor of this range",
-        resume="fixed",
-        matlab="RandScale",
-    )
-    shear: float = option(
-        0.0,
-        Rule(float, "at least 0 and below 45", 0, 45, below=True),
-        "shear training images by up to so many degrees, along x and along y",
-        resume="fixed",
-        matlab="RandXShear, RandYShear",
-    )
-    fill: int = option(
-        0,
-        Rule(int, "between 0 and 255", 0, 255),
-        "the pixels beyond the edges of an image that was moved",
-        resume="fixed",
-        matlab="FillValue",
-    )
-    random_crop: str | None = option(
-        None,
-        Rule(
-            str,
-            "a size such as 227x227",
-            pattern=r"[1-9][0-9]{0,5}x[1-9][0-9]{0,5}",
-            optional=True,
-        ),
-        "train on windows of this HEIGHTxWIDTH at random places; others are cut in the centre",
-        resume="fixed",
-        matlab='OutputSizeMode="randcrop"',
-    )
-    workers: int = option(
-        1,
-        at_least(1),
-        "threads of a rank that read, decode and augment images ahead, on which nothing depends "
-        "but time",
-        matlab="DispatchInBackground, PreprocessingEnvironment",
-    )
-    prefetch: int = option(
-        2,
-        at_least(0),
-        "mini-batches that they make ahead of their use; 0: made when they are needed",
-        matlab="DispatchInBackground",
     )
     validation_fraction: float = option(
         0.0,

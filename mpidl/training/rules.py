@@ -1,9 +1,10 @@
-"""What the value of an option must be, and how a text becomes one."""
+"""How an option is declared: what its value must be, and how a text becomes one."""
 
 import difflib
 import math
 import operator
 import re
+from dataclasses import field
 from typing import NamedTuple
 
 from mpidl.errors import UserError
@@ -46,6 +47,13 @@ def share(low=0, high=1, *, optional=False):
 def one_of(*choices, function=False):
     words = ", ".join(choices[:-1]) + f" or {choices[-1]}"
     return Rule(str, words, choices=choices, function=function)
+
+
+def option(default, rule, text, *, resume="free", matlab=""):
+    """A field of TrainingOptions. `resume`: "free" to change, "fixed", or may only go "up";
+    matlab: what MATLAB calls it."""
+    facts = {"rule": rule, "help": text, "resume": resume, "matlab": matlab}
+    return field(default=default, metadata=facts)
 
 
 def checked(rule, value, spelled, text=False):
