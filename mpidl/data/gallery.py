@@ -33,7 +33,8 @@ def gallery(datastore, augmenter, seed=0, rows=ROWS, variants=VARIANTS):
             augmenter.apply(originals, indices, epoch=epoch, seed=seed)
             for epoch in range(1, variants + 1)
         ]
-    cells = [[_picture(Image, image) for image in images] for images in drawn]
+    factor = max(1, -(-CELL // max(originals.shape[2:])))  # of all, so that sizes compare
+    cells = [[_picture(Image, image, factor) for image in images] for images in drawn]
     widths = [column[0].width for column in cells]
     heights = max(column[0].height for column in cells)
     size = (
@@ -76,14 +77,14 @@ def chosen(datastore, rows):
     return np.concatenate(found)
 
 
-def _picture(Image, image):
-    """A Pillow image of pixels (C, H, W); floats are shown from their least to their largest."""
+def _picture(Image, image, factor):
+    """A Pillow image of pixels (C, H, W), each shown as factor x factor; floats from their least to
+    their largest."""
     if image.dtype != np.uint8:
         low, high = image.min(), image.max()
         image = ((image - low) / max(high - low, 1e-30) * 255).astype(np.uint8)
     pixels = image[0] if len(image) == 1 else image.transpose(1, 2, 0)
     picture = Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
-    factor = max(1, -(-CELL // max(picture.size)))
     size = (picture.width * factor, picture.height * factor)
     return picture.resize(size, Image.Resampling.NEAREST)
 

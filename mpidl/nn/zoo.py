@@ -35,8 +35,7 @@ def cifar(input_shape=(3, 32, 32), classes=10, seed=0):
     image input, softmax and classification output, which here are the mini-batch queue and the
     loss.
 
-    MATLAB also trains on images shifted by up to 4 pixels and mirrored at random, which is for the
-    data to do.
+    The recipe is that of the documents: images are mirrored at random and moved by up to 4 pixels.
     """
     layers = []
     for filters, pool in ((32, MaxPool2D(2)), (64, MaxPool2D(2)), (128, AveragePool2D(8))):
@@ -56,7 +55,7 @@ def resnet(input_shape=(3, 32, 32), classes=10, seed=0):
     fully connected layer. Where a block changes the shape, a 1x1 convolution with batch
     normalization brings its input into the new one (the paper's option B). Convolutions have
     biases, and weights are Glorot uniform. The recipe is that of MATLAB's "Train Residual Network
-    for Image Classification", which also shifts and mirrors the images.
+    for Image Classification": images are mirrored at random and moved by up to 4 pixels.
     """
     layers: list[Layer] = [
         Conv2D(3, 16, padding=1, name="conv1"),
@@ -153,6 +152,8 @@ RECIPES = {
         "momentum": 0.9,
         "l2": 1e-10,
         "shuffle": "every-epoch",
+        "flip": "x",
+        "translate": 4,
         "validation_frequency": 0,
     },
     "resnet": {
@@ -166,6 +167,8 @@ RECIPES = {
         "momentum": 0.9,
         "l2": 1e-4,
         "shuffle": "every-epoch",
+        "flip": "x",
+        "translate": 4,
         "validation_frequency": 0,
     },
     "alexnet": {
