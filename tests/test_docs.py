@@ -1,4 +1,5 @@
-"""The Python blocks of the documents run, each document's in one namespace.
+"""What the documents show works: their blocks of Python run, each document's in one namespace;
+their commands and options exist; their links lead somewhere.
 
 The digit set is stood in for by a small one, and `photos` is a small folder of images.
 """
@@ -6,21 +7,28 @@ The digit set is stood in for by a small one, and `photos` is a small folder of 
 import re
 from pathlib import Path
 
+import documented
 import numpy as np
 import pytest
 from images import grow
 
 import mpidl as dl
+from mpidl.training import configuration
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = documented.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
+# Options of programs that are not ours, which the documents speak of.
+FOREIGN = {
+    *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
+    *("--shm-size",),
+}
 
 
 def blocks(path):
     """(number of its first line, source) of each block of Python in a document."""
-    text = path.read_text()
-    for found in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
-        yield text[: found.start()].count("\n") + 1, found[1]
+    found = documented.fences(path.read_text())
+    return [(line, source) for line, language, source in found if language == "python"]
 
 
 def small_digits(world=None):
@@ -28,7 +36,7 @@ def small_digits(world=None):
     return dl.ArrayDatastore(pixels.astype(np.uint8), np.arange(80) % 10)
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if list(blocks(p))], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(path, world, tmp_path, monkeypatch):
     folder = Path(world.broadcast(str(tmp_path)))  # one for all ranks, as a program would see it
     if world.rank == 0:
@@ -36,7 +44,13 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch):
     world.barrier()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(dl.data, "digits", small_digits)
-    namespace = {}
+    if world.size > 1:  # ranks start no ranks
+
+        def launch(function, *arguments, ranks):
+            return function(world, *arguments)
+
+        monkeypatch.setattr(dl, "launch", launch)
+    namespace = {"__name__": "__main__"}
     for line, source in blocks(path):
         # so that a traceback names the document and the line
         code = compile("\n" * line + source, str(path), "exec")
@@ -44,10 +58,81 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch):
     world.barrier()
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_blocks_are_of_a_known_kind(path):
+    """A block of another language would be run by nobody."""
+    found = {language for _, language, _ in documented.fences(path.read_text())}
+    assert found <= documented.FENCES
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_exist(path):
+    found = [
+        f"{path.name}:{line}: {command}: {wrong}"
+        for line, command in documented.commands(path.read_text())
+        if (wrong := documented.problem(command))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        ("./run/tran --epochs 3", "no program ./run/tran"),
+        ("./run/train --epoch 3  # a comment", "unknown option --epoch: did you mean --epochs"),
+        ("mpirun -n 4 python -m mpidl.train --epochs many", "--epochs must be a whole number"),
+        ("python -m mpidl.tran", "no command mpidl.tran"),
+        ("MPIDL_CPU=numpy python -m mpidl.predict --data a", "arguments are required: --model"),
+        ("python examples/none.py", "no file examples/none.py"),
+        ("sbatch --nodes 4 run/train.slurm --dat /a", "unknown option --dat"),
+        ("pip install '.[mpich,none]'", "no extra none"),
+    ],
+)
+def test_a_wrong_command_is_seen(command, wrong):
+    """The negative control."""
+    assert documented.is_command(command) and wrong in documented.problem(command)
+
+
+def test_options_and_variables_exist():
+    known, set_by = documented.flags() | FOREIGN, documented.variables()
+    unknown = []
+    for path in PAGES:
+        text = path.read_text()
+        inline = re.findall(r"`([^`\n]+)`", text)
+        options = {flag for words in inline for flag in re.findall(r"(?<!\S)--[a-z][\w-]+", words)}
+        names = set(re.findall(r"\bMPIDL_[A-Z_]+\b", text))
+        unknown += [f"{path.name}: {name}" for name in sorted(options - known | names - set_by)]
+    assert unknown == []
+
+
+def test_files_of_options_can_be_read(tmp_path):
+    for path in PAGES:
+        for line, language, source in documented.fences(path.read_text()):
+            if language == "toml":
+                file = tmp_path / f"{path.stem}-{line}.toml"
+                file.write_text(source)
+                configuration.resolve({}, config=str(file))
+
+
+def test_public_names_exist():
+    """Every `dl.name` that is written between back quotes, or in a block."""
+    unknown = []
+    for path in PAGES:
+        for name in sorted(set(re.findall(r"\bdl((?:\.[A-Za-z_]\w*)+)", path.read_text()))):
+            found = dl
+            for part in name[1:].split("."):
+                found = getattr(found, part, None)
+                if not isinstance(found, type(dl)):
+                    break  # a name of mpidl; attributes of what it makes are not looked up
+            if found is None:
+                unknown.append(f"{path.name}: dl{name}")
+    assert unknown == []
+
+
 def test_linked_files_exist():
     missing = [
         f"{path.name}: {target}"
-        for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+        for path in [*PAGES, ROOT / "CHANGELOG.md"]
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
         if not (path.parent / target).exists()
     ]
