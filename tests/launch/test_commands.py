@@ -98,7 +98,7 @@ def test_a_mini_batch_for_each_rank(pictures, tmp_path):
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "bench"])
+@pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "bench", "pack"])
 def test_help_is_printed_once(command):
     """On all ranks alike the program ends, but one of them prints."""
     result = mpirun(2 if command == "train" else None, "-m", f"mpidl.{command}", "--help", check=0)
@@ -251,6 +251,16 @@ def test_predict_with_a_network_of_images(pictures, tmp_path):
     assert np.array_equal(np.load(out), dl.predict(net, dl.ImageFolder(pictures)))
     (line,) = small.own_lines(predict(*words, "--top-k", 1, check=2))
     assert line.startswith("mpidl: --top-k: expected a model with a score for each class")
+    images = (np.arange(40 * 144).reshape(40, 1, 12, 12) * 31 % 251).astype(np.uint8)
+    targets = images.astype(np.float32) / 300
+    with h5py.File(tmp_path / "pairs.h5", "w") as file:
+        file["images"], file["targets"] = images, targets
+    words = ["--model", tmp_path / "model.h5", "--data", tmp_path / "pairs.h5"]
+    error = dl.predict(net, images).astype(np.float64) - targets
+    rmse, mae = np.sqrt((error**2).mean()), np.abs(error).mean()
+    for ranks in (1, 3):
+        line = small.printed(predict(*words, ranks=ranks))[-1]
+        assert line == f"RMSE: {rmse:.6g}, MAE: {mae:.6g} (40 images)"
 
 
 def test_predict_refuses_what_it_cannot_write(trained, pictures, tmp_path):
