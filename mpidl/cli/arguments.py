@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             options.flag(name),
             type=lambda value: options.check(name, value, options.flag(name), text=True),
-            metavar="|".join([*rule.choices, *(["N,N,..."] if rule.pattern else [])])
+            metavar="|".join([*rule.choices, *([rule.shape] if rule.pattern else [])])
             or {int: "N", float: "X"}[rule.kind],
             help=f"{text} ({default})",
             default=argparse.SUPPRESS,

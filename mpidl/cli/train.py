@@ -76,7 +76,8 @@ def _train(given, world, signals):
         configuration.changed_on_resume(kept, now, f"the run in {given['resume']}")
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))
 
-    console = Console(world.rank, verbose_every=settings.verbose_every)
+    shows = {"verbose_every": settings.verbose_every, "progress": settings.verbose == "on"}
+    console = Console(world.rank, **shows)
     if settings.sampling == "partition":
         lines.append(
             f"note: --sampling partition: each of {world.size} rank(s) has a part of the images; "

@@ -17,13 +17,14 @@ class Console:
 
     A context manager: leaving it takes the bar away, so that what is printed next stands alone.
     verbose_every: iterations between lines where there is no terminal (0: a line an epoch only);
-    however small, there is one in 10 s at most. stream: where to write, stdout; width: draw the bar
-    for a terminal of that many columns, found out where None, and no bar where 0.
+    however small, there is one in 10 s at most. progress: whether to show that at all, and the
+    epochs; the other lines are printed all the same. stream: where to write, stdout; width: draw
+    the bar for a terminal of that many columns, found out where None, and no bar where 0.
     """
 
-    def __init__(self, rank=0, *, verbose_every=50, stream=None, width=None):
+    def __init__(self, rank=0, *, verbose_every=50, progress=True, stream=None, width=None):
         self.stream = stream or sys.stdout if rank == 0 else None
-        self.verbose_every = verbose_every
+        self.verbose_every, self.progress = verbose_every, progress
         self.measured = width is None
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs = 0
@@ -53,7 +54,7 @@ class Console:
     def start(self, epochs, iterations, done=0):
         """Begin with the progress: of so many iterations in all, so many were done before."""
         self.epochs = epochs
-        if self.stream is None or not self.width:
+        if self.stream is None or not self.width or not self.progress:
             return
         self.bar = _bar(self.stream, self.width)
         self.task = self.bar.add_task("", total=iterations, completed=done, epoch="", values="")
@@ -63,7 +64,7 @@ class Console:
 
     def iteration(self, epoch, iteration, loss, images_per_second, accuracy=None):
         """Show the state after an iteration; loss and accuracy of its mini-batch."""
-        if self.stream is None:
+        if self.stream is None or not self.progress:
             return
         now = time.monotonic()
         if self.bar is not None and now - self.drawn >= BAR_SECONDS:
@@ -94,6 +95,8 @@ class Console:
 
         validation: accuracy on the validation set, where it was evaluated.
         """
+        if not self.progress:
+            return
         parts = [f"Epoch: {epoch}", f"Loss: {loss:.4f}"]
         if accuracy is not None:
             parts.append(f"Accuracy: {accuracy:.4f}")

@@ -77,7 +77,8 @@ def train(
             print(line, file=sys.stderr)
     if options.threads and options.threads != max(world.threads, default=0):
         world.use_threads(options.threads)
-    with console or Console(world.rank, verbose_every=options.verbose_every) as shown:
+    how = {"verbose_every": options.verbose_every, "progress": options.verbose == "on"}
+    with console or Console(world.rank, **how) as shown:
         run = _Run(net, datastore, options, world, out, shown, resume, dict(facts))
         with contextlib.nullcontext(signals) if signals else Signals() as held:
             return run.go(held)
@@ -170,10 +171,10 @@ class _Run:
             if at.batch == len(self.queue):
                 self._end_epoch((at.images - images) / (time.monotonic() - started))
                 self._save()
-                self.keeper.plot()
+                self._plot()
         if signals.agreed or at.batch:
             self._save()
-            self.keeper.plot()
+            self._plot()
         stopped = stopped_by(signals, self.world)
         if stopped is None and self.validation.exhausted:
             stopped = PATIENCE
@@ -315,6 +316,10 @@ class _Run:
     def _checkpoint_is_due(self):
         every = self.options.checkpoint_every
         return every and self.at.iteration % every == 0
+
+    def _plot(self):
+        if self.options.plots != "none":
+            self.keeper.plot()
 
     def _save(self):
         if self.keeper.out is None:

@@ -12,6 +12,7 @@ from mpidl.errors import UserError
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.image_options import ImageOptions
 from mpidl.training.rules import (
+    ON_OFF,
     Rule,
     at_least,
     checked,
@@ -134,11 +135,23 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="CheckpointFrequency",
     )
     timeout: float = option(300.0, positive(), "seconds to wait for a rank that does not answer")
+    verbose: str = option(
+        "on",
+        one_of(*ON_OFF),
+        "show how training goes on: a bar on a terminal, lines elsewhere",
+        matlab="Verbose",
+    )
     verbose_every: int = option(
         50,
         at_least(0),
         "iterations between lines in a log; 0: a line an epoch only",
         matlab="VerboseFrequency",
+    )
+    plots: str = option(
+        "training-progress",
+        one_of("training-progress", "none"),
+        "draw progress.png in the folder of results at the ends of epochs, where matplotlib is",
+        matlab="Plots",
     )
     # in the library only
     augmenter: Any = None  # an Augmenter, in place of flip, translate, ... random_crop
@@ -155,7 +168,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         for name in NAMES:
             value = check(name, getattr(self, name))
             if value is None and name in BY_SOLVER:
-                value = BY_SOLVER[name][self.solver]
+                value = BY_SOLVER[name].get(self.solver)
             object.__setattr__(self, name, value)
         functions = self.output_functions
         functions = (functions,) if callable(functions) else tuple(functions)

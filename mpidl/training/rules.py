@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from mpidl.errors import UserError
 
+ON_OFF = ("on", "off")  # of an option that takes True and False too, in Python and TOML
+
 
 class Rule(NamedTuple):
     """What a value must be: of this kind, and between the bounds."""
@@ -21,6 +23,7 @@ class Rule(NamedTuple):
     below: bool = False  # high itself is refused
     choices: tuple = ()
     pattern: str = ""  # of a text that is not one of the choices
+    shape: str = "N,N,..."  # what --help writes for such a text
     optional: bool = False  # None will do; files and the command line write "none"
     infinite: bool = False  # inf will do, for a whole number too
     function: bool = False  # a function will do, in the library
@@ -62,6 +65,8 @@ def checked(rule, value, spelled, text=False):
         return None
     if rule.function and callable(value):
         return value
+    if rule.choices == ON_OFF and isinstance(value, bool):
+        value = "on" if value else "off"
     number = _convert(rule, value, text)
     if (
         number is None

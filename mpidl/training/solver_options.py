@@ -9,7 +9,7 @@ from mpidl.training.rules import Rule, at_least, one_of, option, positive, share
 # What depends on the solver where it is not given.
 BY_SOLVER: dict[str, dict[str, float]] = {
     "learning_rate": {"sgdm": 0.01, "adam": 0.001, "rmsprop": 0.001},
-    "squared_gradient_decay_factor": {"sgdm": 0.999, "adam": 0.999, "rmsprop": 0.9},
+    "squared_gradient_decay_factor": {"adam": 0.999, "rmsprop": 0.9},
 }
 
 
@@ -46,7 +46,7 @@ class SolverOptions:
         resume="fixed",
         matlab="solverName",
     )
-    learning_rate: float = option(
+    learning_rate: float | None = option(
         None,
         positive(optional=True),
         "step of the optimizer at the start; none: 0.01 with sgdm, 0.001 with adam and rmsprop",
@@ -67,7 +67,7 @@ class SolverOptions:
         resume="fixed",
         matlab="GradientDecayFactor",
     )
-    squared_gradient_decay_factor: float = option(
+    squared_gradient_decay_factor: float | None = option(
         None,
         share(optional=True),
         "adam, rmsprop: decay of the moving mean of its square; none: 0.999 with adam, 0.9 with "
