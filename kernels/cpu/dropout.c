@@ -74,7 +74,7 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
             philox((uvec){0} + (uint32_t)group, *(const uvec *)(low + part),
                    *(const uvec *)(high + part), (uvec){0} + job->epoch, job->key, words);
             int64_t at = (block * job->rows + group * GROUP) * LANES + part;
-            int count = job->rows - group * GROUP < GROUP ? (int)(job->rows - group * GROUP) : GROUP;
+            int64_t left = job->rows - group * GROUP;
             const float *x = job->x + at;
             float *y = job->y + at;
 #define ELEMENT(i)                                                                                 \
@@ -82,10 +82,10 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
         ivec drawn = (ivec)(words[i / 2] << (i % 2 ? 0 : 16) >> 16);                               \
         store(y + i * LANES, keep(drawn >= job->threshold, load(x + i * LANES) * scale));          \
     }
-            if (count == GROUP)
+            if (left >= GROUP)
                 UNROLL for (int i = 0; i < GROUP; i++) ELEMENT(i)
             else
-                for (int i = 0; i < count; i++) ELEMENT(i)
+                for (int i = 0; i < left; i++) ELEMENT(i)
 #undef ELEMENT
         }
 }

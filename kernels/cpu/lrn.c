@@ -1,16 +1,18 @@
 /* Cross-channel (local response) normalization, y = x d^-beta, d = k + a (sum of x^2 over a window
- * of channels), a being alpha / window; see ops/lrn.py. A tile is a run of pixels of one block, over
- * all channels: a window's channels are read once from memory and then from cache. */
+ * of channels), a being alpha / window; see ops/lrn.py. A tile is a run of pixels of one block with all
+ * channels: those of a window are read once from memory and then from cache. */
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"
 
-enum { RUN = 32 }; /* pixels of a tile */
+enum { RUN = 32, USUAL = 5 }; /* pixels of a tile; channels of a window whose loops are unrolled */
+#define FEW _Pragma("GCC unroll 8")
 
 struct job {
     const float *x, *dy;
     float *out;
     int64_t channels, pixels, runs, before, behind;
+    int64_t mask; /* of a ring's rows: a power of two, at least as many as a window has, less 1 */
     float k, a, factor; /* factor: 2 a beta */
     double beta;
 };
@@ -32,15 +34,23 @@ INLINE vec power(vec d, double beta, vec *ratio) {
     return result;
 }
 
-/* k + a * the sum of squares over the channels [first, stop); x: this lane of channel 0. */
-INLINE vec denominator(const struct job *job, const float *x, int64_t first, int64_t stop,
-                       int64_t channel_stride) {
+/* k + a * the sum of squares over `count` channels, the first one's lane at x. */
+INLINE vec denominator(const struct job *job, const float *x, int64_t count, int64_t stride) {
     vec sum = zero();
-    for (int64_t c = first; c < stop; c++) {
-        vec v = load(x + c * channel_stride);
+    FEW for (int64_t c = 0; c < count; c++) {
+        vec v = load(x + c * stride);
         sum = muladd(v, v, sum);
     }
     return muladd(sum, splat(job->a), splat(job->k));
+}
+
+/* The channels [low, high) of channel c's window, and those in whose window it is. */
+struct channels {
+    int64_t low, high;
+};
+
+INLINE struct channels around(const struct job *job, int64_t c, int64_t before, int64_t behind) {
+    return (struct channels){most(0, c - before), least(job->channels, c + behind + 1)};
 }
 
 #define TILE(job, tile)                                                                            \
@@ -48,46 +58,76 @@ INLINE vec denominator(const struct job *job, const float *x, int64_t first, int
     int64_t floats = least(RUN, (job)->pixels - first) * LANES;                                    \
     int64_t at = (tile) / (job)->runs * (job)->channels * stride + first * LANES
 
-INLINE void forward(const struct job *job, int64_t tile, double beta) {
-    TILE(job, tile);
-    for (int64_t c = 0; c < job->channels; c++) {
-        int64_t low = most(0, c - job->before), high = least(job->channels, c + job->behind + 1);
-        for (int64_t i = 0; i < floats; i += WIDTH) {
-            const float *x = job->x + at + i;
-            vec d = denominator(job, x, low, high, stride);
-            store(job->out + at + c * stride + i, load(x + c * stride) * power(d, beta, NULL));
-        }
+INLINE void forward_channel(const float *x, float *y, const struct job *job, int64_t floats,
+                            int64_t stride, int64_t own, int64_t count, double beta) {
+    for (int64_t i = 0; i < floats; i += WIDTH) {
+        vec d = denominator(job, x + i, count, stride);
+        store(y + i, load(x + own + i) * power(d, beta, NULL));
     }
 }
 
-/* own: of each of the last channels, as many as a window has, dy x d^(-beta - 1). A channel's sum of
- * them is complete `before` channels later. */
+INLINE void forward(const struct job *job, int64_t tile, double beta) {
+    TILE(job, tile);
+    for (int64_t c = 0; c < job->channels; c++) {
+        struct channels w = around(job, c, job->before, job->behind);
+        const float *x = job->x + at + w.low * stride;
+        float *y = job->out + at + c * stride;
+        int64_t own = (c - w.low) * stride;
+        if (w.high - w.low == USUAL)
+            forward_channel(x, y, job, floats, stride, own, USUAL, beta);
+        else
+            forward_channel(x, y, job, floats, stride, own, w.high - w.low, beta);
+    }
+}
+
+/* Channel c of the gradient's first part, dy d^-beta; products: dy x d^(-beta - 1). */
+INLINE void products_channel(const float *x, const float *dy, float *dx, float *products,
+                             const struct job *job, int64_t floats, int64_t stride, int64_t own,
+                             int64_t count, double beta) {
+    for (int64_t i = 0; i < floats; i += WIDTH) {
+        vec ratio, scale = power(denominator(job, x + i, count, stride), beta, &ratio);
+        vec d = load(dy + i);
+        store(products + i, d * load(x + own + i) * ratio);
+        store(dx + i, d * scale);
+    }
+}
+
+/* dx -= factor x (the sum of `count` rows of products from row `low` on, of a ring). */
+INLINE void sum_channel(const float *x, float *dx, const float *ring, const struct job *job,
+                        int64_t floats, int64_t low, int64_t count) {
+    for (int64_t i = 0; i < floats; i += WIDTH) {
+        vec sum = zero();
+        FEW for (int64_t j = 0; j < count; j++)
+            sum += load(ring + ((low + j) & job->mask) * RUN * LANES + i);
+        store(dx + i, muladd(load(x + i) * splat(-job->factor), sum, load(dx + i)));
+    }
+}
+
+/* own: of the last channels, at least as many as a window has, the products, in a ring. A channel's
+ * sum of them is complete `before` channels later. */
 INLINE void backward(const struct job *job, int64_t tile, double beta, float *own) {
     TILE(job, tile);
-    int64_t window = job->before + 1 + job->behind;
     for (int64_t c = 0; c < job->channels + job->before; c++) {
         if (c < job->channels) {
-            int64_t low = most(0, c - job->before);
-            int64_t high = least(job->channels, c + job->behind + 1);
-            float *products = own + c % window * RUN * LANES;
-            for (int64_t i = 0; i < floats; i += WIDTH) {
-                const float *x = job->x + at + i;
-                vec ratio, d = denominator(job, x, low, high, stride);
-                vec scale = power(d, beta, &ratio), dy = load(job->dy + at + c * stride + i);
-                store(products + i, dy * load(x + c * stride) * ratio);
-                store(job->out + at + c * stride + i, dy * scale);
-            }
+            struct channels w = around(job, c, job->before, job->behind);
+            const float *x = job->x + at + w.low * stride, *dy = job->dy + at + c * stride;
+            float *dx = job->out + at + c * stride;
+            float *products = own + (c & job->mask) * RUN * LANES;
+            int64_t mine = (c - w.low) * stride, count = w.high - w.low;
+            if (count == USUAL)
+                products_channel(x, dy, dx, products, job, floats, stride, mine, USUAL, beta);
+            else
+                products_channel(x, dy, dx, products, job, floats, stride, mine, count, beta);
         }
-        int64_t of = c - job->before; /* whose sum is complete now */
-        if (of < 0) continue;
-        int64_t low = most(0, of - job->behind), high = least(job->channels, c + 1);
-        for (int64_t i = 0; i < floats; i += WIDTH) {
-            vec sum = zero();
-            for (int64_t j = low; j < high; j++) sum += load(own + j % window * RUN * LANES + i);
-            float *dx = job->out + at + of * stride + i;
-            vec x = load(job->x + at + of * stride + i) * splat(-job->factor);
-            store(dx, muladd(x, sum, load(dx)));
-        }
+        int64_t complete = c - job->before;
+        if (complete < 0) continue;
+        struct channels w = around(job, complete, job->behind, job->before);
+        const float *x = job->x + at + complete * stride;
+        float *dx = job->out + at + complete * stride;
+        if (w.high - w.low == USUAL)
+            sum_channel(x, dx, own, job, floats, w.low, USUAL);
+        else
+            sum_channel(x, dx, own, job, floats, w.low, w.high - w.low);
     }
 }
 
@@ -111,17 +151,19 @@ static void norm_dx_tile(void *argument, int64_t tile, float *own) {
 
 static struct job job_of(const float *x, float *out, int64_t channels, int64_t pixels,
                          int64_t window, double alpha, double beta, double k) {
-    return (struct job){.x = x,
-                        .out = out,
-                        .channels = channels,
-                        .pixels = pixels,
-                        .runs = (pixels + RUN - 1) / RUN,
-                        .before = least((window - 1) / 2, channels - 1),
-                        .behind = least(window / 2, channels - 1),
-                        .k = (float)k,
-                        .a = (float)(alpha / (double)window),
-                        .beta = beta,
-                        .factor = (float)(2 * alpha * beta / (double)window)};
+    struct job job = {.x = x,
+                      .out = out,
+                      .channels = channels,
+                      .pixels = pixels,
+                      .runs = (pixels + RUN - 1) / RUN,
+                      .before = least((window - 1) / 2, channels - 1),
+                      .behind = least(window / 2, channels - 1),
+                      .k = (float)k,
+                      .a = (float)(alpha / (double)window),
+                      .beta = beta,
+                      .factor = (float)(2 * alpha * beta / (double)window)};
+    while (job.mask < job.before + job.behind) job.mask = 2 * job.mask + 1;
+    return job;
 }
 
 void mpidl_cross_channel_norm(const float *x, float *y, int64_t blocks, int64_t channels,
@@ -136,6 +178,5 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
                                  double beta, double k) {
     struct job job = job_of(x, dx, channels, pixels, window, alpha, beta, k);
     job.dy = dy;
-    each_tile(blocks * job.runs, norm_dx_tile, &job,
-              (job.before + 1 + job.behind) * RUN * LANES);
+    each_tile(blocks * job.runs, norm_dx_tile, &job, (job.mask + 1) * RUN * LANES);
 }

@@ -7,7 +7,8 @@ struct alignas(16) Four {
 };
 
 // y[i] = f(x[i]), or dx[i] = f(dy[i], y[i]), of n numbers.
-template <class F> __device__ __forceinline__ void each(const float* x, float* y, long long n, F f) {
+template <class F>
+__device__ __forceinline__ void each(const float* x, float* y, long long n, F f) {
     const long long step = (long long)gridDim.x * blockDim.x;
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
         Four v = reinterpret_cast<const Four*>(x)[i];
