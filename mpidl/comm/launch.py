@@ -146,12 +146,14 @@ class _Job:
         self.tail = collections.deque(maxlen=4096)  # of what was written to stderr
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # never written: its end tells rank 0 that this process has gone
+            stdin=subprocess.PIPE,  # its end tells rank 0 that this process has gone
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment() | {MARK: str(ranks), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
+        with contextlib.suppress(OSError):
+            os.write(self.process.stdin.fileno(), b"\n")
 
     def follow(self, deadline):
         """Show what the ranks write until they are done, or one of them tells of an error; False

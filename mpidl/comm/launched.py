@@ -169,10 +169,15 @@ class Headed(io.TextIOBase):
 
 
 def _end_with_the_launcher():
-    """End the job when the launching process has gone: it holds the other end of this pipe."""
+    """End the job when the launching process has gone: it holds the other end of this pipe.
+
+    A byte comes first: an mpirun that hands on no standard input is not taken for that end.
+    """
     try:
+        if not os.read(0, 1):
+            return
         while os.read(0, 4096):
             pass
     except OSError:
-        return  # no standard input to tell by
+        return
     os._exit(1)
