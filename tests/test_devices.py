@@ -174,8 +174,8 @@ def test_this_machine(world, monkeypatch):
     assert "found none on" in refused(world.use_device, "gpu")
 
 
-def able(*letters, version=22707, aware=False):
-    return [Able("node0", letter, version, aware) for letter in letters]
+def able(*letters, version=22707, aware=False, host="node0"):
+    return [Able(host, letter, version, aware) for letter in letters]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,7 @@ def able(*letters, version=22707, aware=False):
         (able("A"), "host"),
         (able("A", "B"), "nccl"),
         (able("A", "A"), "host"),
+        (able("A") + able("A", host="node1"), "nccl"),  # whose driver tells no more than the slot
         (able("A", "B", version=0), "host"),
         (able("A", "B", version=0, aware=None), "host"),
         (able("A", "B", version=0, aware=True), "mpi"),

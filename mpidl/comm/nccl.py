@@ -57,10 +57,11 @@ def choose(ranks, wanted=None):
         raise UserError(f"{VARIABLE} must be {', '.join(TRANSPORTS[:-1])} or host, found {wanted}")
     if len(ranks) == 1:
         return "host"  # there is nothing to move
-    own = {}
-    shared = [
-        (own[a.identity], r) for r, a in enumerate(ranks) if own.setdefault(a.identity, r) != r
-    ]
+    own, shared = {}, []
+    for rank, able in enumerate(ranks):
+        first = own.setdefault((able.host, able.identity), rank)
+        if first != rank:
+            shared.append((first, rank))
     lacking = [r for r, a in enumerate(ranks) if not a.nccl]
     refusing = [r for r, a in enumerate(ranks) if a.aware is False]
     problem = ""
