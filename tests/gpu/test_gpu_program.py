@@ -1,5 +1,7 @@
 """Recording a step, planning its memory, replaying it."""
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -164,3 +166,16 @@ def test_memory_that_stays_begins_as_zeros(device, monkeypatch):
         found = run.persistent(shape, dtype)
         assert found.shape == shape and found.dtype == dtype
         np.testing.assert_array_equal(found.numpy(), np.zeros(shape, dtype))
+
+
+def test_graphs_go_before_the_memory_that_they_point_to(device):
+    """NCCL, for one, lets go of registered memory with the graph that holds its messages."""
+    gone = []
+    made, _ = record(
+        device, lambda r: scale(run.scalar("rate", 1.0, np.float64)), lambda out: {"rate": out}
+    )
+    slab, (graph,) = made.owners[0], made.graphs
+    weakref.finalize(slab, gone.append, "slab")
+    weakref.finalize(graph, gone.append, "graph")
+    del slab, graph, _, made
+    assert gone == ["graph", "slab"]

@@ -287,10 +287,11 @@ class Program:
     """
 
     def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
+        self.graphs = None  # first, so that they go before the memory that they point to
         self.device, self.segments, self.nbytes = device, segments, nbytes
         self.ring, self.found, self.slots, self.names = ring, results, slots, names
         self.owners = owners  # of memory that the launches point to
-        self.started, self.marks, self.graphs = 0, [None] * ROWS, None
+        self.started, self.marks = 0, [None] * ROWS
         for launch in self.launches():
             run.load(launch)  # compiled before anything is captured
         if graphs:
