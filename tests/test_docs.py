@@ -129,6 +129,12 @@ def test_public_names_exist():
     assert unknown == []
 
 
+def test_every_row_of_matlab_has_an_answer():
+    rows = [line for line in (ROOT / "docs" / "matlab.md").read_text().splitlines() if "|" in line]
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    assert [row for row in cells if not row[0] or not row[-1]] == [] and len(cells) > 60
+
+
 def test_linked_files_exist():
     missing = [
         f"{path.name}: {target}"
