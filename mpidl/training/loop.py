@@ -129,14 +129,18 @@ class _Run:
             )
         self.queue = DeviceQueue(*shared, **how)
         self.net.to(self.world.device)
-        self.recorded = Step(
-            self.net,
-            self.optimizer,
-            self.gradient,
-            self.queue.reader(),
-            self.world.counts,
-            self.options.graphs != "off",
-        )
+        try:
+            self.recorded = Step(
+                self.net,
+                self.optimizer,
+                self.gradient,
+                self.queue.reader(),
+                self.world.counts,
+                self.options.graphs != "off",
+            )
+        finally:
+            if self.recorded is None:  # no room, say: with a smaller mini-batch there may be
+                self.net.to(None)
 
     def go(self, signals):
         try:

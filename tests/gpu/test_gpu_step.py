@@ -8,7 +8,7 @@ import mpidl as dl
 from mpidl.backends.gpu.sums import Counts
 from mpidl.data import on_device
 from mpidl.errors import Fault
-from mpidl.training import evaluate, loop
+from mpidl.training import evaluate, loop, outputs
 from mpidl.training.modelfile import weights_sha256
 
 SIDE, CLASSES = 10, 3
@@ -162,9 +162,9 @@ def test_evaluation_and_prediction(world):
     found, expected = (evaluate.evaluate(net, store, world=w, batch_size=40) for w in (world, host))
     assert found.accuracy == expected.accuracy and found.images == 50
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    (_, scores), (_, more) = evaluate.predict(net, store, world=world, batch_size=40)
-    expected = np.concatenate([s for _, s in evaluate.predict(net, store, world=host)])
-    np.testing.assert_allclose(np.concatenate([scores, more]), expected, rtol=1e-5, atol=1e-7)
+    scores = outputs.predict(net, store, world=world, batch_size=40)
+    expected = outputs.predict(net, store, world=host)
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-7)
     assert not net.on_device
 
 
@@ -177,6 +177,19 @@ def test_the_loss_goes_down(world, capsys):
 def test_a_loss_that_is_not_finite_stops_the_run(world):
     with pytest.raises(Fault, match="iteration 2"):
         trained(world, learning_rate=1e30)
+
+
+def test_a_step_that_cannot_be_recorded_leaves_the_network_on_the_host(world, device, monkeypatch):
+    def full(nbytes):
+        raise MemoryError("no room")
+
+    net = small()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "pinned", full)
+        with pytest.raises(MemoryError, match="no room"):
+            trained(world, net=net)
+    assert not net.on_device
+    assert weights_sha256(trained(world, net=net)) == weights_sha256(trained(world))
 
 
 def test_what_has_no_kernel_says_so(world):
