@@ -22,6 +22,8 @@ checkpoint written: run again with --resume DIR
 # Of the options of training, those that the classifying of images has.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 
+LONGEST = 40  # of the choices that stand beside an option in --help
+
 # What a run leaves in its folder, and a later run in the same folder replaces.
 RESULTS = (
     checkpoint.CURRENT,
@@ -78,11 +80,13 @@ class Parser(argparse.ArgumentParser):
         rule, text = known.metadata["rule"], known.metadata["help"]
         default = known.default if default is None else default
         default = "none" if default is None else default
+        choices = "|".join([*rule.choices, *([rule.shape] if rule.pattern else [])])
+        if len(choices) > LONGEST:
+            text, choices = f"{text}: {choices.replace('|', ', ')}", "NAME"
         self.add_argument(
             options.flag(name),
             type=lambda value: options.check(name, value, options.flag(name), text=True),
-            metavar="|".join([*rule.choices, *([rule.shape] if rule.pattern else [])])
-            or {int: "N", float: "X"}[rule.kind],
+            metavar=choices or {int: "N", float: "X"}[rule.kind],
             help=f"{text} ({default})",
             default=argparse.SUPPRESS,
         )
@@ -100,6 +104,7 @@ def train(argv=None, quiet=False):
         "Train a network on all ranks that mpirun or srun started. Without options: the digits\n"
         "network on the embedded digit images, by its recipe.",
         quiet,
+        usage="python -m mpidl.train [OPTION VALUE] ...",
         epilog="In parentheses: the default, where the network's recipe has no other; the digits\n"
         f"recipe: {_recipe('digits')}.\n"
         "A value comes from the command line, else --config, else the run that is resumed, else\n"
