@@ -1,6 +1,6 @@
 /* Cross-channel (local response) normalization, y = x d^-beta, d = k + a (sum of x^2 over a window
- * of channels), a being alpha / window; see ops/lrn.py. A tile is a run of pixels of one block with all
- * channels: those of a window are read once from memory and then from cache. */
+ * of channels), a being alpha / window; see ops/lrn.py. A tile is a run of pixels of one block with
+ * all channels: those of a window are read once from memory and then from cache. */
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"

@@ -4,6 +4,8 @@ import numpy as np
 
 from mpidl.fold import Counter
 
+PLAIN = (1, 1), 1  # dilation and groups of a convolution that has none
+
 
 def conv2d_shape(x_shape, weight_shape, stride, padding, dilation):
     """(K, P, Q) of a convolution of one (C, H, W) image."""
@@ -119,17 +121,12 @@ def transposed_conv2d_shape(x_shape, weight_shape, stride, cropping):
     return (weight_shape[1], *sizes)
 
 
-def _as_conv(weight, stride, cropping):
-    """What the convolution whose gradient this is takes behind its weight."""
-    return stride, cropping, (1, 1), 1
-
-
 def transposed_conv2d(x, weight, bias, stride, cropping):
     """The gradient with respect to its images of the convolution by `weight`, where x is the
     cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
     shape = transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     like = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
-    y = conv2d_dx(x, like, weight, *_as_conv(weight, stride, cropping))
+    y = conv2d_dx(x, like, weight, stride, cropping, *PLAIN)
     y += bias[:, None, None, None]
     return y
 
@@ -137,7 +134,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
     """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
     of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
-    how = _as_conv(weight, stride, cropping)
+    how = stride, cropping, *PLAIN
     none = np.zeros(len(weight), dy.dtype)
     return (
         conv2d(dy, weight, none, *how) if needs[0] else None,

@@ -91,6 +91,17 @@ def test_weights_of_the_residual_network(pictures, tmp_path):
     small.assert_same(hashes)
 
 
+def test_weights_of_varied_layers(pictures, tmp_path):
+    """Dropout, normalization across channels, transposed convolution, concatenation and others."""
+    hashes = {}
+    for ranks, threads in ((1, 1), (3, 1), (2, 2)):
+        out = tmp_path / str(ranks)
+        words = ("--max-iterations", 5, "--threads", threads)
+        small.train(ranks, pictures, out, *words, network=small.of("varied"))
+        hashes[ranks] = small.summary(out)["weights_sha256"]
+    small.assert_same(hashes)
+
+
 def test_the_hash_is_that_of_the_model_file(runs):
     for out in runs.values():
         assert small.rehash(out / "model.h5") == small.summary(out)["weights_sha256"]

@@ -7,12 +7,7 @@ from mpidl.backends.cpu import conv
 from mpidl.backends.cpu.batchnorm import channel_sums
 from mpidl.backends.cpu.call import per_channel
 from mpidl.backends.native import kernels
-from mpidl.backends.reference_conv import transposed_conv2d_shape
-
-
-def _as_conv(stride, cropping):
-    """What the convolution whose gradient this is takes behind its weight."""
-    return stride, cropping, (1, 1), 1
+from mpidl.backends.reference_conv import PLAIN, transposed_conv2d_shape
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):
@@ -20,7 +15,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
     shape = transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     y = memory.empty((len(x), *shape, x.shape[-1]))
-    geometry, _, (_, m, _) = conv.plan(y, weight, *_as_conv(stride, cropping))
+    geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *PLAIN)
     kernels().conv2d_backward(
         np.ascontiguousarray(x),
         *(None,) * 7,
@@ -45,7 +40,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
     """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
     of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
-    how = _as_conv(stride, cropping)
+    how = stride, cropping, *PLAIN
     dx = dweight = None
     if needs[0]:
         dx = conv.conv2d(dy, weight, np.zeros(len(weight), np.float32), *how)

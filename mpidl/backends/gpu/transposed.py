@@ -4,12 +4,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, batchnorm, conv, fold, run
 from mpidl.backends.gpu.array import Array
-from mpidl.backends.reference_conv import transposed_conv2d_shape
-
-
-def _as_conv(stride, cropping):
-    """What the convolution whose gradient this is takes behind its weight."""
-    return stride, cropping, (1, 1), 1
+from mpidl.backends.reference_conv import PLAIN, transposed_conv2d_shape
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):
@@ -18,13 +13,13 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     blocks, *image, lanes = x.dims
     shape = blocks, *transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
     like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # no memory: its shape
-    return conv.dx_of(x, like, weight, _as_conv(stride, cropping), None, bias)
+    return conv.dx_of(x, like, weight, (stride, cropping, *PLAIN), None, bias)
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
     """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
     of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
-    how = _as_conv(stride, cropping)
+    how = stride, cropping, *PLAIN
     dx = dweight = None
     if needs[0]:
         dx = conv.conv2d(dy, weight, run.constant(np.zeros(len(weight), np.float32)), *how)
