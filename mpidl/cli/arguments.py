@@ -9,6 +9,7 @@ import argparse
 import os
 import shutil
 import sys
+import textwrap
 
 from mpidl.errors import UserError
 from mpidl.nn import zoo
@@ -105,8 +106,8 @@ def train(argv=None, quiet=False):
         "network on the embedded digit images, by its recipe.",
         quiet,
         usage="python -m mpidl.train [OPTION VALUE] ...",
-        epilog="In parentheses: the default, where the network's recipe has no other; the digits\n"
-        f"recipe: {_recipe('digits')}.\n"
+        epilog="In parentheses: the default, where the network's recipe has no other.\n"
+        f"{textwrap.fill(_recipe('digits'), 88)}\n"
         "A value comes from the command line, else --config, else the run that is resumed, else\n"
         f"the recipe, else the default.\n\n{EXIT_CODES}",
         argument_default=argparse.SUPPRESS,
@@ -295,7 +296,8 @@ def rank_counts(text):
 
 
 def _recipe(name):
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in zoo.RECIPES[name].items())
+    words = (f"{key.replace('_', ' ')} {value}" for key, value in zoo.RECIPES[name].items())
+    return f"The {name} recipe: {', '.join(words)}."
 
 
 def output_folder(given, network):
