@@ -213,6 +213,10 @@ class StandIn:
     def eventSynchronize(self, event):
         self.calls.append("eventSynchronize")
 
+    def eventQuery(self, event):
+        self.calls.append("eventQuery")
+        return 600 if self.calls.count("eventQuery") < 3 else 0  # cudaErrorNotReady, twice
+
     def eventDestroy(self, event):
         self.calls.append("eventDestroy")
 
@@ -416,6 +420,20 @@ def test_marks(device):
     assert device.elapsed(first, second) == 0.5
     with pytest.raises(ValueError, match="timed=True"):
         device.elapsed(first, device.mark())
+
+
+def test_a_wait_that_other_ranks_may_draw_out_is_a_loop_of_tests(device, standin):
+    waited = []
+
+    def until(ready, what):
+        while not ready():
+            waited.append(what)
+
+    device.until = until
+    device.wait(device.mark())
+    assert waited == ["the work of all ranks' GPUs"] * 2
+    device.synchronize()
+    assert standin.calls.count("eventSynchronize") == 2
 
 
 def test_a_captured_graph_is_launched_again_and_again(device, standin):

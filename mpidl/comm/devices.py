@@ -74,6 +74,8 @@ def take(world, gpu):
     taken = world.broadcast(world.gather((world.host, gpu.identity)))
     device.sharers = taken.count((world.host, gpu.identity))
     world.mover = nccl.mover(world)
+    if world.mover is not None and world.mover.captured:
+        device.until = world.net.until  # which names a rank that no longer answers
 
 
 def opened(gpu):

@@ -1,6 +1,7 @@
 """`python emulated.py NAME ...`: `python -m mpidl.NAME ...` where each rank has an emulated GPU.
 
 EMULATED_GPUS: how many there are, which the ranks share where they are fewer (1).
+EMULATED_GATHERED: the bytes that a GPU gathers at most, see `sums.GATHERED`.
 """
 
 import importlib
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # emulator
 
 from emulator import EmulatedDevice  # noqa: E402
 
+from mpidl.backends.gpu import sums  # noqa: E402
 from mpidl.backends.gpu.visible import Gpu, Visible  # noqa: E402
 from mpidl.comm import devices, guard, nccl  # noqa: E402
 
@@ -32,6 +34,7 @@ def visible():
 
 if __name__ == "__main__":
     devices.opened, devices.visible = opened, visible
+    sums.GATHERED = int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))
     nccl.cuda_aware = lambda: True  # memory of the device is the host's
     name = sys.argv.pop(1)
     guard.run(importlib.import_module(f"mpidl.cli.{name}").main)

@@ -35,8 +35,10 @@ def test_ranks_that_share_a_gpu(ranks, one, pictures, tmp_path):
     assert same(one, tmp_path)["ranks"] == ranks
 
 
-def test_ranks_with_a_gpu_each_whose_mpi_reads_device_memory(one, pictures, tmp_path):
-    train(3, pictures, tmp_path, "--epochs", 2, EMULATED_GPUS="3", MPIDL_TRANSPORT="mpi")
+@pytest.mark.parametrize("most", ["1000000", "1000"])  # large sums go through the host
+def test_ranks_with_a_gpu_each_whose_mpi_reads_device_memory(most, one, pictures, tmp_path):
+    env = {"EMULATED_GPUS": "3", "MPIDL_TRANSPORT": "mpi", "EMULATED_GATHERED": most}
+    train(3, pictures, tmp_path, "--epochs", 2, **env)
     same(one, tmp_path)
 
 

@@ -24,6 +24,7 @@ from mpidl.errors import UserError
 # Numbers of the runtime's and driver's errors, which CuPy keeps in `status`.
 OUT_OF_MEMORY = 2
 NOT_FOUND = 500
+NOT_READY = 600
 
 HELD = 16 << 20  # bytes: of copies of host memory that uploads under way may still read
 
@@ -78,6 +79,7 @@ class CudaDevice:
     """
 
     specialize = True  # a layer's shape goes into its kernels as constants
+    until = None  # until(ready, what) waits where other ranks' GPUs may keep this one waiting
     sharers = 1  # ranks that compute on this GPU, which `comm.devices` counts
 
     def __init__(self, index=0):
@@ -279,6 +281,8 @@ class CudaDevice:
     def synchronize(self):
         """Wait until all that was launched is done."""
         self._refuse("waiting", "for the device")
+        if self.until is not None:
+            self.wait(self.mark())
         self.runtime.streamSynchronize(self.stream)
         self._held, self._held_bytes = [], 0
         self._give_back_late()
@@ -291,7 +295,10 @@ class CudaDevice:
     def wait(self, token):
         """Wait until the device has come to a mark."""
         self._refuse("waiting", "for a mark")
-        self.runtime.eventSynchronize(token.event)
+        if self.until is not None:
+            query = self.runtime.eventQuery
+            self.until(lambda: query(token.event) != NOT_READY, "the work of all ranks' GPUs")
+        self.runtime.eventSynchronize(token.event)  # at once; raises what went wrong
 
     def elapsed(self, first, second):
         """Milliseconds between two marks that were made with timed=True; waits for them."""

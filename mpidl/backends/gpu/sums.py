@@ -11,6 +11,10 @@ from mpidl.backends.gpu import elementwise, fold, run
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
+# Bytes of nodes that a GPU gathers from all others; what is more goes through host memory, where
+# each rank adds up a part of it (`comm.exchange`).
+GATHERED = 1 << 28
+
 
 class Counts:
     """Says to ops on a GPU how many images there are: `blocks.Batch.device`.
@@ -84,10 +88,10 @@ def gplus(partials, world):
 
 def _exchange(world, tree, matrix, combine):
     """The root of all ranks' nodes."""
-    if world.mover is None:
-        return run.sink().exchange(world, tree, matrix, combine)
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     most, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
+    if world.mover is None or len(counts) * most * words * elementwise.WORD > GATHERED:
+        return run.sink().exchange(world, tree, matrix, combine)
     mine = matrix
     if len(matrix) < most:  # all ranks send as much
         mine = run.empty((most, width), matrix.dtype)
