@@ -26,7 +26,7 @@ static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
 
 /* ---- plain: one pixel after the other ---- */
 
-#define WINDOW_OF(type, zero)                                                                      \
+#define WINDOW_OF(type, usual)                                                                     \
     const struct crop *s = (const struct crop *)shape;                                             \
     for (int64_t n = 0; n < (images + LANES - 1) / LANES * LANES; n++)                             \
         for (int64_t c = 0; c < s->C; c++)                                                         \
@@ -40,7 +40,8 @@ static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
                         if (of(mirrored, n) & TOP_TO_BOTTOM) h = s->H - 1 - h;                     \
                         type pixel = fill ? fill[c] : 0;                                           \
                         if (inside) pixel = pixels[((n * s->C + c) * s->H + h) * s->W + w];        \
-                        value = (pixel - (centre ? centre[at] : 0)) / (centre ? divisor[at] : zero); \
+                        value = pixel - (centre ? centre[at] : 0);                                 \
+                        value /= centre ? divisor[at] : usual;                                     \
                     }                                                                              \
                     lanes[(((n / LANES * s->C + c) * s->P + p) * s->Q + q) * LANES + n % LANES] =  \
                         value;                                                                     \
@@ -86,6 +87,7 @@ INLINE void turn(line *rows) {
 
 INLINE line load_line(const uint8_t *p) { return *(const line *)p; }
 
+#if !defined(__AVX2__)
 INLINE line reversed(line v) {
 #if defined(__clang__)
     return __builtin_shufflevector(v, v, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
@@ -93,18 +95,39 @@ INLINE line reversed(line v) {
     return __builtin_shuffle(v, (line){15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0});
 #endif
 }
+#endif
 
-/* Pixels [first, first + CHUNK) of a row of W, mirrored or not; `outside` outside of it. `end`: of
- * all that may be read. */
-INLINE line row_chunk(const uint8_t *row, int64_t W, int64_t first, int mirrored,
+/* v, or v reversed: of 16 images each is something else, which a branch would not foresee. */
+INLINE line ordered(line v, int64_t mirrored) {
+#if defined(__AVX2__)
+    static const int8_t order[2][CHUNK] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+                                           {15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0}};
+    return (line)_mm_shuffle_epi8((__m128i)v, _mm_loadu_si128((const __m128i *)order[mirrored]));
+#else
+    return mirrored ? reversed(v) : v;
+#endif
+}
+
+/* How an image is looked at; row: that of the present row of the window, NULL outside. */
+struct look {
+    int64_t top, left, mirrored;
+    const uint8_t *row;
+};
+
+/* Pixels [q, q + CHUNK) of the window's row, of W pixels in the image, mirrored or not; `outside`
+ * outside of it. What may be read begins at `all` and ends at `end`. */
+INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8_t *all,
                       const uint8_t *end, line outside) {
     static const uint8_t index[CHUNK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const uint8_t *row = look->row;
+    int64_t first = q + look->left, mirrored = look->mirrored & LEFT_TO_RIGHT;
     int64_t begin = first < 0 ? -first : 0, stop = W - first < CHUNK ? W - first : CHUNK;
     if (begin == 0 && stop == CHUNK)
-        return mirrored ? reversed(load_line(row + W - first - CHUNK)) : load_line(row + first);
-    if (begin == 0 && stop > 0 && !mirrored && end - (row + first) >= CHUNK) { /* the row's end */
+        return ordered(load_line(row + (mirrored ? W - first - CHUNK : first)), mirrored);
+    const uint8_t *from = mirrored ? row + stop - CHUNK : row + first;
+    if (begin == 0 && stop > 0 && from >= all && end - from >= CHUNK) { /* the row's end */
         line inside = (line)(load_line(index) < (uint8_t)stop);
-        return (load_line(row + first) & inside) | (outside & ~inside);
+        return (ordered(load_line(from), mirrored) & inside) | (outside & ~inside);
     }
     uint8_t chunk[CHUNK];
     memcpy(chunk, &outside, sizeof chunk);
@@ -119,21 +142,27 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
     const uint8_t *end = pixels + images * s->C * s->H * s->W;
     for (int64_t block = 0; block < (images + LANES - 1) / LANES; block++) {
         int valid = images - block * LANES < LANES ? (int)(images - block * LANES) : LANES;
+        struct look look[LANES] = {0};
+        for (int lane = 0; lane < valid; lane++) {
+            int64_t n = block * LANES + lane;
+            look[lane] = (struct look){of(top, n), of(left, n), of(mirrored, n), NULL};
+        }
         for (int64_t c = 0; c < s->C; c++) {
             line outside = (line){0} + (uint8_t)(fill ? fill[c] : 0);
-            for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES)
+            for (int64_t p = 0; p < s->P; p++, lanes += s->Q * LANES) {
+                for (int lane = 0; lane < valid; lane++) {
+                    int64_t n = block * LANES + lane, h = p + look[lane].top;
+                    int inside = h >= 0 && h < s->H;
+                    if (look[lane].mirrored & TOP_TO_BOTTOM) h = s->H - 1 - h;
+                    look[lane].row =
+                        inside ? pixels + ((n * s->C + c) * s->H + h) * s->W : NULL;
+                }
                 for (int64_t q = 0; q < s->Q; q += CHUNK) {
                     line rows[LANES];
                     for (int lane = 0; lane < LANES; lane++) {
-                        int64_t n = block * LANES + lane;
                         rows[lane] = outside;
-                        if (lane >= valid) continue;
-                        int64_t h = p + of(top, n), turned = of(mirrored, n);
-                        if (h < 0 || h >= s->H) continue;
-                        if (turned & TOP_TO_BOTTOM) h = s->H - 1 - h;
-                        rows[lane] =
-                            row_chunk(pixels + ((n * s->C + c) * s->H + h) * s->W, s->W,
-                                      q + of(left, n), turned & LEFT_TO_RIGHT, end, outside);
+                        if (look[lane].row)
+                            rows[lane] = row_chunk(&look[lane], s->W, q, pixels, end, outside);
                     }
                     turn(rows);
                     uint8_t bytes[CHUNK * LANES];
@@ -151,14 +180,15 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                         }
                     }
                 }
+            }
         }
     }
 }
 
 /* ---- a decoder's rows to planes ---- */
 
-/* As Python hands it over: int64_t[5]. A pixel has `stride` bytes, of which the first C count; a row
- * has `row` bytes. */
+/* As Python hands it over: int64_t[5]. A pixel has `stride` bytes, of which the first C count; a
+ * row has `row` bytes. */
 struct picture {
     int64_t C, H, W, stride, row;
 };
@@ -200,4 +230,17 @@ void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes) 
         for (; w < s->W; w++)
             for (int64_t c = 0; c < s->C; c++) to[c * plane + w] = from[s->stride * w + c];
     }
+}
+
+/* Of the Arrow C data interface. */
+struct ArrowArray {
+    int64_t length, null_count, offset, n_buffers, n_children;
+    const void **buffers; /* a mask, the values */
+    struct ArrowArray **children;
+};
+
+void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes) {
+    const struct ArrowArray *a = (const struct ArrowArray *)(intptr_t)array;
+    if (a->n_children) a = a->children[0]; /* pixels of several bytes: theirs */
+    mpidl_planes((const uint8_t *)a->buffers[1], shape, planes);
 }

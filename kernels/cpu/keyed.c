@@ -1,6 +1,6 @@
-/* Random words by key: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
- * 2011), one counter after the other, as NumPy's generator counts: (element, sample, epoch, 0), the
- * first of which is 1. */
+/* Random words by key: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+ * SC 2011), one counter after the other, as NumPy's generator counts: (element, sample, epoch, 0),
+ * the first of which is 1. */
 #include <string.h>
 
 #include "mpidl.h"

@@ -196,6 +196,8 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             float *lanes);
 /* rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
+/* the same of a struct ArrowArray of the Arrow C data interface, at this address */
+void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes);
 
 /* warp.c: images (count, C, H, W) to (count, C, P, Q) by an affine map each, (count, 6): pixel (p, q)
  * shows the image at row m[3] * q + m[4] * p + m[5], column m[0] * q + m[1] * p + m[2], between its

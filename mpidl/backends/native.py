@@ -25,7 +25,10 @@ ORDER = list(NEEDS)
 
 # What uses neither threads nor scratch of the library: a thread that reads ahead may call it while
 # a pass runs. All others run one at a time.
-ANY_THREAD = {"images", "images_of_floats", "keyed_words", "planes", "warp", "warp_of_floats"}
+ANY_THREAD = {
+    *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
+    *("warp", "warp_of_floats"),
+}
 _one_pass, _in_pass = threading.Lock(), None  # the thread whose pass it is
 
 

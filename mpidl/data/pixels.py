@@ -1,5 +1,7 @@
 """Image files and arrays to pixels, uint8 (1, H, W) gray or (3, H, W) RGB."""
 
+import functools
+import io
 import os
 import warnings
 
@@ -7,11 +9,14 @@ import numpy as np
 
 from mpidl.data.datastore import shown
 from mpidl.data.files import stamp
-from mpidl.data.preprocess import AS_IT_IS
+from mpidl.data.preprocess import AS_IT_IS, planes_of
 from mpidl.errors import UserError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
+JPEG, LARGEST = b"\xff\xd8\xff", 1 << 30  # how such a file begins; bytes of any file
+CHANNELS = {"L": 1, "RGB": 3}  # of modes that need no conversion
+KEPT = 4  # images whose memory Pillow keeps for the next ones: new pages cost a third of decoding
 KINDS = {1: "gray", 3: "RGB"}
 
 
@@ -23,17 +28,25 @@ def decode(path, wanted=AS_IT_IS, expected=None, out=None):
     place. Without it an image of more pixels than Pillow takes for safe is refused. out: an array
     of that shape, which is written to.
     """
-    from PIL import Image, UnidentifiedImageError
-
+    Image, JpegImageFile, UnidentifiedImageError = _pillow()
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             now = stamp(os.fstat(file.fileno()))
-            with _opened(Image, file, expected is None) as image:
-                if expected is not None:
-                    shape = _shape(image, wanted)
-                    if shape != expected:
-                        return shape, now
-                return pixels_of(image, wanted, out), now
+            if now.size > LARGEST:
+                raise ValueError(f"expected at most {LARGEST >> 30} GiB, found {now.size} bytes")
+            content = file.read()
+        if expected is not None and not wanted and content.startswith(JPEG):
+            # what Image.open comes to, after looking for other formats
+            image = JpegImageFile(io.BytesIO(content))
+            if (CHANNELS.get(image.mode), *image.size[::-1]) == expected:
+                return planes_of(image, out), now
+        else:
+            image = _opened(Image, io.BytesIO(content), expected is None)
+        if expected is not None:
+            shape = _shape(image, wanted)
+            if shape != expected:
+                return shape, now
+        return pixels_of(image, wanted, out), now
     except UnidentifiedImageError:
         raise UserError(
             f"{shown(path)}: expected a PNG, JPEG, BMP or TIFF image, found something else or a "
@@ -47,6 +60,17 @@ def decode(path, wanted=AS_IT_IS, expected=None, out=None):
         raise UserError(f"{shown(path)}: the image cannot be read: {text}") from None
 
 
+@functools.cache
+def _pillow():
+    """What is used of Pillow, which is imported when a file is first decoded."""
+    from PIL import Image, UnidentifiedImageError
+    from PIL.JpegImagePlugin import JpegImageFile
+
+    if hasattr(Image.core, "set_blocks_max"):
+        Image.core.set_blocks_max(max(KEPT, Image.core.get_blocks_max()))
+    return Image, JpegImageFile, UnidentifiedImageError
+
+
 def _opened(Image, file, strict):
     if not strict:
         return Image.open(file, formats=FORMATS)
@@ -57,6 +81,8 @@ def _opened(Image, file, strict):
 
 def _shape(image, wanted):
     """(C, H, W) that `pixels_of` will return."""
+    if not wanted:
+        return (1 if _is_gray(image) else 3, *image.size[::-1])
     return wanted.image_shape((1 if _is_gray(image) else 3, image.height, image.width))
 
 
@@ -68,6 +94,8 @@ def pixels_of(image, wanted=AS_IT_IS, out=None):
     """uint8 (1, H, W) or (3, H, W) of an image of Pillow; UserError, ValueError where it is odd."""
     from PIL import Image
 
+    if not wanted and image.mode in CHANNELS:
+        return planes_of(image, out)
     gray = _is_gray(image)
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise ValueError(f"expected 8 or 16 bits a pixel, found 32 (mode {image.mode})")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpidl import backends
+from mpidl.backends import native
+from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.datastore import Datastore, counted, digest, read_images
 from mpidl.errors import UserError
 
@@ -75,6 +77,8 @@ class Preprocess:
         """(C, P, Q) uint8 of a Pillow image of mode "L" or "RGB"; in `out` where that is given."""
         from PIL import Image
 
+        if not self:
+            return planes_of(picture, out)
         channels = len(picture.getbands())
         self.image_shape((channels, picture.height, picture.width))  # or an error
         if self.colour is not None and COLOURS[self.colour] < channels:
@@ -171,53 +175,27 @@ def size_of(text, option):
 
 
 def planes_of(picture, out=None):
-    """(C, H, W) uint8 of a Pillow image of mode "L" (C = 1) or "RGB" (C = 3), in `out` if given."""
-    return backends.of_type(np.float32).planes(_rows_of(picture), out)
+    """(C, H, W) uint8 of a Pillow image of mode "L" (C = 1) or "RGB" (C = 3), in `out` if given.
+
+    Without a copy between where Pillow shows its memory, whose RGB pixels have 4 bytes.
+    """
+    if native.kernels() is not None:
+        picture.load()
+        try:
+            capsule = picture.im.__arrow_c_array__()  # which keeps the memory
+        except (AttributeError, ValueError):  # an older Pillow; an image in several pieces
+            pass
+        else:
+            stride = 4 if picture.mode == "RGB" else 1
+            address = _address(capsule, b"arrow_array")
+            return planes_of_arrow(address, picture.height, picture.width, stride, out)
+    rows = np.asarray(picture)
+    rows = rows.reshape(picture.height, picture.width, -1)
+    return backends.of_type(np.float32).planes(rows, out)
 
 
-def _rows_of(picture):
-    """Its pixels (H, W, stride) uint8 without a copy where Pillow shows its memory, whose RGB
-    pixels have 4 bytes; else with one."""
-    stride = 4 if picture.mode == "RGB" else 1
-    size = picture.height * picture.width * stride
-    try:
-        schema, array = picture.__arrow_c_array__()
-        held = _pointer(array, b"arrow_array")
-        if children := _word(held + _CHILDREN):  # pixels of 4 bytes: those of the only child
-            held = _word(children)
-        bytes_of = _word(_word(held + _BUFFERS) + 8)  # the second buffer; the first is a mask
-        shown = _Shown(bytes_of, size, (schema, array))
-        return np.asarray(shown).reshape(picture.height, picture.width, stride)
-    except (AttributeError, ValueError):  # an older Pillow, or an image in several pieces
-        rows = np.asarray(picture)
-        return rows.reshape(picture.height, picture.width, -1)
-
-
-# Of the Arrow C data interface: struct ArrowArray is five int64 (length, null_count, offset,
-# n_buffers, n_children), then pointers: buffers, children, ...
-_BUFFERS, _CHILDREN = 40, 48
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-
-
-def _word(address):
-    """The pointer that lies there; 0 where that is NULL."""
-    return ctypes.c_void_p.from_address(address).value or 0
-
-
-class _Shown:
-    """Memory of `size` bytes that `owner` keeps, as NumPy reads it."""
-
-    __slots__ = ("owner", "__array_interface__")
-
-    def __init__(self, address, size, owner):
-        self.owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, True),
-        }
+_address = ctypes.pythonapi.PyCapsule_GetPointer
+_address.restype, _address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
 def _gray(images):

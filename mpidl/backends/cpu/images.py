@@ -3,6 +3,8 @@
 All of it runs on the calling thread alone, which may be any: several read ahead at a time.
 """
 
+import functools
+
 import numpy as np
 
 from mpidl import keyed
@@ -59,15 +61,33 @@ def planes(pixels, out=None):
     height, width, stride = pixels.shape
     if pixels.strides[1:] != (stride, 1):
         raise ValueError(f"expected pixels side by side, got strides {pixels.strides}")
-    channels = 1 if stride == 1 else 3
-    out = np.empty((channels, height, width), np.uint8) if out is None else out
-    if out.shape != (channels, height, width):
-        raise ValueError(f"expected {(channels, height, width)}, got {out.shape} to write to")
-    shape = np.array([channels, height, width, stride, pixels.strides[0]], np.int64)
+    shape, out = _planes(height, width, stride, pixels.strides[0], out)
     # the rows as one run of bytes: how far apart they lie is said in `shape`
     run = np.lib.stride_tricks.as_strided(pixels, (height * width * stride,), (1,))
     kernels().planes(run, shape, out)
     return out
+
+
+def planes_of_arrow(address, height, width, stride, out=None):
+    """The same of rows that lie in a struct ArrowArray of the Arrow C data interface, one behind
+    the other."""
+    shape, out = _planes(height, width, stride, width * stride, out)
+    kernels().planes_of_arrow(address, shape, out)
+    return out
+
+
+def _planes(height, width, stride, row, out):
+    channels = 1 if stride == 1 else 3
+    out = np.empty((channels, height, width), np.uint8) if out is None else out
+    if out.shape != (channels, height, width):
+        raise ValueError(f"expected {(channels, height, width)}, got {out.shape} to write to")
+    return _picture(channels, height, width, stride, row), out
+
+
+@functools.lru_cache(maxsize=64)
+def _picture(*shape):
+    """struct picture of kernels/cpu/images.c."""
+    return np.array(shape, np.int64)
 
 
 def keyed_words(seed, purpose, count, epoch, samples):

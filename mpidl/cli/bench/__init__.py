@@ -5,7 +5,17 @@ PyTorch's in `theirs`; `subject` is what they all compute. What is measured on a
 """
 
 from mpidl.cli import start
-from mpidl.cli.bench import accuracy, arguments, compare, fold, kernels, machine, step, turns
+from mpidl.cli.bench import (
+    accuracy,
+    arguments,
+    compare,
+    fold,
+    input,
+    kernels,
+    machine,
+    step,
+    turns,
+)
 from mpidl.cli.bench.gpu import speed
 from mpidl.comm import guard
 from mpidl.errors import Fault
@@ -16,6 +26,7 @@ COMMANDS = {
     "accuracy": accuracy.main,
     "fold": fold.main,
     "compare": compare.main,
+    "input": input.main,
     "gpu": speed.main,
 }
 

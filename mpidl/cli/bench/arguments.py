@@ -13,6 +13,7 @@ BENCHMARKS = {
     "accuracy": "the error of each layer's activations and gradients, beside PyTorch's",
     "fold": "what the fixed order of sums costs, against a plain Allreduce",
     "compare": "our training step against PyTorch's, in turns on the same cores",
+    "input": "reading, decoding and augmenting images, alone and beside the step",
     "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
 }
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -32,6 +33,11 @@ def parse(argv=None, quiet=False):
     parser = Parser(f"bench {what}", f"Measure {BENCHMARKS[what]}.", quiet)
     if what == "gpu":
         return argparse.Namespace(**{"what": what, **vars(_add_gpu(parser).parse(argv[1:]))})
+    if what == "input":
+        found = _add_input(parser).parse(argv[1:])
+        names = ("seed", "winograd", "timeout")
+        usual = {name: options.OPTIONS[name].default for name in names}
+        return argparse.Namespace(**{"what": what, **usual, **vars(found)})
     _add_subject(parser, what)
     if what in ("step", "fold"):
         text = "start so many ranks, in processes that take turns"
@@ -103,6 +109,48 @@ def _add_subject(parser, what):
             help="times that all take turns; medians are of so many (9)",
         )
     parser.add_argument("--json", metavar="FILE", help="write the result there")
+
+
+def _add_input(parser):
+    parser.add_argument(
+        "--network",
+        default="light",
+        metavar="NAME",
+        help="the step beside it: light (one convolution, about as fast as JPEG files are read), "
+        "alexnet, ..., or FILE.py:FUNCTION (light)",
+    )
+    numbers = (
+        ("side", 227, "pixels a side of an image"),
+        ("images", 256, "images of each kind"),
+        ("batch-size", 64, "images in a mini-batch"),
+        ("threads", 1, "threads of the step"),
+        ("rounds", 9, "times that all take turns; medians are of so many"),
+    )
+    for name, usual, text in numbers:
+        parser.add_argument(
+            f"--{name}",
+            type=count(f"--{name}"),
+            default=usual,
+            metavar="N",
+            help=f"{text} ({usual})",
+        )
+    parser.add_argument(
+        "--workers",
+        type=lambda text: [count("--workers")(part) for part in text.split(",")],
+        default=[1, 2],
+        metavar="N,N,...",
+        help="threads that read and decode (1,2)",
+    )
+    kinds = ["jpeg", "png", "packed", "arrays"]
+    parser.add_argument(
+        "--kinds",
+        type=lambda text: [_one_of("--kinds", name, kinds) for name in text.split(",")],
+        default=kinds,
+        metavar="NAME,...",
+        help=f"what is read ({','.join(kinds)})",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    return parser
 
 
 def _add_compare(parser):

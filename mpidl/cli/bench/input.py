@@ -1,0 +1,247 @@
+"""`python -m mpidl.bench input`: reading, decoding and augmenting images, beside the step.
+
+For files of each kind and each number of workers: images per second of the pipeline alone, of the
+step alone, and of both together; and what an epoch from a packed file costs above one from memory,
+and decoding, cropping and mirroring above Pillow's decoding.
+"""
+
+import itertools
+import os
+import tempfile
+import time
+
+import numpy as np
+
+from mpidl import keyed
+from mpidl.cli.bench import machine, subject, turns
+from mpidl.comm import World
+from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore, digits, packing
+from mpidl.data.datastore import ArrayDatastore
+from mpidl.data.pipeline import fill_blocks
+from mpidl.data.pixels import KEPT
+from mpidl.errors import UserError
+from mpidl.nn import AveragePool2D, Conv2D, Dense, Network, ReLU
+from mpidl.tape import value_and_grad
+from mpidl.training import configuration, loop
+from mpidl.training.optimizers import SGDM
+
+CLASSES, QUALITY = 4, 85
+WHOLE = 256  # pixels a side of the files that are cropped
+
+
+def main(chosen):
+    """Run the sub-command; returns its exit code."""
+    if machine.launched():
+        raise UserError("bench input measures one rank: run it without mpirun")
+    notes = subject.configure(chosen)
+    with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
+        draw(folder, chosen.side, chosen.images)
+        print(
+            f"{chosen.images} images of 3x{chosen.side}x{chosen.side}, batch {chosen.batch_size}, "
+            f"{chosen.threads} thread(s), {machine.arithmetic()}, {chosen.rounds} rounds in turns"
+        )
+        for line in notes:
+            print(f"warning: {line}")
+        result = {"input": together(chosen, folder)}
+        result["epoch"] = epochs(chosen, folder)
+        result["decode"] = decoding(chosen, folder)
+    versions = configuration.versions_of("one rank")
+    about = ("side", "images", "batch_size", "threads", "network", "seed")
+    result = machine.facts(chosen, versions) | {k: getattr(chosen, k) for k in about} | result
+    machine.write_json(chosen.json, result)
+    return 0
+
+
+def draw(folder, side, count):
+    """Image files to read: smooth colours, edges and some noise, as photographs have them."""
+    from PIL import Image
+
+    for size, kinds in ((side, ("jpeg", "png")), (WHOLE, ("whole",))):
+        y, x = np.mgrid[:size, :size] / size
+        for i in range(count):
+            u = keyed.uniform(0, "bench pictures", 3 * size * size + 30, sample=i)
+            waves = [
+                np.sin(6 * u[j] * x + 9 * u[j + 3] * y + 6 * u[j + 6]) + (x * u[j + 9] > y - 0.3)
+                for j in range(3)
+            ]
+            noise = u[30:].reshape(size, size, 3) - 0.5
+            pixels = np.stack(waves, -1) * 70 + 100 + 24 * noise
+            image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+            for kind in kinds:
+                suffix, options = ("png", {}) if kind == "png" else ("jpg", {"quality": QUALITY})
+                path = os.path.join(folder, kind, f"class{i % CLASSES}", f"{i:05}.{suffix}")
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                image.save(path, **options)
+
+
+def stores_of(folder):
+    """{kind: datastore} of the same images."""
+    stores = {kind: ImageFolder(os.path.join(folder, kind)) for kind in ("jpeg", "png")}
+    path = os.path.join(folder, "packed.h5")
+    if not os.path.exists(path):
+        packing.pack({"train": stores["png"]}, path)
+    stores["packed"] = PackedDatastore(path)
+    everything = np.arange(len(stores["png"]))
+    stores["arrays"] = ArrayDatastore(stores["png"].read(everything), stores["png"].labels)
+    return stores
+
+
+def light(shape):
+    """A network whose step takes about as long as reading its images."""
+    return Network([Conv2D(7, 8, stride=5), ReLU(), AveragePool2D(2), Dense(CLASSES)], shape)
+
+
+class Step:
+    """A training step on whatever mini-batch comes."""
+
+    def __init__(self, net):
+        self.net, self.sgdm = net, SGDM(subject.RATE, subject.MOMENTUM)
+        self.gradient = value_and_grad(loop.model_loss, reduce=World())
+
+    def __call__(self, images, labels):
+        _, gradients, state = self.gradient(self.net, images, labels)
+        self.net.state = state
+        self.net.parameters = self.sgdm(self.net.parameters, gradients)
+
+
+def together(chosen, folder):
+    """{kind: {workers: {"pipeline", "step", "both": images/s, "share": both / the slower}}}."""
+    shape, rows = (3, chosen.side, chosen.side), {}
+    net = light(shape) if chosen.network == "light" else subject.network(chosen.network, shape)
+    step = Step(net)
+    print(f"{'images/s':10}{'workers':>8}{'pipeline':>12}{'step':>12}{'both':>12}  of the slower")
+    for (kind, store), workers in itertools.product(stores_of(folder).items(), chosen.workers):
+        if kind not in chosen.kinds:
+            continue
+        queue = MinibatchQueue(
+            store,
+            chosen.batch_size,
+            workers=workers,
+            augmenter=Augmenter(reflect_x=True, translate_x=4, translate_y=4),
+        )
+        ready = next(queue.epoch(0))
+        rounds = {"pipeline": [], "step": [], "both": []}
+        number = itertools.count()
+
+        def pipeline(queue=queue, number=number):
+            return sum(images.batch.count for images, _ in queue.epoch(next(number)))
+
+        def steps(queue=queue, ready=ready):
+            for _ in range(len(queue)):
+                step(*ready)
+            return len(queue) * ready[0].batch.count
+
+        def both(queue=queue, number=number):
+            found = 0
+            for images, labels in queue.epoch(next(number)):
+                step(images, labels)
+                found += images.batch.count
+            return found
+
+        functions = {"pipeline": pipeline, "step": steps, "both": both}
+        for i in range(chosen.rounds + 1):
+            for name in list(functions) if i % 2 else reversed(functions):
+                began = time.perf_counter()
+                count = functions[name]()
+                if i:
+                    rounds[name].append(count / (time.perf_counter() - began))
+        found = {name: machine.summary(rates) for name, rates in rounds.items()}
+        slower = np.minimum(rounds["pipeline"], rounds["step"])
+        found["share"] = machine.median(np.array(rounds["both"]) / slower)
+        rows.setdefault(kind, {})[str(workers)] = found
+        rates = "".join(f"{found[name]['median']:12.0f}" for name in functions)
+        print(f"{kind:10}{workers:8}{rates}  {found['share']:.3f}")
+    return rows
+
+
+def epochs(chosen, folder):
+    """Seconds of a digits epoch from the packed file, mirrored and shifted, and from arrays as they
+    are: {"arrays", "packed", "ratio"}."""
+    train, _ = digits().split(0.9, seed=0)
+    path = os.path.join(folder, "digits.h5")
+    packing.pack({"train": train}, path)
+    arrays = ArrayDatastore(train.read(np.arange(len(train))), train.labels, train.classes)
+    moved = Augmenter(reflect_x=True, translate_x=4, translate_y=4)
+    sides = {
+        "arrays": MinibatchQueue(arrays, 128),
+        "packed": MinibatchQueue(PackedDatastore(path), 128, augmenter=moved),
+    }
+    step, times = Step(subject.network("digits")), {name: [] for name in sides}
+    for i in range(chosen.rounds + 1):
+        for name in list(sides) if i % 2 else reversed(sides):
+
+            def epoch(queue=sides[name], number=i):
+                for images, labels in queue.epoch(number):
+                    step(images, labels)
+
+            seconds = turns.seconds(epoch)
+            if i:
+                times[name].append(seconds)
+    ratio = machine.median(np.array(times["packed"]) / np.array(times["arrays"]))
+    print(
+        f"digits epoch, ms: arrays {machine.spread(times['arrays'], 1e3, 0)}, packed, mirrored and "
+        f"shifted {machine.spread(times['packed'], 1e3, 0)}: {ratio:.3f}"
+    )
+    return {name: machine.summary(found, 1e3) for name, found in times.items()} | {"ratio": ratio}
+
+
+def decoding(chosen, folder):
+    """CPU time of an image, microseconds: Pillow's decoding of JPEG files, as it comes and with its
+    memory kept as we have it kept; ours to planes; planes to blocks, whole, and cropped and
+    mirrored. "ratio", "ratio_kept": what decoding, cropping and mirroring cost, against both."""
+    from PIL import Image
+
+    def keep(blocks):
+        if hasattr(Image.core, "set_blocks_max"):
+            Image.core.set_blocks_max(blocks)
+
+    store = ImageFolder(os.path.join(folder, "whole"))
+    count = min(len(store), 64)
+    indices = np.arange(count)
+    paths = [os.path.join(store.folder, file) for file in store.files[:count]]
+    size = (chosen.side, chosen.side)
+    pixels = store.read(indices)
+    whole = np.ascontiguousarray(pixels[:, :, : size[0], : size[1]])
+    moves = Augmenter(reflect_x=True, crop=size).moves(0, 1, indices, store.image_shape)
+    lanes = np.empty((-(-count // 16), 3, *size, 16), np.float32)
+
+    def pillow():
+        for path in paths:
+            with Image.open(path) as image:
+                image.load()
+
+    def ours():
+        for first in range(0, count, 16):
+            store.read(indices[first : first + 16])
+
+    def plain():
+        fill_blocks(whole, {}, {}, lanes)
+
+    def moved():
+        fill_blocks(pixels, {"size": size, **moves}, {}, lanes)
+
+    functions = {"pillow": pillow, "pillow_kept": pillow, "ours": ours}
+    functions |= {"plain": plain, "moved": moved}
+    times = {name: [] for name in functions}
+    for i in range(2 * chosen.rounds + 1):
+        for name in list(functions) if i % 2 else reversed(functions):
+            keep(0 if name == "pillow" else KEPT)
+            functions[name]()  # its memory and its code as it leaves them
+            began = time.process_time()
+            functions[name]()
+            if i:
+                times[name].append((time.process_time() - began) / count * 1e6)
+    found = {name: np.array(values) for name, values in times.items()}
+    cost = found["ours"] + found["moved"] - found["plain"]
+    ratio, kept = (machine.median(cost / found[name]) for name in ("pillow", "pillow_kept"))
+    print(
+        f"JPEG {WHOLE}x{WHOLE}, us of CPU an image: Pillow's decoding "
+        f"{machine.spread(found['pillow'], 1, 0)}, with its memory kept "
+        f"{machine.spread(found['pillow_kept'], 1, 0)}, ours to planes "
+        f"{machine.spread(found['ours'], 1, 0)}; to blocks of {size[0]}x{size[1]} whole "
+        f"{machine.spread(found['plain'], 1, 0)}, cropped and mirrored "
+        f"{machine.spread(found['moved'], 1, 0)}: decoding, crop and mirror {ratio:.3f} of "
+        f"Pillow's decoding, {kept:.3f} with its memory kept"
+    )
+    ratios = {"ratio": ratio, "ratio_kept": kept}
+    return {name: machine.summary(values) for name, values in found.items()} | ratios
