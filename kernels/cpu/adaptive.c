@@ -33,19 +33,22 @@ static void step_tile(void *argument, int64_t tile, float *own) {
     int64_t which = p - job->parameters;
     float decay = job->decays[which], rate = job->learning_rate * job->factors[which];
     float epsilon = job->epsilon, kept = job->square_kept, new = job->square_new;
-    if (p->mean) {
-        float *restrict mean = (float *)(intptr_t)p->mean + first;
+    float mean_kept = job->mean_kept, mean_new = job->mean_new;
+    float *restrict mean = p->mean ? (float *)(intptr_t)p->mean + first : 0;
+    if (mean) {
         for (int64_t i = 0; i < count; i++) {
-            float g = decay != 0 ? gradient[i] + decay * weight[i] : gradient[i];
-            mean[i] = job->mean_kept * mean[i] + job->mean_new * g;
-            square[i] = kept * square[i] + new * (g * g);
-            stepped[i] = weight[i] - rate * (mean[i] / (sqrtf(square[i]) + epsilon));
+            float w = weight[i], g = decay != 0 ? gradient[i] + decay * w : gradient[i];
+            float m = mean_kept * mean[i] + mean_new * g, s = kept * square[i] + new * (g * g);
+            mean[i] = m;
+            square[i] = s;
+            stepped[i] = w - rate * (m / (sqrtf(s) + epsilon));
         }
     } else {
         for (int64_t i = 0; i < count; i++) {
-            float g = decay != 0 ? gradient[i] + decay * weight[i] : gradient[i];
-            square[i] = kept * square[i] + new * (g * g);
-            stepped[i] = weight[i] - rate * (g / (sqrtf(square[i]) + epsilon));
+            float w = weight[i], g = decay != 0 ? gradient[i] + decay * w : gradient[i];
+            float s = kept * square[i] + new * (g * g);
+            square[i] = s;
+            stepped[i] = w - rate * (g / (sqrtf(s) + epsilon));
         }
     }
 }
