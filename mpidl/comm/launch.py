@@ -3,9 +3,11 @@
 import codecs
 import collections
 import contextlib
+import fcntl
 import io
 import os
 import pickle
+import platform
 import selectors
 import shutil
 import signal
@@ -125,8 +127,13 @@ def _write_task(folder, function, arguments, show):
             "launch: what a notebook defines is sent by cloudpickle, which is not installed: "
             "pip install 'mpidl[notebook]', or put the function into a module"
         )
-    about = {"path": list(sys.path), "argv": list(sys.argv), "main": main, "show": show}
-    about["path"] = [os.path.abspath(entry) for entry in sys.path]  # "" is this folder
+    about = {
+        "path": [os.path.abspath(entry) for entry in sys.path],  # "" is this folder
+        "argv": list(sys.argv),
+        "main": main,
+        "show": show,
+        "host": platform.node(),
+    }
     with open(os.path.join(folder, "task"), "wb") as file:
         pickle.dump(about, file)
         try:
@@ -143,17 +150,18 @@ class _Job:
 
     def __init__(self, command, ranks, folder, show):
         self.ranks, self.folder, self.show = ranks, folder, show
+        self.lock = open(os.path.join(folder, launched.LOCKED), "w")  # which the ranks watch
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.tail = collections.deque(maxlen=4096)  # of what was written to stderr
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # its end tells rank 0 that this process has gone
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment() | {MARK: str(ranks), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
-        with contextlib.suppress(OSError):
-            os.write(self.process.stdin.fileno(), b"\n")
 
     def follow(self, deadline):
         """Show what the ranks write until they are done, or one of them tells of an error; False
@@ -199,8 +207,6 @@ class _Job:
         """Leave nothing running."""
         process = self.process
         try:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
             if process.poll() is None:
                 self._signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,6 +216,7 @@ class _Job:
             process.wait()
             process.stdout.close()
             process.stderr.close()
+            self.lock.close()
 
     def epitaph(self):
         """How ranks ended that told of no error, in words."""

@@ -5,11 +5,14 @@ ever read. The files appear whole.
 """
 
 import faulthandler
+import fcntl
 import importlib
 import io
 import os
 import pickle
+import platform
 import runpy
+import shutil
 import sys
 import threading
 import time
@@ -19,19 +22,19 @@ from types import ModuleType
 from mpidl.comm import guard
 
 MAIN = "__mp_main__"  # what Python's own multiprocessing calls a main program that is read again
+LOCKED = "locked"  # the file on which the launching process has a lock as long as it lives
 PATIENCE = 20.0  # seconds that a rank which failed waits to be ended by the launching process
 
 
 def main(folder):
     """Run the function of a launch on this rank."""
     faulthandler.enable()
-    rank = guard.launched_rank()
-    if rank == 0:
-        threading.Thread(target=_end_with_the_launcher, daemon=True).start()
-    host = ""
+    rank, host = guard.launched_rank(), ""
     try:
         with open(os.path.join(folder, "task"), "rb") as file:
             about = pickle.load(file)
+            if about["host"] == platform.node():  # locks may mean nothing to other hosts
+                threading.Thread(target=_end_with_it, args=(folder,), daemon=True).start()
             _speak(rank, about["show"])
             sys.path[:], sys.argv[:] = about["path"], about["argv"]
             from mpidl.comm.world import World
@@ -168,16 +171,15 @@ class Headed(io.TextIOBase):
             os.write(self.handle, whole.encode("utf-8", "backslashreplace"))
 
 
-def _end_with_the_launcher():
-    """End the job when the launching process has gone: it holds the other end of this pipe.
-
-    A byte comes first: an mpirun that hands on no standard input is not taken for that end.
-    """
-    try:
-        if not os.read(0, 1):
-            return
-        while os.read(0, 4096):
-            pass
-    except OSError:
-        return
-    os._exit(1)
+def _end_with_it(folder):
+    """End this rank when the launching process has gone, with which its lock on a file goes."""
+    with open(os.path.join(folder, LOCKED)) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(1)
+            except BlockingIOError:
+                time.sleep(0.5)
+            except OSError:
+                return  # a file system without locks
