@@ -5,16 +5,12 @@ repeated there; tests that compute on no device are left out.
 """
 
 import contextlib
-import sys
 from pathlib import Path
 
 import pytest
+from emulator import compiler, opened
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # alone.py, emulator
-
-from emulator import compiler, opened  # noqa: E402
-
-from mpidl.backends.gpu import run  # noqa: E402
+from mpidl.backends.gpu import run
 
 
 def pytest_addoption(parser):

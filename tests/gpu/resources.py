@@ -1,6 +1,7 @@
 """Registers, stack and shared memory of every kernel, as NVRTC's log tells them.
 
-`python tests/gpu/resources.py` writes them to kernels/cuda/resources.json; a test compares.
+`PYTHONPATH=.:tests python tests/gpu/resources.py` writes them to kernels/cuda/resources.json; a
+test compares.
 """
 
 import concurrent.futures
@@ -8,12 +9,8 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
-
-from mpidl.backends.gpu import kernels, nvrtc  # noqa: E402
+from mpidl.backends.gpu import kernels, nvrtc
 
 TABLE = os.path.join(kernels.folder(), "resources.json")
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90")

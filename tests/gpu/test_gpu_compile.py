@@ -11,7 +11,7 @@ import variants
 from mpidl.backends.gpu import kernels, nvrtc
 
 MARGIN = 4  # registers more than the table's, or fewer, say nothing
-NEW_TABLE = "python tests/gpu/resources.py writes the table anew"
+NEW_TABLE = "PYTHONPATH=.:tests python tests/gpu/resources.py writes the table anew"
 
 
 def skip_without_nvrtc():

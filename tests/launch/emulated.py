@@ -9,17 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # emulator
-
-from emulator import EmulatedDevice  # noqa: E402
-
-from mpidl.backends.gpu import sums  # noqa: E402
-from mpidl.backends.gpu.visible import Gpu, Visible  # noqa: E402
-from mpidl.comm import devices, guard, nccl  # noqa: E402
-
 
 def opened(gpu):
     """The Device of a Gpu, in place of `devices.opened`."""
+    from emulator import EmulatedDevice
+
     device = EmulatedDevice()
     device.index, device.identity = gpu.index, gpu.identity
     return device
@@ -27,14 +21,26 @@ def opened(gpu):
 
 def visible():
     """What there is, in place of what a driver says."""
+    from emulator import EmulatedDevice
+
+    from mpidl.backends.gpu.visible import Gpu, Visible
+
     count = int(os.environ.get("EMULATED_GPUS", "1"))
     kind = EmulatedDevice.name, "sm_90", 132, EmulatedDevice.memory
     return Visible(tuple(Gpu(i, f"GPU-{i}", *kind) for i in range(count)), there=count)
 
 
-if __name__ == "__main__":
+def main():
+    from mpidl.backends.gpu import sums
+    from mpidl.comm import devices, guard, nccl
+
     devices.opened, devices.visible = opened, visible
     sums.GATHERED = int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))
     nccl.cuda_aware = lambda: True  # memory of the device is the host's
     name = sys.argv.pop(1)
     guard.run(importlib.import_module(f"mpidl.cli.{name}").main)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # emulator
+    main()

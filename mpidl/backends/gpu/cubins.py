@@ -111,7 +111,7 @@ def _locked(path):
     """One process of the node at a time; a dead one's lock is let go by the system."""
     path, file = f"{path}.lock", None
     try:
-        file = open(path, "w")  # noqa: SIM115
+        file = open(path, "w")
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:  # a file system without locks: several may compile the same
         _warn(f"{path}: {error.strerror}")
