@@ -122,17 +122,28 @@ INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8
     const uint8_t *row = look->row;
     int64_t first = q + look->left, mirrored = look->mirrored & LEFT_TO_RIGHT;
     int64_t begin = first < 0 ? -first : 0, stop = W - first < CHUNK ? W - first : CHUNK;
-    if (begin == 0 && stop == CHUNK)
-        return ordered(load_line(row + (mirrored ? W - first - CHUNK : first)), mirrored);
-    const uint8_t *from = mirrored ? row + stop - CHUNK : row + first;
-    if (begin == 0 && stop > 0 && from >= all && end - from >= CHUNK) { /* the row's end */
-        line inside = (line)(load_line(index) < (uint8_t)stop);
-        return (ordered(load_line(from), mirrored) & inside) | (outside & ~inside);
+    const uint8_t *from = row + (mirrored ? W - first - CHUNK : first);
+    if (begin >= stop) return outside;
+    if (from >= all && end - from >= CHUNK) { /* what it reads of other rows is left out */
+        line seen = ordered(load_line(from), mirrored);
+        if (begin == 0 && stop == CHUNK) return seen;
+        line at = load_line(index);
+        line inside = (line)(at >= (uint8_t)begin) & (line)(at < (uint8_t)stop);
+        return (seen & inside) | (outside & ~inside);
     }
     uint8_t chunk[CHUNK];
     memcpy(chunk, &outside, sizeof chunk);
     for (int64_t i = begin; i < stop; i++) chunk[i] = row[mirrored ? W - 1 - first - i : first + i];
     return load_line(chunk);
+}
+
+/* The next row of a mirrored image will be read: the processor foresees it from left to right. */
+INLINE void soon(const struct look *look, const struct crop *s, const uint8_t *all,
+                 const uint8_t *end) {
+    if (!(look->mirrored & LEFT_TO_RIGHT)) return;
+    const uint8_t *next = look->row + (look->mirrored & TOP_TO_BOTTOM ? -s->W : s->W);
+    if (next >= all && next + s->W <= end)
+        for (int64_t w = 0; w < s->W; w += 64) __builtin_prefetch(next + w);
 }
 
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
@@ -156,6 +167,7 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                     if (look[lane].mirrored & TOP_TO_BOTTOM) h = s->H - 1 - h;
                     look[lane].row =
                         inside ? pixels + ((n * s->C + c) * s->H + h) * s->W : NULL;
+                    if (look[lane].row) soon(&look[lane], s, pixels, end);
                 }
                 for (int64_t q = 0; q < s->Q; q += CHUNK) {
                     line rows[LANES];

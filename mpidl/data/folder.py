@@ -61,8 +61,8 @@ class ImageFolder(Datastore):
         for image, i in zip(images, indices, strict=True):
             path = os.path.join(self.folder, self.files[i])
             pixels, now = decode(path, self.wanted, self.image_shape, image)
-            before = Stamp(int(self.sizes[i]), int(self.written[i]))
-            if now != before:
+            if now != (self.sizes[i], self.written[i]):
+                before = Stamp(int(self.sizes[i]), int(self.written[i]))
                 raise changed(path, before, now)
             if isinstance(pixels, tuple):
                 raise UserError(self._other_shape(path, pixels))

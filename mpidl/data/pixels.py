@@ -30,11 +30,7 @@ def decode(path, wanted=AS_IT_IS, expected=None, out=None):
     """
     Image, JpegImageFile, UnidentifiedImageError = _pillow()
     try:
-        with open(path, "rb", buffering=0) as file:
-            now = stamp(os.fstat(file.fileno()))
-            if now.size > LARGEST:
-                raise ValueError(f"expected at most {LARGEST >> 30} GiB, found {now.size} bytes")
-            content = file.read()
+        content, now = _read(path)
         if expected is not None and not wanted and content.startswith(JPEG):
             # what Image.open comes to, after looking for other formats
             image = JpegImageFile(io.BytesIO(content))
@@ -58,6 +54,21 @@ def decode(path, wanted=AS_IT_IS, expected=None, out=None):
         text = getattr(e, "strerror", None) or str(e) or type(e).__name__
         text = text.splitlines()[0]
         raise UserError(f"{shown(path)}: the image cannot be read: {text}") from None
+
+
+def _read(path):
+    """(content, Stamp) of a file, by as few calls of the system as it takes."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        now = stamp(os.fstat(handle))
+        if now.size > LARGEST:
+            raise ValueError(f"expected at most {LARGEST >> 30} GiB, found {now.size} bytes")
+        content = os.read(handle, now.size)
+        while len(content) < now.size and (more := os.read(handle, now.size - len(content))):
+            content += more
+    finally:
+        os.close(handle)
+    return content, now
 
 
 @functools.cache
