@@ -205,7 +205,7 @@ def test_what_a_function_may_not_return():
     ):
         with np.errstate(all="ignore"):
             assert text in refusal(lambda f=function: dl.MinibatchQueue(data, function=f)), text
-    batches = dl.MinibatchQueue(data, 20, shuffle="never", function=changing).epoch(0)
+    batches = dl.MinibatchQueue(data, 16, shuffle="never", function=changing).epoch(0)
     next(batches)
     assert "expected the same as of image 0 (uint8 images of 1x3x4" in refusal(next, batches)
 
