@@ -161,3 +161,21 @@ def test_refused_under_mpirun():
     for what, text in (("accuracy", "run it without mpirun"), ("kernels", "without mpirun")):
         (line,) = small.own_lines(mpirun(2, "-m", "mpidl.bench", what, check=2))
         assert text in line
+
+
+def test_input(tmp_path):
+    """Each kind of file, and what is compared; on images and rounds too few to mean anything."""
+    words = ["--side", 40, "--images", 20, "--batch-size", 16, "--rounds", 1, "--workers", "1,2"]
+    words = small.command("bench", "input", *words, "--network", small.SMALL, network=None)
+    path = tmp_path / "a.json"
+    result = mpirun(None, *words, "--json", path, check=0, timeout=200)
+    found = json.loads(path.read_text())
+    assert_facts(found, "input")
+    assert set(found["input"]) == {"jpeg", "png", "packed", "arrays"}
+    for rows in found["input"].values():
+        assert set(rows) == {"1", "2"}
+        for row in rows.values():
+            assert all(row[name]["median"] > 0 for name in ("pipeline", "step", "both"))
+            assert row["share"] > 0
+    assert found["epoch"]["ratio"] > 0 and found["decode"]["ratio"] > 0
+    assert result.stdout.count("of the slower") == 1

@@ -114,15 +114,15 @@ def _add_subject(parser, what):
 def _add_input(parser):
     parser.add_argument(
         "--network",
-        default="light",
+        default="alexnet",
         metavar="NAME",
-        help="the step beside it: light (one convolution, about as fast as JPEG files are read), "
-        "alexnet, ..., or FILE.py:FUNCTION (light)",
+        help="the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
+        "convolution, about as fast as JPEG files are read (alexnet)",
     )
     numbers = (
         ("side", 227, "pixels a side of an image"),
-        ("images", 256, "images of each kind"),
-        ("batch-size", 64, "images in a mini-batch"),
+        ("images", 64, "images of each kind"),
+        ("batch-size", 32, "images in a mini-batch"),
         ("threads", 1, "threads of the step"),
         ("rounds", 9, "times that all take turns; medians are of so many"),
     )
@@ -137,9 +137,9 @@ def _add_input(parser):
     parser.add_argument(
         "--workers",
         type=lambda text: [count("--workers")(part) for part in text.split(",")],
-        default=[1, 2],
+        default=[1],
         metavar="N,N,...",
-        help="threads that read and decode (1,2)",
+        help="threads that read and decode (1)",
     )
     kinds = ["jpeg", "png", "packed", "arrays"]
     parser.add_argument(
