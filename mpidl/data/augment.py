@@ -5,7 +5,7 @@ ranks, threads, workers, or on what was read before.
 """
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,14 +57,14 @@ class Augmenter:
 
     reflect_x: bool = False
     reflect_y: bool = False
-    rotation: tuple = (0, 0)
+    rotation: Any = (0, 0)
     scale: tuple = (1, 1)
     scale_x: tuple = (1, 1)
     scale_y: tuple = (1, 1)
-    shear_x: tuple = (0, 0)
-    shear_y: tuple = (0, 0)
-    translate_x: tuple = (0, 0)
-    translate_y: tuple = (0, 0)
+    shear_x: Any = (0, 0)
+    shear_y: Any = (0, 0)
+    translate_x: Any = (0, 0)
+    translate_y: Any = (0, 0)
     crop: tuple | None = None
     fill: float | tuple = 0
 

@@ -36,8 +36,8 @@ def parse(argv=None, quiet=False):
     if what == "input":
         found = _add_input(parser).parse(argv[1:])
         names = ("seed", "winograd", "timeout")
-        usual = {name: options.OPTIONS[name].default for name in names}
-        return argparse.Namespace(**{"what": what, **usual, **vars(found)})
+        defaults = {name: options.OPTIONS[name].default for name in names}
+        return argparse.Namespace(**{"what": what, **defaults, **vars(found)})
     _add_subject(parser, what)
     if what in ("step", "fold"):
         text = "start so many ranks, in processes that take turns"

@@ -68,10 +68,10 @@ def draw(folder, side, count):
             pixels = np.stack(waves, -1) * 70 + 100 + 24 * noise
             image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
             for kind in kinds:
-                suffix, options = ("png", {}) if kind == "png" else ("jpg", {"quality": QUALITY})
+                suffix = "png" if kind == "png" else "jpg"
                 path = os.path.join(folder, kind, f"class{i % CLASSES}", f"{i:05}.{suffix}")
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                image.save(path, **options)
+                image.save(path, quality=QUALITY)  # which PNG has no use for
 
 
 def stores_of(folder):
