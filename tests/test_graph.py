@@ -10,6 +10,8 @@ from compiled import needed
 
 import mpidl as dl
 from mpidl.blocks import Activation
+from mpidl.data import normalize
+from mpidl.data.preprocess import Preprocess
 from mpidl.nn import fusion, graph
 
 SHAPE = (3, 8, 8)
@@ -342,6 +344,16 @@ def test_replaced_layers_and_all_others_kept(world):
     fresh = dl.Network(residual()[:-1] + [dl.Dense(7, name="dense1")], SHAPE, seed=9).parameters
     assert other.parameters["dense1.weight"].tobytes() == fresh["dense1.weight"].tobytes()
     assert other["dense1"].weight_learn_rate_factor == 20 and net.output_shape == (4,)
+
+
+def test_a_network_with_replaced_layers_sees_images_as_before():
+    net = dl.Network([dl.Conv2D(3, 2), dl.Dense(2)], (1, 4, 4))
+    images = dl.ArrayDatastore(np.zeros((3, 1, 4, 4), np.uint8))
+    net.normalization = normalize.normalization("rescale-symmetric", images)
+    net.crop, net.preprocess = (4, 4), Preprocess(colour="gray")
+    other = net.replace_layers({"dense1": dl.Dense(3)})
+    for name in ("normalization", "crop", "preprocess"):
+        assert getattr(other, name) is getattr(net, name) is not None
 
 
 def test_a_replaced_layer_is_read_by_its_new_name():

@@ -126,6 +126,37 @@ def test_a_stop_that_one_rank_asks_for(world, tmp_path):
     assert weights_sha256(again) == weights_sha256(whole) != weights_sha256(net)
 
 
+@pytest.mark.parametrize("state", ["iteration", "epoch"])
+def test_a_stop_that_is_asked_for_at_the_end(world, state):
+    """The run ends as one that was not asked to stop: with the population's statistics."""
+
+    def ask(info):
+        return info.state == state and info.iteration == 6
+
+    whole, _ = trained(world)
+    net, result = trained(world, output_functions=ask)
+    assert (result.stopped, result.iterations, result.epochs) == (None, 6, 2)
+    assert weights_sha256(net) == weights_sha256(whole)
+
+
+def test_a_softmax_at_the_end_is_the_one_of_the_loss(world):
+    ended = dl.Network([*small().layers, dl.Softmax()], (1, SIDE, SIDE), seed=1)
+    net, result = trained(world)
+    ended, other = trained(world, ended)
+    assert weights_sha256(ended) == weights_sha256(net) and other.loss == result.loss
+    found = [dl.evaluate(n, pictures(30, "others"), world=world) for n in (net, ended)]
+    assert found[0] == found[1]
+    images = pictures(5).read(np.arange(5))
+    assert ended.predict(images).tobytes() == net.predict(images).tobytes()
+
+
+def test_options_that_do_not_go_together():
+    with pytest.raises(UserError, match="no warm-up beside it"):
+        dl.TrainingOptions(learn_rate_schedule=lambda epoch, i: 0.1, warmup_iterations=2)
+    with pytest.raises(UserError, match="--sampling partition and --worker-load measured"):
+        dl.TrainingOptions(sampling="partition", worker_load="measured")
+
+
 def test_what_is_no_function_is_refused():
     with pytest.raises(UserError, match="output_functions must be functions"):
         dl.TrainingOptions(output_functions=["print"])

@@ -8,6 +8,8 @@ from mpidl import ops
 from mpidl.backends.reference_conv import transposed_conv2d_shape
 from mpidl.nn.layers import Built, Layer, Weighted, glorot_uniform
 from mpidl.ops import check
+from mpidl.ops.activation import check_scale
+from mpidl.ops.lrn import check_window
 from mpidl.ops.transposed import crops
 
 
@@ -17,6 +19,10 @@ class LeakyReLU(Layer):
 
     scale: float = 0.01
     name: str | None = None
+
+    def build(self, shape):
+        check_scale(self.name, self.scale)
+        return Built(shape)
 
     def forward(self, x, at):
         return ops.leaky_relu(x, self.scale)
@@ -84,6 +90,10 @@ class CrossChannelNorm(Layer):
     beta: float = 0.75
     k: float = 2.0
     name: str | None = None
+
+    def build(self, shape):
+        check_window(self.name, self.window, self.alpha, self.beta, self.k)
+        return Built(shape)
 
     def forward(self, x, at):
         return ops.cross_channel_norm(x, self.window, alpha=self.alpha, beta=self.beta, k=self.k)

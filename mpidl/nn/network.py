@@ -12,6 +12,7 @@ from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import fusion, graph
 from mpidl.nn.analysis import Analysis, aligned, times
 from mpidl.nn.layers import At, Layer
+from mpidl.nn.more_layers import Softmax
 
 
 class _Run(NamedTuple):
@@ -211,7 +212,8 @@ class Network:
         made = [graph.with_names(layer, renamed) for layer in made]
         seed = self.seed if seed is None else seed
         net = type(self)(made, self.input_shape, seed=seed, batchnorm=self.batchnorm)
-        net.fuse = self.fuse
+        net.fuse, net.normalization = self.fuse, self.normalization
+        net.crop, net.preprocess = self.crop, self.preprocess
         for new, old in ((net._parameters, self._parameters), (net._state, self._state)):
             kept = [name for name in old if name.rsplit(".", 1)[0] not in layers]
             for name in kept:
@@ -266,8 +268,22 @@ class Network:
             raise ValueError(
                 f"the network takes images of shape {self.input_shape}, got {images.shape[1:]}"
             )
-        outputs, fuse = {graph.IMAGES: images}, self.fuse and fusion.fuses(images)
-        for run in self._runs[fuse]:
+        return self._apply(images, self._runs_of(images), self.layers[-1].name)
+
+    def logits(self, images):
+        """What losses take for Blocked images: the output, or what the Softmax reads that the
+        network ends in, because losses have it built in."""
+        if not isinstance(self.layers[-1], Softmax):
+            return self(images)
+        return self._apply(images, self._runs_of(images)[:-1], *self.reads[-1])
+
+    def _runs_of(self, images):
+        return self._runs[self.fuse and fusion.fuses(images)]
+
+    def _apply(self, images, runs, wanted):
+        """The output of a layer that none of these runs is the last to read."""
+        outputs = {graph.IMAGES: images}
+        for run in runs:
             places = [self._at(layer) for layer in run.layers]
             x = tuple(outputs[name] for name in run.reads)
             x = x if graph.several_of(run.layers[0]) else x[0]
@@ -278,7 +294,7 @@ class Network:
             outputs[run.layers[-1].name] = x
             for name in run.done:
                 outputs.pop(name, None)
-        return x
+        return outputs[wanted]
 
     def _at(self, layer):
         training = self.training and layer.trainable
@@ -291,7 +307,7 @@ class Network:
         by 255 and floats are left as they are.
         """
         if isinstance(images, Blocked):
-            return ops.softmax(self(images))
+            return ops.softmax(self.logits(images))
         if self.on_device:
             raise TypeError(
                 "predict takes arrays where the network lies in host memory: net.to(None)"
@@ -301,7 +317,8 @@ class Network:
             images = self.normalization(images)
         images = images / np.float32(255) if images.dtype == np.uint8 else images
         batch = share(len(images), OneRank())
-        return ops.softmax(self(from_images(images.astype(np.float32), batch))).local()
+        images = from_images(images.astype(np.float32), batch)
+        return ops.softmax(self.logits(images)).local()
 
     def seen(self):
         """What a `MinibatchQueue` is told to show images to this network as in its training."""

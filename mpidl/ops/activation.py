@@ -16,13 +16,18 @@ def relu(x):
     return x.like(y), lambda dy, needs: (x.like(backend.relu_dx(dy.lanes, y)),)
 
 
+def check_scale(name, scale):
+    """ValueError for a scale that `leaky_relu` does not take."""
+    if not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
+        raise ValueError(f"{name}: scale must be a number >= 0, got {scale!r}")
+
+
 @op(blocks=True)
 def leaky_relu(x, scale=0.01):
     """x where it is > 0, else scale * x, elementwise; scale is a number >= 0; at 0 the gradient is
     scale times that behind."""
     check.images("leaky_relu", x)
-    if not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
-        raise ValueError(f"leaky_relu: scale must be a number >= 0, got {scale!r}")
+    check_scale("leaky_relu", scale)
     backend = backends.of(x)
     y = backend.leaky_relu(x.lanes, scale)
 

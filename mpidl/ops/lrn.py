@@ -5,6 +5,16 @@ from mpidl.ops import check
 from mpidl.tape import op
 
 
+def check_window(name, window, alpha, beta, k):
+    """ValueError for arguments that `cross_channel_norm` does not take."""
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"{name}: window must be an integer >= 1, got {window!r}")
+    if not (alpha >= 0 and beta >= 0 and k > 0):
+        raise ValueError(
+            f"{name}: expected alpha >= 0, beta >= 0 and k > 0, got {alpha!r}, {beta!r} and {k!r}"
+        )
+
+
 @op(blocks=True)
 def cross_channel_norm(x, window, *, alpha=1e-4, beta=0.75, k=2.0):
     """y = x / (k + alpha / window * S)**beta, S the sum of x**2 over `window` channels around.
@@ -17,13 +27,7 @@ def cross_channel_norm(x, window, *, alpha=1e-4, beta=0.75, k=2.0):
     networks", 2012, section 3.3, where alpha is not divided.
     """
     check.images("cross_channel_norm", x)
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"cross_channel_norm: window must be an integer >= 1, got {window!r}")
-    if not (alpha >= 0 and beta >= 0 and k > 0):
-        raise ValueError(
-            "cross_channel_norm: expected alpha >= 0, beta >= 0 and k > 0, got "
-            f"{alpha!r}, {beta!r} and {k!r}"
-        )
+    check_window("cross_channel_norm", window, alpha, beta, k)
     backend, how = backends.of(x), (window, float(alpha), float(beta), float(k))
     lanes = x.lanes
     y = backend.cross_channel_norm(lanes, *how)

@@ -79,7 +79,7 @@ def evaluate(
     queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
     net = net.on(world.device)
     for images, labels in agreed(queue.epoch(0), world, signals):
-        scores = net(images)
+        scores = net.logits(images)
         found = {
             "loss": ops.softmax_cross_entropy(scores, labels),
             "correct": ops.correct_count(scores, labels),

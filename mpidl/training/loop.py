@@ -33,7 +33,7 @@ AHEAD = 4  # steps of a GPU that may be under way while the host prepares the ne
 
 def model_loss(net, images, labels):
     """Mean cross-entropy, which is differentiated, and how many images were classified right."""
-    scores = net(images)
+    scores = net.logits(images)
     return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
 
 
@@ -180,6 +180,8 @@ class _Run:
             self._save()
             self._plot()
         stopped = stopped_by(signals, self.world)
+        if stopped is None and signals.name == OUTPUT_FUNCTION:
+            signals.name = None  # it asked when no step was left: what ends the run goes on
         if stopped is None and self.validation.exhausted:
             stopped = PATIENCE
         if stopped in (None, OUTPUT_FUNCTION, PATIENCE):

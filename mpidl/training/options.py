@@ -180,6 +180,16 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 f"--warmup-iterations {self.warmup_iterations} and --warmup-epochs "
                 f"{self.warmup_epochs}: expected one of them"
             )
+        if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
+            raise UserError(
+                "learn_rate_schedule: a function gives the rate of every iteration, so there is no "
+                "warm-up beside it"
+            )
+        if self.sampling == "partition" and self.worker_load == "measured":
+            raise UserError(
+                "--sampling partition and --worker-load measured: what a rank's part of the images "
+                "is would depend on time; give numbers"
+            )
 
     @classmethod
     def from_recipe(cls, name, **explicit):

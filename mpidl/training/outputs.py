@@ -12,7 +12,6 @@ from mpidl.data import ArrayDatastore, MinibatchQueue
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.nn import Network
-from mpidl.nn.more_layers import Softmax
 from mpidl.training.evaluate import agreed
 
 
@@ -56,7 +55,7 @@ def activations(net, images, layer, *, world=None, batch_size=128, everywhere=Tr
 
 def scores(net, images):
     """This share's class scores (n, K)."""
-    return _softmax(net, net(images)).local()
+    return ops.softmax(net.logits(images)).local()
 
 
 def outputs(net, images):
@@ -66,15 +65,15 @@ def outputs(net, images):
 
 def labels(net, images):
     """This share's classes, (n, ...) int64."""
-    return net(images).local().argmax(axis=1)
+    return net.logits(images).local().argmax(axis=1)
 
 
 def scores_and_labels(net, images):
     """This share's class scores, the outputs they come from, and the classes: where two scores are
     equal for want of digits, the outputs may not be."""
-    found = net(images)
+    found = net.logits(images)
     ranked = found.local()
-    return _softmax(net, found).local(), ranked, ranked.argmax(axis=1)
+    return ops.softmax(found).local(), ranked, ranked.argmax(axis=1)
 
 
 def by_batch(net, datastore, function, *, world, batch_size=128):
@@ -96,11 +95,6 @@ def by_batch(net, datastore, function, *, world, batch_size=128):
         else:
             joined = np.concatenate(results)
         yield np.concatenate(indices), joined
-
-
-def _softmax(net, found):
-    """The scores of outputs, which are scores already where the network ends in Softmax."""
-    return found if isinstance(net.layers[-1], Softmax) else ops.softmax(found)
 
 
 def as_datastore(net, images):
