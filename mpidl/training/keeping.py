@@ -12,7 +12,8 @@ from mpidl.training import checkpoint
 
 
 class Keeper:
-    """Writes a run's files on rank 0; without a folder (None) it writes nothing.
+    """Writes a run's files on rank 0, in a folder that it makes; without one (None) it writes
+    nothing.
 
     cut: on resume, the checkpoint's iteration: see `Metrics`. What rank 0 cannot write all ranks
     raise as UserError, that of a record at the next checkpoint. All methods but `record` and
@@ -25,9 +26,13 @@ class Keeper:
         if out is not None:
             error = None
             try:
+                if world.rank == 0:
+                    os.makedirs(out, exist_ok=True)
                 self.metrics = Metrics(os.path.join(out, "metrics.jsonl"), world.rank, cut=cut)
             except UserError as problem:
                 error = problem
+            except OSError as problem:
+                error = UserError(f"{out}: cannot be made: {problem.strerror or problem}")
             world.together(error)
 
     def record(self, *facts):
