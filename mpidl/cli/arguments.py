@@ -65,6 +65,11 @@ class Parser(argparse.ArgumentParser):
             name = text.partition("=")[0]
             if name == "--":
                 break
+            if name == "--ranks" and name not in known:
+                raise UserError(
+                    "unknown option --ranks: mpirun -n N starts the ranks, run/train as many as "
+                    "MPIDL_RANKS says"
+                )
             if name.startswith("--") and name not in known:
                 raise UserError(f"unknown option {name}{options.nearest(name, known)}")
         found, extra = self.parse_known_args(argv)

@@ -103,8 +103,33 @@ def _fits(rule, number):
     return finite and low and high
 
 
+# What MATLAB and others call an option, without case, dashes and underscores.
+ELSEWHERE = {
+    "checkpointfrequency": "checkpoint_every",
+    "checkpointpath": "out",
+    "dispatchinbackground": "workers",
+    "executionenvironment": "device",
+    "initiallearnrate": "learning_rate",
+    "l2regularization": "l2",
+    "lr": "learning_rate",
+    "maxepochs": "epochs",
+    "minibatchsize": "batch_size",
+    "optimizer": "solver",
+    "preprocessingenvironment": "workers",
+    "verbosefrequency": "verbose_every",
+    "weightdecay": "l2",
+}
+
+
 def nearest(name, known):
-    """': did you mean ...?' where a known name is near, else ''."""
-    found = [other for other in known if other.startswith(name)]
+    """': did you mean ...?' where a known name is near, or another name for one, else ''."""
+    plain = _plain(name)
+    meant = _plain(ELSEWHERE.get(plain, plain))
+    found = [other for other in known if _plain(other) == meant]
+    found = found or [other for other in known if other.startswith(name)]
     found = found or difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f": did you mean {found[0]}?" if found else ""
+
+
+def _plain(name):
+    return name.replace("-", "").replace("_", "").lower()
