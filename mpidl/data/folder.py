@@ -96,7 +96,8 @@ class ImageFolder(Datastore):
         return (
             f"{shown(path)}: expected a {expected} image like the first one "
             f"({shown(self.files[0])}), found {found}; all images must have one size and be all "
-            "gray or all RGB; resize or convert them first (python -m mpidl.pack --size HxW)"
+            "gray or all RGB: --resize HxW and --colour rgb make them so (of mpidl.pack --size HxW "
+            "and --rgb, in Python dl.Preprocess)"
         )
 
 
