@@ -212,11 +212,12 @@ def checked_labels(labels, count, classes, source):
             f"{source}: expected one label an image, ({count},), got labels of shape {labels.shape}"
         )
     if count and (labels.dtype.kind not in "iu" or labels.min() < 0):
-        raise UserError(f"{source}: expected whole numbers from 0 as labels, got {labels.dtype}")
+        found = labels.min() if labels.dtype.kind == "i" else labels.dtype
+        raise UserError(f"{source}: expected whole numbers from 0 as labels, got {found}")
     if classes is not None and count and labels.max() >= len(classes):
         raise UserError(
-            f"{source}: expected labels below {len(classes)}, the number of classes, "
-            f"got {labels.max()}"
+            f"{source}: expected labels below {len(classes)}, the number of classes (they count "
+            f"from 0), got {labels.max()}"
         )
     if classes is None and count and labels.max() >= MOST_CLASSES:
         raise UserError(f"{source}: expected labels below {MOST_CLASSES}, got {labels.max()}")
