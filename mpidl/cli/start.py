@@ -138,6 +138,8 @@ def network(name, input_shape, classes, seed):
         net = Network(made, input_shape, seed=seed)
     except (ValueError, TypeError) as error:
         raise UserError(f"--network {name}: {error}") from error
+    except KeyError as error:  # of a layer's name; its text is quoted
+        raise UserError(f"--network {name}: {error.args[0] if error.args else error}") from error
     if net.output_shape != (classes,):
         raise UserError(
             f"--network {name}: the data have {classes} classes, so expected {classes} outputs, "

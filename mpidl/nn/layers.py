@@ -140,7 +140,7 @@ class Conv2D(Weighted):
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         r, s = check.pair("Conv2D", "size", self.size, 1)
-        if shape[0] % self.groups or self.filters % self.groups:
+        if self.groups < 1 or shape[0] % self.groups or self.filters % self.groups:
             raise ValueError(
                 f"{self.name}: {shape[0]} channels and {self.filters} filters do not divide into "
                 f"{self.groups} groups"
@@ -195,6 +195,11 @@ class BatchNorm(Layer):
         return super().factors({"gamma": "scale", "beta": "offset"}[learnable])
 
     def build(self, shape):
+        if not (self.epsilon > 0 and 0 <= self.decay <= 1):
+            raise ValueError(
+                f"{self.name}: expected epsilon > 0 and a decay from 0 to 1, got {self.epsilon!r} "
+                f"and {self.decay!r}"
+            )
         c = (shape[0],)
         return Built(
             shape, {"gamma": (c, 1.0), "beta": (c, 0.0)}, {"mean": (c, 0.0), "variance": (c, 1.0)}

@@ -404,6 +404,8 @@ def _check_factors(layer, learnable):
 def _named(layers):
     """Copies of the layers, those without a name called by type and number: conv1, relu2."""
     named, counts = [], {}
+    if not layers:
+        raise ValueError("a network has at least one layer")
     for layer in layers:
         if not isinstance(layer, Layer):
             raise TypeError(f"a network is a list of layers, got {layer!r}")
