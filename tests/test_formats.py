@@ -2,6 +2,7 @@
 
 import os
 import struct
+import subprocess
 import sys
 import warnings
 
@@ -25,6 +26,7 @@ from mpidl.data import (
     mat_file,
     open_data,
     open_test_data,
+    probe,
 )
 from mpidl.data.datastore import check_classes
 
@@ -391,6 +393,47 @@ def test_hdf5_that_changes_while_it_is_read(tmp_path):
     for reader in (store, late):
         text = refusal(reader.read, [1])
         assert text.startswith(f"{path}: the file has changed since the run began (same size)")
+
+
+HELPERS = {  # what they do with a request: code, and what is said of the file
+    "crashes": ("import os, sys; sys.stdin.buffer.readline(); os.kill(os.getpid(), 11)", "SIGSEGV"),
+    "hangs": ("import time; time.sleep(60)", "came to no end of it in 0.5 s"),
+    "is not to be had": ("raise SystemExit(1)", None),
+    "has ended": ("", None),
+}
+
+
+@pytest.mark.parametrize("kind", HELPERS)
+def test_a_file_that_the_library_does_not_survive(tmp_path, monkeypatch, kind):
+    """Another process meets it first."""
+    path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
+    code, text = HELPERS[kind]
+    start = subprocess.Popen
+    monkeypatch.setattr(probe, "_helper", None)
+    monkeypatch.setattr(probe, "SECONDS", 0.5 if kind == "hangs" else 60)
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda words, **options: start([words[0], "-c", code], **options)
+    )
+    if text is None:
+        assert len(HDF5Datastore(path)) == 4
+    else:
+        found = refusal(open_data, str(path))
+        assert found.startswith(f"{path}: the file cannot be read: the HDF5 library ")
+        assert text in found
+
+
+def test_the_helper_that_tries_files_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "_helper", None)
+    paths = [tmp_path / name for name in ("a b\n.h5", "c.h5")]
+    for path in paths:
+        datafiles.hdf5(path, pixels_of(0, 4, 2, 2), [0, 1, 0, 1], ["x", "y"])
+        HDF5Datastore(path)
+    assert probe._helper.poll() is None  # one for both
+    helper = probe._helper
+    helper.kill()
+    helper.wait()
+    assert probe.problem_of(paths[0], 1) is None and probe._helper is not helper
+    probe._end()
 
 
 # .mat

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidl.data import probe
 from mpidl.data.datastore import Datastore, counted, digest, on_rank_0, shown
 from mpidl.data.files import Stamp, changed, stamp, unreadable
 from mpidl.data.labels import agreed, check_int32, names_of, whole_numbers
@@ -167,9 +168,16 @@ def failing(path):
 
 @contextlib.contextmanager
 def opened(path):
-    """The HDF5 file, opened without a lock; a UserError naming it where that fails."""
+    """The HDF5 file, opened without a lock; a UserError naming it where that fails.
+
+    It has been tried out by a process beside this one before.
+    """
     import h5py
 
+    with failing(path):
+        problem = probe.problem_of(path, stamp(os.stat(path)))
+    if problem is not None:
+        raise UserError(f"{shown(path)}: the file cannot be read: {problem}")
     with failing(path), h5py.File(os.fspath(path), "r", locking=False) as file:
         yield file
 

@@ -16,6 +16,7 @@ targets, which the checksums cover. `mpidl.data.packing` writes such files.
 import hashlib
 import json
 import os
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -211,8 +212,10 @@ def look(path, part, classes, labelled):
         sums = hdf5.dataset(file, f"{part}/checksums")[()]
         if sums.shape != (-(-count // step), 32) or (labels is not None and len(labels) != count):
             raise UserError(f"{where}: {part}: expected checksums and labels of {count} images")
-        print_ = text_of(hdf5.attribute(group, "fingerprint"))
-        return Found(now, count, rows, labels, known, names, print_, step, sums)
+        fingerprint = text_of(hdf5.attribute(group, "fingerprint"))
+        if not isinstance(fingerprint, str) or not re.fullmatch("[0-9a-f]{64}", fingerprint):
+            raise UserError(f"{where}: {part}: expected a fingerprint of 64 digits")
+        return Found(now, count, rows, labels, known, names, fingerprint, step, sums)
 
 
 def _rows(file, part, name, now):
@@ -244,8 +247,8 @@ def content(file):
             if name in SMALL:
                 total.update(np.ascontiguousarray(rows[()]).reshape(-1).view(np.uint8))
         group = file[part]
-        print_ = text_of(hdf5.attribute(group, "fingerprint"))
-        facts.append([part, print_, int(hdf5.attribute(group, "chunk_images")), held])
+        fingerprint = text_of(hdf5.attribute(group, "fingerprint"))
+        facts.append([part, fingerprint, int(hdf5.attribute(group, "chunk_images")), held])
     total.update(json.dumps(facts).encode())
     return total.hexdigest()
 
