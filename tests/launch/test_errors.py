@@ -72,7 +72,8 @@ def test_options(case, tmp_path):
 NETWORK = {
     "unknown": (
         "digit",
-        "--network digit: expected digits, cifar or FILE.py:FUNCTION: did you mean digits",
+        "--network digit: expected digits, cifar, resnet, alexnet or FILE.py:FUNCTION: did you "
+        "mean digits?",
     ),
     "no file": ("missing.py:small", "--network missing.py:small: no file missing.py"),
     "no function": (f"{NETWORKS}smal", "networks.py defines no function smal: did you mean small"),
