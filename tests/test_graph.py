@@ -367,6 +367,18 @@ def test_a_replaced_layer_is_read_by_its_new_name():
     assert other.output_shape == net.output_shape
 
 
+def test_a_replaced_sum_takes_the_inputs_of_the_old_one():
+    net = dl.Network(residual(), SHAPE)
+    other = net.replace_layers({"add2": dl.Concat(), "dense1": dl.Dense(4)})
+    last = other.layer_names.index("add2")
+    assert other.reads[last] == net.reads[last] == ("norm4", "shortcut")
+    assert other.output_shapes[last] == (18, 4, 4)
+    said = net.replace_layers({"add2": dl.Add(inputs=("shortcut", "norm4"))})
+    assert said.reads[last] == ("shortcut", "norm4")
+    with pytest.raises(ValueError, match="relu1: expected the names of two inputs"):
+        net.replace_layers({"relu1": dl.Add()})
+
+
 def test_layers_that_cannot_be_replaced():
     net = dl.Network(residual(), SHAPE)
     with pytest.raises(KeyError, match="no layer dense2: did you mean dense1"):

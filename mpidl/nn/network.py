@@ -207,7 +207,9 @@ class Network:
             made[i], old = copy.copy(layer), self.layers[i]
             made[i].name = layer.name or name
             renamed[name] = made[i].name
-            if made[i].after is None and graph.several_of(layer) is None:
+            if getattr(layer, "inputs", None) == () and graph.several_of(old):
+                made[i].inputs = old.inputs
+            elif made[i].after is None and graph.several_of(made[i]) is None:
                 made[i].after = old.after
         made = [graph.with_names(layer, renamed) for layer in made]
         seed = self.seed if seed is None else seed
