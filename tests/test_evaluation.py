@@ -161,6 +161,12 @@ def test_evaluation(world):
     assert np.array_equal(dl.confusion_matrix(store.labels, predicted).counts, counts)
 
 
+def test_top_k_may_be_a_whole_number_of_numpy(world):
+    net, store = small(), labelled(40)
+    found = dl.evaluate(net, store, world=world, top_k=np.int64(2))
+    assert found == dl.evaluate(net, store, world=world, top_k=2)
+
+
 def test_top_k_of_all_is_everything(world):
     found = dl.evaluate(small(), labelled(21), world=world, top_k=CLASSES)
     assert found.top_k == 1.0
@@ -227,6 +233,7 @@ def test_what_cannot_be_answered(world, tmp_path):
         (lambda: dl.evaluate(image, store, world=world), r"expected a network with outputs \(K,\)"),
         (lambda: dl.evaluate(net, store, world=world, top_k=5), "from 1 to 4, .* got 5"),
         (lambda: dl.evaluate(net, store, world=world, top_k=0), "from 1 to 4, .* got 0"),
+        (lambda: dl.evaluate(net, store, world=world, top_k=True), "from 1 to 4, .* got True"),
         (lambda: dl.regression_errors(net, store, world=world), "the images have no targets"),
         (
             lambda: dl.regression_errors(net, Denoise(2, (3,)), world=world),

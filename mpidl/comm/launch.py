@@ -5,6 +5,7 @@ import collections
 import contextlib
 import fcntl
 import io
+import numbers
 import os
 import pickle
 import platform
@@ -56,8 +57,9 @@ def launch(function, *arguments, ranks=None, timeout=None, show="rank 0"):
     if show not in SHOWN:
         raise UserError(f"launch: show must be one of {', '.join(SHOWN)}, got {show!r}")
     ranks = _default_ranks() if ranks is None else ranks
-    if not (isinstance(ranks, int) and ranks >= 1):
+    if not isinstance(ranks, numbers.Integral) or isinstance(ranks, bool) or ranks < 1:
         raise UserError(f"launch: ranks must be a whole number, at least 1, got {ranks!r}")
+    ranks = int(ranks)
     deadline = None if timeout is None else time.monotonic() + timeout
     folder = tempfile.mkdtemp(prefix="mpidl-launch-", dir=_place())
     try:

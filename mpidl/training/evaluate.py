@@ -1,5 +1,6 @@
 """How well a trained network does on a data set: exact, and the same on any number of ranks."""
 
+import numbers
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +122,8 @@ def _classes(net, datastore, top_k):
             f"{datastore.describe()}: expected labels below {classes}, the number of the network's "
             f"outputs, found {highest}"
         )
-    if top_k is not None and not (isinstance(top_k, int) and 1 <= top_k <= classes):
+    whole = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)
+    if top_k is not None and not (whole and 1 <= top_k <= classes):
         raise UserError(
             f"top_k must be a whole number from 1 to {classes}, the number of classes, got {top_k}"
         )

@@ -244,11 +244,12 @@ def test_ranks_start_no_ranks(monkeypatch):
 
 
 def test_how_many_ranks(monkeypatch):
-    for ranks in (0, "2", 1.5):
+    for ranks in (0, "2", 1.5, True):
         with pytest.raises(dl.UserError, match="launch: ranks must be a whole number"):
             dl.launch(sizes, ranks=ranks)
     with pytest.raises(dl.UserError, match="launch: show must be one of rank 0, all, none"):
         dl.launch(sizes, ranks=1, show="some")
+    assert dl.launch(sizes, ranks=np.int32(2))[1] == 2
     monkeypatch.setenv("SLURM_NTASKS", "3")
     assert dl.launch(sizes)[1] == 3
     monkeypatch.delenv("SLURM_NTASKS")
