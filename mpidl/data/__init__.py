@@ -12,6 +12,7 @@ from mpidl.data.idx import idx_folder, read_idx
 from mpidl.data.mat import mat_file
 from mpidl.data.normalize import Normalization, normalization, statistics
 from mpidl.data.packed import PackedDatastore
+from mpidl.data.packing import pack
 from mpidl.data.preprocess import Preprocess, preprocessed
 from mpidl.data.queue import MinibatchQueue
 from mpidl.data.sources import open_data, open_test_data
@@ -35,6 +36,7 @@ __all__ = [
     "normalization",
     "open_data",
     "open_test_data",
+    "pack",
     "preprocessed",
     "read_idx",
     "statistics",

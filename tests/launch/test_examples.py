@@ -89,3 +89,10 @@ def test_from_a_notebook_gives_one_hash(folder):
     assert hashes == {found("Weights sha256", own)}
     for text in printed.values():
         assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)
+
+
+def test_denoise_takes_noise_out_and_gives_one_hash(folder):
+    printed = {ranks: run("denoise.py", ranks, folder, 60) for ranks in (1, 2, 3)}
+    assert len(set(printed.values())) == 1, printed
+    noisy, denoised = re.search(r"Noisy: (\S+), Denoised: (\S+)", printed[1]).groups()
+    assert float(denoised) < 0.95 * float(noisy), printed[1]
