@@ -229,7 +229,7 @@ def test_places_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def run(*words):
-    return command.main([str(word) for word in words])
+    return command.run(command.parse([str(word) for word in words]))
 
 
 SOURCES = {

@@ -77,6 +77,11 @@ def main(argv=None):
     chosen = parse(argv, quiet=guard.launched_rank() > 0)
     if guard.launched_ranks() is not None:
         raise UserError("pack is one process with threads: run it without mpirun")
+    return run(chosen)
+
+
+def run(chosen):
+    """Do what `parse` returned; the exit code."""
     with guard.Signals() as signals:
         return _verify(chosen, signals) if chosen.verify else _pack(chosen, signals)
 
