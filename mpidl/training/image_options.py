@@ -108,3 +108,9 @@ class ImageOptions:
         "mini-batches that they make ahead of their use; 0: made when they are needed",
         matlab="DispatchInBackground",
     )
+    cache_mb: int = option(
+        1024,
+        at_least(0),
+        "MiB of memory a host in which decoded images are kept for all of its ranks; those that do "
+        "not fit are read anew in each epoch",
+    )

@@ -96,7 +96,7 @@ class _Run:
         self.net, self.options, self.world, self.signals = net, options, world, None
         self.console, self.facts = console, facts
         load = options.load(world.size)
-        self.datastore = NodeCache(datastore, world)
+        self.datastore = NodeCache(datastore, world, options.cache_mb << 20)
         self.optimizer = of_options(options, **net.factors)
         self.at, self.validation = Position(), Validation(options, world)
         self.under_way = collections.deque()  # steps of a GPU that were started: (handle, Shown)
