@@ -123,7 +123,11 @@ def preprocess(run):
 
 
 def network(name, input_shape, classes, seed):
-    """The Network that --network names, for images of this shape and number of classes."""
+    """The Network that --network names, for images of this shape and number of classes.
+
+    A network of the zoo and one that a function gives as a list of layers are drawn by `seed`; a
+    function's `Network` keeps its learnables, its state and what it knows of images.
+    """
     if name in zoo.NETWORKS:
         build = zoo.NETWORKS[name]
     elif ".py:" in name:
@@ -134,18 +138,36 @@ def network(name, input_shape, classes, seed):
         raise UserError(f"--network {name}: expected {known} or FILE.py:FUNCTION{hint}")
     try:
         made = build(input_shape, classes)
-        made = made.layers if isinstance(made, Network) else made
-        net = Network(made, input_shape, seed=seed)
+        own = isinstance(made, Network)
+        if own and name not in zoo.NETWORKS:
+            net = made
+        else:
+            net = Network(made.layers if own else made, input_shape, seed=seed)
     except (ValueError, TypeError) as error:
         raise UserError(f"--network {name}: {error}") from error
     except KeyError as error:  # of a layer's name; its text is quoted
         raise UserError(f"--network {name}: {error.args[0] if error.args else error}") from error
+    if net.input_shape != tuple(input_shape):
+        raise UserError(
+            f"--network {name}: the data have images of shape {tuple(input_shape)}, so expected a "
+            f"network that takes them, found one for {net.input_shape}"
+        )
     if net.output_shape != (classes,):
         raise UserError(
             f"--network {name}: the data have {classes} classes, so expected {classes} outputs, "
             f"found {'x'.join(map(str, net.output_shape))}"
         )
     return net
+
+
+def check_normalization(name, net, wanted):
+    """A UserError where a network saw images in another normalization than is `wanted` now."""
+    known = net.normalization
+    if known is not None and known.name != wanted:
+        raise UserError(
+            f"--normalization {wanted}: expected {known.name}, as --network {name} has it (where "
+            "its function sets net.normalization = None, another will do)"
+        )
 
 
 def _function(path, name):

@@ -65,7 +65,8 @@ def _train(given, world, signals):
     settings.load(world.size)  # refused before any work where it does not fit the ranks
     shape = seen.image_shape(settings, train_set.image_shape)
     net = start.network(run["network"], shape, len(train_set.classes), settings.seed)
-    net.preprocess = how or None
+    net.preprocess = how or net.preprocess
+    start.check_normalization(run["network"], net, settings.normalization)
     if resume is not None:
         now = {
             "options": settings.as_dict(),

@@ -1,0 +1,71 @@
+"""What `--network FILE.py:FUNCTION` makes of what the function returns."""
+
+import numpy as np
+import pytest
+
+import mpidl as dl
+from mpidl.cli import start
+
+SHAPE = (1, 6, 6)
+TRANSFER = """
+import mpidl as dl
+
+def transfer(input_shape, classes):
+    net, _ = dl.load_model({path!r})
+    return net.replace_layers({{"dense1": dl.Dense(classes)}}).freeze("conv1")
+
+def layers(input_shape, classes):
+    return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    """FILE.py beside a model whose weights no seed draws."""
+    net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(2)], SHAPE, seed=3)
+    net.parameters = {name: a + np.float32(0.125) for name, a in net.parameters.items()}
+    net.state = {name: a + np.float32(2) for name, a in net.state.items()}
+    dl.save_model(tmp_path / "model.h5", net, ["a", "b"])
+    path = tmp_path / "own.py"
+    path.write_text(TRANSFER.format(path=str(tmp_path / "model.h5")))
+    return net, path
+
+
+def test_a_network_keeps_what_it_has_learned(file):
+    old, path = file
+    net = start.network(f"{path}:transfer", SHAPE, 3, seed=9)
+    for table in ("parameters", "state"):
+        for name, array in getattr(old, table).items():
+            if not name.startswith("dense1"):
+                assert getattr(net, table)[name].tobytes() == array.tobytes()
+    assert net.output_shape == (3,) and not net["conv1"].trainable
+    assert net.normalization.name == "rescale-zero-one"
+
+
+def test_layers_are_drawn_by_the_seed(file):
+    _, path = file
+    net, other = (start.network(f"{path}:layers", SHAPE, 3, seed=seed) for seed in (9, 10))
+    fresh = dl.Network(net.layers, SHAPE, seed=9).parameters
+    assert all(net.parameters[name].tobytes() == fresh[name].tobytes() for name in fresh)
+    assert other.parameters["conv1.weight"].tobytes() != fresh["conv1.weight"].tobytes()
+    zoo = [start.network("digits", (1, 28, 28), 10, seed=seed).parameters for seed in (0, 1)]
+    assert zoo[0]["conv1.weight"].tobytes() != zoo[1]["conv1.weight"].tobytes()
+
+
+def test_a_network_for_other_images_is_refused(file):
+    _, path = file
+    text = r"images of shape \(1, 8, 6\), so expected .* found one for \(1, 6, 6\)"
+    with pytest.raises(dl.UserError, match=text) as caught:
+        start.network(f"{path}:transfer", (1, 8, 6), 3, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_network_stays_with_its_normalization(file):
+    _, path = file
+    name = f"{path}:transfer"
+    net = start.network(name, SHAPE, 3, seed=0)
+    start.check_normalization(name, net, "rescale-zero-one")
+    with pytest.raises(dl.UserError, match="zscore: expected rescale-zero-one, as --network"):
+        start.check_normalization(name, net, "zscore")
+    net.normalization = None
+    start.check_normalization(name, net, "zscore")
