@@ -3,9 +3,11 @@
 import os
 import pickle
 
+import numpy as np
 import pytest
 
 from mpidl.cli import arguments
+from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
 from mpidl.training import configuration, options
 from mpidl.training.configuration import resolve
@@ -221,6 +223,38 @@ def test_another_network_or_data_set_at_resume():
     now["network"].append(now["network"][0])
     now["network"][0] = resumable()["network"][0]
     assert "1 layers" in refused(configuration.changed_on_resume, resumable(), now)
+
+
+def test_other_images_to_validate_on_at_resume():
+    images = ArrayDatastore(np.zeros((4, 1, 2, 2), np.uint8), [0, 1, 0, 1])
+    others = ArrayDatastore(np.ones((4, 1, 2, 2), np.uint8), [0, 1, 0, 1])
+    saved = {**resumable(), "validation": {"fingerprint": images.fingerprint()}}
+    configuration.changed_on_resume(saved, saved)
+    for new in (others.fingerprint(), None):
+        now = {**resumable(), "validation": {"fingerprint": new}}
+        text = refused(configuration.changed_on_resume, saved, now)
+        assert f"was {images.fingerprint()[:12]}, is {str(new or 'none')[:12]}" in text
+        assert "--validation-data: the images are not those of the run" in text
+        configuration.changed_on_resume({**saved, "validation": {}}, now)
+
+
+def test_other_shares_in_the_midst_of_an_epoch():
+    def known(batch, ranks, **changes):
+        how = TrainingOptions(sampling="partition", **changes)
+        return {
+            **resumable(sampling="partition"),
+            "shares": configuration.shares(how, ranks),
+            "position": {"batch": batch},
+        }
+
+    text = refused(configuration.changed_on_resume, known(1, 2), known(0, 3))
+    assert "--sampling partition in the midst of an epoch: 2 rank(s) shared it, are 3" in text
+    loaded = known(0, 2, worker_load="1,0.5")
+    text = refused(configuration.changed_on_resume, known(1, 2), loaded)
+    assert "2 rank(s) shared it, are 2 rank(s) by --worker-load 1,0.5" in text
+    configuration.changed_on_resume(known(0, 2), known(0, 3))
+    configuration.changed_on_resume(known(1, 2), known(0, 2))
+    configuration.changed_on_resume({**known(1, 2), **resumable()}, {**known(0, 3), **resumable()})
 
 
 def test_the_command_line_gives_only_what_was_typed():

@@ -237,6 +237,20 @@ def test_patience_counts_from_the_least_loss(monkeypatch):
     assert other.exhausted and other.facts() == watched.facts()
 
 
+def test_a_run_goes_on_with_its_validation_images_alone(world, tmp_path):
+    out = world.broadcast(str(tmp_path))
+    known = {"epochs": 2, "batch_size": 40, "verbose_every": 0, "max_iterations": 4}
+    others = pictures(30, "others")
+    options = dl.TrainingOptions(**known, validation=others)
+    dl.train(small(), pictures(100), options, world=world, out=out)
+    kept = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
+    assert kept[1]["shares"] == {"ranks": world.size, "load": None}
+    dl.train(small(), pictures(100), options, world=world, resume=kept)
+    wrong = dl.TrainingOptions(**known, validation=pictures(30, "strange"))
+    with pytest.raises(UserError, match="--validation-data: the images are not those of the run"):
+        dl.train(small(), pictures(100), wrong, world=world, resume=kept)
+
+
 def test_a_share_of_the_training_set(world):
     known = dl.TrainingOptions(validation_fraction=0.2)
     kept, options = validation.held_out(pictures(90), known)

@@ -259,8 +259,8 @@ def _add_data(parser):
         "--network",
         default=argparse.SUPPRESS,
         metavar="NAME",
-        help=f"{', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, called with input_shape and classes: "
-        "its Network keeps its learnables, those of a list of layers are drawn by --seed (digits)",
+        help=f"{', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, called with input_shape and "
+        "classes: its Network keeps its learnables, a list of layers gets them by --seed (digits)",
     )
     parser.add_argument(
         "--data",

@@ -68,11 +68,7 @@ def _train(given, world, signals):
     net.preprocess = how or net.preprocess
     start.check_normalization(run["network"], net, settings.normalization)
     if resume is not None:
-        now = {
-            "options": settings.as_dict(),
-            "network": net.spec(),
-            "fingerprint": train_set.fingerprint(),
-        }
+        now = configuration.resumable(settings, net, train_set, world.size)
         # `loop.train` would refuse it too, but the folder of results is touched before that
         configuration.changed_on_resume(kept, now, f"the run in {given['resume']}")
     out = on_rank_0(world, lambda: arguments.output_folder(given, run["network"]))

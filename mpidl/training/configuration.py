@@ -156,12 +156,30 @@ def versions_of(mpi_library):
     return {**versions, "mpi": " ".join(first_line.replace("\0", "").split())}
 
 
+def resumable(options, net, datastore, ranks):
+    """What of a run as it is now `changed_on_resume` compares with a checkpoint."""
+    store = options.validation
+    return {
+        "options": options.as_dict(),
+        "network": net.spec(),
+        "fingerprint": datastore.fingerprint(),
+        "validation": {"fingerprint": None if store is None else store.fingerprint()},
+        "shares": shares(options, ranks),
+    }
+
+
+def shares(options, ranks):
+    """What the images of each rank depend on under `sampling="partition"`: {"ranks", "load"}."""
+    load = options.load(ranks)
+    return {"ranks": ranks, "load": None if load is None else list(load)}
+
+
 def changed_on_resume(saved, now, where="the resumed run"):
     """Refuse what a resumed run may not change, by name.
 
-    saved, now: {"options": {...}, "network": ..., "fingerprint": ...}: the options, the network's
-    list of layers and the fingerprint of the data, as in the checkpoint and as of now. Ranks are in
-    neither: they may change. Raises UserError.
+    saved, now: the checkpoint's facts and `resumable`: the options, the network's list of layers,
+    the fingerprints of the data, and by what they are shared out. The ranks may change but in the
+    midst of an epoch of which each has a part. Raises UserError.
     """
     refused = []
     for name, known in OPTIONS.items():
@@ -188,8 +206,28 @@ def changed_on_resume(saved, now, where="the resumed run"):
             f"--data: the images are not those of the run (fingerprint was "
             f"{saved['fingerprint'][:12]}, is {now['fingerprint'][:12]})"
         )
+    old = saved.get("validation", {}).get("fingerprint")
+    new = now.get("validation", {}).get("fingerprint")
+    if old not in (None, new):
+        refused.append(
+            f"--validation-data: the images are not those of the run (fingerprint was {old[:12]}, "
+            f"is {new[:12] if new else 'none'})"
+        )
+    old, new = saved.get("shares"), now.get("shares")
+    parts = now["options"].get("sampling") == "partition" and saved["position"]["batch"]
+    if parts and old is not None and old != new:
+        refused.append(
+            f"--sampling partition in the midst of an epoch: {_of_ranks(old)} shared it, are "
+            f"{_of_ranks(new)}"
+        )
     if refused:
         raise UserError(f"--resume: {where} cannot go on: {'; '.join(refused)}")
+
+
+def _of_ranks(known):
+    load = known["load"]
+    by = "" if load is None else " by --worker-load " + ",".join(f"{n / 1000:g}" for n in load)
+    return f"{known['ranks']} rank(s){by}"
 
 
 def _difference(saved, now):

@@ -17,7 +17,7 @@ from mpidl.errors import Fault, UserError
 from mpidl.report import Console
 from mpidl.tape import value_and_grad
 from mpidl.training import checkpoint, modelfile, seen
-from mpidl.training.configuration import changed_on_resume
+from mpidl.training.configuration import changed_on_resume, resumable, shares
 from mpidl.training.evaluate import agreed
 from mpidl.training.keeping import Keeper
 from mpidl.training.load import Measured
@@ -348,17 +348,14 @@ class _Run:
             "options": self.options.as_dict(),
             "validation": self.validation.facts(),
             "fingerprint": self.datastore.fingerprint(),
+            "shares": shares(self.options, self.world.size),
             **seen.facts(self.options),
             **self.facts,
         }
         self.keeper.save(tables, self.at, facts, self.optimizer.learning_rate)
 
     def _restore(self, arrays, facts):
-        now = {
-            "options": self.options.as_dict(),
-            "network": self.net.spec(),
-            "fingerprint": self.datastore.fingerprint(),
-        }
+        now = resumable(self.options, self.net, self.datastore, self.world.size)
         changed_on_resume(facts, now, "the run of this checkpoint")
         seen.changed(facts, self.options)
         self.net.parameters = modelfile.matching(

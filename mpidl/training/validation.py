@@ -36,6 +36,7 @@ class Validation:
 
     def __init__(self, options, world):
         self.store, self.world = options.validation, world
+        self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.every, self.patience = options.validation_frequency, options.validation_patience
         self.keeps = options.output_network == "best-validation"
         if self.keeps and self.store is None:
@@ -77,7 +78,12 @@ class Validation:
 
     def facts(self):
         """What a checkpoint keeps beside the tables."""
-        return {"loss": self.loss, "iteration": self.iteration, "waited": self.waited}
+        return {
+            "loss": self.loss,
+            "iteration": self.iteration,
+            "waited": self.waited,
+            "fingerprint": self.fingerprint,
+        }
 
     def tables(self):
         """The tables of a checkpoint that hold the best network."""
