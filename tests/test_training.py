@@ -251,6 +251,25 @@ def test_a_run_goes_on_with_its_validation_images_alone(world, tmp_path):
         dl.train(small(), pictures(100), wrong, world=world, resume=kept)
 
 
+@pytest.mark.parametrize("limit", [None, 5])
+def test_a_run_that_is_over_knows_its_end(world, tmp_path, monkeypatch, limit):
+    """One that ended with an epoch, or in the midst of one, after a validation."""
+    out = world.broadcast(str(tmp_path))
+    how = {"epochs": 2, "batch_size": 40, "verbose_every": 0, "max_iterations": limit}
+    often = {"validation": pictures(30, "others"), "validation_frequency": 5 if limit else 0}
+    known = dl.TrainingOptions(**how, **often)
+    ended = dl.train(small(), pictures(100), known, world=world, out=out)
+    kept = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
+    monkeypatch.setattr(validation, "evaluate", None)
+    seen = []
+    known = dataclasses.replace(known, output_functions=seen.append)
+    again = dl.train(small(), pictures(100), known, world=world, resume=kept)
+    for name in ("loss", "epochs", "iterations", "best_iteration", "stopped"):
+        assert getattr(again, name) == getattr(ended, name), name
+    assert np.isfinite(again.loss) and [info.state for info in seen] == ["start", "done"]
+    assert seen[1].loss == ended.loss and seen[1].validation_loss > 0
+
+
 def test_a_share_of_the_training_set(world):
     known = dl.TrainingOptions(validation_fraction=0.2)
     kept, options = validation.held_out(pictures(90), known)

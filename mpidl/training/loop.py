@@ -156,7 +156,6 @@ class _Run:
         total = min(options.epochs * len(self.queue), limit)
         self.console.start(options.epochs, total, at.iteration)
         self._tell("start", self._rate(max(at.iteration, 1)))
-        loss = math.nan
         while at.epoch <= options.epochs and at.iteration < limit and self._goes_on():
             batches = self.queue.epoch(at.epoch, start=at.batch)
             started, images = time.monotonic(), at.images
@@ -171,7 +170,6 @@ class _Run:
                     if self._checkpoint_is_due():
                         self._save()
             self._catch_up()
-            loss = at.loss / at.images if at.images else loss
             if at.batch == len(self.queue):
                 self._end_epoch((at.images - images) / (time.monotonic() - started))
                 self._save()
@@ -187,12 +185,12 @@ class _Run:
         if stopped in (None, OUTPUT_FUNCTION, PATIENCE):
             self._finish(None if stopped == OUTPUT_FUNCTION else signals)
             stopped = stopped or stopped_by(signals, self.world)
-        self._tell("done", self.optimizer.learning_rate, loss)
+        self._tell("done", self.optimizer.learning_rate, at.mean_loss)
         self.keeper.close()
         self.datastore.close()
         rate = at.all_images / max(at.seconds, 1e-9)
         best = self.validation.iteration or None
-        return Result(stopped, at.epoch - 1, at.iteration, loss, rate, at.seconds, best)
+        return Result(stopped, at.epoch - 1, at.iteration, at.mean_loss, rate, at.seconds, best)
 
     def _goes_on(self):
         return not self.signals.agreed and not self.validation.exhausted
@@ -290,6 +288,7 @@ class _Run:
         )
         self._tell("epoch", learning_rate, loss, accuracy)
         at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, 0.0, 0
+        at.epoch_loss = loss
         if self.measured:
             self.queue.load = self.measured.load()
 

@@ -1,5 +1,6 @@
 """How far a run has come: what checkpoints keep of it, what output functions are told, its end."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,14 @@ class Position:
     images: int = 0  # of this epoch so far
     seconds: float = 0.0  # spent training, resumed runs included
     all_images: int = 0  # of all epochs
+    epoch_loss: float | None = None  # the mean over the images of the last epoch that was completed
+
+    @property
+    def mean_loss(self):
+        """Of the epoch under way, of the one before where it has not begun, NaN where none has."""
+        if self.images:
+            return self.loss / self.images
+        return math.nan if self.epoch_loss is None else self.epoch_loss
 
 
 class Progress(NamedTuple):

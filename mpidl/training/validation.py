@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.training.evaluate import evaluate
+from mpidl.training.evaluate import Evaluation, evaluate
 
 BEST = {"best_learnables": "parameters", "best_state": "state"}  # tables of a checkpoint
 
@@ -83,6 +83,8 @@ class Validation:
             "iteration": self.iteration,
             "waited": self.waited,
             "fingerprint": self.fingerprint,
+            "at": self.at,
+            "last": None if self.last is None else self.last[:3],
         }
 
     def tables(self):
@@ -94,6 +96,8 @@ class Validation:
         found = facts.get("validation", {})
         self.loss, self.iteration = found.get("loss", math.inf), found.get("iteration", 0)
         self.waited = found.get("waited", 0)
+        if self.store is not None and found.get("last"):
+            self.last, self.at = Evaluation(*found["last"]), found["at"]
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 
     def give_best(self, net):
