@@ -3,13 +3,13 @@
 import os
 import struct
 import subprocess
-import sys
 import warnings
 
 import datafiles
 import h5py
 import numpy as np
 import pytest
+import scipy.io
 from images import grow, on_ranks, pixels_of, refusal, save, write_idx
 from PIL import Image
 
@@ -23,6 +23,7 @@ from mpidl.data import (
     cifar_folder,
     combined,
     idx_folder,
+    mat5,
     mat_file,
     open_data,
     open_test_data,
@@ -501,7 +502,9 @@ def test_mat_class_names(tmp_path, compressed):
     )
     odd = datafiles.cells("cat", np.ones(2), "emu")
     odd = datafiles.mat5(tmp_path / "odd.mat", compressed, classes=odd, **known)
-    assert "classes: expected class names as a cell array of texts" in refusal(mat_file, odd)
+    assert "classes (1x3 cell): expected class names as a cell array of texts" in refusal(
+        mat_file, odd
+    )
 
 
 @pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
@@ -561,10 +564,48 @@ def test_mat_that_is_damaged(tmp_path):
         assert "expected a .mat file of version 5 or 7.3" in refusal(mat_file, path)
 
 
-def test_an_older_mat_needs_scipy(tmp_path, monkeypatch):
-    path = datafiles.mat5(tmp_path / "x.mat", images=np.zeros((2, 2, 3, 2), np.uint8))
-    monkeypatch.setitem(sys.modules, "scipy.io", None)
-    assert "need SciPy: pip install scipy, or in MATLAB save -v7.3" in refusal(mat_file, path)
+STORED = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8"]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("order", "<>")
+def test_mat_numbers_as_scipy_reads_them(tmp_path, compressed, order):
+    """Whatever type MATLAB stores them by, and in either byte order."""
+    drawn = {f"x{code}": pixels_of(0, 2, 3, 1, 4).astype(code) - 7 for code in STORED}
+    drawn["tiny"] = np.uint8([[7]])
+    drawn["none"] = np.zeros((0, 3))
+    path = datafiles.mat5(tmp_path / "x.mat", compressed, **drawn)
+    if order == ">":
+        path.write_bytes(turned(drawn))
+    known = {variable.name: variable for variable in mat5.variables(path)}
+    held = scipy.io.loadmat(path)
+    for name, value in drawn.items():
+        assert known[name].shape == value.shape and known[name].kind in (
+            value.dtype.name, {"float64": "double", "float32": "single"}.get(value.dtype.name)
+        )  # fmt: skip
+        found = mat5.load(path, [known[name]])[name]
+        assert found.dtype == value.dtype and np.array_equal(found, held[name])
+
+
+def turned(variables):
+    """A .mat file in the byte order of other machines; doubles that are bytes are stored so."""
+    types = {kind: number for number, kind in mat5.NUMBERS.items()}
+    names = {"double": "float64", "single": "float32"}
+    classes = {
+        np.dtype(names.get(c, c)): i for i, c in enumerate(mat5.CLASSES) if i in range(6, 16)
+    }
+
+    def element(kind, data):
+        return struct.pack(">II", kind, len(data)) + data + bytes(-len(data) % 8)
+
+    content = b"MATLAB 5.0 MAT-file".ljust(124) + b"\1\0MI"
+    for name, value in variables.items():
+        stored = value.astype("u1") if (value == value.astype("u1")).all() else value
+        parts = element(6, struct.pack(">II", classes[value.dtype], 0))
+        parts += element(5, np.array(value.shape, ">i4").tobytes()) + element(1, name.encode())
+        data = stored.astype(stored.dtype.newbyteorder(">")).tobytes(order="F")
+        content += element(14, parts + element(types[stored.dtype.str[1:]], data))
+    return content
 
 
 # Combined and transformed sets, and sets of one's own

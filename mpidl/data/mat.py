@@ -1,6 +1,6 @@
 """MATLAB's .mat files: H x W x C x N images and their labels, of version 7.3 or 5 (-v7, -v6).
 
-A file of version 7.3 is HDF5 and is read a mini-batch at a time; an older one is loaded by SciPy,
+A file of version 7.3 is HDF5 and is read a mini-batch at a time; an older one (`mat5`) is read
 whole, once per node. Only numbers, and class names as a cell array of texts, are taken out of it:
 objects, function handles and categorical arrays are never made sense of.
 """

@@ -1,7 +1,9 @@
-"""Files of MATLAB of version 5 (save -v7, -v6): numbers by SciPy, cell arrays of texts by hand.
+"""Files of MATLAB of version 5 (save -v7, -v6), read element by element.
 
-SciPy makes arrays of whatever sizes a cell array claims, which a damaged one may do without end.
-The form is that of "MAT-File Format", The MathWorks: elements of a tag (type, bytes) and a value.
+SciPy reads them too, but crashes on some damaged files, and makes arrays of whatever sizes a cell
+array claims. Here nothing is made that the file has not the bytes for. The form is that of
+"MAT-File Format", The MathWorks: elements of a tag (type, bytes) and a value; a variable is a
+matrix, an element of elements, which may be compressed as a whole.
 """
 
 import itertools
@@ -16,12 +18,17 @@ from mpidl.data.datastore import shown
 from mpidl.data.files import unreadable
 from mpidl.errors import UserError
 
-RATIO = 1032  # of what is held to what is stored: no deflate packs tighter
+RATIO = 1032  # of bytes to compressed bytes, at most
 MOST_OF_TEXTS = 1 << 24  # bytes of a cell array
-MATRIX, COMPRESSED = 14, 15  # types of elements
-CELL, CHAR = 1, 4  # classes of matrices
+MOST_DIMENSIONS = 8
+HEAD = 1 << 12  # bytes in which a matrix says its class, its size and its name
 Order = Literal["little", "big"]
-HEAD = 1 << 12  # bytes in which a matrix says its class and its name
+MATRIX, COMPRESSED = 14, 15  # types of elements; the numbers that a matrix's value may be of:
+NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8"}
+NUMBERS |= {13: "u8"}
+# Classes of matrices. One of doubles may be stored as bytes, where its values are.
+CLASSES = ["", "cell", "struct", "object", "char", "sparse", "double", "single", "int8", "uint8"]
+CLASSES += ["int16", "uint16", "int32", "uint32", "int64", "uint64", "function", "opaque"]
 
 
 class Variable(NamedTuple):
@@ -36,67 +43,37 @@ class Variable(NamedTuple):
 
 
 def variables(path):
-    """The variables of a file, by SciPy, which reads no values for it."""
-    io = _scipy(path)
-    for _ in _top(path):  # which refuses a file that is cut short
-        pass
-    try:
-        found = io.whosmat(path)
-    except Exception as e:  # whatever SciPy makes of damaged bytes
-        raise unreadable(path, e) from None
-    return [Variable(str(n), tuple(int(size) for size in s), str(k)) for n, s, k in found]
+    """The variables of a file; no values are read for it."""
+    found = []
+    for place in _top(path):
+        variable = _variable(path, place)
+        if variable is not None and variable.name:
+            found.append(variable)
+    return found
 
 
 def load(path, wanted):
-    """{name: array} of variables that are numbers, each of the size it was said to have."""
-    io = _scipy(path)
-    size = os.stat(path).st_size
-    for variable in wanted:
-        if math.prod(variable.shape) > RATIO * size:
-            raise UserError(
-                f"{shown(path)}: expected the values of {variable}, found a file of {size} bytes: "
-                "it is cut short"
-            )
-    try:
-        held = io.loadmat(path, variable_names=[variable.name for variable in wanted])
-    except Exception as e:  # whatever SciPy makes of damaged bytes
-        raise unreadable(path, e) from None
-    for variable in wanted:
-        value = held.get(variable.name)
-        if not (
-            isinstance(value, np.ndarray)
-            and value.shape == variable.shape
-            and value.dtype.kind in "biuf"
-        ):
-            raise UserError(f"{shown(path)}: expected the values of {variable}, found others")
-    return held
+    """{name: array} of variables that are numbers, of the sizes they were said to have."""
+    return {variable.name: _found(path, variable, _numbers) for variable in wanted}
 
 
 def texts(path, variable):
     """The texts of a cell array of row vectors of characters."""
-    problem = UserError(
-        f"{shown(path)}: {shown(variable.name)}: expected class names as a cell array of texts"
-    )
-    for order, kind, start, length in _top(path):
-        with open(path, "rb") as file:
-            file.seek(start)
-            data = file.read(min(length, MOST_OF_TEXTS))
-        try:
-            if kind == COMPRESSED:  # its tag comes first, then the matrix
-                if _matrix(zlib.decompressobj().decompress(data, HEAD)[8:], order)[1] == (
-                    variable.name
-                ):
-                    data = zlib.decompressobj().decompress(data, MOST_OF_TEXTS)[8:]
-                    return _texts(data, order)
-            elif kind == MATRIX and _matrix(data[:HEAD], order)[1] == variable.name:
-                return _texts(data, order)
-        except (ValueError, LookupError, zlib.error):
-            raise problem from None
-    raise problem
+    return _found(path, variable, _texts)
+
+
+class _Place(NamedTuple):
+    """An element of a file: the byte order, its type, where its value begins, how long it is."""
+
+    order: Order
+    kind: int
+    start: int
+    length: int
 
 
 def _top(path):
-    """Yield (byte order, type, where, bytes) of each element of a file; UserError if it is cut."""
+    """The elements of a file; UserError where it is cut short."""
+    found = []
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -111,15 +88,61 @@ def _top(path):
                         f"{shown(path)}: expected {length} bytes at {at}, found the end of the "
                         "file: it is cut short"
                     )
-                yield order, kind, at + 8, length
+                found.append(_Place(order, kind, at + 8, length))
                 at += 8 + length
     except OSError as e:
         raise unreadable(path, e) from None
+    return found
+
+
+def _value(path, place, most):
+    """The first `most` bytes of a matrix's elements, and whether there are no more."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(place.start)
+            if place.kind != COMPRESSED:
+                return file.read(min(place.length, most)), place.length <= most
+            stream = zlib.decompressobj()
+            data = stream.decompress(file.read(place.length), most + 8)
+            return data[8:], stream.eof  # behind the tag of the matrix
+    except (OSError, MemoryError, zlib.error) as e:
+        raise unreadable(path, e) from None
+
+
+def _variable(path, place):
+    """The Variable at a place; None where there is something else."""
+    if place.kind not in (MATRIX, COMPRESSED):
+        return None
+    data, _ = _value(path, place, HEAD)
+    try:
+        return _matrix(data, place.order)[0]
+    except ValueError:
+        raise UserError(
+            f"{shown(path)}: expected a variable at {place.start}, found none"
+        ) from None
+
+
+def _found(path, variable, read):
+    """What `read` makes of a variable's bytes; UserError where it is not what it was said to be."""
+    for place in _top(path):
+        if _variable(path, place) != variable:
+            continue
+        most = math.prod(variable.shape) * 8 if read is _numbers else MOST_OF_TEXTS
+        if most > 8 * RATIO * place.length and read is _numbers:
+            break
+        data, whole = _value(path, place, most + HEAD)
+        try:
+            if whole:
+                return read(data, place.order)
+        except (ValueError, LookupError, MemoryError):
+            break
+    what = "class names as a cell array of texts" if read is _texts else "as many numbers"
+    raise UserError(f"{shown(path)}: {variable}: expected {what}, found others")
 
 
 def _elements(data, order):
     """Yield (type, value) of the elements that some bytes are made of."""
-    at = 0
+    at, data = 0, memoryview(data)
     while at + 8 <= len(data):
         word, length = (int.from_bytes(data[at + i : at + i + 4], order) for i in (0, 4))
         if word >> 16:  # up to four bytes in the tag itself
@@ -132,38 +155,55 @@ def _elements(data, order):
 
 
 def _matrix(data, order):
-    """(class, name, the elements that follow) of a matrix."""
+    """(Variable, the elements that follow) of a matrix; ValueError where it is none."""
     found = _elements(data, order)
-    first = [value for _, value in itertools.islice(found, 3)]
-    if len(first) < 3:
+    first = [bytes(value) for _, value in itertools.islice(found, 3)]
+    if len(first) < 3 or len(first[0]) != 8:
         raise ValueError("cut short")
-    flags, _, name = first
-    return int.from_bytes(flags[:4], order) & 0xFF, name.decode("ascii"), found
+    flags = int.from_bytes(first[0][:4], order)
+    kind = CLASSES[flags & 0xFF] if flags & 0xFF < len(CLASSES) else "unknown"
+    if kind == "opaque":  # which has a name in place of a size
+        return Variable(_name(first[1]), (), kind), found
+    if len(first[1]) % 4 or not 8 <= len(first[1]) <= 4 * MOST_DIMENSIONS:
+        raise ValueError("too many dimensions")
+    sizes = np.frombuffer(first[1], "<i4" if order == "little" else ">i4").tolist()
+    if min(sizes) < 0:
+        raise ValueError("negative sizes")
+    kind = "logical" if flags & 0x0200 else "complex" if flags & 0x0800 else kind
+    return Variable(_name(first[2]), tuple(sizes), kind), found
+
+
+def _name(data):
+    return data.decode("ascii", "backslashreplace")
+
+
+def _numbers(data, order):
+    variable, rest = _matrix(data, order)
+    coding, value = next(rest, (0, b""))
+    stored = np.dtype(NUMBERS[coding]).newbyteorder(order[0])
+    if len(value) != math.prod(variable.shape) * stored.itemsize:
+        raise ValueError("another size")
+    held = {"double": "f8", "single": "f4", "logical": "u1"}.get(variable.kind, variable.kind)
+    with np.errstate(invalid="ignore"):
+        found = np.frombuffer(value, stored).astype(held, copy=False)
+    return found.reshape(variable.shape, order="F")
 
 
 def _texts(data, order):
-    kind, _, cells = _matrix(data, order)
-    if kind != CELL:
+    variable, cells = _matrix(data, order)
+    if variable.kind != "cell":
         raise ValueError("no cell array")
-    return [_text(value, order) for _, value in cells]
+    found = [_text(value, order) for _, value in cells]
+    if len(found) != math.prod(variable.shape):
+        raise ValueError("another size")
+    return found
 
 
 def _text(data, order):
-    kind, _, rest = _matrix(data, order)
-    if kind != CHAR:
+    variable, rest = _matrix(data, order)
+    if variable.kind != "char":
         raise ValueError("no characters")
     # Characters are bytes of UTF-8, or UTF-16 or UTF-32; a text of none may have no value at all.
     coding, value = next(rest, (1, b""))
     wide = {4: "utf-16", 17: "utf-16", 18: "utf-32"}.get(coding)
-    return value.decode("utf-8" if wide is None else f"{wide}-{order[0]}e")
-
-
-def _scipy(path):
-    try:
-        import scipy.io
-    except ImportError:
-        raise UserError(
-            f"{shown(path)}: files before version 7.3 need SciPy: pip install scipy, or in MATLAB "
-            "save -v7.3"
-        ) from None
-    return scipy.io
+    return bytes(value).decode("utf-8" if wide is None else f"{wide}-{order[0]}e")
