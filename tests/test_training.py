@@ -270,6 +270,32 @@ def test_a_run_that_is_over_knows_its_end(world, tmp_path, monkeypatch, limit):
     assert seen[1].loss == ended.loss and seen[1].validation_loss > 0
 
 
+def test_images_that_the_network_cannot_be_trained_or_validated_on(world):
+    wide = np.zeros((6, 1, SIDE, SIDE + 1), np.uint8)
+    square, labels = wide[..., :SIDE], np.arange(6) % CLASSES
+    shape = rf"expected images of shape \(1, {SIDE}, {SIDE}\), .* found \(1, {SIDE}, {SIDE + 1}\)"
+    stores = [
+        (dl.ArrayDatastore(wide, labels), shape),
+        (dl.ArrayDatastore(square, np.arange(6)), "expected labels below 3, .* found 5"),
+    ]
+    for store, text in stores:
+        with pytest.raises(UserError, match=f"^arrays: .*{text}") as caught:
+            trained(world, store=store)
+        assert "\n" not in str(caught.value)
+    stores += [
+        (square, "validation: expected a datastore, found ndarray"),
+        (dl.ArrayDatastore(square[:0], labels[:0]), "validation: .*: expected images, found none"),
+        (dl.ArrayDatastore(square), "the images have no labels"),
+    ]
+    for store, text in stores:
+        with pytest.raises(UserError, match=text) as caught:
+            trained(world, validation=store)
+        assert "\n" not in str(caught.value)
+    cut = dl.Augmenter(crop=(SIDE, SIDE))
+    larger = dl.ArrayDatastore(np.zeros((6, 1, SIDE, SIDE + 2), np.uint8), labels)
+    trained(world, augmenter=cut, validation=larger, epochs=1)
+
+
 def test_a_share_of_the_training_set(world):
     known = dl.TrainingOptions(validation_fraction=0.2)
     kept, options = validation.held_out(pictures(90), known)

@@ -73,7 +73,7 @@ def evaluate(
     it early, see `agreed`; it is then of the images so far. Raises UserError where there are no
     labels, or labels beyond the network's outputs.
     """
-    classes = _classes(net, datastore, top_k)
+    classes = classes_of(net, datastore, top_k)
     world = World() if world is None else world
     totals, n, among = np.zeros(2), 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
@@ -106,7 +106,7 @@ def evaluate(
     )
 
 
-def _classes(net, datastore, top_k):
+def classes_of(net, datastore, top_k=None):
     """How many classes the network tells apart; UserError where the question has no answer."""
     if datastore.labels is None:
         raise UserError(f"{datastore.describe()}: the images have no labels to compare with")

@@ -70,6 +70,7 @@ def train(
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)
+    seen.check(net, datastore, options)
     backends.configure(winograd=options.winograd, precision=options.precision)
     settled = world.asked is not None or world.device is not None
     if options.device != "auto" or not settled:

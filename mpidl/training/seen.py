@@ -1,10 +1,13 @@
 """What a network sees of images: augmented in training, and normalized."""
 
+import copy
 from dataclasses import fields
 
 from mpidl.data import normalize
 from mpidl.data.augment import Augmenter
+from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
+from mpidl.training.evaluate import classes_of
 
 OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
 
@@ -43,6 +46,31 @@ def image_shape(options, shape):
     """(C, P, Q) of the images that a network is trained on, of a set's (C, H, W)."""
     augmenter = augmenter_of(options)
     return tuple(shape) if augmenter is None else augmenter.image_shape(shape)
+
+
+def check(net, datastore, options):
+    """A UserError where a classifier cannot be trained, or validated, on these images."""
+    shape = image_shape(options, datastore.image_shape)
+    if shape != net.input_shape:
+        raise UserError(
+            f"{datastore.describe()}: expected images of shape {net.input_shape}, which the "
+            f"network takes, found {shape}"
+        )
+    store = options.validation
+    if store is not None and not isinstance(store, Datastore):
+        raise UserError(f"validation: expected a datastore, found {type(store).__name__}")
+    if store is not None and not len(store):
+        raise UserError(f"validation: {store.describe()}: expected images, found none")
+    augmenter, shown = augmenter_of(options), copy.copy(net)
+    shown.crop = None if augmenter is None else augmenter.crop
+    if store is not None and not shown.takes(store.image_shape):
+        raise UserError(
+            f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
+            f"the network takes, found {store.image_shape}"
+        )
+    for images in (datastore, store):
+        if images is not None and images.targets_shape is None:
+            classes_of(net, images)
 
 
 def prepare(net, datastore, options, world, kept=None):
