@@ -23,8 +23,11 @@ LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_S
 
 MPI = alone.load()  # which initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# Tests of one rank: those that start mpirun themselves, and those of kernels on an emulated GPU.
-ALONE = {Path(__file__).resolve().parent / name for name in ("gpu", "launch")}
+# Tests of one rank: those that start mpirun themselves, those of kernels on an emulated GPU, and
+# files in which no world is spoken of, where further ranks would do the same once more.
+HERE = Path(__file__).resolve().parent
+ALONE = {HERE / name for name in ("gpu", "launch")}
+ALONE |= {path for path in HERE.glob("test_*.py") if "world" not in path.read_text()}
 
 
 @pytest.fixture(scope="session")
