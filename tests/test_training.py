@@ -9,9 +9,11 @@ from alone import numbers
 
 import mpidl as dl
 from mpidl.blocks import LANES
+from mpidl.comm import guard
 from mpidl.data import partition
+from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
-from mpidl.training import checkpoint, configuration, validation
+from mpidl.training import checkpoint, configuration, loop, validation
 from mpidl.training.load import Measured
 from mpidl.training.modelfile import weights_sha256
 
@@ -249,6 +251,52 @@ def test_a_run_goes_on_with_its_validation_images_alone(world, tmp_path):
     wrong = dl.TrainingOptions(**known, validation=pictures(30, "strange"))
     with pytest.raises(UserError, match="--validation-data: the images are not those of the run"):
         dl.train(small(), pictures(100), wrong, world=world, resume=kept)
+
+
+class Interrupted(Datastore):
+    """A set in whose reading a signal comes to the last rank, at the last of its images."""
+
+    def __init__(self, store, signals):
+        self.store, self.signals = store, signals
+        self.image_shape, self.classes, self.labels = store.image_shape, store.classes, store.labels
+
+    def fingerprint(self):
+        return self.store.fingerprint()
+
+    def read(self, indices):
+        if self.signals and max(indices, default=0) == len(self) - 1:
+            self.signals.name = "SIGUSR1"
+        return self.store.read(indices)
+
+
+@pytest.mark.parametrize("frequency, at", [(2, 2), (0, 3)])
+def test_a_validation_that_a_signal_ends_is_made_up_for(world, tmp_path, frequency, at):
+    """The run that goes on ends as one that was never stopped, by patience."""
+    out, others = world.broadcast(str(tmp_path)), pictures(300, "others")
+    how = {"epochs": 4, "batch_size": 40, "verbose_every": 0, "learning_rate": 1e-30}
+    how |= {"validation_frequency": frequency, "validation_patience": 2}
+    whole, ended = trained(world, validation=others, **how)
+    assert ended.stopped == "validation_patience"
+
+    with guard.Signals() as signals:
+        store = Interrupted(others, signals)
+        known = dl.TrainingOptions(validation=store, **how)
+        given = {"world": world, "out": out, "signals": signals}
+        result = loop.train(small(), pictures(100), known, **given)
+    assert (result.stopped, result.iterations, result.best_iteration) == ("SIGUSR1", at, None)
+    kept = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
+    found = kept[1]["validation"]
+    assert found["owed"] and found["last"] is None and found["waited"] == 0
+
+    store.signals, net = None, small()
+    result = dl.train(net, pictures(100), known, world=world, out=out, resume=kept)
+    for name in ("stopped", "iterations", "epochs", "loss", "best_iteration"):
+        assert getattr(result, name) == getattr(ended, name), name
+    assert weights_sha256(net) == weights_sha256(whole)
+    if world.rank == 0:
+        lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        validated = [line["iteration"] for line in lines if line["kind"] == "validation"]
+        assert validated == [at, 2 * at, 3 * at]
 
 
 @pytest.mark.parametrize("limit", [None, 5])

@@ -157,6 +157,8 @@ class _Run:
         total = min(options.epochs * len(self.queue), limit)
         self.console.start(options.epochs, total, at.iteration)
         self._tell("start", self._rate(max(at.iteration, 1)))
+        if self.validation.owed:
+            self._validate(signals)
         while at.epoch <= options.epochs and at.iteration < limit and self._goes_on():
             batches = self.queue.epoch(at.epoch, start=at.batch)
             started, images = time.monotonic(), at.images
@@ -164,7 +166,7 @@ class _Run:
                 for batch in agreed(batches, self.world, signals):
                     self._step(*batch)
                     if self.validation.due(at.iteration):
-                        self._validate()
+                        self._validate(signals)
                     ended = at.iteration >= limit or at.batch == len(self.queue)
                     if ended or not self._goes_on():
                         break
@@ -266,13 +268,18 @@ class _Run:
             if isinstance(asked, bool | np.bool_) and asked:
                 self.signals.name = self.signals.name or OUTPUT_FUNCTION
 
-    def _validate(self):
-        """Evaluate the network as it is on the validation set, and take note of it."""
+    def _validate(self, signals):
+        """Evaluate the network as it is on the validation set, and take note of it, unless signals
+        end it. An output function that asked for a stop lets it come to its end."""
         self._catch_up()
-        self._note(self.validation.run(self.net, self.at.iteration))
-
-    def _note(self, found):
-        at = self.at
+        at, asked = self.at, self.signals.name == OUTPUT_FUNCTION
+        if asked and signals is not None:
+            signals.name = None
+        found = self.validation.run(self.net, at.iteration, signals)
+        if asked:
+            self.signals.name = self.signals.name or OUTPUT_FUNCTION
+        if found is None:
+            return
         how = found.loss, self.optimizer.learning_rate, 0.0, at.seconds, found.accuracy
         self.keeper.record("validation", at.epoch, at.iteration, *how)
 
@@ -282,7 +289,7 @@ class _Run:
         how = loss, learning_rate, rate, at.seconds, accuracy
         self.keeper.record("epoch", at.epoch, at.iteration, *how)
         if self.validation.due_at_end():
-            self._validate()
+            self._validate(self.signals)
         found = self.validation.last if self.validation.at > at.iteration - at.batch else None
         self.console.epoch(
             at.epoch, loss, rate, at.seconds, accuracy, found.accuracy if found else None
@@ -297,7 +304,9 @@ class _Run:
         """Make the network what the options ask for, now that the last checkpoint is written: a run
         that goes on from there does not know that it was ended. Signals leave it as it is."""
         if self.validation.store is not None and self.validation.at != self.at.iteration:
-            self._validate()
+            self._validate(signals)
+            if self.validation.owed:
+                return
         if self.recorded is not None:
             self.net.to(None)
         self.validation.give_best(self.net)

@@ -47,6 +47,7 @@ class Validation:
         self.last, self.at = None, 0  # the Evaluation of iteration `at`
         self.loss, self.iteration = math.inf, 0  # the least, and where
         self.waited = 0  # validations since then
+        self.owed = False  # whether a signal ended that of the present iteration
         self.best = {}  # {table: {name: array}} of that iteration, where it is kept
 
     def due(self, iteration):
@@ -57,9 +58,16 @@ class Validation:
         """Whether to validate at the end of each epoch."""
         return self.store is not None and self.every == 0
 
-    def run(self, net, iteration):
-        """The Evaluation of the network of this iteration, which is taken note of. Collective."""
-        self.last, self.at = evaluate(net, self.store, world=self.world), iteration
+    def run(self, net, iteration, signals=None):
+        """The Evaluation of the network of this iteration, which is taken note of. Collective.
+
+        None where signals ended it: it is owed then, for a run that goes on from here.
+        """
+        found = evaluate(net, self.store, world=self.world, signals=signals)
+        self.owed = signals is not None and signals.agreed
+        if self.owed:
+            return None
+        self.last, self.at = found, iteration
         if self.last.loss < self.loss:
             self.loss, self.iteration, self.waited = self.last.loss, iteration, 0
             if self.keeps:
@@ -83,6 +91,7 @@ class Validation:
             "iteration": self.iteration,
             "waited": self.waited,
             "fingerprint": self.fingerprint,
+            "owed": self.owed,
             "at": self.at,
             "last": None if self.last is None else self.last[:3],
         }
@@ -96,6 +105,7 @@ class Validation:
         found = facts.get("validation", {})
         self.loss, self.iteration = found.get("loss", math.inf), found.get("iteration", 0)
         self.waited = found.get("waited", 0)
+        self.owed = self.store is not None and found.get("owed", False)
         if self.store is not None and found.get("last"):
             self.last, self.at = Evaluation(*found["last"]), found["at"]
         self.best = {table: arrays[table] for table in BEST if table in arrays}
