@@ -219,7 +219,7 @@ from mpidl.cli.train import main
 from mpidl.comm import guard
 from mpidl.training import loop
 
-loop.NodeCache = lambda images, world: images
+loop.NodeCache = lambda images, *_: images
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 guard.run(main)
 """
