@@ -1,14 +1,28 @@
 """The benchmarks' own arithmetic: what they count, compare and report. Never how long it took."""
 
 import json
+import mmap
 import os
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 from alone import Alone, blocked, numbers
 
 import mpidl as dl
-from mpidl.cli.bench import accuracy, arguments, compare, fold, kernels, machine, subject, turns
+from mpidl.cli.bench import (
+    accuracy,
+    arguments,
+    compare,
+    fold,
+    kernels,
+    machine,
+    memory,
+    subject,
+    turns,
+)
 from mpidl.errors import UserError
 
 LAYERS = [
@@ -239,3 +253,48 @@ def test_a_maximum_decided_beforehand(size, stride, padding):
     expected = dl.max_pool2d(x, size, stride=stride, padding=padding)
     assert np.array_equal(accuracy.decided_max(x, places=places, how=how).local(), expected.local())
     dl.check_vjp(lambda x: accuracy.decided_max(x, places=places, how=how), x)
+
+
+def test_peaks_beyond_those_on_fewer_images():
+    chosen = arguments.parse("input --memory --batch-size 8 --images 5 --ranks 2".split())
+    assert (chosen.memory, chosen.gigabytes, chosen.cache_mb, chosen.ranks) == (True, 4, 256, [2])
+    assert memory.counts_of(chosen, 100) == {"whole": 100, "cut": 5, "ahead": 32}
+    assert memory.counts_of(chosen, 3) == {"whole": 3, "cut": 3, "ahead": 3}
+    assert memory.images_in(4 * 10**9, 227) == 25875 and memory.images_in(1, 227) == 1
+    peaks = {name: memory.Held(mib << 20, 1 << 19) for name, mib in (("whole", 9), ("cut", 2))}
+    found = memory.beyond(peaks | {"ahead": memory.Held(4 << 20, 0)})
+    assert found["whole"] == {"anonymous": 9, "shared": 0.5}
+    assert (found["beyond_cut"], found["beyond_ahead"]) == (7, 5.5)
+
+
+def test_the_memory_of_processes():
+    """RssAnon of each; shared memory once, whoever maps it; nothing of who has ended."""
+    code = "import numpy, sys; a = numpy.ones(4 << 20); print(); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as job:
+        job.stdout.readline()
+        alone = memory.held([job.pid])
+        shared = mmap.mmap(-1, 8 << 20)  # of this process and its children
+        shared.write(bytes(8 << 20))
+        before, both = memory.held([os.getpid()]), memory.held([os.getpid(), job.pid])
+        assert 32 << 20 <= alone.anonymous < 64 << 20 and alone.shared == 0
+        assert before.shared >= 8 << 20 and both.shared - before.shared < 1 << 20
+        assert both.anonymous - before.anonymous >= 32 << 20
+        job.stdin.close()
+    assert memory.held([job.pid]) == memory.Held()
+
+
+def test_ranks_are_found_below_their_launcher():
+    """By the launcher's variables, each rank once, whatever processes it starts."""
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    start = f"import subprocess as s, sys; p = [s.Popen([sys.executable, '-c', {code!r}], env={{"
+    start += "'PMI_RANK': str(r)}) for r in range(2)]; print(flush=True); [x.wait() for x in p]"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", start], **pipes) as job:
+        job.stdout.readline()
+        deadline = time.monotonic() + 30
+        while len(found := memory.ranks_below(job.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(found) == 2 and job.pid not in found
+        job.stdin.close()
+    assert memory.ranks_below(job.pid) == []

@@ -7,6 +7,8 @@ import pytest
 import small
 from launcher import mpirun
 
+from mpidl.cli.bench import arguments, memory
+
 WITHOUT = "import sys; sys.modules['torch'] = None; import runpy; "
 QUICK = ["--batch-size", 32, "--rounds", 2]
 needs_torch = pytest.mark.skipif(
@@ -179,3 +181,16 @@ def test_input(tmp_path):
             assert row["share"] > 0
     assert found["epoch"]["ratio"] > 0 and found["decode"]["ratio"] > 0
     assert result.stdout.count("of the slower") == 1
+
+
+def test_input_memory():
+    """On a set too small to mean anything: what is run, and what is told."""
+    chosen = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())
+    chosen.gigabytes, chosen.busy = 5e-4, 0.0
+    found = memory.run(chosen)
+    assert_facts(found, "input")
+    (row,) = found["mib"].values()
+    assert set(row) == {"whole", "cut", "ahead", "beyond_cut", "beyond_ahead"}
+    for name in ("whole", "cut", "ahead"):
+        assert 30 < row[name]["anonymous"] < 2000 and 0 < row[name]["shared"] < 500
+    assert abs(row["beyond_cut"]) < 200

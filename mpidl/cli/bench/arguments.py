@@ -141,6 +141,30 @@ def _add_input(parser):
         metavar="N,N,...",
         help="threads that read and decode (1)",
     )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="measure the peak memory of training on a large packed set instead, beyond that of "
+        "training on --images of it, with the network light",
+    )
+    for name, usual, text in (
+        ("gigabytes", 4, "with --memory, size of the packed set"),
+        ("cache-mb", 256, "with --memory, MiB for decoded images"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=count(f"--{name}"),
+            default=usual,
+            metavar="N",
+            help=f"{text} ({usual})",
+        )
+    parser.add_argument(
+        "--ranks",
+        type=rank_counts,
+        default=[1, 4],
+        metavar="N,N,...",
+        help="with --memory, numbers of ranks to train on (1,4)",
+    )
     kinds = ["jpeg", "png", "packed", "arrays"]
     parser.add_argument(
         "--kinds",

@@ -2,7 +2,7 @@
 
 For files of each kind and each number of workers: images per second of the pipeline alone, of the
 step alone, and of both together; and what an epoch from a packed file costs above one from memory,
-and decoding, cropping and mirroring above Pillow's decoding.
+and decoding, cropping and mirroring above Pillow's decoding. With --memory, see `memory`.
 """
 
 import itertools
@@ -13,14 +13,14 @@ import time
 import numpy as np
 
 from mpidl import keyed
-from mpidl.cli.bench import machine, subject, turns
+from mpidl.cli.bench import machine, memory, subject, turns
 from mpidl.comm import World
 from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore, digits, packing
 from mpidl.data.datastore import ArrayDatastore
 from mpidl.data.pipeline import fill_blocks
 from mpidl.data.pixels import KEPT
 from mpidl.errors import UserError
-from mpidl.nn import AveragePool2D, Conv2D, Dense, Network, ReLU
+from mpidl.nn import Network
 from mpidl.tape import value_and_grad
 from mpidl.training import configuration, loop
 from mpidl.training.optimizers import SGDM
@@ -32,7 +32,10 @@ WHOLE = 256  # pixels a side of the files that are cropped
 def main(chosen):
     """Run the sub-command; returns its exit code."""
     if machine.launched():
-        raise UserError("bench input measures one rank: run it without mpirun")
+        raise UserError("bench input starts what it measures: run it without mpirun")
+    if chosen.memory:
+        machine.write_json(chosen.json, memory.run(chosen))
+        return 0
     notes = subject.configure(chosen)
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         draw(folder, chosen.side, chosen.images)
@@ -86,11 +89,6 @@ def stores_of(folder):
     return stores
 
 
-def light(shape):
-    """A network whose step takes about as long as reading its images."""
-    return Network([Conv2D(7, 8, stride=5), ReLU(), AveragePool2D(2), Dense(CLASSES)], shape)
-
-
 class Step:
     """A training step on whatever mini-batch comes."""
 
@@ -107,7 +105,10 @@ class Step:
 def together(chosen, folder):
     """{kind: {workers: {"pipeline", "step", "both": images/s, "share": both / the slower}}}."""
     shape, rows = (3, chosen.side, chosen.side), {}
-    net = light(shape) if chosen.network == "light" else subject.network(chosen.network, shape)
+    if chosen.network == "light":
+        net = Network(subject.light(shape, CLASSES), shape)
+    else:
+        net = subject.network(chosen.network, shape)
     step = Step(net)
     print(f"{'images/s':10}{'workers':>8}{'pipeline':>12}{'step':>12}{'both':>12}  of the slower")
     for (kind, store), workers in itertools.product(stores_of(folder).items(), chosen.workers):
