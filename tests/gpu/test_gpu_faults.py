@@ -15,9 +15,11 @@ import test_gpu_dense as dense
 import test_gpu_elementwise as elementwise
 import test_gpu_ends as ends
 import test_gpu_fold as fold
+import test_gpu_layers as layers
 import test_gpu_loss as loss
 import test_gpu_pool as pool
 import test_gpu_program as program
+import test_gpu_solvers as solvers
 from emulator import opened
 
 from mpidl.backends.gpu import array, conv, kernels
@@ -445,6 +447,52 @@ FAULTS = [
         "to + row * piece[4]",
         elementwise.test_pack,
         ("f4", 3),
+    ),
+    Fault(
+        "activations",
+        "exponents that no float has",
+        "x = x < -87.3f ? -87.3f : x;",
+        "",
+        layers.test_activations_of_all_sizes,
+    ),
+    Fault(
+        "lrn",
+        "sums before all products are there",
+        BARRIER,
+        "",
+        layers.test_cross_channel_norm,
+        ((1100,), (5, 2.0, 0.75, 1.0), 2),
+    ),
+    Fault(
+        "dropout",
+        "the next call's words are left out",
+        "if (skip + count > GROUP)",
+        "if (skip + count > GROUP + 8)",
+        layers.test_dropout,
+        ((3, 9, 1), 2, False),
+    ),
+    Fault(
+        "concat",
+        "all parts begin at the first channel",
+        "row * pitch + first + (i",
+        "row * pitch + (i",
+        layers.test_four_channels_at_once,
+    ),
+    Fault(
+        "adaptive",
+        "the gradient is not squared",
+        "square_share * (g * g)",
+        "square_share * g",
+        solvers.test_a_step_has_the_bytes_of_numpy,
+        ("adam",),
+    ),
+    Fault(
+        "clip",
+        "a tree of sums without barriers",
+        BARRIER,
+        "",
+        solvers.test_clipping_is_numpys,
+        ("l2norm", 1 << 22),
     ),
     Fault(
         "program",
