@@ -178,7 +178,7 @@ def test_the_rank_of_an_infinite_image_is_named(tmp_path):
     """96 images on 3 ranks: rank 2 has those from 64 on."""
     result = mpirun(3, "-c", INFINITE, check=1)
     (line,) = small.own_lines(result)
-    assert line.startswith("mpidl: the loss is nan at epoch 1, iteration 1, on rank 2; ")
+    assert line.startswith("mpidl: the loss is inf at epoch 1, iteration 1, on rank 2; ")
 
 
 def test_more_ranks_than_blocks(pictures, tmp_path):
