@@ -37,6 +37,7 @@ FUZZ = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+TEXT = st.characters(min_codepoint=1, codec="utf-8")  # of an attribute of HDF5
 MEMORY = 600 << 20  # bytes that reading hostile files may add to the peak
 
 
@@ -205,17 +206,26 @@ def test_packed(tmp_path, labelled):
     st.fixed_dictionaries(
         {},
         optional={
-            "format_version": st.one_of(st.integers(-1, 2), st.text(max_size=3)),
+            "format_version": st.one_of(st.integers(-1, 2), st.text(TEXT, max_size=3)),
             "classes": st.one_of(
-                st.text(max_size=8),
-                st.sampled_from(["[" * 5000, '["a"]', '["a", "b", 3]', '{"a": 1}', "[1e999]"]),
+                st.text(TEXT, max_size=8),
+                st.sampled_from(
+                    [
+                        "[" * 5000,
+                        '["a"]',
+                        '["\\ud800", "\\udcff", "c"]',
+                        '["a", "b", 3]',
+                        '{"a": 1}',
+                        "[1e999]",
+                    ]
+                ),
             ),
             "chunk_images": st.one_of(
                 st.integers(-(2**63), 2**63 - 1),
                 st.floats(),
                 st.lists(st.integers(0, 9), max_size=2),
             ),
-            "fingerprint": st.one_of(st.text(max_size=3), st.integers(0, 9)),
+            "fingerprint": st.one_of(st.text(TEXT, max_size=3), st.integers(0, 9)),
         },
     ),
     st.fixed_dictionaries(

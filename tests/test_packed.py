@@ -53,6 +53,18 @@ def test_a_packed_folder_is_the_folder(tmp_path, channels):
     store.verify()
 
 
+def test_names_that_are_no_utf8_or_no_line(tmp_path):
+    for name in (b"\xff", "é\n".encode()):
+        path = save(tmp_path / "set" / "plain" / "0.png", pixels_of(0, 1, 4, 4))
+        os.rename(path.parent, os.path.join(os.fsencode(tmp_path / "set"), name))
+    folder = ImageFolder(tmp_path / "set")
+    store = packed_of(folder, tmp_path / "x.h5")
+    assert store.classes == folder.classes and store.fingerprint() == folder.fingerprint()
+    assert [store.name(i) for i in (0, 1)] == ["é\\n/0.png", "\\xff/0.png"]
+    text = refusal(PackedDatastore, tmp_path / "x.h5", classes=["a", "é\n"])
+    assert text.endswith("class \\xff is none of the classes (a, é\\n)")
+
+
 def test_images_lie_in_one_piece_that_any_program_can_read(tmp_path):
     images = pixels_of(0, 5, 3, 4, 2)
     store = packed_of(ArrayDatastore(images, [0, 1, 2, 1, 0]), tmp_path / "x.h5")

@@ -310,8 +310,14 @@ def digest(*parts):
 
 
 def shown(path):
-    """A path as text that any terminal can print: bytes that are no UTF-8 as \\xNN."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    """A path, or another text of a file, in one line that any terminal can print.
+
+    Bytes that are no UTF-8, and what has no printed form, stand as \\xNN and the like.
+    """
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def on_rank_0(world, function):

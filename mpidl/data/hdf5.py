@@ -231,7 +231,8 @@ def layout_of(file, name, layout=None):
         )
     if layout is not None and layout not in known:
         raise UserError(
-            f"{where}: expected {' or '.join(known)} as the layout of {held.shape}, got {layout}"
+            f"{where}: expected {' or '.join(known)} as the layout of {held.shape}, got "
+            f"{shown(str(layout)[:40])}"
         )
     if layout is None:
         fits = [text for text in known if "C" not in text or held.shape[text.index("C")] in (1, 3)]

@@ -47,12 +47,21 @@ def names_of(value, source):
     if not isinstance(value, list) or len(value) > MOST_CLASSES:
         raise UserError(f"{source}: expected class names as a list of texts, found something else")
     names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in value]
-    if not all(isinstance(name, str) for name in names):
+    if not all(isinstance(name, str) and _is_text(name) for name in names):
         raise UserError(f"{source}: expected class names as a list of texts, found something else")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{source}: expected different class names, found {shown(twice)} twice")
     return names
+
+
+def _is_text(name):
+    """Whether a name can be written down; bytes of a file name that are no UTF-8 can be."""
+    try:
+        name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def whole_numbers(values, count, source):

@@ -270,7 +270,7 @@ def variables_73(file):
         held = file[name]
         if isinstance(held, h5py.Dataset) and held.shape is not None:
             kind = hdf5.attribute(held, "MATLAB_class")
-            kind = kind.decode("ascii", "replace") if isinstance(kind, bytes) else "unknown"
+            kind = shown(kind[:40]) if isinstance(kind, bytes) else "unknown"
             found.append(Variable(name, tuple(int(n) for n in held.shape[::-1]), kind))
     return found
 

@@ -172,7 +172,8 @@ def check_format(file):
         raise UserError(f"{where}: expected a file of python -m mpidl.pack, found another")
     version = hdf5.attribute(file, "format_version")
     if version != VERSION:
-        raise UserError(f"{where}: its format_version is {version}, this mpidl reads {VERSION}")
+        text = shown(str(version)[:40])
+        raise UserError(f"{where}: its format_version is {text}, this mpidl reads {VERSION}")
     if text_of(hdf5.attribute(file, "sha256")) != content(file):
         raise UserError(
             f"{where}: expected what was packed, found another content: its checksum differs"
