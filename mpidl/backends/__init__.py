@@ -22,7 +22,8 @@ def of(x):
 def of_array(array):
     """The backend for an array: the C kernels for float32 where they are, else NumPy; or the GPU's
     for one that lies there."""
-    return of_type(array.dtype) if isinstance(array, np.ndarray) else array.backend
+    host = isinstance(array, (np.ndarray, np.generic))
+    return of_type(array.dtype) if host else array.backend
 
 
 def of_type(dtype):
