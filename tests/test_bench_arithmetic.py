@@ -269,7 +269,7 @@ def test_peaks_beyond_those_on_fewer_images():
 
 def test_the_memory_of_processes():
     """RssAnon of each; shared memory once, whoever maps it; nothing of who has ended."""
-    code = "import numpy, sys; a = numpy.ones(4 << 20); print(); sys.stdin.read()"
+    code = "import numpy, sys; a = numpy.ones(4 << 20); print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as job:
         job.stdout.readline()
