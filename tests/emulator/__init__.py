@@ -169,7 +169,7 @@ class EmulatedDevice:
 
     def load(self, unit):
         self._not_captured("loads kernels")
-        library = compiler.library(unit.text, unit.family, unit.defines)
+        library = compiler.loaded(unit.text, unit.family, unit.defines)
         return {name: Kernel(name, library) for name in kernels.signatures(unit.text)}
 
     def launch(self, handle, launch):

@@ -61,7 +61,7 @@ extern "C" const char* run_{name}(
 
 
 @functools.cache
-def library(text, family, defines=()):
+def loaded(text, family, defines=()):
     """A unit's kernels, a ctypes.CDLL. Compiled once for all processes of this user."""
     return ctypes.CDLL(compiled(program(text, defines), family))
 
