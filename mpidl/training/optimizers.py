@@ -3,6 +3,7 @@
 Every rank computes the same step from the same bytes, element by element; nothing is exchanged.
 """
 
+import abc
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from mpidl import backends
 from mpidl.training import options
 
 
-class Optimizer:
+class Optimizer(abc.ABC):
     """What all optimizers share: factors of parameters, clipping, state.
 
     l2: added to the gradient as l2 * factor * w. The factor is 1 for the parameters whose names end
@@ -94,9 +95,9 @@ class Optimizer:
         stepped = self._step(backend, weights, gradients, kept, numbers, decays, factors)
         return parameters | dict(zip(moving, stepped, strict=True))
 
+    @abc.abstractmethod
     def _step(self, backend, weights, gradients, kept, numbers, decays, factors):
         """The new weights, by the backend."""
-        raise NotImplementedError
 
     def _moving(self, parameters):
         """Those of the parameters that are stepped at all."""
