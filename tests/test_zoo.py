@@ -9,7 +9,7 @@ from images import pixels_of, save
 
 import mpidl as dl
 from mpidl.nn import zoo
-from mpidl.training.loop import model_loss
+from mpidl.training.objective import cross_entropy
 
 
 def test_the_tables_of_the_cifar_network():
@@ -91,9 +91,9 @@ def test_the_tables_of_alexnet():
 def test_one_result_of_the_larger_networks_on_any_number_of_ranks(world, name, shape):
     net, images = zoo.NETWORKS[name](shape, 4, 1), pixels_of(0, 37, *shape) / np.float32(255)
     arrays, alone = (images, np.arange(37) % 4), Alone()
-    loss, gradients, state = dl.value_and_grad(model_loss)(net, *blocked(alone, *arrays))
+    loss, gradients, state = dl.value_and_grad(cross_entropy)(net, *blocked(alone, *arrays))
     loss, gradients = alone.gplus((loss, gradients))
-    found = dl.value_and_grad(model_loss, reduce=world)(net, *blocked(world, *arrays))
+    found = dl.value_and_grad(cross_entropy, reduce=world)(net, *blocked(world, *arrays))
     assert found[0][0].tobytes() == loss[0].tobytes() and np.isfinite(loss[0])
     for mine, theirs in ((found[1], gradients), (found[2], state)):
         assert all(mine[n].tobytes() == v.tobytes() for n, v in theirs.items())
@@ -113,9 +113,9 @@ def test_every_network_has_a_recipe():
 def test_one_result_of_the_cifar_network_on_any_number_of_ranks(world):
     net, images = zoo.cifar(seed=1), pixels_of(0, 37, 3, 32, 32) / np.float32(255)
     arrays, alone = (images, np.arange(37) % 10), Alone()
-    loss, gradients, _ = dl.value_and_grad(model_loss)(net, *blocked(alone, *arrays))
+    loss, gradients, _ = dl.value_and_grad(cross_entropy)(net, *blocked(alone, *arrays))
     loss, gradients = alone.gplus((loss, gradients))
-    found = dl.value_and_grad(model_loss, reduce=world)(net, *blocked(world, *arrays))
+    found = dl.value_and_grad(cross_entropy, reduce=world)(net, *blocked(world, *arrays))
     assert found[0][0].tobytes() == loss[0].tobytes() and np.isfinite(loss[0])
     assert {n: v.tobytes() for n, v in found[1].items()} == {
         n: v.tobytes() for n, v in gradients.items()

@@ -5,23 +5,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidl import ops
 from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.data import MinibatchQueue
 from mpidl.errors import UserError
 from mpidl.fold import Counter
+from mpidl.training import objective
 from mpidl.training.confusion import Confusion, names_of, tally
 
 
 class Evaluation(NamedTuple):
-    """Share of the images that were classified right, mean cross-entropy, number of images.
+    """Share of the images that were classified right, mean loss, number of images.
 
-    Where they were asked for: top_k, the share of the images whose class is among the k largest
-    scores; confusion, a `Confusion`.
+    accuracy: of labels a pixel the share of pixels; None of a loss that classifies nothing. Where
+    they were asked for: top_k, the share of the images whose class is among the k largest scores;
+    confusion, a `Confusion`.
     """
 
-    accuracy: float
+    accuracy: float | None
     loss: float
     images: int
     top_k: float | None = None
@@ -64,29 +65,40 @@ def agreed(batches, world, signals=None):
 
 
 def evaluate(
-    net, datastore, *, world=None, batch_size=128, signals=None, top_k=None, confusion=False
+    net,
+    datastore,
+    *,
+    world=None,
+    batch_size=128,
+    signals=None,
+    top_k=None,
+    confusion=False,
+    loss="crossentropy",
 ):
-    """Evaluation of a classifier on labelled images, in prediction mode. Collective.
+    """Evaluation of a network on labelled images, in prediction mode. Collective.
 
-    world: all ranks by default. top_k: a number k of 1 to the number of classes, and confusion:
-    whether to count which class was taken for which; both in the same pass. signals: those that end
-    it early, see `agreed`; it is then of the images so far. Raises UserError where there are no
-    labels, or labels beyond the network's outputs.
+    loss: as of `TrainingOptions`; another than cross-entropy goes by the images' targets. world:
+    all ranks by default. top_k: a number k of 1 to the number of classes, and confusion: whether to
+    count which class was taken for which; both in the same pass. signals: those that end it early,
+    see `agreed`; it is then of the images so far. Raises UserError where there are no labels, or
+    labels beyond the network's outputs.
     """
-    classes = classes_of(net, datastore, top_k)
+    objective.check(loss, net, datastore)
+    classes = _classes(net, datastore, loss, top_k, confusion)
     world = World() if world is None else world
-    totals, n, among = np.zeros(2), 0, 0
+    totals, n, among = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
-    net = net.on(world.device)
+    net, function = net.on(world.device), objective.of(loss)
     for images, labels in agreed(queue.epoch(0), world, signals):
-        scores = net.logits(images)
-        found = {
-            "loss": ops.softmax_cross_entropy(scores, labels),
-            "correct": ops.correct_count(scores, labels),
-        }
-        sums = world.gplus(found)
-        totals += float(sums["loss"]) * images.batch.count, float(sums["correct"])
+        if top_k or confusion:
+            scores = net.logits(images)
+            found = objective.cross_entropy_of(scores, labels)
+        else:
+            found = function(net, images, labels)
+        sums = [float(value) for value in world.gplus(dict(enumerate(found))).values()]
+        totals[0] += sums[0] * images.batch.count
+        totals[1] = None if len(sums) == 1 else totals[1] + sums[1]
         n += images.batch.count
         if top_k or confusion:  # whole numbers, whose sum is the same in any order
             mine, known = scores.local(), labels.local()
@@ -94,10 +106,10 @@ def evaluate(
                 tally(table, known, mine.argmax(axis=1))
             if top_k:
                 among += int((places(mine, known) < top_k).sum())
-    accuracy, loss = totals[::-1] / max(n, 1)
+    right = totals[1]
     return Evaluation(
-        float(accuracy),
-        float(loss),
+        None if right is None else right / max(n * objective.labels_of(datastore), 1),
+        totals[0] / max(n, 1),
         n,
         world.gop("sum", among) / max(n, 1) if top_k else None,
         Confusion(world.gop("sum", table), names_of(datastore.classes, classes))
@@ -106,26 +118,23 @@ def evaluate(
     )
 
 
-def classes_of(net, datastore, top_k=None):
-    """How many classes the network tells apart; UserError where the question has no answer."""
-    if datastore.labels is None:
-        raise UserError(f"{datastore.describe()}: the images have no labels to compare with")
-    if len(net.output_shape) != 1:
-        raise UserError(
-            f"{datastore.describe()}: expected a network with outputs (K,) to compare their labels "
-            f"with, found outputs of shape {net.output_shape}"
-        )
-    (classes,) = net.output_shape
-    highest = int(datastore.labels.max(initial=0))
-    if highest >= classes:
-        raise UserError(
-            f"{datastore.describe()}: expected labels below {classes}, the number of the network's "
-            f"outputs, found {highest}"
-        )
+def _classes(net, datastore, loss, top_k, confusion):
+    """How many classes top_k and confusion are of; UserError where the question has no answer."""
+    if not confusion and top_k is None:
+        return None
+    asked = "confusion" if confusion else "top_k"
+    if loss != "crossentropy":
+        raise UserError(f"{asked}: expected loss crossentropy, whose outputs are scores of classes")
+    classes = net.output_shape[0]
     whole = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)
     if top_k is not None and not (whole and 1 <= top_k <= classes):
         raise UserError(
             f"top_k must be a whole number from 1 to {classes}, the number of classes, got {top_k}"
+        )
+    if top_k is not None and len(net.output_shape) > 1:
+        raise UserError(
+            f"top_k: expected a network with outputs (K,), found outputs of shape "
+            f"{net.output_shape}"
         )
     return classes
 
@@ -147,7 +156,7 @@ def regression_errors(net, datastore, *, world=None, batch_size=128):
     """
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
-    if _squeezed(datastore.targets_shape) != _squeezed(net.output_shape):
+    if objective.squeezed(datastore.targets_shape) != objective.squeezed(net.output_shape):
         raise UserError(
             f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
             f"network's outputs, found {datastore.targets_shape}"
@@ -172,7 +181,3 @@ def _errors(found, targets):
         block = errors[b * LANES : (b + 1) * LANES].ravel()
         counter.push(np.array([np.square(block).sum(), np.abs(block).sum()]))
     return counter.partial((2,), np.float64)
-
-
-def _squeezed(shape):
-    return tuple(n for n in shape if n != 1)

@@ -8,15 +8,14 @@ import time
 
 import numpy as np
 
-from mpidl import backends, ops
+from mpidl import backends
 from mpidl.comm import World
 from mpidl.comm.guard import Signals
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.data.datastore import check_classes
 from mpidl.errors import Fault, UserError
 from mpidl.report import Console
 from mpidl.tape import value_and_grad
-from mpidl.training import checkpoint, modelfile, seen
+from mpidl.training import checkpoint, modelfile, objective, seen
 from mpidl.training.configuration import changed_on_resume, resumable, shares
 from mpidl.training.evaluate import agreed
 from mpidl.training.keeping import Keeper
@@ -31,12 +30,6 @@ from mpidl.training.validation import Validation, held_out
 AHEAD = 4  # steps of a GPU that may be under way while the host prepares the next
 
 
-def model_loss(net, images, labels):
-    """Mean cross-entropy, which is differentiated, and how many images were classified right."""
-    scores = net.logits(images)
-    return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
-
-
 def train(
     net,
     datastore,
@@ -49,13 +42,14 @@ def train(
     facts=(),
     signals=None,
 ):
-    """Train a classifier; the network's parameters and state change in place. Collective.
+    """Train a network; its parameters and state change in place. Collective.
 
-    datastore: labelled images. options: TrainingOptions. world: all ranks by default. out: folder
-    for metrics.jsonl, progress.png and the checkpoints (None: nothing is written). resume:
-    (arrays, facts) of a checkpoint to go on from; UserError where it is of other options, network
-    or images. facts: more to keep in the checkpoints. signals: entered `Signals`, where the caller
-    watches for them before and after the training as well.
+    datastore: labelled images, or images with targets, as the options' loss wants them. options:
+    TrainingOptions. world: all ranks by default. out: folder for metrics.jsonl, progress.png and
+    the checkpoints (None: nothing is written). resume: (arrays, facts) of a checkpoint to go on
+    from; UserError where it is of other options, network or images. facts: more to keep in the
+    checkpoints. signals: entered `Signals`, where the caller watches for them before and after the
+    training as well.
 
     USR1, TERM or INT on any rank ends the run after the present mini-batch, on all ranks, with a
     checkpoint; the result says so. An output function that returns True on any rank does so too.
@@ -65,7 +59,6 @@ def train(
     statistics of batch normalization that the options ask for; checkpoints hold the last
     iteration's, with the moving ones.
     """
-    check_classes(datastore)
     options = TrainingOptions() if options is None else options
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
@@ -108,7 +101,8 @@ class _Run:
         kept = None if resume is None else resume[0]
         how = seen.prepare(net, self.datastore, options, world, kept)
         how |= {"load": load, "sampling": options.sampling}
-        self.gradient = value_and_grad(model_loss, reduce=world)
+        self.minimized = objective.of(options.loss)
+        self.gradient = value_and_grad(self.minimized, reduce=world)
         self.queue, self.recorded = MinibatchQueue(*shared, **how), None
         self.measured = Measured(world) if options.worker_load == "measured" else None
         if world.device is not None:
@@ -214,36 +208,39 @@ class _Run:
             return
         if self.measured:
             self.measured.start(began)
-        (loss, correct), gradients, state = self.gradient(self.net, images, labels)
-        loss = float(loss)
+        value, gradients, state = self.gradient(self.net, images, labels)
+        loss, *correct = map(float, value)
         if not math.isfinite(loss):
             self._blame(images, labels, loss, shown)
         self.net.state = state
         self.net.parameters = self.optimizer(self.net.parameters, gradients)
         if self.measured:
             self.measured.stop(time.monotonic(), images.batch.blocks)
-        self._account(shown, loss, float(correct))
+        self._account(shown, loss, *correct)
 
     def _catch_up(self, left=0):
         """Take the results of the steps under way on a GPU, but for the last `left`."""
         while len(self.under_way) > left:
             handle, shown = self.under_way.popleft()
-            loss, correct = self.recorded.finish(handle)
+            loss, *correct = self.recorded.finish(handle)
             if not math.isfinite(loss):
                 raise Fault(
                     f"the loss is {loss} at epoch {self.at.epoch}, iteration {shown.iteration}; "
                     f"{self.keeper.advice(shown.learning_rate)}"
                 )
-            self._account(shown, loss, correct)
+            self._account(shown, loss, *correct)
 
-    def _account(self, shown, loss, correct):
+    def _account(self, shown, loss, correct=None):
         """Add a step's results to the sums and show them."""
-        at, count = self.at, shown.count
-        at.loss, at.correct = at.loss + loss * count, at.correct + correct
+        at, count, accuracy = self.at, shown.count, None
+        at.loss += loss * count
+        if correct is not None:
+            correct /= objective.labels_of(self.datastore)
+            at.correct, accuracy = (at.correct or 0.0) + correct, correct / count
         at.images, at.all_images = at.images + count, at.all_images + count
         now = time.monotonic()
         at.seconds = now - self.began
-        rate, accuracy = count / (now - shown.started), correct / count
+        rate = count / (now - shown.started)
         self.console.iteration(at.epoch, shown.iteration, loss, rate, accuracy)
         how = loss, shown.learning_rate, rate, at.seconds, accuracy
         self.keeper.record("iteration", at.epoch, shown.iteration, *how)
@@ -285,7 +282,7 @@ class _Run:
 
     def _end_epoch(self, rate):
         at, learning_rate = self.at, self.optimizer.learning_rate
-        loss, accuracy = at.loss / at.images, at.correct / at.images
+        loss, accuracy = at.loss / at.images, at.accuracy
         how = loss, learning_rate, rate, at.seconds, accuracy
         self.keeper.record("epoch", at.epoch, at.iteration, *how)
         if self.validation.due_at_end():
@@ -295,7 +292,7 @@ class _Run:
             at.epoch, loss, rate, at.seconds, accuracy, found.accuracy if found else None
         )
         self._tell("epoch", learning_rate, loss, accuracy)
-        at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, 0.0, 0
+        at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, None, 0
         at.epoch_loss = loss
         if self.measured:
             self.queue.load = self.measured.load()
@@ -319,7 +316,7 @@ class _Run:
 
     def _blame(self, images, labels, loss, shown):
         """Raise the Fault of a loss that is not finite, naming the ranks whose images made it."""
-        (own, _), _, _ = value_and_grad(model_loss)(self.net, images, labels)
+        (own, *_), _, _ = value_and_grad(self.minimized)(self.net, images, labels)
         ranks = self.world.gather(not np.isfinite(own.local()).all())
         guilty = [str(r) for r, bad in enumerate(self.world.broadcast(ranks)) if bad]
         where = f"rank {', '.join(guilty)}" if len(guilty) < self.world.size else "all ranks"

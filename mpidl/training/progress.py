@@ -15,11 +15,16 @@ class Position:
     batch: int = 0  # mini-batches of it that are done
     iteration: int = 0  # mini-batches done in all
     loss: float = 0.0  # sum over this epoch's images so far
-    correct: float = 0.0  # images of this epoch classified right in training
+    correct: float | None = None  # images of this epoch classified right, where any can be
     images: int = 0  # of this epoch so far
     seconds: float = 0.0  # spent training, resumed runs included
     all_images: int = 0  # of all epochs
     epoch_loss: float | None = None  # the mean over the images of the last epoch that was completed
+
+    @property
+    def accuracy(self):
+        """Of the epoch under way; None where the loss classifies nothing."""
+        return None if self.correct is None else self.correct / self.images
 
     @property
     def mean_loss(self):

@@ -7,7 +7,7 @@ from mpidl.data import normalize
 from mpidl.data.augment import Augmenter
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
-from mpidl.training.evaluate import classes_of
+from mpidl.training import objective
 
 OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
 
@@ -49,7 +49,7 @@ def image_shape(options, shape):
 
 
 def check(net, datastore, options):
-    """A UserError where a classifier cannot be trained, or validated, on these images."""
+    """A UserError where a network cannot be trained, or validated, on these images."""
     shape = image_shape(options, datastore.image_shape)
     if shape != net.input_shape:
         raise UserError(
@@ -69,8 +69,8 @@ def check(net, datastore, options):
             f"the network takes, found {store.image_shape}"
         )
     for images in (datastore, store):
-        if images is not None and images.targets_shape is None:
-            classes_of(net, images)
+        if images is not None:
+            objective.check(options.loss, net, images, training=images is datastore)
 
 
 def prepare(net, datastore, options, world, kept=None):

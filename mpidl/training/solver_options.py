@@ -39,6 +39,14 @@ class SolverOptions:
         "weights depend on their number",
         matlab="miniBatchSize*N",
     )
+    loss: str | Callable = option(
+        "crossentropy",
+        one_of("crossentropy", "mse", function=True),
+        "what is minimized: cross-entropy of labels, an image or a pixel, or the mean squared "
+        "error of targets; in Python also a function of network, images and targets",
+        resume="fixed",
+        matlab="lossFcn of trainnet; classificationLayer, regressionLayer",
+    )
     solver: str = option(
         "sgdm",
         one_of("sgdm", "adam", "rmsprop"),

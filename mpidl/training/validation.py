@@ -35,7 +35,7 @@ class Validation:
     """
 
     def __init__(self, options, world):
-        self.store, self.world = options.validation, world
+        self.store, self.world, self.minimized = options.validation, world, options.loss
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.every, self.patience = options.validation_frequency, options.validation_patience
         self.keeps = options.output_network == "best-validation"
@@ -63,7 +63,8 @@ class Validation:
 
         None where signals ended it: it is owed then, for a run that goes on from here.
         """
-        found = evaluate(net, self.store, world=self.world, signals=signals)
+        how = {"world": self.world, "signals": signals, "loss": self.minimized}
+        found = evaluate(net, self.store, **how)
         self.owed = signals is not None and signals.agreed
         if self.owed:
             return None

@@ -8,7 +8,7 @@ import mpidl as dl
 from mpidl.backends.gpu.sums import Counts
 from mpidl.data import on_device
 from mpidl.errors import Fault
-from mpidl.training import evaluate, loop, outputs
+from mpidl.training import evaluate, loop, objective, outputs
 from mpidl.training.modelfile import weights_sha256
 
 SIDE, CLASSES = 10, 3
@@ -88,7 +88,7 @@ def test_recorded_or_not_the_bytes_are_the_same(world):
     sgdm = dl.SGDM(learning_rate=0.01, momentum=0.5, l2=0.001)
     for epoch in range(2):
         for images, labels in queue.epoch(epoch):
-            step = dl.value_and_grad(loop.model_loss)(net, images, labels)
+            step = dl.value_and_grad(objective.cross_entropy)(net, images, labels)
             (loss, _), gradients, net.state = step
             assert float(world.gplus(loss)) > 0
             net.parameters = sgdm(net.parameters, world.gplus(gradients))

@@ -22,7 +22,7 @@ from mpidl.data.pixels import KEPT
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.tape import value_and_grad
-from mpidl.training import configuration, loop
+from mpidl.training import configuration, objective
 from mpidl.training.optimizers import SGDM
 
 CLASSES, QUALITY = 4, 85
@@ -94,7 +94,7 @@ class Step:
 
     def __init__(self, net):
         self.net, self.sgdm = net, SGDM(subject.RATE, subject.MOMENTUM)
-        self.gradient = value_and_grad(loop.model_loss, reduce=World())
+        self.gradient = value_and_grad(objective.cross_entropy, reduce=World())
 
     def __call__(self, images, labels):
         _, gradients, state = self.gradient(self.net, images, labels)

@@ -12,7 +12,7 @@ from mpidl.cli.bench import subject, turns
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore
 from mpidl.tape import value_and_grad
-from mpidl.training import loop
+from mpidl.training import objective
 from mpidl.training.optimizers import SGDM
 
 # What kernels call the numbers of a convolution: P, Q, R, S, C, K and the groups.
@@ -67,7 +67,7 @@ class Step:
         store = ArrayDatastore(*subject.mini_batch(self.net.input_shape, batch))
         queue = DeviceQueue(store, batch, 0, world, "never")
         self.net.to(self.device)
-        gradient = value_and_grad(loop.model_loss, reduce=world)
+        gradient = value_and_grad(objective.cross_entropy, reduce=world)
         sgdm = SGDM(subject.RATE, subject.MOMENTUM)
         self.step = Recorded(self.net, sgdm, gradient, queue.reader(), world.counts, graphs)
         ((self.feed, _),) = queue.epoch(0)

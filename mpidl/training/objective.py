@@ -1,0 +1,128 @@
+"""What a run minimizes: the losses that have a name, and what they ask of images and network."""
+
+import math
+
+import numpy as np
+
+from mpidl import ops
+from mpidl.data.datastore import check_classes
+from mpidl.errors import UserError
+
+
+def cross_entropy(net, images, labels):
+    """(mean cross-entropy, how many labels have the largest score), of labels an image or a pixel.
+
+    Both are Partials; the first is differentiated.
+    """
+    return cross_entropy_of(net.logits(images), labels)
+
+
+def cross_entropy_of(scores, labels):
+    """`cross_entropy` of what a network gave."""
+    return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
+
+
+def mean_squared_error(net, images, targets):
+    """(mean of the squared differences between outputs and targets,), a Partial."""
+    return (ops.mean_squared_error(net(images), targets),)
+
+
+LOSSES = {"crossentropy": cross_entropy, "mse": mean_squared_error}
+
+
+def of(loss):
+    """f(net, images, targets) of a loss's name, or of a function: a tuple of Partials, of which the
+    first is minimized, and the second, where there is one, is how many labels were right."""
+    if not callable(loss):
+        if loss not in LOSSES:
+            raise UserError(f"loss must be {' or '.join(LOSSES)} or a function, found {loss}")
+        return LOSSES[loss]
+    name = getattr(loss, "__name__", loss)
+
+    def own(net, images, targets):
+        found = loss(net, images, targets)
+        found = found if isinstance(found, tuple) else (found,)
+        if len(found) > 2:
+            raise TypeError(
+                f"{name}: expected a loss, or (loss, how many labels were right), got {len(found)} "
+                "values"
+            )
+        return found
+
+    return own
+
+
+def labels_of(datastore):
+    """How many labels an image has: 1, or as many as its targets have elements."""
+    return math.prod(datastore.targets_shape or ())
+
+
+def check(loss, net, datastore, *, training=False):
+    """A UserError where a network's outputs cannot be compared with what a set has of its images.
+
+    training: whether the set is one to train on, which has more than one class. What a function
+    takes is its own matter.
+    """
+    if callable(loss):
+        return
+    if loss == "crossentropy" and datastore.targets_shape is None:
+        if training:
+            check_classes(datastore)
+        classes_of(net, datastore)
+        return
+    about, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
+    whole = datastore.targets_dtype.kind in "iu"
+    if loss == "crossentropy":
+        if not whole:
+            raise UserError(
+                f"{about}: --loss crossentropy: expected labels, or whole numbers as targets, "
+                'found targets that are floats; --loss mse is for these (loss="mse" in Python)'
+            )
+        if len(outputs) < 1 or tuple(outputs[1:]) != tuple(shape):
+            raise UserError(
+                f"{about}: --loss crossentropy: expected a network with outputs (K, "
+                f"{', '.join(map(str, shape))}), a score for each class and target, found {outputs}"
+            )
+        return
+    if shape is None:
+        found = "labels alone" if datastore.labels is not None else "none"
+        raise UserError(f"{about}: --loss {loss}: expected images with targets, found {found}")
+    if whole:
+        raise UserError(
+            f"{about}: --loss {loss}: expected targets that are floats, found whole numbers"
+        )
+    if squeezed(shape) != squeezed(outputs):
+        raise UserError(
+            f"{about}: --loss {loss}: expected a network with outputs of shape {tuple(shape)}, as "
+            f"the targets', found {outputs}"
+        )
+
+
+def classes_of(net, datastore):
+    """How many classes the network tells apart, of labelled images or of labels a pixel.
+
+    UserError where the labels are none of them.
+    """
+    if datastore.targets_shape is not None and datastore.targets_dtype.kind in "iu":
+        check("crossentropy", net, datastore)
+        return net.output_shape[0]
+    if datastore.labels is None:
+        raise UserError(f"{datastore.describe()}: the images have no labels to compare with")
+    if len(net.output_shape) != 1:
+        raise UserError(
+            f"{datastore.describe()}: expected a network with outputs (K,) to compare their labels "
+            f"with, found outputs of shape {net.output_shape}"
+        )
+    (classes,) = net.output_shape
+    highest = int(np.max(datastore.labels, initial=0))
+    if highest >= classes:
+        raise UserError(
+            f"{datastore.describe()}: expected labels below {classes}, the number of the network's "
+            f"outputs, found {highest}"
+        )
+    return classes
+
+
+def squeezed(shape):
+    """A shape without its dimensions of 1."""
+    return tuple(n for n in shape if n != 1)
