@@ -1,12 +1,11 @@
 """Train a small network to take the noise out of images: a data set of one's own, with targets.
 
 The set is a class with three methods. An image is what it was with noise added, and its target is
-what it was; the loss is the mean squared error between the network's output and the target.
+what it was; what is minimized is the mean squared error between the network's output and that.
 
     mpirun -n 4 python examples/denoise.py [FOLDER OF IMAGES] [ITERATIONS]
 """
 
-import itertools
 import sys
 
 import numpy as np
@@ -38,19 +37,6 @@ class Noisy(dl.data.Datastore):
         return self.images.read(indices) / np.float32(255)
 
 
-def model_loss(net, noisy, clean):
-    return dl.mean_squared_error(net(noisy), clean)
-
-
-def error(world, store, of=lambda noisy: noisy, batch_size=100):
-    """The mean squared error of a whole set: of what `of` makes of its images."""
-    total, count = 0.0, 0
-    for noisy, clean in dl.MinibatchQueue(store, batch_size, world=world, shuffle="never").epoch(1):
-        total += float(world.gplus(dl.mean_squared_error(of(noisy), clean))) * noisy.batch.count
-        count += noisy.batch.count
-    return total / count
-
-
 def main(data="digits", iterations=200):
     world = dl.World()
     images, _ = dl.data.open_data(data, world)
@@ -60,18 +46,14 @@ def main(data="digits", iterations=200):
     layers += [dl.Conv2D(3, 16, padding=1), dl.ReLU()]
     layers += [dl.Conv2D(3, channels, padding=1)]
     net = dl.Network(layers, train.image_shape, seed=0)
-    queue = dl.MinibatchQueue(train, batch_size=64, seed=0, world=world)
-    sgdm = dl.SGDM(learning_rate=0.05, momentum=0.9)
-    step = dl.value_and_grad(model_loss, reduce=world)
-    epochs = itertools.chain.from_iterable(map(queue.epoch, itertools.count(1)))
+    options = dl.TrainingOptions(
+        loss="mse", learning_rate=0.05, batch_size=64, max_iterations=int(iterations)
+    )
+    dl.train(net, train, options, world=world)
 
-    for i, (noisy, clean) in enumerate(itertools.islice(epochs, int(iterations)), 1):
-        loss, gradients, net.state = step(net, noisy, clean)
-        net.parameters = sgdm(net.parameters, gradients)
-        if i == 1 or i % 50 == 0:
-            world.report(iteration=i, loss=loss)
-
-    world.report(noisy=error(world, test), denoised=error(world, test, net))
+    error = dl.regression_errors(net, test, world=world)
+    noise = test.read(range(len(test))) - test.targets(range(len(test)))
+    world.report(noisy=np.sqrt(np.mean(np.square(noise))), denoised=error.rmse)
     world.report(weights_sha256=dl.weights_sha256(net))
 
 

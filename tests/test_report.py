@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+import mpidl as dl
 from mpidl.errors import UserError
 from mpidl.report import Console, Metrics, console, metrics, plots
 
@@ -21,7 +22,7 @@ def show(shown, epochs=2):
             for batch in range(1, 4):
                 shown.iteration(epoch, 3 * (epoch - 1) + batch, 0.5 / epoch, 5210.4, 0.25)
             shown.epoch(epoch, 0.30714, 5210.4, 12.9, accuracy=0.91234)
-        shown.finish("runs/digits", 61.0, accuracy=0.999, images=1000)
+        shown.finish("runs/digits", 61.0, dl.Evaluation(0.999, 0.01, 1000))
 
 
 def test_lines_where_there_is_no_terminal():

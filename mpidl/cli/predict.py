@@ -11,7 +11,7 @@ from mpidl.comm import World, guard
 from mpidl.data.datastore import on_rank_0, shown
 from mpidl.errors import UserError
 from mpidl.report import arrays
-from mpidl.training import confusion, evaluate, modelfile, outputs
+from mpidl.training import confusion, evaluate, modelfile, objective, outputs
 from mpidl.training.confusion import Confusion
 
 
@@ -70,8 +70,10 @@ def _activations(given, world, net, images):
 
 
 def _outputs(given, world, net, images):
-    """Of a network that maps images to images or numbers: its errors, where there are targets."""
-    for name in ("top_k", "confusion"):
+    """Of a network whose outputs are images, numbers or a class a pixel: how right they are, where
+    there are targets."""
+    classifies = images.targets_shape is not None and images.targets_dtype.kind in "iu"
+    for name in ("top_k",) if classifies else ("top_k", "confusion"):
         if getattr(given, name):
             raise UserError(
                 f"--{name.replace('_', '-')}: expected a model with a score for each class, and "
@@ -80,17 +82,22 @@ def _outputs(given, world, net, images):
     if given.out:
         on_rank_0(world, lambda: arrays.check_path(given.out, "--out"))
         _write(given, world, net, images, "outputs")
-    found = None
-    if images.targets_shape is not None:
-        how = {"world": world, "batch_size": given.batch_size}
+    text = f"{len(images)} images, no targets known"
+    how = {"world": world, "batch_size": given.batch_size}
+    if classifies:
+        found = evaluate.evaluate(net, images, confusion=bool(given.confusion), **how)
+        each = objective.labels_of(images)
+        text = f"Accuracy: {found.accuracy:.4f} ({found.images} images, {each} labels each)"
+        if given.confusion:
+            on_rank_0(world, lambda: found.confusion.save(given.confusion))
+    elif images.targets_shape is not None:
         found = evaluate.regression_errors(net, images, **how)
+        text = f"RMSE: {found.rmse:.6g}, MAE: {found.mae:.6g} ({found.images} images)"
     if world.rank == 0:
-        if found is None:
-            print(f"{len(images)} images, no targets known")
-        else:
-            print(f"RMSE: {found.rmse:.6g}, MAE: {found.mae:.6g} ({len(images)} images)")
-        if given.out:
-            print(f"Outputs: {given.out}")
+        print(text)
+        for what, path in (("Confusion matrix", given.confusion), ("Outputs", given.out)):
+            if path:
+                print(f"{what}: {path}")
 
 
 def _write(given, world, net, images, name):

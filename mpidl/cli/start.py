@@ -1,6 +1,7 @@
 """What the commands do before their own work: the device, the network, what to warn of."""
 
 import importlib.util
+import math
 import os
 import platform
 import sys
@@ -122,13 +123,28 @@ def preprocess(run):
     )
 
 
+def outputs_of(datastore):
+    """What a network for these images is to give: the number of classes; of numbers as targets how
+    many there are; of other targets their shape."""
+    shape = datastore.targets_shape
+    if shape is None:
+        return len(datastore.classes)
+    return math.prod(shape) if len(shape) < 2 else tuple(shape)
+
+
 def network(name, input_shape, classes, seed):
-    """The Network that --network names, for images of this shape and number of classes.
+    """The Network that --network names, for images of this shape and `classes`, see `outputs_of`.
 
     A network of the zoo and one that a function gives as a list of layers are drawn by `seed`; a
     function's `Network` keeps its learnables, its state and what it knows of images.
     """
+    numbers = isinstance(classes, int)
     if name in zoo.NETWORKS:
+        if not numbers:
+            raise UserError(
+                f"--network {name}: it gives numbers; the data have targets of shape "
+                f"{'x'.join(map(str, classes))}, so expected FILE.py:FUNCTION"
+            )
         build = zoo.NETWORKS[name]
     elif ".py:" in name:
         build = _function(*name.rsplit(":", 1))
@@ -152,10 +168,10 @@ def network(name, input_shape, classes, seed):
             f"--network {name}: the data have images of shape {tuple(input_shape)}, so expected a "
             f"network that takes them, found one for {net.input_shape}"
         )
-    if net.output_shape != (classes,):
+    if numbers and net.output_shape != (classes,):
         raise UserError(
-            f"--network {name}: the data have {classes} classes, so expected {classes} outputs, "
-            f"found {'x'.join(map(str, net.output_shape))}"
+            f"--network {name}: the data have {classes} classes or numbers, so expected {classes} "
+            f"outputs, found {'x'.join(map(str, net.output_shape))}"
         )
     return net
 

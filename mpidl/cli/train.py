@@ -17,6 +17,7 @@ from mpidl.training import (
     evaluate,
     loop,
     modelfile,
+    objective,
     options,
     progress,
     seen,
@@ -64,7 +65,8 @@ def _train(given, world, signals):
         return _preview(given["preview"], train_set, settings, world)
     settings.load(world.size)  # refused before any work where it does not fit the ranks
     shape = seen.image_shape(settings, train_set.image_shape)
-    net = start.network(run["network"], shape, len(train_set.classes), settings.seed)
+    net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
+    objective.check(settings.loss, net, train_set, training=True)
     net.preprocess = how or net.preprocess
     start.check_normalization(run["network"], net, settings.normalization)
     if resume is not None:
@@ -109,7 +111,8 @@ def _train(given, world, signals):
         )
         stopped, test = result.stopped, None
         if stopped in (None, progress.PATIENCE):
-            test = evaluate.evaluate(net, test_set, world=world, signals=signals)
+            how = {"world": world, "signals": signals, "loss": settings.loss}
+            test = evaluate.evaluate(net, test_set, **how)
             stopped = loop.stopped_by(signals, world)
         if stopped:
             console.close()
@@ -124,7 +127,7 @@ def _train(given, world, signals):
             world,
             lambda: _write_results(out, net, train_set, result, test, world, device),
         )
-        console.finish(out, result.train_seconds, test.accuracy, test.images)
+        console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
     return 0
 
@@ -221,7 +224,7 @@ def _write_options(out, chosen, world):
 def _write_results(out, net, train_set, result, test, world, device):
     modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes)
     summary = {
-        "accuracy": test.accuracy,
+        "accuracy": test.accuracy,  # None of a loss that classifies nothing
         "loss": test.loss,
         "epochs": result.epochs,
         "iterations": result.iterations,

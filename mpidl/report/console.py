@@ -107,12 +107,13 @@ class Console:
         self.written = time.monotonic()
         self.line(", ".join(parts))
 
-    def finish(self, out, seconds, accuracy=None, images=None):
-        """End the progress; print the test accuracy, the time, and where the results are."""
+    def finish(self, out, seconds, test=None):
+        """End the progress; print the test's `Evaluation`, the time, where the results are."""
         self.close()
-        if accuracy is not None:
-            of = "" if images is None else f" ({images} images)"
-            self.line(f"Test accuracy: {accuracy:.4f}{of}")
+        if test is not None and test.accuracy is not None:
+            self.line(f"Test accuracy: {test.accuracy:.4f} ({test.images} images)")
+        elif test is not None:
+            self.line(f"Test loss: {test.loss:.6g} ({test.images} images)")
         self.line(f"Training time: {clock(seconds)}")
         self.line(f"Results: {out}")
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from mpidl.data.datastore import shown
 from mpidl.errors import UserError
 from mpidl.training.modelfile import write_whole
-from mpidl.training.options import NAMES, OPTIONS, TrainingOptions, check, flag, recipe
-from mpidl.training.rules import nearest
+from mpidl.training.options import NAMES, OPTIONS, TrainingOptions, flag, recipe
+from mpidl.training.rules import SIZE, Rule, checked, nearest, one_of
 
 # What a run is about beside its options: known on the command line and in a file's [run] table.
 RUN = {
@@ -25,6 +25,13 @@ RUN = {
     "resize": None,
     "cover": None,
     "centre_crop": None,
+}
+TEXT = Rule(str, "a text", pattern="(?s).*")
+RULES = {
+    **{name: known.metadata["rule"] for name, known in OPTIONS.items()},
+    **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
+    "colour": one_of("gray", "rgb", optional=True),
+    **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
 }
 
 
@@ -57,12 +64,10 @@ def resolve(given, *, config=None, resumed=None):
     values, sources = {}, {}
     for name in (*NAMES, *RUN):
         sources[name], known = next((s, known) for s, known in layers if name in known)
-        values[name] = known[name]
-        if name in OPTIONS:
-            spelled = flag(name) if sources[name] == "command line" else name
-            if sources[name].startswith("config "):
-                spelled = f"{config}: {name}"
-            values[name] = check(name, values[name], spelled)
+        spelled = flag(name) if sources[name] == "command line" else name
+        if sources[name].startswith("config "):
+            spelled = f"{config}: {name}"
+        values[name] = checked(RULES[name], known[name], spelled)
     _one_batch_size(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in RUN}
     return Resolved(TrainingOptions(**values), run, sources)
@@ -110,14 +115,9 @@ def read_config(path):
     values = {}
     for name, value in table.items():
         known = name.replace("-", "_")
-        if known in OPTIONS:
-            values[known] = check(known, value, f"{path}: {name}")
-        elif known in RUN:
-            if not isinstance(value, str):
-                raise UserError(f"{path}: {name} must be a text, found {value}")
-            values[known] = None if value == "none" else value
-        else:
-            raise UserError(f"{path}: unknown option {name}{nearest(known, [*OPTIONS, *RUN])}")
+        if known not in RULES:
+            raise UserError(f"{path}: unknown option {name}{nearest(known, RULES)}")
+        values[known] = checked(RULES[known], value, f"{path}: {name}")
     return values
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mpidl.data.normalize import NAMES as NORMALIZATIONS
-from mpidl.training.rules import Rule, at_least, one_of, option
+from mpidl.training.rules import SIZE, Rule, at_least, one_of, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ class ImageOptions:
             "a range of factors such as 0.9,1.1",
             pattern=r"[0-9]{1,3}(\.[0-9]{1,6})?,[0-9]{1,3}(\.[0-9]{1,6})?",
             shape="X,X",
+            joint=",",
             optional=True,
         ),
         "scale training images by a factor of this range",
@@ -84,13 +85,7 @@ class ImageOptions:
     )
     random_crop: str | None = option(
         None,
-        Rule(
-            str,
-            "a size such as 227x227",
-            pattern=r"[1-9][0-9]{0,5}x[1-9][0-9]{0,5}",
-            shape="HxW",
-            optional=True,
-        ),
+        SIZE,
         "train on windows of this HEIGHTxWIDTH at random places; others are cut in the centre",
         resume="fixed",
         matlab='OutputSizeMode="randcrop"',

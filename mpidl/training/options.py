@@ -17,7 +17,7 @@ from mpidl.training.rules import (
     at_least,
     checked,
     nearest,
-    numbers,
+    numbers_of,
     one_of,
     option,
     positive,
@@ -86,7 +86,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     gpus: str | None = option(
         None,
-        numbers("numbers of GPUs such as 0,2"),
+        numbers_of("numbers of GPUs such as 0,2"),
         "the GPUs of each host that may be used, by their numbers among those that are visible, in "
         "the order in which its ranks take them; none: all",
         matlab="gpuDevice",
@@ -115,6 +115,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
             "measured, or a number a rank such as 1,1,0,1",
             choices=("measured",),
             pattern=r"[0-9]+(\.[0-9]{1,3})?(,[0-9]+(\.[0-9]{1,3})?)*",
+            joint=",",
             optional=True,
         ),
         "how much of a mini-batch each rank takes, 0: nothing; measured: by the time that its "

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import numbers
 import operator
 import re
 from dataclasses import field
@@ -24,6 +25,7 @@ class Rule(NamedTuple):
     choices: tuple = ()
     pattern: str = ""  # of a text that is not one of the choices
     shape: str = "N,N,..."  # what --help writes for such a text
+    joint: str = ""  # what makes such a text of a list of numbers, in Python and TOML
     optional: bool = False  # None will do; files and the command line write "none"
     infinite: bool = False  # inf will do, for a whole number too
     function: bool = False  # a function will do, in the library
@@ -34,8 +36,8 @@ def at_least(low, *, optional=False, infinite=False):
     return Rule(int, words, low, optional=optional, infinite=infinite)
 
 
-def numbers(words):
-    return Rule(str, words, pattern=r"[0-9]+(,[0-9]+)*", optional=True)
+def numbers_of(words):
+    return Rule(str, words, pattern=r"[0-9]+(,[0-9]+)*", joint=",", optional=True)
 
 
 def positive(*, optional=False, infinite=False):
@@ -47,9 +49,27 @@ def share(low=0, high=1, *, optional=False):
     return Rule(float, f"at least {low} and below {high}", low, high, below=True, optional=optional)
 
 
-def one_of(*choices, function=False):
+def one_of(*choices, function=False, optional=False):
     words = ", ".join(choices[:-1]) + f" or {choices[-1]}"
-    return Rule(str, words, choices=choices, function=function)
+    return Rule(str, words, choices=choices, function=function, optional=optional)
+
+
+SIZE = Rule(
+    str,
+    "HEIGHTxWIDTH such as 227x227, or one number for both",
+    pattern=r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})?",
+    shape="HxW",
+    joint="x",
+    optional=True,
+)
+
+
+def size_of(text):
+    """(height, width) of what SIZE takes; None of None."""
+    if text is None:
+        return None
+    sides = [int(side) for side in text.split("x")]
+    return sides[0], sides[-1]
 
 
 def option(default, rule, text, *, resume="free", matlab=""):
@@ -67,6 +87,8 @@ def checked(rule, value, spelled, text=False):
         return value
     if rule.choices == ON_OFF and isinstance(value, bool):
         value = "on" if value else "off"
+    if rule.joint and isinstance(value, list | tuple) and all(map(_is_number, value)):
+        value = rule.joint.join(map(str, value))
     number = _convert(rule, value, text)
     if (
         number is None
@@ -75,8 +97,13 @@ def checked(rule, value, spelled, text=False):
     ):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
         kind = kind if number is None else ""
-        raise UserError(f"{spelled} must be {kind}{rule.words}, found {value}")
+        found = repr(value) if isinstance(value, str) and not text else value
+        raise UserError(f"{spelled} must be {kind}{rule.words}, found {found}")
     return number
+
+
+def _is_number(value):
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _convert(rule, value, text):
