@@ -20,6 +20,9 @@ CASES = {
     "gaps": ((2, 8, 7), {"size": 2, "stride": 3}),
     "padding": ((2, 6, 5), {"size": 3, "stride": 2, "padding": 1}),
     "asymmetric padding": ((1, 4, 5), {"size": (3, 4), "stride": 1, "padding": ((2, 0), (1, 3))}),
+    "same": ((2, 8, 7), {"size": 3, "stride": 2, "padding": "same"}),
+    "same, odd": ((1, 5, 6), {"size": (2, 4), "stride": (1, 3), "padding": "same"}),
+    "same, gaps": ((1, 7, 5), {"size": (1, 2), "stride": (3, 2), "padding": "same"}),
     "global": ((4, 5, 3), {"size": (5, 3)}),
     "one": ((2, 3, 4), {"size": 1}),
     "a byte of places": ((1, 17, 16), {"size": 16, "stride": 1}),
@@ -33,10 +36,21 @@ def pair(value):
     return (value, value) if isinstance(value, int) else value
 
 
+def pads(image, size, stride, padding):
+    """Padding as ((top, bottom), (left, right)); "same": what ceil(H / stride) windows need."""
+    if padding != "same":
+        return tuple(pair(side) for side in pair(padding))
+    found = []
+    for n, taps, step in zip(image, size, stride, strict=True):
+        missing = max(0, ((n + step - 1) // step - 1) * step + taps - n)
+        found.append((missing // 2, (missing + 1) // 2))
+    return tuple(found)
+
+
 def reference(kind, x, size, stride=None, padding=0):
     """One window after the other; of the largest, the places (n, C, P, Q, 2) in the image too."""
     (r, s), (down, across) = pair(size), pair(size if stride is None else stride)
-    (top, bottom), (left, right) = (pair(side) for side in pair(padding))
+    (top, bottom), (left, right) = pads(x.shape[2:], (r, s), (down, across), padding)
     n, c, h, w = x.shape
     p, q = (h + top + bottom - r) // down + 1, (w + left + right - s) // across + 1
     y, places = np.zeros((n, c, p, q)), np.zeros((n, c, p, q, 2), int)
@@ -55,7 +69,7 @@ def gradient(kind, x, dy, size, stride=None, padding=0):
     """The cotangent of x, window by window."""
     dx, (r, s) = np.zeros(x.shape), pair(size)
     down, across = pair(size if stride is None else stride)
-    (top, _), (left, _) = (pair(side) for side in pair(padding))
+    (top, _), (left, _) = pads(x.shape[2:], (r, s), (down, across), padding)
     _, places = reference(kind, x, size, stride, padding)
     for n, c, p, q in np.ndindex(dy.shape):
         if kind == "max":
@@ -183,6 +197,7 @@ def test_not_a_number_stays(world):
         ({"size": (2, 2, 2)}, "size must be"),
         ({"size": 2, "stride": 0}, "stride must be an integer >= 1"),
         ({"size": 2, "padding": -1}, "padding must be an integer >= 0"),
+        ({"size": 2, "padding": "valid"}, "padding must be an integer >= 0"),
         ({"size": (2, 3), "padding": (2, 0)}, r"padding must be smaller than size \(2, 3\)"),
         ({"size": 7}, r"windows of \(7, 7\) leave nothing of images \(2, 6, 6\)"),
     ],
@@ -207,6 +222,33 @@ def test_more_places_than_a_byte_counts(world):
         dl.average_pool2d(blocked(world, np.zeros((5, 3))), 2)
     with pytest.raises(ValueError, match=r"maxpool1: expected images \(C, H, W\), got \(3,\)"):
         dl.Network([dl.MaxPool2D(2)], (3,))
+
+
+@BOTH
+@pytest.mark.parametrize("size, stride", [(3, 2), (2, 2), (4, 3), ((5, 2), (1, 3)), (2, 4)])
+def test_same_padding_against_pytorch(world, kind, size, stride):
+    """The pixels that are missing in front, by PyTorch's own padding, and one more at the end."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    x = numbers("images", 18, 2, 7, 10)
+    (top, bottom), (left, right) = pads((7, 10), pair(size), pair(stride), "same")
+    variable = torch.from_numpy(x).requires_grad_()
+    fill = -np.inf if kind == "max" else 0.0
+    padded = torch.nn.functional.pad(variable, (left, right, top, bottom), value=fill)
+    y = getattr(torch.nn.functional, {"max": "max_pool2d", "average": "avg_pool2d"}[kind])(
+        padded, size, stride
+    )
+    down, across = pair(stride)
+    assert tuple(y.shape[2:]) == (-(-7 // down), -(-10 // across))
+    y.backward(torch.from_numpy(numbers("dy", *y.shape)))
+    options = {"size": size, "stride": stride, "padding": "same"}
+    found, dx = pooled(world, kind, x, options)
+    np.testing.assert_allclose(found, y.detach().numpy(), rtol=1e-13, atol=1e-14)
+    np.testing.assert_allclose(dx, variable.grad.numpy(), rtol=1e-13, atol=1e-14)
+    layer = {"max": dl.MaxPool2D, "average": dl.AveragePool2D}[kind](**options)
+    net = dl.Network([layer], (2, 7, 10))
+    again = dl.Network.from_spec(net.spec(), net.input_shape)
+    assert again.output_shapes == [tuple(y.shape[1:])]
+    assert np.array_equal(whole(world, again(blocked(world, x))), found)
 
 
 def test_layers(world):

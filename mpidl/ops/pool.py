@@ -27,7 +27,7 @@ def windows(name, image_shape, size, stride, padding, places=None):
         raise ValueError(f"{name}: expected images (C, H, W), got {image_shape}")
     size = check.pair(name, "size", size, 1)
     stride = check.pair(name, "stride", size if stride is None else stride, 1)
-    padding = check.pads(name, padding)
+    padding = check.same_or_pads(name, padding, image_shape[1:], size, stride)
     if any(side >= n for n, sides in zip(size, padding, strict=True) for side in sides):
         raise ValueError(f"{name}: padding must be smaller than size {size}, got {padding}")
     if places and size[0] * size[1] > places:
@@ -49,8 +49,8 @@ def max_pool2d(x, size, *, stride=None, padding=0):
     x: (N, C, H, W); size: an integer or (rows, columns), at most 256 pixels in all; returns
     (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, Q likewise. stride (the size
     where None) is an integer or (down, across): smaller than the size, windows overlap. padding,
-    as in `conv2d` and smaller than the size, is never the largest. The gradient goes to the largest
-    pixel, of equal ones to the first, row by row.
+    as in `conv2d` ("same" too) and smaller than the size, is never the largest. The gradient goes
+    to the largest pixel, of equal ones to the first, row by row.
     """
     check.images("max_pool2d", x, 4)
     *how, _ = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
@@ -72,12 +72,13 @@ def global_average_pool2d(x):
 
 @op(blocks=True)
 def average_pool2d(x, size, *, stride=None, padding=0):
-    """The mean of each window, in which padding counts as zeros.
+    """The mean of each window: its sum over `size`, in which padding counts as zeros.
 
     x: (N, C, H, W); size: an integer or (rows, columns); returns (N, C, P, Q) with
     P = (H + top + bottom - rows) // stride + 1, Q likewise. stride (the size where None) is an
-    integer or (down, across): smaller than the size, windows overlap. padding as in `conv2d`,
-    smaller than the size.
+    integer or (down, across): smaller than the size, windows overlap. padding as in `conv2d`
+    ("same" too), smaller than the size; it counts as MATLAB's PaddingValue 0 and PyTorch's
+    count_include_pad do.
     """
     check.images("average_pool2d", x, 4)
     *how, _ = windows("average_pool2d", x.image_shape, size, stride, padding)
