@@ -218,8 +218,8 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
     """Play the tape back from `root`, whose cotangent is `seed`; returns {leaf Var: gradient}.
 
     The order is the tape's, backwards: the same on every rank. `on_ready(leaf, gradient)` is called
-    as soon as a gradient is final, `progress()` after each vjp. Saved arrays are freed as they are
-    used, so that a tape can be played once only.
+    as soon as a gradient is final, and takes it over: it is not returned. `progress()` is called
+    after each vjp. Saved arrays are freed as they are used, so that a tape can be played once only.
     """
     waiting, stack = {root: 0}, [root]
     while stack:
@@ -232,13 +232,15 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
     cotangents, gradients = {root: seed}, {}
 
     def finish(leaf):
-        gradients[leaf] = cotangents.pop(leaf, None)
-        if gradients[leaf] is None:
+        gradient = cotangents.pop(leaf, None)
+        if gradient is None:
             value = leaf.value
-            zeros = _zeros(value.lanes if isinstance(value, Blocked) else value)
-            gradients[leaf] = value.like(zeros) if isinstance(value, Blocked) else zeros
+            gradient = _zeros(value.lanes if isinstance(value, Blocked) else value)
+            gradient = value.like(gradient) if isinstance(value, Blocked) else gradient
         if on_ready:
-            on_ready(leaf, gradients[leaf])
+            on_ready(leaf, gradient)
+        else:
+            gradients[leaf] = gradient
 
     nodes = sorted(waiting, key=lambda v: v.index, reverse=True)
     for node in nodes:
@@ -270,6 +272,7 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
             waiting[parent] -= 1
             if waiting[parent] == 0 and not parent.parents:
                 finish(parent)
+        parts = part = None
         if progress:
             progress()
     return gradients
@@ -326,12 +329,13 @@ def value_and_grad(f, *, reduce=None):
                 on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
                 progress=reducer.progress if reducer else None,
             )
+        if reducer:
+            found = {leaves.get(name): g for name, g in reducer.finish().items()}
         gradients = {
             name: found[leaf] if leaf in found else _zeros(leaf.value)
             for name, leaf in leaves.items()
         }
         if reducer:
-            gradients |= reducer.finish()
             partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
             for i, v in reduce.gplus(partials).items():
                 value[i] = v

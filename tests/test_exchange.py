@@ -1,6 +1,7 @@
 """The exchanges: simulated for 1 to 64 ranks, then by the ranks that run this session."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -239,6 +240,23 @@ def test_many_sums_under_way(world, bucket_bytes):
         expected = tree_sum(values, 0, 7) * np.float32(i + 1)
         assert sums[f"w{i}"].tobytes() == expected.tobytes()
     assert not world.flying
+
+
+def test_nodes_are_kept_no_longer_than_needed(world):
+    """On one rank they are the sum, without a copy."""
+    count = 7 * LANES
+    leaves, batch = leaves_of(count, 1, (50, 40)), share(count, world)
+    partial, reducer = partial_of(batch, leaves), Reducer(world, 1)
+    nodes = [weakref.ref(node) for term in partial.terms for node in term.nodes]
+    address = nodes[0]().ctypes.data if nodes else None
+    reducer.push("w", partial)
+    del partial
+    total = reducer.finish()["w"]
+    assert total.tobytes() == tree_sum(leaves, 0, 7).tobytes()
+    if world.size == 1:
+        assert total.ctypes.data == address
+    else:
+        assert not any(node() is not None for node in nodes)
 
 
 def test_terms_of_different_types_and_trees_in_one_sum(world):

@@ -1,5 +1,7 @@
 """Adds Partials up over the ranks, in buckets, while other work goes on."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from mpidl.backends import native
@@ -42,18 +44,27 @@ class Reducer:
         self.open, self.open_key, self.open_bytes = [], None, 0
 
     def push(self, name, value):
-        """Hand over one value: a Partial, or an array that every rank has already."""
+        """Hand over one value: a Partial, or an array that every rank has already.
+
+        A Partial's nodes are kept no longer than they are needed; on one rank the one node is the
+        sum, in the same memory.
+        """
         self.values[name] = value
         if not isinstance(value, Partial) or not is_on_host(value):
             return
-        for index, term in enumerate(value.terms):
+        for term in value.terms:
             if len(term.tree.runs) != self.world.size:
                 raise ValueError(
                     f"{name or 'the sum'} is over images that {len(term.tree.runs)} rank(s) share, "
                     f"this world has {self.world.size}: add it up in the world of its images"
                 )
-            if self.world.size == 1:
-                continue  # the one node is the sum
+        if self.world.size == 1:
+            roots = [np.reshape(term.nodes[0], value.shape) for term in value.terms]
+            self.values[name] = value.finish(roots)
+            return
+        shells = [replace(term, nodes=[]) for term in value.terms]
+        self.values[name] = Partial(shells, value.once, value.shape, value.dtype)
+        for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
             if self.open and key != self.open_key:
                 self._post()
@@ -66,14 +77,16 @@ class Reducer:
 
     def _post(self):
         tree, combine, dtype = self.open_key
-        width = sum(size for *_, size in self.open)
-        matrix = np.empty((len(tree.nodes[tree.rank]), width), dtype)
-        places, at = [], 0
-        for name, index, nodes, size in self.open:
-            for row, node in zip(matrix, nodes, strict=True):
-                row[at : at + size] = np.reshape(node, -1)
-            places.append((name, index, size))
-            at += size
+        places = [(name, index, size) for name, index, _, size in self.open]
+        if len(self.open) == len(self.open[0][2]) == 1:  # a large one, as it lies
+            matrix = np.reshape(self.open[0][2][0], (1, -1))
+        else:
+            width, at = sum(size for *_, size in self.open), 0
+            matrix = np.empty((len(tree.nodes[tree.rank]), width), dtype)
+            for _, _, nodes, size in self.open:
+                for row, node in zip(matrix, nodes, strict=True):
+                    row[at : at + size] = np.reshape(node, -1)
+                at += size
         self.buckets.append((places, self.world.fly(tree, matrix, combine)))
         self.open, self.open_key, self.open_bytes = [], None, 0
 
@@ -99,10 +112,7 @@ class Reducer:
             if name in sums:
                 continue
             if isinstance(value, Partial):
-                if self.world.size == 1:
-                    found = [term.nodes[0].copy() for term in value.terms]
-                else:
-                    found = [roots[name, i] for i in range(len(value.terms))]
+                found = [roots[name, i] for i in range(len(value.terms))]
                 value = value.finish([root.reshape(value.shape) for root in found])
             sums[name] = value
         sums = {name: sums[name] for name in self.values}

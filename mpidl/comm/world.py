@@ -94,14 +94,19 @@ class World:
         if isinstance(value, dict):
             reducer = Reducer(self, bucket_bytes=float("inf"))
             for name, item in value.items():
-                reducer.push(name, item if isinstance(item, Partial) else self.gplus(item))
+                # on one rank a copy: the Partial stays the caller's
+                simple = not isinstance(item, Partial) or self._has(item)
+                reducer.push(name, self.gplus(item) if simple else item)
             return reducer.finish()
         if isinstance(value, (list, tuple)):
             return type(value)(self.gplus(dict(enumerate(value))).values())
         if isinstance(value, Partial):
-            simple = self.size == 1 and is_on_host(value)
-            return self._alone.gplus(value) if simple else self.gplus({"": value})[""]
+            return self._alone.gplus(value) if self._has(value) else self.gplus({"": value})[""]
         return self.gop("sum", value)
+
+    def _has(self, partial):
+        """Whether a Partial's sum is here already."""
+        return self.size == 1 and is_on_host(partial)
 
     def gop(self, operation, value):
         """Combine a number or array of all ranks with an operation; every rank gets the result.
