@@ -76,10 +76,17 @@ extern "C" __global__ void __launch_bounds__(256) images_of_floats(
            of_pixels, count, parts);
 }
 
-// lanes[i] = table[indices[i]] of the first *valid images, 0 of the others.
+// What goes with an image: table (n, channels, places) to lanes (image, places, channels), words of
+// four bytes as they are. Zeros in images from *valid on; see `window`.
 extern "C" __global__ void __launch_bounds__(256)
-    images_labels(const int* __restrict__ table, const int* __restrict__ indices,
-                  const int* __restrict__ valid, int* __restrict__ lanes, int images) {
-    const int i = blockIdx.x * THREADS + threadIdx.x;
-    if (i < images) lanes[i] = i < *valid ? table[indices[i]] : 0;
+    images_targets(const int* __restrict__ table, const int* __restrict__ indices,
+                   const int* __restrict__ valid, int* __restrict__ lanes, int channels, int places,
+                   int count, int parts) {
+    const int image = blockIdx.x / parts;
+    const int size = channels * places, first = blockIdx.x % parts * (THREADS * EACH);
+    const bool there = image < (valid ? *valid : count);
+    lanes += (long long)image * size;
+    if (there) table += (long long)(indices ? indices[image] : image) * size;
+    for (int e = first + threadIdx.x; e < min(first + THREADS * EACH, size); e += THREADS)
+        lanes[e] = there ? table[e % channels * places + e / channels] : 0;
 }

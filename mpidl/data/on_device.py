@@ -1,40 +1,21 @@
 """The training set as a recorded step on a GPU reads it: by sample number, from device memory."""
 
-import functools
-from typing import Any, NamedTuple
-
 import numpy as np
 
 from mpidl.backends.gpu import array, run
-from mpidl.backends.gpu.images import floats, images, labels
+from mpidl.backends.gpu.images import floats, images, targets
 from mpidl.backends.gpu.program import ROWS
 from mpidl.blocks import Blocked, share
-from mpidl.data.datastore import read_images
-from mpidl.data.queue import MinibatchQueue
-from mpidl.data.workers import Job
-from mpidl.errors import UserError
+from mpidl.data.queue import ForDevice, MinibatchQueue, bounds_of
 
 MOVES = ("mirrored", "top", "left")  # of each image, in a step's own order
 RESIDENT = 0.5  # of the device's memory, which its ranks' data sets may take to be kept there whole
-
-
-class Feed(NamedTuple):
-    """This rank's part of one mini-batch, for a step that was recorded for whole ones.
-
-    batch: the mini-batch's own Batch; indices: the samples of this rank's share, as a whole
-    mini-batch is shared; pixels: theirs, where they do not lie on the device; moves: what is done
-    to each image by whole pixels, (n,) int32 arrays by name, see `backends.images`.
-    """
-
-    batch: Any
-    indices: np.ndarray
-    pixels: Any
-    moves: dict
+UPLOADED = 64 << 20  # bytes of a data set that are read and uploaded at a time
 
 
 class DeviceQueue(MinibatchQueue):
-    """A MinibatchQueue that delivers (Feed, None): which samples, and their pixels where the data
-    set is too large for the device.
+    """A MinibatchQueue that delivers (Feed, None): which samples, and their pixels and labels, or
+    targets, where the data set is too large for the device or the host changes what it reads.
 
     The shares are those of whole mini-batches, in a smaller last one too: a recorded step finds
     there fewer images in the same places.
@@ -42,19 +23,14 @@ class DeviceQueue(MinibatchQueue):
 
     def __init__(self, datastore, batch_size, seed, world, shuffle, **how):
         super().__init__(datastore, batch_size, seed, world, shuffle, **how)
-        nbytes = len(datastore) * int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
+        p = self.pipeline
+        self.image_bytes = int(np.prod(p.read_shape)) * p.dtype.itemsize
+        if p.labels_shape is not None:
+            self.image_bytes += int(np.prod(p.labels_shape)) * p.labels_dtype.itemsize
         room = RESIDENT * world.device.memory / world.device.sharers
         # what the host changes is uploaded anew each time
-        self.resident = nbytes <= room and not self.pipeline.late
+        self.resident = len(datastore) * self.image_bytes <= room and not p.late
         self.whole = share(self.batch_size, world, seed=seed, load=self.load, device=world.counts)
-        p = self.pipeline
-        if p.function is not None:
-            raise UserError(
-                "a mini-batch function cannot be part of a step that is recorded for a GPU: use "
-                "--device cpu, or a loop of your own"
-            )
-        self.shape = p.image_shape if p.late else datastore.image_shape  # as the device gets them
-        self.labels = np.ascontiguousarray(datastore.labels, np.int32)
 
     def epoch(self, epoch, start=0):
         self.device = None  # nothing is uploaded on the way: `Feed` goes to the step as it is
@@ -65,102 +41,117 @@ class DeviceQueue(MinibatchQueue):
 
     def _job(self, indices, epoch):
         first, last = self._shares(len(indices))[self.world.rank]
-        mine = indices[first:last]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
-        p, made = self.pipeline, {}
-        pixels = None if self.resident else np.empty((len(mine), *self.shape), p.dtype)
-
-        def plan():
-            moves = p.moves(mine, epoch, self.seed)
-            made.update({k: v for k, v in moves.items() if k in MOVES})
-
-        def read(part):
-            pixels[part] = p.read(mine[part], epoch, self.seed)[0]
-
-        tasks = [plan]
-        if not self.resident and len(mine):
-            span = 16 * p.span(-(-len(mine) // 16), self.workers)
-            parts = (slice(start, start + span) for start in range(0, len(mine), span))
-            tasks += [functools.partial(read, part) for part in parts]
-        return Job(tasks, lambda: (Feed(batch, mine, pixels, made), None))
+        mine = indices[first:last]
+        return ForDevice(self.pipeline, batch, mine, read=not self.resident).job(self.workers)
 
     def reader(self):
         """The Reader of this data set: made once, before the step is recorded."""
         return Reader(self)
 
 
-class Reader:
-    """Where a recorded step finds images and labels, and what the host says of each step.
+class Table:
+    """A value an image on the device: of each of the data set, or of the mini-batches under way.
 
-    The data set lies on the device, in uint8 or float32 as the datastore has it, or, where it is
-    too large, the mini-batches under way do: the host writes them to pinned memory and a second
-    stream uploads them.
+    count: of the images in the data set, None where it is not kept there: then the host writes a
+    mini-batch of up to `size` images to pinned memory, and a second stream uploads it.
+    """
+
+    def __init__(self, device, shape, dtype, count, size):
+        self.device, self.size, self.staged = device, size, None
+        rows = ROWS * size if count is None else count
+        self.values = run.persistent((rows, *shape), dtype)
+        self.bounds = array.Bounds()
+        if count is None:
+            nbytes = self.values.nbytes
+            self.staged = device.pinned(nbytes).view(dtype).reshape(ROWS, size, *shape)
+
+    def put(self, start, values):
+        """Write the data set's values from image `start` on."""
+        at = start * int(np.prod(values.shape[1:], dtype=np.int64))
+        run.upload(self.values.part(at, values.shape), np.ascontiguousarray(values))
+        found, known = bounds_of(values), self.bounds.known
+        if found is not None:
+            low, high = found if known is None else known
+            self.bounds.known = min(low, found[0]), max(high, found[1])
+
+    def stage(self, row, values):
+        """Have a mini-batch's values on the device before what is launched from now on."""
+        staged = self.staged[row, : len(values)]
+        staged[...] = values
+        target = self.values.row(row * self.size)  # the first of as many images
+        self.device.after(self.device.stage(target.address, staged))
+
+
+class Reader:
+    """Where a recorded step finds images with their labels or targets, and what the host says of
+    each step.
+
+    The data set lies on the device, as the datastore has it, or the mini-batches under way do.
     """
 
     def __init__(self, queue):
         self.whole, self.device = queue.whole, queue.world.device
-        store, (first, last) = queue.datastore, queue.whole.images
-        self.pipeline, shape = queue.pipeline, queue.shape
-        self.size = last - first
-        self.resident = queue.resident
-        self.bounds = (int(queue.labels.min()), int(queue.labels.max()))
-        self.labels = array.plain(queue.labels)
-        count = len(store) if self.resident else ROWS * max(self.size, 1)
-        self.pixels = run.persistent((count, *shape), store.dtype)
+        self.pipeline, self.resident = queue.pipeline, queue.resident
+        p, (first, last) = self.pipeline, self.whole.images
+        self.size = max(last - first, 1)
+        count = len(queue.datastore) if self.resident else None
+        self.pixels = Table(self.device, p.read_shape, p.dtype, count, self.size)
+        self.labels = None
+        if p.labels_shape is not None:
+            self.labels = Table(self.device, p.labels_shape, p.labels_dtype, count, self.size)
         if self.resident:
-            self._upload(store)
-        else:
-            shape = (ROWS, max(self.size, 1), *shape)
-            nbytes = int(np.prod(shape)) * store.dtype.itemsize
-            self.staged = self.device.pinned(nbytes).view(store.dtype).reshape(shape)
+            self._upload(count, max(1, UPLOADED // max(1, queue.image_bytes)))
 
-    def _upload(self, store):
-        step = max(1, (64 << 20) // max(1, self.pixels.nbytes // len(store)))
-        for start in range(0, len(store), step):
-            indices = np.arange(start, min(start + step, len(store)))
-            part = np.ascontiguousarray(read_images(store, indices))
-            target = self.pixels.part(start * int(np.prod(store.image_shape)), part.shape)
-            run.upload(target, part)
-            self.device.synchronize()  # before `part` goes
+    def _upload(self, count, step):
+        for start in range(0, count, step):
+            indices = np.arange(start, min(start + step, count))
+            pixels, labels = self.pipeline.read(indices, 0, 0)
+            self.pixels.put(start, pixels)
+            if self.labels is not None:
+                self.labels.put(start, labels)
+            self.device.synchronize()  # before they go
 
     def read(self):
-        """(images, labels) of the step being recorded, Blocked."""
+        """(images, labels) of the step being recorded, Blocked; no labels are None."""
         whole = self.whole
         blocks = whole.blocks
         none = np.zeros(blocks * 16, np.int32)
         samples = run.scalar("samples", none, np.int32)
-        places = samples if self.resident else run.scalar("places", none, np.int32)
         run.scalar("epoch", 0, np.int32)  # of the samples, for who asks the batch
-        valid = whole.counts()
-        show = images if self.pixels.dtype == np.uint8 else floats
+        places = samples if self.resident else run.scalar("places", none, np.int32)
+        given = {"indices": places, "counts": whole.counts(), "blocks": blocks}
+        show = images if self.pipeline.dtype == np.uint8 else floats
         said = self.pipeline.moves(none, 0, 0)
         said |= {name: run.scalar(name, none, np.int32) for name in MOVES if name in said}
         constants = {"fill": said.pop("fill", None), **self.pipeline.numbers()}
         said |= {name: run.constant(v) for name, v in constants.items() if v is not None}
-        lanes = show(self.pixels, **said, indices=places, counts=valid, blocks=blocks)
-        known = labels(self.labels, samples, valid, blocks)
-        known.bounds = self.bounds
-        return Blocked(lanes, whole), Blocked(known, whole)
+        lanes, known = show(self.pixels.values, **said, **given), None
+        if self.labels is not None:
+            found = targets(self.labels.values, **given)
+            found.bounds = self.labels.bounds
+            known = Blocked(found, whole)
+        return Blocked(lanes, whole), known
 
     def values(self, feed, row):
-        """What `Program.run` is told of a Feed; uploads its pixels where they are not there.
+        """What `Program.run` is told of a Feed; uploads what it has of its images.
 
-        row: of the ROWS places for mini-batches the one that no step under way reads.
+        row: of the ROWS places for mini-batches the one that no step under way reads. Raises what
+        the recorded step's ops do of labels that cannot be.
         """
-        count, mine = feed.batch.count, len(feed.indices)
-        samples = np.zeros(self.whole.blocks * 16, np.int32)
-        samples[:mine] = feed.indices
-        values = {"samples": samples, "valid": mine, "per_image": 1.0 / count}
-        values["epoch"] = feed.batch.epoch
-        for name, numbers in feed.moves.items():
-            values[name] = np.zeros(len(samples), np.int32)
-            values[name][:mine] = numbers
+        mine = len(feed.indices)
+        numbers = {"samples": feed.indices}
+        numbers |= {name: feed.moves[name] for name in MOVES if name in feed.moves}
         if not self.resident:
-            values["places"] = np.zeros(len(samples), np.int32)
-            values["places"][:mine] = row * max(self.size, 1) + np.arange(mine)
+            numbers["places"] = row * self.size + np.arange(mine)
+            if feed.bounds is not None:
+                self.labels.bounds.say(*feed.bounds)
             if mine:
-                staged = self.staged[row, :mine]
-                staged[...] = feed.pixels
-                target = self.pixels.row(row * self.size)  # the first of as many images
-                self.device.after(self.device.stage(target.address, staged))
+                self.pixels.stage(row, feed.pixels)
+                if self.labels is not None:
+                    self.labels.stage(row, feed.labels)
+        values = {"valid": mine, "per_image": 1.0 / feed.batch.count, "epoch": feed.batch.epoch}
+        for name, known in numbers.items():
+            values[name] = np.zeros(self.whole.blocks * 16, np.int32)
+            values[name][:mine] = known
         return values

@@ -68,6 +68,11 @@ class Pipeline:
         warps = self.augmenter is not None and self.augmenter.warps
         return warps or self.function is not None
 
+    @property
+    def read_shape(self):
+        """(C, H, W) of the pixels that `read` returns."""
+        return tuple(self.image_shape if self.late else self.datastore.image_shape)
+
     def _check_crop(self, shape):
         if self.crop[0] > shape[1] or self.crop[1] > shape[2]:
             raise UserError(

@@ -3,13 +3,13 @@
 import contextlib
 import difflib
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import keyed
 from mpidl.backends import memory
-from mpidl.blocks import LANES, Blocked, OneRank, from_images, share
+from mpidl.blocks import LANES, Blocked, OneRank, blocks_of, share
 from mpidl.data import partition
 from mpidl.data.pipeline import Pipeline, fill_blocks
 from mpidl.data.workers import Job, ahead, in_turn
@@ -123,7 +123,7 @@ class MinibatchQueue:
             raise ValueError(f"start must be a mini-batch from 0 to {len(self)}, got {start}")
         jobs = self._jobs(epoch, start)
         batches = ahead(jobs, self.prefetch, self.workers) if self.prefetch else in_turn(jobs)
-        return batches if self.device is None else uploaded(batches)
+        return batches if self.device is None else uploaded(batches, self.pipeline)
 
     def _jobs(self, epoch, start):
         order = self.order(epoch)
@@ -142,13 +142,19 @@ class MinibatchQueue:
             plain=self.plain,
             device=None if self.device is None else self.world.counts,
         )
-        made = _OnDevice(batch, self) if self.device is not None else _InBlocks(batch, self)
-        span = self.pipeline.span(batch.blocks, self.workers)
-        tasks = [
-            functools.partial(made.read, first, min(first + span, batch.blocks))
-            for first in range(0, batch.blocks, span)
-        ]
-        return Job(tasks, made.result)
+        if self.device is not None:
+            return ForDevice(self.pipeline, batch, batch.indices).job(self.workers)
+        made = _InBlocks(batch, self)
+        return Job(runs(made.read, self.pipeline, batch.blocks, self.workers), made.result)
+
+
+def runs(read, pipeline, blocks, workers):
+    """The tasks that read so many blocks: read(first, one past the last) of a run of them each."""
+    span = pipeline.span(blocks, workers)
+    return [
+        functools.partial(read, first, min(first + span, blocks))
+        for first in range(0, blocks, span)
+    ]
 
 
 class _InBlocks:
@@ -180,51 +186,82 @@ class _InBlocks:
         return Blocked(self.lanes, self.batch), labels
 
 
-class _OnDevice:
-    """A mini-batch that is being read for a GPU: (batch, pixels, labels, moves, numbers)."""
+class Feed(NamedTuple):
+    """This rank's part of a mini-batch, as a GPU is given it.
 
-    def __init__(self, batch, queue):
-        self.batch, self.pipeline, n = batch, queue.pipeline, len(batch.indices)
-        p = self.pipeline
-        shape = p.image_shape if p.late else p.datastore.image_shape
-        self.pixels, self.labels = np.empty((n, *shape), p.dtype), None
-        if p.labels_shape is not None:
-            self.labels = np.empty((n, *p.labels_shape), p.labels_dtype)
+    indices: its samples. pixels, labels: plain arrays, (n, C, H, W) and (n, *labels_shape), as
+    `Pipeline.read` makes them; None where they lie on the device, or are not known. bounds: the
+    least and the largest of labels that are whole numbers, or None. moves: see `Pipeline.moves`.
+    """
+
+    batch: Any
+    indices: np.ndarray
+    pixels: Any
+    labels: Any
+    bounds: Any
+    moves: dict
+
+
+class ForDevice:
+    """A Feed that is being made. read: whether pixels and labels are, or lie on the device."""
+
+    def __init__(self, pipeline, batch, indices, read=True):
+        self.pipeline, self.batch, self.indices = pipeline, batch, indices
+        self.pixels = self.labels = None
+        self.bounds, self.moves = [], {}  # the bounds of each run
+        self.blocks = blocks_of(len(indices)) if read else 0
+        if read:
+            p, n = pipeline, len(indices)
+            self.pixels = np.empty((n, *p.read_shape), p.dtype)
+            if p.labels_shape is not None:
+                self.labels = np.empty((n, *p.labels_shape), p.labels_dtype)
+
+    def job(self, workers):
+        """The Job whose item is (Feed, None)."""
+        tasks = runs(self.read, self.pipeline, self.blocks, workers)
+        return Job([self.plan, *tasks], self.result)
+
+    def plan(self):
+        at = self.batch
+        self.moves = self.pipeline.moves(self.indices, at.epoch, at.seed)
 
     def read(self, first, last):
-        batch, part = self.batch, slice(first * LANES, last * LANES)
-        found = self.pipeline.read(batch.indices[part], batch.epoch, batch.seed)
-        self.pixels[part] = found[0]
+        at, part = self.batch, slice(first * LANES, last * LANES)
+        pixels, labels = self.pipeline.read(self.indices[part], at.epoch, at.seed)
+        self.pixels[part] = pixels
         if self.labels is not None:
-            self.labels[part] = found[1]
+            self.labels[part] = labels
+            self.bounds.append(bounds_of(labels))
 
     def result(self):
-        p, batch = self.pipeline, self.batch
-        moves = p.moves(batch.indices, batch.epoch, batch.seed)
-        return batch, self.pixels, self.labels, moves, p.numbers()
+        known = [pair for pair in self.bounds if pair is not None]
+        bounds = (min(a for a, _ in known), max(b for _, b in known)) if known else None
+        return Feed(self.batch, self.indices, self.pixels, self.labels, bounds, self.moves), None
 
 
-def uploaded(batches):
-    """(images, labels) on the GPU of what `_OnDevice` read, by this thread."""
+def bounds_of(labels):
+    """(least, largest) of labels that are whole numbers, None of others and of none."""
+    if labels is None or labels.dtype.kind == "f" or not labels.size:
+        return None
+    return int(labels.min()), int(labels.max())
+
+
+def uploaded(feeds, pipeline):
+    """(images, labels) on the GPU of each (Feed, None), by this thread."""
     from mpidl.backends.gpu import array, functions
 
-    with contextlib.closing(batches):
-        for batch, pixels, labels, moves, numbers in batches:
-            show = functions.images if pixels.dtype == np.uint8 else functions.floats
-            pixels = array.plain(pixels)
+    with contextlib.closing(feeds):
+        for feed, _ in feeds:
+            batch = feed.batch
+            given = {"counts": batch.counts(), "blocks": batch.blocks}
+            show = functions.images if feed.pixels.dtype == np.uint8 else functions.floats
             said = {
                 name: array.plain(value) if isinstance(value, np.ndarray) else value
-                for name, value in (moves | numbers).items()
+                for name, value in (feed.moves | pipeline.numbers()).items()
             }
-            lanes = show(pixels, **said, counts=batch.counts(), blocks=batch.blocks)
-            if labels is not None and labels.dtype == np.float32 and labels.ndim == 4:
-                targets = array.plain(labels)  # images, which lie as images do
-                show = functions.floats
-                labels = Blocked(show(targets, counts=batch.counts(), blocks=batch.blocks), batch)
-            elif labels is not None:
-                found = from_images(labels, batch).lanes
-                labels = Blocked(array.plain(found), batch)
-                if found.dtype == np.int32:
-                    bounds = (int(found.min()), int(found.max())) if found.size else None
-                    labels.lanes.bounds = bounds
-            yield Blocked(lanes, batch), labels
+            images, labels = show(array.plain(feed.pixels), **said, **given), None
+            if feed.labels is not None:
+                lanes = functions.targets(array.plain(feed.labels), **given)
+                lanes.bounds = array.Bounds(feed.bounds)
+                labels = Blocked(lanes, batch)
+            yield Blocked(images, batch), labels

@@ -58,15 +58,18 @@ def check_labels(name, labels, classes):
         raise TypeError(f"{name}: expected labels as integers, one per image, got {found!r}")
     if not labels.lanes.size:
         return
+
+    def check_bounds(low, high):
+        if not 0 <= low <= high < classes:
+            raise ValueError(
+                f"{name}: expected labels in 0..{classes - 1}, the classes of the scores, got "
+                f"{low}..{high}"
+            )
+
     if isinstance(labels.lanes, np.ndarray):
-        low, high = labels.lanes.min(), labels.lanes.max()
-    else:  # on a GPU: known since they were uploaded
-        low, high = labels.lanes.bounds
-    if not 0 <= low <= high < classes:
-        raise ValueError(
-            f"{name}: expected labels in 0..{classes - 1}, the classes of the scores, got "
-            f"{low}..{high}"
-        )
+        check_bounds(labels.lanes.min(), labels.lanes.max())
+    else:  # on a GPU: as the host knows them
+        labels.lanes.bounds.hold(check_bounds)
 
 
 @op(blocks=True)

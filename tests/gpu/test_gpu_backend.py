@@ -16,7 +16,7 @@ from mpidl.tape import Var
 # image_sums: which `dl.sum` and `dl.mean` ask for, see below; what the host does before
 NOT_OFFERED = {"image_sums", "keyed_words", "planes", "warp"}
 # What it has beside: data sets and arrays that lie there
-ONLY_HERE = {"floats", "labels", "placed"}
+ONLY_HERE = {"floats", "placed", "targets"}
 
 
 @pytest.mark.parametrize("name", [n for n in functions.__all__ if n not in ONLY_HERE])

@@ -83,7 +83,7 @@ def test_filled_and_normalized(device, of_pixels):
 def test_images_of_a_data_set(device, valid, blocks):
     """Of unused images neither the number nor the moves mean anything."""
     shape, images_of = (3, 6, 5), blocks * LANES
-    data, labels = pixels_of(100, shape), np.arange(1000, 1100, dtype=np.int32)
+    data = pixels_of(100, shape)
     indices = np.full(images_of, 1 << 30, np.int32)
     indices[:valid] = np.random.default_rng(1).permutation(100)[:valid]
     options = moves(images_of, shape)
@@ -100,10 +100,34 @@ def test_images_of_a_data_set(device, valid, blocks):
         array.plain(data.astype(np.float32)), (7, 4), **uploaded(options), **given
     )
     assert np.array_equal(found.numpy(), np.round(expected * 255))
-    found = images.labels(array.plain(labels), **given)
-    flat = np.zeros(images_of, np.int32)
-    flat[:valid] = labels[indices[:valid]]
-    assert found.dtype == np.int32 and np.array_equal(found.numpy(), flat.reshape(blocks, LANES))
+
+
+@pytest.mark.parametrize("valid, blocks", [(37, 3), (16, 3), (0, 2), (0, 0)])
+@pytest.mark.parametrize(
+    "shape", [(), (7,), (5, 33), (1, 6, 5), (3, 5, 7), (3, 19, 23), (2, 3, 1, 2)]
+)
+def test_targets_of_a_data_set(device, shape, valid, blocks):
+    """Any words, NaNs of all kinds too; as lanes lie, images as NHWC."""
+    random = np.random.default_rng(blocks)
+    words = random.integers(-(1 << 31), 1 << 31, (60, *shape)).astype(np.int32)
+    indices = np.full(blocks * LANES, 1 << 30, np.int32)
+    indices[:valid] = random.permutation(60)[:valid]
+    expected = np.zeros((blocks * LANES, *shape), np.int32)
+    expected[:valid] = words[indices[:valid]]
+    expected = np.moveaxis(expected.reshape(blocks, LANES, *shape), 1, -1)
+    given = {"indices": array.plain(indices), "counts": number(valid), "blocks": blocks}
+    for kind in (np.int32, np.float32):
+        found = images.targets(array.plain(words.view(kind)), **given)
+        assert found.dtype == kind and found.order == array.order_of_lanes(found.dims)
+        assert found.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
+    first = images.targets(array.plain(words[:21])).numpy()  # as they come
+    assert np.array_equal(np.moveaxis(first, -1, 1).reshape(-1, *shape)[:21], words[:21])
+    assert first.shape == (2, *shape, LANES) and not first[1, ..., 5:].any()
+
+
+def test_targets_of_other_types_are_refused(device):
+    with pytest.raises(TypeError, match="expected float32 or int32, got float64"):
+        images.targets(array.plain(np.zeros((3, 2))))
 
 
 def test_unused_images_are_zero_whatever_their_numbers_say(device):
@@ -113,6 +137,8 @@ def test_unused_images_are_zero_whatever_their_numbers_say(device):
     expected = np.zeros((3, 2, 3, 3, LANES), np.float32)
     expected[:2] = reference.images(data[:21])
     assert found.tobytes() == expected.tobytes()
+    found = images.targets(array.plain(data.astype(np.float32)), **given).numpy()
+    assert found.tobytes() == np.round(expected * 255).tobytes()
 
 
 def test_indices_alone_say_how_many(device):

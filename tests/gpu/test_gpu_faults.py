@@ -441,6 +441,21 @@ FAULTS = [
         ends.test_unused_images_are_zero_whatever_their_numbers_say,
     ),
     Fault(
+        "images",
+        "unused targets are there",
+        "const bool there = image < (valid ? *valid : count);",
+        "const bool there = image < count;",
+        ends.test_unused_images_are_zero_whatever_their_numbers_say,
+    ),
+    Fault(
+        "images",
+        "the channels of a target stay apart",
+        "table[e % channels * places + e / channels]",
+        "table[e]",
+        ends.test_targets_of_a_data_set,
+        ((3, 5, 7), 37, 3),
+    ),
+    Fault(
         "elementwise",
         "rows of the target lie as those of the source",
         "to + row * piece[5]",

@@ -42,7 +42,7 @@ class Array:
         self.shape = tuple(shape)
         self.dims = self.shape if dims is None else tuple(dims)
         self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
-        self.bounds = None  # of labels: the least and the largest, known from the host
+        self.bounds = None  # of labels: a Bounds
 
     @property
     def backend(self):
@@ -121,6 +121,29 @@ class Array:
 
     def __repr__(self):
         return f"gpu.Array(shape={self.shape}, {self.dtype})"
+
+
+class Bounds:
+    """The least and the largest of whole numbers on the device, which the host alone can look at.
+
+    known: (least, largest); None where they are those of each mini-batch to come, in a step that is
+    recorded before there is one.
+    """
+
+    def __init__(self, known=None):
+        self.known, self.checks = known, []
+
+    def hold(self, check):
+        """check(least, largest), which raises where they cannot be: now, or at each `say`."""
+        if self.known is None:
+            self.checks.append(check)
+        else:
+            check(*self.known)
+
+    def say(self, least, largest):
+        """What they are in a mini-batch."""
+        for check in self.checks:
+            check(least, largest)
 
 
 def in_memory(array, dims, order):

@@ -25,7 +25,7 @@ from mpidl.backends.gpu.batchnorm import (
 from mpidl.backends.gpu.conv import conv2d, conv2d_backward, conv2d_moments
 from mpidl.backends.gpu.dense import dense, dense_backward, dense_dweight, dense_dx
 from mpidl.backends.gpu.elementwise import zeros_like
-from mpidl.backends.gpu.images import floats, images, labels
+from mpidl.backends.gpu.images import floats, images, targets
 from mpidl.backends.gpu.loss import (
     correct_count,
     cross_entropy,
@@ -87,7 +87,6 @@ __all__ = [
     "dropout",
     "floats",
     "images",
-    "labels",
     "leaky_relu",
     "leaky_relu_dx",
     "max_pool2d",
@@ -109,6 +108,7 @@ __all__ = [
     "statistics",
     "tanh",
     "tanh_dx",
+    "targets",
     "transposed_conv2d",
     "transposed_conv2d_backward",
     "zeros_like",

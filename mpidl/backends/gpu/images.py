@@ -1,8 +1,11 @@
-"""Images and labels of a data set to the lanes of a mini-batch, by kernels/cuda/images.cu."""
+"""Images and their targets to the lanes of a mini-batch, by kernels/cuda/images.cu."""
+
+import math
 
 import numpy as np
 
 from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, blocks_of
 
 THREADS, EACH = 256, 4  # elements of a thread
@@ -66,7 +69,7 @@ def _gathered(kernel, pixels, size, said, numbers, out, indices, counts, blocks)
     p, q = image[1:] if size is None else size
     lanes = array.empty_lanes((blocks, image[0], p, q, LANES)) if out is None else out
     centre = numbers[1]
-    parts = -(-image[0] * p * q // (THREADS * EACH))
+    parts = _parts(image[0] * p * q)
     run.launch(
         kernel,
         blocks * LANES * parts,
@@ -87,12 +90,41 @@ def _gathered(kernel, pixels, size, said, numbers, out, indices, counts, blocks)
     return lanes
 
 
-def labels(table, indices, counts, blocks):
-    """(blocks, 16) int32: table[indices[i]] of each of the first `counts` images of the share, 0 in
-    unused ones. table: (n,) int32 of the whole data set."""
-    found = array.empty((blocks, LANES), np.int32)
-    images_of = blocks * LANES
+def targets(table, *, indices=None, counts=None, blocks=None):
+    """Lanes (B, *shape, 16) of what goes with images, unchanged: labels, numbers, maps or images.
+
+    table: (n, *shape) float32 or int32, as files have them. indices, counts, blocks: see `images`.
+    Unused ones are zero, and nothing is read of them.
+    """
+    if table.dtype not in (np.float32, np.int32):
+        raise TypeError(f"targets: expected float32 or int32, got {table.dtype}")
+    count, *shape = table.shape
+    count = count if indices is None else len(indices)
+    blocks = blocks_of(count) if blocks is None else blocks
+    lanes = array.empty_lanes((blocks, *shape, LANES), table.dtype)
+    channels = shape[0] if len(shape) == 3 else 1  # images, which lie as NHWC
+    parts = _parts(math.prod(shape))
     run.launch(
-        "images_labels", -(-images_of // THREADS), THREADS, table, indices, counts, found, images_of
+        "images_targets",
+        blocks * LANES * parts,
+        THREADS,
+        _words(table),
+        indices,
+        counts,
+        _words(lanes),
+        channels,
+        math.prod(shape) // channels,
+        count,
+        parts,
     )
-    return found
+    return lanes
+
+
+def _words(values):
+    """The same memory as whole numbers: a kernel that only moves them asks for no type."""
+    return Array(values.buffer, np.int32, values.shape, offset=values.offset)
+
+
+def _parts(size):
+    """How many blocks of threads an image of so many elements has."""
+    return -(-size // (THREADS * EACH))
