@@ -65,6 +65,7 @@ from mpidl.ops import (
     log,
     max_pool2d,
     mean,
+    mean_absolute_error,
     mean_squared_error,
     multiply,
     negative,

@@ -1,5 +1,6 @@
 """Every op against a plain float64 reference written here, and its vjp along random directions."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,8 +73,22 @@ def cross_entropy_reference(x, labels):
     return sum(-np.log(p[k]) for p, k in zip(softmax_reference(x), labels, strict=True)) / len(x)
 
 
+def by_pixel(x):
+    """(N, K, ...) as (N * pixels, K)."""
+    return np.moveaxis(x, 1, -1).reshape(-1, x.shape[1])
+
+
+def softmax_of_pixels_reference(x):
+    found = softmax_reference(by_pixel(x)).reshape(len(x), *x.shape[2:], x.shape[1])
+    return np.moveaxis(found, -1, 1)
+
+
 def mean_squared_error_reference(y, target):
     return sum((a - b) ** 2 for a, b in zip(y.flat, target.flat, strict=True)) / y.size
+
+
+def mean_absolute_error_reference(y, target):
+    return sum(abs(a - b) for a, b in zip(y.flat, target.flat, strict=True)) / y.size
 
 
 # cases: per image (name, shape) or a function of the count, replicated (name, shape)
@@ -127,13 +142,38 @@ CASES = {f"conv2d, {name}": convolution(*case) for name, case in CONVOLUTIONS.it
     "softmax_cross_entropy": (
         dl.softmax_cross_entropy,
         cross_entropy_reference,
-        [(6,), "labels"],
+        [(6,), ("labels",)],
+        [],
+    ),
+    "softmax of pixels": (dl.softmax, softmax_of_pixels_reference, [(4, 3, 6)], []),
+    "softmax_cross_entropy of pixels": (
+        dl.softmax_cross_entropy,
+        lambda x, labels: cross_entropy_reference(by_pixel(x), labels.ravel()),
+        [(6, 2, 9), ("labels", 2, 9)],
+        [],
+    ),
+    "softmax_cross_entropy, dimensions of 1": (
+        dl.softmax_cross_entropy,
+        lambda x, labels: cross_entropy_reference(by_pixel(x), labels.ravel()),
+        [(6, 1, 3), ("labels", 3)],
         [],
     ),
     "mean_squared_error": (
         dl.mean_squared_error,
         mean_squared_error_reference,
         [(2, 3), (2, 3)],
+        [],
+    ),
+    "mean_squared_error of numbers": (
+        dl.mean_squared_error,
+        mean_squared_error_reference,
+        [(1,), ()],
+        [],
+    ),
+    "mean_absolute_error": (
+        dl.mean_absolute_error,
+        mean_absolute_error_reference,
+        [(1, 2, 3), (2, 3)],
         [],
     ),
     "mean": (dl.mean, lambda x: x.sum(axis=0) / len(x), [(2, 3)], []),
@@ -167,7 +207,9 @@ def arrays(case, count, dtype=np.float64):
     """Of a case: (op, reference, per-image arrays of `count` images, replicated arrays)."""
     op, reference, images, replicated = CASES[case]
     made = [
-        np.arange(count) * 7 % 6 if shape == "labels" else numbers(f"{case} {i}", count, *shape)
+        np.arange(count * math.prod(shape[1:])).reshape(count, *shape[1:]) * 7 % 6
+        if shape[:1] == ("labels",)
+        else numbers(f"{case} {i}", count, *shape)
         for i, shape in enumerate(images)
     ]
     made = [a if a.dtype.kind == "i" else a.astype(dtype) for a in made]
@@ -353,6 +395,33 @@ def test_correct_count(world):
     x = np.array([[1, 2, 0], [3, 1, 3], [0, 0, 0], [0, 0, 5]] * 5, "f4")
     labels = np.array([1, 2, 0, 2] * 5)  # right; a tie, where the first class counts; right; right
     assert world.gplus(dl.correct_count(*blocked(world, x, labels))) == 15
+    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # of 5 images of 2 x 2
+    found = dl.correct_count(*blocked(world, pixels, labels.reshape(5, 2, 2)))
+    assert world.gplus(found) == 15
+
+
+def test_losses_and_their_gradients_are_those_of_pytorch(world):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    functional = torch.nn.functional
+    scores, labels = numbers("scores", 21, 5, 3, 4), np.arange(21 * 12).reshape(21, 3, 4) * 7 % 5
+    y, target = numbers("y", 21, 2, 3, 4), numbers("target", 21, 2, 3, 4)
+    for ours, theirs, x, other in (
+        (dl.softmax_cross_entropy, functional.cross_entropy, scores, labels),
+        (dl.softmax_cross_entropy, functional.cross_entropy, scores[:, :, 0, 0], labels[:, 0, 0]),
+        (dl.mean_squared_error, functional.mse_loss, y, target),
+        (dl.mean_absolute_error, functional.l1_loss, y, target),
+    ):
+        for dtype, tolerance in (np.float64, 1e-13), (np.float32, 2e-6):
+            cast = other if other.dtype.kind == "i" else other.astype(dtype)
+            known = torch.tensor(x, requires_grad=True)
+            expected = theirs(known, torch.tensor(other))
+            expected.backward()
+            var = dl.Var(blocked(world, x.astype(dtype)), name="x")
+            loss = ours(var, blocked(world, cast, batch=var.value.batch))
+            assert abs(world.gplus(loss.value) - expected.item()) <= tolerance
+            (found,) = tape.backward(loss, np.ones(()), fold=world.gplus).values()
+            error = abs(whole(world, found) - known.grad.numpy()).max()
+            assert error <= tolerance * abs(known.grad.numpy()).max()
 
 
 @pytest.mark.parametrize(
@@ -402,8 +471,25 @@ def test_correct_count(world):
         (lambda x, f, i: dl.dense(x, np.ones((2, 3)), np.ones(2)), ValueError, "dense: expected"),
         (lambda x, f, i: dl.dense(f, np.ones((2, 4)), np.ones(2)), ValueError, r"weight \(K, 3\)"),
         (lambda x, f, i: dl.softmax_cross_entropy(f, f), TypeError, "expected labels as integers"),
-        (lambda x, f, i: dl.softmax_cross_entropy(x, i), ValueError, "expected x of shape 2 axes"),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(x, i),
+            ValueError,
+            r"expected labels of shape \(\d+, 4, 4\), one for each pixel of scores .*, 2, 4, 4\)",
+        ),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(i, i),
+            ValueError,
+            r"expected scores \(N, K\) or",
+        ),
+        (lambda x, f, i: dl.softmax(i), ValueError, r"softmax: expected \(N, K\) or"),
         (lambda x, f, i: dl.mean_squared_error(f, i), ValueError, "target of shape"),
+        (lambda x, f, i: dl.mean_squared_error(f, f.lanes), ValueError, "target of shape"),
+        (
+            lambda x, f, i: dl.mean_absolute_error(x, f),
+            ValueError,
+            "target of shape",
+        ),
+        (lambda x, f, i: dl.mean_squared_error(i, i), TypeError, "target of floats, got int64"),
         (lambda x, f, i: dl.total(x), TypeError, "dl.sum and dl.mean"),
     ],
 )
@@ -424,3 +510,11 @@ def test_labels_beyond_the_classes_are_told(world):
         labels = dl.from_images(np.full(16, wrong), batch)
         with pytest.raises(ValueError, match=r"labels in 0\.\.2, .* got "):
             dl.softmax_cross_entropy(scores, labels)
+        pixels = np.ones((16, 2, 5), np.int32)
+        pixels[3, 1, 4] = wrong
+        for op in dl.softmax_cross_entropy, dl.correct_count:
+            with pytest.raises(ValueError, match=r"labels in 0\.\.2, .* got "):
+                op(
+                    dl.from_images(np.zeros((16, 3, 2, 5), "f4"), batch),
+                    dl.from_images(pixels, batch),
+                )

@@ -1,5 +1,8 @@
-/* Softmax and cross-entropy, in double: what a training step reports, and where its gradient
- * begins. A loop over the 16 lanes is one the compiler makes vectors of. */
+/* Softmax, cross-entropy and errors, in double: what a training step reports, and where its gradient
+ * begins. A loop over the 16 lanes is one the compiler makes vectors of.
+ *
+ * A tile is up to STRIP pixels of a block, each with its classes, or up to ROWS elements. Tiles do
+ * not depend on the number of threads, and a block's sum is that of its tiles in their order. */
 #include <math.h>
 
 #include "fold.h"
@@ -8,7 +11,8 @@
 #include "team.h"
 
 #define EACH_LANE_OF_ALL for (int lane = 0; lane < LANES; lane++)
-enum { FEW = 2048 }; /* blocks * classes that are not worth waking a thread for */
+enum { FEW = 2048 }; /* so much is not worth waking a thread for */
+enum { STRIP = 16, ROWS = 1024 };
 
 void mpidl_exp(const double *x, double *y, int64_t count) {
     for (int64_t i = 0; i < count; i++) y[i] = exponential(x[i]);
@@ -17,145 +21,313 @@ void mpidl_exp(const double *x, double *y, int64_t count) {
 struct job {
     const float *logits;
     const int32_t *labels, *counts;
-    double *p, *rows;
+    double *p, *sums; /* sums: of each tile */
     float *dlogits;
     double scale;
-    int64_t classes;
+    int64_t classes, pixels, tiles; /* tiles: of a block */
 };
 
-static void run(tile_work *work, struct job *job, int64_t blocks) {
-    if (blocks * job->classes > FEW) {
-        each_tile(blocks, work, job, 0);
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
+
+/* amount: of logits or elements, 16 each. */
+static void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t amount) {
+    if (amount > FEW || own) {
+        each_tile(tiles, work, job, own);
     } else {
-        for (int64_t block = 0; block < blocks; block++) work(job, block, NULL);
+        for (int64_t tile = 0; tile < tiles; tile++) work(job, tile, NULL);
         tick();
     }
 }
 
-/* top: of each image the largest of its logits; sum: of e^(logit - top) over the classes. */
-static void normalizers(const float *x, int64_t classes, double *top, double *sum) {
+static void run(tile_work *work, struct job *job, int64_t blocks) {
+    int64_t own = job->pixels > 1 ? job->classes * STRIP * LANES : 0; /* see `gathered` */
+    job->tiles = tiles_of(job->pixels, STRIP);
+    each(blocks * job->tiles, work, job, own, blocks * job->classes);
+}
+
+/* Fold the sums of tiles: the blocks' into rows, and these into this rank's nodes. */
+static void fold_tiles(const double *sums, int64_t blocks, int64_t tiles, double *rows,
+                       const int64_t *tree) {
+    for (int64_t block = 0; block < blocks; block++) {
+        double total = 0;
+        for (int64_t tile = 0; tile < tiles; tile++) total += sums[block * tiles + tile];
+        rows[block] = total;
+    }
+    fold_sums(rows, 1, (const struct tree *)tree);
+}
+
+static double *room_for_sums(int64_t count) {
+    return (double *)scratch(0, count * (int64_t)(sizeof(double) / sizeof(float)));
+}
+
+static void sum(tile_work *work, struct job *job, int64_t blocks, double *rows,
+                const int64_t *tree) {
+    job->sums = room_for_sums(blocks * tiles_of(job->pixels, STRIP));
+    run(work, job, blocks);
+    fold_tiles(job->sums, blocks, job->tiles, rows, tree);
+}
+
+/* Where a tile lies in an array (blocks, classes, pixels, 16), from class to class `far` floats. */
+struct strip {
+    int64_t block, at, labels, count, far;
+};
+
+static struct strip strip_of(const struct job *job, int64_t tile) {
+    int64_t block = tile / job->tiles, first = tile % job->tiles * STRIP;
+    return (struct strip){.block = block,
+                          .at = (block * job->classes * job->pixels + first) * LANES,
+                          .labels = (block * job->pixels + first) * LANES,
+                          .count = least(STRIP, job->pixels - first),
+                          .far = job->pixels * LANES};
+}
+
+/* The logits of a strip, from class to class count * 16 floats. Those of several pixels are copied:
+ * the caches keep few lines that lie as far apart as the pixels of classes often do. */
+static const float *gathered(const struct job *job, const struct strip *s, float *own) {
+    const float *x = job->logits + s->at;
+    if (job->pixels == 1) return x;
+    int64_t near = s->count * LANES;
+    for (int64_t c = 0; c < job->classes; c++)
+        memcpy(own + c * near, x + c * s->far, (size_t)near * sizeof(float));
+    return own;
+}
+
+/* Of a pixel's logits, `step` floats from class to class. top: of each image the largest; sum: of
+ * e^(logit - top) over the classes. */
+static void normalizers(const float *x, int64_t classes, int64_t step, double *top, double *sum) {
     float largest[LANES];
     memcpy(largest, x, sizeof largest);
     for (int64_t c = 1; c < classes; c++)
         EACH_LANE_OF_ALL largest[lane] =
-            x[c * LANES + lane] > largest[lane] ? x[c * LANES + lane] : largest[lane];
+            x[c * step + lane] > largest[lane] ? x[c * step + lane] : largest[lane];
     EACH_LANE_OF_ALL top[lane] = largest[lane], sum[lane] = 0;
     for (int64_t c = 0; c < classes; c++)
-        EACH_LANE_OF_ALL sum[lane] += exponential(x[c * LANES + lane] - top[lane]);
+        EACH_LANE_OF_ALL sum[lane] += exponential(x[c * step + lane] - top[lane]);
 }
 
-static void softmax_tile(void *argument, int64_t block, float *own) {
+static void softmax_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
-    const float *x = job->logits + block * job->classes * LANES;
-    double *p = job->p + block * job->classes * LANES, top[LANES], sum[LANES];
-    normalizers(x, job->classes, top, sum);
-    for (int64_t i = 0; i < job->classes * LANES; i += LANES)
-        EACH_LANE_OF_ALL p[i + lane] = exponential(x[i + lane] - top[lane]) / sum[lane];
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    for (int64_t i = 0; i < step; i += LANES) {
+        double *p = job->p + s.at + i, top[LANES], sum[LANES];
+        normalizers(x + i, job->classes, step, top, sum);
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL p[c * s.far + lane] =
+                exponential(x[c * step + i + lane] - top[lane]) / sum[lane];
+    }
 }
 
-static void loss_tile(void *argument, int64_t block, float *own) {
+static void loss_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
-    const float *x = job->logits + block * job->classes * LANES;
-    const int32_t *label = job->labels + block * LANES;
-    double top[LANES], sum[LANES], total = 0;
-    normalizers(x, job->classes, top, sum);
-    for (int lane = 0; lane < job->counts[block]; lane++)
-        total += log(sum[lane]) - (x[label[lane] * LANES + lane] - top[lane]);
-    job->rows[block] = total;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
+    double total = 0;
+    for (int64_t i = 0; i < step; i += LANES) {
+        const int32_t *label = job->labels + s.labels + i;
+        double top[LANES], sum[LANES];
+        normalizers(x + i, job->classes, step, top, sum);
+        for (int lane = 0; lane < job->counts[s.block]; lane++)
+            total += log(sum[lane]) - (x[label[lane] * step + i + lane] - top[lane]);
+    }
+    job->sums[tile] = total;
 }
 
-static void dlogits_tile(void *argument, int64_t block, float *own) {
+static void dlogits_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
-    const float *x = job->logits + block * job->classes * LANES;
-    float *d = job->dlogits + block * job->classes * LANES;
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
     double top[LANES], sum[LANES], label[LANES], scale[LANES];
-    normalizers(x, job->classes, top, sum);
-    EACH_LANE_OF_ALL label[lane] = job->labels[block * LANES + lane];
     EACH_LANE_OF_ALL scale[lane] = job->scale;
-    for (int64_t c = 0; c < job->classes; c++)
-        EACH_LANE_OF_ALL {
-            double p = exponential(x[c * LANES + lane] - top[lane]) / sum[lane];
-            d[c * LANES + lane] = (float)((p - (label[lane] == c ? 1.0 : 0.0)) * scale[lane]);
-        }
-    for (int lane = job->counts[block]; lane < LANES; lane++)
-        for (int64_t c = 0; c < job->classes; c++) d[c * LANES + lane] = 0;
+    for (int64_t i = 0; i < step; i += LANES) {
+        float *d = job->dlogits + s.at + i;
+        normalizers(x + i, job->classes, step, top, sum);
+        EACH_LANE_OF_ALL label[lane] = job->labels[s.labels + i + lane];
+        for (int64_t c = 0; c < job->classes; c++)
+            EACH_LANE_OF_ALL {
+                double p = exponential(x[c * step + i + lane] - top[lane]) / sum[lane];
+                d[c * s.far + lane] = (float)((p - (label[lane] == c ? 1.0 : 0.0)) * scale[lane]);
+            }
+        for (int lane = job->counts[s.block]; lane < LANES; lane++)
+            for (int64_t c = 0; c < job->classes; c++) d[c * s.far + lane] = 0;
+    }
 }
 
 /* The first of equal logits counts, and one that is not a number before all. */
-static void correct_tile(void *argument, int64_t block, float *own) {
+static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
-    const float *x = job->logits + block * job->classes * LANES;
-    float largest[LANES];
-    int32_t class[LANES] = {0};
+    struct strip s = strip_of(job, tile);
+    const float *x = gathered(job, &s, own);
+    int64_t step = s.count * LANES;
     int right = 0;
-    memcpy(largest, x, sizeof largest);
-    for (int64_t c = 1; c < job->classes; c++)
-        EACH_LANE_OF_ALL {
-            float value = x[c * LANES + lane];
-            int larger_one = value > largest[lane] ||
-                             (value != value && largest[lane] == largest[lane]);
-            largest[lane] = larger_one ? value : largest[lane];
-            class[lane] = larger_one ? (int32_t)c : class[lane];
-        }
-    for (int lane = 0; lane < job->counts[block]; lane++)
-        right += class[lane] == job->labels[block * LANES + lane];
-    job->rows[block] = right;
+    for (int64_t i = 0; i < step; i += LANES) {
+        float largest[LANES];
+        int32_t class[LANES] = {0};
+        memcpy(largest, x + i, sizeof largest);
+        for (int64_t c = 1; c < job->classes; c++)
+            EACH_LANE_OF_ALL {
+                float value = x[c * step + i + lane];
+                int larger_one = value > largest[lane] ||
+                                 (value != value && largest[lane] == largest[lane]);
+                largest[lane] = larger_one ? value : largest[lane];
+                class[lane] = larger_one ? (int32_t)c : class[lane];
+            }
+        for (int lane = 0; lane < job->counts[s.block]; lane++)
+            right += class[lane] == job->labels[s.labels + i + lane];
+    }
+    job->sums[tile] = right;
 }
 
-void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes) {
-    struct job job = {.logits = logits, .p = p, .classes = classes};
+void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes,
+                   int64_t pixels) {
+    struct job job = {.logits = logits, .p = p, .classes = classes, .pixels = pixels};
     run(softmax_tile, &job, blocks);
 }
 
 void mpidl_cross_entropy(const float *logits, const int32_t *labels, const int32_t *counts,
-                         double *rows, int64_t blocks, int64_t classes, const int64_t *tree) {
-    struct job job = {
-        .logits = logits, .labels = labels, .counts = counts, .rows = rows, .classes = classes};
-    run(loss_tile, &job, blocks);
-    fold_sums(rows, 1, (const struct tree *)tree);
+                         double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                         const int64_t *tree) {
+    struct job job = {.logits = logits,
+                      .labels = labels,
+                      .counts = counts,
+                      .classes = classes,
+                      .pixels = pixels};
+    sum(loss_tile, &job, blocks, rows, tree);
 }
 
 void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,
                                  const int32_t *counts, double scale, float *dlogits,
-                                 int64_t blocks, int64_t classes) {
+                                 int64_t blocks, int64_t classes, int64_t pixels) {
     struct job job = {.logits = logits,
                       .labels = labels,
                       .counts = counts,
                       .scale = scale,
                       .dlogits = dlogits,
-                      .classes = classes};
+                      .classes = classes,
+                      .pixels = pixels};
     run(dlogits_tile, &job, blocks);
 }
 
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
-                         double *rows, int64_t blocks, int64_t classes, const int64_t *tree) {
-    struct job job = {
-        .logits = logits, .labels = labels, .counts = counts, .rows = rows, .classes = classes};
-    run(correct_tile, &job, blocks);
-    fold_sums(rows, 1, (const struct tree *)tree);
+                         double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                         const int64_t *tree) {
+    struct job job = {.logits = logits,
+                      .labels = labels,
+                      .counts = counts,
+                      .classes = classes,
+                      .pixels = pixels};
+    sum(correct_tile, &job, blocks, rows, tree);
 }
 
-static void softmax_dx_tile(void *argument, int64_t block, float *own) {
+static void softmax_dx_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     (void)own;
-    int64_t at = block * job->classes * LANES;
-    const float *dy = job->logits + at;
-    const double *p = job->p + at;
-    double inner[LANES] = {0};
-    for (int64_t i = 0; i < job->classes * LANES; i += LANES)
-        EACH_LANE_OF_ALL inner[lane] = muladd_double(p[i + lane], dy[i + lane], inner[lane]);
-    for (int64_t i = 0; i < job->classes * LANES; i += LANES)
-        EACH_LANE_OF_ALL job->dlogits[at + i + lane] =
-            (float)(p[i + lane] * (dy[i + lane] - inner[lane]));
+    struct strip s = strip_of(job, tile);
+    for (int64_t i = s.at; i < s.at + s.count * LANES; i += LANES) {
+        const float *dy = job->logits + i;
+        const double *p = job->p + i;
+        double inner[LANES] = {0};
+        for (int64_t c = 0; c < job->classes * s.far; c += s.far)
+            EACH_LANE_OF_ALL inner[lane] = muladd_double(p[c + lane], dy[c + lane], inner[lane]);
+        for (int64_t c = 0; c < job->classes * s.far; c += s.far)
+            EACH_LANE_OF_ALL job->dlogits[i + c + lane] =
+                (float)(p[c + lane] * (dy[c + lane] - inner[lane]));
+    }
 }
 
-void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks,
-                      int64_t classes) {
-    struct job job = {
-        .logits = dy, .p = (double *)(uintptr_t)p, .dlogits = dx, .classes = classes};
+void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
+                      int64_t pixels) {
+    struct job job = {.logits = dy,
+                      .p = (double *)(uintptr_t)p,
+                      .dlogits = dx,
+                      .classes = classes,
+                      .pixels = pixels};
     run(softmax_dx_tile, &job, blocks);
+}
+
+/* ---- errors: sums of |y - target| or of its square, and their gradients ---- */
+
+struct errors {
+    const float *y, *target;
+    const int32_t *counts;
+    double *sums;
+    float *dy;
+    double scale;
+    int64_t elements, tiles;
+    int squared;
+};
+
+/* Of a tile: its block, and its elements (blocks, elements, 16) as floats [first, stop). */
+struct range {
+    int64_t block, first, stop;
+};
+
+static struct range range_of(const struct errors *job, int64_t tile) {
+    int64_t block = tile / job->tiles, row = tile % job->tiles * ROWS, at = block * job->elements;
+    return (struct range){
+        block, (at + row) * LANES, (at + least(job->elements, row + ROWS)) * LANES};
+}
+
+static void errors_tile(void *argument, int64_t tile, float *own) {
+    const struct errors *job = argument;
+    (void)own;
+    struct range r = range_of(job, tile);
+    double sums[LANES] = {0}, total = 0;
+    if (job->squared)
+        for (int64_t i = r.first; i < r.stop; i += LANES)
+            EACH_LANE_OF_ALL {
+                double error = (double)job->y[i + lane] - job->target[i + lane];
+                sums[lane] = muladd_double(error, error, sums[lane]);
+            }
+    else
+        for (int64_t i = r.first; i < r.stop; i += LANES)
+            EACH_LANE_OF_ALL sums[lane] += fabs((double)job->y[i + lane] - job->target[i + lane]);
+    for (int lane = 0; lane < job->counts[r.block]; lane++) total += sums[lane];
+    job->sums[tile] = total;
+}
+
+static void errors_dy_tile(void *argument, int64_t tile, float *own) {
+    const struct errors *job = argument;
+    (void)own;
+    struct range r = range_of(job, tile);
+    for (int64_t i = r.first; i < r.stop; i += LANES) {
+        EACH_LANE_OF_ALL {
+            double error = (double)job->y[i + lane] - job->target[i + lane];
+            double sign = error > 0 ? 1 : error < 0 ? -1 : error; /* NaN stays */
+            job->dy[i + lane] = (float)((job->squared ? error : sign) * job->scale);
+        }
+        for (int lane = job->counts[r.block]; lane < LANES; lane++) job->dy[i + lane] = 0;
+    }
+}
+
+void mpidl_errors(const float *y, const float *target, int64_t power, const int32_t *counts,
+                  double *rows, int64_t blocks, int64_t elements, const int64_t *tree) {
+    int64_t tiles = tiles_of(elements, ROWS);
+    struct errors job = {.y = y,
+                         .target = target,
+                         .counts = counts,
+                         .sums = room_for_sums(blocks * tiles),
+                         .elements = elements,
+                         .tiles = tiles,
+                         .squared = power == 2};
+    each(blocks * tiles, errors_tile, &job, 0, blocks * elements);
+    fold_tiles(job.sums, blocks, tiles, rows, tree);
+}
+
+void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
+                     const int32_t *counts, float *dy, int64_t blocks, int64_t elements) {
+    int64_t tiles = tiles_of(elements, ROWS);
+    struct errors job = {.y = y,
+                         .target = target,
+                         .counts = counts,
+                         .dy = dy,
+                         .scale = scale,
+                         .elements = elements,
+                         .tiles = tiles,
+                         .squared = power == 2};
+    each(blocks * tiles, errors_dy_tile, &job, 0, blocks * elements);
 }

@@ -122,19 +122,26 @@ void mpidl_winograd_dweight(const float *x, const float *dy, float *dweight, con
 void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweight,
                                   const int64_t *shape);
 
-/* loss.c: logits (blocks, classes, 16), labels (blocks, 16), rows (blocks): sums over a block's images,
- * folded into the first ones */
+/* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
+ * elements, 16), rows (blocks): sums over a block's images, folded into the first ones. power: 1 or 2,
+ * see backends/reference_loss.py */
 void mpidl_exp(const double *x, double *y, int64_t count);
-void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes);
-void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks,
-                      int64_t classes);
+void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes, int64_t pixels);
+void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
+                      int64_t pixels);
 void mpidl_cross_entropy(const float *logits, const int32_t *labels, const int32_t *counts,
-                         double *rows, int64_t blocks, int64_t classes, const int64_t *tree);
+                         double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                         const int64_t *tree);
 void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,
                                  const int32_t *counts, double scale, float *dlogits,
-                                 int64_t blocks, int64_t classes);
+                                 int64_t blocks, int64_t classes, int64_t pixels);
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
-                         double *rows, int64_t blocks, int64_t classes, const int64_t *tree);
+                         double *rows, int64_t blocks, int64_t classes, int64_t pixels,
+                         const int64_t *tree);
+void mpidl_errors(const float *y, const float *target, int64_t power, const int32_t *counts,
+                  double *rows, int64_t blocks, int64_t elements, const int64_t *tree);
+void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
+                     const int32_t *counts, float *dy, int64_t blocks, int64_t elements);
 
 /* optimizer.c: parameters are structs of optimizer.c, decays and factors (count) */
 void mpidl_sgdm(const int64_t *parameters, const float *decays, const float *factors,

@@ -1,12 +1,38 @@
-// Softmax and cross-entropy, in double: what a training step reports, where its gradient begins.
+// Softmax, cross-entropy and errors, in double: what a training step reports, where its gradient
+// begins.
 //
-// logits (images, classes), as memory orders them. A block of threads has the 16 images of a block,
-// which are one leaf of the sum over images, and a warp has one image: its lanes add up every 32nd
-// class, and each other by one tree.
+// logits (rows, classes), as memory orders them: a row is an image or, of images, a pixel. A block of
+// threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class, and each
+// other by one tree. Errors are of elements, each a thread's.
 
-enum { IMAGES = 16, LANES_OF_WARP = 32 };
+enum { ROWS = 16, LANES_OF_WARP = 32 };
 
-// Of an image: the largest of its logits, and the sum over the classes of e^(logit - top).
+// A leaf of a sum over images, blockIdx.x: its rows or elements, of images that are used. An image has
+// `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in all.
+struct Range {
+    long long first, stop;
+};
+
+__device__ __forceinline__ Range leaf(const int* valid, int size, int images, int parts,
+                                      int chunk) {
+    const long long image = (long long)(blockIdx.x / parts) * images;
+    const long long first = image * size + (long long)(blockIdx.x % parts) * chunk;
+    const long long stop = min((image + images) * size, (long long)*valid * size);
+    return {first, min(first + chunk, stop)};
+}
+
+// rows[blockIdx.x]: the sum over the block's warps, in their order, of the `value` of each.
+__device__ __forceinline__ void add_warps(double* of_warp, double value, double* rows) {
+    if (threadIdx.x % LANES_OF_WARP == 0) of_warp[threadIdx.x / LANES_OF_WARP] = value;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double sum = 0.0;
+        for (int i = 0; i < (int)blockDim.x / LANES_OF_WARP; i++) sum += of_warp[i];
+        rows[blockIdx.x] = sum;
+    }
+}
+
+// Of a row: the largest of its logits, and the sum over the classes of e^(logit - top).
 struct Normalizer {
     double top, sum;
 };
@@ -27,24 +53,26 @@ __device__ __forceinline__ Normalizer normalizer(const float* logits, int classe
     return found;
 }
 
-// Of this thread's warp: which image of the block it has, which of all.
-__device__ __forceinline__ int image_of_block() { return threadIdx.x / LANES_OF_WARP; }
-__device__ __forceinline__ int image_of_all() { return blockIdx.x * IMAGES + image_of_block(); }
+// Of this thread's warp: which of the block's rows it has first, and which of all.
+__device__ __forceinline__ int row_of_block() { return threadIdx.x / LANES_OF_WARP; }
+__device__ __forceinline__ long long row_of_all() {
+    return (long long)blockIdx.x * ROWS + row_of_block();
+}
 
-// p (images, classes) = e^logit / the sum of them.
+// p (rows, classes) = e^logit / the sum of them.
 extern "C" __global__ void __launch_bounds__(512)
     loss_softmax(const float* __restrict__ logits, double* __restrict__ p, int classes) {
-    const long long first = (long long)image_of_all() * classes;
+    const long long first = row_of_all() * classes;
     const Normalizer of = normalizer(logits + first, classes);
     for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
         p[first + c] = exp(logits[first + c] - of.top) / of.sum;
 }
 
-// dx (images, classes) = p (dy - the sum of p dy over the classes): the gradient behind a softmax.
+// dx (rows, classes) = p (dy - the sum of p dy over the classes): the gradient behind a softmax.
 extern "C" __global__ void __launch_bounds__(512)
     loss_softmax_dx(const float* __restrict__ dy, const double* __restrict__ p,
                     float* __restrict__ dx, int classes) {
-    const long long first = (long long)image_of_all() * classes;
+    const long long first = row_of_all() * classes;
     const int lane = threadIdx.x % LANES_OF_WARP;
     double inner = 0.0;
     for (int c = lane; c < classes; c += LANES_OF_WARP) inner += p[first + c] * dy[first + c];
@@ -54,47 +82,38 @@ extern "C" __global__ void __launch_bounds__(512)
         dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
 }
 
-// rows[block]: the sum over the block's images, in their order, of `value`, one a warp.
-__device__ __forceinline__ void add_images(double* of_image, double value, double* rows) {
-    if (threadIdx.x % LANES_OF_WARP == 0) of_image[image_of_block()] = value;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        double sum = 0.0;
-        for (int i = 0; i < IMAGES; i++) sum += of_image[i];
-        rows[blockIdx.x] = sum;
-    }
-}
-
-// rows (blocks): of -log softmax(logits)[label]. valid: how many images of this share there are.
+// rows (leaves): of -log softmax(logits)[label]. valid: how many images of this share there are.
 extern "C" __global__ void __launch_bounds__(512)
     loss_cross_entropy(const float* __restrict__ logits, const int* __restrict__ labels,
-                       const int* __restrict__ valid, double* __restrict__ rows, int classes) {
-    __shared__ double of_image[IMAGES];
-    const int image = image_of_all();
-    const float* own = logits + (long long)image * classes;
+                       const int* __restrict__ valid, double* __restrict__ rows, int classes,
+                       int pixels, int images, int parts, int chunk) {
+    __shared__ double of_warp[ROWS];
+    const Range own = leaf(valid, pixels, images, parts, chunk);
     double value = 0.0;
-    if (image < *valid) {
-        const Normalizer of = normalizer(own, classes);
-        value = log(of.sum) - (own[labels[image]] - of.top);
+    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
+        const float* scores = logits + row * classes;
+        const Normalizer of = normalizer(scores, classes);
+        value += log(of.sum) - (scores[labels[row]] - of.top);
     }
-    add_images(of_image, value, rows);
+    add_warps(of_warp, value, rows);
 }
 
-// d (images, classes) = (softmax(logits) - one at the label) * factor * late; zero in unused
-// images. late: a number that is known when the kernel runs, or null.
+// d (rows, classes) = (softmax(logits) - one at the label) * factor * late; zero in unused images.
+// late: a number that is known when the kernel runs, or null.
 extern "C" __global__ void __launch_bounds__(512)
     loss_dlogits(const float* __restrict__ logits, const int* __restrict__ labels,
                  const int* __restrict__ valid, double factor, const double* __restrict__ late,
-                 float* __restrict__ d, int classes) {
-    const int image = image_of_all(), lane = threadIdx.x % LANES_OF_WARP;
-    const float* own = logits + (long long)image * classes;
-    d += (long long)image * classes;
-    if (image >= *valid) {
+                 float* __restrict__ d, int classes, int pixels) {
+    const long long row = row_of_all();
+    const int lane = threadIdx.x % LANES_OF_WARP;
+    const float* own = logits + row * classes;
+    d += row * classes;
+    if (row >= (long long)*valid * pixels) {
         for (int c = lane; c < classes; c += LANES_OF_WARP) d[c] = 0.0f;
         return;
     }
     const double scale = late ? *late * factor : factor;
-    const int label = labels[image];
+    const int label = labels[row];
     const Normalizer of = normalizer(own, classes);
     for (int c = lane; c < classes; c += LANES_OF_WARP) {
         const double p = exp(own[c] - of.top) / of.sum;
@@ -111,25 +130,71 @@ __device__ __forceinline__ bool before(float value, int place, float best, int a
     return (strange || value == best) && place < at;
 }
 
-// rows (blocks): how many valid images' largest logit is their label's.
+// rows (leaves): of how many rows the largest logit is their label's.
 extern "C" __global__ void __launch_bounds__(512)
     loss_correct(const float* __restrict__ logits, const int* __restrict__ labels,
-                 const int* __restrict__ valid, double* __restrict__ rows, int classes) {
-    __shared__ double of_image[IMAGES];
-    const int image = image_of_all();
-    const float* own = logits + (long long)image * classes;
+                 const int* __restrict__ valid, double* __restrict__ rows, int classes, int pixels,
+                 int images, int parts, int chunk) {
+    __shared__ double of_warp[ROWS];
+    const Range own = leaf(valid, pixels, images, parts, chunk);
     double value = 0.0;
-    if (image < *valid) {
-        float best = own[0];
+    for (long long row = own.first + row_of_block(); row < own.stop; row += ROWS) {
+        const float* scores = logits + row * classes;
+        float best = scores[0];
         int at = 0;
         for (int c = threadIdx.x % LANES_OF_WARP; c < classes; c += LANES_OF_WARP)
-            if (before(own[c], c, best, at)) best = own[c], at = c;
+            if (before(scores[c], c, best, at)) best = scores[c], at = c;
         for (int mask = 16; mask; mask /= 2) {
             const float other = shfl_xor(best, mask);
             const int place = shfl_xor(at, mask);
             if (before(other, place, best, at)) best = other, at = place;
         }
-        value = at == labels[image];
+        value += at == labels[row];
     }
-    add_images(of_image, value, rows);
+    add_warps(of_warp, value, rows);
+}
+
+// y - target of element i. Where an image of y has k in memory, the target has it at
+// k % near * far + k / near: at k, where near is all elements.
+__device__ __forceinline__ double error(const float* y, const float* target, long long i,
+                                        int elements, int near, int far) {
+    long long at = i;
+    if (near < elements) {
+        const long long image = i / elements * elements;
+        const int k = (int)(i - image);
+        at = image + k % near * far + k / near;
+    }
+    return (double)y[i] - target[at];
+}
+
+// rows (leaves): of |y - target|, or its square where power is 2.
+extern "C" __global__ void __launch_bounds__(256)
+    loss_errors(const float* __restrict__ y, const float* __restrict__ target,
+                const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
+                int power, int elements, int images, int parts, int chunk) {
+    __shared__ double of_warp[256 / LANES_OF_WARP];
+    const Range own = leaf(valid, elements, images, parts, chunk);
+    double value = 0.0;
+    for (long long i = own.first + threadIdx.x; i < own.stop; i += blockDim.x) {
+        const double e = error(y, target, i, elements, near, far);
+        value += power == 2 ? e * e : fabs(e);
+    }
+    for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
+    add_warps(of_warp, value, rows);
+}
+
+// dy = (y - target) * factor * late, or its sign times that where power is 1; zero in unused images.
+extern "C" __global__ void __launch_bounds__(256)
+    loss_errors_dy(const float* __restrict__ y, const float* __restrict__ target,
+                   const int* __restrict__ valid, double factor, const double* __restrict__ late,
+                   float* __restrict__ dy, int near, int far, int power, int elements,
+                   long long n) {
+    const double scale = late ? *late * factor : factor;
+    const long long used = (long long)*valid * elements, step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+        double e = 0.0;
+        if (i < used) e = error(y, target, i, elements, near, far);
+        if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // what is not a number stays
+        dy[i] = i < used ? (float)(e * scale) : 0.0f;
+    }
 }

@@ -22,6 +22,14 @@ from mpidl.backends.reference_images import images as images
 from mpidl.backends.reference_images import keyed_words as keyed_words
 from mpidl.backends.reference_images import planes as planes
 from mpidl.backends.reference_images import warp as warp
+from mpidl.backends.reference_loss import correct_count as correct_count
+from mpidl.backends.reference_loss import cross_entropy as cross_entropy
+from mpidl.backends.reference_loss import cross_entropy_dlogits as cross_entropy_dlogits
+from mpidl.backends.reference_loss import errors as errors
+from mpidl.backends.reference_loss import errors_dy as errors_dy
+from mpidl.backends.reference_loss import image_sums as image_sums
+from mpidl.backends.reference_loss import softmax as softmax
+from mpidl.backends.reference_loss import softmax_dx as softmax_dx
 from mpidl.backends.reference_more import add as add
 from mpidl.backends.reference_more import concat as concat
 from mpidl.backends.reference_more import cross_channel_norm as cross_channel_norm
@@ -31,7 +39,6 @@ from mpidl.backends.reference_more import leaky_relu as leaky_relu
 from mpidl.backends.reference_more import leaky_relu_dx as leaky_relu_dx
 from mpidl.backends.reference_more import sigmoid as sigmoid
 from mpidl.backends.reference_more import sigmoid_dx as sigmoid_dx
-from mpidl.backends.reference_more import softmax_dx as softmax_dx
 from mpidl.backends.reference_more import split as split
 from mpidl.backends.reference_more import tanh as tanh
 from mpidl.backends.reference_more import tanh_dx as tanh_dx
@@ -239,50 +246,3 @@ def dense_backward(dy, x, weight, tree, needs):
         channel_sums(dy, tree) if needs[2] else None,
         None,  # as of conv2d_backward
     )
-
-
-def softmax(logits):
-    """exp(logits) / sum over classes; logits (B, K, 16), computed in float64."""
-    probabilities = np.empty(logits.shape, np.float64)
-    for block, out in zip(logits, probabilities, strict=True):
-        np.exp(block - block.max(axis=0).astype(np.float64), out=out)
-        out /= out.sum(axis=0)
-    return probabilities
-
-
-def cross_entropy(logits, labels, counts, tree):
-    """Partial of the sum over images of -log softmax(logits)[label], one number in float64.
-
-    logits (B, K, 16), labels (B, 16) integers.
-    """
-    losses = np.empty(labels.shape, np.float64)
-    for block, label, out in zip(logits, labels, losses, strict=True):
-        z = block - block.max(axis=0).astype(np.float64)
-        np.log(np.exp(z).sum(axis=0), out=out)
-        out -= np.take_along_axis(z, label[None], axis=0)[0]
-    return image_sums(losses, counts, tree)
-
-
-def cross_entropy_dlogits(logits, labels, scale, counts):
-    """(softmax(logits) - one at the label) * scale, zero in unused lanes: as logits."""
-    d = softmax(logits)
-    for block, label, valid in zip(d, labels, counts, strict=True):
-        block[label, np.arange(len(label))] -= 1
-        block[:, valid:] = 0
-    d *= scale
-    return d.astype(logits.dtype)
-
-
-def correct_count(logits, labels, counts, tree):
-    """Partial of how many images' largest logit, the first of equal ones, is their label's."""
-    right = (logits.argmax(axis=1) == labels).astype(np.float64)
-    return image_sums(right, counts, tree)
-
-
-def image_sums(x, counts, tree):
-    """Partial of the sum over images, in float64: (*image_shape,)."""
-    counter = Counter(tree)
-    for block, valid in zip(x, counts, strict=True):
-        values = np.ascontiguousarray(block[..., :valid])
-        counter.push(values.sum(axis=-1, dtype=np.float64))
-    return counter.partial(x.shape[1:-1], np.float64)

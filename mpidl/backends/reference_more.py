@@ -39,11 +39,6 @@ def sigmoid_dx(dy, y):
     return dy * y * (1 - y)
 
 
-def softmax_dx(dy, p):
-    """The gradient behind `softmax`, whose result p is (B, K, 16) float64: in dy's type."""
-    return (p * (dy - (p * dy).sum(axis=1, keepdims=True))).astype(dy.dtype)
-
-
 def add(a, b):
     """a + b."""
     return a + b

@@ -50,14 +50,10 @@ class Sigmoid(Layer):
 
 @dataclass
 class Softmax(Layer):
-    """exp(x) / sum of exp(x) over the K features of an image."""
+    """exp(x) / sum of exp(x) over the K features of an image, or the channels of each pixel of
+    (K, H, W)."""
 
     name: str | None = None
-
-    def build(self, shape):
-        if len(shape) != 1:
-            raise ValueError(f"{self.name}: expected features (K,), got {shape}")
-        return Built(shape)
 
     def forward(self, x, at):
         return ops.softmax(x)
@@ -133,6 +129,7 @@ class TransposedConv2D(Weighted):
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         r, s = check.pair("TransposedConv2D", "size", self.size, 1)
+        check.whole(self.name, "filters", self.filters)
         stride = check.pair("TransposedConv2D", "stride", self.stride, 1)
         cropping = crops("TransposedConv2D", self.cropping, (r, s), stride)
         weight = (shape[0], self.filters, r, s)

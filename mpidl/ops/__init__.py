@@ -25,7 +25,14 @@ from mpidl.ops.concat import concat
 from mpidl.ops.conv import conv2d
 from mpidl.ops.dense import dense, flatten
 from mpidl.ops.dropout import dropout, dropout_threshold
-from mpidl.ops.loss import correct_count, mean, mean_squared_error, softmax_cross_entropy, sum
+from mpidl.ops.loss import (
+    correct_count,
+    mean,
+    mean_absolute_error,
+    mean_squared_error,
+    softmax_cross_entropy,
+    sum,
+)
 from mpidl.ops.lrn import cross_channel_norm
 from mpidl.ops.pool import average_pool2d, global_average_pool2d, max_pool2d
 from mpidl.ops.transposed import transposed_conv2d
@@ -52,6 +59,7 @@ __all__ = [
     "log",
     "max_pool2d",
     "mean",
+    "mean_absolute_error",
     "mean_squared_error",
     "multiply",
     "negative",

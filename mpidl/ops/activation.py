@@ -57,8 +57,11 @@ def sigmoid(x):
 
 @op(blocks=True)
 def softmax(x):
-    """exp(x) / sum of exp(x) over the classes. x: (N, K); returns (N, K) in x's type."""
-    check.images("softmax", x, 2)
+    """exp(x) / sum of exp(x) over the K classes. x: (N, K) or (N, K, ...), of each pixel; returns
+    the same shape in x's type."""
+    check.images("softmax", x)
+    if len(x.shape) < 2:
+        raise ValueError(f"softmax: expected (N, K) or (N, K, ...), got {x.shape}")
     backend = backends.of(x)
     p = backend.softmax(x.lanes)
     return x.like(p.astype(x.dtype)), lambda dy, needs: (x.like(backend.softmax_dx(dy.lanes, p)),)

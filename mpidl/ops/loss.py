@@ -1,10 +1,11 @@
 """Sums over the images of a mini-batch, and losses."""
 
+import math
+
 import numpy as np
 
 from mpidl import backends
-from mpidl.blocks import Blocked, zero_unused
-from mpidl.fold import Counter
+from mpidl.blocks import LANES, Blocked, zero_unused
 from mpidl.ops import check
 from mpidl.tape import op, refuse_gpu, value_of
 
@@ -51,13 +52,24 @@ def multiply_partial(x, factor):
     return x * value, vjp
 
 
-def check_labels(name, labels, classes):
-    """Labels must be one integer class index per image, below `classes`."""
-    if not isinstance(labels, Blocked) or labels.image_shape or labels.dtype.kind not in "iu":
+def labels_of(name, labels, scores):
+    """The lanes of labels that go with scores (N, K, ...): integers in 0..K-1, (N, ...), or of a
+    shape that differs from it by dimensions of 1 alone.
+
+    TypeError for others than integers, ValueError for another shape and for labels beyond K - 1.
+    """
+    if not isinstance(labels, Blocked) or labels.dtype.kind not in "iu":
         found = f"{labels.dtype} of shape {labels.shape}" if isinstance(labels, Blocked) else labels
-        raise TypeError(f"{name}: expected labels as integers, one per image, got {found!r}")
-    if not labels.lanes.size:
-        return
+        raise TypeError(f"{name}: expected labels as integers, got {found!r}")
+    classes, *pixels = scores.image_shape
+    if squeezed(labels.image_shape) != squeezed(pixels):
+        raise ValueError(
+            f"{name}: expected labels of shape {(scores.shape[0], *pixels)}, one for each "
+            f"{'pixel' if pixels else 'image'} of scores {scores.shape}, got {labels.shape}"
+        )
+    lanes = labels.lanes.reshape(len(labels.lanes), *pixels, LANES)
+    if not lanes.size:
+        return lanes
 
     def check_bounds(low, high):
         if not 0 <= low <= high < classes:
@@ -66,67 +78,98 @@ def check_labels(name, labels, classes):
                 f"{low}..{high}"
             )
 
-    if isinstance(labels.lanes, np.ndarray):
-        check_bounds(labels.lanes.min(), labels.lanes.max())
+    if isinstance(lanes, np.ndarray):
+        check_bounds(lanes.min(), lanes.max())
     else:  # on a GPU: as the host knows them
         labels.lanes.bounds.hold(check_bounds)
+    return lanes
+
+
+def squeezed(shape):
+    """A shape without its dimensions of 1."""
+    return tuple(n for n in shape if n != 1)
 
 
 @op(blocks=True)
 def softmax_cross_entropy(logits, labels):
-    """Mean over the global mini-batch of -log softmax(logits)[label].
+    """Mean over all images of the global mini-batch, and all their pixels, of
+    -log softmax(logits)[label], the softmax being over the K classes.
 
-    logits: (N, K); labels: (N,) integers in 0..K-1; returns a Partial, one number (float64).
+    logits: (N, K) or (N, K, ...), scores of each pixel; labels: (N,) or (N, ...), integers in
+    0..K-1; returns a Partial, one number (float64).
     """
-    check.images("softmax_cross_entropy", logits, 2)
-    check_labels("softmax_cross_entropy", labels, logits.shape[1])
+    _check_scores("softmax_cross_entropy", logits)
+    lanes = labels_of("softmax_cross_entropy", labels, logits)
     backend, batch = backends.of(logits), logits.batch
-    counts = batch.counts()
-    total = backend.cross_entropy(logits.lanes, labels.lanes, counts, batch.tree)
+    counts, each = batch.counts(), batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
+    total = backend.cross_entropy(logits.lanes, lanes, counts, batch.tree)
 
     def vjp(dy, needs):
-        scale = batch.per_image * float(dy)
-        d = backend.cross_entropy_dlogits(logits.lanes, labels.lanes, scale, counts)
+        d = backend.cross_entropy_dlogits(logits.lanes, lanes, each * float(dy), counts)
         return logits.like(d), None
 
-    return total * batch.per_image, vjp
+    return total * each, vjp
+
+
+def _check_scores(name, scores):
+    check.images(name, scores)
+    if len(scores.shape) < 2:
+        raise ValueError(f"{name}: expected scores (N, K) or (N, K, ...), got {scores.shape}")
 
 
 @op(blocks=True)
 def mean_squared_error(y, target):
     """Mean of (y - target)**2 over all elements of the global mini-batch.
 
-    y, target: (N, ...), the same shape; returns a Partial, one number (float64). (MATLAB's `mse`
-    sums over an image's elements and halves.)
+    y: (N, ...) floats; target: of the same shape, or of one that differs by dimensions of 1 alone
+    (a number an image, (N,), goes with outputs (N, 1)); returns a Partial, one number (float64).
+    (MATLAB's `mse` sums over an image's elements and halves.)
     """
-    check.images("mean_squared_error", y)
-    if not isinstance(target, Blocked) or target.shape != y.shape:
+    return _mean_error("mean_squared_error", y, target, 2)
+
+
+@op(blocks=True)
+def mean_absolute_error(y, target):
+    """Mean of |y - target| over all elements of the global mini-batch; where they are equal the
+    gradient is 0. y, target and result as of `mean_squared_error`."""
+    return _mean_error("mean_absolute_error", y, target, 1)
+
+
+def _mean_error(name, y, target, power):
+    check.images(name, y)
+    fits = isinstance(target, Blocked) and squeezed(target.shape[1:]) == squeezed(y.shape[1:])
+    if not fits or target.shape[0] != y.shape[0]:
         raise ValueError(
-            f"mean_squared_error: expected a target of shape {y.shape}, got "
-            f"{getattr(target, 'shape', target)}"
+            f"{name}: expected a target of shape {y.shape}, got {getattr(target, 'shape', target)}"
         )
-    refuse_gpu("mean_squared_error", y, target)
-    batch = y.batch
-    scale = 1.0 / float(np.prod(y.shape))
-    error = y.lanes - target.lanes
+    if target.dtype.kind != "f":
+        raise TypeError(f"{name}: expected a target of floats, got {target.dtype}")
+    backend, batch, lanes = backends.of(y), y.batch, y.lanes
+    wanted = target.lanes.reshape(lanes.shape)
+    wanted = wanted if wanted.dtype == y.dtype else wanted.astype(y.dtype)
+    counts, each = batch.counts(), batch.per_image * (1.0 / math.prod(y.image_shape))
+    total = backend.errors(lanes, wanted, power, counts, batch.tree)
 
     def vjp(dy, needs):
-        d = zero_unused(error * y.dtype.type(2 * scale * float(dy)), batch)
-        return (y.like(d) if needs[0] else None, y.like(-d) if needs[1] else None)
+        def slope(one, other):
+            return backend.errors_dy(one, other, power, each * (power * float(dy)), counts)
 
-    counter = Counter(batch.tree)
-    for block, valid in zip(error, batch.counts(), strict=True):
-        values = np.ascontiguousarray(block[..., :valid]).ravel()
-        counter.push(np.array(np.square(values).sum(dtype=np.float64)))
-    return counter.partial((), np.float64) * scale, vjp
+        return (
+            y.like(slope(lanes, wanted)) if needs[0] else None,
+            target.like(slope(wanted, lanes).reshape(target.lanes.shape)) if needs[1] else None,
+        )
+
+    return total * each, vjp
 
 
 def correct_count(logits, labels):
-    """How many images' largest score is their label's: a Partial. Not differentiable.
+    """How many images', or pixels', largest score is their label's: a Partial. Not differentiable.
 
-    logits: (N, K); labels: (N,). Among equal scores the first class counts.
+    logits: (N, K) or (N, K, ...); labels: (N,) or (N, ...). Among equal scores the first class
+    counts.
     """
     logits = value_of(logits)
-    check_labels("correct_count", labels, logits.shape[1])
+    _check_scores("correct_count", logits)
+    lanes = labels_of("correct_count", labels, logits)
     batch = logits.batch
-    return backends.of(logits).correct_count(logits.lanes, labels.lanes, batch.counts(), batch.tree)
+    return backends.of(logits).correct_count(logits.lanes, lanes, batch.counts(), batch.tree)

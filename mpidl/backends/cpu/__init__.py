@@ -22,7 +22,10 @@ from mpidl.backends.cpu.loss import (
     correct_count,
     cross_entropy,
     cross_entropy_dlogits,
+    errors,
+    errors_dy,
     softmax,
+    softmax_dx,
 )
 from mpidl.backends.cpu.more import (
     add,
@@ -34,7 +37,6 @@ from mpidl.backends.cpu.more import (
     leaky_relu_dx,
     sigmoid,
     sigmoid_dx,
-    softmax_dx,
     split,
     tanh,
     tanh_dx,
@@ -86,6 +88,8 @@ __all__ = [
     "dense_dweight",
     "dense_dx",
     "dropout",
+    "errors",
+    "errors_dy",
     "image_sums",
     "images",
     "keyed_words",

@@ -46,13 +46,6 @@ def sigmoid_dx(dy, y):
     return _by_element(kernels().sigmoid_dx, dy, y)
 
 
-def softmax_dx(dy, p):
-    """The gradient behind `softmax`, whose result p is (B, K, 16) float64: in dy's type."""
-    dx = memory.empty(dy.shape)
-    kernels().softmax_dx(np.ascontiguousarray(dy), np.ascontiguousarray(p), dx, *dy.shape[:2])
-    return dx
-
-
 def add(a, b):
     """a + b, each an array or the Source of an Activation."""
     a, b = source_of(a), source_of(b)

@@ -30,6 +30,8 @@ from mpidl.backends.gpu.loss import (
     correct_count,
     cross_entropy,
     cross_entropy_dlogits,
+    errors,
+    errors_dy,
     softmax,
     softmax_dx,
 )
@@ -85,6 +87,8 @@ __all__ = [
     "dense_dweight",
     "dense_dx",
     "dropout",
+    "errors",
+    "errors_dy",
     "floats",
     "images",
     "leaky_relu",

@@ -1,33 +1,66 @@
-"""Softmax and cross-entropy by kernels/cuda/loss.cu, in double."""
+"""Softmax, cross-entropy and errors by kernels/cuda/loss.cu, in double.
+
+A pixel's scores lie side by side, and an image is one pixel after the other: rows of K.
+"""
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 
 from mpidl.backends.gpu import array, fold, run
 from mpidl.backends.gpu.dense import rows_of
+from mpidl.blocks import LANES
 from mpidl.fold import Late
 
-THREADS = 512  # a warp for each of a block's images
+ROWS = 16  # of scores that a block of threads has at once, a warp each
+THREADS = 32 * ROWS
+
+
+class Leaf(NamedTuple):
+    """How large a leaf of a sum over images is, in what is added up: rows, or elements."""
+
+    threads: int
+    least: int  # of images together, where one has less
+    most: int  # of a part of one image
+
+
+OF_ROWS, OF_ELEMENTS = Leaf(THREADS, ROWS, 16 * ROWS), Leaf(256, 256, 4096)
+
+
+def _pixels_of(scores, what):
+    """(rows, pixels of an image, classes) of scores (B, K, 16) or (B, K, H, W, 16)."""
+    if scores.ndim == 3:
+        rows, classes = rows_of(scores, what)
+        return rows, 1, classes
+    if scores.ndim != 5 or scores.dims != scores.shape or scores.order != array.IMAGES:
+        raise ValueError(
+            f"{what}: expected (blocks, K, 16) or images (blocks, K, H, W, 16), got {scores}"
+        )
+    blocks, classes, height, width, _ = scores.dims
+    return blocks * LANES * height * width, height * width, classes
 
 
 def softmax(logits):
-    """exp(logits) / sum over classes; logits (B, K, 16), computed in float64."""
-    _, classes = rows_of(logits, "softmax")
+    """exp(logits) / sum over classes; logits (B, K, ..., 16), computed in float64."""
+    rows, _, classes = _pixels_of(logits, "softmax")
     p = array.empty_like(logits, np.float64)
-    run.launch("loss_softmax", logits.dims[0], THREADS, logits, p, classes)
+    run.launch("loss_softmax", rows // ROWS, THREADS, logits, p, classes)
     return p
 
 
 def softmax_dx(dy, p):
-    """The gradient behind `softmax`, whose result p is (B, K, 16) float64: in dy's type."""
-    _, classes = rows_of(dy, "softmax_dx")
+    """The gradient behind `softmax`, whose result p is float64: as dy, (B, K, ..., 16)."""
+    rows, _, classes = _pixels_of(dy, "softmax_dx")
     dx = array.empty_like(dy)
-    run.launch("loss_softmax_dx", dy.dims[0], THREADS, dy, p, dx, classes)
+    run.launch("loss_softmax_dx", rows // ROWS, THREADS, dy, p, dx, classes)
     return dx
 
 
 def cross_entropy(logits, labels, counts, tree):
-    """Partial of the sum over images of -log softmax(logits)[label], one number in float64."""
-    return _summed("loss_cross_entropy", logits, labels, counts, tree)
+    """Partial of the sum over images and pixels of -log softmax(logits)[label], one number in
+    float64."""
+    return _of_rows("loss_cross_entropy", logits, labels, counts, tree)
 
 
 def cross_entropy_dlogits(logits, labels, scale, counts):
@@ -35,33 +68,115 @@ def cross_entropy_dlogits(logits, labels, scale, counts):
 
     scale: a number, or one that is read when the kernel runs (`fold.Late`).
     """
-    _, classes = rows_of(logits, "cross_entropy_dlogits")
-    late = isinstance(scale, Late)
-    factor, number = (scale.factor, scale.array) if late else (float(scale), None)
+    rows, pixels, classes = _pixels_of(logits, "cross_entropy_dlogits")
     d = array.empty_like(logits)
     run.launch(
         "loss_dlogits",
-        logits.dims[0],
+        rows // ROWS,
         THREADS,
         logits,
-        labels,
+        _labels(labels, "cross_entropy_dlogits"),
         counts,
-        factor,
-        number,
+        *_scale(scale),
         d,
         classes,
+        pixels,
     )
     return d
 
 
 def correct_count(logits, labels, counts, tree):
-    """Partial of how many images' largest logit, the first of equal ones, is their label's."""
-    return _summed("loss_correct", logits, labels, counts, tree)
+    """Partial of how many images', or pixels', largest logit, the first of equal ones, is their
+    label's."""
+    return _of_rows("loss_correct", logits, labels, counts, tree)
 
 
-def _summed(kernel, logits, labels, counts, tree):
-    _, classes = rows_of(logits, kernel)
-    blocks = logits.dims[0]
-    rows = array.empty((blocks, 1), np.float64)
-    run.launch(kernel, blocks, THREADS, logits, labels, counts, rows, classes)
-    return fold.partial_of_leaves(rows, tree, 1, shape=())
+def _of_rows(kernel, logits, labels, counts, tree):
+    _, pixels, classes = _pixels_of(logits, kernel)
+    given = logits, _labels(labels, kernel), counts
+    return _summed(kernel, given, (classes,), pixels, OF_ROWS, tree)
+
+
+def errors(y, target, power, counts, tree):
+    """Partial of the sum over images and elements of |y - target| ** power, one number in float64.
+
+    y, target: (B, ..., 16); power: 1 or 2.
+    """
+    elements, near, far = _apart(y, target)
+    given, numbers = (y, target, counts), (near, far, power)
+    return _summed("loss_errors", given, numbers, elements, OF_ELEMENTS, tree)
+
+
+def errors_dy(y, target, power, scale, counts):
+    """(y - target) * scale where power is 2, its sign * scale where that is 1: as y, zero in unused
+    images. scale: as of `cross_entropy_dlogits`."""
+    elements, near, far = _apart(y, target)
+    d, threads = array.empty_like(y), OF_ELEMENTS.threads
+    blocks = min(-(-y.size // threads), 32 * run.device().processors)
+    numbers = near, far, power, elements, y.size
+    run.launch("loss_errors_dy", blocks, threads, y, target, counts, *_scale(scale), d, *numbers)
+    return d
+
+
+def _scale(scale):
+    """(factor, array or None) of a number or a Late."""
+    return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
+
+
+def _labels(labels, what):
+    if not _by_image(labels):
+        raise ValueError(f"{what}: expected labels that lie image by image, got {labels}")
+    return labels
+
+
+def _by_image(value):
+    """Whether memory has one image after the other, as `array.lanes` puts them."""
+    orders = value.order, array.order_of_lanes(value.dims)
+    first, second = ([axis for axis in order if value.dims[axis] > 1] for order in orders)
+    return first == second
+
+
+def _apart(y, target):
+    """(elements of an image, near, far): what y has of an image at k in memory, the target has at
+    k % near * far + k / near.
+
+    Images lie pixel by pixel, flattened or not, and numbers that never were images the other way.
+    """
+    elements = math.prod(y.dims[1:-1])
+    ours, theirs = _pixel_by_pixel(y), _pixel_by_pixel(target)
+    one_order = elements, 1
+    if ours == theirs:
+        return elements, *one_order
+    if theirs == one_order:
+        return elements, *ours
+    if ours == one_order:
+        return elements, *theirs[::-1]
+    raise ValueError(f"errors: expected values that lie alike, got {y.dims} and {target.dims}")
+
+
+def _pixel_by_pixel(value):
+    """(channels, pixels) of images; (elements, 1) of what has one order in memory."""
+    if not _by_image(value):
+        raise ValueError(f"errors: expected values that lie image by image, got {value}")
+    elements, channels = math.prod(value.dims[1:-1]), value.dims[1]
+    if len(value.dims) != 5 or channels == 1:
+        return elements, 1
+    return channels, elements // channels
+
+
+def _summed(kernel, arrays, numbers, size, leaf, tree):
+    """The Partial of a sum over images, and over `size` rows or elements of each.
+
+    A leaf of the sum has some images of a block, or a part of one, by `size` alone.
+    """
+    images, parts = 1, 1
+    while images < LANES and images * size < leaf.least:
+        images *= 2
+    while -(-size // parts) > leaf.most:
+        parts *= 2
+    chunk = -(-images * size // parts)
+    per_block = LANES // images * parts
+    rows = array.empty((arrays[0].dims[0] * per_block, 1), np.float64)
+    how = size, images, parts, chunk
+    run.launch(kernel, len(rows), leaf.threads, *arrays, rows, *numbers, *how)
+    return fold.partial_of_leaves(rows, tree, per_block, shape=())

@@ -1,0 +1,90 @@
+"""The end of a forward pass in NumPy: softmax, losses, and other sums over images.
+
+Part of `reference`, where they are found. Scores are (B, K, ..., 16): K classes of each image, or
+of each of its pixels. Labels are (B, ..., 16) integers.
+"""
+
+import numpy as np
+
+from mpidl.fold import Counter
+
+
+def softmax(logits):
+    """exp(logits) / sum over classes; logits (B, K, ..., 16), computed in float64."""
+    probabilities = np.empty(logits.shape, np.float64)
+    for block, out in zip(logits, probabilities, strict=True):
+        np.exp(block - block.max(axis=0).astype(np.float64), out=out)
+        out /= out.sum(axis=0)
+    return probabilities
+
+
+def softmax_dx(dy, p):
+    """The gradient behind `softmax`, whose result p is float64: as dy, (B, K, ..., 16)."""
+    return (p * (dy - (p * dy).sum(axis=1, keepdims=True))).astype(dy.dtype)
+
+
+def cross_entropy(logits, labels, counts, tree):
+    """Partial of the sum over images and pixels of -log softmax(logits)[label], one number in
+    float64."""
+    losses = np.empty((len(labels), labels.shape[-1]), np.float64)
+    for block, label, out in zip(logits, labels, losses, strict=True):
+        z = block - block.max(axis=0).astype(np.float64)
+        loss = np.log(np.exp(z).sum(axis=0))
+        loss -= np.take_along_axis(z, label[None], axis=0)[0]
+        out[...] = _of_images(loss)
+    return image_sums(losses, counts, tree)
+
+
+def cross_entropy_dlogits(logits, labels, scale, counts):
+    """(softmax(logits) - one at the label) * scale, zero in unused lanes: as logits."""
+    d = softmax(logits)
+    for block, label, valid in zip(d, labels, counts, strict=True):
+        at = label[None]
+        np.put_along_axis(block, at, np.take_along_axis(block, at, axis=0) - 1, axis=0)
+        block[..., valid:] = 0
+    d *= scale
+    return d.astype(logits.dtype)
+
+
+def correct_count(logits, labels, counts, tree):
+    """Partial of how many images', or pixels', largest logit, the first of equal ones, is their
+    label's."""
+    right = np.empty((len(labels), labels.shape[-1]), np.float64)
+    for block, label, out in zip(logits, labels, right, strict=True):
+        out[...] = _of_images(block.argmax(axis=0) == label)
+    return image_sums(right, counts, tree)
+
+
+def errors(y, target, power, counts, tree):
+    """Partial of the sum over images and elements of |y - target| ** power, one number in float64.
+
+    y, target: (B, ..., 16); power: 1 or 2.
+    """
+    sums = np.empty((len(y), y.shape[-1]), np.float64)
+    for block, wanted, out in zip(y, target, sums, strict=True):
+        out[...] = _of_images(np.abs(np.subtract(block, wanted, dtype=np.float64)) ** power)
+    return image_sums(sums, counts, tree)
+
+
+def errors_dy(y, target, power, scale, counts):
+    """(y - target) * scale where power is 2, its sign * scale where that is 1: as y, zero in unused
+    lanes."""
+    d = np.subtract(y, target, dtype=np.float64)
+    d = (d if power == 2 else np.sign(d)) * scale
+    for block, valid in zip(d, counts, strict=True):
+        block[..., valid:] = 0
+    return d.astype(y.dtype)
+
+
+def image_sums(x, counts, tree):
+    """Partial of the sum over images, in float64: (*image_shape,)."""
+    counter = Counter(tree)
+    for block, valid in zip(x, counts, strict=True):
+        values = np.ascontiguousarray(block[..., :valid])
+        counter.push(values.sum(axis=-1, dtype=np.float64))
+    return counter.partial(x.shape[1:-1], np.float64)
+
+
+def _of_images(values):
+    """(16,): of each image the sum of its values, which are (..., 16)."""
+    return values.reshape(-1, values.shape[-1]).sum(axis=0)
