@@ -1,5 +1,7 @@
 """Augmentation: what is drawn, what is done to images, and that both are keyed."""
 
+import pickle
+
 import numpy as np
 import pytest
 from images import pixels_of, refusal
@@ -222,6 +224,12 @@ def test_real_ranks(world):
         ({"crop": 5}, "crop: expected (height, width)"),
         ({"crop": (0, 5)}, "crop: expected at least one pixel"),
         ({"fill": float("nan")}, "fill: expected a number"),
+        (
+            {"RandXReflection": True},
+            "unknown augmentation RandXReflection; did you mean reflect_x?",
+        ),
+        ({"reflectx": True}, "unknown augmentation reflectx; did you mean reflect_x?"),
+        ({"zzz": 1}, "unknown augmentation zzz"),
     ],
 )
 def test_ranges_that_cannot_be_used(ranges, text):
@@ -231,7 +239,7 @@ def test_ranges_that_cannot_be_used(ranges, text):
 def test_what_does_not_fit_the_images():
     store = store_of(4)
     for ranges, text in (
-        ({"crop": (20, 3)}, "crop: expected at most the images' 19x24 pixels, got 20x3"),
+        ({"crop": (20, 3)}, "crop 20x3: expected at most the size of the images, found 19x24"),
         ({"fill": (1, 2)}, "fill: expected a number, or one for each of the 3 channels"),
         ({"fill": 0.5}, "fill: expected whole numbers from 0 to 255, got 0.5"),
         ({"fill": 256}, "fill: expected whole numbers from 0 to 255, got 256"),
@@ -244,4 +252,5 @@ def test_spec_makes_the_same_augmenter():
     augmenter = dl.Augmenter(**FULL, crop=(3, 4), fill=(1, 2, 3))
     again = {k: tuple(v) if isinstance(v, list) else v for k, v in augmenter.spec().items()}
     assert dl.Augmenter(**again) == augmenter
+    assert pickle.loads(pickle.dumps(augmenter)) == augmenter
     assert dl.Augmenter().spec() == {} and not dl.Augmenter(translate_x=3).warps

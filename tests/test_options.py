@@ -40,7 +40,7 @@ def test_the_digits_recipe_and_what_overrides_it():
     [
         ("batch_size", 0, "batch_size must be at least 1, found 0"),
         ("batch_size", 2.0, "batch_size must be a whole number, at least 1, found 2.0"),
-        ("batch_size", "8", "batch_size must be a whole number, at least 1, found 8"),
+        ("batch_size", "8", "batch_size must be a whole number, at least 1, found '8'"),
         ("epochs", True, "epochs must be a whole number, at least 1, found True"),
         ("max_iterations", 0, "max_iterations must be at least 1, found 0"),
         ("learning_rate", -0.1, "learning_rate must be positive, found -0.1"),
@@ -50,22 +50,60 @@ def test_the_digits_recipe_and_what_overrides_it():
         ("l2", -1e-9, "l2 must be at least 0, found -1e-09"),
         ("seed", 2**63, f"seed must be between 0 and 2**63 - 1, found {2**63}"),
         ("seed", -1, "seed must be between 0 and 2**63 - 1, found -1"),
-        ("shuffle", "daily", "shuffle must be never, once or every-epoch, found daily"),
+        ("shuffle", "daily", "shuffle must be never, once or every-epoch, found 'daily'"),
         ("device", None, "device must be auto, cpu or gpu, found None"),
         ("checkpoint_every", -1, "checkpoint_every must be at least 0, found -1"),
         ("threads", -1, "threads must be at least 0, found -1"),
-        ("winograd", "on", "winograd must be auto, off or fast, found on"),
-        ("gpus", "0,", "gpus must be numbers of GPUs such as 0,2, found 0,"),
+        ("winograd", "on", "winograd must be auto, off or fast, found 'on'"),
+        ("gpus", "0,", "gpus must be numbers of GPUs such as 0,2, found '0,'"),
         ("gpus", 0, "gpus must be numbers of GPUs such as 0,2, found 0"),
-        ("graphs", "on", "graphs must be auto or off, found on"),
-        ("precision", "bf16", "precision must be fp32 or tf32, found bf16"),
+        ("graphs", "on", "graphs must be auto or off, found 'on'"),
+        ("precision", "bf16", "precision must be fp32 or tf32, found 'bf16'"),
         ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
         ("batchsize", 8, "unknown option batchsize: did you mean batch_size?"),
-        ("colour", 8, "unknown option colour"),
+        ("colour", 8, "unknown option colour: it is an option of the command alone"),
+        ("out", "x", "unknown option out: it is an argument of dl.train"),
+        ("validation_data", 8, "unknown option validation_data: did you mean validation?"),
+        (
+            "scale",
+            (0.9, "1.1"),
+            "scale must be a range of factors such as 0.9,1.1, found (0.9, '1.1')",
+        ),
+        ("scale", [0.9], "scale must be a range of factors such as 0.9,1.1, found [0.9]"),
+        ("scale", (True, 2), "scale must be a range of factors such as 0.9,1.1, found (True, 2)"),
+        (
+            "random_crop",
+            (0, 8),
+            "random_crop must be HEIGHTxWIDTH such as 224x192, or 224, found (0, 8)",
+        ),
     ],
 )
 def test_values_that_cannot_be_used(name, value, text):
     assert refused(TrainingOptions, **{name: value}) == text
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("scale", (0.9, 1.1), "0.9,1.1"),
+        ("random_crop", [224, 200], "224x200"),
+        ("random_crop", np.array([8, 8])[[0, 1]].tolist(), "8x8"),
+        ("worker_load", [1, 0.5, 0], "1,0.5,0"),
+        ("gpus", (0, 2), "0,2"),
+        ("resize", [64, 48], "64x48"),
+        ("centre_crop", [9, 9], "9x9"),
+    ],
+)
+def test_lists_of_numbers_are_the_texts_of_the_command_line(tmp_path, name, value, text):
+    path = tmp_path / "my.toml"
+    path.write_text(f"{name} = {list(value)}\n")
+    known, run, _ = resolve({}, config=path)
+    assert (run[name] if name in run else getattr(known, name)) == text
+    if name in options.NAMES:
+        made = [TrainingOptions.from_recipe("digits", **{name: v}) for v in (value, text)]
+        assert made == [known, known]
+    typed = arguments.train([options.flag(name), text])
+    assert resolve(typed)[:2] == (known, run)
 
 
 def test_options_have_their_types_and_travel():
@@ -150,7 +188,12 @@ def test_options_toml_is_a_config_file_again(tmp_path):
     "content, text",
     [
         ("batchsize = 3", "unknown option batchsize: did you mean batch_size?"),
-        ("batch_size = '3'", "batch_size must be a whole number, at least 1, found 3"),
+        ("batch_size = '3'", "batch_size must be a whole number, at least 1, found '3'"),
+        (
+            "resize = ['8', 8]",
+            "resize must be HEIGHTxWIDTH such as 224x192, or 224",
+        ),
+        ("colour = 'grey'", "colour must be gray or rgb, found 'grey'"),
         ("[options]\nepochs = 0", "epochs must be at least 1, found 0"),
         ("network = 3", "network must be a text, found 3"),
         ("options = 3", "[options] must be a table, found 3"),
@@ -272,6 +315,15 @@ def test_the_command_line_gives_only_what_was_typed():
         ("--learning-rate -0.1", "--learning-rate must be positive, found -0.1"),
         ("--shuffle no", "--shuffle must be never, once or every-epoch, found no"),
         ("--gpus a", "--gpus must be numbers of GPUs such as 0,2, found a"),
+        ("--preview a.jpg", "--preview a.jpg: the picture is written as .png"),
+        ("--colour grey", "--colour must be gray or rgb, found grey"),
+        *(
+            (
+                f"--{name}=3x",
+                f"--{name} must be HEIGHTxWIDTH such as 224x192, or 224, found 3x",
+            )
+            for name in ("resize", "cover", "centre-crop", "random-crop")
+        ),
         ("--batchsize 8", "unknown option --batchsize: did you mean --batch-size?"),
         ("--ep=4", "unknown option --ep: did you mean --epochs?"),
         ("--zzz", "unknown option --zzz"),

@@ -12,6 +12,7 @@ import pytest
 from images import grow, on_ranks, pixels_of, refusal, save, write_idx
 from PIL import Image
 
+import mpidl as dl
 from mpidl.cli import pack as command
 from mpidl.data import (
     ArrayDatastore,
@@ -299,21 +300,34 @@ def test_every_source_is_packed(tmp_path, kind, capsys):
 def test_pack_resizes_and_converts(tmp_path):
     save(tmp_path / "set" / "a" / "0.png", pixels_of(0, 3, 20, 30))
     save(tmp_path / "set" / "b" / "1.jpg", pixels_of(1, 1, 9, 9))
-    assert run(tmp_path / "set", tmp_path / "x.h5", "--size", "8x6", "--grayscale") == 0
+    words = ["--resize", "8x6", "--colour", "gray"]
+    assert run(tmp_path / "set", tmp_path / "x.h5", *words) == 0
     store = PackedDatastore(tmp_path / "x.h5")
+    assert store.preprocess == dl.Preprocess(size=(8, 6), colour="gray")
+    assert dl.data.preprocessed(store, store.preprocess) is store
     wanted = ImageFolder(tmp_path / "set", size=(8, 6), colour="gray")
     assert store.image_shape == (1, 8, 6) and store.fingerprint() == wanted.fingerprint()
     assert np.array_equal(store.read([0, 1]), wanted.read([0, 1]))
     datafiles.cifar10(tmp_path / "cifar")
-    assert run(tmp_path / "cifar", tmp_path / "y.h5", "--size", "16x12", "--rgb") == 0
+    assert run(tmp_path / "cifar", tmp_path / "y.h5", "--resize", "16x12") == 0
     train, test = open_data(str(tmp_path / "y.h5"))
     before = open_data(str(tmp_path / "cifar"))[0].read([4])[0]
     picture = Image.fromarray(before.transpose(1, 2, 0)).resize((12, 16), Image.Resampling.BILINEAR)
     assert np.array_equal(train.read([4])[0], np.asarray(picture).transpose(2, 0, 1))
-    assert test.image_shape == (3, 16, 12)
+    assert test.image_shape == (3, 16, 12) and test.preprocess == train.preprocess
+    words = ["--cover", "36", "--centre-crop", "30x20"]
+    assert run(tmp_path / "cifar", tmp_path / "c.h5", *words) == 0
+    store = PackedDatastore(tmp_path / "c.h5")
+    assert store.image_shape == (3, 30, 20) and store.preprocess.cover
+    line = f"{tmp_path}/c.h5: 15 images of 3x30x20 in 10 classes"
+    assert store.describe() == line and store.split(0.5)[0].describe().endswith(f" of {line}")
+    smaller = dl.data.preprocessed(store, dl.Preprocess(size=(9, 9)))
+    assert (
+        smaller.describe() == f"{tmp_path}/c.h5, resized to 9x9: 15 images of 3x9x9 in 10 classes"
+    )
     floats = datafiles.hdf5(tmp_path / "f.h5", np.zeros((4, 2, 2)), [0, 1, 0, 1])
     assert "expected gray or RGB images of bytes to resize" in refusal(
-        run, floats, tmp_path / "z.h5", "--rgb"
+        run, floats, tmp_path / "z.h5", "--colour", "rgb"
     )
 
 
@@ -321,11 +335,17 @@ def test_pack_refuses(tmp_path):
     grow(tmp_path / "set")
     source, target = tmp_path / "set", tmp_path / "x.h5"
     assert "expected the file to write, found none" in refusal(run, source)
-    for size in ("64", "0x5", "5x99999999", "-1x5"):
-        text = refusal(run, source, target, f"--size={size}")
-        assert "must be rows x columns, such as 64x48" in text
+    for size in ("0x5", "5x99999999", "-1x5"):
+        text = refusal(run, source, target, f"--resize={size}")
+        assert text.startswith("--resize must be HEIGHTxWIDTH such as 224x192, or 224")
+        assert text.endswith(f"found {size}")
     assert "unknown option --grey" in refusal(run, source, target, "--grey")
-    assert "not allowed with" in refusal(run, source, target, "--rgb", "--grayscale")
+    text = refusal(run, source, target, "--resize", 5, "--cover", 5)
+    assert text == "--resize and --cover: expected one of them"
+    text = refusal(run, source, target, "--colour", "grey")
+    assert text == "--colour must be gray or rgb, found grey"
+    text = refusal(run, source, target, "--centre-crop", 9)
+    assert "centre crop 9x9 (--centre-crop, or crop= in Python): expected" in text
     assert "expected a packed file and nothing else" in refusal(run, source, target, "--verify")
     assert refusal(run, tmp_path / "no", target).startswith(f"SRC {tmp_path}/no: no such folder")
     datafiles.hdf5(tmp_path / "plain.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
@@ -335,7 +355,7 @@ def test_pack_refuses(tmp_path):
     grow(tmp_path / "both" / "train")
     grow(tmp_path / "both" / "test", shape=(1, 7, 7))
     text = refusal(run, tmp_path / "both", target)
-    assert "expected images of shape (1, 6, 5)" in text and "--size resizes them" in text
+    assert "expected images of shape (1, 6, 5)" in text and "--resize makes them so" in text
 
 
 # Damaged files

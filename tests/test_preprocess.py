@@ -3,9 +3,10 @@
 from fractions import Fraction
 from types import SimpleNamespace
 
+import datafiles
 import numpy as np
 import pytest
-from images import on_ranks, pixels_of, refusal
+from images import grow, on_ranks, pixels_of, refusal
 from PIL import Image
 
 import mpidl as dl
@@ -94,13 +95,14 @@ def test_what_preprocessing_refuses():
     ):
         assert refusal(dl.Preprocess, **options).startswith(text)
     small = dl.Preprocess(crop=(9, 9))
-    assert "at least 9x9 pixels, got 8x20" in refusal(small.of_arrays, pixels_of(0, 1, 1, 8, 20))
+    assert refusal(small.of_arrays, pixels_of(0, 1, 1, 8, 20)) == (
+        "centre crop 9x9 (--centre-crop, or crop= in Python): expected images as large as that at "
+        "least, found 8x20"
+    )
     two = dl.Preprocess(colour="gray")
-    assert "1 or 3 channels, got 2" in refusal(two.of_arrays, pixels_of(0, 1, 2, 8, 8))
-    assert preprocess.size_of("227x30", "--resize") == (227, 30)
-    assert preprocess.size_of("64", "--resize") == (64, 64)
-    for text in ("0x3", "3x", "axb", "-1", "3x4x5"):
-        assert f"found {text}" in refusal(preprocess.size_of, text, "--resize")
+    assert refusal(two.of_arrays, pixels_of(0, 1, 2, 8, 8)) == (
+        "colour gray (--colour, or colour= in Python): expected images of 1 or 3 channels, found 2"
+    )
 
 
 def test_a_preprocessed_set():
@@ -110,10 +112,43 @@ def test_a_preprocessed_set():
     made = dl.data.preprocessed(store, how)
     assert made.image_shape == (1, 6, 6) and len(made) == 10
     assert np.array_equal(made.read([7, 2]), how.of_arrays(images[[7, 2]]))
-    assert made.labels.tolist() == list(range(10)) and "gray, resized to 6x6" in made.describe()
+    assert made.labels.tolist() == list(range(10))
+    assert made.describe() == "arrays, gray, resized to 6x6: 10 images of 1x6x6 in 10 classes"
     other = dl.data.preprocessed(store, dl.Preprocess(size=(6, 6), colour="gray", crop=(5, 6)))
     assert len({store.fingerprint(), made.fingerprint(), other.fingerprint()}) == 3
     assert dl.data.preprocessed(store, dl.Preprocess()) is store
+    assert dl.data.preprocessed(made, how) is made
+
+
+def test_a_set_knows_how_its_images_were_made(tmp_path):
+    grow(tmp_path)
+    how = dl.Preprocess(size=(3, 4), colour="rgb")
+    folder = dl.ImageFolder(tmp_path, preprocess=how)
+    for store in (
+        folder,
+        dl.ImageFolder(tmp_path, size=(3, 4), colour="rgb"),
+        dl.data.preprocessed(dl.ImageFolder(tmp_path), how),
+        dl.data.preprocessed(dl.ArrayDatastore(pixels_of(0, 9, 3, 6, 5), np.arange(9) % 3), how),
+        folder.subset([5, 3]).subset([1]),
+        folder.split(0.5)[1],
+        dl.data.NodeCache(folder),
+        dl.data.combined(folder, np.arange(9.0)),
+    ):
+        assert store.preprocess == how and store.image_shape == (3, 3, 4)
+    # what a function did besides no file can tell
+    assert folder.transform(np.copy).preprocess is None
+    assert dl.ImageFolder(tmp_path).preprocess is None
+
+
+def test_two_files_are_preprocessed_once(tmp_path):
+    """What makes a difference: covering what was covered and cut would enlarge it."""
+    pixels = pixels_of(0, 6, 20, 30, 3)
+    for part in ("train", "test"):
+        datafiles.hdf5(tmp_path / f"{part}.h5", pixels, [0, 1, 2] * 2)
+    how = dl.Preprocess(size=(16, 16), cover=True, crop=(8, 8))
+    expected = how.of_arrays(pixels.transpose(0, 3, 1, 2))
+    for store in dl.data.open_data(str(tmp_path), wanted=how):
+        assert np.array_equal(store.read(range(6)), expected)
 
 
 # statistics

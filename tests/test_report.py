@@ -41,11 +41,25 @@ def test_lines_where_there_is_no_terminal():
 
 def test_lines_come_at_once(tmp_path):
     with open(tmp_path / "log", "w") as stream:
-        Console(0, stream=stream).epoch(1, 0.5, 100, 3, validation=0.25)
+        Console(0, stream=stream).epoch(1, 0.5, 100, 3, validation=dl.Evaluation(0.25, 1.5, 9))
         line = (tmp_path / "log").read_text()
-    assert line == "Epoch: 1, Loss: 0.5000, Validation accuracy: 0.2500, Images/s: 100, " + (
-        "Elapsed: 0:00:03\n"
+    assert line == (
+        "Epoch: 1, Loss: 0.5000, Validation loss: 1.5000, Validation accuracy: 0.2500, "
+        "Images/s: 100, Elapsed: 0:00:03\n"
     )
+
+
+def test_the_line_of_a_validation_at_the_end():
+    stream = io.StringIO()
+    shown = Console(0, stream=stream)
+    shown.validation(dl.Evaluation(0.25, 1.5, 9))
+    shown.validation(dl.Evaluation(None, 1.5, 9))  # of a loss that classifies nothing
+    Console(0, stream=stream, progress=False).validation(dl.Evaluation(0.25, 1.5, 9))
+    Console(1).validation(dl.Evaluation(0.25, 1.5, 9))
+    assert stream.getvalue().splitlines() == [
+        "Validation loss: 1.5000, Validation accuracy: 0.2500",
+        "Validation loss: 1.5000",
+    ]
 
 
 @pytest.mark.parametrize("every, wanted", [(2, [2, 4, 6]), (0, [])])

@@ -13,7 +13,8 @@ import textwrap
 
 from mpidl.errors import UserError
 from mpidl.nn import zoo
-from mpidl.training import checkpoint, options
+from mpidl.training import checkpoint, configuration, options
+from mpidl.training.rules import checked
 
 EXIT_CODES = """\
 exit codes: 0 done; 1 a fault; 2 unusable options or data; 75 asked to stop (USR1, TERM, INT),
@@ -83,17 +84,20 @@ class Parser(argparse.ArgumentParser):
             self._add_option(name, options.OPTIONS[name], defaults.get(name))
 
     def _add_option(self, name, known, default):
-        rule, text = known.metadata["rule"], known.metadata["help"]
         default = known.default if default is None else default
-        default = "none" if default is None else default
+        self.add(name, known.metadata["help"], default)
+
+    def add(self, name, text, default=None):
+        """A flag for what `configuration` has a rule of."""
+        rule = configuration.RULES[name]
         choices = "|".join([*rule.choices, *([rule.shape] if rule.pattern else [])])
         if len(choices) > LONGEST:
             text, choices = f"{text}: {choices.replace('|', ', ')}", "NAME"
         self.add_argument(
             options.flag(name),
-            type=lambda value: options.check(name, value, options.flag(name), text=True),
+            type=lambda value: checked(rule, value, options.flag(name), text=True),
             metavar=choices or {int: "N", float: "X"}[rule.kind],
-            help=f"{text} ({default})",
+            help=f"{text} ({'none' if default is None else default})",
             default=argparse.SUPPRESS,
         )
 
@@ -124,10 +128,11 @@ def train(argv=None, quiet=False):
         metavar="DATA|test",
         help="images to validate on while training; test: those of the test (none)",
     )
-    _add_preprocess(parser)
+    add_preprocess(parser)
     parser.add_options(*options.NAMES)
     parser.add_argument(
         "--preview",
+        type=_picture,
         metavar="FILE.png",
         help="draw images as they are and as they will be augmented, and end",
     )
@@ -270,16 +275,14 @@ def _add_data(parser):
     )
 
 
-def _add_preprocess(parser):
+def add_preprocess(parser):
     """What is done to each image of every set, in this order."""
-    parser.add_argument("--colour", metavar="gray|rgb", help="make all images so (none)")
-    parser.add_argument("--resize", metavar="HxW", help="resize images to this, bilinearly (none)")
-    parser.add_argument(
-        "--cover",
-        metavar="HxW",
-        help="resize images, keeping their proportions, to the least size that holds this (none)",
+    parser.add("colour", "make all images so")
+    parser.add("resize", "resize images to this, bilinearly")
+    parser.add(
+        "cover", "resize images, keeping their proportions, to the least size that holds this"
     )
-    parser.add_argument("--centre-crop", metavar="HxW", help="cut this from their centre (none)")
+    parser.add("centre_crop", "cut this from their centre")
 
 
 def count(spelled):
@@ -287,6 +290,12 @@ def count(spelled):
         return options.check("epochs", text, spelled, text=True)
 
     return convert
+
+
+def _picture(text):
+    if os.path.splitext(text)[1].lower() != ".png":
+        raise UserError(f"--preview {text}: the picture is written as .png")
+    return text
 
 
 def image_shape(text):

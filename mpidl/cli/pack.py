@@ -2,19 +2,17 @@
 
 import argparse
 import os
-import re
 import sys
 import time
 
-from mpidl.cli import arguments
+from mpidl.cli import arguments, start
 from mpidl.comm import guard
 from mpidl.data import packed, packing, sources
-from mpidl.data.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.report.console import LINE_SECONDS, clock, terminal_width
+from mpidl.training.configuration import RUN
 
 STOPPED = 75  # the exit code that asks for another run
-LARGEST = 1 << 16  # pixels a side
 
 
 def parse(argv=None, quiet=False):
@@ -31,16 +29,7 @@ def parse(argv=None, quiet=False):
     )
     parser.add_argument("source", metavar="SRC", help=arguments.DATA_HELP)
     parser.add_argument("target", metavar="DST.h5", nargs="?", help="the file to write")
-    parser.add_argument(
-        "--size", type=_size, metavar="HxW", help="resize to H rows and W columns (bilinear)"
-    )
-    colour = parser.add_mutually_exclusive_group()
-    colour.add_argument(
-        *("--grayscale",), dest="colour", action="store_const", const="gray", help="make them gray"
-    )
-    colour.add_argument(
-        *("--rgb",), dest="colour", action="store_const", const="rgb", help="make them RGB"
-    )
+    arguments.add_preprocess(parser)
     parser.add_argument(
         "--threads",
         type=arguments.count("--threads"),
@@ -51,25 +40,18 @@ def parse(argv=None, quiet=False):
         "--verify", action="store_true", help="SRC is a packed file: compare it with its checksums"
     )
     chosen = parser.parse(argv)
-    if chosen.verify and (chosen.target or chosen.size or chosen.colour):
+    wanted = start.preprocess({**RUN, **vars(chosen)})
+    if chosen.verify and (chosen.target or wanted):
         raise UserError("--verify: expected a packed file and nothing else")
     if not chosen.verify and chosen.target is None:
         raise UserError("DST.h5: expected the file to write, found none")
     return argparse.Namespace(
         source=chosen.source,
         target=chosen.target,
-        wanted=Preprocess(chosen.size, chosen.colour),
+        wanted=wanted,
         threads=chosen.threads or len(os.sched_getaffinity(0)),
         verify=chosen.verify,
     )
-
-
-def _size(text):
-    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
-    size = tuple(int(number) for number in found.groups()) if found else (0, 0)
-    if not all(0 < side <= LARGEST for side in size):
-        raise UserError(f"--size must be rows x columns, such as 64x48, found {text}")
-    return size
 
 
 def main(argv=None):
@@ -92,7 +74,7 @@ def _pack(chosen, signals):
     if test is not None and test.image_shape != train.image_shape:
         raise UserError(
             f"{test.describe()}: expected images of shape {train.image_shape}, as of "
-            f"{train.describe()}, found {test.image_shape}; --size resizes them"
+            f"{train.describe()}, found {test.image_shape}; --resize makes them so"
         )
     for store in parts.values():
         print(f"From: {store.describe()}", flush=True)

@@ -8,10 +8,11 @@ import sys
 from importlib import metadata
 
 from mpidl.backends import native
-from mpidl.data.preprocess import Preprocess, size_of
+from mpidl.data.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.training import options as option_rules
+from mpidl.training.rules import size_of
 
 TEST_FRACTION = 0.1
 
@@ -109,18 +110,10 @@ def _mpi_from_pip():
 
 def preprocess(run):
     """The Preprocess that a run's --colour, --resize, --cover and --centre-crop say."""
-    sizes = {
-        name: None if run[name] is None else size_of(run[name], option_rules.flag(name))
-        for name in ("resize", "cover", "centre_crop")
-    }
-    if sizes["resize"] and sizes["cover"]:
+    resize, cover, crop = (size_of(run[name]) for name in ("resize", "cover", "centre_crop"))
+    if resize and cover:
         raise UserError("--resize and --cover: expected one of them")
-    return Preprocess(
-        sizes["resize"] or sizes["cover"],
-        run["colour"],
-        cover=sizes["cover"] is not None,
-        crop=sizes["centre_crop"],
-    )
+    return Preprocess(resize or cover, run["colour"], cover=cover is not None, crop=crop)
 
 
 def outputs_of(datastore):

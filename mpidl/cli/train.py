@@ -23,6 +23,7 @@ from mpidl.training import (
     seen,
     validation,
 )
+from mpidl.training.schedules import ENDING
 
 STOPPED = 75  # the exit code that asks for another run with --resume
 
@@ -60,14 +61,13 @@ def _train(given, world, signals):
             f"{len(train_set)} and {len(test_set)}"
         )
     _same_shape("--test-data", test_set, train_set)
-    train_set, settings = _with_validation(run, settings, train_set, test_set, world, how)
+    train_set, settings = _with_validation(given, run, settings, train_set, test_set, world, how)
     if given.get("preview"):
         return _preview(given["preview"], train_set, settings, world)
     settings.load(world.size)  # refused before any work where it does not fit the ranks
     shape = seen.image_shape(settings, train_set.image_shape)
     net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
     objective.check(settings.loss, net, train_set, training=True)
-    net.preprocess = how or net.preprocess
     start.check_normalization(run["network"], net, settings.normalization)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
@@ -155,10 +155,15 @@ def _preview(path, train_set, settings, world):
     return 0
 
 
-def _with_validation(run, settings, train_set, test_set, world, how):
+def _with_validation(given, run, settings, train_set, test_set, world, how):
     """(images to train on, options with the images to validate on, where there are to be any)."""
     chosen = run["validation_data"]
     if chosen is None:
+        if "validation_frequency" in given and not settings.validation_fraction:
+            raise UserError(
+                f"--validation-frequency {settings.validation_frequency}: expected images to "
+                "validate on (--validation-data or --validation-fraction)"
+            )
         return validation.held_out(train_set, settings)
     if settings.validation_fraction:
         raise UserError(
@@ -174,9 +179,15 @@ def _with_validation(run, settings, train_set, test_set, world, how):
 
 
 def _where(position, settings):
-    if position["epoch"] > settings.epochs:
-        return f"the end of epoch {position['epoch'] - 1}; a larger --epochs trains on"
-    return f"in epoch {position['epoch']}"
+    epoch, limit = position["epoch"], settings.max_iterations
+    if epoch > settings.epochs:
+        schedule = settings.learn_rate_schedule
+        over = f"where --learn-rate-schedule {schedule} ends: there is nothing left to train"
+        over = over if schedule in ENDING else "a larger --epochs trains on"
+        return f"the end of epoch {epoch - 1}; {over}"
+    if limit is not None and position["iteration"] >= limit:
+        return f"in epoch {epoch}; a larger --max-iterations trains on"
+    return f"in epoch {epoch}"
 
 
 def _about_validation(result, settings):

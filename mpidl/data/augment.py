@@ -10,9 +10,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import backends
+from mpidl.data.datastore import nearest
 from mpidl.errors import UserError
 
 PURPOSE, DRAWS = "augment", 12  # of the keys; the numbers drawn for an image, used or not
+# What MATLAB's imageDataAugmenter calls them.
+MATLAB = {
+    "FillValue": "fill",
+    "RandRotation": "rotation",
+    "RandScale": "scale",
+    "RandXReflection": "reflect_x",
+    "RandXScale": "scale_x",
+    "RandXShear": "shear_x",
+    "RandXTranslation": "translate_x",
+    "RandYReflection": "reflect_y",
+    "RandYScale": "scale_y",
+    "RandYShear": "shear_y",
+    "RandYTranslation": "translate_y",
+}
 DEGREE = 0.017453292519943295
 _TERMS = 11  # of the series of sine and cosine: below 45 degrees the next one changes no bit
 
@@ -68,6 +83,13 @@ class Augmenter:
     crop: tuple | None = None
     fill: float | tuple = 0
 
+    def __new__(cls, **keywords):
+        for name in keywords:
+            if name not in cls.__dataclass_fields__:
+                hint = nearest(MATLAB.get(name, name), cls.__dataclass_fields__)
+                raise UserError(f"unknown augmentation {name}{hint}")
+        return super().__new__(cls)
+
     def __post_init__(self):
         for name in ("rotation", "shear_x", "shear_y", "translate_x", "translate_y"):
             object.__setattr__(self, name, _range(name, getattr(self, name), symmetric=True))
@@ -109,14 +131,15 @@ class Augmenter:
             if (value := _plain(getattr(self, f.name))) != _plain(f.default)
         }
 
-    def image_shape(self, shape):
-        """(C, P, Q) of what becomes of images (C, H, W). UserError where the crop does not fit."""
+    def image_shape(self, shape, called="crop"):
+        """(C, P, Q) of what becomes of images (C, H, W). UserError where the crop, `called` so,
+        does not fit."""
         if self.crop is None:
             return tuple(shape)
         if self.crop[0] > shape[1] or self.crop[1] > shape[2]:
             raise UserError(
-                f"crop: expected at most the images' {shape[1]}x{shape[2]} pixels, "
-                f"got {self.crop[0]}x{self.crop[1]}"
+                f"{called} {self.crop[0]}x{self.crop[1]}: expected at most the size of the images, "
+                f"found {shape[1]}x{shape[2]}"
             )
         return (shape[0], *self.crop)
 

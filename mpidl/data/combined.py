@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.data.datastore import Datastore, counted, digest, read_images
+from mpidl.data.datastore import Datastore, counted, digest, made_of, read_images
 from mpidl.data.labels import check_int32
 from mpidl.errors import UserError
 
@@ -20,7 +20,7 @@ class Combined(Datastore):
         self.images, self.of = images, targets
         self.image_shape, self.dtype = images.image_shape, images.dtype
         self.labels, self.classes = images.labels, images.classes
-        self.in_memory = images.in_memory
+        self.in_memory, self.preprocess = images.in_memory, images.preprocess
         self.scaled = False
         if isinstance(targets, Datastore):
             self.targets_shape, self.targets_dtype = targets.image_shape, targets.dtype
@@ -141,8 +141,7 @@ class Transformed(Datastore):
         return self.parent.located(i)
 
     def describe(self):
-        where = self.parent.describe().rpartition(": ")[0]
-        return f"{where or 'images'}, transformed: {counted(self)}"
+        return made_of(self.parent, "transformed", self)
 
     def fingerprint(self):
         name = getattr(self.function, "__qualname__", type(self.function).__qualname__)

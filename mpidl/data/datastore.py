@@ -1,8 +1,10 @@
 """What a set of images is to the rest of the library, and the simplest one: arrays in memory."""
 
+import difflib
 import hashlib
 import os
 from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from mpidl import keyed
 from mpidl.errors import UserError
 
 MOST_CLASSES = 1 << 20  # where no names say how many there are
+NAMED = 3  # of the classes that a warning is of
 
 
 class Datastore:
@@ -20,6 +23,8 @@ class Datastore:
     targets_shape: of the array that each image is to be mapped to (another image, a label a pixel,
     numbers), None where there is none; targets_dtype: float32, or int32. A mini-batch has the
     targets where a set has them, else the labels.
+    preprocess: the `Preprocess` that images come through (of several the last), which a network
+    trained on them keeps, so that it can be shown raw ones; None where there is none.
     in_memory: whether reading costs no more than a copy, so that no cache is of use.
 
     A set of one's own derives from this class and sets image_shape. With labels it sets them and
@@ -33,6 +38,7 @@ class Datastore:
     targets_shape: tuple[int, ...] | None = None
     dtype = np.dtype(np.uint8)
     targets_dtype = np.dtype(np.float32)
+    preprocess: Any = None
     in_memory = False
 
     def __len__(self):
@@ -180,6 +186,7 @@ class Subset(Datastore):
         self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
         self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
         self.classes, self.in_memory = datastore.classes, datastore.in_memory
+        self.preprocess = datastore.preprocess
         self.labels = None if datastore.labels is None else datastore.labels[indices]
 
     def __len__(self):
@@ -239,6 +246,25 @@ def check_classes(datastore):
         )
 
 
+def without_images(datastore):
+    """A line that warns of classes which no image has; None where all have some, or where images
+    are not labelled."""
+    if datastore.labels is None or datastore.targets_shape is not None:
+        return None
+    classes = datastore.classes
+    bare = np.setdiff1d(np.arange(len(classes)), datastore.labels)
+    if not len(bare):
+        return None
+    named = ", ".join(shown(classes[i]) for i in bare[:NAMED])
+    more = f" and {len(bare) - NAMED} more" if len(bare) > NAMED else ""
+    line = (
+        f"warning: {datastore.describe()}: no image of class{'es' if len(bare) > 1 else ''} "
+        f"{named}{more} (of {len(classes)})"
+    )
+    numbers = bare[0] == 0 and list(classes) == [str(i) for i in range(len(classes))]
+    return line + ": labels count from 0" * bool(numbers)
+
+
 def read_images(datastore, indices):
     """`datastore.read(indices)` as its `dtype`, checked: the shape, and no NaN or infinity."""
     images = np.asarray(datastore.read(indices))
@@ -296,6 +322,12 @@ def counted(datastore):
     return text
 
 
+def made_of(datastore, how, made):
+    """The line of a set that was made of another: where that lies, how, and the new counts."""
+    where = datastore.describe().rpartition(": ")[0]
+    return f"{where or 'images'}, {how}: {counted(made)}"
+
+
 def digest(*parts):
     """SHA-256 in hex of texts, numbers, tuples and arrays; each part is told from the next."""
     total = hashlib.sha256()
@@ -318,6 +350,12 @@ def shown(path):
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def nearest(name, known):
+    """ "; did you mean NAME?", or nothing where no known name is near."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {shown(close[0])}?" if close else ""
 
 
 def on_rank_0(world, function):

@@ -1,13 +1,13 @@
 """A folder of images, one sub-folder a class."""
 
 import copy
-import difflib
 import os
+import re
 
 import numpy as np
 
 from mpidl.backends import memory
-from mpidl.data.datastore import Datastore, counted, digest, on_rank_0, shown
+from mpidl.data.datastore import Datastore, counted, digest, nearest, on_rank_0, shown
 from mpidl.data.files import Stamp, changed, stamp
 from mpidl.data.pixels import KINDS, SUFFIXES, decode
 from mpidl.data.preprocess import AS_IT_IS, Preprocess, Preprocessed
@@ -50,6 +50,7 @@ class ImageFolder(Datastore):
     ):
         self.folder = os.fspath(folder)
         self.wanted = Preprocess(size, colour) if preprocess is None else preprocess
+        self.preprocess = self.wanted or None
         found = on_rank_0(world, lambda: listing(self.folder, classes, labelled, self.wanted))
         self.files, self.sizes, self.written, *found = found
         self.labels, self.classes, self.image_shape = found
@@ -83,10 +84,11 @@ class ImageFolder(Datastore):
 
     def preprocessed(self, preprocess):
         """These files after a `Preprocess`, of whatever sizes they are: see `data.preprocessed`."""
-        if self.wanted != AS_IT_IS:
+        if self.preprocess is not None:
             return Preprocessed(self, preprocess)
         found = copy.copy(self)
-        found.wanted, found.image_shape = preprocess, preprocess.image_shape(self.image_shape)
+        found.wanted = found.preprocess = preprocess
+        found.image_shape = preprocess.image_shape(self.image_shape)
         return found
 
     def _other_shape(self, path, found):
@@ -96,8 +98,7 @@ class ImageFolder(Datastore):
         return (
             f"{shown(path)}: expected a {expected} image like the first one "
             f"({shown(self.files[0])}), found {found}; all images must have one size and be all "
-            "gray or all RGB: --resize HxW and --colour rgb make them so (of mpidl.pack --size HxW "
-            "and --rgb, in Python dl.Preprocess)"
+            "gray or all RGB: --resize HxW and --colour rgb make them so (in Python dl.Preprocess)"
         )
 
 
@@ -174,6 +175,9 @@ def check_folder(folder, option=None):
     """A UserError where `folder` is none that can be listed, with the nearest name there is."""
     prefix = f"{option} {shown(folder)}" if option else shown(folder)
     if not os.path.exists(folder):
+        if re.match(r"\w+://", str(folder)):
+            what = "S3 is" if str(folder).startswith("s3:") else "URLs are"
+            raise UserError(f"{prefix}: {what} not supported yet: expected files of this machine")
         parent, name = os.path.split(os.path.abspath(folder))
         try:
             others = [entry.name for entry in visible(parent) if entry.is_dir()]
@@ -187,12 +191,6 @@ def check_folder(folder, option=None):
         visible(folder)
     except OSError as e:
         raise UserError(f"{prefix}: the folder cannot be read: {reason(e)}") from None
-
-
-def nearest(name, known):
-    """ "; did you mean NAME?", or nothing where no known name is near."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {shown(close[0])}?" if close else ""
 
 
 def reason(error):

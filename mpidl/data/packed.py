@@ -7,7 +7,8 @@ Of each of the groups `train` and `test`, of which the second may be missing:
     checksums   (chunks, 32) uint8: SHA-256 of the images, then of the targets, of each chunk
     names       uint8: the names of the images one after the other, and name_ends (n,) int64
                 where each ends; or neither
-    attributes  fingerprint, that of the set that was packed; chunk_images
+    attributes  fingerprint, that of the set that was packed; chunk_images; preprocess, as JSON,
+                where its images came through a `Preprocess`
 
 The root's attributes are format, format_version, classes and sha256: that of all but images and
 targets, which the checksums cover. `mpidl.data.packing` writes such files.
@@ -25,6 +26,7 @@ from mpidl.data import hdf5
 from mpidl.data.datastore import Datastore, counted, on_rank_0, shown
 from mpidl.data.files import RawFile, Stamp, stamp
 from mpidl.data.labels import agreed, names_of
+from mpidl.data.preprocess import Preprocess
 from mpidl.errors import UserError
 
 FORMAT, VERSION = "mpidl packed", 1
@@ -61,6 +63,7 @@ class Found(NamedTuple):
     fingerprint: str
     chunk_images: int
     checksums: np.ndarray
+    preprocess: Preprocess | None
 
 
 class PackedDatastore(Datastore):
@@ -77,6 +80,7 @@ class PackedDatastore(Datastore):
         self.path, self.part = os.fspath(path), part
         self.found = on_rank_0(world, lambda: look(self.path, part, classes, labelled))
         self.labels, self.classes = self.found.labels, self.found.classes
+        self.preprocess = self.found.preprocess
         images, targets = (self.found.rows.get(name) for name in LARGE)
         self.image_shape, self.dtype = images.shape, images.dtype
         if targets is not None:
@@ -216,7 +220,18 @@ def look(path, part, classes, labelled):
         fingerprint = text_of(hdf5.attribute(group, "fingerprint"))
         if not isinstance(fingerprint, str) or not re.fullmatch("[0-9a-f]{64}", fingerprint):
             raise UserError(f"{where}: {part}: expected a fingerprint of 64 digits")
-        return Found(now, count, rows, labels, known, names, fingerprint, step, sums)
+        how = _preprocess(group, f"{where}: {part}")
+        return Found(now, count, rows, labels, known, names, fingerprint, step, sums, how)
+
+
+def _preprocess(group, where):
+    text = text_of(hdf5.attribute(group, "preprocess"))
+    if text is None:
+        return None
+    try:
+        return Preprocess(**json.loads(text))
+    except (TypeError, ValueError, UserError):
+        raise UserError(f"{where}: expected a description of preprocessing as JSON") from None
 
 
 def _rows(file, part, name, now):
@@ -250,6 +265,8 @@ def content(file):
         group = file[part]
         fingerprint = text_of(hdf5.attribute(group, "fingerprint"))
         facts.append([part, fingerprint, int(hdf5.attribute(group, "chunk_images")), held])
+        if "preprocess" in group.attrs:
+            facts[-1].append(text_of(hdf5.attribute(group, "preprocess")))
     total.update(json.dumps(facts).encode())
     return total.hexdigest()
 

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 
@@ -122,6 +123,8 @@ def _lay_out(path, parts, plan):
             count, step = len(store), plan[part]["chunk_images"]
             group = file.create_group(part)
             group.attrs["fingerprint"], group.attrs["chunk_images"] = store.fingerprint(), step
+            if store.preprocess is not None:
+                group.attrs["preprocess"] = json.dumps(asdict(store.preprocess))
             if store.labels is not None:
                 group.create_dataset("labels", data=store.labels.astype("<i8"), track_times=False)
             files = getattr(store, "files", None)

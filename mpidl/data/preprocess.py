@@ -6,7 +6,6 @@ that), for files and arrays alike: of bytes in its whole-number arithmetic, of f
 """
 
 import ctypes
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from mpidl import backends
 from mpidl.backends import native
 from mpidl.backends.cpu.images import planes_of_arrow
-from mpidl.data.datastore import Datastore, counted, digest, read_images
+from mpidl.data.datastore import Datastore, digest, made_of, read_images
 from mpidl.errors import UserError
 
 COLOURS = {"gray": 1, "rgb": 3}
@@ -51,13 +50,16 @@ class Preprocess:
         """(C, P, Q) of what becomes of an image (C, H, W). UserError where it is too small."""
         channels = COLOURS.get(self.colour, shape[0])
         if channels != shape[0] and {channels, shape[0]} != {1, 3}:
-            raise UserError(f"colour {self.colour}: expected 1 or 3 channels, got {shape[0]}")
+            raise UserError(
+                f"colour {self.colour} (--colour, or colour= in Python): expected images of 1 or 3 "
+                f"channels, found {shape[0]}"
+            )
         size = self.resized(*shape[1:])
         if self.crop is not None:
             if any(cut > n for cut, n in zip(self.crop, size, strict=True)):
                 raise UserError(
-                    f"centre crop: expected images of at least {_times(self.crop)} pixels, "
-                    f"got {_times(size)}"
+                    f"centre crop {_times(self.crop)} (--centre-crop, or crop= in Python): "
+                    f"expected images as large as that at least, found {_times(size)}"
                 )
             size = self.crop
         return (channels, *size)
@@ -151,7 +153,7 @@ class Preprocessed(Datastore):
         return self.datastore.located(i)
 
     def describe(self):
-        return f"{self.datastore.describe()}, {self.preprocess}: {counted(self)}"
+        return made_of(self.datastore, self.preprocess, self)
 
     def fingerprint(self):
         return digest(self.datastore.fingerprint(), self.preprocess)
@@ -159,19 +161,12 @@ class Preprocessed(Datastore):
 
 def preprocessed(datastore, preprocess):
     """A datastore of these images after a Preprocess: files are treated as they are decoded, so
-    that they may be of any sizes; arrays as they are read."""
-    if not preprocess:
+    that they may be of any sizes; arrays as they are read. Images that came through it already stay
+    as they are."""
+    if not preprocess or datastore.preprocess == preprocess:
         return datastore
     own = getattr(datastore, "preprocessed", None)
     return Preprocessed(datastore, preprocess) if own is None else own(preprocess)
-
-
-def size_of(text, option):
-    """(height, width) of a text such as 227x227, or 227 for both. Raises UserError."""
-    found = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", str(text))
-    if not found:
-        raise UserError(f"{option} must be HEIGHTxWIDTH such as 227x227, found {text}")
-    return int(found[1]), int(found[2] or found[1])
 
 
 def planes_of(picture, out=None):

@@ -40,7 +40,7 @@ def open_data(text, world=None, option="--data", wanted=AS_IT_IS):
         return ImageFolder(text, world, preprocess=wanted), None
     if kind == "files":
         paths = on_rank_0(world, lambda: {p: file_of_part(text, p) for p in ("train", "test")})
-        train = open_data(paths["train"], world, option, wanted)[0]
+        train = open_data(paths["train"], world, option)[0]  # as it is: see the last line
         test = None
         if paths["test"] is not None:
             test = open_test_data(paths["test"], world, classes=train.classes, option=option)

@@ -44,7 +44,7 @@ def several_of(layer):
     inputs = getattr(layer, "inputs", None)
     if inputs is None:
         return None
-    if isinstance(inputs, str) or len(inputs) < 2:
+    if not isinstance(inputs, list | tuple) or len(inputs) < 2:
         raise ValueError(f"{layer.name}: expected the names of two inputs or more, got {inputs!r}")
     return tuple(inputs)
 

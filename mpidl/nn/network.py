@@ -3,6 +3,7 @@
 import copy
 import difflib
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpidl.nn import fusion, graph
 from mpidl.nn.analysis import Analysis, aligned, times
 from mpidl.nn.layers import At, Layer
 from mpidl.nn.more_layers import Softmax
+from mpidl.ops import check
 
 
 class _Run(NamedTuple):
@@ -396,7 +398,7 @@ def _built(layer, reads):
 
 def _check_factors(layer, learnable):
     for value in layer.factors(learnable):
-        if not (value >= 0 and math.isfinite(value)):
+        if not (check.are_numbers(value) and value >= 0 and math.isfinite(value)):
             raise ValueError(
                 f"{layer.name}: factors of learning rate and L2 are at least 0, got {value!r} for "
                 f"{learnable}"
@@ -406,11 +408,15 @@ def _check_factors(layer, learnable):
 def _named(layers):
     """Copies of the layers, those without a name called by type and number: conv1, relu2."""
     named, counts = [], {}
+    if isinstance(layers, Layer):
+        raise TypeError(f"expected a list of layers, got a {type(layers).__name__} alone")
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise TypeError(f"expected a list of layers, got {layers!r}")
     if not layers:
         raise ValueError("a network has at least one layer")
     for layer in layers:
         if not isinstance(layer, Layer):
-            raise TypeError(f"a network is a list of layers, got {layer!r}")
+            raise TypeError(f"expected a list of layers, got {layer!r} in it")
         layer = copy.copy(layer)
         kind = type(layer).__name__.lower().removesuffix("2d")
         counts[kind] = counts.get(kind, 0) + 1
@@ -418,8 +424,8 @@ def _named(layers):
         named.append(layer)
     names: list[str] = [layer.name for layer in named]
     for name in names:
-        if names.count(name) > 1 or "." in name or "/" in name:
-            raise ValueError(f"layer names must be unique and without '.' or '/', got {name!r}")
+        if not isinstance(name, str) or names.count(name) > 1 or "." in name or "/" in name:
+            raise ValueError(f"layer names must be unique texts without '.' or '/', got {name!r}")
         if name == graph.IMAGES:
             raise ValueError(f"{name!r} is what a network is given: no layer can have that name")
     return named

@@ -18,20 +18,40 @@ def fixed(value):
     return tuple(fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
+def whole(name, option, value, least=1):
+    """value, an integer >= least."""
+    if not _is_whole(value, least):
+        raise ValueError(f"{name}: {option} must be an integer >= {least}, got {value!r}")
+    return value
+
+
+def _is_whole(value, least):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def are_numbers(*values):
+    """Whether each is an integer or a float."""
+    return all(isinstance(value, (int, float)) for value in values)
+
+
+def both_of(value):
+    """A value given once or as (down, across), as a tuple."""
+    return tuple(value) if isinstance(value, (list, tuple)) else (value, value)
+
+
 def pair(name, option, value, least):
     """An option given once or as (down, across), as a pair of integers >= least."""
-    both = (value, value) if isinstance(value, int) else tuple(value)
-    if len(both) != 2 or any(not isinstance(v, int) or v < least for v in both):
+    both = both_of(value)
+    if len(both) != 2 or not all(_is_whole(v, least) for v in both):
         raise ValueError(f"{name}: {option} must be an integer >= {least} or two, got {value!r}")
     return both
 
 
 def pads(name, value, option="padding"):
     """Padding given as p, (down, across) or ((top, bottom), (left, right)), as the last."""
-    both = (value, value) if isinstance(value, int) else tuple(value)
-    both = tuple((v, v) if isinstance(v, int) else tuple(v) for v in both)
+    both = tuple(both_of(v) for v in both_of(value))
     sides = [v for axis in both for v in axis]
-    if len(both) != 2 or len(sides) != 4 or any(not isinstance(v, int) or v < 0 for v in sides):
+    if len(both) != 2 or len(sides) != 4 or not all(_is_whole(v, 0) for v in sides):
         raise ValueError(
             f"{name}: {option} must be an integer >= 0, (down, across) or ((top, bottom), (left, "
             f"right)), got {value!r}"

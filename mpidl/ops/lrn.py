@@ -7,9 +7,8 @@ from mpidl.tape import op
 
 def check_window(name, window, alpha, beta, k):
     """ValueError for arguments that `cross_channel_norm` does not take."""
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"{name}: window must be an integer >= 1, got {window!r}")
-    if not (alpha >= 0 and beta >= 0 and k > 0):
+    check.whole(name, "window", window)
+    if not (check.are_numbers(alpha, beta, k) and alpha >= 0 and beta >= 0 and k > 0):
         raise ValueError(
             f"{name}: expected alpha >= 0, beta >= 0 and k > 0, got {alpha!r}, {beta!r} and {k!r}"
         )

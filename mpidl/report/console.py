@@ -93,7 +93,7 @@ class Console:
     def epoch(self, epoch, loss, images_per_second, seconds, accuracy=None, validation=None):
         """Print the line of an epoch: mean loss and accuracy over its images, seconds so far.
 
-        validation: accuracy on the validation set, where it was evaluated.
+        validation: the `Evaluation` on the validation set, where there was one.
         """
         if not self.progress:
             return
@@ -101,11 +101,16 @@ class Console:
         if accuracy is not None:
             parts.append(f"Accuracy: {accuracy:.4f}")
         if validation is not None:
-            parts.append(f"Validation accuracy: {validation:.4f}")
+            parts += _validated(validation)
         parts.append(f"Images/s: {images_per_second:.0f}")
         parts.append(f"Elapsed: {clock(seconds)}")
         self.written = time.monotonic()
         self.line(", ".join(parts))
+
+    def validation(self, found):
+        """Print the line of a validation that no epoch's line tells of: an `Evaluation`."""
+        if self.progress:
+            self.line(", ".join(_validated(found)))
 
     def finish(self, out, seconds, test=None):
         """End the progress; print the test's `Evaluation`, the time, where the results are."""
@@ -122,6 +127,13 @@ class Console:
         if self.bar is not None:
             bar, self.bar = self.bar, None
             bar.stop()
+
+
+def _validated(found):
+    parts = [f"Validation loss: {found.loss:.4f}"]
+    if found.accuracy is not None:
+        parts.append(f"Validation accuracy: {found.accuracy:.4f}")
+    return parts
 
 
 def clock(seconds):

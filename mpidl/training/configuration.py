@@ -12,20 +12,10 @@ from typing import NamedTuple
 from mpidl.data.datastore import shown
 from mpidl.errors import UserError
 from mpidl.training.modelfile import write_whole
-from mpidl.training.options import NAMES, OPTIONS, TrainingOptions, flag, recipe
+from mpidl.training.options import NAMES, OPTIONS, RUN, TrainingOptions, flag, recipe
 from mpidl.training.rules import SIZE, Rule, checked, nearest, one_of
+from mpidl.training.schedules import ENDING
 
-# What a run is about beside its options: known on the command line and in a file's [run] table.
-RUN = {
-    "network": "digits",
-    "data": "digits",
-    "test_data": None,
-    "validation_data": None,
-    "colour": None,
-    "resize": None,
-    "cover": None,
-    "centre_crop": None,
-}
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES = {
     **{name: known.metadata["rule"] for name, known in OPTIONS.items()},
@@ -196,7 +186,7 @@ def changed_on_resume(saved, now, where="the resumed run"):
             refused.append(f"{flag(name)} was {old}, is {new} (it may only grow)")
     schedule = now["options"].get("learn_rate_schedule")
     old, new = (table["options"].get("epochs") for table in (saved, now))
-    if schedule in ("cosine", "polynomial") and new > old:
+    if schedule in ENDING and new > old:
         refused.append(f"--epochs was {old}, is {new}, where --learn-rate-schedule {schedule} ends")
     network = json.loads(json.dumps(now["network"]))  # lists for tuples, as in the checkpoint
     if saved["network"] != network:

@@ -162,7 +162,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
     def __new__(cls, **keywords):
         for name in keywords:
             if name not in cls.__dataclass_fields__:
-                raise UserError(f"unknown option {name}{nearest(name, cls.__dataclass_fields__)}")
+                hint = OF_OTHERS.get(name) or nearest(name, cls.__dataclass_fields__)
+                raise UserError(f"unknown option {name}{hint}")
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -231,6 +232,21 @@ class TrainingOptions(ImageOptions, SolverOptions):
         }
 
 
+# What a run is about beside its options: known on the command line and in a file's [run] table.
+RUN = {
+    "network": "digits",
+    "data": "digits",
+    "test_data": None,
+    "validation_data": None,  # `validation` in Python
+    "colour": None,
+    "resize": None,
+    "cover": None,
+    "centre_crop": None,
+}
+OF_OTHERS = {
+    **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),
+    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command alone"),
+}
 OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
 NAMES = tuple(OPTIONS)
 OF_SOLVER = (*BY_SOLVER, "momentum", "gradient_decay_factor", "epsilon")

@@ -56,7 +56,7 @@ def one_of(*choices, function=False, optional=False):
 
 SIZE = Rule(
     str,
-    "HEIGHTxWIDTH such as 227x227, or one number for both",
+    "HEIGHTxWIDTH such as 224x192, or 224",
     pattern=r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5})?",
     shape="HxW",
     joint="x",
@@ -88,8 +88,9 @@ def checked(rule, value, spelled, text=False):
     if rule.choices == ON_OFF and isinstance(value, bool):
         value = "on" if value else "off"
     if rule.joint and isinstance(value, list | tuple) and all(map(_is_number, value)):
-        value = rule.joint.join(map(str, value))
-    number = _convert(rule, value, text)
+        number = rule.joint.join(map(str, value))
+    else:
+        number = _convert(rule, value, text)
     if (
         number is None
         or (rule.choices and number not in rule.choices and not _fits(rule, number))
@@ -143,6 +144,7 @@ ELSEWHERE = {
     "minibatchsize": "batch_size",
     "optimizer": "solver",
     "preprocessingenvironment": "workers",
+    "validationdata": "validation",
     "verbosefrequency": "verbose_every",
     "weightdecay": "l2",
 }
@@ -151,8 +153,8 @@ ELSEWHERE = {
 def nearest(name, known):
     """': did you mean ...?' where a known name is near, or another name for one, else ''."""
     plain = _plain(name)
-    meant = _plain(ELSEWHERE.get(plain, plain))
-    found = [other for other in known if _plain(other) == meant]
+    meant = plain, _plain(ELSEWHERE.get(plain, plain))
+    found = [other for other in known if _plain(other) in meant]
     found = found or [other for other in known if other.startswith(name)]
     found = found or difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f": did you mean {found[0]}?" if found else ""

@@ -9,6 +9,8 @@ from decimal import Decimal
 
 from mpidl.errors import UserError
 
+ENDING = ("cosine", "polynomial")  # which end with the last epoch
+
 
 def rate_of(known, epoch, iteration, per_epoch):
     """The learning rate of an iteration, by TrainingOptions.

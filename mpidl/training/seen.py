@@ -8,6 +8,7 @@ from mpidl.data.augment import Augmenter
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.training import objective
+from mpidl.training.rules import size_of
 
 OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
 
@@ -27,7 +28,6 @@ def augmenter_of(options):
     if not said:
         return None
     scale = (1, 1) if options.scale is None else tuple(map(float, options.scale.split(",")))
-    crop = options.random_crop
     return Augmenter(
         reflect_x="x" in options.flip,
         reflect_y="y" in options.flip,
@@ -38,14 +38,17 @@ def augmenter_of(options):
         translate_x=options.translate,
         translate_y=options.translate,
         fill=options.fill,
-        crop=None if crop is None else tuple(map(int, crop.split("x"))),
+        crop=size_of(options.random_crop),
     )
 
 
 def image_shape(options, shape):
     """(C, P, Q) of the images that a network is trained on, of a set's (C, H, W)."""
     augmenter = augmenter_of(options)
-    return tuple(shape) if augmenter is None else augmenter.image_shape(shape)
+    if augmenter is None:
+        return tuple(shape)
+    called = "crop" if options.random_crop is None else "--random-crop"
+    return augmenter.image_shape(shape, called)
 
 
 def check(net, datastore, options):
@@ -87,6 +90,7 @@ def prepare(net, datastore, options, world, kept=None):
     found = found.window(image_shape(options, datastore.image_shape)[1:])
     net.normalization = found
     net.crop = None if augmenter is None else augmenter.crop
+    net.preprocess = datastore.preprocess or net.preprocess
     return {
         "augmenter": augmenter,
         "normalization": found,

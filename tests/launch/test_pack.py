@@ -106,9 +106,9 @@ def test_a_killed_packing_goes_on(tmp_path):
 
 REFUSED = {
     "nothing to write": (["digits"], "DST.h5: expected the file to write, found none"),
-    "size": (["digits", "x.h5", "--size", "28"], "--size must be rows x columns, such as 64x48"),
+    "size": (["digits", "x.h5", "--resize", "x"], "--resize must be HEIGHTxWIDTH such as 224x192"),
     "no folder": (["missing", "x.h5"], "SRC missing: no such folder"),
-    "unknown option": (["a", "b", "--gray"], "unknown option --gray: did you mean --grayscale"),
+    "unknown option": (["a", "b", "--resise"], "unknown option --resise: did you mean --resize?"),
     "to verify": (["missing.h5", "--verify"], "missing.h5: no such file"),
 }
 
