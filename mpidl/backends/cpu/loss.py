@@ -5,9 +5,13 @@ import math
 import numpy as np
 
 from mpidl.backends import memory
-from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.call import partial_of_rows, tree_of
 from mpidl.backends.native import kernels
+
+
+def _sizes(x):
+    """(blocks, classes, pixels) of scores (B, K, ..., 16)."""
+    return *x.shape[:2], math.prod(x.shape[2:-1])
 
 
 def _labels(labels):
@@ -17,14 +21,14 @@ def _labels(labels):
 def softmax(logits):
     """exp(logits) / sum over classes; logits (B, K, ..., 16), computed in float64."""
     p = memory.empty(logits.shape, np.float64)
-    kernels().softmax(np.ascontiguousarray(logits), p, *sizes(logits))
+    kernels().softmax(np.ascontiguousarray(logits), p, *_sizes(logits))
     return p
 
 
 def softmax_dx(dy, p):
     """The gradient behind `softmax`, whose result p is float64: as dy, (B, K, ..., 16)."""
     dx = memory.empty(dy.shape)
-    kernels().softmax_dx(np.ascontiguousarray(dy), np.ascontiguousarray(p), dx, *sizes(dy))
+    kernels().softmax_dx(np.ascontiguousarray(dy), np.ascontiguousarray(p), dx, *_sizes(dy))
     return dx
 
 
@@ -38,7 +42,7 @@ def cross_entropy_dlogits(logits, labels, scale, counts):
     """(softmax(logits) - one at the label) * scale, zero in unused lanes: as logits."""
     d = memory.empty(logits.shape)
     logits = np.ascontiguousarray(logits)
-    kernels().cross_entropy_dlogits(logits, _labels(labels), counts, scale, d, *sizes(logits))
+    kernels().cross_entropy_dlogits(logits, _labels(labels), counts, scale, d, *_sizes(logits))
     return d
 
 
@@ -51,7 +55,7 @@ def correct_count(logits, labels, counts, tree):
 def _summed(function, logits, labels, counts, tree):
     rows = np.empty(len(logits))
     logits = np.ascontiguousarray(logits)
-    function(logits, _labels(labels), counts, rows, *sizes(logits), tree_of(tree))
+    function(logits, _labels(labels), counts, rows, *_sizes(logits), tree_of(tree))
     return partial_of_rows(rows, tree)
 
 
