@@ -1,4 +1,4 @@
-"""Image folders, arrays, splits, and opening what --data names."""
+"""Image folders, arrays and splits."""
 
 import os
 import threading
@@ -9,7 +9,8 @@ import pytest
 from images import grow, on_ranks, pixels_of, refusal, save
 from PIL import Image
 
-from mpidl.data import ArrayDatastore, ImageFolder, open_data, open_test_data
+from mpidl.data import ArrayDatastore, ImageFolder, combined
+from mpidl.data.datastore import without_images
 
 # Image folders
 
@@ -247,6 +248,22 @@ def test_arrays_say_what_they_expect():
     assert "got float64" in refusal(ArrayDatastore, images, [0.0, 1.0, 1.0, 0.0])
 
 
+def test_classes_that_no_image_has():
+    def told(labels, classes=None):
+        images = np.zeros((len(labels), 2, 2), np.uint8)
+        return without_images(ArrayDatastore(images, labels, classes))
+
+    assert told([0, 1, 2]) is told([1, 0], ["a", "b"]) is None
+    assert told([1, 2, 10]).endswith(
+        ": no image of classes 0, 3, 4 and 5 more (of 11): labels count from 0"
+    )
+    assert told([0, 1, 3]).endswith(": no image of class 2 (of 4)")
+    assert told([1, 1], ["cat", "d\nog"]).endswith(" in 2 classes: no image of class cat (of 2)")
+    assert told([0, 0], ["cat", "d\nog"]).endswith(": no image of class d\\nog (of 2)")
+    bare = ArrayDatastore(np.zeros((3, 2, 2), np.uint8))
+    assert without_images(bare) is without_images(combined(bare, np.zeros(3))) is None
+
+
 def test_subset_of_a_subset():
     store = ArrayDatastore(pixels_of(0, 6, 2, 2), [0, 1, 2, 0, 1, 2])
     part = store.subset([5, 3, 1]).subset([2, 0])
@@ -276,41 +293,3 @@ def test_split_is_per_label_seeded_and_in_order():
     assert not np.array_equal(first.indices, other.indices)
     assert [len(part) for part in store.split(1)] == [56, 0]
     assert "between 0 and 1, got 1.5" in refusal(store.split, 1.5)
-
-
-# Opening what --data names
-
-
-def test_open_data_takes_train_and_test_folders(tmp_path):
-    grow(tmp_path / "train")
-    grow(tmp_path / "test", classes=("emu",), per_class=2)
-    train, test = open_data(str(tmp_path))
-    assert len(train) == 9 and test.classes == train.classes and test.labels.tolist() == [2, 2]
-    assert open_test_data(str(tmp_path), classes=train.classes).labels.tolist() == [2, 2]
-    whole = open_test_data(str(tmp_path / "train"), option="--data")
-    assert len(whole) == 9
-    save(tmp_path / "test" / "cow" / "1.png", pixels_of(0, 1, 6, 5))
-    assert "sub-folder cow is none of the classes" in refusal(open_data, str(tmp_path))
-
-
-def test_open_data_takes_classes_that_are_called_train(tmp_path):
-    grow(tmp_path, classes=("train", "test"))
-    store, test = open_data(str(tmp_path))
-    assert store.classes == ["test", "train"] and test is None
-
-
-def test_open_data_errors(tmp_path):
-    assert refusal(open_data, "digist").startswith("--data digist: no such folder; did you mean d")
-    text = refusal(open_test_data, str(tmp_path / "no"))
-    assert text == f"--test-data {tmp_path}/no: no such folder"
-    path = save(tmp_path / "1.png", pixels_of(0, 1, 4, 4))
-    expected = "expected a folder, an HDF5 file or a .mat file, found another file"
-    assert refusal(open_data, str(path)) == f"--data {path}: {expected}"
-    for part in ("train", "val"):
-        grow(tmp_path / "set" / part)
-    folder = tmp_path / "set"
-    text = refusal(open_data, str(folder))
-    assert text.startswith(f"--data {folder}: found train/ but no test/ beside it")
-    assert text.endswith(f"--data {folder}/train and --test-data {folder}/val")
-    errors = on_ranks(2, lambda world: open_data(str(folder), world))
-    assert [str(e) for e in errors] == [text] * 2

@@ -1,5 +1,7 @@
 """IDX files and folders of them."""
 
+import struct
+
 import numpy as np
 import pytest
 from images import on_ranks, pixels_of, refusal, write_idx
@@ -94,3 +96,15 @@ def test_idx_errors(tmp_path):
         packed.write_bytes(content)
         assert refusal(read_idx, packed).startswith(f"{packed}: the file cannot be read: ")
     assert 'must be "train" or "test"' in refusal(idx_folder, tmp_path, "valid")
+
+
+def test_idx_that_claims_more_than_it_holds(tmp_path):
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(bytes([0, 0, 8, 3]) + struct.pack(">3I", 1 << 31, 1 << 31, 1 << 31) + b"x")
+    assert "found 17: the file is cut short" in refusal(idx_folder, tmp_path, labelled=False)
+    path.write_bytes(bytes([0, 0, 8, 255]) + bytes(255 * 4))
+    assert "8 dimensions at most, found 255" in refusal(idx_folder, tmp_path, labelled=False)
+    images = write_idx(tmp_path / "t10k-images-idx3-ubyte", pixels_of(0, 2, 2, 2))
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.array([0, 2**31 - 1], ">i4"), 0x0C)
+    assert "expected labels below 1048576" in refusal(idx_folder, tmp_path, "test")
+    assert images.exists()
