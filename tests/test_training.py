@@ -1,6 +1,7 @@
 """What options do in a training run; right on any number of ranks."""
 
 import dataclasses
+import io
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpidl.comm import guard
 from mpidl.data import partition
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
+from mpidl.report import Console, metrics, plots
 from mpidl.training import checkpoint, configuration, loop, validation
 from mpidl.training.load import Measured
 from mpidl.training.modelfile import weights_sha256
@@ -164,6 +166,34 @@ def test_what_is_no_function_is_refused():
         dl.TrainingOptions(output_functions=["print"])
 
 
+# ---- what is said of the images, and what the network keeps of them ----
+
+
+def test_classes_without_images_are_told(world):
+    """Labels from 1 make an empty class 0."""
+    store = pictures(100)
+    others = dl.ArrayDatastore(store.images, store.labels + 1)
+    shown = Console(world.rank, stream=io.StringIO())
+    net = dl.Network([dl.Dense(4)], (1, SIDE, SIDE))
+    dl.train(net, others, dl.TrainingOptions(epochs=1), world=world, console=shown)
+    if world.rank == 0:
+        line = shown.stream.getvalue().splitlines()[0]
+        assert line == (
+            "warning: arrays: 100 images of 1x6x6 in 4 classes: no image of class 0 (of 4): labels "
+            "count from 0"
+        )
+
+
+def test_a_network_keeps_how_its_images_were_made(world):
+    how = dl.Preprocess(size=(SIDE, SIDE))
+    large = dl.ArrayDatastore(np.repeat(pictures(100).images, 2, axis=3), pictures(100).labels)
+    for store in (dl.data.preprocessed(large, how), dl.data.preprocessed(large, how).split(0.5)[0]):
+        net, _ = trained(world, store=store, epochs=1)
+        assert net.preprocess == how
+    trained(world, net=net, epochs=1)  # of images that came through nothing that is known
+    assert net.preprocess == how
+
+
 # ---- validation ----
 
 
@@ -178,8 +208,35 @@ def test_validation_while_training(world):
     trained(world, output_functions=note, validation=others, validation_frequency=0, epochs=3)
     found = {iteration: loss for iteration, loss in at if loss is not None}
     assert sorted(found) == [3, 4, 5, 6, 7, 8, 9] and len(set(found.values())) == 3
-    with pytest.raises(UserError, match="--output-network best-validation: expected images"):
-        trained(world, output_network="best-validation")
+    for needs, said in (
+        ({"output_network": "best-validation"}, "--output-network best-validation"),
+        ({"validation_patience": 3}, "--validation-patience 3"),
+    ):
+        with pytest.raises(UserError, match=f"^{said}: expected images to validate on"):
+            trained(world, **needs)
+
+
+def test_the_validation_at_the_end_is_told_and_drawn(world, tmp_path, monkeypatch):
+    """It is of the epoch that has ended, and the picture has it."""
+    drawn, out = [], world.broadcast(str(tmp_path))
+    monkeypatch.setattr(plots, "progress", lambda path, _: drawn.append(metrics.read(path)))
+    known = dl.TrainingOptions(
+        epochs=2, batch_size=40, validation=pictures(30, "others"), validation_frequency=4
+    )
+    shown = Console(world.rank, stream=io.StringIO())
+    dl.train(small(), pictures(100), known, world=world, out=out, console=shown)
+    if world.rank:
+        assert not drawn
+        return
+    records = metrics.read(tmp_path / "metrics.jsonl")
+    found = [(r["epoch"], r["iteration"]) for r in records if r["kind"] == "validation"]
+    assert found == [(2, 4), (2, 6)] and drawn[-1] == records
+    lines = [line for line in shown.stream.getvalue().splitlines() if "Validation" in line]
+    last = records[-1]
+    assert lines[0].startswith("Epoch: 2, Loss: ") and len(lines) == 2
+    assert lines[1] == (
+        f"Validation loss: {last['loss']:.4f}, Validation accuracy: {last['accuracy']:.4f}"
+    )
 
 
 def test_patience_and_the_best_network(world):
