@@ -311,6 +311,18 @@ def check_finite(values, datastore, indices, what):
             )
 
 
+def check_below(classes, labels, datastore, indices):
+    """A UserError that names the first of these images with a label that is no class's number."""
+    if labels.size and not 0 <= labels.min() <= labels.max() < classes:
+        rows = labels.reshape(len(labels), -1)
+        bad = (rows < 0) | (rows >= classes)
+        i = int(np.argmax(bad.any(axis=1)))
+        raise UserError(
+            f"{datastore.located(int(indices[i]))}: expected labels from 0 to {classes - 1}, found "
+            f"{rows[i][bad[i]][0]}"
+        )
+
+
 def counted(datastore):
     """ "60000 images of 1x28x28 in 10 classes", "60 images of 1x28x28 with targets of 1x28x28"."""
     text = f"{len(datastore)} images of {'x'.join(map(str, datastore.image_shape))}"

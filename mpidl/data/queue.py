@@ -44,7 +44,8 @@ class MinibatchQueue:
     (n, C, H, W), uint8 or float, or (images, labels).
 
     load: how much each rank takes, see `fold.split_blocks`; it may be assigned between epochs.
-    sampling: "global", or "partition", where each rank has a part of the set to itself, which
+    classes: how many there are, where labels of other numbers are to be a UserError that names the
+    image. sampling: "global", or "partition", where each rank has a part of the set to itself, which
     "every-epoch" orders by itself: what is in a mini-batch, and so the weights, depends on the
     number of ranks then.
     """
@@ -66,6 +67,7 @@ class MinibatchQueue:
         function=None,
         load=None,
         sampling="global",
+        classes=None,
     ):
         if batch_size < 1:
             raise UserError(f"--batch-size must be at least 1, got {batch_size}")
@@ -81,7 +83,7 @@ class MinibatchQueue:
         self.datastore, self.batch_size, self.seed = datastore, int(batch_size), seed
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
-        self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function)
+        self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, classes)
         self.plain = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling = load, sampling
         self.device = getattr(self.world, "device", None)  # a GPU that the images go to
@@ -126,11 +128,13 @@ class MinibatchQueue:
         return batches if self.device is None else uploaded(batches, self.pipeline)
 
     def _jobs(self, epoch, start):
-        order = self.order(epoch)
+        # Mini-batches, of one size and made beside the step, lie in an arena of their own, which
+        # goes with the epoch: among activations they would leave holes too small for the next one.
+        order, arena = self.order(epoch), memory.Arena()
         for first in range(start * self.batch_size, len(order), self.batch_size):
-            yield self._job(order[first : first + self.batch_size], epoch)
+            yield self._job(order[first : first + self.batch_size], epoch, arena)
 
-    def _job(self, indices, epoch):
+    def _job(self, indices, epoch, arena):
         """The Job of one mini-batch, whose tasks read runs of its blocks."""
         batch = share(
             len(indices),
@@ -144,7 +148,7 @@ class MinibatchQueue:
         )
         if self.device is not None:
             return ForDevice(self.pipeline, batch, batch.indices).job(self.workers)
-        made = _InBlocks(batch, self)
+        made = _InBlocks(batch, self.pipeline, arena)
         return Job(runs(made.read, self.pipeline, batch.blocks, self.workers), made.result)
 
 
@@ -158,15 +162,15 @@ def runs(read, pipeline, blocks, workers):
 
 
 class _InBlocks:
-    """A mini-batch that is being made on the CPU."""
+    """A mini-batch that is being made on the CPU, in an arena."""
 
-    def __init__(self, batch, queue):
-        self.batch, self.pipeline = batch, queue.pipeline
-        p = self.pipeline
-        self.lanes = memory.empty((batch.blocks, *p.image_shape, LANES))
+    def __init__(self, batch, pipeline, arena):
+        self.batch, self.pipeline = batch, pipeline
+        p, blocks = pipeline, batch.blocks
+        self.lanes = memory.empty((blocks, *p.image_shape, LANES), arena=arena)
         self.labels = None
         if p.labels_shape is not None:
-            self.labels = np.zeros((batch.blocks, *p.labels_shape, LANES), p.labels_dtype)
+            self.labels = memory.empty((blocks, *p.labels_shape, LANES), p.labels_dtype, arena)
 
     def read(self, first, last):
         """Make these blocks of this rank's share."""
@@ -180,6 +184,7 @@ class _InBlocks:
                 n = batch.valid(b)
                 part = labels[(b - first) * LANES :][:n]
                 self.labels[b, ..., :n] = np.moveaxis(part, 0, -1)
+                self.labels[b, ..., n:] = 0
 
     def result(self):
         labels = None if self.labels is None else Blocked(self.labels, self.batch)

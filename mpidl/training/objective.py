@@ -27,7 +27,16 @@ def mean_squared_error(net, images, targets):
     return (ops.mean_squared_error(net(images), targets),)
 
 
-LOSSES = {"crossentropy": cross_entropy, "mse": mean_squared_error}
+def mean_absolute_error(net, images, targets):
+    """(mean of the absolute differences between outputs and targets,), a Partial."""
+    return (ops.mean_absolute_error(net(images), targets),)
+
+
+LOSSES = {
+    "crossentropy": cross_entropy,
+    "mse": mean_squared_error,
+    "mae": mean_absolute_error,
+}
 
 
 def of(loss):
@@ -35,7 +44,7 @@ def of(loss):
     first is minimized, and the second, where there is one, is how many labels were right."""
     if not callable(loss):
         if loss not in LOSSES:
-            raise UserError(f"loss must be {' or '.join(LOSSES)} or a function, found {loss}")
+            raise UserError(f"loss must be {', '.join(LOSSES)} or a function, found {loss}")
         return LOSSES[loss]
     name = getattr(loss, "__name__", loss)
 
@@ -96,6 +105,11 @@ def check(loss, net, datastore, *, training=False):
             f"{about}: --loss {loss}: expected a network with outputs of shape {tuple(shape)}, as "
             f"the targets', found {outputs}"
         )
+
+
+def limit(loss, net):
+    """What labels must be below, as a `MinibatchQueue` is told; None of a loss that has none."""
+    return net.output_shape[0] if loss == "crossentropy" else None
 
 
 def classes_of(net, datastore):

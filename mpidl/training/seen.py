@@ -94,6 +94,7 @@ def prepare(net, datastore, options, world, kept=None):
     return {
         "augmenter": augmenter,
         "normalization": found,
+        "classes": objective.limit(options.loss, net),
         "workers": options.workers,
         "prefetch": options.prefetch,
     }

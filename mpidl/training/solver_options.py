@@ -41,9 +41,9 @@ class SolverOptions:
     )
     loss: str | Callable = option(
         "crossentropy",
-        one_of("crossentropy", "mse", function=True),
-        "what is minimized: cross-entropy of labels, an image or a pixel, or the mean squared "
-        "error of targets; in Python also a function of network, images and targets",
+        one_of("crossentropy", "mse", "mae", function=True),
+        "what is minimized: cross-entropy of labels, an image or a pixel, or the mean squared or "
+        "absolute error of targets; in Python also a function of network, images and targets",
         resume="fixed",
         matlab="lossFcn of trainnet; classificationLayer, regressionLayer",
     )

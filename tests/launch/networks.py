@@ -107,3 +107,15 @@ def convolutions(input_shape, classes):
         dl.ReLU(),
         dl.Dense(classes),
     ]
+
+
+def shades(input_shape, classes):
+    """Images for images."""
+    channels, _, _ = input_shape
+    assert classes == input_shape, "the shape of the targets"
+    return [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(1, channels)]
+
+
+def pixels(input_shape, classes):
+    """A score for each of three classes at each pixel."""
+    return [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(1, 3)]
