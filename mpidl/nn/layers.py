@@ -140,7 +140,9 @@ class Conv2D(Weighted):
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         r, s = check.pair("Conv2D", "size", self.size, 1)
-        if self.groups < 1 or shape[0] % self.groups or self.filters % self.groups:
+        check.whole(self.name, "filters", self.filters)
+        check.whole(self.name, "groups", self.groups)
+        if shape[0] % self.groups or self.filters % self.groups:
             raise ValueError(
                 f"{self.name}: {shape[0]} channels and {self.filters} filters do not divide into "
                 f"{self.groups} groups"
@@ -195,7 +197,8 @@ class BatchNorm(Layer):
         return super().factors({"gamma": "scale", "beta": "offset"}[learnable])
 
     def build(self, shape):
-        if not (self.epsilon > 0 and 0 <= self.decay <= 1):
+        numbers = check.are_numbers(self.epsilon, self.decay)
+        if not (numbers and self.epsilon > 0 and 0 <= self.decay <= 1):
             raise ValueError(
                 f"{self.name}: expected epsilon > 0 and a decay from 0 to 1, got {self.epsilon!r} "
                 f"and {self.decay!r}"
@@ -252,12 +255,12 @@ class ReLU(Layer):
 class MaxPool2D(Layer):
     """The largest of each window of `size` pixels (an integer or (rows, columns)).
 
-    stride (the size where None), padding as in `ops.max_pool2d`.
+    stride (the size where None), padding (a number of pixels, or "same") as in `ops.max_pool2d`.
     """
 
     size: int | tuple[int, int]
     stride: int | tuple[int, int] | None = None
-    padding: int | tuple = 0
+    padding: int | str | tuple = 0
     name: str | None = None
 
     def build(self, shape):
@@ -269,14 +272,16 @@ class MaxPool2D(Layer):
 
 @dataclass
 class AveragePool2D(Layer):
-    """The mean of each window of `size` pixels (an integer or (rows, columns)).
+    """The mean of each window of `size` pixels (an integer or (rows, columns)), in which padding
+    counts as zeros.
 
-    stride (the size where None), padding as in `ops.average_pool2d`.
+    stride (the size where None), padding (a number of pixels, or "same") as in
+    `ops.average_pool2d`.
     """
 
     size: int | tuple[int, int]
     stride: int | tuple[int, int] | None = None
-    padding: int | tuple = 0
+    padding: int | str | tuple = 0
     name: str | None = None
 
     def build(self, shape):
@@ -311,6 +316,7 @@ class Dense(Weighted):
 
     def build(self, shape):
         features = int(np.prod(shape))
+        check.whole(self.name, "outputs", self.outputs)
         return Built(
             (self.outputs,),
             {
