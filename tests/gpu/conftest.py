@@ -41,6 +41,18 @@ def device(request):
 
 
 @pytest.fixture
+def world(device):
+    """One rank that computes on the device."""
+    from mpidl.backends.gpu.sums import Counts
+    from mpidl.comm import World
+
+    made = World(threads=1)
+    made.device, made.counts = device, Counts()
+    yield made
+    made.device = made.counts = None
+
+
+@pytest.fixture
 def emulated(request):
     """Opens devices by turns: `with emulated(order, **options) as device`."""
     return _opened(request)

@@ -152,7 +152,7 @@ def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     assert report.failed == ["accuracy after 1 epochs"]  # of random images, so it notices
 
 
-def test_losses_that_differ_are_told(world):
+def test_losses_that_differ_are_told():
     report = Report("training")
     training._compare(report, "here", np.array([2.0, 1.001]), np.array([2.0, 1.0]), 1e-4)
     training._compare(report, "there", np.array([2.0]), np.array([2.0, 1.0]), 1.0)

@@ -5,7 +5,6 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.backends.gpu.sums import Counts
 from mpidl.data.datastore import Datastore
 
 SHAPE = (1, 8, 8)
@@ -36,15 +35,6 @@ class Images(Datastore):
 
     def targets(self, indices):
         return numbers("gpu targets", 37, *self.targets_shape, dtype=np.float32)[indices]
-
-
-@pytest.fixture
-def world(device):
-    """One rank that computes on the emulated GPU."""
-    made = dl.World(threads=1)
-    made.device, made.counts = device, Counts()
-    yield made
-    made.device = made.counts = None
 
 
 def both(world, function):

@@ -5,7 +5,6 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.backends.gpu.sums import Counts
 from mpidl.training import loop, objective
 from mpidl.training.modelfile import weights_sha256
 
@@ -37,14 +36,6 @@ FROZEN = {
     "all but the last": ("conv1", "batchnorm1", "conv2", "batchnorm2", "conv3", "batchnorm3")
     + ("shortcut",),
 }
-
-
-@pytest.fixture
-def world(device):
-    made = dl.World(threads=1)
-    made.device, made.counts = device, Counts()
-    yield made
-    made.device = made.counts = None
 
 
 def pictures(count=50):
@@ -85,7 +76,9 @@ def test_recorded_or_not_the_bytes_are_the_same(world, names):
     sgdm = dl.SGDM(0.1, l2=0.001, **net.factors)
     for epoch in range(2):
         for images, labels in queue.epoch(epoch):
-            _, gradients, net.state = dl.value_and_grad(objective.cross_entropy)(net, images, labels)
+            _, gradients, net.state = dl.value_and_grad(objective.cross_entropy)(
+                net, images, labels
+            )
             net.parameters = sgdm(net.parameters, world.gplus(gradients))
     assert weights_sha256(net.to(None)) == weights_sha256(recorded)
 

@@ -7,7 +7,6 @@ import pytest
 import mpidl as dl
 from mpidl.backends import reference, settings
 from mpidl.backends.gpu import array, batchnorm, functions
-from mpidl.backends.gpu.sums import Counts
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Tree
 from mpidl.training import loop
@@ -61,10 +60,10 @@ def test_activations_of_all_sizes(device):
         assert np.nanmax((abs(found - exact) / places)[normal]) <= 2.5
 
 
-@pytest.mark.parametrize("classes", [1, 40])
+@pytest.mark.parametrize("shape", [(1,), (40,), (1, 2, 3), (40, 3, 5)])
 @BLOCKS
-def test_softmax_dx(device, classes, blocks):
-    x, dy = lanes("scores", blocks, classes), lanes("dy", blocks, classes)
+def test_softmax_dx(device, shape, blocks):
+    x, dy = lanes("scores", blocks, *shape), lanes("dy", blocks, *shape)
     p = functions.softmax(array.lanes(x))
     exact = reference.softmax_dx(dy.astype(np.float64), reference.softmax(x.astype(np.float64)))
     near(functions.softmax_dx(array.lanes(dy), p), exact)
@@ -229,15 +228,6 @@ LAYERS = [
     dl.Sigmoid(),
     dl.Dense(3),
 ]
-
-
-@pytest.fixture
-def world(device):
-    """One rank that computes on the emulated GPU."""
-    made = dl.World(threads=1)
-    made.device, made.counts = device, Counts()
-    yield made
-    made.device = made.counts = None
 
 
 def trained(world, **options):

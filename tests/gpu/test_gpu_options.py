@@ -5,7 +5,6 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.backends.gpu.sums import Counts
 from mpidl.errors import UserError
 from mpidl.training import loop, objective
 from mpidl.training.modelfile import weights_sha256
@@ -41,15 +40,6 @@ def pictures(count, name="pictures"):
     labels = np.arange(count) * 7 % CLASSES
     images[np.arange(count), 0, labels, :] = 255
     return dl.ArrayDatastore(images.astype(np.uint8), labels)
-
-
-@pytest.fixture
-def world(device):
-    """One rank that computes on the emulated GPU."""
-    made = dl.World(threads=1)
-    made.device, made.counts = device, Counts()
-    yield made
-    made.device = made.counts = None
 
 
 def options(**more):

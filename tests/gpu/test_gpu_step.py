@@ -5,7 +5,6 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.backends.gpu.sums import Counts
 from mpidl.data import on_device
 from mpidl.errors import Fault
 from mpidl.training import evaluate, loop, objective, outputs
@@ -36,15 +35,6 @@ def pictures(count, side=SIDE, classes=CLASSES, dtype=np.uint8):
     labels = np.arange(count) * 7 % classes
     images[np.arange(count), 0, labels, :] = 255  # a row that tells the class
     return dl.ArrayDatastore(images.astype(np.uint8).astype(dtype), labels)
-
-
-@pytest.fixture
-def world(device):
-    """One rank that computes on the emulated GPU."""
-    made = dl.World(threads=1)
-    made.device, made.counts = device, Counts()
-    yield made
-    made.device = made.counts = None
 
 
 def trained(world, store=None, net=None, **options):
