@@ -5,6 +5,7 @@ are the same float32 numbers on both sides.
 """
 
 import contextlib
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,15 +207,8 @@ def _dense(layer, net, shape, output, batch):
 def _ends(net, batch):
     """The loss, and the optimizer's step."""
     (classes,) = net.output_shape
-    logits = Lanes(4 * _lanes("logits", (classes,), batch).array)
-    labels = np.arange(batch.blocks * LANES, dtype=np.int32).reshape(batch.blocks, LANES) % classes
-    labels, counts = Plain(labels), Images(batch)
-    yield Case("loss", "softmax", batch.count, (logits,))
-    yield Case("loss", "cross_entropy", batch.count, (logits, labels, counts, batch.tree))
-    yield Case(
-        "loss", "cross_entropy_dlogits", batch.count, (logits, labels, 1 / batch.count, counts)
-    )
-    yield Case("loss", "correct_count", batch.count, (logits, labels, counts, batch.tree))
+    yield from _losses("loss", (classes,), batch)
+    yield from _losses("loss of pixels", (classes, 9, 31), batch)
     weights = list(net.parameters.values())
     tables = [
         [Weights(numbers(f"{kind} {i}", *w.shape)) for i, w in enumerate(weights)]
@@ -222,6 +216,24 @@ def _ends(net, batch):
     ]
     decays = [1e-3 * (i % 2) for i in range(len(weights))]
     yield Case("optimizer", "sgdm", batch.count, (*tables, subject.RATE, subject.MOMENTUM, decays))
+
+
+def _losses(layer, shape, batch):
+    """Of scores (K,) of an image, or (K, H, W)."""
+    logits = Lanes(4 * _lanes("logits", shape, batch).array)
+    labels = np.arange(batch.blocks * LANES * math.prod(shape[1:]), dtype=np.int32) % shape[0]
+    labels = Lanes(labels.reshape(batch.blocks, *shape[1:], LANES))
+    counts, target, mean = Images(batch), _lanes("target", shape, batch), 1 / batch.count
+    scored, errors = (logits, labels, counts, batch.tree), (counts, batch.tree)
+    for function, arguments in (
+        ("softmax", (logits,)),
+        ("cross_entropy", scored),
+        ("cross_entropy_dlogits", (logits, labels, mean, counts)),
+        ("correct_count", scored),
+        ("errors", (logits, target, 2, *errors)),
+        ("errors_dy", (logits, target, 2, mean, counts)),
+    ):
+        yield Case(layer, function, batch.count, arguments)
 
 
 def compare(case):
