@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpidl as dl
-from mpidl.cli import start
+from mpidl.cli import start, train
 
 SHAPE = (1, 6, 6)
 TRANSFER = """
@@ -16,6 +16,21 @@ def transfer(input_shape, classes):
 
 def layers(input_shape, classes):
     return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
+
+def alone(input_shape, classes):
+    return dl.Dense(classes)
+
+def nothing(input_shape, classes):
+    layers(input_shape, classes)
+
+def mixed(input_shape, classes):
+    return [dl.ReLU(), "dense"]
+
+def text(input_shape, classes):
+    return [dl.Conv2D(3, "16"), dl.Dense(classes)]
+
+def negative(input_shape, classes):
+    return [dl.Conv2D(-3, 16), dl.Dense(classes)]
 """
 
 
@@ -58,6 +73,48 @@ def test_a_network_for_other_images_is_refused(file):
     with pytest.raises(dl.UserError, match=text) as caught:
         start.network(f"{path}:transfer", (1, 8, 6), 3, seed=0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("alone", "expected a list of layers, got a Dense alone"),
+        ("nothing", "expected a list of layers, got None"),
+        ("mixed", "expected a list of layers, got 'dense' in it"),
+        ("text", "conv1: filters must be an integer >= 1, got '16' (conv1 reads images: 1x6x6)"),
+        (
+            "negative",
+            "Conv2D: size must be an integer >= 1 or two, got -3 (conv1 reads images: 1x6x6)",
+        ),
+    ],
+)
+def test_functions_that_give_no_network(file, function, text):
+    name = f"{file[1]}:{function}"
+    with pytest.raises(dl.UserError) as caught:
+        start.network(name, SHAPE, 3, seed=0)
+    assert str(caught.value) == f"--network {name}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "text"),
+    [
+        ((2, 5), {}, "in epoch 2"),
+        ((3, 8), {}, "the end of epoch 2; a larger --epochs trains on"),
+        ((2, 5), {"max_iterations": 5}, "in epoch 2; a larger --max-iterations trains on"),
+        *(
+            (
+                (3, 8),
+                {"learn_rate_schedule": name},
+                f"the end of epoch 2, where --learn-rate-schedule {name} ends: there is nothing "
+                "left to train",
+            )
+            for name in ("cosine", "polynomial")
+        ),
+    ],
+)
+def test_where_a_resumed_run_is_and_what_trains_on(position, options, text):
+    position = dict(zip(("epoch", "iteration"), position, strict=True))
+    assert train._where(position, dl.TrainingOptions(epochs=2, **options)) == text
 
 
 def test_a_network_stays_with_its_normalization(file):

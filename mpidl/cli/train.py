@@ -182,9 +182,9 @@ def _where(position, settings):
     epoch, limit = position["epoch"], settings.max_iterations
     if epoch > settings.epochs:
         schedule = settings.learn_rate_schedule
-        over = f"where --learn-rate-schedule {schedule} ends: there is nothing left to train"
-        over = over if schedule in ENDING else "a larger --epochs trains on"
-        return f"the end of epoch {epoch - 1}; {over}"
+        over = f", where --learn-rate-schedule {schedule} ends: there is nothing left to train"
+        over = over if schedule in ENDING else "; a larger --epochs trains on"
+        return f"the end of epoch {epoch - 1}{over}"
     if limit is not None and position["iteration"] >= limit:
         return f"in epoch {epoch}; a larger --max-iterations trains on"
     return f"in epoch {epoch}"

@@ -240,6 +240,32 @@ def test_predict_writes_activations(trained, pictures, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "a.npy"]
 
 
+SCRIPT = """
+import sys
+import mpidl as dl
+world = dl.World()
+how = dl.Preprocess(size=(16, 16), colour="gray", cover=True, crop=(12, 12))
+photos = dl.ImageFolder(sys.argv[1], world, preprocess=how)
+train, test = photos.split(0.8, seed=0)
+net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], train.image_shape)
+dl.train(net, train, dl.TrainingOptions(epochs=2, batch_size=50), world=world)
+accuracy = dl.evaluate(net, photos, world=world).accuracy
+if world.rank == 0:
+    dl.save_model(sys.argv[2], net, photos.classes)
+    print(f"Accuracy: {accuracy:.4f} (90 images)")
+"""
+
+
+def test_predict_with_a_network_that_a_script_trained(colours, tmp_path):
+    """On the raw images, which are larger and in colour: the model knows how they were made."""
+    (tmp_path / "own.py").write_text(SCRIPT)
+    result = mpirun(2, tmp_path / "own.py", colours, tmp_path / "model.h5", check=0)
+    expected = small.printed(result)[-1]
+    assert expected.startswith("Accuracy: ")
+    printed = small.printed(predict("--model", tmp_path / "model.h5", "--data", colours, ranks=2))
+    assert printed == [expected]
+
+
 def test_predict_with_a_network_of_images(pictures, tmp_path):
     """A network without classes: its outputs are written."""
     net = dl.Network([dl.Conv2D(3, 1, padding=1)], (1, 12, 12))
