@@ -1,4 +1,5 @@
-"""An arena for activations: large regions of memory, kept and reused from step to step.
+"""Arenas: large regions of memory, kept and reused from step to step; one for all activations, one
+for the mini-batches of an epoch.
 
 A step makes the same arrays in the same order each time, so that after the first one no page is
 asked of the system again, and every array lies where it lay before. Regions are on huge pages where
@@ -13,12 +14,14 @@ import threading
 import numpy as np
 
 LINE = 64  # bytes, a cache line
+HUGE = 2 << 20  # bytes of a huge page
 REGION = 32 << 20  # bytes, the least that is asked of the system
 SMALL = 1 << 14  # bytes below which NumPy's own allocator does well
 
 
 class Arena:
-    """First fit over regions that never go back to the system; neighbours that are free join.
+    """First fit over regions, which go back to the system with the arena, once the last of its
+    arrays is gone; neighbours that are free join.
 
     region(nbytes) -> (owner, first address, bytes): more memory.
     """
@@ -49,7 +52,7 @@ class Arena:
             return address
 
     def _grow(self, size):
-        size = -(-max(size, REGION) // REGION) * REGION
+        size = -(-max(size, REGION) // HUGE) * HUGE
         try:
             owner, address, size = self.region(size)
         except OSError as error:
@@ -74,26 +77,26 @@ class Arena:
 
 def _of_the_system(size):
     """A region on huge pages, where there are some."""
-    region = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             region.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             pass  # a kernel without huge pages
     address = np.frombuffer(region, np.uint8).ctypes.data
-    return region, address + -address % (2 << 20), size
+    return region, address + -address % HUGE, size
 
 
 _arena = Arena()
 
 
 class _Place:
-    """Owns an array's place in the arena; NumPy reads the interface and keeps the owner."""
+    """Owns an array's place in an arena; NumPy reads the interface and keeps the owner."""
 
-    __slots__ = ("address", "size", "__array_interface__")
+    __slots__ = ("arena", "address", "size", "__array_interface__")
 
-    def __init__(self, shape, dtype, address, size):
-        self.address, self.size = address, size
+    def __init__(self, shape, dtype, arena, address, size):
+        self.arena, self.address, self.size = arena, address, size
         self.__array_interface__ = {
             "version": 3,
             "shape": shape,
@@ -102,10 +105,10 @@ class _Place:
         }
 
     def __del__(self):
-        _arena.returned.append((self.address, self.size))
+        self.arena.returned.append((self.address, self.size))
 
 
-def empty(shape, dtype=np.float32):
+def empty(shape, dtype=np.float32, arena=_arena):
     """An array of unknown contents, 64-byte aligned; its memory is used again once it is gone."""
     dtype = np.dtype(dtype)
     size = dtype.itemsize
@@ -114,9 +117,10 @@ def empty(shape, dtype=np.float32):
     if size < SMALL:
         return np.empty(shape, dtype)
     size = -(-size // LINE) * LINE
-    return np.asarray(_Place(tuple(int(n) for n in shape), dtype, _arena.take(size), size))
+    shape = tuple(int(n) for n in shape)
+    return np.asarray(_Place(shape, dtype, arena, arena.take(size), size))
 
 
 def reserved():
-    """Bytes the arena holds, in use or not."""
+    """Bytes that the arena of activations holds, in use or not."""
     return _arena.bytes

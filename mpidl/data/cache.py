@@ -22,6 +22,7 @@ class NodeCache(Datastore):
         self.datastore = datastore
         self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
         self.classes, self.labels = datastore.classes, datastore.labels
+        self.preprocess = datastore.preprocess
         self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
         tables: list = [(self.image_shape, self.dtype, read_images)]
         if self.targets_shape is not None:
@@ -92,9 +93,11 @@ class _Table:
         self._order_memory()
         if known.all():
             return self.kept[indices]
-        found = np.empty((len(indices), *self.shape), self.dtype)
-        found[known] = self.kept[indices[known]]
-        found[~known] = self.read(self.datastore, indices[~known])
+        found = self.read(self.datastore, indices[~known])
+        if known.any():
+            read, found = found, np.empty((len(indices), *self.shape), self.dtype)
+            found[known], found[~known] = self.kept[indices[known]], read
+            del read
         # Two ranks, or two threads, may be filling the same place. No harm comes of it: they write
         # the same bytes, decoded from the same file, so whoever wins, or half wins, the place ends
         # up right. A reader looks at the flag first, and the flag is written after the pixels.

@@ -7,7 +7,7 @@ import numpy as np
 from mpidl import backends
 from mpidl.blocks import LANES
 from mpidl.data.augment import centred
-from mpidl.data.datastore import check_finite, read_images, read_targets
+from mpidl.data.datastore import check_below, check_finite, read_images, read_targets
 from mpidl.data.normalize import Normalization
 from mpidl.errors import UserError
 
@@ -29,11 +29,21 @@ class Pipeline:
     augmenter: an `Augmenter`, or None. crop: (P, Q), cut from the centre of images that are not
     augmented. normalization: a `Normalization`, "rescale-zero-one" where None. function: see
     `MinibatchQueue`. image_shape, dtype: of the images that reach the normalization; labels_shape,
-    labels_dtype: of what goes with an image, None where that is nothing.
+    labels_dtype: of what goes with an image, None where that is nothing. classes: see
+    `MinibatchQueue`.
     """
 
-    def __init__(self, datastore, augmenter=None, normalization=None, crop=None, function=None):
+    def __init__(
+        self,
+        datastore,
+        augmenter=None,
+        normalization=None,
+        crop=None,
+        function=None,
+        classes=None,
+    ):
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
+        self.classes = classes
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
         self.crop = crop if augmenter is None else None
         if augmenter is not None:
@@ -101,14 +111,19 @@ class Pipeline:
         return self.normalization.arrays()
 
     def span(self, blocks, workers):
-        """How many blocks one task reads: enough to be worth it, few enough for all workers."""
+        """How many blocks one task reads, see `span_of`."""
         size = int(np.prod(self.datastore.image_shape)) * self.dtype.itemsize * LANES
-        share = blocks if workers == 1 else -(-blocks // workers)
-        return max(1, min(share, -(-SPAN // max(size, 1))))
+        return span_of(size, blocks, workers)
 
     def read(self, indices, epoch, seed):
         """(pixels, labels or None) of these images, as plain arrays: pixels (n, C, H, W), still to
         be moved (`moves`) and normalized."""
+        pixels, labels = self._read(indices, epoch, seed)
+        if self.classes is not None and labels is not None:
+            check_below(self.classes, labels, self.datastore, indices)
+        return pixels, labels
+
+    def _read(self, indices, epoch, seed):
         pixels = read_images(self.datastore, indices)
         if self.datastore.targets_shape is not None:
             labels = read_targets(self.datastore, indices)
@@ -174,6 +189,13 @@ class Pipeline:
                 f"got {_words(got)} of {self.datastore.located(int(at.indices[0]))}"
             )
         return images, labels
+
+
+def span_of(size, blocks, workers):
+    """How many of a rank's blocks one task reads, of `size` bytes of pixels each: enough to be
+    worth it, few enough for all workers."""
+    share = blocks if workers == 1 else -(-blocks // workers)
+    return max(1, min(share, -(-SPAN // max(size, 1))))
 
 
 def fill_blocks(pixels, moves, numbers, lanes):

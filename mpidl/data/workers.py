@@ -19,17 +19,19 @@ class Job:
         self.left, self.errors = len(tasks), {}
 
     def item(self):
-        """result(), or what the first of the tasks that failed raised."""
+        """result(), or what the first of the tasks that failed raised; called once. The job then
+        keeps nothing of the item, whose memory is its user's to give back."""
+        result, self.tasks, self.result = self.result, (), None
         if self.errors:
             raise self.errors[min(self.errors)]
-        return self.result()
+        return result()
 
 
 def in_turn(jobs):
     """Generate the items of jobs, made by the thread that asks for them."""
     for job in jobs:
-        for task in job.tasks:
-            task()
+        while job.tasks:
+            job.tasks.pop(0)()
         yield job.item()
 
 
@@ -84,6 +86,7 @@ class _Crew:
                     job.errors[number] = error
                 if not job.left:
                     self.change.notify_all()
+            del taken, job, task  # while it waits for the next, this one's item may go
 
     def _take(self):
         with self.change:

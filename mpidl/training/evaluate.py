@@ -13,6 +13,8 @@ from mpidl.fold import Counter
 from mpidl.training import objective
 from mpidl.training.confusion import Confusion, names_of, tally
 
+BATCH = 128  # images in a mini-batch
+
 
 class Evaluation(NamedTuple):
     """Share of the images that were classified right, mean loss, number of images.
@@ -46,11 +48,11 @@ def agreed(batches, world, signals=None):
     set.
     """
     while True:
-        problem = None
+        found, problem = [None], None
         try:
-            item = next(batches, None)
+            found = [next(batches, None)]
         except UserError as error:
-            item, problem = None, error
+            problem = error
         wanted = signals is not None and signals.name is not None
         level = world.gop("max", 2 if problem else int(wanted))
         if level == 2:
@@ -59,9 +61,9 @@ def agreed(batches, world, signals=None):
             signals.agreed = True
             batches.close()
             return
-        if item is None:
+        if found[0] is None:
             return
-        yield item
+        yield found.pop()  # not kept here: the next one may take its memory
 
 
 def evaluate(
@@ -69,7 +71,8 @@ def evaluate(
     datastore,
     *,
     world=None,
-    batch_size=128,
+    batch_size=BATCH,
+    prefetch=2,
     signals=None,
     top_k=None,
     confusion=False,
@@ -78,17 +81,19 @@ def evaluate(
     """Evaluation of a network on labelled images, in prediction mode. Collective.
 
     loss: as of `TrainingOptions`; another than cross-entropy goes by the images' targets. world:
-    all ranks by default. top_k: a number k of 1 to the number of classes, and confusion: whether to
-    count which class was taken for which; both in the same pass. signals: those that end it early,
-    see `agreed`; it is then of the images so far. Raises UserError where there are no labels, or
-    labels beyond the network's outputs.
+    all ranks by default. prefetch: see `MinibatchQueue`. top_k: a number k of 1 to the number of
+    classes, and confusion: whether to count which class was taken for which; both in the same pass.
+    signals: those that end it early, see `agreed`; it is then of the images so far. Raises
+    UserError where there are no labels, or labels beyond the network's outputs.
     """
     objective.check(loss, net, datastore)
     classes = _classes(net, datastore, loss, top_k, confusion)
     world = World() if world is None else world
     totals, n, among = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
-    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
+    how = {"shuffle": "never", "prefetch": prefetch, **net.seen()}
+    how["classes"] = objective.limit(loss, net)
+    queue = MinibatchQueue(datastore, batch_size, world=world, **how)
     net, function = net.on(world.device), objective.of(loss)
     for images, labels in agreed(queue.epoch(0), world, signals):
         if top_k or confusion:
@@ -106,6 +111,7 @@ def evaluate(
                 tally(table, known, mine.argmax(axis=1))
             if top_k:
                 among += int((places(mine, known) < top_k).sum())
+        del images, labels  # see `agreed`
     right = totals[1]
     return Evaluation(
         None if right is None else right / max(n * objective.labels_of(datastore), 1),

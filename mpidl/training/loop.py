@@ -12,10 +12,11 @@ from mpidl import backends
 from mpidl.comm import World
 from mpidl.comm.guard import Signals
 from mpidl.data import MinibatchQueue, NodeCache
+from mpidl.data.datastore import without_images
 from mpidl.errors import Fault, UserError
 from mpidl.report import Console
 from mpidl.tape import value_and_grad
-from mpidl.training import checkpoint, modelfile, objective, seen
+from mpidl.training import checkpoint, modelfile, objective, room, seen
 from mpidl.training.configuration import changed_on_resume, resumable, shares
 from mpidl.training.evaluate import agreed
 from mpidl.training.keeping import Keeper
@@ -73,6 +74,8 @@ def train(
         world.use_threads(options.threads)
     how = {"verbose_every": options.verbose_every, "progress": options.verbose == "on"}
     with console or Console(world.rank, **how) as shown:
+        if (warning := without_images(datastore)) is not None:
+            shown.line(warning)
         run = _Run(net, datastore, options, world, out, shown, resume, dict(facts))
         with contextlib.nullcontext(signals) if signals else Signals() as held:
             return run.go(held)
@@ -90,7 +93,7 @@ class _Run:
         self.net, self.options, self.world, self.signals = net, options, world, None
         self.console, self.facts = console, facts
         load = options.load(world.size)
-        self.datastore = NodeCache(datastore, world, options.cache_mb << 20)
+        self.datastore = NodeCache(datastore, world, room.for_images(options, datastore, world))
         self.optimizer = of_options(options, **net.factors)
         self.at, self.validation = Position(), Validation(options, world)
         self.under_way = collections.deque()  # steps of a GPU that were started: (handle, Shown)
@@ -159,6 +162,7 @@ class _Run:
             with contextlib.closing(batches):
                 for batch in agreed(batches, self.world, signals):
                     self._step(*batch)
+                    del batch  # the next one may take its memory
                     if self.validation.due(at.iteration):
                         self._validate(signals)
                     ended = at.iteration >= limit or at.batch == len(self.queue)
@@ -278,7 +282,8 @@ class _Run:
         if found is None:
             return
         how = found.loss, self.optimizer.learning_rate, 0.0, at.seconds, found.accuracy
-        self.keeper.record("validation", at.epoch, at.iteration, *how)
+        epoch = at.epoch if at.batch else at.epoch - 1  # at its end the next one is under way
+        self.keeper.record("validation", epoch, at.iteration, *how)
 
     def _end_epoch(self, rate):
         at, learning_rate = self.at, self.optimizer.learning_rate
@@ -288,9 +293,7 @@ class _Run:
         if self.validation.due_at_end():
             self._validate(self.signals)
         found = self.validation.last if self.validation.at > at.iteration - at.batch else None
-        self.console.epoch(
-            at.epoch, loss, rate, at.seconds, accuracy, found.accuracy if found else None
-        )
+        self.console.epoch(at.epoch, loss, rate, at.seconds, accuracy, found)
         self._tell("epoch", learning_rate, loss, accuracy)
         at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, None, 0
         at.epoch_loss = loss
@@ -304,13 +307,15 @@ class _Run:
             self._validate(signals)
             if self.validation.owed:
                 return
+            self.console.validation(self.validation.last)
+            self._plot()
         if self.recorded is not None:
             self.net.to(None)
         self.validation.give_best(self.net)
         if self.options.batchnorm_statistics == "population" and self.at.iteration:
             size = self.options.batch_size
-            shown = self.net.seen()
-            queue = MinibatchQueue(self.datastore, size, world=self.world, shuffle="never", **shown)
+            how = {"shuffle": "never", "prefetch": self.options.prefetch, **self.net.seen()}
+            queue = MinibatchQueue(self.datastore, size, world=self.world, **how)
             state = population(self.net.on(self.world.device), queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
 

@@ -28,6 +28,7 @@ def population(net, queue, world, signals=None):
         measuring.state = {**net.state, **blank}
         measuring(images)
         count = images.batch.count
+        del images  # the next one may take its memory
         found = [
             np.concatenate([[count], mean, count * variance])
             for mean, variance in (

@@ -14,9 +14,13 @@ BEST = {"best_learnables": "parameters", "best_state": "state"}  # tables of a c
 def held_out(datastore, options):
     """(images to train on, options that validate on the others), by `validation_fraction`.
 
-    Both as they are where it is 0, or where the options have a validation set already.
+    Both as they are where it is 0, or where the options have a validation set already. Raises
+    UserError where the options ask for what cannot be without validation.
     """
-    if options.validation is not None or not options.validation_fraction:
+    if options.validation is not None:
+        return datastore, options
+    if not options.validation_fraction:
+        _check_needs(options)
         return datastore, options
     kept, others = datastore.split(1 - options.validation_fraction, seed=options.seed)
     if not len(kept) or not len(others):
@@ -25,6 +29,20 @@ def held_out(datastore, options):
             f"to validate on, found {len(kept)} and {len(others)}"
         )
     return kept, replace(options, validation=others)
+
+
+def _check_needs(options):
+    needs = {
+        "--output-network best-validation": options.output_network == "best-validation",
+        f"--validation-patience {options.validation_patience}": options.validation_patience
+        < math.inf,
+    }
+    for text, said in needs.items():
+        if said:
+            raise UserError(
+                f"{text}: expected images to validate on "
+                "(--validation-data, --validation-fraction, or validation= in Python)"
+            )
 
 
 class Validation:
@@ -38,12 +56,8 @@ class Validation:
         self.store, self.world, self.minimized = options.validation, world, options.loss
         self.fingerprint = None if self.store is None else self.store.fingerprint()
         self.every, self.patience = options.validation_frequency, options.validation_patience
+        self.prefetch = options.prefetch
         self.keeps = options.output_network == "best-validation"
-        if self.keeps and self.store is None:
-            raise UserError(
-                "--output-network best-validation: expected images to validate on "
-                "(--validation-data, --validation-fraction, or validation= in Python)"
-            )
         self.last, self.at = None, 0  # the Evaluation of iteration `at`
         self.loss, self.iteration = math.inf, 0  # the least, and where
         self.waited = 0  # validations since then
@@ -64,7 +78,7 @@ class Validation:
         None where signals ended it: it is owed then, for a run that goes on from here.
         """
         how = {"world": self.world, "signals": signals, "loss": self.minimized}
-        found = evaluate(net, self.store, **how)
+        found = evaluate(net, self.store, prefetch=self.prefetch, **how)
         self.owed = signals is not None and signals.agreed
         if self.owed:
             return None
