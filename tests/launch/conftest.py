@@ -11,6 +11,12 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """{kind of targets: an HDF5 file of 90 images with them}."""
+    return small.pair(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="session")
 def colours(tmp_path_factory):
     """A folder of 90 colour images of 32 x 32 pixels in three classes."""
     folder = tmp_path_factory.mktemp("colours") / "shapes"

@@ -1,7 +1,8 @@
 """`python emulated.py NAME ...`: `python -m mpidl.NAME ...` where each rank has an emulated GPU.
 
 EMULATED_GPUS: how many there are, which the ranks share where they are fewer (1).
-EMULATED_GATHERED: the bytes that a GPU gathers at most, see `sums.GATHERED`.
+EMULATED_GATHERED: the bytes that a GPU gathers at most, see `sums.GATHERED`. EMULATED_RESIDENT: the
+share of its memory that data sets may take, see `on_device.RESIDENT`.
 """
 
 import importlib
@@ -33,9 +34,11 @@ def visible():
 def main():
     from mpidl.backends.gpu import sums
     from mpidl.comm import devices, guard, nccl
+    from mpidl.data import on_device
 
     devices.opened, devices.visible = opened, visible
     sums.GATHERED = int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))
+    on_device.RESIDENT = float(os.environ.get("EMULATED_RESIDENT", on_device.RESIDENT))
     nccl.cuda_aware = lambda: True  # memory of the device is the host's
     name = sys.argv.pop(1)
     guard.run(importlib.import_module(f"mpidl.cli.{name}").main)

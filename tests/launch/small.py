@@ -38,6 +38,20 @@ def draw(folder, per_class=PER_CLASS, side=12, channels=1):
     return folder
 
 
+def pair(folder, count=90, side=10):
+    """HDF5 files of images with targets that can be learned; {kind of targets: file}."""
+    images = np.random.default_rng(0).integers(0, 256, (count, 1, side, side), dtype=np.uint8)
+    targets = {
+        "numbers": images.mean(axis=(2, 3), dtype=np.float32)[:, 0] / 255,
+        "images": images.astype(np.float32) / 510,
+        "pixels": (images[:, 0] // 86).astype(np.int32),
+    }
+    for name, values in targets.items():
+        with h5py.File(folder / f"{name}.h5", "w") as file:
+            file["images"], file["targets"] = images, values
+    return {name: folder / f"{name}.h5" for name in targets}
+
+
 def without_plots():
     """Environment in which matplotlib is missing: drawing takes longer than a small run."""
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("no_plots")), ROOT])}

@@ -65,6 +65,20 @@ def test_options_that_decide_from_step_to_step(pictures, tmp_path):
     same(tmp_path / "one", tmp_path / "three")
 
 
+@pytest.mark.parametrize(
+    "kind, network, loss",
+    [("images", "shades", "mse"), ("pixels", "pixels", "crossentropy")],
+)
+@pytest.mark.parametrize("resident", ["0.5", "0"])
+def test_targets(kind, network, loss, resident, pairs, tmp_path):
+    """Mini-batches of 50 and of 31, of which two of three ranks have none; validation too."""
+    words = ["--loss", loss, "--epochs", 2, "--validation-data", "test"]
+    for ranks in (1, 3):
+        how = {"network": small.of(network), "EMULATED_RESIDENT": resident}
+        train(ranks, pairs[kind], tmp_path / str(ranks), *words, **how)
+    same(tmp_path / "1", tmp_path / "3")
+
+
 def test_predict(one, pictures, tmp_path):
     """Scores and activations, of ranks that share a GPU."""
     left = {}

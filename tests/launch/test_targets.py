@@ -3,28 +3,11 @@
 import csv
 import re
 
-import h5py
 import numpy as np
 import pytest
 import small
 
-SIDE, COUNT = 10, 90  # of which 81 are trained on: a mini-batch of 50 and one of 31
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """{kind of targets: an HDF5 file}."""
-    folder = tmp_path_factory.mktemp("pairs")
-    images = np.random.default_rng(0).integers(0, 256, (COUNT, 1, SIDE, SIDE), dtype=np.uint8)
-    targets = {
-        "numbers": images.mean(axis=(2, 3), dtype=np.float32)[:, 0] / 255,
-        "images": images.astype(np.float32) / 510,
-        "pixels": (images[:, 0] // 86).astype(np.int32),
-    }
-    for name, values in targets.items():
-        with h5py.File(folder / f"{name}.h5", "w") as file:
-            file["images"], file["targets"] = images, values
-    return {name: folder / f"{name}.h5" for name in targets}
+SIDE, COUNT = 10, 90  # of `pairs`; 81 are trained on: a mini-batch of 50 and one of 31
 
 
 def trained(pairs, out, ranks, kind, *options, network="shades"):
