@@ -94,6 +94,18 @@ def test_a_bar_on_a_terminal(monkeypatch):
     assert stream.getvalue().endswith("Results: runs/digits\n")
 
 
+def test_a_line_finds_the_bar_where_training_is():
+    """However short the time since it was drawn."""
+    stream = io.StringIO()
+    with Console(0, stream=stream, width=100) as shown:
+        shown.start(1, 3)
+        for i in (1, 2, 3):
+            shown.iteration(1, i, 0.25, 100.0)
+        assert "3/3" not in stream.getvalue()
+        shown.epoch(1, 0.25, 100.0, 1.0)
+    assert "3/3" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+
+
 def test_the_bar_follows_the_window(monkeypatch):
     monkeypatch.setattr(console, "BAR_SECONDS", 0.0)
     widths = iter([100, 100, 60])

@@ -28,7 +28,7 @@ class Console:
         self.measured = width is None
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs = 0
-        self.bar = self.task = None
+        self.bar = self.task = self.last = None  # the last iteration: what `iteration` was told
         self.drawn = self.written = time.monotonic()
 
     def __enter__(self):
@@ -42,6 +42,7 @@ class Console:
         if self.stream is None:
             return
         if self.bar is not None:
+            self._draw()
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self.stream, flush=True)
@@ -67,21 +68,9 @@ class Console:
         if self.stream is None or not self.progress:
             return
         now = time.monotonic()
+        self.last = epoch, iteration, loss, images_per_second, accuracy
         if self.bar is not None and now - self.drawn >= BAR_SECONDS:
-            self.drawn = now
-            if self.measured:  # the window may have become another size
-                self.width = terminal_width(self.stream) or self.width
-                self.bar.console.width = self.width
-            values = f"loss {loss:.4f}"
-            values += "" if accuracy is None else f"  accuracy {accuracy:.4f}"
-            values += f"  {images_per_second:.0f} images/s" if self.width >= 80 else ""
-            self.bar.update(
-                self.task,
-                completed=iteration,
-                epoch=f"Epoch {epoch}/{self.epochs}",
-                values=values,
-                refresh=True,
-            )
+            self._draw()
         due = self.verbose_every and iteration % self.verbose_every == 0
         if self.bar is None and due and now - self.written >= LINE_SECONDS:
             self.written = now
@@ -89,6 +78,21 @@ class Console:
                 f"Iteration: {iteration}, Epoch: {epoch}, Loss: {loss:.4f}, "
                 f"Images/s: {images_per_second:.0f}"
             )
+
+    def _draw(self):
+        """Bring the bar to the last iteration."""
+        self.drawn = time.monotonic()
+        if self.last is None:
+            return
+        epoch, iteration, loss, images_per_second, accuracy = self.last
+        if self.measured:  # the window may have become another size
+            self.width = terminal_width(self.stream) or self.width
+            self.bar.console.width = self.width
+        values = f"loss {loss:.4f}"
+        values += "" if accuracy is None else f"  accuracy {accuracy:.4f}"
+        values += f"  {images_per_second:.0f} images/s" if self.width >= 80 else ""
+        shown = f"Epoch {epoch}/{self.epochs}"
+        self.bar.update(self.task, completed=iteration, epoch=shown, values=values, refresh=True)
 
     def epoch(self, epoch, loss, images_per_second, seconds, accuracy=None, validation=None):
         """Print the line of an epoch: mean loss and accuracy over its images, seconds so far.
