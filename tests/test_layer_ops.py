@@ -427,6 +427,31 @@ def test_gradients_of_a_network_of_them(world):
     assert dl.check_vjp(loss, images, *values, step=1e-7, tolerance=1e-5) < 1e-5
 
 
+def test_softmax_goes_over_the_channels_of_each_pixel(world):
+    net = dl.Network([dl.Conv2D(1, 4), dl.Softmax()], (2, 3, 5), seed=1)
+    images = blocked(world, numbers("images", 21, 2, 3, 5, dtype=np.float32))
+    scores, found = whole(world, net.logits(images)), whole(world, net(images))
+    exact = np.exp(scores.astype(np.float64))
+    np.testing.assert_allclose(found, exact / exact.sum(axis=1, keepdims=True), rtol=1e-6)
+    assert whole(world, net.predict(images)).tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("op", [dl.softmax_cross_entropy, dl.mean_squared_error])
+def test_losses_read_an_activation_that_is_not_stored(world, op):
+    """A network that ends in convolution, batch normalization and ReLU, run as one op or three."""
+    images = blocked(world, numbers("images", 21, 2, 3, 5, dtype=np.float32))
+    targets = np.arange(21 * 15).reshape(21, 3, 5) * 7 % 4
+    if op is dl.mean_squared_error:
+        targets = numbers("targets", 21, 4, 3, 5, dtype=np.float32)
+    targets, results = blocked(world, targets, batch=images.batch), []
+    for fuse in (True, False):
+        net = dl.Network([dl.Conv2D(1, 4), dl.BatchNorm(), dl.ReLU()], (2, 3, 5), seed=1)
+        net.fuse = fuse
+        value, gradients, _ = dl.value_and_grad(lambda n, x: op(n(x), targets))(net, images)
+        results.append([np.asarray(world.gplus(v)).tobytes() for v in (value, *gradients.values())])
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize(
     "layers, message",
     [
