@@ -100,7 +100,7 @@ def test_the_schedule_does_not_matter(world, emulated):
 def test_ranks_that_share_a_gpu_share_its_memory(world, monkeypatch):
     store = pictures(30)
     nbytes = store.images.nbytes + 4 * len(store)  # with the labels
-    monkeypatch.setattr(on_device, "RESIDENT", 2 * nbytes / world.device.memory)
+    monkeypatch.setattr(on_device, "RESIDENT", (2 * nbytes + 1) / world.device.memory)
     for sharers, resident in ((1, True), (2, True), (3, False)):
         world.device.sharers = sharers
         queue = on_device.DeviceQueue(store, 10, 0, world, "never")

@@ -188,7 +188,7 @@ def test_an_augmenter_leaves_no_image_targets_behind(world, ranges):
 def test_room_is_for_images_with_their_targets(world, monkeypatch):
     store = Paired(30, (1, 10, 11))
     nbytes = store.pixels.nbytes + store.values.nbytes
-    for room, resident in ((nbytes, True), (nbytes - 1, False)):
+    for room, resident in ((nbytes + 0.5, True), (nbytes - 0.5, False)):
         monkeypatch.setattr(on_device, "RESIDENT", room / world.device.memory)
         assert on_device.DeviceQueue(store, 10, 0, world, "never").resident == resident
 
@@ -297,7 +297,8 @@ def test_the_loop_and_evaluation_take_targets(world, what):
         seen = evaluate.evaluate(net, store, world=held, loss=loss)
         assert (seen.accuracy is None) == (loss == "mse")
         found.append((result.loss, seen.loss, seen.accuracy or 0.0))
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-4)
+    assert found[0][2] == pytest.approx(found[1][2], abs=1e-3)  # a few pixels
 
 
 def test_a_loss_of_one_s_own_with_a_function_s_targets(world):
