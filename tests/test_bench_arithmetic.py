@@ -23,6 +23,7 @@ from mpidl.cli.bench import (
     subject,
     turns,
 )
+from mpidl.data import PackedDatastore
 from mpidl.errors import UserError
 
 LAYERS = [
@@ -255,16 +256,23 @@ def test_a_maximum_decided_beforehand(size, stride, padding):
     dl.check_vjp(lambda x: accuracy.decided_max(x, places=places, how=how), x)
 
 
-def test_peaks_beyond_those_on_fewer_images():
-    chosen = arguments.parse("input --memory --batch-size 8 --images 5 --ranks 2".split())
+def test_peaks_beyond_those_on_one_mini_batch(monkeypatch, capsys):
+    chosen = arguments.parse("input --memory --batch-size 8 --ranks 2 --side 4".split())
     assert (chosen.memory, chosen.gigabytes, chosen.cache_mb, chosen.ranks) == (True, 4, 256, [2])
-    assert memory.counts_of(chosen, 100) == {"whole": 100, "cut": 5, "ahead": 32}
-    assert memory.counts_of(chosen, 3) == {"whole": 3, "cut": 3, "ahead": 3}
     assert memory.images_in(4 * 10**9, 227) == 25875 and memory.images_in(1, 227) == 1
-    peaks = {name: memory.Held(mib << 20, 1 << 19) for name, mib in (("whole", 9), ("cut", 2))}
-    found = memory.beyond(peaks | {"ahead": memory.Held(4 << 20, 0)})
-    assert found["whole"] == {"anonymous": 9, "shared": 0.5}
-    assert (found["beyond_cut"], found["beyond_ahead"]) == (7, 5.5)
+    seen = {}
+
+    def training(chosen, ranks, data, steps, folder):
+        count = len(PackedDatastore(data))
+        seen[count] = ranks, steps
+        return memory.Held((count - 1) << 20, 1 << 19)
+
+    monkeypatch.setattr(memory, "training", training)
+    chosen.gigabytes, chosen.busy = 48 * 10 / 1e9, 0.0
+    found = memory.run(chosen)["mib"]["2"]
+    assert seen == {10: (2, memory.CUT), 8: (2, memory.CUT)}
+    assert found["whole"] == {"anonymous": 9, "shared": 0.5} and found["beyond"] == 2
+    assert "beyond it 2.0 MiB, 2.1 MB" in capsys.readouterr().out
 
 
 def test_the_memory_of_processes():

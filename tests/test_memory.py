@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 
 import numpy as np
 
@@ -51,6 +52,23 @@ def test_a_step_asks_for_no_more_after_the_first():
     first = step()
     held = memory.reserved()
     assert all(step() == first for _ in range(5)) and memory.reserved() == held
+
+
+def test_an_arena_goes_with_the_last_of_its_arrays():
+    arena = Arena()
+    alive = weakref.ref(arena)
+    first, second = (memory.empty(BIG, arena=arena) for _ in range(2))
+    held = memory.reserved()
+    assert place(second) - place(first) == first.nbytes and arena.bytes == memory.REGION
+    large = memory.empty((memory.REGION + 1,), np.uint8, arena)
+    assert arena.bytes == 2 * memory.REGION + memory.HUGE and memory.reserved() == held
+    large[...] = 1
+    del arena, first, large
+    gc.collect()
+    second[...] = 7
+    assert (second == 7).all() and alive() is not None
+    del second
+    assert alive() is None
 
 
 def test_neighbours_that_are_free_join():

@@ -134,6 +134,18 @@ def test_thread_reads_so_far_ahead_and_no_farther(prefetch):
     batches.close()
 
 
+@pytest.mark.parametrize("prefetch, workers", [(0, 1), (1, 1), (2, 1), (3, 4)])
+def test_a_mini_batch_that_is_gone_leaves_its_memory_to_the_next(prefetch, workers):
+    """There are as many as were asked for and the one in use, whatever the threads do."""
+    store = ArrayDatastore(np.ones((400, 1, 32, 32), np.uint8), np.zeros(400, int))
+    batches, places = MinibatchQueue(store, 16, prefetch=prefetch, workers=workers).epoch(0), []
+    for images, labels in batches:
+        assert (images.lanes == np.float32(1) / np.float32(255)).all()
+        places.append(images.lanes.ctypes.data)
+        del images, labels
+    assert len(places) == 25 and len(set(places)) <= prefetch + 1
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_error_comes_at_its_mini_batch(prefetch):
     store = Slow(40, broken=13)

@@ -1,9 +1,10 @@
 """`python -m mpidl.bench input --memory`: what training on a large packed set takes of memory.
 
-`python -m mpidl.train` runs on a packed file of some gigabytes and on its first images alone, a
-mini-batch or a few, with the same budget for decoded images. Compared are the peaks of what all
+`python -m mpidl.train` runs on a packed file of some gigabytes (whole) and on one mini-batch of it
+(cut), where none is made ahead, with the same `--cache-mb`. Compared are the peaks of what all
 ranks hold at once: anonymous memory (RssAnon) and shared, of which each page counts once, whoever
-maps it (the sum of Pss_Shmem).
+maps it (the sum of Pss_Shmem). The whole set beyond the cut one is what `--cache-mb` is to bound:
+all memory for data but for the mini-batch in use; less the cut set's pixels, which both keep.
 """
 
 import contextlib
@@ -23,12 +24,12 @@ from mpidl.comm.launcher import environment, launcher
 from mpidl.data import packing
 from mpidl.data.datastore import Datastore
 from mpidl.errors import Fault
-from mpidl.training import configuration, options
+from mpidl.training import configuration
 
 PERIOD = 0.02  # seconds from one look at the ranks to the next
 PATTERNS = 64  # images that differ
 CLASSES = 4
-CUT = 16  # mini-batches at least, on a set of a few: after them nothing grows
+CUT = 16  # mini-batches at least, on a set of one: after them nothing grows
 MIB = 1 << 20
 
 
@@ -44,9 +45,9 @@ class Held(NamedTuple):
 
 
 def run(chosen):
-    """The result of the sub-command: memory in MiB by number of ranks, see `beyond`."""
+    """The result of the sub-command: memory in MiB by number of ranks."""
     store = Repeated(chosen.side, images_in(chosen.gigabytes * 10**9, chosen.side))
-    counts = counts_of(chosen, len(store))
+    counts = {"whole": len(store), "cut": min(chosen.batch_size, len(store))}
     rows = {}
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         paths = {name: os.path.join(folder, f"{name}.h5") for name in counts}
@@ -57,9 +58,8 @@ def run(chosen):
         size = os.path.getsize(paths["whole"])
         print(
             f"{len(store)} images of 3x{chosen.side}x{chosen.side} in {size / 1e9:.2f} GB (whole), "
-            f"{counts['cut']} of them (cut), {counts['ahead']} of them, with which mini-batches "
-            f"are made ahead (ahead)\nbatch {chosen.batch_size}, {chosen.threads} thread(s) a "
-            f"rank, {chosen.cache_mb} MiB for decoded images; MiB of memory: anonymous + shared",
+            f"{counts['cut']} of them, one mini-batch (cut); {chosen.threads} thread(s) a rank, "
+            f"--cache-mb {chosen.cache_mb}; MiB of memory: anonymous + shared",
             flush=True,
         )
         for ranks in chosen.ranks:
@@ -67,34 +67,20 @@ def run(chosen):
             for name, path in paths.items():
                 steps = max(CUT, -(-counts[name] // chosen.batch_size))
                 peaks[name] = training(chosen, ranks, path, steps, folder)
-            rows[str(ranks)] = found = beyond(peaks)
+            beyond = peaks["whole"].both - peaks["cut"].both
+            rows[str(ranks)] = {
+                name: {"anonymous": peak.anonymous / MIB, "shared": peak.shared / MIB}
+                for name, peak in peaks.items()
+            } | {"beyond": beyond / MIB}
             texts = (f"{name} {words(peak)}" for name, peak in peaks.items())
             print(
-                f"{ranks} rank(s): {', '.join(texts)}: beyond cut {found['beyond_cut']:.1f}, "
-                f"beyond ahead {found['beyond_ahead']:.1f}",
+                f"{ranks} rank(s): {', '.join(texts)}: beyond it {beyond / MIB:.1f} MiB, "
+                f"{beyond / 1e6:.1f} MB",
                 flush=True,
             )
     versions = configuration.versions_of("as started")
-    about = ("side", "images", "batch_size", "threads", "gigabytes", "cache_mb")
+    about = ("side", "batch_size", "threads", "gigabytes", "cache_mb")
     return machine.facts(chosen, versions) | {k: getattr(chosen, k) for k in about} | {"mib": rows}
-
-
-def counts_of(chosen, whole):
-    """{set: its images}: all, --images of them, and enough of them to fill the queue."""
-    ahead = (options.TrainingOptions().prefetch + 2) * chosen.batch_size
-    return {"whole": whole, "cut": min(chosen.images, whole), "ahead": min(ahead, whole)}
-
-
-def beyond(peaks):
-    """In MiB, of {set: its Held}: each, and what training on all of the images takes beyond that on
-    the others: "beyond_cut", and "beyond_ahead", mini-batches made ahead being on both sides."""
-    found: dict = {
-        name: {"anonymous": peak.anonymous / MIB, "shared": peak.shared / MIB}
-        for name, peak in peaks.items()
-    }
-    for name in ("cut", "ahead"):
-        found[f"beyond_{name}"] = (peaks["whole"].both - peaks[name].both) / MIB
-    return found
 
 
 def images_in(nbytes, side):
@@ -132,7 +118,7 @@ def training(chosen, ranks, data, steps, folder):
     command += ["--network", f"{subject.__file__}:light", "--out", os.path.join(folder, "out")]
     given = {"epochs": steps, "max-iterations": steps}
     given |= {"cache-mb": chosen.cache_mb, "batch-size": chosen.batch_size}
-    given |= {"threads": chosen.threads, "learning-rate": 1e-6, "verbose": "off"}
+    given |= {"threads": chosen.threads, "learning-rate": 1e-6, "verbose": "off", "plots": "none"}
     command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
     with open(os.path.join(folder, "log"), "w+") as log:
         job = subprocess.Popen(
