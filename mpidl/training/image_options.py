@@ -106,6 +106,7 @@ class ImageOptions:
     cache_mb: int = option(
         1024,
         at_least(0),
-        "MiB of memory a host in which decoded images are kept for all of its ranks; those that do "
-        "not fit are read anew in each epoch",
+        "MB (10**6 bytes) of memory a host for data, beyond the mini-batch in use: mini-batches "
+        "made ahead come first; in what they leave decoded images are kept for all of its ranks, "
+        "and those that do not fit are read anew in each epoch",
     )
