@@ -121,9 +121,9 @@ def flags():
     sources += [ROOT / "tests" / "gpu" / "conftest.py"]
     for path in sources:
         found |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", path.read_text()))
-    from mpidl.training import options
+    from mpidl.training import configuration, options
 
-    return found | {options.flag(name) for name in options.OPTIONS}
+    return found | {options.flag(name) for name in configuration.RULES}
 
 
 def variables():

@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 from images import on_ranks, refusal
 
-from mpidl.data import (
-    cifar_folder,
-    open_data,
-    open_test_data,
-)
+from mpidl.data import cifar_folder, open_data, open_test_data
 
 
 @pytest.mark.parametrize("inside", ["", "cifar-10-batches-bin"])

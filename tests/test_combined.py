@@ -4,13 +4,7 @@ import numpy as np
 from images import grow, pixels_of, refusal
 
 import mpidl as dl
-from mpidl.data import (
-    ArrayDatastore,
-    ImageFolder,
-    MinibatchQueue,
-    NodeCache,
-    combined,
-)
+from mpidl.data import ArrayDatastore, ImageFolder, MinibatchQueue, NodeCache, combined
 
 
 def test_combined_images(tmp_path):

@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from images import on_ranks, pixels_of, refusal
 
-from mpidl.data import (
-    HDF5Datastore,
-    MinibatchQueue,
-    open_data,
-    open_test_data,
-    probe,
-)
+from mpidl.data import HDF5Datastore, MinibatchQueue, open_data, open_test_data, probe
 
 
 @pytest.mark.parametrize(

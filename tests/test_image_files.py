@@ -8,9 +8,8 @@ import pytest
 from images import grow, pixels_of, refusal, save
 from PIL import Image
 
-from mpidl.data import (
-    ImageFolder,
-)
+import mpidl as dl
+from mpidl.data import ImageFolder
 
 
 @pytest.mark.parametrize("suffix", [".png", ".bmp", ".tif", ".TIFF"])
@@ -100,6 +99,8 @@ def test_images_of_any_size_are_resized_and_converted(tmp_path):
     assert store.image_shape == (3, 6, 8) and store.read([0, 1]).shape == (2, 3, 6, 8)
     picture = Image.open(tmp_path / "a" / "0.png").resize((8, 6), Image.Resampling.BILINEAR)
     assert np.array_equal(store.read([0])[0], np.asarray(picture).transpose(2, 0, 1))
+    text = refusal(ImageFolder, tmp_path, preprocess=dl.Preprocess(crop=(40, 9)))
+    assert text.startswith(f"{tmp_path}/a/0.png: centre crop 40x9 (--centre-crop, or crop= in Py")
     grays = ImageFolder(tmp_path, size=(6, 8), colour="gray")
     assert grays.image_shape == (1, 6, 8) and grays.read([1, 0]).shape == (2, 1, 6, 8)
     prints = {s.fingerprint() for s in (store, grays, ImageFolder(tmp_path, size=(8, 6)))}

@@ -50,6 +50,8 @@ def decode(path, wanted=AS_IT_IS, expected=None, out=None):
         ) from None
     except FileNotFoundError:
         raise UserError(f"{shown(path)}: no such file any more") from None
+    except UserError as e:  # of what it is to be brought to
+        raise UserError(f"{shown(path)}: {e}") from None
     except Exception as e:  # Pillow raises many kinds for damaged files
         text = getattr(e, "strerror", None) or str(e) or type(e).__name__
         text = text.splitlines()[0]
