@@ -239,7 +239,6 @@ def test_what_cannot_be_answered(world, tmp_path):
             lambda: dl.regression_errors(net, Denoise(2, (3,)), world=world),
             r"expected targets of shape \(4,\), as the network's outputs, found \(3,\)",
         ),
-        (lambda: dl.predict(image, store, world=world, softmax=True), r"outputs \(K,\)"),
         (
             lambda: dl.predict(net, np.zeros((3, 1, 6, 5)), world=world),
             r"expected images of shape \(2, 6, 5\), which the network takes, found \(1, 6, 5\)",

@@ -150,6 +150,8 @@ def test_labels_of_pixels(world):
     assert found.confusion.counts.sum() == 90 * SIDE * SIDE
     chances = np.exp(scores.astype(np.float64))
     chances /= chances.sum(axis=1, keepdims=True)
+    shown = dl.predict(net, store, world=world, softmax=True)
+    np.testing.assert_allclose(shown, chances, atol=2e-6)
     own = np.take_along_axis(chances, store.values[:, None].astype(np.int64), axis=1)
     assert found.loss == pytest.approx(-np.log(own).mean(), rel=1e-5)
     assert np.array_equal(dl.classify(net, store, world=world), scores.argmax(axis=1))

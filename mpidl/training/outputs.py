@@ -20,17 +20,16 @@ def predict(net, images, *, world=None, batch_size=128, softmax=None, everywhere
 
     images: a datastore, or an array (n, C, H, W) that every rank has (uint8 pixels are divided by
     255, floats taken as they are). world: all ranks by default, among which the images are shared
-    out. softmax: whether the outputs go through it, so that they are class scores, unless the
-    network ends in Softmax; None: where they are (K,) and the images have no targets. everywhere:
-    every rank gets the result; False: rank 0, and the others None.
+    out. softmax: whether the outputs go through it, so that they are class scores (of each pixel
+    where they are (K, H, W)), unless the network ends in Softmax; None: where they are (K,) and the
+    images have no targets. everywhere: every rank gets the result; False: rank 0, and the others
+    None.
 
     Collective. Raises UserError where the images are of another shape than the network's.
     """
-    images, classifies = as_datastore(net, images), len(net.output_shape) == 1
+    images = as_datastore(net, images)
     if softmax is None:
-        softmax = classifies and images.targets_shape is None
-    if softmax and not classifies:
-        raise UserError(f"predict: softmax is of outputs (K,), the network's are {_shape(net)}")
+        softmax = len(net.output_shape) == 1 and images.targets_shape is None
     given = scores if softmax else outputs
     return _collected(
         net, images, given, net.output_shape, np.float32, world, batch_size, everywhere
@@ -110,10 +109,6 @@ def as_datastore(net, images):
             f"takes, found {images.image_shape}"
         )
     return images
-
-
-def _shape(net):
-    return "x".join(map(str, net.output_shape))
 
 
 def _collected(net, datastore, function, shape, dtype, world, batch_size, everywhere):

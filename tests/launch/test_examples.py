@@ -93,6 +93,7 @@ def test_from_a_notebook_gives_one_hash(folder):
 
 def test_denoise_takes_noise_out_and_gives_one_hash(folder):
     printed = {ranks: run("denoise.py", ranks, folder, 60) for ranks in (1, 2, 3)}
-    assert len(set(printed.values())) == 1, printed
+    ends = {tuple(text.splitlines()[-2:]) for text in printed.values()}  # errors and hash
+    assert len(ends) == 1, printed
     noisy, denoised = re.search(r"Noisy: (\S+), Denoised: (\S+)", printed[1]).groups()
     assert float(denoised) < 0.95 * float(noisy), printed[1]
