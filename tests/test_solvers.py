@@ -61,6 +61,25 @@ def test_the_kernel_makes_the_bytes_of_numpy(solver):
 
 
 @needed
+@pytest.mark.parametrize("solver", ["sgdm", "adam", "rmsprop"])
+def test_many_learnables_are_written_past_the_caches(solver):
+    """Another way to memory, the same bytes; also of what does not fill a line."""
+    random = np.random.default_rng(0)
+    drawn = [[random.random(n, np.float32) for n in (1, 5, (1 << 22) + 19)] for _ in range(4)]
+
+    def step(backend):
+        weights, gradients, *kept = ([a.copy() for a in arrays] for arrays in drawn)
+        numbers = {"sgdm": (0.01, 0.9), "adam": (0.01, 0.9, 0.999, 1e-8)}
+        kept = kept if solver == "adam" else kept[:1]
+        how = numbers.get(solver, (0.01, 0.999, 1e-8)), ([0.0, 0.1, 0.01], [1.0, 2.0, 0.5])
+        new = getattr(backend, solver)(weights, gradients, *kept, *how[0], *how[1])
+        return [a.tobytes() for arrays in (new, *kept) for a in arrays]
+
+    expected = step(reference)
+    assert all(found == expected for found in everywhere(lambda: step(cpu)).values())
+
+
+@needed
 @pytest.mark.parametrize("threshold", [0.5, 300.0, 1e9])
 @pytest.mark.parametrize("method", METHODS)
 def test_clipping_in_c_makes_the_bytes_of_numpy(method, threshold):

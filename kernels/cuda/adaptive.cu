@@ -1,4 +1,4 @@
-// Adam and RMSProp. Nothing is contracted, so that the bytes are those of kernels/cpu/adaptive.c.
+// Adam and RMSProp. Nothing is contracted, so that the bytes are those of kernels/cpu/optimizer.c.
 
 // Of all parameters at once, with g = gradient + decay * w:
 //   mean <- gradient_decay * mean + gradient_share * g; square <- square_decay * square +

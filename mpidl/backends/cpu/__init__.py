@@ -41,7 +41,7 @@ from mpidl.backends.cpu.more import (
     tanh,
     tanh_dx,
 )
-from mpidl.backends.cpu.optimizer import adam, clip, rmsprop, sgdm
+from mpidl.backends.cpu.optimizer import adam, clip, rmsprop, sgdm, zeros_like
 from mpidl.backends.cpu.pool import (
     average_pool2d,
     average_pool2d_dx,
@@ -57,7 +57,6 @@ from mpidl.backends.reference import (
     running,
     source,
     statistics,
-    zeros_like,
 )
 
 __all__ = [

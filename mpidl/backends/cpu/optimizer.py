@@ -25,6 +25,13 @@ def _address(array):
     return array.ctypes.data
 
 
+def zeros_like(x):
+    """Zeros of the same shape and type, C-ordered and aligned, for what steps keep."""
+    found = memory.empty(np.shape(x), x.dtype)
+    found[...] = 0
+    return found
+
+
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
     """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
 
@@ -32,35 +39,8 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factor
     numbers. The new weights lie side by side in one array.
     """
     factors = [1.0] * len(weights) if factors is None else factors
-    shapes = [np.shape(w) for w in weights]  # a number too: what is C-ordered has an axis at least
-    weights = [np.ascontiguousarray(w) for w in weights]
-    gradients = [np.ascontiguousarray(g, np.float32) for g in gradients]
-    sizes = tuple(w.size for w in weights)
-    if not all(v.flags.writeable and v.flags.c_contiguous for v in velocities):
-        raise TypeError("expected C-ordered velocities that can be written")
-    places, total = _places(sizes)
-    stepped = memory.empty((total,))
-    start = _address(stepped)
-    parameters = [
-        (_address(w), _address(g), _address(v), start + 4 * place, size)
-        for w, g, v, place, size in zip(weights, gradients, velocities, places, sizes, strict=True)
-    ]
-    kernels().sgdm(
-        np.array(parameters, np.int64),
-        np.array(decays, np.float32),
-        np.array(factors, np.float32),
-        len(parameters),
-        learning_rate,
-        momentum,
-    )
-    return _parts(stepped, places, sizes, shapes)
-
-
-def _parts(flat, places, sizes, shapes):
-    return [
-        flat[place : place + size].reshape(shape)
-        for shape, size, place in zip(shapes, sizes, places, strict=True)
-    ]
+    kept, how = (None, velocities), (learning_rate, momentum)
+    return _stepped("sgdm", weights, gradients, kept, decays, factors, *how)
 
 
 def adam(
@@ -77,45 +57,50 @@ def adam(
 ):
     """See `reference.adam`. Lists of float32 arrays, means and squares C-ordered; the new weights
     lie side by side in one array."""
-    decay = gradient_decay, square_decay, epsilon
-    return _adaptive(weights, gradients, means, squares, learning_rate, decay, decays, factors)
+    how = learning_rate, gradient_decay, square_decay, epsilon
+    return _stepped("adaptive", weights, gradients, (means, squares), decays, factors, *how)
 
 
 def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
     """See `reference.rmsprop`. Arrays as for `adam`."""
-    decay = 0.0, square_decay, epsilon
-    return _adaptive(weights, gradients, None, squares, learning_rate, decay, decays, factors)
+    how = learning_rate, 0.0, square_decay, epsilon
+    return _stepped("adaptive", weights, gradients, (None, squares), decays, factors, *how)
 
 
-def _adaptive(weights, gradients, means, squares, learning_rate, decay, decays, factors):
-    shapes = [np.shape(w) for w in weights]
+def _stepped(kernel, weights, gradients, kept, decays, factors, *how):
+    """The new weights by a kernel; kept: means or None, and what else is changed in place."""
+    shapes = [np.shape(w) for w in weights]  # a number too: what is C-ordered has an axis at least
     weights = [np.ascontiguousarray(w) for w in weights]
     gradients = [np.ascontiguousarray(g, np.float32) for g in gradients]
+    means, others = kept
+    if not all(a.flags.writeable and a.flags.c_contiguous for a in (*(means or ()), *others)):
+        raise TypeError("expected velocities or means that are C-ordered and can be written")
     sizes = tuple(w.size for w in weights)
-    if not all(v.flags.writeable and v.flags.c_contiguous for v in (*squares, *(means or ()))):
-        raise TypeError("expected C-ordered means that can be written")
     places, total = _places(sizes)
     stepped = memory.empty((total,))
     start = _address(stepped)
-    kept = [0] * len(weights) if means is None else [_address(m) for m in means]
+    means = [0] * len(weights) if means is None else [_address(m) for m in means]
     parameters = [
         (_address(w), _address(g), m, _address(v), start + 4 * place, size)
         for w, g, m, v, place, size in zip(
-            weights, gradients, kept, squares, places, sizes, strict=True
+            weights, gradients, means, others, places, sizes, strict=True
         )
     ]
-    gradient_decay, square_decay, epsilon = decay
-    kernels().adaptive(
+    getattr(kernels(), kernel)(
         np.array(parameters, np.int64),
         np.array(decays, np.float32),
         np.array(factors, np.float32),
         len(parameters),
-        learning_rate,
-        gradient_decay,
-        square_decay,
-        epsilon,
+        *how,
     )
     return _parts(stepped, places, sizes, shapes)
+
+
+def _parts(flat, places, sizes, shapes):
+    return [
+        flat[place : place + size].reshape(shape)
+        for shape, size, place in zip(shapes, sizes, places, strict=True)
+    ]
 
 
 def clip(weights, gradients, decays, method, threshold):
