@@ -9,6 +9,7 @@ from images import pixels_of, refusal
 import mpidl as dl
 from mpidl import keyed
 from mpidl.data.augment import PURPOSE, _sine_cosine
+from mpidl.training import seen
 
 FULL = {
     "reflect_x": True,
@@ -246,6 +247,15 @@ def test_what_does_not_fit_the_images():
     ):
         augmenter = dl.Augmenter(**ranges)
         assert refusal(dl.MinibatchQueue, store, augmenter=augmenter).startswith(text)
+
+
+def test_what_options_say_is_named_as_it_is_typed():
+    text = refusal(seen.augmenter_of, dl.TrainingOptions(scale=(1.5, 0.5)))
+    assert text == "--scale: expected (low, high) with low <= high, got (1.5, 0.5)"
+    text = refusal(seen.image_shape, dl.TrainingOptions(random_crop=(20, 3)), SHAPE)
+    assert text == "--random-crop 20x3: expected at most the size of the images, found 19x24"
+    both = [dl.TrainingOptions(random_crop=crop) for crop in ("9", (9, 9))]
+    assert [seen.image_shape(known, SHAPE) for known in both] == [(3, 9, 9)] * 2
 
 
 def test_spec_makes_the_same_augmenter():

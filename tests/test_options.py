@@ -56,7 +56,8 @@ def test_the_digits_recipe_and_what_overrides_it():
         ("threads", -1, "threads must be at least 0, found -1"),
         ("winograd", "on", "winograd must be auto, off or fast, found 'on'"),
         ("gpus", "0,", "gpus must be numbers of GPUs such as 0,2, found '0,'"),
-        ("gpus", 0, "gpus must be numbers of GPUs such as 0,2, found 0"),
+        ("gpus", 0.5, "gpus must be numbers of GPUs such as 0,2, found 0.5"),
+        ("gpus", (), "gpus must be numbers of GPUs such as 0,2, found ()"),
         ("graphs", "on", "graphs must be auto or off, found 'on'"),
         ("precision", "bf16", "precision must be fp32 or tf32, found 'bf16'"),
         ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
@@ -90,13 +91,15 @@ def test_values_that_cannot_be_used(name, value, text):
         ("random_crop", np.array([8, 8])[[0, 1]].tolist(), "8x8"),
         ("worker_load", [1, 0.5, 0], "1,0.5,0"),
         ("gpus", (0, 2), "0,2"),
+        ("gpus", 1, "1"),
         ("resize", [64, 48], "64x48"),
+        ("resize", 64, "64"),
         ("centre_crop", [9, 9], "9x9"),
     ],
 )
-def test_lists_of_numbers_are_the_texts_of_the_command_line(tmp_path, name, value, text):
+def test_numbers_are_the_texts_of_the_command_line(tmp_path, name, value, text):
     path = tmp_path / "my.toml"
-    path.write_text(f"{name} = {list(value)}\n")
+    path.write_text(f"{name} = {list(value) if isinstance(value, tuple) else value}\n")
     known, run, _ = resolve({}, config=path)
     assert (run[name] if name in run else getattr(known, name)) == text
     if name in options.NAMES:

@@ -118,6 +118,8 @@ def test_a_preprocessed_set():
     assert len({store.fingerprint(), made.fingerprint(), other.fingerprint()}) == 3
     assert dl.data.preprocessed(store, dl.Preprocess()) is store
     assert dl.data.preprocessed(made, how) is made
+    text = refusal(dl.data.preprocessed, store, dl.Preprocess(crop=(9, 9)))
+    assert text.startswith("arrays: 10 images of 3x8x12 in 10 classes: centre crop 9x9 (")
 
 
 def test_a_set_knows_how_its_images_were_made(tmp_path):

@@ -166,7 +166,10 @@ def preprocessed(datastore, preprocess):
     if not preprocess or datastore.preprocess == preprocess:
         return datastore
     own = getattr(datastore, "preprocessed", None)
-    return Preprocessed(datastore, preprocess) if own is None else own(preprocess)
+    try:
+        return Preprocessed(datastore, preprocess) if own is None else own(preprocess)
+    except UserError as error:
+        raise UserError(f"{datastore.describe()}: {error}") from None
 
 
 def planes_of(picture, out=None):

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     choices: tuple = ()
     pattern: str = ""  # of a text that is not one of the choices
     shape: str = "N,N,..."  # what --help writes for such a text
-    joint: str = ""  # what makes such a text of a list of numbers, in Python and TOML
+    joint: str = ""  # what makes such a text of numbers, one or a list, in Python and TOML
     optional: bool = False  # None will do; files and the command line write "none"
     infinite: bool = False  # inf will do, for a whole number too
     function: bool = False  # a function will do, in the library
@@ -87,8 +87,9 @@ def checked(rule, value, spelled, text=False):
         return value
     if rule.choices == ON_OFF and isinstance(value, bool):
         value = "on" if value else "off"
-    if rule.joint and isinstance(value, list | tuple) and all(map(_is_number, value)):
-        number = rule.joint.join(map(str, value))
+    several = value if isinstance(value, list | tuple) else [value]
+    if rule.joint and all(map(_is_number, several)):
+        number = rule.joint.join(map(str, several))
     else:
         number = _convert(rule, value, text)
     if (

@@ -28,18 +28,21 @@ def augmenter_of(options):
     if not said:
         return None
     scale = (1, 1) if options.scale is None else tuple(map(float, options.scale.split(",")))
-    return Augmenter(
-        reflect_x="x" in options.flip,
-        reflect_y="y" in options.flip,
-        rotation=options.rotation,
-        scale=scale,
-        shear_x=options.shear,
-        shear_y=options.shear,
-        translate_x=options.translate,
-        translate_y=options.translate,
-        fill=options.fill,
-        crop=size_of(options.random_crop),
-    )
+    try:
+        return Augmenter(
+            reflect_x="x" in options.flip,
+            reflect_y="y" in options.flip,
+            rotation=options.rotation,
+            scale=scale,
+            shear_x=options.shear,
+            shear_y=options.shear,
+            translate_x=options.translate,
+            translate_y=options.translate,
+            fill=options.fill,
+            crop=size_of(options.random_crop),
+        )
+    except UserError as error:  # of what the options' own rules let through: a scale
+        raise UserError(f"--{error}") from None
 
 
 def image_shape(options, shape):
