@@ -163,8 +163,8 @@ def network(name, input_shape, classes, seed):
         )
     if numbers and net.output_shape != (classes,):
         raise UserError(
-            f"--network {name}: the data have {classes} classes or numbers, so expected {classes} "
-            f"outputs, found {'x'.join(map(str, net.output_shape))}"
+            f"--network {name}: expected {classes} outputs, one for each class of the data (of "
+            f"images with numbers, for each number), found {'x'.join(map(str, net.output_shape))}"
         )
     return net
 

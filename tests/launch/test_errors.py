@@ -79,7 +79,8 @@ NETWORK = {
     "no function": (f"{NETWORKS}smal", "networks.py defines no function smal: did you mean small"),
     "output size": (
         f"{NETWORKS}one_output",
-        "the data have 3 classes, so expected 3 outputs, found 1",
+        "expected 3 outputs, one for each class of the data (of images with numbers, for each "
+        "number), found 1",
     ),
 }
 

@@ -129,11 +129,14 @@ def test_preview(sizes, tmp_path):
 @pytest.mark.parametrize(
     "words, text",
     [
-        (("--random-crop", "30x30"), "crop: expected at most the images' 20x18 pixels, got 30x30"),
-        (("--centre-crop", "30x30"), "the image cannot be read: centre crop: expected images of"),
+        (("--random-crop", "30x30"), "--random-crop 30x30: expected at most the size of the"),
+        (
+            ("--centre-crop", "30x30"),
+            "centre crop 30x30 (--centre-crop, or crop= in Python): expec",
+        ),
         (("--resize", "5x5"), "--resize and --cover: expected one of them"),
-        (("--centre-crop", "big"), "--centre-crop must be HEIGHTxWIDTH such as 227x227, found big"),
-        (("--colour", "grey"), "colour must be gray or rgb, got grey"),
+        (("--centre-crop", "big"), "--centre-crop must be HEIGHTxWIDTH such as 224x192, or 224, "),
+        (("--colour", "grey"), "--colour must be gray or rgb, found grey"),
         (("--flip", "z"), "--flip must be none, x, y or xy, found z"),
         (("--workers", 0), "--workers must be at least 1, found 0"),
         (("--normalization", "zero"), "--normalization must be none, rescale-zero-one"),
