@@ -1,5 +1,5 @@
-"""Arenas: large regions of memory, kept and reused from step to step; one for all activations, one
-for the mini-batches of an epoch.
+"""Arenas: large regions of memory, kept and reused from step to step: one for all activations, one
+for pixels that are being read, and one for the mini-batches of each epoch.
 
 A step makes the same arrays in the same order each time, so that after the first one no page is
 asked of the system again, and every array lies where it lay before. Regions are on huge pages where
@@ -17,6 +17,7 @@ LINE = 64  # bytes, a cache line
 HUGE = 2 << 20  # bytes of a huge page
 REGION = 32 << 20  # bytes, the least that is asked of the system
 SMALL = 1 << 14  # bytes below which NumPy's own allocator does well
+LARGE = 32 << 20  # bytes from which it always gives back to the system what is freed
 
 
 class Arena:
@@ -87,7 +88,7 @@ def _of_the_system(size):
     return region, address + -address % HUGE, size
 
 
-_arena = Arena()
+_arena, _reading = Arena(), Arena()
 
 
 class _Place:
@@ -119,6 +120,13 @@ def empty(shape, dtype=np.float32, arena=_arena):
     size = -(-size // LINE) * LINE
     shape = tuple(int(n) for n in shape)
     return np.asarray(_Place(shape, dtype, arena, arena.take(size), size))
+
+
+def to_read(shape, dtype):
+    """An array for pixels that a thread reads, some blocks at a time: `empty`, of an arena of which
+    all threads take, where malloc would keep memory for each of them."""
+    large = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize > LARGE
+    return np.empty(shape, dtype) if large else empty(shape, dtype, _reading)
 
 
 def reserved():

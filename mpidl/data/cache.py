@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 
+from mpidl.backends import memory
 from mpidl.data.datastore import Datastore, read_images, read_targets
 
 GIB = 1 << 30
@@ -92,17 +93,19 @@ class _Table:
         known[cached] = self.there[indices[cached]] != 0
         self._order_memory()
         if known.all():
-            return self.kept[indices]
+            return _taken(self.kept, indices)
         found = self.read(self.datastore, indices[~known])
         if known.any():
-            read, found = found, np.empty((len(indices), *self.shape), self.dtype)
-            found[known], found[~known] = self.kept[indices[known]], read
-            del read
+            read, found = found, memory.to_read((len(indices), *self.shape), self.dtype)
+            found[~known] = read
+            del read  # there are two copies at most
+            found[known] = _taken(self.kept, indices[known])
         # Two ranks, or two threads, may be filling the same place. No harm comes of it: they write
         # the same bytes, decoded from the same file, so whoever wins, or half wins, the place ends
         # up right. A reader looks at the flag first, and the flag is written after the pixels.
         fresh = cached[~known[cached]]
-        self.kept[indices[fresh]] = found[fresh]
+        for i in fresh:
+            self.kept[indices[i]] = found[i]
         self._order_memory()
         self.there[indices[fresh]] = 1
         return found
@@ -116,3 +119,9 @@ class _Table:
             pass
         with self._fence:
             pass
+
+
+def _taken(rows, indices):
+    """rows[indices], of indices that are there."""
+    found = memory.to_read((len(indices), *rows.shape[1:]), rows.dtype)
+    return np.take(rows, indices, 0, found, "clip")  # another mode would make a second copy

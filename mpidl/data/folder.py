@@ -60,7 +60,7 @@ class ImageFolder(Datastore):
 
     def read(self, indices):
         # in the arena: of new memory, clearing the pages would cost a fifth of decoding
-        images = memory.empty((len(indices), *self.image_shape), np.uint8)
+        images = memory.to_read((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
             path = os.path.join(self.folder, self.files[i])
             pixels, now = decode(path, self.wanted, self.image_shape, image)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidl.backends import memory
 from mpidl.data import probe
 from mpidl.data.datastore import Datastore, counted, digest, on_rank_0, shown
 from mpidl.data.files import Stamp, changed, stamp, unreadable
@@ -277,7 +278,7 @@ def rows_of(held, name, layout):
 def read_rows(held, rows, indices):
     """The entries of these indices, (n, *rows.shape) of rows.dtype, read in their stored order."""
     indices = np.asarray(indices, np.int64)
-    found = np.empty((len(indices), *rows.shape), rows.dtype)
+    found = memory.to_read((len(indices), *rows.shape), rows.dtype)
     order = np.argsort(indices, kind="stable")
     sorted_ = indices[order]
     groups = np.split(order, np.nonzero(np.diff(sorted_ // rows.together))[0] + 1)

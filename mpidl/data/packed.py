@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpidl.backends import memory
 from mpidl.data import hdf5
 from mpidl.data.datastore import Datastore, counted, on_rank_0, shown
 from mpidl.data.files import RawFile, Stamp, stamp
@@ -98,7 +99,7 @@ class PackedDatastore(Datastore):
 
     def _rows(self, name, indices):
         rows, indices = self.found.rows[name], np.asarray(indices, np.int64)
-        found = np.empty((len(indices), *rows.shape), rows.dtype)
+        found = memory.to_read((len(indices), *rows.shape), rows.dtype)
         self._file.check()
         if rows.nbytes:
             edges = [0, *(np.nonzero(np.diff(indices) != 1)[0] + 1), len(indices)]

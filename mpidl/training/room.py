@@ -42,15 +42,15 @@ def ahead(options, datastore, shape, batch_size, world, staged=0):
     count, workers = len(datastore), options.workers if options.prefetch else 1
     load = None if options.worker_load == "measured" else options.load(world.size)
     shares = split_blocks(blocks_of(min(batch_size, count)), world.size, load)
+    batches = min(options.prefetch, max(0, -(-count // batch_size) - 1))
     pixel = datastore.dtype.itemsize
     raw = LANES * int(np.prod(datastore.image_shape)) * pixel
     value = 4 if world.device is None else pixel
     targets = 1 if datastore.targets_shape is None else int(np.prod(datastore.targets_shape))
     block = LANES * (value * int(np.prod(shape)) + 4 * targets)
-    batches = min(options.prefetch, max(0, -(-count // batch_size) - 1)) + staged
     nodes = collections.Counter()
     for host, (first, last) in zip(world.hosts, shares, strict=True):
         blocks = last - first
-        reading = min(blocks, workers * span_of(raw, blocks, workers))
-        nodes[host] += batches * blocks * block + COPIES * reading * raw
+        reading = min(max(1, batches) * blocks, workers * span_of(raw, blocks, workers))
+        nodes[host] += (batches + staged) * blocks * block + COPIES * reading * raw
     return max(nodes.values())
