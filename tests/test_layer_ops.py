@@ -457,7 +457,7 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
     [
         ([dl.Dropout(1.0)], "dropout1: probability must be at least 0 and below 1, got 1.0"),
         ([], "a network has at least one layer"),
-        ([dl.Conv2D(3, 4, groups=0)], "do not divide into 0 groups"),
+        ([dl.Conv2D(3, 4, groups=0)], "groups must be an integer >= 1, got 0"),
         ([dl.BatchNorm(epsilon=0.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
         ([dl.BatchNorm(decay=3.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
         ([dl.LeakyReLU(-1.0)], "leakyrelu1: scale must be a number >= 0, got -1.0"),

@@ -126,6 +126,31 @@ def test_names_and_shapes_that_do_not_fit_are_told():
     assert conv.name is None  # the network names copies
 
 
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (dl.Conv2D(3, "16"), "conv1: filters must be an integer >= 1, got '16'"),
+        (dl.Conv2D(3, True), "conv1: filters must be an integer >= 1, got True"),
+        (dl.Conv2D(2.5, 4), "Conv2D: size must be an integer >= 1 or two, got 2.5"),
+        (dl.Conv2D(3, 4, stride="2"), "Conv2D: stride must be an integer >= 1 or two, got '2'"),
+        (dl.Conv2D(3, 4, padding="sam"), "Conv2D: padding must be an integer >= 0"),
+        (dl.Conv2D(3, 4, groups="1"), "conv1: groups must be an integer >= 1, got '1'"),
+        (dl.Conv2D(3, 4, weight_l2_factor="1"), "conv1: factors of learning rate and L2 are"),
+        (dl.TransposedConv2D(3, None), "transposedconv1: filters must be an integer >= 1"),
+        (dl.Dense(-3), "dense1: outputs must be an integer >= 1, got -3"),
+        (dl.BatchNorm(epsilon="1"), "batchnorm1: expected epsilon > 0 and a decay"),
+        (dl.CrossChannelNorm(5, alpha="1"), "crosschannelnorm1: expected "),
+        (dl.Add(inputs=3), "add1: expected the names of two inputs or more, got 3"),
+        (dl.ReLU(name=5), "layer names must be unique texts without '.' or '/', got 5"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(layer, text):
+    """One line that names the layer and the argument."""
+    with pytest.raises(ValueError) as caught:
+        dl.Network([layer], (4, 8, 8))
+    assert str(caught.value).startswith(text) and "\n" not in str(caught.value)
+
+
 def test_tables_take_only_what_fits(world):
     net = zoo.digits()
     with pytest.raises(ValueError, match="parameters: expected conv1.weight"):
