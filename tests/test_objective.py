@@ -210,6 +210,7 @@ def test_refusals(world):
         with pytest.raises(UserError):
             trained(world, net, store, loss=loss)
     objective.check("crossentropy", to_numbers(CLASSES), one)
+    objective.check("crossentropy", to_pixels(), Pairs(20, lambda images: bright(images)[:, None]))
     with pytest.raises(UserError, match="of two classes at least"):
         trained(world, to_numbers(CLASSES), one)
     with pytest.raises(UserError, match="loss must be crossentropy, mse or mae, found 'l1'"):

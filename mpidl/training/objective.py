@@ -87,7 +87,7 @@ def check(loss, net, datastore, *, training=False):
                 f"{about}: --loss crossentropy: expected labels, or whole numbers as targets, "
                 'found targets that are floats; --loss mse is for these (loss="mse" in Python)'
             )
-        if len(outputs) < 1 or tuple(outputs[1:]) != tuple(shape):
+        if len(outputs) < 1 or squeezed(outputs[1:]) != squeezed(shape):
             raise UserError(
                 f"{about}: --loss crossentropy: expected a network with outputs (K, "
                 f"{', '.join(map(str, shape))}), a score for each class and target, found {outputs}"
