@@ -81,7 +81,8 @@ INLINE void step(const struct job *job, int kind, int past, float decay, float r
 INLINE void steps(const struct job *job, int kind, float decay, float rate, struct arrays a,
                   int64_t count) {
     int64_t i = 0;
-    for (; i + WIDTH <= count; i += WIDTH) step(job, kind, job->past, decay, rate, a, i);
+    int past = job->past && (intptr_t)a.stepped % 64 == 0; /* whole lines at once */
+    for (; i + WIDTH <= count; i += WIDTH) step(job, kind, past, decay, rate, a, i);
     size_t left = (size_t)(count - i) * sizeof(float);
     if (!left) return;
     float last[5][WIDTH] = {{0}}; /* what does not fill a vector */

@@ -1,5 +1,5 @@
 """Arenas: large regions of memory, kept and reused from step to step: one for all activations, one
-for pixels that are being read, and one for the mini-batches of each epoch.
+for pixels that are being read, and one for the mini-batches of each queue.
 
 A step makes the same arrays in the same order each time, so that after the first one no page is
 asked of the system again, and every array lies where it lay before. Regions are on huge pages where
@@ -21,8 +21,9 @@ LARGE = 32 << 20  # bytes from which it always gives back to the system what is 
 
 
 class Arena:
-    """First fit over regions, which go back to the system with the arena, once the last of its
-    arrays is gone; neighbours that are free join.
+    """Best fit over regions, which go back to the system with the arena, once the last of its
+    arrays is gone; neighbours that are free join. By first fit, small arrays would cut up what the
+    largest learnables' gradients and new values leave to each other.
 
     region(nbytes) -> (owner, first address, bytes): more memory.
     """
@@ -39,13 +40,15 @@ class Arena:
         with self.lock:
             while self.returned:
                 self._give_back(*self.returned.popleft())
-            for i, (address, room) in enumerate(self.free):
-                if room >= size:
-                    if room == size:
-                        del self.free[i]
-                    else:
-                        self.free[i] = (address + size, room - size)
-                    return address
+            fits = [(room, i) for i, (_, room) in enumerate(self.free) if room >= size]
+            if fits:
+                room, i = min(fits)
+                address, _ = self.free[i]
+                if room == size:
+                    del self.free[i]
+                else:
+                    self.free[i] = (address + size, room - size)
+                return address
             self._grow(size)
             address, room = self.free.pop()
             if room > size:
