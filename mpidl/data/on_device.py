@@ -39,7 +39,7 @@ class DeviceQueue(MinibatchQueue):
     def _shares(self, count):
         return [tuple(min(edge * 16, count) for edge in run) for run in self.whole.tree.runs]
 
-    def _job(self, indices, epoch, arena):
+    def _job(self, indices, epoch):
         first, last = self._shares(len(indices))[self.world.rank]
         batch = share(len(indices), self.world, indices=indices, epoch=epoch, seed=self.seed)
         mine = indices[first:last]

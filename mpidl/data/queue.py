@@ -45,9 +45,9 @@ class MinibatchQueue:
 
     load: how much each rank takes, see `fold.split_blocks`; it may be assigned between epochs.
     classes: how many there are, where labels of other numbers are to be a UserError that names the
-    image. sampling: "global", or "partition", where each rank has a part of the set to itself, which
-    "every-epoch" orders by itself: what is in a mini-batch, and so the weights, depends on the
-    number of ranks then.
+    image. sampling: "global", or "partition", where each rank has a part of the set to itself,
+    which "every-epoch" orders by itself: what is in a mini-batch, and so the weights, depends on
+    the number of ranks then.
     """
 
     def __init__(
@@ -87,6 +87,9 @@ class MinibatchQueue:
         self.plain = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling = load, sampling
         self.device = getattr(self.world, "device", None)  # a GPU that the images go to
+        # Mini-batches are made beside the step, all of one size: among its activations they would
+        # leave holes that are too small for the next one.
+        self.arena = memory.Arena()
 
     def __len__(self):
         """Mini-batches in an epoch."""
@@ -128,13 +131,11 @@ class MinibatchQueue:
         return batches if self.device is None else uploaded(batches, self.pipeline)
 
     def _jobs(self, epoch, start):
-        # Mini-batches, of one size and made beside the step, lie in an arena of their own, which
-        # goes with the epoch: among activations they would leave holes too small for the next one.
-        order, arena = self.order(epoch), memory.Arena()
+        order = self.order(epoch)
         for first in range(start * self.batch_size, len(order), self.batch_size):
-            yield self._job(order[first : first + self.batch_size], epoch, arena)
+            yield self._job(order[first : first + self.batch_size], epoch)
 
-    def _job(self, indices, epoch, arena):
+    def _job(self, indices, epoch):
         """The Job of one mini-batch, whose tasks read runs of its blocks."""
         batch = share(
             len(indices),
@@ -148,7 +149,7 @@ class MinibatchQueue:
         )
         if self.device is not None:
             return ForDevice(self.pipeline, batch, batch.indices).job(self.workers)
-        made = _InBlocks(batch, self.pipeline, arena)
+        made = _InBlocks(batch, self.pipeline, self.arena)
         return Job(runs(made.read, self.pipeline, batch.blocks, self.workers), made.result)
 
 

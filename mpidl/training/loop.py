@@ -315,8 +315,9 @@ class _Run:
         if self.options.batchnorm_statistics == "population" and self.at.iteration:
             size = self.options.batch_size
             how = {"shuffle": "never", "prefetch": self.options.prefetch, **self.net.seen()}
-            queue = MinibatchQueue(self.datastore, size, world=self.world, **how)
-            state = population(self.net.on(self.world.device), queue, self.world, signals)
+            # in place of training's, whose memory goes
+            self.queue = MinibatchQueue(self.datastore, size, world=self.world, **how)
+            state = population(self.net.on(self.world.device), self.queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
 
     def _blame(self, images, labels, loss, shown):
