@@ -20,11 +20,14 @@ from mpidl.cli.bench import (
     kernels,
     machine,
     memory,
+    modules,
+    optimizers,
     subject,
     turns,
 )
 from mpidl.data import PackedDatastore
-from mpidl.errors import UserError
+from mpidl.errors import Fault, UserError
+from mpidl.nn import zoo
 
 LAYERS = [
     *(dl.Conv2D(3, 8, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(3, stride=2, padding=1)),
@@ -133,6 +136,80 @@ def test_the_ratio_is_the_fastest_variant_over_ours(capsys):
     assert found["torch_ms"] == {"eager": 6600.0, "compile": 5000.0} and found["ratio"] == 2.5
     assert found["loss_difference"] == pytest.approx(1e-3)
     assert "ratio 2.50" in capsys.readouterr().out
+
+
+# a bit of everything that PyTorch has, too
+BRANCHES = [
+    dl.Conv2D(5, 8, stride=2, padding="same", name="first"),
+    dl.ReLU(name="a"),
+    dl.CrossChannelNorm(5, alpha=1e-2),
+    dl.Conv2D(3, 8, padding=(1, 2), groups=2, dilation=(1, 2)),
+    dl.BatchNorm(),
+    dl.MaxPool2D((2, 3), stride=1, padding="same", name="b"),
+    dl.Add(inputs=("a", "b"), name="sum"),
+    dl.AveragePool2D(2, stride=1, padding="same"),
+    dl.LeakyReLU(0.1),
+    dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="c"),
+    dl.Conv2D(1, 4, after="sum"),
+    dl.Tanh(),
+    dl.Dropout(0.0),
+    dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
+    dl.Concat(inputs=("c", "d")),
+    dl.Dense(16),
+    dl.Sigmoid(),
+    dl.Dense(10),
+]
+
+
+@pytest.mark.parametrize("name", ["branches", "resnet"])
+def test_pytorch_computes_the_same_of_a_network_with_branches(name):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    if name == "resnet":
+        net = zoo.resnet((3, 8, 8))
+    else:
+        net = dl.Network(BRANCHES, (2, 13, 10), seed=1)
+    images, labels = subject.mini_batch(net.input_shape, 20, seed=1)
+    batch = dl.share(20, dl.OneRank())
+    x, y = dl.from_images(images, batch), dl.from_images(labels, batch, np.int32)
+    loss, found, _ = dl.value_and_grad(subject.loss_of)(net, x, y)
+    model = modules.module(net).train()
+    theirs = torch.nn.functional.cross_entropy(
+        model(torch.from_numpy(images)), torch.tensor(labels)
+    )
+    theirs.backward()
+    assert float(batch.world.gplus(loss)) == pytest.approx(theirs.item(), rel=1e-5)
+    largest = max(np.abs(g).max() for g in batch.world.gplus(found).values())
+    learnables = dict(modules.learnables(model))
+    assert set(learnables) == set(found)
+    for key, gradient in batch.world.gplus(found).items():
+        assert np.abs(gradient - learnables[key].grad.numpy()).max() < 1e-3 * largest, key
+
+
+def test_layers_that_pytorch_has_not():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    for layer in (dl.TransposedConv2D(2, 2), dl.CrossChannelNorm(4)):
+        with pytest.raises(UserError, match="has no counterpart in PyTorch here"):
+            modules.module(dl.Network([layer], (2, 5, 5)))
+
+
+def test_comparisons_drop_nothing(monkeypatch):
+    monkeypatch.setattr(
+        subject.start,
+        "network",
+        lambda name, image, classes, seed: dl.Network([dl.Dropout(0.5), dl.Dense(2)], (1, 2, 2)),
+    )
+    assert subject.network("any").layers[0].probability == 0.5
+    assert subject.network("any", dropout=False).layers[0].probability == 0.0
+
+
+def test_optimizers_that_do_not_make_the_same_steps_are_no_comparison():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    kind, name, how, ways = optimizers.PAIRS["adam"]
+    other = [optimizers.theirs(getattr(torch.optim, name), how | {way: True}, 99) for way in ways]
+    for side in other:
+        assert [len(t) for t in optimizers.compared(optimizers.ours(kind(), 99), side, 2)] == [2, 2]
+    with pytest.raises(Fault, match="after 3 steps the weights are .* apart"):
+        optimizers.compared(optimizers.ours(kind(0.01), 99), other[0], 2)
 
 
 def test_the_overhead_is_paired_by_rounds():

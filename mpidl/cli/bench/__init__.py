@@ -13,6 +13,7 @@ from mpidl.cli.bench import (
     input,
     kernels,
     machine,
+    optimizers,
     step,
     turns,
 )
@@ -27,6 +28,7 @@ COMMANDS = {
     "fold": fold.main,
     "compare": compare.main,
     "input": input.main,
+    "optimizers": optimizers.main,
     "gpu": speed.main,
 }
 

@@ -18,11 +18,10 @@ import numpy as np
 from mpidl import ops
 from mpidl.backends import reference
 from mpidl.blocks import OneRank, from_images, share
-from mpidl.cli.bench import machine, subject, theirs
+from mpidl.cli.bench import machine, modules, subject
 from mpidl.errors import Fault, UserError
 from mpidl.nn import Network
 from mpidl.nn.layers import At
-from mpidl.ops import check
 from mpidl.ops.pool import windows
 from mpidl.tape import Var, op, value_and_grad
 from mpidl.training import configuration
@@ -222,38 +221,32 @@ def torch_step(net, images, labels, decisions=None, double=False):
     from torch.nn.functional import cross_entropy
 
     torch.set_num_threads(1)
-    model = theirs.module(net, inplace=False).train()
+    model = modules.module(net, inplace=False).train()
     x, labels = torch.from_numpy(images), torch.from_numpy(labels)
     if double:
         model, x = model.double(), x.double()
     activations = {}
-    for part in model:
-        name = getattr(part, "mpidl_name", None)
+    for layer, part in zip(net.layers, model.parts, strict=True):
+        name = layer.name
         if decisions is None or name not in decisions:
             x = part(x)
         elif isinstance(part, torch.nn.ReLU):
             x = x * torch.from_numpy(decisions[name])
         else:
-            x = _largest(part, x, decisions[name])
-        if name is not None:
-            activations[name] = x.detach().numpy().copy()
+            x = _largest(layer, x, decisions[name])
+        activations[name] = x.detach().numpy().copy()
     cross_entropy(x, labels).backward()
-    gradients = {}
-    for part in model:
-        for name, value in part.named_parameters():
-            name = theirs.names_of(part).get(name, name)
-            gradients[f"{part.mpidl_name}.{name}"] = value.grad.numpy()
+    gradients = {name: value.grad.numpy() for name, value in modules.learnables(model)}
     return activations | gradients, activations
 
 
 def _largest(pool, x, places):
-    """Of each window of a MaxPool2d the pixel at its place."""
+    """Of each window of a MaxPool2D layer the pixel at its place."""
     import torch
     from torch.nn.functional import pad
 
-    rows, columns = check.pair("", "size", pool.kernel_size, 1)
-    down, across = check.pair("", "stride", pool.stride, 1)
-    (top, bottom), (left, right) = check.pads("", pool.padding)
+    how = windows(pool.name, tuple(x.shape[1:]), pool.size, pool.stride, pool.padding)
+    (_, columns), (down, across), ((top, bottom), (left, right)), _ = how
     x = pad(x, (left, right, top, bottom))
     places = torch.from_numpy(places.astype(np.int64))
     p, q = places.shape[2:]

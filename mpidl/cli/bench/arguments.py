@@ -14,6 +14,7 @@ BENCHMARKS = {
     "fold": "what the fixed order of sums costs, against a plain Allreduce",
     "compare": "our training step against PyTorch's, in turns on the same cores",
     "input": "reading, decoding and augmenting images, alone and beside the step",
+    "optimizers": "our optimizers' steps against PyTorch's, in turns on the same core",
     "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
 }
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -22,7 +23,7 @@ VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 def parse(argv=None, quiet=False):
     """Namespace of what, a name of BENCHMARKS, and of that sub-command's options. UserError."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    texts = "\n".join(f"  {name:10}{text}" for name, text in BENCHMARKS.items())
+    texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
     overview = Parser(
         "bench",
         f"Measure.\n\n{texts}\n\nEach has options of its own: python -m mpidl.bench step --help",
@@ -38,6 +39,8 @@ def parse(argv=None, quiet=False):
         names = ("seed", "winograd", "timeout")
         defaults = {name: options.OPTIONS[name].default for name in names}
         return argparse.Namespace(**{"what": what, **defaults, **vars(found)})
+    if what == "optimizers":
+        return argparse.Namespace(**{"what": what, **vars(_add_optimizers(parser).parse(argv[1:]))})
     _add_subject(parser, what)
     if what in ("step", "fold"):
         text = "start so many ranks, in processes that take turns"
@@ -84,7 +87,8 @@ def _add_subject(parser, what):
             "--network",
             default="digits",
             metavar="NAME",
-            help="digits, cifar, or FILE.py:FUNCTION, called as FUNCTION(input_shape, 10) (digits)",
+            help="digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
+            "FUNCTION(input_shape, 10) (digits)",
         )
     parser.add_argument(
         "--image",
@@ -145,11 +149,11 @@ def _add_input(parser):
         "--memory",
         action="store_true",
         help="measure the peak memory of training on a large packed set instead, beyond that of "
-        "training on --images of it, with the network light",
+        "training on one mini-batch of it, with the network light",
     )
     for name, usual, text in (
         ("gigabytes", 4, "with --memory, size of the packed set"),
-        ("cache-mb", 256, "with --memory, MiB for decoded images"),
+        ("cache-mb", 256, "with --memory, --cache-mb of the training"),
     ):
         parser.add_argument(
             f"--{name}",
@@ -173,6 +177,24 @@ def _add_input(parser):
         metavar="NAME,...",
         help=f"what is read ({','.join(kinds)})",
     )
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    return parser
+
+
+def _add_optimizers(parser):
+    numbers = (
+        ("floats", 10_000_000, "learnables"),
+        ("threads", 1, "threads"),
+        ("rounds", 9, "times that all take turns; medians are of so many"),
+    )
+    for name, usual, text in numbers:
+        parser.add_argument(
+            f"--{name}",
+            type=count(f"--{name}"),
+            default=usual,
+            metavar="N",
+            help=f"{text} ({usual})",
+        )
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     return parser
 

@@ -21,7 +21,7 @@ def main(argv=None):
     text, address = sys.argv[1:] if argv is None else argv
     what = json.loads(text)
     os.sched_setaffinity(0, what["cores"])
-    net = subject.network(what["network"], what["image"], what["seed"])
+    net = subject.network(what["network"], what["image"], what["seed"], dropout=False)
     images, labels = subject.mini_batch(net.input_shape, what["batch_size"], what["seed"])
     new_step, version = LIBRARIES[what["library"]](net, images, labels, what["threads"])
     step = new_step()

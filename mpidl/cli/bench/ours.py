@@ -19,7 +19,7 @@ def main(argv=None):
     os.sched_setaffinity(0, what["cores"][guard.launched_rank()])
     subject.configure(chosen)
     world = World(timeout=what["timeout"], plain=what["plain"])
-    net = subject.network(what["network"], what["image"], what["seed"])
+    net = subject.network(what["network"], what["image"], what["seed"], dropout=False)
     batch = subject.mini_batch(net.input_shape, what["batch_size"], what["seed"])
     step = subject.Step(net, batch, world, what["batchnorm"])
 

@@ -11,18 +11,25 @@ from mpidl.backends import native
 from mpidl.blocks import from_images, share
 from mpidl.cli import start
 from mpidl.comm.reducer import Reducer
-from mpidl.nn import AveragePool2D, Conv2D, Dense, ReLU, zoo
+from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, ReLU, zoo
 from mpidl.tape import value_and_grad
 from mpidl.training.optimizers import SGDM
 
 CLASSES, RATE, MOMENTUM = 10, 0.01, 0.9
 
 
-def network(name, image=None, seed=0):
-    """The Network of --network; image: (C, H, W) where it is not the network's own."""
+def network(name, image=None, seed=0, dropout=True):
+    """The Network of --network; image: (C, H, W) where it is not the network's own.
+
+    dropout: without it, dropout layers drop nothing, as each library draws numbers of its own.
+    """
     if image is None and name in zoo.NETWORKS:
         image = inspect.signature(zoo.NETWORKS[name]).parameters["input_shape"].default
-    return start.network(name, tuple(image or (1, 28, 28)), CLASSES, seed)
+    net = start.network(name, tuple(image or (1, 28, 28)), CLASSES, seed)
+    for layer in net.layers:
+        if isinstance(layer, Dropout) and not dropout:
+            layer.probability = 0.0
+    return net
 
 
 def light(input_shape, classes):

@@ -10,9 +10,8 @@ import os
 import sys
 
 from mpidl.cli import verify
-from mpidl.cli.bench import machine, subject, turns
+from mpidl.cli.bench import machine, modules, subject, turns
 from mpidl.errors import UserError
-from mpidl.ops import check
 
 
 def main(argv=None):
@@ -29,7 +28,7 @@ def main(argv=None):
     torch.set_num_interop_threads(1)
     ranks, rank = what["ranks"], what["rank"]
     barrier = _meet(what) if ranks > 1 else (lambda: None)
-    net = subject.network(what["network"], what["image"], what["seed"])
+    net = subject.network(what["network"], what["image"], what["seed"], dropout=False)
     images, labels = subject.mini_batch(net.input_shape, what["batch_size"], what["seed"])
     count = len(images) // ranks
     mine = slice(rank * count, (rank + 1) * count)
@@ -97,7 +96,7 @@ class Step:
         import torch
 
         # what torch.compile fuses is faster where no layer overwrites what it reads; eager is not
-        self.module = _of_ones_own(module(net, inplace="compile" not in variant))
+        self.module = modules.module(net, inplace="compile" not in variant)
         self.images, self.labels = torch.from_numpy(images), torch.from_numpy(labels)
         if "channels_last" in variant:
             self.module = self.module.to(memory_format=torch.channels_last)
@@ -128,95 +127,6 @@ class Step:
         loss.backward()
         self.optimizer.step()
         return loss.item()
-
-
-def _of_ones_own(layers):
-    """The layers in a module of a class of one's own, as users have them: DistributedDataParallel
-    over a plain Sequential is not compiled."""
-    from torch import nn
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x):
-            return self.layers(x)
-
-    return Net()
-
-
-def module(net, inplace=True):
-    """The network as a torch Sequential with its learnables. Raises UserError.
-
-    inplace: whether ReLU overwrites what it reads, which takes less memory.
-    """
-    import torch
-    from torch import nn
-
-    parts: list[nn.Module] = []
-    shape = net.input_shape
-    for layer, output in zip(net.layers, net.output_shapes, strict=True):
-        kind = type(layer).__name__
-        if kind == "Conv2D":
-            weight = net.parameters[f"{layer.name}.weight"]
-            how = {"stride": layer.stride, "dilation": layer.dilation, "groups": layer.groups}
-            padding = _padding(layer, parts)
-            channels = shape[0], layer.filters
-            part = nn.Conv2d(*channels, weight.shape[2:], padding=padding, **how)
-        elif kind == "BatchNorm":
-            make = nn.BatchNorm2d if len(shape) == 3 else nn.BatchNorm1d
-            part = make(shape[0], eps=layer.epsilon, momentum=layer.decay)
-        elif kind == "ReLU":
-            part = nn.ReLU(inplace=inplace)
-        elif kind == "MaxPool2D":
-            part = nn.MaxPool2d(layer.size, layer.stride, _symmetric(layer))
-        elif kind == "AveragePool2D":
-            part = nn.AvgPool2d(layer.size, layer.stride, _symmetric(layer))
-        elif kind == "Flatten":
-            part = nn.Flatten()
-        elif kind == "Dense":
-            if len(shape) > 1:
-                parts.append(nn.Flatten())
-            features = net.parameters[f"{layer.name}.weight"].shape[1]
-            part = nn.Linear(features, layer.outputs)
-        else:
-            raise UserError(f"layer {layer.name}: {kind} has no counterpart in PyTorch here")
-        part.mpidl_name = layer.name
-        parts.append(part)
-        shape = output
-    with torch.no_grad():
-        for part in parts:
-            for name, value in part.named_parameters():
-                name = names_of(part).get(name, name)
-                value.copy_(torch.from_numpy(net.parameters[f"{part.mpidl_name}.{name}"]))
-    return nn.Sequential(*parts)
-
-
-def names_of(part):
-    """What PyTorch calls a layer's learnables, where mpidl has other names for them."""
-    import torch
-
-    norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
-    return {"weight": "gamma", "bias": "beta"} if norm else {}
-
-
-def _symmetric(layer):
-    (top, bottom), (left, right) = check.pads(layer.name, layer.padding)
-    if (top, left) != (bottom, right):
-        raise UserError(f"layer {layer.name}: PyTorch has no such padding: {layer.padding}")
-    return top, left
-
-
-def _padding(layer, parts):
-    """What nn.Conv2d takes; padding that differs from side to side becomes a layer before it."""
-    from torch import nn
-
-    (top, bottom), (left, right) = check.pads(layer.name, layer.padding)
-    if (top, left) == (bottom, right):
-        return top, left
-    parts.append(nn.ZeroPad2d((left, right, top, bottom)))
-    return 0
 
 
 def side(variant, chosen, folder, *, ranks, environment=None):

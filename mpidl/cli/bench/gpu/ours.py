@@ -63,7 +63,7 @@ class Step:
 
         backends.configure(precision=precision)
         self.device = world.device
-        self.net = subject.network(network, image)
+        self.net = subject.network(network, image, dropout=False)
         store = ArrayDatastore(*subject.mini_batch(self.net.input_shape, batch))
         queue = DeviceQueue(store, batch, 0, world, "never")
         self.net.to(self.device)

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 
-from mpidl.cli.bench import subject, theirs, turns
+from mpidl.cli.bench import modules, subject, theirs, turns
 from mpidl.errors import UserError
 
 WARM = 11  # steps before a capture, as DistributedDataParallel would need; enough to choose kernels
@@ -62,9 +62,9 @@ class Step:
         import torch
 
         self.words, self.precision, self.device = variant.split("+"), precision, device
-        net = subject.network(network, image)
+        net = subject.network(network, image, dropout=False)
         images, labels = subject.mini_batch(net.input_shape, batch)
-        self.module = theirs.module(net, inplace="compile" not in self.words).to(device)
+        self.module = modules.module(net, inplace="compile" not in self.words).to(device)
         self.images = torch.from_numpy(images).to(device)
         self.labels = torch.from_numpy(labels).to(device)
         if "channels_last" in self.words:
