@@ -37,6 +37,9 @@ class MinibatchQueue:
     `Normalization`; uint8 pixels are divided by 255 where None. crop: (P, Q) of the window that is
     cut from the centre of images which no augmenter cuts.
 
+    The memory of a mini-batch that nobody holds any more is used for the next one: a loop that ends
+    with `del images, labels` needs one mini-batch less.
+
     function(images, labels, at): your own, called for 16 images at a time (fewer at the end of a
     mini-batch), by the threads, after the augmenter and before normalization. images: (n, C, H, W),
     uint8 or float32 as the datastore has them; labels: int32 (n,), or the targets, or None; `at`

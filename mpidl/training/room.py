@@ -19,7 +19,7 @@ def for_images(options, datastore, world):
 
     Validation between iterations reads ahead while training's mini-batches wait; at the end of an
     epoch none wait. Where `--cache-mb` does not hold what is made ahead, no image is kept, and as
-    many are made ahead all the same: reading waits for a step then, and no step for reading.
+    many are made ahead all the same: with fewer the step may wait for reading.
     """
     shape, staged = seen.image_shape(options, datastore.image_shape), 0
     if world.device is not None:
