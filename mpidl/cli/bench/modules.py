@@ -24,7 +24,7 @@ def module(net, inplace=True):
         parts.append(part)
         shapes[layer.name] = output
     ends = graph.last_readers(net.reads, [(i,) for i in range(len(parts))])
-    plan = list(zip(net.reads, ends, strict=True))
+    plan = list(zip(net.layer_names, net.reads, ends, strict=True))
 
     class Net(nn.Module):
         def __init__(self):
@@ -33,11 +33,11 @@ def module(net, inplace=True):
 
         def forward(self, images):
             values, y = {graph.IMAGES: images}, images
-            for part, (reads, done) in zip(self.parts, plan, strict=True):
-                y = part(*[values[name] for name in reads])
-                for name in done:
-                    del values[name]
-                values[part.mpidl_name] = y
+            for part, (name, reads, done) in zip(self.parts, plan, strict=True):
+                y = part(*[values[read] for read in reads])
+                for read in done:
+                    del values[read]
+                values[name] = y
             return y
 
     found = Net()
