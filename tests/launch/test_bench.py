@@ -145,6 +145,21 @@ def test_compare(tmp_path, ranks):
 
 
 @needs_torch
+def test_optimizers(tmp_path):
+    path = tmp_path / "a.json"
+    words = small.command("bench", "optimizers", "--floats", 1000, "--rounds", 2, network=None)
+    result = mpirun(None, *words, "--json", path, check=0, timeout=200)
+    found = json.loads(path.read_text())
+    assert_facts(found, "optimizers")
+    kinds = {"sgdm fused", "sgdm foreach", "adam fused", "adam foreach", "rmsprop foreach"}
+    assert set(found["ratio"]) == set(found["ours_ms"]) == set(found["torch_ms"]) == kinds
+    for key, ratio in found["ratio"].items():
+        ours, theirs = found["ours_ms"][key]["median"], found["torch_ms"][key]["median"]
+        assert ratio == pytest.approx(theirs / ours)
+    assert "PyTorch's / ours" in result.stdout
+
+
+@needs_torch
 def test_compare_memory(tmp_path):
     words = ["--memory", "--variants", "eager"]
     _, found = bench("compare", *QUICK, *words, path=tmp_path / "a.json")
