@@ -17,6 +17,7 @@ BENCHMARKS = {
     "optimizers": "our optimizers' steps against PyTorch's, in turns on the same core",
     "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
 }
+ROUNDS = ("rounds", 9, "times that all take turns; medians are of so many")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 
 
@@ -46,23 +47,12 @@ def parse(argv=None, quiet=False):
         text = "start so many ranks, in processes that take turns"
         usual = " (1,2, or the ranks that mpirun started)" if what == "fold" else ""
         parser.add_argument("--ranks", type=rank_counts, metavar="N,N,...", help=text + usual)
-        parser.add_argument(
-            "--iterations",
-            type=count("--iterations"),
-            default=10,
-            metavar="N",
-            help="steps in a turn (10)",
-        )
+        _add_counts(parser, ("iterations", 10, "steps in a turn"))
     if what == "fold":
         parser.add_options("batchnorm")
     if what == "accuracy":
-        parser.add_argument(
-            "--seeds",
-            type=count("--seeds"),
-            default=3,
-            metavar="N",
-            help="of so many weights and mini-batches the median (3)",
-        )
+        text = "of so many weights and mini-batches the median"
+        _add_counts(parser, ("seeds", 3, text))
     if what == "compare":
         _add_compare(parser)
     names = ("batch_size", "winograd", "seed", "batchnorm", "timeout")
@@ -97,21 +87,9 @@ def _add_subject(parser, what):
         help="shape of an image (what the network is made for, else 1x28x28)",
     )
     parser.add_options("batch_size", "winograd", "seed", "timeout")
-    parser.add_argument(
-        "--threads",
-        type=count("--threads"),
-        default=1,
-        metavar="N",
-        help="threads of each rank or process (1)",
-    )
+    _add_counts(parser, ("threads", 1, "threads of each rank or process"))
     if what != "accuracy":
-        parser.add_argument(
-            "--rounds",
-            type=count("--rounds"),
-            default=9,
-            metavar="N",
-            help="times that all take turns; medians are of so many (9)",
-        )
+        _add_counts(parser, ROUNDS)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
 
 
@@ -123,21 +101,14 @@ def _add_input(parser):
         help="the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
         "convolution, about as fast as JPEG files are read (alexnet)",
     )
-    numbers = (
+    _add_counts(
+        parser,
         ("side", 227, "pixels a side of an image"),
         ("images", 64, "images of each kind"),
         ("batch-size", 32, "images in a mini-batch"),
         ("threads", 1, "threads of the step"),
-        ("rounds", 9, "times that all take turns; medians are of so many"),
+        ROUNDS,
     )
-    for name, usual, text in numbers:
-        parser.add_argument(
-            f"--{name}",
-            type=count(f"--{name}"),
-            default=usual,
-            metavar="N",
-            help=f"{text} ({usual})",
-        )
     parser.add_argument(
         "--workers",
         type=lambda text: [count("--workers")(part) for part in text.split(",")],
@@ -151,17 +122,11 @@ def _add_input(parser):
         help="measure the peak memory of training on a large packed set instead, beyond that of "
         "training on one mini-batch of it, with the network light",
     )
-    for name, usual, text in (
+    _add_counts(
+        parser,
         ("gigabytes", 4, "with --memory, size of the packed set"),
         ("cache-mb", 256, "with --memory, --cache-mb of the training"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=count(f"--{name}"),
-            default=usual,
-            metavar="N",
-            help=f"{text} ({usual})",
-        )
+    )
     parser.add_argument(
         "--ranks",
         type=rank_counts,
@@ -182,19 +147,7 @@ def _add_input(parser):
 
 
 def _add_optimizers(parser):
-    numbers = (
-        ("floats", 10_000_000, "learnables"),
-        ("threads", 1, "threads"),
-        ("rounds", 9, "times that all take turns; medians are of so many"),
-    )
-    for name, usual, text in numbers:
-        parser.add_argument(
-            f"--{name}",
-            type=count(f"--{name}"),
-            default=usual,
-            metavar="N",
-            help=f"{text} ({usual})",
-        )
+    _add_counts(parser, ("floats", 10_000_000, "learnables"), ("threads", 1, "threads"), ROUNDS)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     return parser
 
@@ -242,13 +195,7 @@ def _add_gpu(parser):
         metavar="NETWORK:BATCH,...",
         help="what to time (digits:128,digits:1024,cifar:256,cifar:1024)",
     )
-    parser.add_argument(
-        "--rounds",
-        type=count("--rounds"),
-        default=9,
-        metavar="N",
-        help="times that all take turns; medians are of so many (9)",
-    )
+    _add_counts(parser, ROUNDS)
     parser.add_argument(
         "--limit",
         type=count("--limit"),
@@ -258,6 +205,18 @@ def _add_gpu(parser):
     )
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     return parser
+
+
+def _add_counts(parser, *numbers):
+    """Options that take whole numbers, each (name, default, what it is)."""
+    for name, default, text in numbers:
+        parser.add_argument(
+            f"--{name}",
+            type=count(f"--{name}"),
+            default=default,
+            metavar="N",
+            help=f"{text} ({default})",
+        )
 
 
 def _one_of(spelled, name, known):
