@@ -95,15 +95,19 @@ def test_decompression_bombs(tmp_path, monkeypatch):
 def test_images_of_any_size_are_resized_and_converted(tmp_path):
     save(tmp_path / "a" / "0.png", pixels_of(0, 3, 20, 30))
     save(tmp_path / "b" / "1.png", pixels_of(1, 1, 9, 9))
-    store = ImageFolder(tmp_path, size=(6, 8), colour="rgb")
+
+    def made(**how):
+        return ImageFolder(tmp_path, preprocess=dl.Preprocess(size=(6, 8), **how))
+
+    store = made(colour="rgb")
     assert store.image_shape == (3, 6, 8) and store.read([0, 1]).shape == (2, 3, 6, 8)
     picture = Image.open(tmp_path / "a" / "0.png").resize((8, 6), Image.Resampling.BILINEAR)
     assert np.array_equal(store.read([0])[0], np.asarray(picture).transpose(2, 0, 1))
     text = refusal(ImageFolder, tmp_path, preprocess=dl.Preprocess(crop=(40, 9)))
     assert text.startswith(f"{tmp_path}/a/0.png: centre crop 40x9 (--centre-crop, or crop= in Py")
-    grays = ImageFolder(tmp_path, size=(6, 8), colour="gray")
+    grays = made(colour="gray")
     assert grays.image_shape == (1, 6, 8) and grays.read([1, 0]).shape == (2, 1, 6, 8)
-    prints = {s.fingerprint() for s in (store, grays, ImageFolder(tmp_path, size=(8, 6)))}
+    prints = {s.fingerprint() for s in (store, grays, made())}
     assert len(prints) == 3
 
 

@@ -305,7 +305,7 @@ def test_pack_resizes_and_converts(tmp_path):
     store = PackedDatastore(tmp_path / "x.h5")
     assert store.preprocess == dl.Preprocess(size=(8, 6), colour="gray")
     assert dl.data.preprocessed(store, store.preprocess) is store
-    wanted = ImageFolder(tmp_path / "set", size=(8, 6), colour="gray")
+    wanted = ImageFolder(tmp_path / "set", preprocess=store.preprocess)
     assert store.image_shape == (1, 8, 6) and store.fingerprint() == wanted.fingerprint()
     assert np.array_equal(store.read([0, 1]), wanted.read([0, 1]))
     datafiles.cifar10(tmp_path / "cifar")

@@ -128,7 +128,6 @@ def test_a_set_knows_how_its_images_were_made(tmp_path):
     folder = dl.ImageFolder(tmp_path, preprocess=how)
     for store in (
         folder,
-        dl.ImageFolder(tmp_path, size=(3, 4), colour="rgb"),
         dl.data.preprocessed(dl.ImageFolder(tmp_path), how),
         dl.data.preprocessed(dl.ArrayDatastore(pixels_of(0, 9, 3, 6, 5), np.arange(9) % 3), how),
         folder.subset([5, 3]).subset([1]),

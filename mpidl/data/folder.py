@@ -10,7 +10,7 @@ from mpidl.backends import memory
 from mpidl.data.datastore import Datastore, counted, digest, nearest, on_rank_0, shown
 from mpidl.data.files import Stamp, changed, stamp
 from mpidl.data.pixels import KINDS, SUFFIXES, decode
-from mpidl.data.preprocess import AS_IT_IS, Preprocess, Preprocessed
+from mpidl.data.preprocess import AS_IT_IS, Preprocessed
 from mpidl.errors import UserError
 
 
@@ -31,8 +31,7 @@ class ImageFolder(Datastore):
     Images are gray (C = 1; from gray, gray with alpha, black and white; of 16 bits the high 8) or
     RGB (C = 3; from RGB, RGB with alpha, palette, CMYK, YCbCr). Alpha is dropped and the
     orientation a camera noted is not applied. All images are of the first one's size and kind,
-    unless size, (H, W), has each of them resized, and colour, "gray" or "rgb", converted, or
-    preprocess, a `Preprocess`, which can do more.
+    unless preprocess, a `Preprocess`, resizes and converts them.
 
     A file that is removed or changed after it was listed is a UserError when it is read.
     """
@@ -44,12 +43,10 @@ class ImageFolder(Datastore):
         *,
         classes=None,
         labelled=True,
-        size=None,
-        colour=None,
-        preprocess=None,
+        preprocess=AS_IT_IS,
     ):
         self.folder = os.fspath(folder)
-        self.wanted = Preprocess(size, colour) if preprocess is None else preprocess
+        self.wanted = preprocess
         self.preprocess = self.wanted or None
         found = on_rank_0(world, lambda: listing(self.folder, classes, labelled, self.wanted))
         self.files, self.sizes, self.written, *found = found
