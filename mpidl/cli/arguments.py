@@ -16,6 +16,7 @@ from mpidl.nn import zoo
 from mpidl.training import checkpoint, configuration, options
 from mpidl.training.rules import checked
 
+STOPPED = 75  # the exit code that asks for another run
 EXIT_CODES = """\
 exit codes: 0 done; 1 a fault; 2 unusable options or data; 75 asked to stop (USR1, TERM, INT),
 checkpoint written: run again with --resume DIR

@@ -12,8 +12,6 @@ from mpidl.errors import UserError
 from mpidl.report.console import LINE_SECONDS, clock, terminal_width
 from mpidl.training.configuration import RUN
 
-STOPPED = 75  # the exit code that asks for another run
-
 
 def parse(argv=None, quiet=False):
     """Namespace of source, target (None with verify), wanted (Preprocess), threads, verify."""
@@ -92,7 +90,7 @@ def _pack(chosen, signals):
             f"{signals.name}: stopped after {shown.done} of {total} images; to go on, run the same "
             "command again"
         )
-        return STOPPED
+        return arguments.STOPPED
     size = os.path.getsize(chosen.target)
     print(f"Packed: {chosen.target}, {total} images, {size:,} bytes, in {clock(shown.seconds())}")
     return 0
@@ -119,7 +117,7 @@ def _verify(chosen, signals):
                 store.verify(progress)
         except Stop:
             print(f"{signals.name}: stopped after {shown.done} of {total} images")
-            return STOPPED
+            return arguments.STOPPED
     print(f"Verified: {chosen.source}, {total} images are what was packed")
     return 0
 

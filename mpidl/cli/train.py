@@ -25,8 +25,6 @@ from mpidl.training import (
 )
 from mpidl.training.schedules import ENDING
 
-STOPPED = 75  # the exit code that asks for another run with --resume
-
 
 def main(argv=None):
     """Run the command; returns its exit code."""
@@ -120,7 +118,7 @@ def _train(given, world, signals):
                 f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
                 f"to go on, run again with --resume {out}"
             )
-            return STOPPED
+            return arguments.STOPPED
         for line in _about_validation(result, settings):
             console.line(line)
         on_rank_0(

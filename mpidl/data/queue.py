@@ -1,7 +1,6 @@
 """Mini-batches: the global order of an epoch, cut into mini-batches, cut into shares."""
 
 import contextlib
-import difflib
 import functools
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from mpidl import keyed
 from mpidl.backends import memory
 from mpidl.blocks import LANES, Blocked, OneRank, blocks_of, share
 from mpidl.data import partition
+from mpidl.data.datastore import nearest
 from mpidl.data.pipeline import Pipeline, fill_blocks
 from mpidl.data.workers import Job, ahead, in_turn
 from mpidl.errors import UserError
@@ -76,9 +76,8 @@ class MinibatchQueue:
             raise UserError(f"--batch-size must be at least 1, got {batch_size}")
         for name, value, known in ("shuffle", shuffle, SHUFFLES), ("sampling", sampling, SAMPLINGS):
             if value not in known:
-                close = difflib.get_close_matches(str(value), known, 1)
-                meant = f"; did you mean {close[0]}?" if close else ""
-                raise UserError(f"{name} must be {', '.join(known)}, got {value}{meant}")
+                hint = nearest(str(value), known)
+                raise UserError(f"{name} must be {', '.join(known)}, got {value}{hint}")
         if prefetch < 0:
             raise UserError(f"prefetch must be at least 0, got {prefetch}")
         if workers < 1:

@@ -10,6 +10,7 @@ from mpidl.comm import World
 from mpidl.data import MinibatchQueue
 from mpidl.errors import UserError
 from mpidl.fold import Counter
+from mpidl.ops.loss import squeezed
 from mpidl.training import objective
 from mpidl.training.confusion import Confusion, names_of, tally
 
@@ -87,7 +88,7 @@ def evaluate(
     UserError where there are no labels, or labels beyond the network's outputs.
     """
     objective.check(loss, net, datastore)
-    classes = _classes(net, datastore, loss, top_k, confusion)
+    classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
     totals, n, among = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
@@ -124,7 +125,7 @@ def evaluate(
     )
 
 
-def _classes(net, datastore, loss, top_k, confusion):
+def _classes(net, loss, top_k, confusion):
     """How many classes top_k and confusion are of; UserError where the question has no answer."""
     if not confusion and top_k is None:
         return None
@@ -162,7 +163,7 @@ def regression_errors(net, datastore, *, world=None, batch_size=128):
     """
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
-    if objective.squeezed(datastore.targets_shape) != objective.squeezed(net.output_shape):
+    if squeezed(datastore.targets_shape) != squeezed(net.output_shape):
         raise UserError(
             f"{datastore.describe()}: expected targets of shape {net.output_shape}, as the "
             f"network's outputs, found {datastore.targets_shape}"

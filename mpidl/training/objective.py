@@ -7,6 +7,7 @@ import numpy as np
 from mpidl import ops
 from mpidl.data.datastore import check_classes
 from mpidl.errors import UserError
+from mpidl.ops.loss import squeezed
 
 
 def cross_entropy(net, images, labels):
@@ -135,8 +136,3 @@ def classes_of(net, datastore):
             f"outputs, found {highest}"
         )
     return classes
-
-
-def squeezed(shape):
-    """A shape without its dimensions of 1."""
-    return tuple(n for n in shape if n != 1)

@@ -92,11 +92,7 @@ def checked(rule, value, spelled, text=False):
         number = rule.joint.join(map(str, several))
     else:
         number = _convert(rule, value, text)
-    if (
-        number is None
-        or (rule.choices and number not in rule.choices and not _fits(rule, number))
-        or (not rule.choices and not _fits(rule, number))
-    ):
+    if number is None or not (number in rule.choices or _fits(rule, number)):
         kind = {int: "a whole number, ", float: "a number, ", str: ""}[rule.kind]
         kind = kind if number is None else ""
         found = repr(value) if isinstance(value, str) and not text else value
