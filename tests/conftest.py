@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import mpidl  # noqa: F401  before a test loads NumPy: it holds the BLAS to one thread
-from mpidl.comm import alone
+from mpidl.comm import alone  # before a test loads NumPy: mpidl holds the BLAS to one thread
 
 # Read before MPI is initialized: Open MPI sets them in a process that no mpirun started, too.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")

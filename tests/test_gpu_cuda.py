@@ -57,7 +57,7 @@ def imported(source):
 def cupy():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("cupy")
+        return pytest.importorskip("cupy", reason="CuPy is not installed")
 
 
 def problems(cupy, source):

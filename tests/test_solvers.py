@@ -172,7 +172,7 @@ def test_steps_are_those_of_a_float64_loop(l2):
 @pytest.mark.parametrize("solver", ["adam", "rmsprop"])
 def test_pytorch_takes_the_same_steps(solver):
     """Its Adam adds epsilon behind the correction: another form, but for a small epsilon."""
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
     def theirs(epsilon):
         weights = [torch.tensor(a) for a in tables(0, np.float64).values()]
