@@ -202,7 +202,7 @@ def verify(argv=None, quiet=False):
     )
     _add_data(parser)
     parser.add_options(
-        *("max_iterations", "batch_size", "solver", "learning_rate", "momentum", "l2", "shuffle"),
+        *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2", "shuffle"),
         *("learn_rate_schedule", "gradient_threshold", "gradient_threshold_method", "seed"),
         *("device", "gpus", "graphs", "precision", "threads", "winograd", "batchnorm", "timeout"),
         max_iterations=5,
