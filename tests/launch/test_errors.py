@@ -29,7 +29,7 @@ def refusal(ranks, *words, env=None):
 def assert_gone(words):
     """No process of the job is left, but for a moment until its parent has seen it end."""
     tail = b"".join(str(word).encode() + b"\0" for word in words)
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while any(_command_line(process).endswith(tail) for process in Path("/proc").glob("[0-9]*")):
         assert time.monotonic() < deadline, "a process was left behind"
         time.sleep(0.05)

