@@ -202,9 +202,10 @@ def verify(argv=None, quiet=False):
     )
     _add_data(parser)
     parser.add_options(
-        *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2", "shuffle"),
-        *("learn_rate_schedule", "gradient_threshold", "gradient_threshold_method", "seed"),
+        *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2"),
+        *("shuffle", "learn_rate_schedule", "gradient_threshold", "gradient_threshold_method"),
         *("device", "gpus", "graphs", "precision", "threads", "winograd", "batchnorm", "timeout"),
+        "seed",
         max_iterations=5,
     )
     given = vars(parser.parse(argv))
