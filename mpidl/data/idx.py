@@ -18,7 +18,10 @@ PREFIX = {"train": "train", "test": "t10k"}
 
 
 def read_idx(path):
-    """The array in an IDX file: a magic number (0, 0, type, dimensions), sizes, values."""
+    """The array in an IDX file, plain or .gz: magic number (0, 0, type, dimensions), sizes, values.
+
+    UserError where the file is missing, damaged, or of another form.
+    """
     try:
         packed = str(path).endswith(".gz")
         on_disk = os.stat(path).st_size
