@@ -1,14 +1,14 @@
 // Softmax, cross-entropy and errors, in double: what a training step reports, where its gradient
 // begins.
 //
-// logits (rows, classes), as memory orders them: a row is an image or, of images, a pixel. A block of
-// threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class, and each
-// other by one tree. Errors are of elements, each a thread's.
+// logits (rows, classes), as memory orders them: a row is an image or, of images, a pixel. A block
+// of threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class, and
+// each other by one tree. Errors are of elements, each a thread's.
 
 enum { ROWS = 16, LANES_OF_WARP = 32 };
 
-// A leaf of a sum over images, blockIdx.x: its rows or elements, of images that are used. An image has
-// `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in all.
+// A leaf of a sum over images, blockIdx.x: its rows or elements, of images that are used. An image
+// has `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in all.
 struct Range {
     long long first, stop;
 };
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(256)
     add_warps(of_warp, value, rows);
 }
 
-// dy = (y - target) * factor * late, or its sign times that where power is 1; zero in unused images.
+// dy = (y - target) * factor * late, or its sign times that where power is 1; 0 in unused images.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors_dy(const float* __restrict__ y, const float* __restrict__ target,
                    const int* __restrict__ valid, double factor, const double* __restrict__ late,
