@@ -158,10 +158,11 @@ def test_labels_of_pixels(world):
     assert all(0 <= info.accuracy <= 1 for info in told if info.accuracy is not None)
 
 
-def test_a_label_beyond_the_classes_is_named(world):
+@pytest.mark.parametrize("label", [CLASSES, -1])
+def test_a_label_beyond_the_classes_is_named(world, label):
     store = Pairs(70, bright)
-    store.values[41, 2, 3] = CLASSES
-    with pytest.raises(UserError, match=r"image 41: expected labels from 0 to 2, found 3"):
+    store.values[41, 2, 3] = label
+    with pytest.raises(UserError, match=f"image 41: expected labels from 0 to 2, found {label}"):
         trained(world, to_pixels(), store)
 
 
