@@ -143,6 +143,12 @@ def test_a_stop_that_is_asked_for_at_the_end(world, state):
     assert weights_sha256(net) == weights_sha256(whole)
 
 
+def test_a_stop_before_the_first_iteration_leaves_the_network_as_it_is(world):
+    net, result = trained(world, output_functions=lambda info: True)
+    assert (result.stopped, result.iterations, result.epochs) == ("output_function", 0, 0)
+    assert weights_sha256(net) == weights_sha256(small())
+
+
 def test_a_softmax_at_the_end_is_the_one_of_the_loss(world):
     ended = dl.Network([*small().layers, dl.Softmax()], (1, SIDE, SIDE), seed=1)
     net, result = trained(world)
