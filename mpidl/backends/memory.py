@@ -61,7 +61,7 @@ class Arena:
             owner, address, size = self.region(size)
         except OSError as error:
             raise MemoryError(
-                f"no {size >> 20} MiB more for activations, beside {self.bytes >> 20} MiB: "
+                f"no {size >> 20} MiB more of memory, beside {self.bytes >> 20} MiB: "
                 f"{error.strerror}"
             ) from error
         self.regions.append(owner)
