@@ -216,6 +216,8 @@ def test_refusals(world):
         trained(world, to_numbers(CLASSES), one)
     with pytest.raises(UserError, match="loss must be crossentropy, mse or mae, found 'l1'"):
         dl.TrainingOptions(loss="l1")
+    with pytest.raises(UserError, match="loss must be .* or a function, found l1"):
+        dl.evaluate(to_numbers(), numbered, world=world, loss="l1")
     with pytest.raises(TypeError, match="three: expected a loss, .* got 3 values"):
         trained(world, to_numbers(), numbered, loss=three)
     with pytest.raises(UserError, match="top_k: expected loss crossentropy"):

@@ -52,14 +52,19 @@ def of(loss):
     def own(net, images, targets):
         found = loss(net, images, targets)
         found = found if isinstance(found, tuple) else (found,)
-        if len(found) > 2:
+        if len(found) not in (1, 2) or not all(map(_is_one_number, found)):
             raise TypeError(
-                f"{name}: expected a loss, or (loss, how many labels were right), got {len(found)} "
-                "values"
+                f"{name}: expected a loss, or (loss, how many labels were right), one number each, "
+                f"got {found[0] if len(found) == 1 else found!r}"
             )
         return found
 
     return own
+
+
+def _is_one_number(value):
+    value = value_of(value)
+    return are_numbers(value) or (getattr(value, "shape", None) == () and value.dtype.kind in "iuf")
 
 
 def labels_of(datastore):
@@ -68,36 +73,65 @@ def labels_of(datastore):
 
 
 def check(loss, net, datastore, *, training=False):
-    """A UserError where a network's outputs cannot be compared with what a set has of its images.
+    """A UserError where a network's outputs cannot be compared with what a set has of its images,
+    or where no loss has that name.
 
     training: whether the set is one to train on, which has more than one class. What a function
     takes is its own matter.
     """
+    of(loss)
     if callable(loss):
         return
-    if loss == "crossentropy" and datastore.targets_shape is None:
+    if loss != "crossentropy":
+        _check_targets(loss, net, datastore)
+    elif datastore.targets_shape is not None:
+        _check_label_targets(net, datastore)
+    else:
         if training:
             check_classes(datastore)
-        classes_of(net, datastore)
-        return
+        _check_labels(net, datastore)
+
+
+def _check_labels(net, datastore):
+    """A label an image, (K,) outputs."""
+    about, outputs = datastore.describe(), net.output_shape
+    if datastore.labels is None:
+        raise UserError(f"{about}: the images have no labels to compare with")
+    if len(outputs) != 1:
+        raise UserError(
+            f"{about}: expected a network with outputs (K,) to compare their labels with, found "
+            f"outputs of shape {outputs}"
+        )
+    highest = int(np.max(datastore.labels, initial=0))
+    if highest >= outputs[0]:
+        raise UserError(
+            f"{about}: expected labels below {outputs[0]}, the number of the network's outputs, "
+            f"found {highest}"
+        )
+
+
+def _check_label_targets(net, datastore):
+    """A label a pixel, say: targets that are whole numbers."""
     about, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
-    whole = datastore.targets_dtype.kind in "iu"
-    if loss == "crossentropy":
-        if not whole:
-            raise UserError(
-                f"{about}: --loss crossentropy: expected labels, or whole numbers as targets, "
-                'found targets that are floats; --loss mse is for these (loss="mse" in Python)'
-            )
-        if len(outputs) < 1 or squeezed(outputs[1:]) != squeezed(shape):
-            raise UserError(
-                f"{about}: --loss crossentropy: expected a network with outputs (K, "
-                f"{', '.join(map(str, shape))}), a score for each class and target, found {outputs}"
-            )
-        return
+    if datastore.targets_dtype.kind not in "iu":
+        raise UserError(
+            f"{about}: --loss crossentropy: expected labels, or whole numbers as targets, found "
+            'targets that are floats; --loss mse is for these (loss="mse" in Python)'
+        )
+    if len(outputs) < 1 or squeezed(outputs[1:]) != squeezed(shape):
+        raise UserError(
+            f"{about}: --loss crossentropy: expected a network with outputs (K, "
+            f"{', '.join(map(str, shape))}), a score for each class and target, found {outputs}"
+        )
+
+
+def _check_targets(loss, net, datastore):
+    """Targets that are floats."""
+    about, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
     if shape is None:
         found = "labels alone" if datastore.labels is not None else "none"
         raise UserError(f"{about}: --loss {loss}: expected images with targets, found {found}")
-    if whole:
+    if datastore.targets_dtype.kind in "iu":
         raise UserError(
             f"{about}: --loss {loss}: expected targets that are floats, found whole numbers"
         )
@@ -111,28 +145,3 @@ def check(loss, net, datastore, *, training=False):
 def limit(loss, net):
     """What labels must be below, as a `MinibatchQueue` is told; None of a loss that has none."""
     return net.output_shape[0] if loss == "crossentropy" else None
-
-
-def classes_of(net, datastore):
-    """How many classes the network tells apart, of labelled images or of labels a pixel.
-
-    UserError where the labels are none of them.
-    """
-    if datastore.targets_shape is not None and datastore.targets_dtype.kind in "iu":
-        check("crossentropy", net, datastore)
-        return net.output_shape[0]
-    if datastore.labels is None:
-        raise UserError(f"{datastore.describe()}: the images have no labels to compare with")
-    if len(net.output_shape) != 1:
-        raise UserError(
-            f"{datastore.describe()}: expected a network with outputs (K,) to compare their labels "
-            f"with, found outputs of shape {net.output_shape}"
-        )
-    (classes,) = net.output_shape
-    highest = int(np.max(datastore.labels, initial=0))
-    if highest >= classes:
-        raise UserError(
-            f"{datastore.describe()}: expected labels below {classes}, the number of the network's "
-            f"outputs, found {highest}"
-        )
-    return classes

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mpidl.training.objective import LOSSES
 from mpidl.training.rules import Rule, at_least, one_of, option, positive, share
 
 # What depends on the solver where it is not given.
@@ -41,7 +42,7 @@ class SolverOptions:
     )
     loss: str | Callable = option(
         "crossentropy",
-        one_of("crossentropy", "mse", "mae", function=True),
+        one_of(*LOSSES, function=True),
         "what is minimized: cross-entropy of labels, an image or a pixel, or the mean squared or "
         "absolute error of targets; in Python also a function of network, images and targets",
         resume="fixed",
