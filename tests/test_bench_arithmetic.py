@@ -154,7 +154,9 @@ BRANCHES = [
     dl.Tanh(),
     dl.Dropout(0.0),
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
-    dl.Concat(inputs=("c", "d")),
+    dl.ReLU(after="sum"),  # which others read, too
+    dl.MaxPool2D(3, stride=3, padding=(2, 1), name="e"),  # more than half of a window
+    dl.Concat(inputs=("c", "d", "e")),
     dl.Dense(16),
     dl.Sigmoid(),
     dl.Dense(10),

@@ -87,6 +87,16 @@ def test_mean_squared_error_is_learned(world):
     assert told[-1].validation_loss == pytest.approx(found.loss, rel=1e-6)
 
 
+def test_mean_absolute_error_is_learned(world):
+    store = Pairs(90, halves)
+    before = dl.regression_errors(to_images(), store, world=world)
+    net, result = trained(world, to_images(), store, loss="mae", validation=store)
+    after = dl.regression_errors(net, store, world=world)
+    found = dl.evaluate(net, store, world=world, loss="mae", batch_size=33)
+    assert after.mae < 0.5 * before.mae and found.loss == pytest.approx(after.mae, rel=1e-6)
+    assert found.accuracy is None and result.loss < before.mae
+
+
 def test_the_first_loss_is_that_of_float64(world):
     """With a rate next to nothing the loss of the epoch is the initial network's."""
     store = Pairs(50, brightness)
@@ -191,6 +201,17 @@ def test_resume_and_another_loss(world, tmp_path):
     assert weights_sha256(again) == weights_sha256(whole)
 
 
+def test_a_number_that_every_rank_has_counts_once(world):
+    def loss(net, images, targets):
+        return dl.mean_squared_error(net(images), targets), 20.0
+
+    told, store = [], Pairs(50, brightness)
+    how = {"loss": loss, "validation": store, "output_functions": told.append}
+    trained(world, to_numbers(), store, batch_size=25, epochs=1, **how)
+    assert [info.accuracy for info in told if info.state == "epoch"] == [20 / 25]
+    assert told[-1].validation_accuracy == 20 / 50
+
+
 def test_refusals(world):
     labelled = dl.ArrayDatastore(Pairs(20, brightness).images, np.arange(20) % CLASSES)
     bare = dl.ArrayDatastore(labelled.images)
@@ -218,8 +239,11 @@ def test_refusals(world):
         dl.TrainingOptions(loss="l1")
     with pytest.raises(UserError, match="loss must be .* or a function, found l1"):
         dl.evaluate(to_numbers(), numbered, world=world, loss="l1")
-    with pytest.raises(TypeError, match="three: expected a loss, .* got 3 values"):
+    with pytest.raises(TypeError, match=r"three: expected a loss, .* one number each, got \(P"):
         trained(world, to_numbers(), numbered, loss=three)
+    for nothing in None, "0.5", [0.5], np.zeros(3), (), (0.5, None):
+        with pytest.raises(TypeError, match="<lambda>: expected a loss, .* one number each, got "):
+            trained(world, to_numbers(), numbered, loss=lambda *_, v=nothing: v)
     with pytest.raises(UserError, match="top_k: expected loss crossentropy"):
         dl.evaluate(to_numbers(), numbered, world=world, loss="mse", top_k=1)
     with pytest.raises(UserError, match=r"top_k: expected a network with outputs \(K,\)"):
