@@ -239,7 +239,7 @@ def test_refusals(world):
         dl.TrainingOptions(loss="l1")
     with pytest.raises(UserError, match="loss must be .* or a function, found l1"):
         dl.evaluate(to_numbers(), numbered, world=world, loss="l1")
-    with pytest.raises(TypeError, match=r"three: expected a loss, .* one number each, got \(P"):
+    with pytest.raises(TypeError, match=r"three: expected a loss, .* one number each, got \(V"):
         trained(world, to_numbers(), numbered, loss=three)
     for nothing in None, "0.5", [0.5], np.zeros(3), (), (0.5, None):
         with pytest.raises(TypeError, match="<lambda>: expected a loss, .* one number each, got "):

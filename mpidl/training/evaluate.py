@@ -9,7 +9,7 @@ from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.data import MinibatchQueue
 from mpidl.errors import UserError
-from mpidl.fold import Counter
+from mpidl.fold import Counter, Partial, replicated
 from mpidl.ops.loss import squeezed
 from mpidl.training import objective
 from mpidl.training.confusion import Confusion, names_of, tally
@@ -102,7 +102,9 @@ def evaluate(
             found = objective.cross_entropy_of(scores, labels)
         else:
             found = function(net, images, labels)
-        sums = [float(value) for value in world.gplus(dict(enumerate(found))).values()]
+        # a number that is no sum over images is there already: it counts once
+        found = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(found)}
+        sums = [float(value) for value in world.gplus(found).values()]
         totals[0] += sums[0] * images.batch.count
         totals[1] = None if len(sums) == 1 else totals[1] + sums[1]
         n += images.batch.count

@@ -8,6 +8,7 @@ from mpidl import ops
 from mpidl.data.datastore import check_classes
 from mpidl.errors import UserError
 from mpidl.ops.loss import squeezed
+from mpidl.tape import value_of
 
 
 def cross_entropy(net, images, labels):
@@ -64,7 +65,7 @@ def of(loss):
 
 def _is_one_number(value):
     value = value_of(value)
-    return are_numbers(value) or (getattr(value, "shape", None) == () and value.dtype.kind in "iuf")
+    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
 
 
 def labels_of(datastore):
