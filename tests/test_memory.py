@@ -1,6 +1,8 @@
 """The arena: memory is used again once its array is gone, and never before."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -104,3 +106,22 @@ def test_arrays_never_overlap():
         thread.join()
     gc.collect()
     assert not wrong
+
+
+FORK = """
+import os
+from mpidl.backends import memory
+
+with memory._reading.lock, memory._arena.lock:  # as other threads may have them
+    child = os.fork()
+    if not child:
+        memory.to_read((1 << 20,), "u1")
+        memory.empty((1 << 20,))
+        os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_takes_memory():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "7\n", done.stderr

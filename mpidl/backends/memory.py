@@ -9,6 +9,7 @@ the system offers them. An array returns its place when the last reference to it
 import bisect
 import collections
 import mmap
+import os
 import threading
 
 import numpy as np
@@ -92,6 +93,15 @@ def _of_the_system(size):
 
 
 _arena, _reading = Arena(), Arena()
+
+
+def _forked():
+    """In a forked child no other thread takes memory, whoever did in the parent."""
+    for arena in _arena, _reading:
+        arena.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
