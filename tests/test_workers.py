@@ -1,7 +1,9 @@
 """Background dispatch: order, errors, how far ahead, and that threads end; a user's function."""
 
+import functools
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from images import refusal
 
 import mpidl as dl
 from mpidl import keyed
-from mpidl.data.workers import Job, ahead, in_turn
+from mpidl.data.workers import Job, _Crew, ahead, in_turn
 from mpidl.errors import UserError
 
 WAYS = [(0, 1), (1, 1), (2, 1), (2, 4), (5, 3)]
@@ -229,3 +231,34 @@ def test_an_augmenter_leaves_no_image_targets_behind():
 
 def test_options_that_cannot_be_used():
     assert refusal(dl.MinibatchQueue, store(), workers=0) == "workers must be at least 1, got 0"
+
+
+def test_a_thread_keeps_nothing_of_an_item_that_is_done():
+    """Not even while it has not come to its next task."""
+    ready, go_on = threading.Event(), threading.Event()
+
+    class Change(threading.Condition):
+        def __exit__(self, *how):
+            super().__exit__(*how)
+            if ready.is_set() and threading.current_thread() is thread:
+                go_on.wait(10)
+
+    def job(array):
+        return Job([functools.partial(fill, array)], functools.partial(np.asarray, array))
+
+    def fill(array):
+        array[...] = 1
+        ready.set()
+
+    crew = _Crew((job(np.zeros(3)) for _ in range(1)), 1)
+    crew.change = Change()
+    thread = threading.Thread(target=crew.work)
+    thread.start()
+    item = crew.next().item()
+    gone = weakref.ref(item)
+    assert (item == 1).all()
+    del item
+    found = gone()
+    go_on.set()
+    thread.join()
+    assert found is None

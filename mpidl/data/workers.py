@@ -80,13 +80,13 @@ class _Crew:
                 task()
             except BaseException as raised:
                 error = raised
+            del taken, task  # before the item is another's, who may give its memory back
             with self.change:
                 job.left -= 1
                 if error is not None:
                     job.errors[number] = error
                 if not job.left:
                     self.change.notify_all()
-            del taken, job, task  # while it waits for the next, this one's item may go
 
     def _take(self):
         with self.change:
