@@ -346,7 +346,9 @@ def test_pack_refuses(tmp_path):
     assert text == "--colour must be gray or rgb, found grey"
     text = refusal(run, source, target, "--centre-crop", 9)
     assert "centre crop 9x9 (--centre-crop, or crop= in Python): expected" in text
-    assert "expected a packed file and nothing else" in refusal(run, source, target, "--verify")
+    for more in ([target], ["--resize", "8"]):
+        text = refusal(run, source, *more, "--verify")
+        assert "expected a packed file and nothing else" in text
     assert refusal(run, tmp_path / "no", target).startswith(f"SRC {tmp_path}/no: no such folder")
     datafiles.hdf5(tmp_path / "plain.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     assert "expected a file of python -m mpidl.pack" in refusal(

@@ -130,7 +130,9 @@ def told_as_the_cpu_reads(store, world, monkeypatch, resident=True, epochs=2, si
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("shape, kind", KINDS)
 def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch):
-    """More mini-batches than places for them, the last of each epoch smaller."""
+    """More mini-batches than places for them, the last of each epoch smaller; a set that is
+    uploaded in several parts."""
+    monkeypatch.setattr(on_device, "UPLOADED", 10_000)
     store = Paired(70, shape, kind)
     queue = told_as_the_cpu_reads(store, world, monkeypatch, resident, epochs=4)
     assert queue.resident == resident and 4 * len(queue) > program.ROWS
@@ -325,6 +327,7 @@ def wrong(count, where, value):
 def test_labels_of_no_class_are_told_of(world, value, monkeypatch):
     """Where they lie on the device before a step, else at their mini-batch; as the CPU tells."""
     store, texts = wrong(48, 30, value), []
+    monkeypatch.setattr(on_device, "UPLOADED", 5_000)  # in parts, of which the third has it
     for resident in (True, False):
         monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)
         with pytest.raises(ValueError) as raised:
