@@ -23,6 +23,7 @@ checkpoint written: run again with --resume DIR
 """
 
 # Of the options of training, those that the classifying of images has.
+PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 
 LONGEST = 40  # of the choices that stand beside an option in --help
@@ -123,7 +124,17 @@ def train(argv=None, quiet=False):
         argument_default=argparse.SUPPRESS,
     )
     _add_data(parser)
-    parser.add_argument("--test-data", metavar="DATA", help="test images (a tenth of --data)")
+    parser.add_argument(
+        "--test-data",
+        metavar="DATA",
+        help="test images (those that --data brings, else --test-fraction of it)",
+    )
+    parser.add(
+        "test_fraction",
+        "share of --data, of each class, that is kept for the test where it brings no test images; "
+        "0: no test",
+        options.RUN["test_fraction"],
+    )
     parser.add_argument(
         "--validation-data",
         metavar="DATA|test",
@@ -149,16 +160,17 @@ def train(argv=None, quiet=False):
 
 
 def predict(argv=None, quiet=False):
-    """Namespace of model, data, out, top_k, confusion, activations, and of options of training,
-    `PREDICT`."""
+    """Namespace of model, data, out, top_k, confusion, activations, of options of training,
+    `PREDICT`, and of preprocess: {name: value} of what was typed of the `PREPROCESS`."""
     parser = Parser("predict", "Classify images with a trained network.", quiet)
     parser.add_argument("--model", metavar="FILE.h5", required=True, help="model.h5 of a run")
     parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="write FILE.csv, a row an image: name, class, a score a class; or, of --activations "
-        "and of a model of other outputs than classes, FILE.npy or FILE.h5, an array",
+        help="write FILE.csv, a row an image: name, class, a score a class, or of a model of "
+        "numbers these and the targets; of --activations and of a model of other outputs than "
+        "classes FILE.npy or FILE.h5, an array",
     )
     parser.add_argument(
         "--top-k",
@@ -167,6 +179,7 @@ def predict(argv=None, quiet=False):
         help="print the share of the images whose class is among the K with the largest scores",
     )
     parser.add_argument(
+    add_preprocess(parser, instead="; in place of what the model does to images")
         "--confusion",
         metavar="FILE",
         help="write which class was taken for which: FILE.csv, or FILE.png, a picture",
@@ -177,8 +190,9 @@ def predict(argv=None, quiet=False):
         help="write what the layer of this name computes for each image to --out",
     )
     parser.add_options(*PREDICT)
-    defaults = {name: options.OPTIONS[name].default for name in PREDICT}
-    return argparse.Namespace(**defaults | vars(parser.parse(argv)))
+    found = {name: options.OPTIONS[name].default for name in PREDICT} | vars(parser.parse(argv))
+    typed = {name: found.pop(name) for name in PREPROCESS if name in found}
+    return argparse.Namespace(**found, preprocess=typed)
 
 
 def verify(argv=None, quiet=False):
@@ -192,6 +206,7 @@ def verify(argv=None, quiet=False):
         "byte for byte.",
         quiet,
         epilog="exit codes: 0 all the same; 1 they differ, or a fault; 2 unusable options",
+    add_preprocess(parser)
     )
     parser.add_argument(
         "--ranks",
@@ -277,14 +292,16 @@ def _add_data(parser):
     )
 
 
-def add_preprocess(parser):
+def add_preprocess(parser, instead=""):
     """What is done to each image of every set, in this order."""
-    parser.add("colour", "make all images so")
-    parser.add("resize", "resize images to this, bilinearly")
-    parser.add(
-        "cover", "resize images, keeping their proportions, to the least size that holds this"
+    texts = (
+        "make all images so",
+        "resize images to this, bilinearly",
+        "resize images, keeping their proportions, to the least size that holds this",
+        "cut this from their centre",
     )
-    parser.add("centre_crop", "cut this from their centre")
+    for name, text in zip(PREPROCESS, texts, strict=True):
+        parser.add(name, text + instead)
 
 
 def count(spelled):
@@ -308,7 +325,10 @@ def image_shape(text):
 
 
 def rank_counts(text):
-    return [options.check("epochs", part, "--ranks", text=True) for part in text.split(",")]
+    try:
+        return [options.check("epochs", part, "--ranks", text=True) for part in text.split(",")]
+    except UserError:
+        raise UserError(f"--ranks must be numbers of ranks such as 1,2,3, found {text}") from None
 
 
 def _recipe(name):

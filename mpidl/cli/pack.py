@@ -10,7 +10,6 @@ from mpidl.comm import guard
 from mpidl.data import packed, packing, sources
 from mpidl.errors import UserError
 from mpidl.report.console import LINE_SECONDS, clock, terminal_width
-from mpidl.training.configuration import RUN
 
 
 def parse(argv=None, quiet=False):
@@ -38,7 +37,7 @@ def parse(argv=None, quiet=False):
         "--verify", action="store_true", help="SRC is a packed file: compare it with its checksums"
     )
     chosen = parser.parse(argv)
-    wanted = start.preprocess({**RUN, **vars(chosen)})
+    wanted = start.preprocess(vars(chosen))
     if chosen.verify and (chosen.target or wanted):
         raise UserError("--verify: expected a packed file and nothing else")
     if not chosen.verify and chosen.target is None:

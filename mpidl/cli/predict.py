@@ -2,13 +2,14 @@
 
 import csv
 import io
+import math
 
 import numpy as np
 
 from mpidl import backends, data
 from mpidl.cli import arguments, start
 from mpidl.comm import World, guard
-from mpidl.data.datastore import on_rank_0, shown
+from mpidl.data.datastore import on_rank_0, read_targets, shown
 from mpidl.errors import UserError
 from mpidl.report import arrays
 from mpidl.training import confusion, evaluate, modelfile, objective, outputs
@@ -29,18 +30,21 @@ def main(argv=None):
     images = data.open_test_data(
         given.data, world, classes=classes, labelled=False, option="--data"
     )
-    images = data.preprocessed(images, net.preprocess)
+    how = start.preprocess(given.preprocess) if given.preprocess else net.preprocess
+    why = getattr(images, "unlabelled", None)  # before it is made into another set
+    images = data.preprocessed(images, how)
     if not net.takes(images.image_shape):
         raise UserError(
             f"--data {given.data}: expected images of shape {net.input_shape}, as the model was "
-            f"trained on, found {images.image_shape}"
+            f"trained on, found {images.image_shape} (--resize, --cover, --centre-crop and "
+            "--colour make them so)"
         )
     if given.activations:
         _activations(given, world, net, images)
     elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
         _outputs(given, world, net, images)
     else:
-        _classes(given, world, net, images, classes)
+        _classes(given, world, net, images, classes, why)
     return 0
 
 
@@ -79,7 +83,9 @@ def _outputs(given, world, net, images):
                 f"--{name.replace('_', '-')}: expected a model with a score for each class, and "
                 f"images with labels; {given.model} has outputs of shape {net.output_shape}"
             )
-    if given.out:
+    if given.out and given.out.lower().endswith(".csv") and len(net.output_shape) == 1:
+        _write_numbers(given, world, net, images)
+    elif given.out:
         on_rank_0(world, lambda: arrays.check_path(given.out, "--out"))
         _write(given, world, net, images, "outputs")
     text = f"{len(images)} images, no targets known"
@@ -115,11 +121,45 @@ def _write(given, world, net, images, name):
     on_rank_0(world, lambda: file.close())
 
 
-def _classes(given, world, net, images, classes):
-    """The classes of images, with what is known of how right they are."""
+def _write_numbers(given, world, net, images):
+    """Write --out FILE.csv, a row an image: its name, the numbers that the network gives for it,
+    and its targets where they are known."""
+    (count,), has_targets = net.output_shape, images.targets_shape is not None
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    known = math.prod(images.targets_shape) if has_targets else 0
+    rows.writerow(["image", *_numbered("output", count), *_numbered("target", known)])
+    how = {"world": world, "batch_size": given.batch_size}
+    for indices, values in outputs.by_batch(net, images, outputs.outputs, **how):
+        if indices is None:
+            continue
+        targets = [()] * len(indices)
+        if has_targets:
+            targets = read_targets(images, indices).reshape(len(indices), known).tolist()
+        for i, value, target in zip(indices, values.tolist(), targets, strict=True):
+            # nine digits hold every bit of a float32
+            rows.writerow([images.name(i), *(f"{v:.9g}" for v in value), *map(_shortest, target)])
+    content = text.getvalue().encode()
+    on_rank_0(world, lambda: modelfile.write_whole(given.out, content))
+
+
+def _numbered(name, count):
+    """Headings of so many columns: the name, numbered from 1 where there are several."""
+    return [name] if count == 1 else [f"{name} {i + 1}" for i in range(count)]
+
+
+def _shortest(value):
+    return str(value) if isinstance(value, int) else f"{value:.9g}"
+
+
+def _classes(given, world, net, images, classes, why):
+    """The classes of images, with what is known of how right they are; why: there are no labels
+    for images in sub-folders."""
     if images.labels is None and (given.top_k or given.confusion):
-        flag = "--top-k" if given.top_k else "--confusion"
-        raise UserError(f"{flag}: expected images with labels, found none in --data {given.data}")
+        flag, found = "--top-k" if given.top_k else "--confusion", f": {why}" if why else ""
+        raise UserError(
+            f"{flag}: expected images with labels, found none in --data {given.data}{found}"
+        )
     if given.out and given.out.lower().endswith(arrays.ENDINGS):
         raise UserError(f"--out {given.out}: the scores of classes are written as .csv")
     (count,) = net.output_shape
@@ -156,7 +196,7 @@ def _classes(given, world, net, images, classes):
             if given.top_k:
                 print(f"Top-{given.top_k} accuracy: {among / len(images):.4f}")
         else:
-            print(f"{len(images)} images, no labels known")
+            print(f"{len(images)} images, no labels known{f': {why}' if why else ''}")
         for what, path in (("Confusion matrix", given.confusion), ("Scores", given.out)):
             if path:
                 print(f"{what}: {path}")

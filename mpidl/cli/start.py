@@ -7,14 +7,13 @@ import platform
 import sys
 from importlib import metadata
 
+from mpidl import data
 from mpidl.backends import native
 from mpidl.data.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
 from mpidl.training import options as option_rules
 from mpidl.training.rules import size_of
-
-TEST_FRACTION = 0.1
 
 
 def device_of(world):
@@ -109,11 +108,36 @@ def _mpi_from_pip():
 
 
 def preprocess(run):
-    """The Preprocess that a run's --colour, --resize, --cover and --centre-crop say."""
-    resize, cover, crop = (size_of(run[name]) for name in ("resize", "cover", "centre_crop"))
+    """The Preprocess that --colour, --resize, --cover and --centre-crop say: {name: value} of those
+    that were given."""
+    names = ("resize", "cover", "centre_crop")
+    resize, cover, crop = (size_of(run.get(name)) for name in names)
     if resize and cover:
         raise UserError("--resize and --cover: expected one of them")
-    return Preprocess(resize or cover, run["colour"], cover=cover is not None, crop=crop)
+    return Preprocess(resize or cover, run.get("colour"), cover=cover is not None, crop=crop)
+
+
+def with_test(run, train_set, test_set, world, *, seed, typed):
+    """(images to train on, images to test on or None) of what --test-data and --test-fraction say.
+
+    test_set: what --data brings of its own, or None. typed: the names of what was typed.
+    Collective.
+    """
+    fraction = run["test_fraction"]
+    if "test_fraction" in typed and fraction:
+        where = f"--data {run['data']} has test images of its own"
+        if run["test_data"]:
+            where = f"--test-data {run['test_data']} names the test images"
+        if run["test_data"] or test_set is not None:
+            raise UserError(f"--test-fraction {fraction}: {where}: expected one of them")
+    if run["test_data"]:
+        test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
+        return train_set, data.preprocessed(test_set, preprocess(run))
+    if not fraction:
+        return train_set, None
+    if test_set is None:
+        return train_set.split(round(1 - fraction, 12), seed=seed)
+    return train_set, test_set
 
 
 def outputs_of(datastore):

@@ -9,6 +9,7 @@ from mpidl.cli import arguments, start
 from mpidl.comm import World, guard
 from mpidl.data import gallery
 from mpidl.data.datastore import on_rank_0
+from mpidl.data.pipeline import Pipeline
 from mpidl.errors import UserError
 from mpidl.report import Console
 from mpidl.training import (
@@ -48,17 +49,19 @@ def _train(given, world, signals):
 
     how = start.preprocess(run)
     train_set, test_set = data.open_data(run["data"], world, wanted=how)
-    if run["test_data"]:
-        test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
-        test_set = data.preprocessed(test_set, how)
-    elif test_set is None:
-        train_set, test_set = train_set.split(1 - start.TEST_FRACTION, seed=settings.seed)
-    if not len(train_set) or not len(test_set):
+    train_set, test_set = start.with_test(
+        run, train_set, test_set, world, seed=settings.seed, typed=given
+    )
+    if not len(train_set) or (test_set is not None and not len(test_set)):
+        tested = "none" if test_set is None else len(test_set)
         raise UserError(
             f"--data {run['data']}: expected images to train on and to test on, found "
-            f"{len(train_set)} and {len(test_set)}"
+            f"{len(train_set)} and {tested}; --test-fraction is the share that is kept for the "
+            "test (0: no test), --test-data names others"
         )
-    _same_shape("--test-data", test_set, train_set)
+    if test_set is not None:
+        _same_shape("--test-data", test_set, train_set)
+    Pipeline(train_set, seen.augmenter_of(settings))  # or an error: an augmenter for other images
     train_set, settings = _with_validation(given, run, settings, train_set, test_set, world, how)
     if given.get("preview"):
         return _preview(given["preview"], train_set, settings, world)
@@ -109,8 +112,9 @@ def _train(given, world, signals):
         )
         stopped, test = result.stopped, None
         if stopped in (None, progress.PATIENCE):
-            how = {"world": world, "signals": signals, "loss": settings.loss}
-            test = evaluate.evaluate(net, test_set, **how)
+            if test_set is not None:
+                how = {"world": world, "signals": signals, "loss": settings.loss}
+                test = evaluate.evaluate(net, test_set, **how)
             stopped = loop.stopped_by(signals, world)
         if stopped:
             console.close()
@@ -141,9 +145,6 @@ def _same_shape(option, images, train_set):
 def _preview(path, train_set, settings, world):
     """Draw what augmentation makes of the images."""
     augmenter = seen.augmenter_of(settings)
-    if augmenter is not None:
-        augmenter.image_shape(train_set.image_shape)
-        augmenter.filling(train_set.image_shape, train_set.dtype)
 
     def draw():
         modelfile.write_whole(path, gallery.gallery(train_set, augmenter, settings.seed))
@@ -167,6 +168,10 @@ def _with_validation(given, run, settings, train_set, test_set, world, how):
         raise UserError(
             f"--validation-data {chosen} and --validation-fraction {settings.validation_fraction}: "
             "expected one of them"
+    if chosen == "test" and test_set is None:
+        raise UserError(
+            "--validation-data test: expected test images, found none (--test-fraction 0)"
+        )
         )
     images = test_set
     if chosen != "test":
@@ -233,8 +238,8 @@ def _write_options(out, chosen, world):
 def _write_results(out, net, train_set, result, test, world, device):
     modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes)
     summary = {
-        "accuracy": test.accuracy,  # None of a loss that classifies nothing
-        "loss": test.loss,
+        "accuracy": test and test.accuracy,  # None of a loss that classifies nothing, and
+        "loss": test and test.loss,  # where there was no test
         "epochs": result.epochs,
         "iterations": result.iterations,
         "ranks": world.size,

@@ -26,12 +26,14 @@ class ImageFolder(Datastore):
 
     classes: the names that labels count by, where another set (the one trained on) has fixed them.
     labelled=False accepts images outside of class sub-folders, and other sub-folders than the
-    classes; the labels are then not known (None).
+    classes; the labels are then not known (None), and `unlabelled` says why, None where there are
+    no sub-folders or the labels are known.
 
     Images are gray (C = 1; from gray, gray with alpha, black and white; of 16 bits the high 8) or
     RGB (C = 3; from RGB, RGB with alpha, palette, CMYK, YCbCr). Alpha is dropped and the
     orientation a camera noted is not applied. All images are of the first one's size and kind,
-    unless preprocess, a `Preprocess`, resizes and converts them.
+    unless preprocess, a `Preprocess`, resizes and converts them (None: as they are; of a trained
+    network, net.preprocess).
 
     A file that is removed or changed after it was listed is a UserError when it is read.
     """
@@ -46,11 +48,11 @@ class ImageFolder(Datastore):
         preprocess=AS_IT_IS,
     ):
         self.folder = os.fspath(folder)
-        self.wanted = preprocess
+        self.wanted = preprocess or AS_IT_IS
         self.preprocess = self.wanted or None
         found = on_rank_0(world, lambda: listing(self.folder, classes, labelled, self.wanted))
         self.files, self.sizes, self.written, *found = found
-        self.labels, self.classes, self.image_shape = found
+        self.labels, self.classes, self.image_shape, self.unlabelled = found
 
     def __len__(self):
         return len(self.files)
@@ -95,12 +97,14 @@ class ImageFolder(Datastore):
         return (
             f"{shown(path)}: expected a {expected} image like the first one "
             f"({shown(self.files[0])}), found {found}; all images must have one size and be all "
-            "gray or all RGB: --resize HxW and --colour rgb make them so (in Python dl.Preprocess)"
+            "gray or all RGB: --resize HxW and --colour rgb make them so (in Python preprocess="
+            "dl.Preprocess(...), for a trained network preprocess=net.preprocess)"
         )
 
 
 def listing(folder, classes=None, labelled=True, wanted=AS_IT_IS):
-    """(files, sizes in bytes, when written, labels or None, classes, image_shape) of a folder."""
+    """(files, sizes in bytes, when written, labels or None, classes, image_shape, why there are no
+    labels or None) of a folder."""
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
     found = sorted(images_below(folder), key=lambda item: os.fsencode(item[0]))
@@ -134,7 +138,8 @@ def listing(folder, classes=None, labelled=True, wanted=AS_IT_IS):
         label = {name: i for i, name in enumerate(classes)}
         labels = np.array([label[name] for name in names], np.int64)
     pixels, _ = decode(os.path.join(folder, files[0]), wanted)
-    return files, sizes, written, labels, list(classes), pixels.shape
+    why = problem if names else None
+    return files, sizes, written, labels, list(classes), pixels.shape, why
 
 
 def images_below(folder, inside="", ancestors=()):

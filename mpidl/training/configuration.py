@@ -13,13 +13,14 @@ from mpidl.data.datastore import shown
 from mpidl.errors import UserError
 from mpidl.training.modelfile import write_whole
 from mpidl.training.options import NAMES, OPTIONS, RUN, TrainingOptions, flag, recipe
-from mpidl.training.rules import SIZE, Rule, checked, nearest, one_of
+from mpidl.training.rules import SIZE, Rule, checked, nearest, one_of, share
 from mpidl.training.schedules import ENDING
 
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES = {
     **{name: known.metadata["rule"] for name, known in OPTIONS.items()},
     **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
+    "test_fraction": share(),
     "colour": one_of("gray", "rgb", optional=True),
     **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
 }

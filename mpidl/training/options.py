@@ -239,6 +239,7 @@ RUN = {
     "test_data": None,
     "validation_data": None,  # `validation` in Python
     "colour": None,
+    "test_fraction": 0.1,
     "resize": None,
     "cover": None,
     "centre_crop": None,

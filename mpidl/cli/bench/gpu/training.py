@@ -11,7 +11,6 @@ import sys
 
 import numpy as np
 
-from mpidl.cli import start
 from mpidl.cli.bench import subject
 from mpidl.comm import World, guard
 from mpidl.data import ArrayDatastore
@@ -89,7 +88,7 @@ def digits(path):
         os.replace(f"{path}.part", path)
     with np.load(path) as file:
         store = ArrayDatastore(file["images"], file["labels"], source="digits")
-    return store.split(1 - start.TEST_FRACTION, seed=0)
+    return store.split(1 - options.RUN["test_fraction"], seed=0)
 
 
 def drawn():
