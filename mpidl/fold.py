@@ -212,7 +212,11 @@ class Partial:
     def __add__(self, other):
         if isinstance(other, Partial):
             if other.shape != self.shape:
-                raise ValueError(f"adding Partials of shapes {self.shape} and {other.shape}")
+                raise ValueError(
+                    f"adding Partials of shapes {self.shape} and {other.shape}: dl.mean and dl.sum "
+                    "go over the images and leave the rest of a shape, (3,) of (N, 3); one number "
+                    "comes of one for each image, (N,), as an op of your own (@dl.op) makes them"
+                )
             once = other.once if self.once is None else self.once
             if self.once is not None and other.once is not None:
                 once = self.once + other.once

@@ -16,6 +16,7 @@ that fixed place of the tape before the vjp runs: a vjp is never applied to part
 
 import functools
 import itertools
+import numbers
 from typing import Any
 
 import numpy as np
@@ -312,10 +313,10 @@ def value_and_grad(f, *, reduce=None):
         result = f(traced, *args, **options)
         loss, *others = result if isinstance(result, tuple) else (result,)
         value = [value_of(v) for v in (loss, *others)]
-        if getattr(value[0], "shape", ()) != () or isinstance(value[0], Blocked):
-            raise ValueError(
+        if not is_one_number(loss):
+            raise TypeError(
                 f"a loss must be one number, got {value[0]!r}; dl.mean makes one of a value per "
-                "image"
+                "image, (N,)"
             )
         batch = batch_of(*args)
         world = batch.world if batch else reduce
@@ -346,6 +347,12 @@ def value_and_grad(f, *, reduce=None):
         return (value, gradients, traced.state) if network else (value, gradients)
 
     return run
+
+
+def is_one_number(value):
+    """Whether a loss may be this: a Partial of shape (), or a number."""
+    value = value_of(value)
+    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
 
 
 def check_vjp(f, *args, step=1e-6, tolerance=1e-6, seed=0):

@@ -337,8 +337,19 @@ def test_a_loss_is_one_number(world):
     x = blocked(world, numbers("images", 20, 3))
     w = {"w": numbers("w", 3)}
     for f in (lambda p, x: x * p["w"], lambda p, x: dl.mean(x * p["w"]), lambda p, x: p["w"]):
-        with pytest.raises(ValueError, match=r"a loss must be one number, .* dl\.mean"):
+        with pytest.raises(TypeError, match=r"a loss must be one number, .* dl\.mean"):
             dl.value_and_grad(f)(w, x)
+    for value, text in (None, "None"), ("0.5", "'0.5'"), (np.zeros(3), r"array\(\[0"):
+        with pytest.raises(TypeError, match=f"a loss must be one number, got {text}"):
+            dl.value_and_grad(lambda p, x, value=value: value)(w, x)
+
+
+def test_what_a_mean_leaves_is_told(world):
+    w = {"w": numbers("w", 3)}
+    x, y = blocked(world, numbers("images", 20, 3)), blocked(world, numbers("y", 20))
+    text = r"shapes \(\) and \(3,\): dl.mean and dl.sum go over the images and leave"
+    with pytest.raises(ValueError, match=text):
+        dl.value_and_grad(lambda p, x, y: dl.mean(y) + 0.1 * dl.mean((x * p["w"]) ** 2))(w, x, y)
 
 
 @pytest.mark.parametrize(

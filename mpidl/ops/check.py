@@ -2,11 +2,18 @@
 
 from mpidl.blocks import Blocked
 
+BLOCKED = (  # where a value per image comes from
+    "a dl.MinibatchQueue gives such values, dl.from_images(array, dl.share(count, world)) makes "
+    "one of an array"
+)
+
 
 def images(name, x, ndim=None):
     """x must be blocked, with `ndim` axes counting the images' own."""
     if not isinstance(x, Blocked):
-        raise TypeError(f"{name}: expected a value per image (Blocked), got {type(x).__name__}")
+        raise TypeError(
+            f"{name}: expected a value per image (Blocked), got {type(x).__name__}; {BLOCKED}"
+        )
     if ndim is not None and len(x.shape) != ndim:
         axes = "(N, C, H, W)" if ndim == 4 else f"{ndim} axes"
         raise ValueError(f"{name}: expected x of shape {axes}, got {x.shape}")

@@ -31,7 +31,7 @@ def sum(x):
 def mean(x):
     """The mean over the images of the global mini-batch (however many ranks hold them).
 
-    x: (N, ...); returns a Partial of shape (...).
+    x: (N, ...); returns a Partial of shape (...): one number of (N,), three of (N, 3).
     """
     return multiply_partial(sum(x), 1.0 / x.shape[0])
 
@@ -58,9 +58,15 @@ def labels_of(name, labels, scores):
 
     TypeError for others than integers, ValueError for another shape and for labels beyond K - 1.
     """
-    if not isinstance(labels, Blocked) or labels.dtype.kind not in "iu":
-        found = f"{labels.dtype} of shape {labels.shape}" if isinstance(labels, Blocked) else labels
-        raise TypeError(f"{name}: expected labels as integers, got {found!r}")
+    if not isinstance(labels, Blocked):
+        raise TypeError(
+            f"{name}: expected labels as integers, one an image (Blocked), got "
+            f"{type(labels).__name__}; {check.BLOCKED}"
+        )
+    if labels.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name}: expected labels as integers, got {labels.dtype} of shape {labels.shape}"
+        )
     classes, *pixels = scores.image_shape
     if squeezed(labels.image_shape) != squeezed(pixels):
         raise ValueError(
@@ -137,11 +143,10 @@ def mean_absolute_error(y, target):
 
 def _mean_error(name, y, target, power):
     check.images(name, y)
-    fits = isinstance(target, Blocked) and squeezed(target.shape[1:]) == squeezed(y.shape[1:])
+    check.images(f"{name}: target", target)
+    fits = squeezed(target.shape[1:]) == squeezed(y.shape[1:])
     if not fits or target.shape[0] != y.shape[0]:
-        raise ValueError(
-            f"{name}: expected a target of shape {y.shape}, got {getattr(target, 'shape', target)}"
-        )
+        raise ValueError(f"{name}: expected a target of shape {y.shape}, got {target.shape}")
     if target.dtype.kind != "f":
         raise TypeError(f"{name}: expected a target of floats, got {target.dtype}")
     backend, batch, lanes = backends.of(y), y.batch, y.lanes
