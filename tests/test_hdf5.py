@@ -90,7 +90,9 @@ def test_hdf5_labels(tmp_path):
         path = datafiles.hdf5(tmp_path / "x.h5", images, labels)
         assert HDF5Datastore(path).labels.tolist() == [0, 1, 2, 1]
     wrong = {
-        "expected whole numbers as labels, found fractions": np.array([0.5, 1, 2, 3]),
+        "found fractions; numbers that are to be learned go into a dataset targets": np.array(
+            [0.5, 1, 2, 3]
+        ),
         "expected one label an image, (4,), found shape (3,)": np.zeros(3, int),
         "expected whole numbers from 0": np.array([0, 1, -1, 0]),
         "expected labels below 1048576": np.array([0, 1, 2**40, 0]),

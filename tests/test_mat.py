@@ -11,6 +11,7 @@ from images import on_ranks, pixels_of, refusal
 
 import mpidl as dl
 from mpidl.data import mat5, mat_file, open_data, open_test_data
+from mpidl.data.datastore import read_targets
 
 
 @pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
@@ -48,6 +49,39 @@ def test_mat_as_matlab_s_examples_have_it(tmp_path, write):
     assert np.array_equal(mat_file(flat).read([3]), train.read([3]))
     named = mat_file(path, images="XTrain", labels="YTrain", classes=["2", "1", "0"])
     assert named.labels.tolist() == [2, 1, 0, 2, 1, 0, 2]
+
+
+@pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
+def test_mat_with_targets(tmp_path, write):
+    """Fractions, several numbers an image, an image each."""
+    images = pixels_of(0, 7, 3, 4, 5)
+    outputs = pixels_of(1, 7, 1, 2, 3) / 7
+    angles = np.arange(7) / 4 - 1
+    cases = (
+        (angles[:, None], angles),
+        (angles[None], angles),
+        (np.arange(14.0).reshape(7, 2), np.arange(14).reshape(7, 2)),
+        (np.arange(14, dtype=np.int32).reshape(7, 2), np.arange(14).reshape(7, 2)),
+        (datafiles.matlab(outputs), outputs),
+        (datafiles.matlab(outputs.astype(np.float32)), outputs),
+    )
+    for i, (given, expected) in enumerate(cases):
+        path = write(tmp_path / f"{i}.mat", XTrain=datafiles.matlab(images), YTrain=given)
+        store, test = open_data(str(path))
+        assert test is None and store.labels is None and store.classes == []
+        assert store.targets_shape == expected.shape[1:] and store.targets_dtype == np.float32
+        assert np.array_equal(store.targets([6, 0, 3]), expected[[6, 0, 3]].astype(np.float32))
+        assert np.array_equal(store.read([6, 2]), images[[6, 2]])
+        assert store.describe().startswith(f"{path}: 7 images of 3x4x5 with ")
+        stores = on_ranks(3, lambda world, path=path: mat_file(path, world), list("aab"))
+        assert {s.fingerprint() for s in stores} == {store.fingerprint()}
+    whole = {"XTest": datafiles.matlab(images), "YTest": np.arange(7.0)[:, None]}
+    path = write(tmp_path / "y.mat", XTrain=whole["XTest"], YTrain=angles[:, None], **whole)
+    test = open_data(str(path))[1]  # whose numbers are targets, as those of the training set
+    assert test.targets_shape == () and test.targets([5, 2]).tolist() == [5, 2]
+    angles[4] = np.nan
+    store = mat_file(write(tmp_path / "z.mat", X=whole["XTest"], Y=angles[:, None]))
+    assert "image 4: expected finite targets" in refusal(read_targets, store, [3, 4])
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -95,11 +129,13 @@ def test_mat_refuses_what_is_unclear(tmp_path, write):
     assert "begin with 0 or 1, found 3 to 5" in told(images=images, labels=labels * [[3], [4], [5],
                                                                       [3], [4]])  # fmt: skip
     assert "begin with 0 or 1, found -1" in told(images=images, labels=-labels)
-    assert "found fractions" in told(images=images, labels=labels / 2)
     turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # as Python would write it
     text = told(images=turned, labels=labels)
     assert "expected one label an image, 3 as the last dimension of images (5x4x4x3 uint8)" in text
     assert "is unclear" in refusal(mat_file, write(path, images=turned), labelled=False)
+    for wrong in (np.ones((3, 5)), np.ones((4, 4, 3, 4)), np.ones((4, 4, 5)), images):
+        text = told(images=images, labels=wrong)
+        assert "or targets: 5 x R numbers, or H x W x C x 5 of single or double; found lab" in text
     text = told(images=images.astype(np.int32), labels=labels)
     assert "expected uint8, single or double H x W x C x N" in text
     assert "expected a variable Z, found images (4x4x3x5 uint8)" in refusal(

@@ -137,7 +137,8 @@ def look(path, names, layout, classes, labelled):
             own = attribute(held, "classes")
             own = attribute(file, "classes") if own is None else own
             own = None if own is None else names_of(own, shown(path))
-            values = whole_numbers(held[()], count, f"{shown(path)}: {names[1]}")
+            hint = f"; numbers that are to be learned go into a dataset {names[2]}"
+            values = whole_numbers(held[()], count, f"{shown(path)}: {names[1]}", hint)
             labels, classes = agreed(values, own, classes, f"{shown(path)}: {names[1]}")
             return Found(stamp(os.stat(path)), count, images, labels, classes, None)
         targets = None

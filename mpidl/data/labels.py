@@ -64,8 +64,9 @@ def _is_text(name):
     return True
 
 
-def whole_numbers(values, count, source):
-    """Labels as files of floats have them too, as int64 (count,); UserError where they are none."""
+def whole_numbers(values, count, source, hint=""):
+    """Labels as files of floats have them too, as int64 (count,); UserError where they are none,
+    with a hint where they are fractions."""
     values = np.asarray(values)
     flat = values.reshape(-1)
     if len(flat) != count or max(values.shape, default=1) != count:
@@ -74,7 +75,7 @@ def whole_numbers(values, count, source):
         )
     if flat.dtype.kind == "f":
         if not np.isfinite(flat).all() or (flat != np.rint(flat)).any() or abs(flat).max() > 2**53:
-            raise UserError(f"{source}: expected whole numbers as labels, found fractions")
+            raise UserError(f"{source}: expected whole numbers as labels, found fractions{hint}")
     elif flat.dtype.kind not in "biu" or (flat.dtype == np.uint64 and flat.max(initial=0) >> 62):
         raise UserError(f"{source}: expected whole numbers as labels, found {flat.dtype}")
     return flat.astype(np.int64)

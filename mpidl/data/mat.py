@@ -1,8 +1,8 @@
-"""MATLAB's .mat files: H x W x C x N images and their labels, of version 7.3 or 5 (-v7, -v6).
+"""MATLAB's .mat files: H x W x C x N images and their labels or targets, of version 7.3 or 5.
 
-A file of version 7.3 is HDF5 and is read a mini-batch at a time; an older one (`mat5`) is read
-whole, once per node. Only numbers, and class names as a cell array of texts, are taken out of it:
-objects, function handles and categorical arrays are never made sense of.
+A file of version 7.3 is HDF5 and is read a mini-batch at a time; an older one (`mat5`: save -v7,
+-v6) is read whole, once per node. Only numbers, and class names as a cell array of texts, are taken
+out of it: objects, function handles and categorical arrays are never made sense of.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl.data import hdf5, mat5
+from mpidl.data.combined import combined
 from mpidl.data.datastore import ArrayDatastore, on_rank_0, shown
 from mpidl.data.files import stamp, unreadable
 from mpidl.data.hdf5 import HDF5Datastore
@@ -63,6 +64,10 @@ def mat_file(
     cell array `classes` (classNames, categories, labelNames) of texts, whose first is label 1, or 0
     where one is 0. classes: the names to bring labels to. labelled=False: labels may be missing.
     UserError where it is unclear which variable is what, or what a label means.
+
+    Such a variable has targets, as float32, where it holds fractions, N x R numbers (R an image) or
+    an image each, H x W x C x N of single or double; whole numbers, too, where classes is empty, as
+    it is of a set with targets.
     """
     path = os.fspath(path)
     named = images, labels
@@ -77,36 +82,69 @@ def mat_file(
                 chosen.images.name,
                 "NCWH" if len(chosen.images.shape) == 4 else "NWH",
             )
-            values = names = known = None
-            if chosen.labels is not None:
-                values = hdf5.dataset(file, chosen.labels.name)[()]
-                names = chosen.classes and names_73(file, path, chosen.classes)
-                values, known = _labels(path, chosen, values, names, classes)
-            known = list(classes or []) if known is None else known
+            codes, known, numbers, images_as_targets = None, list(classes or []), None, None
+            if chosen.labels is not None and len(chosen.labels.shape) == 4:
+                name = chosen.labels.name
+                images_as_targets = hdf5.rows_of(hdf5.dataset(file, name), name, "NCWH")
+            elif chosen.labels is not None:
+                values = hdf5.dataset(file, chosen.labels.name)[()].T
+                if _are_targets(values, chosen, classes):
+                    numbers = _numbers(values, chosen)
+                else:
+                    names = chosen.classes and names_73(file, path, chosen.classes)
+                    codes, known = _labels(path, chosen, values, names, classes)
             now = stamp(os.stat(path))
-            return hdf5.Found(now, chosen.count, rows, values, known, None)
+            found = hdf5.Found(now, chosen.count, rows, codes, known, images_as_targets)
+            return found, numbers
 
-    found = on_rank_0(world, look)
-    if found is not None:
-        return Mat73(path, found)
+    held = on_rank_0(world, look)
+    if held is not None:
+        found, numbers = held
+        return Mat73(path, found) if numbers is None else combined(Mat73(path, found), numbers)
 
     def load():
         chosen = choose(path, mat5.variables(path), which, named, labelled)
         values = mat5.load(path, [v for v in chosen[:2] if v is not None])
         pixels = values[chosen.images.name]
         pixels = pixels if pixels.ndim == 4 else pixels[:, :, None]
-        if pixels.dtype != np.uint8:
-            with np.errstate(over="ignore"):  # an infinity is told of when it is read
-                pixels = pixels.astype(np.float32)
-        codes, known = None, list(classes or [])
+        codes, known, targets = None, list(classes or []), None
         if chosen.labels is not None:
-            names = chosen.classes and mat5.texts(path, chosen.classes)
-            names = names and names_of(names, shown(path))
-            codes, known = _labels(path, chosen, values[chosen.labels.name], names, classes)
-        return np.ascontiguousarray(pixels.transpose(3, 2, 0, 1)), (codes, known)
+            held = values[chosen.labels.name]
+            if held.ndim == 4:
+                targets = _images_of(held)
+            elif _are_targets(held, chosen, classes):
+                targets = _numbers(held, chosen)
+            else:
+                names = chosen.classes and mat5.texts(path, chosen.classes)
+                names = names and names_of(names, shown(path))
+                codes, known = _labels(path, chosen, held, names, classes)
+        return _images_of(pixels), (codes, known, targets)
 
-    pixels, (codes, known) = once_per_node(world, load, path)
-    return ArrayDatastore(pixels, codes, known or None, source=shown(path))
+    pixels, (codes, known, targets) = once_per_node(world, load, path)
+    images = ArrayDatastore(pixels, codes, known or None, source=shown(path))
+    return images if targets is None else combined(images, targets)
+
+
+def _images_of(pixels):
+    """(n, C, H, W), uint8 or float32, of H x W x C x N."""
+    if pixels.dtype != np.uint8:
+        with np.errstate(over="ignore"):  # an infinity is told of when it is read
+            pixels = pixels.astype(np.float32)
+    return np.ascontiguousarray(pixels.transpose(3, 2, 0, 1))
+
+
+def _are_targets(values, chosen, classes):
+    """Whether numbers beside the images are targets: fractions, several an image, or those of a set
+    that goes with one that has targets."""
+    fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
+    return fractions or values.size != chosen.count or (classes is not None and not len(classes))
+
+
+def _numbers(values, chosen):
+    """(n,) or (n, R) float32 of numbers as MATLAB has them: a row or a column, or N x R."""
+    with np.errstate(over="ignore"):
+        values = values.astype(np.float32)
+    return values.reshape(-1) if values.size == chosen.count else values
 
 
 def version(path):
@@ -156,10 +194,11 @@ def choose(path, variables, which, named, labelled):
             f"{where}: {labels}: expected numbers as labels; in MATLAB, save double({labels.name}) "
             f"and classes = categories({labels.name})"
         )
-    if labels is not None and (math.prod(labels.shape), max(labels.shape)) != (count, count):
+    if labels is not None and not _fits(labels, count):
         raise UserError(
-            f"{where}: expected one label an image, {count} as the last dimension of {images}, "
-            f"found {labels}"
+            f"{where}: expected one label an image, {count} as the last dimension of {images}, or "
+            f"targets: {count} x R numbers, or H x W x C x {count} of single or double; found "
+            f"{labels}"
         )
     # Without labels only the number of channels tells H x W x C x N from other orders.
     clear = images.shape[2] in (1, 3) if len(images.shape) == 4 else count not in (1, 3)
@@ -171,6 +210,16 @@ def choose(path, variables, which, named, labelled):
         raise UserError(f"{where}: expected images, found none in {images}")
     names = [v for v in variables if v.name.lower() in CLASSES and v.kind == "cell"]
     return Chosen(images, labels, names[0] if len(names) == 1 else None, count)
+
+
+def _fits(labels, count):
+    """Whether a variable has a label, a row of numbers or an image for each of `count` images."""
+    shape = labels.shape
+    if len(shape) == 4:
+        return shape[-1] == count and labels.kind in FLOATS
+    return (math.prod(shape), max(shape)) == (count, count) or (
+        len(shape) == 2 and shape[0] == count and shape[1] > 1
+    )
 
 
 def _named(path, variables, name):
