@@ -36,6 +36,22 @@ def test_combined_images(tmp_path):
     assert "no such file" in refusal(store.targets, [3])
 
 
+def test_names_of_pixel_labels():
+    """By which the rows of a confusion matrix are called."""
+    images = ArrayDatastore(pixels_of(0, 20, 3, 4, 4))
+    masks = ArrayDatastore(pixels_of(1, 20, 1, 4, 4) % 3)
+    store = combined(images, masks, pixel_labels=True, classes=["sky", "road", "tree"])
+    assert store.subset([3, 1]).classes == store.classes == ["sky", "road", "tree"]
+    net = dl.Network([dl.Conv2D(3, 3, padding=1)], (3, 4, 4))
+    found = dl.evaluate(net, store, confusion=True).confusion
+    assert found.classes == ("sky", "road", "tree")
+    assert combined(images, np.arange(20), classes="ab").classes == ["a", "b"]
+    for targets in (masks, np.linspace(0, 1, 20)):
+        assert "classes are for targets that are labels" in refusal(
+            combined, images, targets, classes=["a"]
+        )
+
+
 class _Rank:
     def __init__(self, rank, size):
         self.rank, self.size = rank, size

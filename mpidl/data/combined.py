@@ -10,7 +10,7 @@ from mpidl.errors import UserError
 class Combined(Datastore):
     """Two sets as one: images with what they are to be mapped to. See `combined`."""
 
-    def __init__(self, images, targets, pixel_labels=False):
+    def __init__(self, images, targets, pixel_labels=False, classes=None):
         other = "targets" if isinstance(targets, Datastore) else "numbers"
         if len(images) != len(targets):
             raise UserError(
@@ -29,6 +29,7 @@ class Combined(Datastore):
                 self.targets_shape, self.targets_dtype = _codes(targets), np.dtype(np.int32)
             elif targets.dtype == np.uint8:
                 self.scaled, self.targets_dtype = True, np.dtype(np.float32)
+            self._name(classes)
             return
         if targets.dtype.kind not in "iufb":
             raise UserError(f"combined: expected numbers as targets, got {targets.dtype}")
@@ -37,6 +38,18 @@ class Combined(Datastore):
         self.targets_dtype = np.dtype(np.int32 if whole else np.float32)
         if whole:
             check_int32(targets, "combined")
+        self._name(classes)
+
+    def _name(self, classes):
+        """Call the labels that the targets are by these names, where there are any."""
+        if classes is None:
+            return
+        if self.targets_dtype.kind != "i":
+            raise UserError(
+                "combined: classes are for targets that are labels: whole numbers, or images with "
+                "pixel_labels=True"
+            )
+        self.classes = [str(name) for name in classes]
 
     def __len__(self):
         return len(self.images)
@@ -76,16 +89,17 @@ def _codes(targets):
     return targets.image_shape[1:]
 
 
-def combined(images, targets, *, pixel_labels=False):
+def combined(images, targets, *, pixel_labels=False, classes=None):
     """A datastore whose image i is that of `images` and whose target i is that of `targets`.
 
     targets: a datastore, whose images are then the targets, pixels divided by 255 as those of a
     mini-batch are, floats as they are; or an array (n, ...) of floats (regression) or whole
     numbers. pixel_labels: the targets are gray images whose pixels are labels, as whole numbers
-    (H, W). UserError where there are not as many of both.
+    (H, W). classes: the names of such labels, from label 0 on, as a confusion matrix has them.
+    UserError where there are not as many of both.
     """
     targets = targets if isinstance(targets, Datastore) else np.asarray(targets)
-    return Combined(images, targets, pixel_labels)
+    return Combined(images, targets, pixel_labels, classes)
 
 
 class Transformed(Datastore):
