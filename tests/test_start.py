@@ -1,7 +1,10 @@
 """What `--network FILE.py:FUNCTION` makes of what the function returns."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from alone import numbers
 
 import mpidl as dl
 from mpidl.cli import start, train
@@ -121,8 +124,16 @@ def test_a_network_stays_with_its_normalization(file):
     _, path = file
     name = f"{path}:transfer"
     net = start.network(name, SHAPE, 3, seed=0)
-    start.check_normalization(name, net, "rescale-zero-one")
-    with pytest.raises(dl.UserError, match="zscore: expected rescale-zero-one, as --network"):
-        start.check_normalization(name, net, "zscore")
+    images = numbers("start", 40, *SHAPE, low=0, high=255).astype(np.uint8)
+    store = dl.ArrayDatastore(images, np.arange(40) % 3)
+    world, before = dl.World(threads=1), dl.weights_sha256(net)
+    zscore = dl.TrainingOptions(epochs=1, batch_size=20, normalization="zscore", verbose="off")
+    text = r'zscore: expected rescale-zero-one, .*TrainingOptions\(normalization="rescale-zero-one"'
+    for known in (zscore, replace(zscore, validation=store)):
+        with pytest.raises(dl.UserError, match=text):
+            dl.train(net, store, known, world=world)
+    assert dl.weights_sha256(net) == before and net.normalization.name == "rescale-zero-one"
     net.normalization = None
-    start.check_normalization(name, net, "zscore")
+    dl.train(net, store, zscore, world=world)
+    assert net.normalization.name == "zscore"
+    dl.train(net, store, zscore, world=world)  # and again, as it has it now

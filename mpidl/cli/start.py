@@ -193,16 +193,6 @@ def network(name, input_shape, classes, seed):
     return net
 
 
-def check_normalization(name, net, wanted):
-    """A UserError where a network saw images in another normalization than is `wanted` now."""
-    known = net.normalization
-    if known is not None and known.name != wanted:
-        raise UserError(
-            f"--normalization {wanted}: expected {known.name}, as --network {name} has it (where "
-            "its function sets net.normalization = None, another will do)"
-        )
-
-
 def _function(path, name):
     if not os.path.isfile(path):
         raise UserError(f"--network {path}:{name}: no file {path}")

@@ -18,7 +18,6 @@ from mpidl.training import (
     evaluate,
     loop,
     modelfile,
-    objective,
     options,
     progress,
     seen,
@@ -68,8 +67,7 @@ def _train(given, world, signals):
     settings.load(world.size)  # refused before any work where it does not fit the ranks
     shape = seen.image_shape(settings, train_set.image_shape)
     net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
-    objective.check(settings.loss, net, train_set, training=True)
-    start.check_normalization(run["network"], net, settings.normalization)
+    seen.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
         # `loop.train` would refuse it too, but the folder of results is touched before that
@@ -127,7 +125,7 @@ def _train(given, world, signals):
             console.line(line)
         on_rank_0(
             world,
-            lambda: _write_results(out, net, train_set, result, test, world, device),
+            lambda: _write_results(out, net, result, test, world, device),
         )
         console.finish(out, result.train_seconds, test)
         console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
@@ -235,8 +233,8 @@ def _write_options(out, chosen, world):
     configuration.write_options(os.path.join(out, "options.toml"), chosen, versions)
 
 
-def _write_results(out, net, train_set, result, test, world, device):
-    modelfile.save_model(os.path.join(out, "model.h5"), net, train_set.classes)
+def _write_results(out, net, result, test, world, device):
+    modelfile.save_model(os.path.join(out, "model.h5"), net)
     summary = {
         "accuracy": test and test.accuracy,  # None of a loss that classifies nothing, and
         "loss": test and test.loss,  # where there was no test

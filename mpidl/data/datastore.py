@@ -13,6 +13,7 @@ from mpidl.errors import UserError
 
 MOST_CLASSES = 1 << 20  # where no names say how many there are
 NAMED = 3  # of the classes that a warning is of
+LISTED = 10  # of the classes that a message compares
 
 
 class Datastore:
@@ -362,6 +363,24 @@ def shown(path):
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def listed(names):
+    """ "circle, square, triangle": names in a line, of many the first."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(shown(name) for name in names[:LISTED]) + more
+
+
+def need_datastore(found, called):
+    """A UserError where this is none, which says what makes one."""
+    if isinstance(found, Datastore):
+        return
+    hint = ""
+    if isinstance(found, str | os.PathLike):
+        hint = ": dl.ImageFolder(folder) makes one"
+    elif isinstance(found, tuple | list | np.ndarray):
+        hint = ": dl.ArrayDatastore(images, labels) makes one"
+    raise UserError(f"{called}: expected a datastore, found {type(found).__name__}{hint}")
 
 
 def nearest(name, known):

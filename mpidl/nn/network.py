@@ -15,6 +15,7 @@ from mpidl.nn.analysis import Analysis, aligned, times
 from mpidl.nn.layers import At, Layer
 from mpidl.nn.more_layers import Softmax
 from mpidl.ops import check
+from mpidl.tape import value_of
 
 
 class _Run(NamedTuple):
@@ -39,6 +40,9 @@ class Network:
     normalization, crop, preprocess: how images were brought to the network in training, which
     `dl.train` and the commands set, files keep and evaluation follows: a `Normalization` (None:
     uint8 pixels / 255), the (P, Q) that larger images are cut to, a `Preprocess`.
+
+    classes: the names of the classes that its outputs (K, ...) are scores of, a tuple of K, set and
+    kept as these are; () where it was trained to give numbers, None where they are not known.
 
     fuse: whether convolution, batch normalization and ReLU in a row run as one op (with the same
     numbers).
@@ -66,7 +70,7 @@ class Network:
             shapes[layer.name] = built.output_shape
         self.output_shapes = [shapes[layer.name] for layer in self.layers]
         self._parameters, self._state = parameters, state
-        self.normalization = self.crop = self.preprocess = None
+        self.normalization = self.crop = self.preprocess = self.classes = None
         self._plan()
 
     def _plan(self):
@@ -92,7 +96,9 @@ class Network:
     def _number(self, name):
         if name not in self.layer_names:
             near = difflib.get_close_matches(str(name), self.layer_names, n=1, cutoff=0.6)
-            raise KeyError(f"no layer {name}" + (f": did you mean {near[0]}?" if near else ""))
+            last = ", ".join(self.layer_names[-5:])
+            hint = f"did you mean {near[0]}?" if near else f"the last ones are {last}"
+            raise KeyError(f"no layer {name}: {hint}")
         return self.layer_names.index(name)
 
     @property
@@ -200,12 +206,15 @@ class Network:
         All other layers keep their learnables and state, byte for byte; the new ones' are initial,
         by the seed (None: the network's own). A new layer has the old one's name unless it has one
         of its own, and reads what the old one read unless it says otherwise. It lies in host
-        memory. Raises KeyError for an unknown name and ValueError where the learnables of another
-        layer would change their shapes.
+        memory, and keeps `classes` where it gives as many outputs. Raises KeyError for an unknown
+        name, TypeError for what is not one layer (a list of them, None) and ValueError where the
+        learnables of another layer would change their shapes.
         """
         made, renamed = list(self.layers), {}
         for name, layer in layers.items():
             i = self._number(name)
+            if not isinstance(layer, Layer):
+                raise TypeError(f"replace_layers: expected one layer for {name}, got {layer!r}")
             made[i], old = copy.copy(layer), self.layers[i]
             made[i].name = layer.name or name
             renamed[name] = made[i].name
@@ -218,6 +227,8 @@ class Network:
         net = type(self)(made, self.input_shape, seed=seed, batchnorm=self.batchnorm)
         net.fuse, net.normalization = self.fuse, self.normalization
         net.crop, net.preprocess = self.crop, self.preprocess
+        as_many = net.output_shape[:1] == self.output_shape[:1]
+        net.classes = self.classes if as_many else None
         for new, old in ((net._parameters, self._parameters), (net._state, self._state)):
             kept = [name for name in old if name.rsplit(".", 1)[0] not in layers]
             for name in kept:
@@ -234,6 +245,7 @@ class Network:
         depends on, with the same arrays. KeyError for an unknown name."""
         last, part = self._number(name), copy.copy(self)
         needed = {name}
+        part.classes = self.classes if last == len(self.layers) - 1 else None
         for i in range(last, -1, -1):
             if self.layers[i].name in needed:
                 needed.update(self.reads[i])
@@ -282,6 +294,7 @@ class Network:
         return self._apply(images, self._runs_of(images)[:-1], *self.reads[-1])
 
     def _runs_of(self, images):
+        check.images("a network", value_of(images))
         return self._runs[self.fuse and fusion.fuses(images)]
 
     def _apply(self, images, runs, wanted):

@@ -8,6 +8,7 @@ import numpy as np
 from mpidl.blocks import LANES
 from mpidl.comm import World
 from mpidl.data import MinibatchQueue
+from mpidl.data.datastore import need_datastore
 from mpidl.errors import UserError
 from mpidl.fold import Counter, Partial, replicated
 from mpidl.ops.loss import squeezed
@@ -85,9 +86,11 @@ def evaluate(
     all ranks by default. prefetch: see `MinibatchQueue`. top_k: a number k of 1 to the number of
     classes, and confusion: whether to count which class was taken for which; both in the same pass.
     signals: those that end it early, see `agreed`; it is then of the images so far. Raises
-    UserError where there are no labels, or labels beyond the network's outputs.
+    UserError where there are no labels, labels beyond the network's outputs, or labels of other
+    classes than `net.classes`.
     """
     objective.check(loss, net, datastore)
+    objective.check_names(net.classes, loss, net, datastore, "the network")
     classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
     totals, n, among = [0.0, 0.0], 0, 0
@@ -121,7 +124,7 @@ def evaluate(
         totals[0] / max(n, 1),
         n,
         world.gop("sum", among) / max(n, 1) if top_k else None,
-        Confusion(world.gop("sum", table), names_of(datastore.classes, classes))
+        Confusion(world.gop("sum", table), names_of(net.classes or datastore.classes, classes))
         if confusion
         else None,
     )
@@ -163,6 +166,8 @@ def regression_errors(net, datastore, *, world=None, batch_size=128):
     In prediction mode. world: all ranks by default. Collective. Raises UserError where there are no
     targets, or of another size than the outputs.
     """
+    objective.need_network(net)
+    need_datastore(datastore, "images")
     if datastore.targets_shape is None:
         raise UserError(f"{datastore.describe()}: the images have no targets to compare with")
     if squeezed(datastore.targets_shape) != squeezed(net.output_shape):

@@ -61,6 +61,7 @@ def train(
     iteration's, with the moving ones.
     """
     options = TrainingOptions() if options is None else options
+    seen.check_kinds(net, datastore, options)
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)
@@ -353,7 +354,7 @@ class _Run:
         facts = {
             "network": self.net.spec(),
             "input_shape": self.net.input_shape,
-            "classes": list(self.datastore.classes),
+            "classes": self.net.classes,
             "normalization": self.net.normalization.name,
             "crop": self.net.crop,
             "preprocess": self.net.preprocess,

@@ -17,6 +17,7 @@ from dataclasses import asdict
 import numpy as np
 
 from mpidl.data import normalize
+from mpidl.data.datastore import listed
 from mpidl.data.preprocess import Preprocess
 from mpidl.errors import UserError
 
@@ -151,11 +152,11 @@ def _digest(tables, attributes):
 def describe(layers, classes, input_shape, normalization, crop=None, preprocess=None):
     """The root attributes that say what the network is; `layers`: the list of their specs.
 
-    crop, preprocess: what a network knows of the images it was trained on, see `Network`.
+    classes, crop, preprocess: what a network knows of what it was trained on, see `Network`.
     """
     found = {
         "network": json.dumps(layers),
-        "classes": json.dumps(list(classes)),
+        "classes": json.dumps(None if classes is None else list(classes)),
         "input_shape": [int(n) for n in input_shape],
         "normalization": normalization,
     }
@@ -182,11 +183,20 @@ def described(attributes):
     return found
 
 
-def save_model(path, net, classes, normalization=None):
+def save_model(path, net, classes=None, normalization=None):
     """Write a trained network, with what it was told of the images.
 
-    normalization: "rescale-zero-one", where the network does not know it.
+    classes: the names of the classes that its outputs are scores of, [] of outputs that are
+    numbers; the network's own where not given, which `dl.train` sets. normalization:
+    "rescale-zero-one", where the network does not know it. Raises UserError where there are not as
+    many classes as outputs, or the file cannot be written.
     """
+    classes = net.classes if classes is None else tuple(map(str, classes))
+    if classes and net.output_shape[:1] != (len(classes),):
+        raise UserError(
+            f"{path}: classes: expected a name for each output of the network, of shape "
+            f"{net.output_shape}, found {len(classes)} ({listed(classes)})"
+        )
     how, tables = normalization or normalize.USUAL, {}
     if net.normalization is not None:
         how, tables["normalization"] = net.normalization.name, net.normalization.arrays()
@@ -199,7 +209,7 @@ def save_model(path, net, classes, normalization=None):
 def load_model(path):
     """(net, {"classes", "input_shape", "normalization", "network"}). Raises UserError.
 
-    The network normalizes, and cuts, as it did in training.
+    The network normalizes, and cuts, as it did in training, and knows its classes' names.
     """
     from mpidl.nn import Network
 
@@ -211,6 +221,7 @@ def load_model(path):
         net.normalization = normalize.read(info["normalization"], arrays, channels)
         net.normalization.check(net.input_shape)
         net.crop, net.preprocess = info.get("crop"), info.get("preprocess")
+        net.classes = None if info["classes"] is None else tuple(info["classes"])
     except Torn as error:
         raise UserError(f"{path}: not a model that can be loaded: {error}") from error
     except KeyError as error:

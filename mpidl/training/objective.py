@@ -5,10 +5,12 @@ import math
 import numpy as np
 
 from mpidl import ops
-from mpidl.data.datastore import check_classes
+from mpidl.data.datastore import check_classes, listed, need_datastore
 from mpidl.errors import UserError
+from mpidl.nn import Network
 from mpidl.ops.loss import squeezed
-from mpidl.tape import value_of
+from mpidl.tape import is_one_number
+from mpidl.training.confusion import names_of
 
 
 def cross_entropy(net, images, labels):
@@ -53,7 +55,7 @@ def of(loss):
     def own(net, images, targets):
         found = loss(net, images, targets)
         found = found if isinstance(found, tuple) else (found,)
-        if len(found) not in (1, 2) or not all(map(_is_one_number, found)):
+        if len(found) not in (1, 2) or not all(map(is_one_number, found)):
             raise TypeError(
                 f"{name}: expected a loss, or (loss, how many labels were right), one number each, "
                 f"got {found[0] if len(found) == 1 else found!r}"
@@ -63,14 +65,51 @@ def of(loss):
     return own
 
 
-def _is_one_number(value):
-    value = value_of(value)
-    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
-
-
 def labels_of(datastore):
     """How many labels an image has: 1, or as many as its targets have elements."""
     return math.prod(datastore.targets_shape or ())
+
+
+def names_known(loss, net, datastore):
+    """The names that a set has for what the outputs are scores of, a list, [] where it has none."""
+    names = [str(name) for name in datastore.classes]
+    if datastore.targets_shape is None:
+        return names
+    # the names are of the images' labels where they are more than the targets'
+    return names if loss == "crossentropy" and len(names) <= net.output_shape[0] else []
+
+
+def classes(loss, net, datastore):
+    """What `Network.classes` are once the network was trained on a set."""
+    if not callable(loss) and loss != "crossentropy":
+        return ()
+    names, outputs = names_known(loss, net, datastore), net.output_shape[:1]
+    if not names or len(names) > outputs[0] or (callable(loss) and outputs != (len(names),)):
+        return None
+    return names_of(names, outputs[0])
+
+
+def check_names(known, loss, net, datastore, whose):
+    """A UserError where a set's labels stand for other classes than those `known`.
+
+    One list may be longer: a set of arrays has as many as its largest label says.
+    """
+    found = names_known(loss, net, datastore)
+    other = [i for i, (a, b) in enumerate(zip(known or (), found, strict=False)) if a != b]
+    if other:
+        raise UserError(
+            f"{datastore.describe()}: expected the classes of {whose} ({listed(known)}), found "
+            f"{listed(found)}, where label {other[0]} is another; `classes=` of ImageFolder, "
+            "ArrayDatastore and the like says what labels stand for"
+        )
+
+
+def need_network(net):
+    """A UserError where this is none."""
+    if not isinstance(net, Network):
+        layers = isinstance(net, list | tuple)
+        hint = ": dl.Network(layers, input_shape) makes one" if layers else ""
+        raise UserError(f"expected a network, found {type(net).__name__}{hint}")
 
 
 def check(loss, net, datastore, *, training=False):
@@ -81,6 +120,8 @@ def check(loss, net, datastore, *, training=False):
     takes is its own matter.
     """
     of(loss)
+    need_network(net)
+    need_datastore(datastore, "images")
     if callable(loss):
         return
     if loss != "crossentropy":
@@ -117,7 +158,8 @@ def _check_label_targets(net, datastore):
     if datastore.targets_dtype.kind not in "iu":
         raise UserError(
             f"{about}: --loss crossentropy: expected labels, or whole numbers as targets, found "
-            'targets that are floats; --loss mse is for these (loss="mse" in Python)'
+            'targets that are floats; --loss mse is for these (in Python loss="mse", and '
+            "dl.regression_errors)"
         )
     if len(outputs) < 1 or squeezed(outputs[1:]) != squeezed(shape):
         raise UserError(

@@ -11,7 +11,7 @@ from mpidl.comm import World
 from mpidl.data import ArrayDatastore, MinibatchQueue
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
-from mpidl.nn import Network
+from mpidl.training import objective
 from mpidl.training.evaluate import agreed
 
 
@@ -38,7 +38,14 @@ def predict(net, images, *, world=None, batch_size=128, softmax=None, everywhere
 
 def classify(net, images, *, world=None, batch_size=128, everywhere=True):
     """The class of each image, the number of its largest output, of equal ones the first: (n,)
-    int64; of a network whose outputs are (K, ...), (n, ...). Arguments as of `predict`."""
+    int64; of a network whose outputs are (K, ...), (n, ...). Arguments as of `predict`. Raises
+    UserError of a network that was trained to give numbers."""
+    objective.need_network(net)
+    if net.classes == ():
+        raise UserError(
+            "classify: expected a network whose outputs are scores of classes, found one that was "
+            "trained to give numbers (its `classes` are ()); dl.predict gives these"
+        )
     images, how = as_datastore(net, images), (np.int64, world, batch_size, everywhere)
     return _collected(net, images, labels, net.output_shape[1:], *how)
 
@@ -98,8 +105,7 @@ def by_batch(net, datastore, function, *, world, batch_size=128):
 
 def as_datastore(net, images):
     """Images as a datastore that the network can take; UserError where their shape is another."""
-    if not isinstance(net, Network):
-        raise TypeError(f"expected a network, got {net!r}")
+    objective.need_network(net)
     if not isinstance(images, Datastore):
         images = np.asarray(images)
         images = ArrayDatastore(images[None] if images.shape == net.input_shape else images)

@@ -5,9 +5,10 @@ from dataclasses import fields
 
 from mpidl.data import normalize
 from mpidl.data.augment import Augmenter
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import need_datastore
 from mpidl.errors import UserError
 from mpidl.training import objective
+from mpidl.training.options import TrainingOptions
 from mpidl.training.rules import size_of
 
 OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
@@ -54,8 +55,26 @@ def image_shape(options, shape):
     return augmenter.image_shape(shape, called)
 
 
+def check_kinds(net, datastore, options):
+    """A UserError where `dl.train` was given something else than it takes."""
+    objective.need_network(net)
+    need_datastore(datastore, "images to train on")
+    if not isinstance(options, TrainingOptions):
+        hint = ": TrainingOptions(**options)" if isinstance(options, dict) else ""
+        raise UserError(f"expected TrainingOptions, found {type(options).__name__}{hint}")
+
+
 def check(net, datastore, options):
     """A UserError where a network cannot be trained, or validated, on these images."""
+    if not len(datastore):
+        raise UserError(f"{datastore.describe()}: expected images to train on, found none")
+    known = net.normalization
+    if known is not None and known.name != options.normalization:
+        raise UserError(
+            f"--normalization {options.normalization}: expected {known.name}, as the network was "
+            f'trained with (in Python TrainingOptions(normalization="{known.name}")); where '
+            "net.normalization = None is set before, another will do"
+        )
     shape = image_shape(options, datastore.image_shape)
     if shape != net.input_shape:
         raise UserError(
@@ -63,8 +82,8 @@ def check(net, datastore, options):
             f"network takes, found {shape}"
         )
     store = options.validation
-    if store is not None and not isinstance(store, Datastore):
-        raise UserError(f"validation: expected a datastore, found {type(store).__name__}")
+    if store is not None:
+        need_datastore(store, "validation")
     if store is not None and not len(store):
         raise UserError(f"validation: {store.describe()}: expected images, found none")
     augmenter, shown = augmenter_of(options), copy.copy(net)
@@ -77,6 +96,9 @@ def check(net, datastore, options):
     for images in (datastore, store):
         if images is not None:
             objective.check(options.loss, net, images, training=images is datastore)
+    if store is not None:
+        named = objective.names_known(options.loss, net, datastore)
+        objective.check_names(named, options.loss, net, store, "the training set")
 
 
 def prepare(net, datastore, options, world, kept=None):
@@ -94,6 +116,7 @@ def prepare(net, datastore, options, world, kept=None):
     net.normalization = found
     net.crop = None if augmenter is None else augmenter.crop
     net.preprocess = datastore.preprocess or net.preprocess
+    net.classes = objective.classes(options.loss, net, datastore)
     return {
         "augmenter": augmenter,
         "normalization": found,
