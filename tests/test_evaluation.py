@@ -316,6 +316,18 @@ def test_a_confusion_matrix_in_a_picture(classes, tmp_path):
         assert len(image.convert("L").getcolors(256)) > 2
 
 
+def test_the_title_of_a_picture_counts_labels(monkeypatch, tmp_path):
+    """Of which an image may have many."""
+    pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
+    from matplotlib.axes import Axes
+
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda self, text, **how: titles.append(text))
+    labels = np.arange(2 * 8 * 8).reshape(2, 8, 8) % 4
+    dl.confusion_matrix(labels, labels).save(tmp_path / "a.png")
+    assert titles == ["accuracy 1.0000 of 128 labels"]
+
+
 def test_the_set_may_be_of_targets_and_pixel_labels(world):
     """A network with scores for each pixel: a class for each."""
     net, store = dl.Network([dl.Conv2D(1, 3)], SHAPE, seed=2), labelled(9)

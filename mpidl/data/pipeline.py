@@ -68,6 +68,11 @@ class Pipeline:
         if function is not None and len(datastore):
             self._try_function()
         self.normalization = Normalization() if normalization is None else normalization
+        if not isinstance(self.normalization, Normalization):
+            raise TypeError(
+                f"normalization: expected a Normalization, got {normalization!r}; "
+                "dl.data.normalization(name, datastore, world) makes the one of a name"
+            )
         self.normalization = self.normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
 

@@ -43,7 +43,9 @@ def draw(counts, classes, accuracy):
     axes.tick_params(length=0, labelsize=8)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
-    axes.set_title(f"{int(counts.sum())} images, accuracy {accuracy:.4f}", loc="left", fontsize=10)
+    # an image may have many labels, one a pixel
+    title = f"accuracy {accuracy:.4f} of {int(counts.sum())} labels"
+    axes.set_title(title, loc="left", fontsize=10)
     axes.spines[:].set_visible(False)
     out = io.BytesIO()
     figure.savefig(out, format="png")

@@ -16,7 +16,7 @@ SHOWN = 20  # classes, of which the text has the whole table; of more, the most 
 
 @dataclass(frozen=True, eq=False)
 class Confusion:
-    """How many images of each class were taken for which.
+    """How many images of each class, or labels of pixels, were taken for which.
 
     counts: (K, K) int64, of class [row] taken for class [column]; classes: K names.
     print(confusion) shows the table, `save` writes it, or a picture of it.
@@ -101,9 +101,10 @@ def confusion_matrix(labels, predicted, classes=None):
             f"got {labels.dtype} of shape {labels.shape} and {predicted.dtype} of shape "
             f"{predicted.shape}"
         )
-    highest = max(int(labels.max(initial=-1)), int(predicted.max(initial=-1)))
+    some = [array for array in (labels, predicted) if array.size]
+    highest = max((int(array.max()) for array in some), default=-1)
     count = highest + 1 if classes is None else len(classes)
-    lowest = min(int(labels.min(initial=0)), int(predicted.min(initial=0)))
+    lowest = min((int(array.min()) for array in some), default=0)
     if lowest < 0 or highest >= count:
         found = lowest if lowest < 0 else highest
         raise UserError(f"confusion_matrix: expected labels from 0 to {count - 1}, found {found}")
