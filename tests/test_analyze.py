@@ -137,6 +137,10 @@ def test_the_command(world, capsys):
         ("--network cifer", "did you mean cifar"),
         ("--network a.py:f", "expected --input-shape too, found none"),
         ("--network cifar --input-shape 3,4,4", "leave nothing of images"),
+        (
+            "--network alexnet --input-shape 3,64,64",
+            "pool5: .*; it is made for larger images: train with --resize 227x227",
+        ),
     ],
 )
 def test_networks_that_cannot_be_shown(line, text):

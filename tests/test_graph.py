@@ -326,6 +326,15 @@ def test_named_access():
     assert net["conv2"] is net.layers[3] and net.layer_names[5] == "add1"
     with pytest.raises(KeyError, match="no layer conv22: did you mean conv2"):
         net["conv22"]
+    with pytest.raises(KeyError, match=f"no layer fc8: the last ones are .*{net.layer_names[-1]}"):
+        net["fc8"]
+
+
+@pytest.mark.parametrize("given", [[dl.Dense(3), dl.ReLU()], None, dl.Dense])
+def test_one_layer_takes_the_place_of_one(given):
+    net = dl.Network(residual(), SHAPE)
+    with pytest.raises(TypeError, match="replace_layers: expected one layer for conv2, got "):
+        net.replace_layers({"conv2": given})
 
 
 def test_replaced_layers_and_all_others_kept(world):

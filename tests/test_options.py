@@ -201,6 +201,7 @@ def test_options_toml_is_a_config_file_again(tmp_path):
         ("network = 3", "network must be a text, found 3"),
         ("options = 3", "[options] must be a table, found 3"),
         ("epochs = ", "not a TOML file"),
+        ("[option]\nepochs = 3", "unknown table [option]: expected [options] or [run]"),
     ],
 )
 def test_config_files_that_cannot_be_used(tmp_path, content, text):
@@ -346,6 +347,7 @@ def test_the_other_commands():
     assert known.ranks == [1, 3] and known.given == {"seed": 4, "max_iterations": 5}
     assert "--ranks must be" in refused(arguments.verify, ["--ranks", "1,x"])
     assert set(vars(arguments.info([])).values()) == {None}
+    assert refused(arguments.info, ["--model", "a.h5"]) == "unknown option --model"
     known = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
     assert (known.network, known.input_shape, known.classes) == ("alexnet", (3, 227, 227), 5)
     assert "such as 3,227,227" in refused(arguments.info, "--network x --input-shape 3,8".split())

@@ -1,6 +1,7 @@
 """What the commands do before their own work: the device, the network, what to warn of."""
 
 import importlib.util
+import inspect
 import math
 import os
 import platform
@@ -177,7 +178,8 @@ def network(name, input_shape, classes, seed):
         else:
             net = Network(made.layers if own else made, input_shape, seed=seed)
     except (ValueError, TypeError) as error:
-        raise UserError(f"--network {name}: {error}") from error
+        hint = _larger(build, input_shape) if name in zoo.NETWORKS else ""
+        raise UserError(f"--network {name}: {error}{hint}") from error
     except KeyError as error:  # of a layer's name; its text is quoted
         raise UserError(f"--network {name}: {error.args[0] if error.args else error}") from error
     if net.input_shape != tuple(input_shape):
@@ -191,6 +193,14 @@ def network(name, input_shape, classes, seed):
             f"images with numbers, for each number), found {'x'.join(map(str, net.output_shape))}"
         )
     return net
+
+
+def _larger(build, input_shape):
+    """What to do in training where images are smaller than a network of the zoo is made for."""
+    own = inspect.signature(build).parameters["input_shape"].default
+    if all(found >= side for found, side in zip(input_shape[1:], own[1:], strict=True)):
+        return ""
+    return f"; it is made for larger images: train with --resize {own[1]}x{own[2]}"
 
 
 def _function(path, name):

@@ -20,6 +20,7 @@ import traceback
 from types import ModuleType
 
 from mpidl.comm import guard
+from mpidl.errors import UserError
 
 MAIN = "__mp_main__"  # what Python's own multiprocessing calls a main program that is read again
 LOCKED = "locked"  # the file on which the launching process has a lock as long as it lives
@@ -42,7 +43,7 @@ def main(folder):
             world = World()
             rank, host = world.rank, world.host
             _read_main(about["main"])
-            function, arguments = pickle.load(file)
+            function, arguments = _load_task(file)
         result = function(world, *arguments)
         if rank == 0:
             _send(result, os.path.join(folder, "result"))
@@ -135,6 +136,19 @@ def _read_main(how):
     sys.modules["__main__"] = sys.modules[MAIN] = made
     run = runpy.run_path if kind == "path" else runpy.run_module
     vars(made).update(run(name, run_name=MAIN))
+
+
+def _load_task(file):
+    """The function and its arguments; a UserError where the script, read again, lacks a name."""
+    try:
+        return pickle.load(file)
+    except AttributeError as error:
+        if MAIN not in str(error) and "__main__" not in str(error):
+            raise
+        raise UserError(
+            f"launch: {error}: the ranks read the script again but for what stands under "
+            '`if __name__ == "__main__":`; define it above that line'
+        ) from error
 
 
 def _speak(rank, show):

@@ -106,6 +106,8 @@ def read_config(path):
     values = {}
     for name, value in table.items():
         known = name.replace("-", "_")
+        if isinstance(value, dict):
+            raise UserError(f"{path}: unknown table [{name}]: expected [options] or [run]")
         if known not in RULES:
             raise UserError(f"{path}: unknown option {name}{nearest(known, RULES)}")
         values[known] = checked(RULES[known], value, f"{path}: {name}")

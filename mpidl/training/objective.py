@@ -156,10 +156,12 @@ def _check_label_targets(net, datastore):
     """A label a pixel, say: targets that are whole numbers."""
     about, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
     if datastore.targets_dtype.kind not in "iu":
+        gray = len(shape) == 3 and shape[0] == 1
+        hint = "; pixel_labels=True of dl.data.combined takes pixels as labels" if gray else ""
         raise UserError(
             f"{about}: --loss crossentropy: expected labels, or whole numbers as targets, found "
             'targets that are floats; --loss mse is for these (in Python loss="mse", and '
-            "dl.regression_errors)"
+            f"dl.regression_errors){hint}"
         )
     if len(outputs) < 1 or squeezed(outputs[1:]) != squeezed(shape):
         raise UserError(
@@ -176,7 +178,8 @@ def _check_targets(loss, net, datastore):
         raise UserError(f"{about}: --loss {loss}: expected images with targets, found {found}")
     if datastore.targets_dtype.kind in "iu":
         raise UserError(
-            f"{about}: --loss {loss}: expected targets that are floats, found whole numbers"
+            f"{about}: --loss {loss}: expected targets that are floats, found whole numbers: write "
+            "them as float32"
         )
     if squeezed(shape) != squeezed(outputs):
         raise UserError(

@@ -153,7 +153,8 @@ def nearest(name, known):
     meant = plain, _plain(ELSEWHERE.get(plain, plain))
     found = [other for other in known if _plain(other) in meant]
     found = found or [other for other in known if other.startswith(name)]
-    found = found or difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    others = {_plain(other): other for other in known}  # dashes would make all options alike
+    found = found or [others[m] for m in difflib.get_close_matches(plain, others, n=1, cutoff=0.6)]
     return f": did you mean {found[0]}?" if found else ""
 
 

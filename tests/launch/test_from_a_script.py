@@ -218,7 +218,7 @@ def test_what_cannot_be_sent(monkeypatch):
     with pytest.raises(dl.UserError, match="launch: the function or its arguments cannot be sent"):
         dl.launch(sizes, threading.Lock(), ranks=2)
     monkeypatch.setattr(launched, "cloudpickle", lambda: None)
-    with pytest.raises(dl.UserError, match="cannot be sent: .*mpidl.notebook") as caught:
+    with pytest.raises(dl.UserError, match=r"cannot be sent: .*\.\[notebook\]") as caught:
         dl.launch(lambda world: world.size, ranks=2)
     assert "\n" not in str(caught.value)
 
@@ -326,6 +326,15 @@ def test_a_script_without_a_guard(script):
     assert 'call it under if __name__ == "__main__":' in done.stderr.splitlines()[-1]
 
 
+def test_a_function_that_the_ranks_do_not_find(script):
+    """It is defined where the script's own work stands, which a rank leaves out."""
+    own = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
+    done = run(script(f'{SCRIPT}\nif __name__ == "__main__":\n{own}'))
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("mpidl.errors.UserError: launch: Can't get")
+    assert "'inside'" in last and "define it above that line" in last
+
+
 def test_a_notebook():
     """What is typed has no file to be read again."""
     pytest.importorskip("cloudpickle", reason="cloudpickle sends what a notebook defines")
@@ -337,7 +346,7 @@ def test_a_notebook_without_cloudpickle():
     text = "from mpidl.comm import launched; launched.cloudpickle = lambda: None\n"
     done = run("-c", text + SCRIPT + "\nmain(work)\n")
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "pip install 'mpidl[notebook]'" in last
+    assert done.returncode == 1 and "pip install '.[notebook]'" in last
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
