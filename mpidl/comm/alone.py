@@ -38,7 +38,7 @@ def load():
 
 def _reason(error):
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "mpi4py":
-        return "mpi4py is not installed (pip install 'mpidl[mpich]', or run/install)"
+        return "mpi4py is not installed (pip install '.[mpich]', or run/install)"
     return f"mpi4py cannot be used: {' '.join(str(error).split())[:200]}"
 
 

@@ -38,7 +38,7 @@ def launch(function, *arguments, ranks=None, timeout=None, show="rank 0"):
     """Run function(world, *arguments) on ranks that mpirun starts; returns what rank 0 returns.
 
     function: of a module, of the script that is running, or of a notebook; the last, lambdas and
-    functions in functions are sent by cloudpickle (pip install 'mpidl[notebook]'). A script is read
+    functions in functions are sent by cloudpickle (pip install '.[notebook]'). A script is read
     again by each rank, as by Python's multiprocessing, so its own work stands under
     `if __name__ == "__main__":`. world: the rank's `World`. arguments: whatever can be pickled;
     each rank gets its copy. ranks: by default the tasks of a Slurm allocation, else as many as this
@@ -127,7 +127,7 @@ def _write_task(folder, function, arguments, show):
     if by_value and launched.cloudpickle() is None:
         raise UserError(
             "launch: what a notebook defines is sent by cloudpickle, which is not installed: "
-            "pip install 'mpidl[notebook]', or put the function into a module"
+            "pip install '.[notebook]', or put the function into a module"
         )
     about = {
         "path": [os.path.abspath(entry) for entry in sys.path],  # "" is this folder
@@ -141,7 +141,7 @@ def _write_task(folder, function, arguments, show):
         try:
             launched.dump((function, arguments), file, by_value=main is None)
         except Exception as error:
-            hint = "" if launched.cloudpickle() else " (pip install 'mpidl[notebook]' sends more)"
+            hint = "" if launched.cloudpickle() else " (pip install '.[notebook]' sends more)"
             raise UserError(
                 f"launch: the function or its arguments cannot be sent: {error}{hint}"
             ) from error

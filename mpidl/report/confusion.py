@@ -15,7 +15,7 @@ def need_matplotlib(path):
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"{path}: a picture is drawn by matplotlib, which is not installed (pip install "
-            "'mpidl[plots]'); a .csv needs none"
+            "'.[plots]'); a .csv needs none"
         )
 
 

@@ -13,7 +13,7 @@ WITHOUT = "import sys; sys.modules['torch'] = None; import runpy; "
 QUICK = ["--batch-size", 32, "--rounds", 2]
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None,
-    reason="PyTorch is not installed (pip install 'mpidl[bench]')",
+    reason="PyTorch is not installed (pip install '.[bench]')",
 )
 
 
@@ -115,7 +115,7 @@ def test_accuracy_without_torch(tmp_path):
     code = f"{WITHOUT}runpy.run_module('mpidl.bench', run_name='__main__')"
     words = ["accuracy", "--network", small.SMALL, "--image", "1x12x12", "--batch-size", 16]
     result = mpirun(None, "-c", code, *words, "--json", path, check=0)
-    assert "PyTorch is not installed (pip install 'mpidl[bench]')" in result.stdout
+    assert "PyTorch is not installed (pip install '.[bench]')" in result.stdout
     assert "error" in json.loads(path.read_text())
 
 
@@ -123,7 +123,7 @@ def test_compare_without_torch():
     """One line that names the extra."""
     code = f"{WITHOUT}runpy.run_module('mpidl.bench', run_name='__main__')"
     (line,) = small.own_lines(mpirun(None, "-c", code, "compare", check=2))
-    assert line.startswith("mpidl: ") and "pip install 'mpidl[bench]'" in line
+    assert line.startswith("mpidl: ") and "pip install '.[bench]'" in line
 
 
 @needs_torch

@@ -40,7 +40,7 @@ def main(chosen):
     if torch:
         versions["torch"] = configuration.metadata.version("torch")
     else:
-        notes.append("PyTorch is not installed (pip install 'mpidl[bench]'): our errors alone")
+        notes.append("PyTorch is not installed (pip install '.[bench]'): our errors alone")
     for line in notes:
         print(f"warning: {line}")
     found = [_of_seed(chosen, chosen.seed + i, torch) for i in range(chosen.seeds)]

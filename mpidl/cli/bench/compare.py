@@ -32,7 +32,7 @@ def main(chosen):
     ranks, threads = chosen.ranks, chosen.threads
     if importlib.util.find_spec("torch") is None and not chosen.others:
         raise UserError(
-            "compare needs PyTorch, which is not installed: pip install 'mpidl[bench]' (its build "
+            "compare needs PyTorch, which is not installed: pip install '.[bench]' (its build "
             "for CPUs will do)"
         )
     if ranks > 1 and chosen.batch_size % (16 * ranks):

@@ -27,7 +27,7 @@ def main(chosen):
         raise UserError("optimizers measures one process: run it without mpirun")
     if importlib.util.find_spec("torch") is None:
         raise UserError(
-            "optimizers needs PyTorch, which is not installed: pip install 'mpidl[bench]' (its "
+            "optimizers needs PyTorch, which is not installed: pip install '.[bench]' (its "
             "build for CPUs will do)"
         )
     os.sched_setaffinity(0, machine.cores_of(1, chosen.threads)[0])
