@@ -23,8 +23,8 @@ checkpoint written: run again with --resume DIR
 """
 
 # Of the options of training, those that the classifying of images has.
-PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
+PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 
 LONGEST = 40  # of the choices that stand beside an option in --help
 
@@ -179,7 +179,6 @@ def predict(argv=None, quiet=False):
         help="print the share of the images whose class is among the K with the largest scores",
     )
     parser.add_argument(
-    add_preprocess(parser, instead="; in place of what the model does to images")
         "--confusion",
         metavar="FILE",
         help="write which class was taken for which: FILE.csv, or FILE.png, a picture",
@@ -189,6 +188,7 @@ def predict(argv=None, quiet=False):
         metavar="LAYER",
         help="write what the layer of this name computes for each image to --out",
     )
+    add_preprocess(parser, instead="; in place of what the model does to images")
     parser.add_options(*PREDICT)
     found = {name: options.OPTIONS[name].default for name in PREDICT} | vars(parser.parse(argv))
     typed = {name: found.pop(name) for name in PREPROCESS if name in found}
@@ -206,7 +206,6 @@ def verify(argv=None, quiet=False):
         "byte for byte.",
         quiet,
         epilog="exit codes: 0 all the same; 1 they differ, or a fault; 2 unusable options",
-    add_preprocess(parser)
     )
     parser.add_argument(
         "--ranks",
@@ -216,6 +215,7 @@ def verify(argv=None, quiet=False):
         help="numbers of ranks to compare (1,2,3,4)",
     )
     _add_data(parser)
+    add_preprocess(parser)
     parser.add_options(
         *("max_iterations", "batch_size", "loss", "solver", "learning_rate", "momentum", "l2"),
         *("shuffle", "learn_rate_schedule", "gradient_threshold", "gradient_threshold_method"),

@@ -60,8 +60,8 @@ def _train(given, world, signals):
         )
     if test_set is not None:
         _same_shape("--test-data", test_set, train_set)
-    Pipeline(train_set, seen.augmenter_of(settings))  # or an error: an augmenter for other images
     train_set, settings = _with_validation(given, run, settings, train_set, test_set, world, how)
+    Pipeline(train_set, seen.augmenter_of(settings))  # or an error: an augmenter for other images
     if given.get("preview"):
         return _preview(given["preview"], train_set, settings, world)
     settings.load(world.size)  # refused before any work where it does not fit the ranks
@@ -166,12 +166,12 @@ def _with_validation(given, run, settings, train_set, test_set, world, how):
         raise UserError(
             f"--validation-data {chosen} and --validation-fraction {settings.validation_fraction}: "
             "expected one of them"
+        )
+    images = test_set
     if chosen == "test" and test_set is None:
         raise UserError(
             "--validation-data test: expected test images, found none (--test-fraction 0)"
         )
-        )
-    images = test_set
     if chosen != "test":
         named = {"classes": train_set.classes, "option": "--validation-data"}
         images = data.preprocessed(data.open_test_data(chosen, world, **named), how)

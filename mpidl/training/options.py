@@ -233,13 +233,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
 
 # What a run is about beside its options: known on the command line and in a file's [run] table.
-RUN = {
+RUN: dict[str, Any] = {
     "network": "digits",
     "data": "digits",
     "test_data": None,
+    "test_fraction": 0.1,
     "validation_data": None,  # `validation` in Python
     "colour": None,
-    "test_fraction": 0.1,
     "resize": None,
     "cover": None,
     "centre_crop": None,
