@@ -359,7 +359,7 @@ def test_help_names_every_option_on_one_rank_only(capsys):
         arguments.train(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    for name in (*options.NAMES, *configuration.RUN, "out", "resume", "config"):
+    for name in (*options.NAMES, *configuration.RUN, "out", "resume", "overwrite", "config"):
         assert options.flag(name) in shown
     with pytest.raises(SystemExit):
         arguments.train(["--help"], quiet=True)
@@ -381,6 +381,24 @@ def test_output_folder(tmp_path, monkeypatch):
     assert os.listdir("mine/two") == ["metrics.jsonl"]
     arguments.output_folder({"out": "mine/one"}, "digits")
     assert os.listdir("mine/one") == ["notes.txt"]
+
+
+def test_an_output_folder_that_holds_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("run")
+    arguments.check_output_folder({"out": "run"})
+    arguments.check_output_folder({"out": "none"})
+    for name in ("checkpoint.h5", "checkpoint-previous.h5"):
+        (tmp_path / "run" / name).write_text("old")
+        text = refused(arguments.check_output_folder, {"out": "run"})
+        assert text.startswith("--out run: it holds a run, whose checkpoint cannot be loaded: ")
+        assert text.endswith(": --resume run goes on with it, --overwrite replaces it")
+        given = {"out": "run", "resume": f"{tmp_path}/run"}  # the same folder in other words
+        arguments.check_output_folder(given)
+        arguments.check_output_folder({"out": "run", "overwrite": True})
+        given["resume"] = str(tmp_path)
+        assert refused(arguments.check_output_folder, given) == text
+        os.unlink(tmp_path / "run" / name)
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path, monkeypatch):

@@ -49,16 +49,16 @@ def test_lines_come_at_once(tmp_path):
     )
 
 
-def test_the_line_of_a_validation_at_the_end():
+def test_the_line_of_a_validation():
     stream = io.StringIO()
     shown = Console(0, stream=stream)
-    shown.validation(dl.Evaluation(0.25, 1.5, 9))
-    shown.validation(dl.Evaluation(None, 1.5, 9))  # of a loss that classifies nothing
-    Console(0, stream=stream, progress=False).validation(dl.Evaluation(0.25, 1.5, 9))
-    Console(1).validation(dl.Evaluation(0.25, 1.5, 9))
+    shown.validation(50, dl.Evaluation(0.25, 1.5, 9))
+    shown.validation(100, dl.Evaluation(None, 1.5, 9))  # of a loss that classifies nothing
+    Console(0, stream=stream, progress=False).validation(50, dl.Evaluation(0.25, 1.5, 9))
+    Console(1).validation(50, dl.Evaluation(0.25, 1.5, 9))
     assert stream.getvalue().splitlines() == [
-        "Validation loss: 1.5000, Validation accuracy: 0.2500",
-        "Validation loss: 1.5000",
+        "Iteration: 50, Validation loss: 1.5000, Validation accuracy: 0.2500",
+        "Iteration: 100, Validation loss: 1.5000",
     ]
 
 
@@ -70,6 +70,24 @@ def test_lines_of_iterations_in_long_epochs(monkeypatch, every, wanted):
     assert [int(n) for n in re.findall(r"^Iteration: (\d+), Epoch: ", stream.getvalue(), re.M)] == (
         wanted
     )
+
+
+def test_the_line_of_the_last_iteration(monkeypatch):
+    """Once, however little time has passed, and where it was not due."""
+    stream = io.StringIO()
+    for progress in (True, False):
+        with Console(0, stream=stream, progress=progress) as shown:
+            shown.last_iteration()  # there was none
+            shown.iteration(1, 4, 0.25, 99.6)
+            shown.last_iteration()
+            shown.last_iteration()
+    line = "Iteration: 4, Epoch: 1, Loss: 0.2500, Images/s: 100\n"
+    assert stream.getvalue() == line
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    shown = Console(0, stream=stream, verbose_every=1)
+    shown.iteration(1, 4, 0.25, 99.6)
+    shown.last_iteration()
+    assert stream.getvalue() == 2 * line
 
 
 def test_other_ranks_are_silent(capsys):
@@ -168,8 +186,12 @@ def test_metrics_are_json_where_the_loss_is_not_a_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Metrics(path) as records:
         records.record("iteration", 1, 1, float("nan"), 0.01, float("inf"), 0.5)
-    record = json.loads(path.read_text(), parse_constant=lambda text: pytest.fail(text))
-    assert record["loss"] is None and record["images_per_second"] is None
+        records.record(
+            "validation", 1, 1, 0.5, 0.01, None, 0.5
+        )  # of images to train on it has none
+    for line, loss in zip(path.read_text().splitlines(), (None, 0.5), strict=True):
+        record = json.loads(line, parse_constant=lambda text: pytest.fail(text))
+        assert record["loss"] == loss and record["images_per_second"] is None
 
 
 def test_metrics_are_cut_at_resume(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -222,6 +223,69 @@ def test_validation_while_training(world):
             trained(world, **needs)
 
 
+class Shown(Console):
+    """The lines of a run, each with its numbers left out but that of the iteration or epoch."""
+
+    def __init__(self, rank):
+        super().__init__(rank, stream=io.StringIO())
+
+    def lines(self):
+        return [re.sub(r"\d+\.\d+|/s: \d+|, Elapsed.*", "", line) for line in self.printed()]
+
+    def printed(self):
+        return self.stream.getvalue().splitlines()
+
+
+EPOCH, FOUND = "Loss: , Accuracy: , ", "Validation loss: , Validation accuracy: "
+
+
+@pytest.mark.parametrize(
+    "frequency, limit, wanted",
+    [
+        (2, None, ["Iteration: 2", "Epoch: 1", "Iteration: 4", "Epoch: 2+"]),
+        (3, None, ["Epoch: 1+", "Epoch: 2+"]),
+        (0, None, ["Epoch: 1+", "Epoch: 2+"]),
+        (4, 5, ["Epoch: 1", "Iteration: 4", "last: 5", "Iteration: 5"]),
+        (4, 4, ["Epoch: 1", "Iteration: 4", "last: 4"]),
+    ],
+)
+def test_each_validation_is_told_once(world, frequency, limit, wanted):
+    """With the epoch whose last iteration it is of, else by itself."""
+    known = dl.TrainingOptions(
+        epochs=2,
+        batch_size=40,
+        max_iterations=limit,
+        validation=pictures(30, "others"),
+        validation_frequency=frequency,
+    )
+    shown = Shown(world.rank)
+    dl.train(small(), pictures(100), known, world=world, console=shown)
+    looks = {
+        "Iteration: ": f"{{}}, {FOUND}",
+        "Epoch: ": f"{{}}, {EPOCH}Images",
+        "last: ": "Iteration: {}, Epoch: 2, Loss: , Images",
+    }
+    if world.rank == 0:
+        lines = []
+        for text in wanted:
+            kind = text.partition(": ")[0] + ": "
+            line = looks[kind].format(text.removeprefix("last: ").removesuffix("+"))
+            lines.append(line.replace("Images", f"{FOUND}, Images") if text[-1] == "+" else line)
+        assert shown.lines() == lines
+
+
+@pytest.mark.parametrize("output", ["last-iteration", "best-validation"])
+def test_the_result_has_the_validation_of_its_network(world, output):
+    how = {"validation": pictures(30, "others"), "validation_frequency": 1, "max_iterations": 5}
+    how |= {"learn_rate_schedule": lambda epoch, iteration: 0.02 if iteration < 5 else 1.5}
+    net, ended = trained(world, output_network=output, batchnorm_statistics="moving", **how)
+    found = dl.evaluate(net, how["validation"], world=world)
+    assert (ended.validation_loss, ended.validation_accuracy) == (found.loss, found.accuracy)
+    assert ended.best_iteration == 4
+    _, without = trained(world)
+    assert without.validation_loss is without.validation_accuracy is None
+
+
 def test_the_validation_at_the_end_is_told_and_drawn(world, tmp_path, monkeypatch):
     """It is of the epoch that has ended, and the picture has it."""
     drawn, out = [], world.broadcast(str(tmp_path))
@@ -237,12 +301,14 @@ def test_the_validation_at_the_end_is_told_and_drawn(world, tmp_path, monkeypatc
     records = metrics.read(tmp_path / "metrics.jsonl")
     found = [(r["epoch"], r["iteration"]) for r in records if r["kind"] == "validation"]
     assert found == [(2, 4), (2, 6)] and drawn[-1] == records
+    told = [r for r in records if r["kind"] == "validation"]
+    assert [r["images_per_second"] for r in told] == [None, None]
     lines = [line for line in shown.stream.getvalue().splitlines() if "Validation" in line]
-    last = records[-1]
-    assert lines[0].startswith("Epoch: 2, Loss: ") and len(lines) == 2
-    assert lines[1] == (
-        f"Validation loss: {last['loss']:.4f}, Validation accuracy: {last['accuracy']:.4f}"
-    )
+    assert lines == [
+        f"Iteration: {r['iteration']}, Validation loss: {r['loss']:.4f}, "
+        f"Validation accuracy: {r['accuracy']:.4f}"
+        for r in told
+    ]
 
 
 def test_patience_and_the_best_network(world):

@@ -7,13 +7,12 @@ from.
 
 import argparse
 import os
-import shutil
 import sys
 import textwrap
 
 from mpidl.errors import UserError
 from mpidl.nn import zoo
-from mpidl.training import checkpoint, configuration, options
+from mpidl.training import configuration, keeping, options
 from mpidl.training.rules import checked
 
 STOPPED = 75  # the exit code that asks for another run
@@ -27,17 +26,6 @@ PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "
 PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 
 LONGEST = 40  # of the choices that stand beside an option in --help
-
-# What a run leaves in its folder, and a later run in the same folder replaces.
-RESULTS = (
-    checkpoint.CURRENT,
-    checkpoint.PREVIOUS,
-    "metrics.jsonl",
-    "model.h5",
-    "options.toml",
-    "progress.png",
-    "summary.json",
-)
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
 def train(argv=None, quiet=False):
     """{name: value} of what was typed: options, network, data, test_data, validation_data, out,
-    resume, config.
+    resume, overwrite, config.
 
     `quiet`: --help ends the program without printing, as it must on all ranks but one. Raises
     UserError.
@@ -151,10 +139,13 @@ def train(argv=None, quiet=False):
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="folder for the results; those of an earlier run in it are replaced (the first of "
-        "runs/NETWORK, runs/NETWORK-2, ... that does not exist)",
+        help="folder for the results; not one that holds a run, unless it goes on or is "
+        "overwritten (the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist)",
     )
     parser.add_argument("--resume", metavar="DIR", help="go on from the checkpoint in DIR")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the run that the folder of --out holds"
+    )
     parser.add_argument("--config", metavar="FILE.toml", help="file of options")
     return vars(parser.parse(argv))
 
@@ -336,24 +327,24 @@ def _recipe(name):
     return f"The {name} recipe: {', '.join(words)}."
 
 
+def check_output_folder(given):
+    """UserError where --out holds a run that is neither resumed nor to be overwritten."""
+    if "out" in given and not given.get("overwrite"):
+        keeping.refuse_a_run(given["out"], given.get("resume"))
+
+
 def output_folder(given, network):
     """Make the folder for a run's results and return its path; `given` as from `train`.
 
-    --out as it is, with an earlier run's results removed; else, for a resumed run, its own folder;
-    else the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist. Raises UserError.
+    --out as it is, with an earlier run's results removed (see `check_output_folder`); else, for a
+    resumed run, its own folder; else the first of runs/NETWORK, runs/NETWORK-2, ... that does not
+    exist. Raises UserError.
     """
     out, resume = given.get("out"), given.get("resume")
     try:
         if out is None:
             return _next_folder(network) if resume is None else resume
-        os.makedirs(out, exist_ok=True)
-        if resume is None or not os.path.samefile(out, resume):
-            for path in (os.path.join(out, name) for name in RESULTS):
-                if os.path.lexists(path):
-                    os.unlink(path)
-            metrics = os.path.join(resume or "", "metrics.jsonl")
-            if resume is not None and os.path.exists(metrics):
-                shutil.copyfile(metrics, os.path.join(out, "metrics.jsonl"))
+        keeping.make_folder(out, resume)
     except OSError as error:
         place = f"--out {out}" if out else error.filename
         raise UserError(f"{place}: cannot be written: {error.strerror or error}") from error

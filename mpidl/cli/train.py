@@ -11,7 +11,7 @@ from mpidl.data import gallery
 from mpidl.data.datastore import on_rank_0
 from mpidl.data.pipeline import Pipeline
 from mpidl.errors import UserError
-from mpidl.report import Console
+from mpidl.report import Console, metrics
 from mpidl.training import (
     checkpoint,
     configuration,
@@ -205,9 +205,11 @@ def _about_validation(result, settings):
 
 
 def _checkpoint(given):
-    if "resume" not in given:
-        return None
-    return checkpoint.load(given["resume"])
+    """(arrays, facts) to go on from, None of a new run; UserError, too, where --out holds another
+    run."""
+    if "preview" not in given:
+        arguments.check_output_folder(given)
+    return checkpoint.load(given["resume"]) if "resume" in given else None
 
 
 def _threads(threads):
@@ -237,7 +239,7 @@ def _write_results(out, net, result, test, world, device):
     modelfile.save_model(os.path.join(out, "model.h5"), net)
     summary = {
         "accuracy": test and test.accuracy,  # None of a loss that classifies nothing, and
-        "loss": test and test.loss,  # where there was no test
+        "loss": metrics.number(test and test.loss),  # where there was no test
         "epochs": result.epochs,
         "iterations": result.iterations,
         "ranks": world.size,
@@ -245,6 +247,10 @@ def _write_results(out, net, result, test, world, device):
         "device": device,
         "images_per_second": result.images_per_second,
         "train_seconds": result.train_seconds,
+        "best_iteration": result.best_iteration,
+        "validation_loss": metrics.number(result.validation_loss),
+        "validation_accuracy": result.validation_accuracy,
+        "stopped": result.stopped,
         "weights_sha256": modelfile.weights_sha256(net),
     }
     modelfile.write_whole(

@@ -28,8 +28,8 @@ def main(argv=None):
         print(line)
     print("ranks  iterations  loss          seconds  weights_sha256", flush=True)
     with tempfile.TemporaryDirectory(prefix="mpidl-verify-") as folder:
-        for ranks in given.ranks:
-            out = os.path.join(folder, str(ranks))
+        for number, ranks in enumerate(given.ranks):
+            out = os.path.join(folder, str(number))
             command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", *flags, "--out", out]
             done = subprocess.run(
                 command,

@@ -29,6 +29,7 @@ class Console:
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs = 0
         self.bar = self.task = self.last = None  # the last iteration: what `iteration` was told
+        self.told = None  # that whose line was printed
         self.drawn = self.written = time.monotonic()
 
     def __enter__(self):
@@ -73,11 +74,18 @@ class Console:
             self._draw()
         due = self.verbose_every and iteration % self.verbose_every == 0
         if self.bar is None and due and now - self.written >= LINE_SECONDS:
-            self.written = now
-            self.line(
-                f"Iteration: {iteration}, Epoch: {epoch}, Loss: {loss:.4f}, "
-                f"Images/s: {images_per_second:.0f}"
-            )
+            self.last_iteration()
+
+    def last_iteration(self):
+        """Print the line of the last iteration, unless it was printed."""
+        if not self.progress or self.last is None or self.last is self.told:
+            return
+        self.told, self.written = self.last, time.monotonic()
+        epoch, iteration, loss, images_per_second, _ = self.last
+        self.line(
+            f"Iteration: {iteration}, Epoch: {epoch}, Loss: {loss:.4f}, "
+            f"Images/s: {images_per_second:.0f}"
+        )
 
     def _draw(self):
         """Bring the bar to the last iteration."""
@@ -97,7 +105,7 @@ class Console:
     def epoch(self, epoch, loss, images_per_second, seconds, accuracy=None, validation=None):
         """Print the line of an epoch: mean loss and accuracy over its images, seconds so far.
 
-        validation: the `Evaluation` on the validation set, where there was one.
+        validation: the `Evaluation` on the validation set, where there was one at its end.
         """
         if not self.progress:
             return
@@ -111,10 +119,10 @@ class Console:
         self.written = time.monotonic()
         self.line(", ".join(parts))
 
-    def validation(self, found):
-        """Print the line of a validation that no epoch's line tells of: an `Evaluation`."""
+    def validation(self, iteration, found):
+        """Print the line of a validation, an `Evaluation`, that no epoch's line tells of."""
         if self.progress:
-            self.line(", ".join(_validated(found)))
+            self.line(", ".join([f"Iteration: {iteration}", *_validated(found)]))
 
     def finish(self, out, seconds, test=None):
         """End the progress; print the test's `Evaluation`, the time, where the results are."""

@@ -49,7 +49,7 @@ class Metrics:
         seconds,
         accuracy=None,
     ):
-        """Append one record; seconds since the run began.
+        """Append one record; seconds since the run began; images_per_second: None of a validation.
 
         A number that is not finite, which JSON has no word for, is written as null. The records of
         an iteration must be written, and flushed, before its checkpoint is.
@@ -59,12 +59,12 @@ class Metrics:
         if self.file is None:
             return
         record = {"kind": kind, "epoch": int(epoch), "iteration": int(iteration)}
-        record["loss"] = _number(loss)
+        record["loss"] = number(loss)
         if accuracy is not None:
-            record["accuracy"] = _number(accuracy)
-        record["learning_rate"] = _number(learning_rate)
-        record["images_per_second"] = _number(images_per_second)
-        record["seconds"] = _number(seconds)
+            record["accuracy"] = number(accuracy)
+        record["learning_rate"] = number(learning_rate)
+        record["images_per_second"] = number(images_per_second)
+        record["seconds"] = number(seconds)
         try:
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             if kind != "iteration" or time.monotonic() - self.flushed > FLUSH_SECONDS:
@@ -121,6 +121,6 @@ def read(path):
     return records
 
 
-def _number(value):
-    value = float(value)
-    return value if math.isfinite(value) else None
+def number(value):
+    """A number as JSON has it: None where it is not finite, or None."""
+    return float(value) if value is not None and math.isfinite(value) else None

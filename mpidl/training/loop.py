@@ -19,7 +19,7 @@ from mpidl.tape import value_and_grad
 from mpidl.training import checkpoint, modelfile, objective, room, seen
 from mpidl.training.configuration import changed_on_resume, resumable, shares
 from mpidl.training.evaluate import agreed
-from mpidl.training.keeping import Keeper
+from mpidl.training.keeping import Keeper, Place
 from mpidl.training.load import Measured
 from mpidl.training.optimizers import of_options
 from mpidl.training.options import TrainingOptions
@@ -40,6 +40,7 @@ def train(
     out=None,
     console=None,
     resume=None,
+    overwrite=False,
     facts=(),
     signals=None,
 ):
@@ -47,10 +48,11 @@ def train(
 
     datastore: labelled images, or images with targets, as the options' loss wants them. options:
     TrainingOptions. world: all ranks by default. out: folder for metrics.jsonl, progress.png and
-    the checkpoints (None: nothing is written). resume: (arrays, facts) of a checkpoint to go on
-    from; UserError where it is of other options, network or images. facts: more to keep in the
-    checkpoints. signals: entered `Signals`, where the caller watches for them before and after the
-    training as well.
+    the checkpoints (None: that of `resume`, else nothing is written); UserError where it holds
+    another run, unless overwrite says that it is to be replaced. resume: the folder of a run to go
+    on with, or (arrays, facts) of its checkpoint; UserError where it is of other options, network
+    or images. facts: more to keep in the checkpoints. signals: entered `Signals`, where the caller
+    watches for them before and after the training as well.
 
     USR1, TERM or INT on any rank ends the run after the present mini-batch, on all ranks, with a
     checkpoint; the result says so. An output function that returns True on any rank does so too.
@@ -66,6 +68,7 @@ def train(
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)
     seen.check(net, datastore, options)
+    place = Place(out, resume, overwrite, world)
     backends.configure(winograd=options.winograd, precision=options.precision)
     settled = world.asked is not None or world.device is not None
     if options.device != "auto" or not settled:
@@ -77,7 +80,7 @@ def train(
     with console or Console(world.rank, **how) as shown:
         if (warning := without_images(datastore)) is not None:
             shown.line(warning)
-        run = _Run(net, datastore, options, world, out, shown, resume, dict(facts))
+        run = _Run(net, datastore, options, world, place, shown, dict(facts))
         with contextlib.nullcontext(signals) if signals else Signals() as held:
             return run.go(held)
 
@@ -90,7 +93,8 @@ def stopped_by(signals, world):
 
 
 class _Run:
-    def __init__(self, net, datastore, options, world, out, console, resume, facts):
+    def __init__(self, net, datastore, options, world, place, console, facts):
+        resume = place.resume
         self.net, self.options, self.world, self.signals = net, options, world, None
         self.console, self.facts = console, facts
         load = options.load(world.size)
@@ -112,7 +116,7 @@ class _Run:
         if world.device is not None:
             self._record(shared, how)
         self.began = time.monotonic() - self.at.seconds
-        self.keeper = Keeper(out, world, None if resume is None else self.at.iteration)
+        self.keeper = Keeper(place, world, None if resume is None else self.at.iteration)
 
     def _record(self, shared, how):
         """Have the step recorded for this world's GPU, and a queue that feeds it."""
@@ -176,9 +180,10 @@ class _Run:
                 self._end_epoch((at.images - images) / (time.monotonic() - started))
                 self._save()
                 self._plot()
+        if at.batch:
+            self.console.last_iteration()
         if signals.agreed or at.batch:
             self._save()
-            self._plot()
         stopped = stopped_by(signals, self.world)
         if stopped is None and signals.name == OUTPUT_FUNCTION:
             signals.name = None  # it asked when no step was left: what ends the run goes on
@@ -187,12 +192,13 @@ class _Run:
         if stopped in (None, OUTPUT_FUNCTION, PATIENCE):
             self._finish(None if stopped == OUTPUT_FUNCTION else signals)
             stopped = stopped or stopped_by(signals, self.world)
+        self._plot(end=True)
         self._tell("done", self.optimizer.learning_rate, at.mean_loss)
         self.keeper.close()
         self.datastore.close()
         rate = at.all_images / max(at.seconds, 1e-9)
-        best = self.validation.iteration or None
-        return Result(stopped, at.epoch - 1, at.iteration, at.mean_loss, rate, at.seconds, best)
+        done = stopped, at.epoch - 1, at.iteration, at.mean_loss, rate, at.seconds
+        return Result(*done, self.validation.iteration or None, *self.validation.of_the_result())
 
     def _goes_on(self):
         return not self.signals.agreed and not self.validation.exhausted
@@ -282,9 +288,11 @@ class _Run:
             self.signals.name = self.signals.name or OUTPUT_FUNCTION
         if found is None:
             return
-        how = found.loss, self.optimizer.learning_rate, 0.0, at.seconds, found.accuracy
+        how = found.loss, self.optimizer.learning_rate, None, at.seconds, found.accuracy
         epoch = at.epoch if at.batch else at.epoch - 1  # at its end the next one is under way
         self.keeper.record("validation", epoch, at.iteration, *how)
+        if at.batch < len(self.queue):  # else the line of the epoch, which ends here, has it
+            self.console.validation(at.iteration, found)
 
     def _end_epoch(self, rate):
         at, learning_rate = self.at, self.optimizer.learning_rate
@@ -293,7 +301,7 @@ class _Run:
         self.keeper.record("epoch", at.epoch, at.iteration, *how)
         if self.validation.due_at_end():
             self._validate(self.signals)
-        found = self.validation.last if self.validation.at > at.iteration - at.batch else None
+        found = self.validation.last if self.validation.at == at.iteration else None
         self.console.epoch(at.epoch, loss, rate, at.seconds, accuracy, found)
         self._tell("epoch", learning_rate, loss, accuracy)
         at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, None, 0
@@ -308,8 +316,6 @@ class _Run:
             self._validate(signals)
             if self.validation.owed:
                 return
-            self.console.validation(self.validation.last)
-            self._plot()
         if self.recorded is not None:
             self.net.to(None)
         self.validation.give_best(self.net)
@@ -336,9 +342,9 @@ class _Run:
         every = self.options.checkpoint_every
         return every and self.at.iteration % every == 0
 
-    def _plot(self):
+    def _plot(self, end=False):
         if self.options.plots != "none":
-            self.keeper.plot()
+            self.keeper.plot(end)
 
     def _save(self):
         if self.keeper.out is None:

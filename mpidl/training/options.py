@@ -145,13 +145,15 @@ class TrainingOptions(ImageOptions, SolverOptions):
     verbose_every: int = option(
         50,
         at_least(0),
-        "iterations between lines in a log; 0: a line an epoch only",
+        "iterations between lines in a log, of which there is one in 10 s at most; 0: none of "
+        "iterations, but the last where that does not end an epoch",
         matlab="VerboseFrequency",
     )
     plots: str = option(
         "training-progress",
         one_of("training-progress", "none"),
-        "draw progress.png in the folder of results at the ends of epochs, where matplotlib is",
+        "draw progress.png in the folder of results, where matplotlib is: at the ends of epochs, "
+        "every 10 s at most, and of the run",
         matlab="Plots",
     )
     # in the library only

@@ -60,7 +60,9 @@ class Result:
 
     stopped: what ended it early, or None: a signal's name, "output_function" or
     "validation_patience". epochs: completed; loss: mean over the images of the last one that was
-    begun. best_iteration: that of the least validation loss, where there was validation.
+    begun. best_iteration: that of the least validation loss, where there was validation;
+    validation_loss, validation_accuracy: of the last one, or, where the network is that of the
+    least loss, of that one; None where there was none, or the loss classifies nothing.
     """
 
     stopped: str | None
@@ -70,6 +72,8 @@ class Result:
     images_per_second: float
     train_seconds: float
     best_iteration: int | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
 
 
 class Shown(NamedTuple):

@@ -60,6 +60,7 @@ class Validation:
         self.keeps = options.output_network == "best-validation"
         self.last, self.at = None, 0  # the Evaluation of iteration `at`
         self.loss, self.iteration = math.inf, 0  # the least, and where
+        self.accuracy = None  # there, where the loss classifies
         self.waited = 0  # validations since then
         self.owed = False  # whether a signal ended that of the present iteration
         self.best = {}  # {table: {name: array}} of that iteration, where it is kept
@@ -84,7 +85,8 @@ class Validation:
             return None
         self.last, self.at = found, iteration
         if self.last.loss < self.loss:
-            self.loss, self.iteration, self.waited = self.last.loss, iteration, 0
+            self.loss, self.accuracy = self.last.loss, self.last.accuracy
+            self.iteration, self.waited = iteration, 0
             if self.keeps:
                 self.best = {
                     table: {name: np.array(a) for name, a in getattr(net, of).items()}
@@ -103,6 +105,7 @@ class Validation:
         """What a checkpoint keeps beside the tables."""
         return {
             "loss": self.loss,
+            "accuracy": self.accuracy,
             "iteration": self.iteration,
             "waited": self.waited,
             "fingerprint": self.fingerprint,
@@ -119,11 +122,17 @@ class Validation:
         """Take what a checkpoint kept."""
         found = facts.get("validation", {})
         self.loss, self.iteration = found.get("loss", math.inf), found.get("iteration", 0)
-        self.waited = found.get("waited", 0)
+        self.accuracy, self.waited = found.get("accuracy"), found.get("waited", 0)
         self.owed = self.store is not None and found.get("owed", False)
         if self.store is not None and found.get("last"):
             self.last, self.at = Evaluation(*found["last"]), found["at"]
         self.best = {table: arrays[table] for table in BEST if table in arrays}
+
+    def of_the_result(self):
+        """(loss, accuracy) of the network that the run ends with, each None where not known."""
+        if self.best:
+            return self.loss, self.accuracy
+        return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)
 
     def give_best(self, net):
         """Have the network, in host memory, be that of the least loss, where it is kept."""

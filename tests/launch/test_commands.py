@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 
 import h5py
 import numpy as np
@@ -66,7 +67,45 @@ def test_train_leaves_its_files(trained):
     assert set(summary) == {
         *("accuracy", "loss", "epochs", "iterations", "ranks", "threads", "device"),
         *("images_per_second", "train_seconds", "weights_sha256"),
+        *("best_iteration", "validation_loss", "validation_accuracy", "stopped"),
     }
+    for name in ("best_iteration", "validation_loss", "validation_accuracy", "stopped"):
+        assert summary[name] is None
+
+
+def test_what_validation_came_to(pictures, tmp_path):
+    """It ends a run that learns nothing, which the summary tells as the lines do."""
+    words = ["--learning-rate", 1e-30, "--validation-data", "test", "--validation-frequency", 1]
+    words += ["--validation-patience", 2]
+    result = small.train(2, pictures, tmp_path, *words, network=small.of("wide"))
+    summary = small.summary(tmp_path)
+    assert (summary["best_iteration"], summary["stopped"]) == (1, "validation_patience")
+    found = f"loss: {summary['validation_loss']:.4f}, Validation accuracy: " + (
+        f"{summary['validation_accuracy']:.4f}"
+    )
+    lines = [line for line in small.printed(result) if line.startswith("Iteration: ")]
+    assert lines[:2] == [f"Iteration: {i}, Validation {found}" for i in (1, 2)]
+    assert lines[2] == f"Iteration: 3, Validation {found}"
+    assert lines[3].startswith("Iteration: 3, Epoch: 1, Loss: ") and len(lines) == 4
+
+
+def test_a_folder_that_holds_a_run(trained, pictures, tmp_path):
+    """Is refused, and left as it is, by a run that does not go on with it, unless that says so."""
+    out = shutil.copytree(trained[0], tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    words = small.command("train", *SHORT, data=pictures, out=out)
+    result = mpirun(2, *words, env=small.without_plots(), check=2)
+    assert small.own_lines(result) == [
+        f"mpidl: --out {out}: it holds a run (iteration 8): --resume {out} goes on with it, "
+        "--overwrite replaces it"
+    ]
+    assert small.printed(result) == []
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    mpirun(2, *words, "--overwrite", env=small.without_plots(), check=0)
+    assert small.summary(out)["iterations"] == 2 and small.iterations(out) == [1, 2]
+    again = ["--resume", out, "--out", out, "--max-iterations", 3]  # as run/train.slurm says it
+    mpirun(1, "-m", "mpidl.train", *again, env=small.without_plots(), check=0)
+    assert small.iterations(out) == [1, 2, 3]
 
 
 def test_the_model_can_be_loaded(trained):

@@ -115,7 +115,8 @@ class Repeated(Datastore):
 def training(chosen, ranks, data, steps, folder):
     """The Held, at its peak, of a training run of so many mini-batches. Raises Fault."""
     command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", "--data", data]
-    command += ["--network", f"{subject.__file__}:light", "--out", os.path.join(folder, "out")]
+    command += ["--network", f"{subject.__file__}:light", "--overwrite"]
+    command += ["--out", os.path.join(folder, "out")]  # the runs' one after the other
     given = {"epochs": steps, "max-iterations": steps}
     given |= {"cache-mb": chosen.cache_mb, "batch-size": chosen.batch_size}
     given |= {"threads": chosen.threads, "learning-rate": 1e-6, "verbose": "off", "plots": "none"}
