@@ -89,10 +89,12 @@ class OneRank:
 
 
 def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=None, device=None):
-    """This rank's Batch of a mini-batch of `count` images; `indices` are all its samples.
+    """This rank's Batch of a mini-batch of `count` images, which the ranks of `world` share.
 
-    load: see `fold.split_blocks`; plain: see `fold.Tree`, the world's own where None; device: see
-    `Batch`.
+    indices: (count,), the sample numbers of all its images in their order, the same on every rank;
+    0, 1, ... where not given. The Batch's own `indices` are those of this rank's images. epoch,
+    seed: with the samples, what random numbers (of dropout) are keyed by. load: see
+    `fold.split_blocks`; plain: see `fold.Tree`, the world's own where None; device: see `Batch`.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
