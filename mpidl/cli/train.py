@@ -61,11 +61,11 @@ def _train(given, world, signals):
     if test_set is not None:
         _same_shape("--test-data", test_set, train_set)
     train_set, settings = _with_validation(given, run, settings, train_set, test_set, world, how)
+    shape = seen.image_shape(settings, train_set.image_shape)
     Pipeline(train_set, seen.augmenter_of(settings))  # or an error: an augmenter for other images
     if given.get("preview"):
         return _preview(given["preview"], train_set, settings, world)
     settings.load(world.size)  # refused before any work where it does not fit the ranks
-    shape = seen.image_shape(settings, train_set.image_shape)
     net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
     seen.check(net, train_set, settings)
     if resume is not None:
