@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import datafiles
 import numpy as np
 import pytest
-from images import grow, on_ranks, pixels_of, refusal
+from images import grow, on_ranks, pixels_of, refusal, save
 from PIL import Image
 
 import mpidl as dl
@@ -314,3 +314,19 @@ def test_pretended_ranks_see_the_same(world):
         parts += [seen.local() for seen, _ in queue.epoch(0)]
     ((whole, _),) = dl.MinibatchQueue(store, 50, 1, normalization=found).epoch(0)
     assert np.concatenate(parts).tobytes() == whole.local().tobytes()
+
+
+def test_images_of_other_sizes_for_a_trained_network(tmp_path):
+    """preprocess=net.preprocess, which is None where there was none."""
+    for i in range(4):
+        save(tmp_path / "ab"[i % 2] / f"{i}.png", pixels_of(i, 1, 8 + i, 9))
+    whole = dl.ImageFolder(tmp_path, preprocess=dl.Preprocess(size=(6, 5)))
+    net = dl.Network([dl.Dense(2)], whole.image_shape)
+    assert net.preprocess is None
+    options = dl.TrainingOptions(epochs=1, verbose="off")
+    dl.train(net, whole, options)
+    assert net.preprocess == whole.preprocess
+    again = dl.ImageFolder(tmp_path, preprocess=net.preprocess)
+    assert dl.evaluate(net, again) == dl.evaluate(net, whole)
+    text = refusal(dl.ImageFolder(tmp_path, preprocess=None).read, range(4))
+    assert "for a trained network preprocess=net.preprocess" in text
