@@ -13,12 +13,10 @@ import time
 import numpy as np
 
 from mpidl import keyed
-from mpidl.cli.bench import machine, memory, subject, turns
+from mpidl.cli.bench import decoding, machine, memory, subject, turns
 from mpidl.comm import World
 from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore, digits, packing
 from mpidl.data.datastore import ArrayDatastore
-from mpidl.data.pipeline import fill_blocks
-from mpidl.data.pixels import KEPT
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.tape import value_and_grad
@@ -47,7 +45,7 @@ def main(chosen):
             print(f"warning: {line}")
         result = {"input": together(chosen, folder)}
         result["epoch"] = epochs(chosen, folder)
-        result["decode"] = decoding(chosen, folder)
+        result["decode"] = decoding.run(chosen, os.path.join(folder, "whole"), WHOLE)
     versions = configuration.versions_of("one rank")
     about = ("side", "images", "batch_size", "threads", "network", "seed")
     result = machine.facts(chosen, versions) | {k: getattr(chosen, k) for k in about} | result
@@ -184,65 +182,3 @@ def epochs(chosen, folder):
         f"shifted {machine.spread(times['packed'], 1e3, 0)}: {ratio:.3f}"
     )
     return {name: machine.summary(found, 1e3) for name, found in times.items()} | {"ratio": ratio}
-
-
-def decoding(chosen, folder):
-    """CPU time of an image, microseconds: Pillow's decoding of JPEG files, as it comes and with its
-    memory kept as we have it kept; ours to planes; planes to blocks, whole, and cropped and
-    mirrored. "ratio", "ratio_kept": what decoding, cropping and mirroring cost, against both."""
-    from PIL import Image
-
-    def keep(blocks):
-        if hasattr(Image.core, "set_blocks_max"):
-            Image.core.set_blocks_max(blocks)
-
-    store = ImageFolder(os.path.join(folder, "whole"))
-    count = min(len(store), 64)
-    indices = np.arange(count)
-    paths = [os.path.join(store.folder, file) for file in store.files[:count]]
-    size = (chosen.side, chosen.side)
-    pixels = store.read(indices)
-    whole = np.ascontiguousarray(pixels[:, :, : size[0], : size[1]])
-    moves = Augmenter(reflect_x=True, crop=size).moves(0, 1, indices, store.image_shape)
-    lanes = np.empty((-(-count // 16), 3, *size, 16), np.float32)
-
-    def pillow():
-        for path in paths:
-            with Image.open(path) as image:
-                image.load()
-
-    def ours():
-        for first in range(0, count, 16):
-            store.read(indices[first : first + 16])
-
-    def plain():
-        fill_blocks(whole, {}, {}, lanes)
-
-    def moved():
-        fill_blocks(pixels, {"size": size, **moves}, {}, lanes)
-
-    functions = {"pillow": pillow, "pillow_kept": pillow, "ours": ours}
-    functions |= {"plain": plain, "moved": moved}
-    times = {name: [] for name in functions}
-    for i in range(2 * chosen.rounds + 1):
-        for name in list(functions) if i % 2 else reversed(functions):
-            keep(0 if name == "pillow" else KEPT)
-            functions[name]()  # its memory and its code as it leaves them
-            began = time.process_time()
-            functions[name]()
-            if i:
-                times[name].append((time.process_time() - began) / count * 1e6)
-    found = {name: np.array(values) for name, values in times.items()}
-    cost = found["ours"] + found["moved"] - found["plain"]
-    ratio, kept = (machine.median(cost / found[name]) for name in ("pillow", "pillow_kept"))
-    print(
-        f"JPEG {WHOLE}x{WHOLE}, us of CPU an image: Pillow's decoding "
-        f"{machine.spread(found['pillow'], 1, 0)}, with its memory kept "
-        f"{machine.spread(found['pillow_kept'], 1, 0)}, ours to planes "
-        f"{machine.spread(found['ours'], 1, 0)}; to blocks of {size[0]}x{size[1]} whole "
-        f"{machine.spread(found['plain'], 1, 0)}, cropped and mirrored "
-        f"{machine.spread(found['moved'], 1, 0)}: decoding, crop and mirror {ratio:.3f} of "
-        f"Pillow's decoding, {kept:.3f} with its memory kept"
-    )
-    ratios = {"ratio": ratio, "ratio_kept": kept}
-    return {name: machine.summary(values) for name, values in found.items()} | ratios
