@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import pytest
 from images import grow, on_ranks, pixels_of, refusal, write_idx
 
 from mpidl.data import ArrayDatastore, ImageFolder, NodeCache, idx_folder
@@ -39,6 +40,17 @@ def test_cache_keeps_what_its_budget_allows(tmp_path):
     assert NodeCache(store, budget_bytes=0).capacity == 0
     assert np.array_equal(NodeCache(store, budget_bytes=0).read([1]), whole[[1]])
     assert NodeCache(ArrayDatastore(pixels_of(0, 4, 2, 2))).capacity == 0
+
+
+def test_cache_has_no_image_before_the_first(tmp_path):
+    """Not image 0, nor the last of those that are kept."""
+    grow(tmp_path)
+    cache = NodeCache(ImageFolder(tmp_path), budget_bytes=4 * 31)
+    for indices in ([-1], [2, -1]):
+        for _ in range(2):  # before and after images are kept
+            with pytest.raises(IndexError, match="expected indices from 0, got -1"):
+                cache.read(indices)
+            cache.read(np.arange(9))
 
 
 def test_cache_is_shared_by_the_ranks_of_a_node(tmp_path):

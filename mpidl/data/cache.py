@@ -88,6 +88,8 @@ class _Table:
     def rows(self, indices):
         if not self.capacity:
             return self.read(self.datastore, indices)
+        if len(indices) and indices.min() < 0:
+            raise IndexError(f"expected indices from 0, got {indices.min()}")
         (cached,) = np.nonzero(indices < self.capacity)
         known = np.zeros(len(indices), bool)
         known[cached] = self.there[indices[cached]] != 0
