@@ -188,38 +188,35 @@ void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t class
     run(softmax_tile, &job, blocks);
 }
 
+static struct job of_labels(const float *logits, const int32_t *labels, const int32_t *counts,
+                            int64_t classes, int64_t pixels) {
+    return (struct job){.logits = logits,
+                        .labels = labels,
+                        .counts = counts,
+                        .classes = classes,
+                        .pixels = pixels};
+}
+
 void mpidl_cross_entropy(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                          const int64_t *tree) {
-    struct job job = {.logits = logits,
-                      .labels = labels,
-                      .counts = counts,
-                      .classes = classes,
-                      .pixels = pixels};
+    struct job job = of_labels(logits, labels, counts, classes, pixels);
     sum(loss_tile, &job, blocks, rows, tree);
 }
 
 void mpidl_cross_entropy_dlogits(const float *logits, const int32_t *labels,
                                  const int32_t *counts, double scale, float *dlogits,
                                  int64_t blocks, int64_t classes, int64_t pixels) {
-    struct job job = {.logits = logits,
-                      .labels = labels,
-                      .counts = counts,
-                      .scale = scale,
-                      .dlogits = dlogits,
-                      .classes = classes,
-                      .pixels = pixels};
+    struct job job = of_labels(logits, labels, counts, classes, pixels);
+    job.scale = scale;
+    job.dlogits = dlogits;
     run(dlogits_tile, &job, blocks);
 }
 
 void mpidl_correct_count(const float *logits, const int32_t *labels, const int32_t *counts,
                          double *rows, int64_t blocks, int64_t classes, int64_t pixels,
                          const int64_t *tree) {
-    struct job job = {.logits = logits,
-                      .labels = labels,
-                      .counts = counts,
-                      .classes = classes,
-                      .pixels = pixels};
+    struct job job = of_labels(logits, labels, counts, classes, pixels);
     sum(correct_tile, &job, blocks, rows, tree);
 }
 
