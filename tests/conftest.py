@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import limits
+import progress
 import pytest
 
 from mpidl.comm import alone  # before a test loads NumPy: mpidl holds the BLAS to one thread
@@ -37,8 +39,18 @@ def world():
     return World()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slow",
+        metavar="PART",
+        help="run the slow cross-checks of this part, or `all` of them, instead of the others",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before the plugins that make the folders and the reporter
 def pytest_configure(config):
+    config.addinivalue_line("markers", "slow(part): a cross-check that --slow PART asks for")
+    config.addinivalue_line("markers", "timeout(seconds): a limit of its own, see limits.py")
     if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
         raise pytest.UsageError(
             f"mpirun started {LAUNCHED_RANKS} ranks, {MPI.get_vendor()[0]} counts {SIZE}: "
@@ -51,13 +63,21 @@ def pytest_configure(config):
         base = Path(MPI.COMM_WORLD.bcast(base))
         base.mkdir(parents=True, exist_ok=True)
         config.option.basetemp = str(base / f"rank-{RANK}")
+        timer = limits.Watch(base, RANK, SIZE, MPI.COMM_WORLD.barrier)
+    else:
+        timer = limits.Alarm()
+    config.pluginmanager.register(limits.Limits(timer), "limits")
     if RANK > 0:
         config.pluginmanager.set_blocked("terminalreporter")
 
 
+@pytest.hookimpl(trylast=True)  # when there is a terminal reporter
 def pytest_sessionstart(session):
+    config = session.config
     if RANK > 0:  # one rank writes the cache; all read it, so that all select the same tests
-        session.config.cache.set = lambda key, value: None
+        config.cache.set = lambda key, value: None
+    elif not hasattr(config, "workerinput"):
+        config.pluginmanager.register(progress.Progress(config), "progress")
 
 
 def pytest_report_header(config):
@@ -74,6 +94,28 @@ def pytest_ignore_collect(collection_path, config):
         return True
 
 
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of the depth that was asked for, the longest files first."""
+    part = config.getoption("--slow")
+    left_out = [item for item in items if not _is_asked_for(item, part)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+    known = progress.table().get(progress.Run.of_environment().name, {})
+
+    def seconds(item):
+        return -known.get(progress.file_of(item.nodeid), [0])[0]
+
+    unwanted = set(left_out)
+    items[:] = sorted((item for item in items if item not in unwanted), key=seconds)
+
+
+def _is_asked_for(item, part):
+    marks = [mark.args[0] for mark in item.iter_markers("slow")]
+    if part is None:
+        return not marks
+    return bool(marks) if part == "all" else part in marks
+
+
 def pytest_collection_finish(session):
     """Ranks that run different tests would wait for each other for ever."""
     if SIZE > 1:
@@ -81,6 +123,7 @@ def pytest_collection_finish(session):
         digests = MPI.COMM_WORLD.allgather(hashlib.sha256(names.encode()).hexdigest())
         if len(set(digests)) > 1:
             raise pytest.UsageError("the ranks collected different tests")
+        session.config.pluginmanager.get_plugin("limits").timer.number(session.items)
 
 
 def pytest_runtest_logreport(report):
@@ -114,6 +157,7 @@ def _end_the_job(what, report):
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session, exitstatus):
     if SIZE > 1 and exitstatus == pytest.ExitCode.OK:
+        session.config.pluginmanager.get_plugin("limits").timer.enter_last()
         MPI.COMM_WORLD.barrier()  # a test may have handed its folder to the other ranks
         mine = Path(session.config.option.basetemp)
         shutil.rmtree(mine, ignore_errors=True)

@@ -51,7 +51,7 @@ def refusal(function, *args, **kwargs):
 
 def on_ranks(size, function, hosts=None):
     """function(world) on each rank of a pretended world, ranks being threads; their results."""
-    meet = threading.Barrier(size, timeout=20)
+    meet = threading.Barrier(size)
     hosts = hosts or ["node0"] * size
     slots, results = [None] * size, [None] * size
 

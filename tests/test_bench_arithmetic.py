@@ -5,11 +5,11 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from alone import Alone, blocked, numbers
+from limits import wait_until
 
 import mpidl as dl
 from mpidl.cli.bench import (
@@ -379,9 +379,7 @@ def test_ranks_are_found_below_their_launcher():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", start], **pipes) as job:
         job.stdout.readline()
-        deadline = time.monotonic() + 30
-        while len(found := memory.ranks_below(job.pid)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(found) == 2 and job.pid not in found
+        wait_until(lambda: len(memory.ranks_below(job.pid)) == 2)
+        assert job.pid not in memory.ranks_below(job.pid)
         job.stdin.close()
     assert memory.ranks_below(job.pid) == []

@@ -142,9 +142,7 @@ def test_two_jobs_at_once(small, tmp_path, monkeypatch):
     # Both see no folder and draw; then both rename.
     both_drawn = threading.Barrier(2)
     rename = module._rename
-    monkeypatch.setattr(
-        module, "_rename", lambda *paths: (both_drawn.wait(timeout=60), rename(*paths))
-    )
+    monkeypatch.setattr(module, "_rename", lambda *paths: (both_drawn.wait(), rename(*paths)))
     found = []
     jobs = [
         threading.Thread(target=lambda: found.append(module.digits(cache=tmp_path)))

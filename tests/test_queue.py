@@ -1,11 +1,11 @@
 """The mini-batch queue: order, shares, lanes, and the thread that reads ahead."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from limits import settled
 
 from mpidl.blocks import LANES, blocks_of
 from mpidl.data import ArrayDatastore, MinibatchQueue
@@ -42,15 +42,6 @@ class Slow(Datastore):
         if self.broken in indices:
             raise UserError(f"folder/{self.broken}.png: the image cannot be read")
         return np.zeros((len(indices), 1, 1, 1), np.uint8)
-
-
-def settled(value, wanted):
-    """Whether value() becomes `wanted` within seconds, and stays so for a moment."""
-    end = time.monotonic() + 10
-    while value() != wanted and time.monotonic() < end:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    return value() == wanted
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])

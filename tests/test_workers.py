@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 from images import refusal
+from limits import settled
 
 import mpidl as dl
 from mpidl import keyed
@@ -19,14 +20,6 @@ WAYS = [(0, 1), (1, 1), (2, 1), (2, 4), (5, 3)]
 
 def crew():
     return [t for t in threading.enumerate() if t.name == "mpidl-prefetch"]
-
-
-def settled(value, wanted):
-    """Whether value() becomes `wanted` within seconds."""
-    end = time.monotonic() + 10
-    while value() != wanted and time.monotonic() < end:
-        time.sleep(0.001)
-    return value() == wanted
 
 
 def made(jobs, prefetch, workers):

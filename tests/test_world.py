@@ -179,10 +179,9 @@ def test_messages_arrive_while_rank_0_works(world):
     mine, received = World(), []
     mine.after_each(received.append)
     mine.send(mine.rank)
-    deadline = time.monotonic() + 30
-    while mine.rank == 0 and len(received) < mine.size and time.monotonic() < deadline:
-        mine.progress()
     if mine.rank == 0:
+        while len(received) < mine.size:
+            mine.progress()
         assert sorted(received) == list(range(mine.size))
     mine.barrier()
 

@@ -1,4 +1,7 @@
-"""Compiles CUDA C for the CPU: shim.h, a unit's text, and a C function to call each kernel by."""
+"""Compiles CUDA C for the CPU: shim.h, a unit's text, and a C function to call each kernel by.
+
+What is compiled stays in a temporary folder of this user, for all processes and checkouts.
+"""
 
 import ctypes
 import fcntl
@@ -32,11 +35,11 @@ def find():
 
 
 def program(text, defines=()):
-    """The whole C++ text of a unit."""
+    """The C++ text of a unit, behind shim.h."""
     names = "".join(f"#define {name} {value}\n" for name, value in defines)
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     calls = [_call(name, found, code) for name, found in kernels.signatures(text).items()]
-    return f'{SHIM}{names}{text}\n#line 1 "calls"\n' + "".join(calls)
+    return f'{names}{text}\n#line 1 "calls"\n' + "".join(calls)
 
 
 def _call(name, arguments, text):
@@ -62,32 +65,68 @@ extern "C" const char* run_{name}(
 
 @functools.cache
 def loaded(text, family, defines=()):
-    """A unit's kernels, a ctypes.CDLL. Compiled once for all processes of this user."""
+    """A unit's kernels, a ctypes.CDLL."""
     return ctypes.CDLL(compiled(program(text, defines), family))
 
 
 def compiled(text, name):
-    """Path of the shared object made of a C++ text; kept under its hash in a temporary folder."""
-    key = hashlib.sha256("\0".join([*_compiler(), *FLAGS, text]).encode()).hexdigest()[:32]
+    """Path of the shared object made of shim.h and a C++ text."""
+
+    def compile_unit(target):
+        source = target.with_suffix(".cpp")
+        source.write_text(text)
+        _run(["-include", str(_header()), str(source), "-o", str(target)], name)
+        source.unlink()
+
+    return _made_once(f"{name}-{_key(text)}.so", compile_unit)
+
+
+@functools.cache
+def _header():
+    """Path of a copy of shim.h with its compiled form beside it, which g++ reads instead: most of
+    a small unit's time would go into the headers of C++."""
+    path = _folder() / f"shim-{_key('')}.h"
+    if not path.exists():
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(SHIM)
+        os.replace(part, path)
+    _made_once(f"{path.name}.gch", lambda out: _run(["-x", "c++-header", str(path), "-o", out]))
+    return path
+
+
+def _run(words, name="shim"):
+    flags = FLAGS if name != "shim" else [flag for flag in FLAGS if flag != "-shared"]
+    done = subprocess.run(
+        [_compiler()[0], *flags, *map(str, words)], capture_output=True, text=True
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        raise RuntimeError(f"{name}.cu: g++ says: " + "\n".join(lines or [done.stderr]))
+
+
+def _folder():
     folder = Path(tempfile.gettempdir()) / f"mpidl-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{name}-{key}.so"
+    return folder
+
+
+def _key(text):
+    return hashlib.sha256("\0".join([*_compiler(), *FLAGS, SHIM, text]).encode()).hexdigest()[:32]
+
+
+def _made_once(name, make):
+    """Path of a file that the first process that wants it makes by make(path), while others wait."""
+    path = _folder() / name
     if path.exists():
         return path
-    with open(folder / f"{key}.lock", "w") as lock:
+    lock_path = path.with_name(f"{name}.lock")
+    with open(lock_path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel of the system lets go of a dead one's
         if not path.exists():
-            source = path.with_suffix(".cpp")
-            source.write_text(text)
-            made = path.with_suffix(f".{os.getpid()}")
-            command = [_compiler()[0], *FLAGS, str(source), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if "error" in line]
-                raise RuntimeError(f"{name}.cu: g++ says: " + "\n".join(lines or [done.stderr]))
-            os.replace(made, path)
-            source.unlink()
-    (folder / f"{key}.lock").unlink(missing_ok=True)
+            part = path.with_name(f"{name}.{os.getpid()}")
+            make(part)
+            os.replace(part, path)
+    lock_path.unlink(missing_ok=True)
     return path
 
 

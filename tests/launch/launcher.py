@@ -6,10 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from limits import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +46,7 @@ def environment(extra=None):
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     kept |= {
+        "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stacks of a job that hangs
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -81,6 +84,23 @@ class Job(subprocess.Popen):
                     found[int(rank)] = pid
         return found
 
+    def print_stacks(self):
+        """Have each rank write its stack to stderr and end."""
+        ranks = set(self.rank_pids().values())
+        launchers = [self.pid, *set(_descendants(self.pid)) - ranks]
+        if not ranks:
+            ranks, launchers = {self.pid}, []
+        _send(launchers, signal.SIGSTOP)  # or they would end the other ranks after the first one
+        _send(ranks, signal.SIGABRT)  # see PYTHONFAULTHANDLER
+        time.sleep(1)
+        _send(launchers, signal.SIGCONT)
+
+
+def _send(pids, number):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
 
 def start(ranks, *args, env=None, cwd=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE):
     """Start `mpirun -n ranks python args...` (text pipes) and return the Job."""
@@ -96,29 +116,40 @@ def start(ranks, *args, env=None, cwd=None, stdout=subprocess.PIPE, stderr=subpr
     )
 
 
-def finish(job, timeout=120, input=None):
-    """Wait for a started job and return its Result; past `timeout` seconds the test fails."""
+def finish(job, input=None):
+    """Wait for a started job and return its Result.
+
+    A job that is still running when the test's limit runs out is ended, and its output is shown
+    with the stack of each rank.
+    """
+    expired = None
     try:
-        stdout, stderr = job.communicate(input, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        kill(job)
-        stdout, stderr = job.communicate()
-        pytest.fail(f"not done after {timeout} s: {_shown(job.args, stdout, stderr)}")
+        stdout, stderr = job.communicate(input)
+    except pytest.fail.Exception as error:
+        expired = error
+        job.print_stacks()
     finally:
         kill(job)
+    if expired:
+        pytest.fail(f"{expired}\n{_shown(job.args, *job.communicate())}")
     return Result(job.returncode, stdout, stderr)
 
 
-def mpirun(ranks, *args, timeout=120, env=None, input=None, check=None, cwd=None):
+def mpirun(ranks, *args, env=None, input=None, check=None, cwd=None):
     """Run `mpirun -n ranks python args...` to its end and return its Result.
 
     check: the exit code it must have; the test fails with what was printed where it has another.
     """
-    result = finish(start(ranks, *args, env=env, cwd=cwd), timeout, input)
+    result = finish(start(ranks, *args, env=env, cwd=cwd), input)
     if check is not None and result.returncode != check:
         shown = _shown(command(ranks, *args), result.stdout, result.stderr)
         pytest.fail(f"exit code {result.returncode}, expected {check}: {shown}")
     return result
+
+
+def assert_gone(pids):
+    """Wait until none of these processes is left; a parent may take a moment to see one end."""
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def kill(job):
@@ -128,9 +159,7 @@ def kill(job):
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(5)
-    for pid in [*family, *_descendants(job.pid)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _send([*family, *_descendants(job.pid)], signal.SIGKILL)
     if job.poll() is None:
         job.kill()
 

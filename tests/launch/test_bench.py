@@ -22,7 +22,7 @@ def bench(what, *options, path, ranks=None, check=0, env=None):
     words = small.command("bench", what, *options, network=None)
     if what != "kernels":
         words += ["--network", small.SMALL, "--image", "1x12x12"]
-    result = mpirun(ranks, *words, "--json", path, env=env, check=check, timeout=200)
+    result = mpirun(ranks, *words, "--json", path, env=env, check=check)
     return result, json.loads(path.read_text()) if path.exists() else None
 
 
@@ -148,7 +148,7 @@ def test_compare(tmp_path, ranks):
 def test_optimizers(tmp_path):
     path = tmp_path / "a.json"
     words = small.command("bench", "optimizers", "--floats", 1000, "--rounds", 2, network=None)
-    result = mpirun(None, *words, "--json", path, check=0, timeout=200)
+    result = mpirun(None, *words, "--json", path, check=0)
     found = json.loads(path.read_text())
     assert_facts(found, "optimizers")
     kinds = {"sgdm fused", "sgdm foreach", "adam fused", "adam foreach", "rmsprop foreach"}
@@ -185,7 +185,7 @@ def test_input(tmp_path):
     words = ["--side", 40, "--images", 20, "--batch-size", 16, "--rounds", 1, "--workers", "1,2"]
     words = small.command("bench", "input", *words, "--network", small.SMALL, network=None)
     path = tmp_path / "a.json"
-    result = mpirun(None, *words, "--json", path, check=0, timeout=200)
+    result = mpirun(None, *words, "--json", path, check=0)
     found = json.loads(path.read_text())
     assert_facts(found, "input")
     assert set(found["input"]) == {"jpeg", "png", "packed", "arrays"}

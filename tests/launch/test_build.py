@@ -145,7 +145,6 @@ def build(*words, **env):
         env=environment(env),
         capture_output=True,
         text=True,
-        timeout=300,
     )
 
 
@@ -212,7 +211,7 @@ def test_the_kernels_under_sanitizers(sanitized):
         )
         for half in halves
     ]
-    said = [job.communicate(timeout=200)[0] for job in jobs]
+    said = [job.communicate()[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
 
 
@@ -228,6 +227,5 @@ def test_the_sanitizers_see(sanitized):
             env=environment(sanitized),
             capture_output=True,
             text=True,
-            timeout=60,
         )
         assert ("heap-buffer-overflow" in done.stderr) == expected == (done.returncode != 0)

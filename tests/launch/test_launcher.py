@@ -1,11 +1,8 @@
 """The helper that the tests of whole jobs lean on."""
 
-import os
-import time
-from pathlib import Path
-
 import pytest
-from launcher import mpirun, start
+from launcher import assert_gone, mpirun, start
+from limits import wait_until
 
 # In one write each, so that the lines of two ranks do not mix.
 SAY_RANK = "import sys; from mpi4py.MPI import COMM_WORLD as c; "
@@ -30,31 +27,9 @@ def test_a_wrong_exit_code_shows_the_output():
         mpirun(1, "-c", "print('here it is')", check=1)
 
 
-def test_a_job_that_hangs_is_ended(tmp_path):
-    text = f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()"
-    text += "; print('up', flush=True); time.sleep(600)"
-    with pytest.raises(pytest.fail.Exception, match=r"not done after 3 s[^$]*up"):
-        mpirun(2, "-c", text, timeout=3)
-    _assert_gone(map(int, os.listdir(tmp_path)))
-
-
 def test_rank_pids():
     with start(2, "-c", SAY_RANK + "; import time; time.sleep(600)") as job:
-        for _ in range(100):
-            pids = job.rank_pids()
-            if len(pids) == 2:
-                break
-            time.sleep(0.1)
+        wait_until(lambda: len(job.rank_pids()) == 2)
+        pids = job.rank_pids()
         assert sorted(pids) == [0, 1]
-    _assert_gone(pids.values())
-
-
-def _assert_gone(pids):
-    pids = list(pids)
-    assert len(pids) == 2
-    for _ in range(50):  # a killed process stays for a moment, until its parent has seen it end
-        alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-        if not alive:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"still there: {alive}")
+    assert_gone(pids.values())

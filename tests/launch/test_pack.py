@@ -65,11 +65,9 @@ def test_a_signal_leaves_what_the_same_command_goes_on_with(tmp_path, number):
             os.link(folder / name / "0.png", folder / name / f"{i}.png")
     part = tmp_path / ".x.h5.part"
     with start(None, "-m", "mpidl.pack", folder, target, "--threads", 1) as job:
-        deadline = time.monotonic() + 60
-        while not written(part) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: written(part))
         job.send_signal(number)
-        result = launcher.finish(job, timeout=60)
+        result = launcher.finish(job)
     assert result.returncode == 75, result.stdout + result.stderr
     told = re.search(r"(SIG\w+): stopped after (\d+) of 128 images; to go on", result.stdout)
     assert told and told[1] == signal.Signals(number).name and int(told[2]) < 128
@@ -94,8 +92,7 @@ def written(part):
 def test_a_killed_packing_goes_on(tmp_path):
     grow(tmp_path / "set", per_class=40, shape=(3, 64, 64))
     with start(None, "-m", "mpidl.pack", tmp_path / "set", tmp_path / "x.h5") as job:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / ".x.h5.part").exists() and time.monotonic() < deadline:
+        while not (tmp_path / ".x.h5.part").exists():
             time.sleep(0.002)
         job.kill()
     if not (tmp_path / "x.h5").exists():

@@ -47,9 +47,7 @@ def unpacked(tmp_path_factory):
 
 
 def run(command, cwd=None, env=None):
-    done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, env=environment(env), timeout=200
-    )
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment(env))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

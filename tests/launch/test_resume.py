@@ -91,7 +91,7 @@ def test_after_a_signal(pictures, tmp_path):
             if line.startswith("Epoch: 2,"):
                 break
         job.send_signal(signal.SIGUSR1)
-        result = finish(job, timeout=30)
+        result = finish(job)
     assert result.returncode == STOPPED
     end = small.iterations(out)[-1] + 5
     small.resume(3, out, "--max-iterations", end)

@@ -1,0 +1,93 @@
+"""The limits of tests: a test that hangs or fails is named, with its rank and its stack."""
+
+import os
+import re
+
+from launcher import ROOT, assert_gone, mpirun
+
+# Each process of the session leaves its process id in the folder of the tests.
+HEAD = """
+import ctypes, faulthandler, os, pathlib, time
+import pytest
+
+(pathlib.Path(__file__).parent / f"{os.getpid()}.pid").touch()
+"""
+HANGS = """
+@pytest.mark.timeout(2)
+def test_one_hangs(world):
+    if world.rank == 1:
+        time.sleep(1000)
+
+@pytest.mark.timeout(1)
+def test_the_others_wait(world):
+    world.barrier()
+"""
+FAILS = """
+def test_one_fails(world):
+    assert world.rank != 2, "an odd rank"
+    world.barrier()
+"""
+ALONE = """
+@pytest.mark.timeout(1)
+def test_sleeps():
+    time.sleep(1000)
+
+@pytest.mark.timeout(2)
+def test_its_job_hangs():
+    import launcher
+    launcher.mpirun(2, "-c", "import time; print('up', flush=True); time.sleep(1000)")
+
+def test_the_next_one_runs():
+    pass
+"""
+STAYS_IN_C = """
+def test_stays_in_c(request):
+    alarm = request.config.pluginmanager.get_plugin("limits").timer
+    faulthandler.dump_traceback_later(1, exit=True, file=alarm.stderr)
+    ctypes.PyDLL(None).sem_wait(ctypes.create_string_buffer(64))
+"""
+
+
+def session(folder, ranks, text):
+    """The Result of a pytest session of these tests, with the plugins of this one."""
+    (folder / "test_made.py").write_text(HEAD + text)
+    words = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "conftest"]
+    words += ["-o", f"cache_dir={folder / 'cache'}", folder]
+    places = [ROOT, ROOT / "tests", ROOT / "tests" / "launch"]
+    env = {"PYTHONPATH": os.pathsep.join(map(str, places)), "MPIDL_TEST_RUN": "{}"}
+    result = mpirun(ranks, *words, env=env)
+    assert result.returncode != 0
+    assert_gone([path.stem for path in folder.glob("*.pid")])
+    return result
+
+
+def test_a_hang_of_one_rank_is_told_with_all_stacks(tmp_path):
+    head, *stacks = session(tmp_path, 3, HANGS).stderr.split("--- rank ")
+    assert "test_made.py::test_one_hangs did not end within its limit of" in head
+    assert "s on rank 1 of 3 ===" in head and len(stacks) == 3
+    for rank, test in enumerate(["test_the_others_wait", "test_one_hangs", "test_the_others_wait"]):
+        assert stacks[rank].startswith(f"{rank} of 3, in test_made.py::{test}:")
+        assert re.search(rf'test_made.py", line \d+ in {test}\n', stacks[rank])
+
+
+def test_a_failure_of_one_rank_ends_the_others(tmp_path):
+    error = session(tmp_path, 3, FAILS).stderr
+    assert "=== rank 2 of 3: test_made.py::test_one_fails (call) failed ===" in error
+    assert "AssertionError: an odd rank" in error
+
+
+def test_a_hang_in_one_process_fails_its_test_alone(tmp_path):
+    output = re.sub(r"^E +", "", session(tmp_path, None, ALONE).stdout, flags=re.M)
+    assert "2 failed, 1 passed" in output
+    for name in ("test_sleeps", "test_its_job_hangs"):
+        assert f"FAILED test_made.py::{name} (call)" in output
+    assert output.count("did not end within its limit of") >= 2
+    # what the job printed, and where each of its ranks was
+    assert "--- stdout\nup\nup\n" in output
+    assert output.count('File "<string>", line 1 in <module>') == 2, output
+
+
+def test_a_process_that_ignores_the_alarm_is_ended(tmp_path):
+    result = session(tmp_path, None, STAYS_IN_C)
+    assert "Timeout (0:00:01)!" in result.stderr
+    assert re.search(r'test_made.py", line \d+ in test_stays_in_c\n', result.stderr)

@@ -1,0 +1,213 @@
+"""A limit for each test, which follows the machine's speed, and the stacks of one that hangs.
+
+The limits are pytest-timeout's: `timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`.
+They count seconds of a quiet machine. When a limit runs out, the machine's speed is measured, and a
+test on a machine three times slower gets three times as long. There is no limit to a whole run.
+
+In one process a test past its limit fails where it stands, and the next one runs. Under mpirun one
+rank names the test, prints the stack of every rank and ends the job.
+"""
+
+import faulthandler
+import hashlib
+import math
+import mmap
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+REFERENCE = 500e6  # bytes per second that a core of the machine of the limits hashes by BLAKE2b
+GRACE = 30  # seconds after which a process that ignores the alarm is ended by faulthandler
+
+
+def slowness(seconds: float = 0.3) -> float:
+    """How many times slower than the reference a core is now, at least 1.
+
+    Other work on the machine and a CPU quota count as slowness, as they do for the tests.
+    """
+    chunk, hashed, start = bytes(1 << 16), 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        hashlib.blake2b(chunk)  # without the interpreter's lock
+        hashed += len(chunk)
+    return max(1.0, REFERENCE * elapsed / hashed)
+
+
+def exceeded(start: float, seconds: float) -> bool:
+    """Whether more than so many seconds of a quiet machine have passed since `start`, a reading of
+    time.monotonic()."""
+    elapsed = time.monotonic() - start
+    return elapsed > seconds and elapsed > seconds * slowness()
+
+
+def wait_until(condition) -> None:
+    """Return once condition() is true; the test's limit ends a wait that is in vain."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def without_pytest(stacks: str) -> str:
+    """The stacks that faulthandler wrote, without the frames below a test."""
+    package = r'[^"\n]*/(_pytest|pytest|pluggy|xdist|execnet)/[^"\n]*'
+    return re.sub(rf'  File "({package}|<frozen runpy>)", [^\n]*\n', "", stacks)
+
+
+def settled(value, wanted) -> bool:
+    """Wait until value() is `wanted`, and tell whether it still is a moment later."""
+    wait_until(lambda: value() == wanted)
+    time.sleep(0.02)
+    return value() == wanted
+
+
+class Alarm:
+    """The limit of the running test in a process of its own: the test fails, the next one runs."""
+
+    def __init__(self):
+        self.stderr = os.dup(2)  # while pytest does not capture it
+        signal.signal(signal.SIGALRM, self._expire)
+        self.start, self.limit = 0.0, 0.0
+
+    def set(self, item, limit):
+        self.start, self.limit = time.monotonic(), limit
+        self._arm(limit)
+
+    def cancel(self):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _arm(self, seconds):
+        # A process that stays in C code never calls _expire(): faulthandler ends it from a thread
+        # of its own, and says where it was.
+        faulthandler.dump_traceback_later(3 * seconds + GRACE, exit=True, file=self.stderr)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def _expire(self, number, frame):
+        limit = self.limit * slowness()
+        elapsed = time.monotonic() - self.start
+        if elapsed < limit:
+            self._arm(limit - elapsed)
+            return
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = without_pytest(file.read())
+        pytest.fail(f"did not end within its limit of {limit:.0f} s; all threads:\n{stacks}")
+
+
+class Watch:
+    """The limit of the running test under mpirun; all ranks are on this host.
+
+    Each rank writes its position into a table that all of them map. The first rank whose limit runs
+    out names the test that holds the others up, has every rank write its stack, and ends the job.
+    """
+
+    POSITION, START, LIMIT, PID = range(4)
+
+    def __init__(self, folder: Path, rank: int, size: int, barrier):
+        self.folder, self.rank, self.size = folder, rank, size
+        self.stderr = os.fdopen(os.dup(2), "w")
+        self.names = {-1: "collection"}
+        path = folder / "positions"
+        if rank == 0:
+            path.write_bytes(bytes(8 * 4 * size))
+        barrier()
+        with open(path, "r+b") as file:
+            memory = memoryview(mmap.mmap(file.fileno(), 0))
+        self.table = memory.cast("d", (size, 4))
+        self.table[rank, self.PID] = os.getpid()
+        self.stack = open(folder / f"stack-{rank}", "w")
+        faulthandler.register(signal.SIGUSR2, self.stack, all_threads=True)
+        self.enter(-1, 60)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def number(self, items):
+        """Name the positions; the ranks have agreed on the list of tests."""
+        self.names |= {i: item.nodeid for i, item in enumerate(items)}
+        self.names[len(items)] = "the end of the run"
+        self.positions = {item: i for i, item in enumerate(items)}
+        self.cancel()
+
+    def enter_last(self):
+        """Wait for the other ranks, at the end of the run."""
+        self.enter(len(self.positions), 60)
+
+    def set(self, item, limit):
+        self.enter(self.positions[item], limit)
+
+    def cancel(self):
+        self.table[self.rank, self.LIMIT] = math.inf
+
+    def enter(self, position, limit):
+        for column, value in enumerate((position, time.monotonic(), limit)):
+            self.table[self.rank, column] = value
+
+    def _watch(self):
+        factor = 1.0
+        while True:
+            time.sleep(1)
+            elapsed = time.monotonic() - self.table[self.rank, self.START]
+            if elapsed <= factor * self.table[self.rank, self.LIMIT]:
+                continue
+            factor = slowness()
+            if self._is_hindmost_due(factor):
+                self._end_the_job(factor)
+
+    def _is_hindmost_due(self, factor):
+        """Whether the ranks that are furthest behind are past their limits, and this one is."""
+        now, rows = time.monotonic(), self.table.tolist()
+        due = [now - start > factor * limit for _, start, limit, _ in rows]
+        last = min(position for position, *_ in rows)
+        return due[self.rank] and all(
+            late for late, row in zip(due, rows, strict=True) if row[self.POSITION] == last
+        )
+
+    def _end_the_job(self, factor):
+        try:
+            os.close(os.open(self.folder / "expired", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return  # another rank does it
+        rows = self.table.tolist()
+        pids = [int(row[self.PID]) for row in rows]
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(2)
+        positions = [int(row[self.POSITION]) for row in rows]
+        behind = [rank for rank, position in enumerate(positions) if position == min(positions)]
+        limit = factor * rows[behind[0]][self.LIMIT]
+        lines = [
+            f"\n=== {self.names[min(positions)]} did not end within its limit of {limit:.0f} s on "
+            f"rank {', '.join(map(str, behind))} of {self.size} ==="
+        ]
+        for rank, position in enumerate(positions):
+            text = without_pytest((self.folder / f"stack-{rank}").read_text())
+            text = text or "no answer: it may be stopped\n"
+            lines.append(f"--- rank {rank} of {self.size}, in {self.names[position]}:\n{text}")
+        self.stderr.write("\n".join(lines))
+        self.stderr.flush()
+        for rank, pid in enumerate(pids):
+            if rank != self.rank:
+                os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
+
+class Limits:
+    """The plugin: pytest-timeout's timer, by an Alarm or a Watch. Without pytest-timeout, as on a
+    machine where nothing can be installed, no test has a limit."""
+
+    def __init__(self, timer):
+        self.timer = timer
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_set_timer(self, item, settings):
+        self.timer.set(item, settings.timeout)
+        return True
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_timeout_cancel_timer(self, item):
+        self.timer.cancel()
+        return True

@@ -1,0 +1,130 @@
+"""What a person sees of a run of tests: a line every few seconds, with the time that is left.
+
+The expectation is tests/durations.json, {run: {file: [seconds, tests]}} on a quiet machine with two
+cores; the tests that have ended say how much slower this machine is. `run/test --record` writes the
+table anew.
+"""
+
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+TABLE = Path(__file__).with_name("durations.json")
+EVERY = 10  # seconds between two lines
+PRIOR = 10  # seconds at the table's pace that the first measurements are mixed with
+UNKNOWN = 0.2  # seconds for a test of a file that the table does not know
+
+
+class Run(NamedTuple):
+    """The run that this pytest is one of, as tests/suite.py describes it."""
+
+    name: str = "tests"
+    position: str = "1 of 1"
+    later: float = 0.0  # seconds of the runs behind it, on a quiet machine
+    cores: int = 1  # how many tests run at a time
+    record: bool = False
+
+    @classmethod
+    def of_environment(cls):
+        return cls(**json.loads(os.environ.get("MPIDL_TEST_RUN", "{}")))
+
+
+def table():
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def file_of(nodeid):
+    return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def clock(seconds):
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+class Progress:
+    """The plugin, for the one process that reports."""
+
+    def __init__(self, config):
+        self.run, self.known = Run.of_environment(), table()
+        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self.quiet = config.option.verbose == 0
+        self.terminal.showfspath = not self.quiet
+        self.total, self.expected = 0, Counter()  # tests; seconds of each file
+        self.done, self.failed, self.spent = set(), 0, 0.0
+        self.measured = defaultdict(lambda: [0.0, 0])
+        self.start = self.last = time.monotonic()
+
+    def weight(self, nodeid):
+        seconds, count = self.known.get(self.run.name, {}).get(file_of(nodeid), (UNKNOWN, 1))
+        return seconds / count
+
+    def expect(self, nodeids):
+        """The tests that will run, which another process may have collected."""
+        self.total = len(nodeids)
+        self.expected = sum(map(self.weight, nodeids))
+        self.start = self.last = time.monotonic()
+
+    def pytest_collection_finish(self, session):
+        if session.items:
+            self.expect([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node, ids):
+        if not self.total:
+            self.expect(ids)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report):
+        """No dot for each test; what failed is told at once."""
+        if not self.quiet:
+            return None
+        if report.passed:
+            return ("passed" if report.when == "call" else ""), "", ""
+        return ("skipped" if report.skipped else "failed"), "", ""
+
+    def pytest_runtest_logreport(self, report):
+        name = report.nodeid
+        self.measured[file_of(name)][0] += report.duration
+        if report.failed:
+            self.failed += 1
+            self.say(f"FAILED {name} ({report.when})")
+        if report.when == "teardown":
+            self.done.add(name)
+            self.measured[file_of(name)][1] += 1
+            self.spent += self.weight(name)
+            if self.quiet and time.monotonic() - self.last > EVERY:
+                self.last = time.monotonic()
+                self.say(self.line())
+
+    def line(self):
+        elapsed = time.monotonic() - self.start
+        spent, ahead = self.spent / self.run.cores, self.expected / self.run.cores
+        pace = (elapsed + PRIOR) / (spent + PRIOR)  # this machine's seconds for one of the table's
+        left = pace * max(ahead - spent, 0)
+        text = f"run {self.run.position} ({self.run.name}): {len(self.done)} of {self.total} tests"
+        text += f", {self.failed} failed" if self.failed else ""
+        text += f", {clock(left)} left"
+        return text + (f", {clock(left + pace * self.run.later)} in all" if self.run.later else "")
+
+    def say(self, text):
+        self.terminal.ensure_newline()
+        self.terminal.write_line(text)
+
+    def pytest_sessionfinish(self, exitstatus):
+        if self.run.record and exitstatus == pytest.ExitCode.OK:
+            files = {f: [round(s, 2), n] for f, (s, n) in sorted(self.measured.items())}
+            write(table() | {self.run.name: files})
+
+
+def write(known):
+    """Write the table, one line for each file."""
+    runs = []
+    for name, files in known.items():
+        lines = ",\n".join(f"  {json.dumps(file)}: {json.dumps(v)}" for file, v in files.items())
+        runs.append(f" {json.dumps(name)}: {{\n{lines}\n }}")
+    TABLE.write_text("{\n" + ",\n".join(runs) + "\n}\n")
