@@ -23,7 +23,7 @@ SHIM = (Path(__file__).parent / "shim.h").read_text()
 # floats as integers and shared memory as any type, as CUDA lets them.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-fcf-protection=none"] if os.uname().machine == "x86_64" else []
-FLAGS += ["-march=native", "-fPIC", "-shared", "-w"]
+FLAGS += ["-march=native", "-fPIC", "-w"]
 C_TYPES = {np.dtype(short): name for name, short in kernels.ELEMENTS.items()}
 C_NUMBERS = {ctype: name for name, ctype in kernels.NUMBERS.items()}
 
@@ -75,7 +75,7 @@ def compiled(text, name):
     def compile_unit(target):
         source = target.with_suffix(".cpp")
         source.write_text(text)
-        _run(["-include", str(_header()), str(source), "-o", str(target)], name)
+        _run(f"{name}.cu", "-shared", "-include", _header(), source, "-o", target)
         source.unlink()
 
     return _made_once(f"{name}-{_key(text)}.so", compile_unit)
@@ -90,18 +90,16 @@ def _header():
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(SHIM)
         os.replace(part, path)
-    _made_once(f"{path.name}.gch", lambda out: _run(["-x", "c++-header", str(path), "-o", out]))
+    _made_once(f"{path.name}.gch", lambda out: _run("shim.h", "-x", "c++-header", path, "-o", out))
     return path
 
 
-def _run(words, name="shim"):
-    flags = FLAGS if name != "shim" else [flag for flag in FLAGS if flag != "-shared"]
-    done = subprocess.run(
-        [_compiler()[0], *flags, *map(str, words)], capture_output=True, text=True
-    )
+def _run(name, *words):
+    command = [_compiler()[0], *FLAGS, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line]
-        raise RuntimeError(f"{name}.cu: g++ says: " + "\n".join(lines or [done.stderr]))
+        raise RuntimeError(f"{name}: g++ says: " + "\n".join(lines or [done.stderr]))
 
 
 def _folder():
@@ -115,7 +113,7 @@ def _key(text):
 
 
 def _made_once(name, make):
-    """Path of a file that the first process that wants it makes by make(path), while others wait."""
+    """Path of a file that one process makes by make(path), while others that need it wait."""
     path = _folder() / name
     if path.exists():
         return path

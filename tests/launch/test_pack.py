@@ -12,6 +12,7 @@ import pytest
 import small
 from images import grow, pixels_of, save
 from launcher import mpirun, start
+from limits import wait_until
 
 from mpidl.data import PackedDatastore
 
