@@ -1,7 +1,7 @@
 """pytest under mpirun: every rank runs every test, rank 0 reports, a failing rank ends the job.
 
 `python -m pytest` runs all tests on one rank; `mpirun -n 3 python -m pytest tests` runs on three
-those that start no jobs of their own. A collective call that some rank never reaches would hang,
+those that have the fixture `world`. A collective call that some rank never reaches would hang,
 so the first failure anywhere is printed, headed by its rank, and aborts all ranks.
 """
 
@@ -24,8 +24,8 @@ LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_S
 
 MPI = alone.load()  # which initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# Tests of one rank: those that start mpirun themselves, those of kernels on an emulated GPU, and
-# files in which no world is spoken of, where further ranks would do the same once more.
+# Files of one rank: those that start mpirun themselves, those of kernels on an emulated GPU, and
+# those in which no world is spoken of.
 HERE = Path(__file__).resolve().parent
 ALONE = {HERE / name for name in ("gpu", "launch")}
 ALONE |= {path for path in HERE.glob("test_*.py") if "world" not in path.read_text()}
@@ -84,7 +84,7 @@ def pytest_report_header(config):
     library = " ".join(map(str, MPI.get_vendor()))
     lines = [f"MPI: {library}, {SIZE} rank(s)"]
     if LAUNCHED_RANKS:
-        lines.append("left out under mpirun: tests/gpu; tests/launch, which starts mpirun itself")
+        lines.append("left out under mpirun: tests without the fixture `world`, which are the same")
     return lines
 
 
@@ -110,6 +110,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _is_asked_for(item, part):
+    if LAUNCHED_RANKS and "world" not in item.fixturenames:
+        return False  # further ranks would do the same once more
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
     if part is None:
         return not marks

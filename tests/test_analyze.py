@@ -143,6 +143,7 @@ def test_the_command(world, capsys):
         ),
     ],
 )
+@pytest.mark.usefixtures("world")
 def test_networks_that_cannot_be_shown(line, text):
     with pytest.raises(UserError, match=text):
         info.main(line.split())

@@ -1,6 +1,7 @@
 """Images with targets, sets that a function has changed, sets of one's own."""
 
 import numpy as np
+import pytest
 from images import grow, pixels_of, refusal
 
 import mpidl as dl
@@ -36,6 +37,7 @@ def test_combined_images(tmp_path):
     assert "no such file" in refusal(store.targets, [3])
 
 
+@pytest.mark.usefixtures("world")
 def test_names_of_pixel_labels():
     """By which the rows of a confusion matrix are called."""
     images = ArrayDatastore(pixels_of(0, 20, 3, 4, 4))

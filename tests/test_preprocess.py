@@ -316,6 +316,7 @@ def test_pretended_ranks_see_the_same(world):
     assert np.concatenate(parts).tobytes() == whole.local().tobytes()
 
 
+@pytest.mark.usefixtures("world")
 def test_images_of_other_sizes_for_a_trained_network(tmp_path):
     """preprocess=net.preprocess, which is None where there was none."""
     for i in range(4):

@@ -120,6 +120,7 @@ def test_where_a_resumed_run_is_and_what_trains_on(position, options, text):
     assert train._where(position, dl.TrainingOptions(epochs=2, **options)) == text
 
 
+@pytest.mark.usefixtures("world")
 def test_a_network_stays_with_its_normalization(file):
     _, path = file
     name = f"{path}:transfer"

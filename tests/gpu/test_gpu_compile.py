@@ -13,6 +13,8 @@ from mpidl.backends.gpu import kernels, nvrtc
 MARGIN = 4  # registers more than the table's, or fewer, say nothing
 NEW_TABLE = "PYTHONPATH=.:tests python tests/gpu/resources.py writes the table anew"
 
+MORE = pytest.mark.slow("gpu")
+
 
 def skip_without_nvrtc():
     if not nvrtc.installed():
@@ -25,7 +27,15 @@ def compiled(architecture):
     return resources.compile_all(variants.units(architecture), architecture)
 
 
-@pytest.fixture(params=resources.ARCHITECTURES)
+def architectures(*names):
+    """The newest is compiled for in every run, the others in the slow part."""
+    return [
+        name if name == resources.ARCHITECTURES[-1] else pytest.param(name, marks=MORE)
+        for name in names
+    ]
+
+
+@pytest.fixture(params=architectures(*resources.ARCHITECTURES))
 def architecture(request):
     skip_without_nvrtc()
     return request.param
@@ -39,7 +49,7 @@ def test_every_unit_compiles(architecture):
         assert not missing, f"{resources.label(unit)}: {missing} is not in the compiler's log"
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"], indirect=True)
+@pytest.mark.parametrize("architecture", architectures("sm_80", "sm_90"), indirect=True)
 def test_nothing_spills(architecture):
     spilled = [
         f"{resources.label(unit)}: {name}: {entry['spills']} bytes"
@@ -81,6 +91,7 @@ def nvrtc_12():
     return next((one for one in found if 70 in one.architectures), None)
 
 
+@MORE
 def test_every_unit_compiles_for_volta():
     compiler = nvrtc_12()
     if compiler is None:

@@ -553,7 +553,16 @@ def holds_without_faults(check, arguments):
     return all(holds(check, arguments, order) for order in ORDERS)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.family}: {fault.what}")
+def cases():
+    """The first fault of a family is looked for in every run, the others in the slow part."""
+    families = set()
+    for fault in FAULTS:
+        marks = [pytest.mark.slow("faults")] if fault.family in families else []
+        families.add(fault.family)
+        yield pytest.param(fault, id=f"{fault.family}: {fault.what}", marks=marks)
+
+
+@pytest.mark.parametrize("fault", cases())
 def test_a_fault_is_found(device, monkeypatch, fault):
     assert holds_without_faults(fault.check, fault.arguments)
     source = kernels.source

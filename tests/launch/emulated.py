@@ -5,10 +5,12 @@ EMULATED_GATHERED: the bytes that a GPU gathers at most, see `sums.GATHERED`. EM
 share of its memory that data sets may take, see `on_device.RESIDENT`.
 """
 
+import contextlib
 import importlib
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 
 def opened(gpu):
@@ -36,12 +38,18 @@ def main():
     from mpidl.comm import devices, guard, nccl
     from mpidl.data import on_device
 
-    devices.opened, devices.visible = opened, visible
-    sums.GATHERED = int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))
-    on_device.RESIDENT = float(os.environ.get("EMULATED_RESIDENT", on_device.RESIDENT))
-    nccl.cuda_aware = lambda: True  # memory of the device is the host's
+    replaced = [
+        (devices, "opened", opened),
+        (devices, "visible", visible),
+        (nccl, "cuda_aware", lambda: True),  # memory of the device is the host's
+        (sums, "GATHERED", int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))),
+        (on_device, "RESIDENT", float(os.environ.get("EMULATED_RESIDENT", on_device.RESIDENT))),
+    ]
     name = sys.argv.pop(1)
-    guard.run(importlib.import_module(f"mpidl.cli.{name}").main)
+    with contextlib.ExitStack() as stack:  # a pool's rank runs other commands afterwards
+        for module, attribute, value in replaced:
+            stack.enter_context(mock.patch.object(module, attribute, value))
+        guard.run(importlib.import_module(f"mpidl.cli.{name}").main)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def finish(job, input=None):
     finally:
         kill(job)
     if expired:
-        pytest.fail(f"{expired}\n{_shown(job.args, *job.communicate())}")
+        pytest.fail(f"{expired}\n{shown(job.args, *job.communicate())}")
     return Result(job.returncode, stdout, stderr)
 
 
@@ -142,8 +142,8 @@ def mpirun(ranks, *args, env=None, input=None, check=None, cwd=None):
     """
     result = finish(start(ranks, *args, env=env, cwd=cwd), input)
     if check is not None and result.returncode != check:
-        shown = _shown(command(ranks, *args), result.stdout, result.stderr)
-        pytest.fail(f"exit code {result.returncode}, expected {check}: {shown}")
+        text = shown(command(ranks, *args), result.stdout, result.stderr)
+        pytest.fail(f"exit code {result.returncode}, expected {check}: {text}")
     return result
 
 
@@ -177,5 +177,5 @@ def _descendants(pid):
     return found
 
 
-def _shown(args, stdout, stderr):
+def shown(args, stdout, stderr):
     return f"{' '.join(map(str, args))}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"

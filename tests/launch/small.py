@@ -9,6 +9,7 @@ from pathlib import Path
 import h5py
 import launcher
 import numpy as np
+import pool
 from images import save
 
 CLASSES = ("bar", "box", "dot")
@@ -71,13 +72,15 @@ def command(name, *options, network=SMALL, data=None, out=None):
 def train(ranks, data, out, *options, network=SMALL, check=0, env=None):
     """Train to the end in mini-batches of 50; returns the job's Result."""
     words = command("train", "--batch-size", 50, *options, network=network, data=data, out=out)
-    return launcher.mpirun(ranks, *words, env=without_plots() | (env or {}), check=check)
+    if env:
+        return launcher.mpirun(ranks, *words, env=without_plots() | env, check=check)
+    return pool.run(ranks, *words, check=check)
 
 
 def resume(ranks, folder, *options, check=0):
     """Go on with the run in a folder; returns the job's Result."""
     words = command("train", "--resume", folder, *options, network=None)
-    return launcher.mpirun(ranks, *words, env=without_plots(), check=check)
+    return pool.run(ranks, *words, check=check)
 
 
 # What mpirun adds to stderr where a job ends early: MPICH a line and a box of "=", Open MPI boxes

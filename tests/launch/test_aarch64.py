@@ -22,6 +22,7 @@ needs_cross = pytest.mark.skipif(
 
 
 @needs_cross
+@pytest.mark.slow("aarch64")
 def test_no_warnings(tmp_path):
     failed = kernels.compile_builds(["generic"], tmp_path, [COMPILER], ["-Werror"])
     assert {name: error.output for name, error in failed.items()} == {}
@@ -33,6 +34,7 @@ def test_no_warnings(tmp_path):
     not (native.runs_here("x86-64-v3") and "x86-64-v3" in native.built()),
     reason="no kernels with fused multiply-add to compare with",
 )
+@pytest.mark.slow("aarch64")
 def test_the_bytes_of_avx2(tmp_path):
     before = native.running()
     native.use("x86-64-v3")

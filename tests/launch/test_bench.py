@@ -32,7 +32,7 @@ def assert_facts(found, what):
     assert 0 <= found["busy_before"] <= 1
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(None, marks=pytest.mark.slow("jobs")), 2])
 def test_step(tmp_path, ranks):
     result, found = bench("step", *QUICK, path=tmp_path / "a.json", ranks=ranks)
     assert_facts(found, "step")
@@ -51,6 +51,7 @@ def test_step(tmp_path, ranks):
     assert result.stdout.count("images/s") == 1
 
 
+@pytest.mark.slow("jobs")
 def test_step_on_several_numbers_of_ranks(tmp_path):
     _, found = bench("step", *QUICK, "--ranks", "1,2", path=tmp_path / "a.json")
     assert set(found["ms"]) == set(found["efficiency"]) == {"1", "2"}
@@ -76,6 +77,7 @@ def test_kernels(tmp_path):
     assert "peak of added products" in result.stdout
 
 
+@pytest.mark.slow("jobs")
 def test_fold_in_fresh_processes(tmp_path):
     words = ["--batch-size", 48, "--rounds", 1, "--iterations", 1]
     _, found = bench("fold", *words, path=tmp_path / "a.json")
@@ -96,6 +98,7 @@ def test_fold_on_the_ranks_that_mpirun_started(tmp_path):
     assert result.stdout.count("overhead of the fold") == 1
 
 
+@pytest.mark.slow("jobs")
 def test_accuracy(tmp_path):
     _, found = bench("accuracy", "--batch-size", 24, "--seeds", 2, path=tmp_path / "a.json")
     assert_facts(found, "accuracy")
@@ -119,6 +122,7 @@ def test_accuracy_without_torch(tmp_path):
     assert "error" in json.loads(path.read_text())
 
 
+@pytest.mark.slow("jobs")
 def test_compare_without_torch():
     """One line that names the extra."""
     code = f"{WITHOUT}runpy.run_module('mpidl.bench', run_name='__main__')"
@@ -128,6 +132,7 @@ def test_compare_without_torch():
 
 @needs_torch
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow("jobs")
 def test_compare(tmp_path, ranks):
     """Also where a variant fails: here the compiler is missing."""
     words = ["--variants", "eager,compile", "--ranks", ranks]
@@ -145,6 +150,7 @@ def test_compare(tmp_path, ranks):
 
 
 @needs_torch
+@pytest.mark.slow("jobs")
 def test_optimizers(tmp_path):
     path = tmp_path / "a.json"
     words = small.command("bench", "optimizers", "--floats", 1000, "--rounds", 2, network=None)
@@ -160,6 +166,7 @@ def test_optimizers(tmp_path):
 
 
 @needs_torch
+@pytest.mark.slow("jobs")
 def test_compare_memory(tmp_path):
     words = ["--memory", "--variants", "eager"]
     _, found = bench("compare", *QUICK, *words, path=tmp_path / "a.json")
@@ -168,6 +175,7 @@ def test_compare_memory(tmp_path):
 
 
 @needs_torch
+@pytest.mark.slow("jobs")
 def test_compare_refuses_uneven_shares():
     words = ["-m", "mpidl.bench", "compare", "--ranks", 2, "--batch-size", 48]
     (line,) = small.own_lines(mpirun(None, *words, check=2))
@@ -180,6 +188,7 @@ def test_refused_under_mpirun():
         assert text in line
 
 
+@pytest.mark.slow("jobs")
 def test_input(tmp_path):
     """Each kind of file, and what is compared; on images and rounds too few to mean anything."""
     words = ["--side", 40, "--images", 20, "--batch-size", 16, "--rounds", 1, "--workers", "1,2"]
@@ -198,6 +207,7 @@ def test_input(tmp_path):
     assert result.stdout.count("of the slower") == 1
 
 
+@pytest.mark.slow("jobs")
 def test_input_memory():
     """On a set too small to mean anything: what is run, and what is told."""
     chosen = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())

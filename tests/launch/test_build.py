@@ -42,11 +42,13 @@ def test_this_checkout_has_its_kernels():
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
+@pytest.mark.slow("compilers")
 def test_no_warnings(compiled, compiler):
     assert compiled(compiler)[1] == {}
 
 
 @pytest.mark.parametrize("build", [name for name in kernels.builds() if native.runs_here(name)])
+@pytest.mark.slow("compilers")
 def test_clang_has_the_bytes_of_gcc(compiled, build, pictures, tmp_path):
     found = {}
     for compiler in ("gcc", "clang"):
@@ -197,6 +199,7 @@ def sanitized(tmp_path_factory):
     }
 
 
+@pytest.mark.slow("sanitizers")
 def test_the_kernels_under_sanitizers(sanitized):
     """Their tests, in two processes side by side."""
     halves = [KERNEL_TESTS[0::2], KERNEL_TESTS[1::2]]
@@ -215,6 +218,7 @@ def test_the_kernels_under_sanitizers(sanitized):
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
 
 
+@pytest.mark.slow("sanitizers")
 def test_the_sanitizers_see(sanitized):
     """The negative control: a copy of one float too many."""
     text = (

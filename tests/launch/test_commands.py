@@ -6,6 +6,7 @@ import shutil
 
 import h5py
 import numpy as np
+import pool
 import pytest
 import small
 from launcher import mpirun
@@ -94,17 +95,17 @@ def test_a_folder_that_holds_a_run(trained, pictures, tmp_path):
     out = shutil.copytree(trained[0], tmp_path / "run")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     words = small.command("train", *SHORT, data=pictures, out=out)
-    result = mpirun(2, *words, env=small.without_plots(), check=2)
+    result = pool.run(2, *words, check=2)
     assert small.own_lines(result) == [
         f"mpidl: --out {out}: it holds a run (iteration 8): --resume {out} goes on with it, "
         "--overwrite replaces it"
     ]
     assert small.printed(result) == []
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    mpirun(2, *words, "--overwrite", env=small.without_plots(), check=0)
+    pool.run(2, *words, "--overwrite", check=0)
     assert small.summary(out)["iterations"] == 2 and small.iterations(out) == [1, 2]
     again = ["--resume", out, "--out", out, "--max-iterations", 3]  # as run/train.slurm says it
-    mpirun(1, "-m", "mpidl.train", *again, env=small.without_plots(), check=0)
+    pool.run(1, "-m", "mpidl.train", *again, check=0)
     assert small.iterations(out) == [1, 2, 3]
 
 
@@ -119,7 +120,7 @@ def test_the_model_can_be_loaded(trained):
 def test_the_options_of_a_run_make_the_same_run(trained, tmp_path):
     out, _ = trained
     words = ["--config", out / "options.toml", "--out", tmp_path / "again"]
-    mpirun(1, "-m", "mpidl.train", *words, env=small.without_plots(), check=0)
+    pool.run(1, "-m", "mpidl.train", *words, check=0)
     assert (
         small.summary(tmp_path / "again")["weights_sha256"]
         == (small.summary(out)["weights_sha256"])
@@ -129,10 +130,12 @@ def test_the_options_of_a_run_make_the_same_run(trained, tmp_path):
 def test_a_mini_batch_for_each_rank(pictures, tmp_path):
     """It is a batch size; its dependence on the ranks is told."""
     words = ["--max-iterations", 2, "--batch-per-rank", 25]
-    result = mpirun(2, *small.command("train", *words, data=pictures, out=tmp_path / "2"), check=0)
+    result = pool.run(
+        2, *small.command("train", *words, data=pictures, out=tmp_path / "2"), check=0
+    )
     note = "note: --batch-per-rank 25: mini-batches of 50 on 2 rank(s)"
     assert any(line.startswith(note) for line in small.printed(result)), result.stdout
-    mpirun(1, *small.command("train", *SHORT, data=pictures, out=tmp_path / "1"), check=0)
+    pool.run(1, *small.command("train", *SHORT, data=pictures, out=tmp_path / "1"), check=0)
     hashes = {small.summary(tmp_path / name)["weights_sha256"] for name in ("1", "2")}
     assert len(hashes) == 1
 
@@ -140,7 +143,9 @@ def test_a_mini_batch_for_each_rank(pictures, tmp_path):
 @pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "bench", "pack"])
 def test_help_is_printed_once(command):
     """On all ranks alike the program ends, but one of them prints."""
-    result = mpirun(2 if command == "train" else None, "-m", f"mpidl.{command}", "--help", check=0)
+    result = pool.run(
+        2 if command == "train" else None, "-m", f"mpidl.{command}", "--help", check=0
+    )
     assert result.stdout.count("usage: ") == 1 and small.own_lines(result) == []
     assert max(map(len, result.stdout.splitlines())) <= 100
 
@@ -149,14 +154,14 @@ def test_folders_are_numbered(pictures, tmp_path):
     """Without --out, in the folder one is in."""
     for _ in range(2):
         words = small.command("train", *SHORT, data=pictures)
-        result = mpirun(1, *words, env=small.without_plots(), cwd=tmp_path, check=0)
+        result = pool.run(1, *words, cwd=tmp_path, check=0)
     assert "Results: runs/small-2" in result.stdout
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"small", "small-2"}
 
 
 def test_verify(pictures):
     words = small.command("verify", *SHORT, "--ranks", "1,3", data=pictures)
-    lines = small.printed(mpirun(None, *words, env=small.without_plots(), check=0))
+    lines = small.printed(pool.run(None, *words, check=0))
     assert lines[0].split() == ["ranks", "iterations", "loss", "seconds", "weights_sha256"]
     rows = [line.split() for line in lines[1:3]]
     assert [row[:2] for row in rows] == [["1", "2"], ["3", "2"]]
@@ -167,7 +172,7 @@ def test_verify(pictures):
 def test_verify_where_they_differ(pictures):
     words = small.command("verify", *SHORT, "--ranks", "1,3", data=pictures)
     words += ["--batchnorm", "local"]
-    result = mpirun(None, *words, env=small.without_plots(), check=1)
+    result = pool.run(None, *words, check=1)
     rows = [line.split() for line in small.printed(result)[1:3]]
     assert rows[0][4] != rows[1][4]
     assert "DIFFERENT: the weights depend on the number of ranks" in result.stdout
@@ -177,7 +182,7 @@ def test_verify_refuses(tmp_path):
     """In one line what training refused, and to be started under mpirun."""
     words = small.command("verify", "--ranks", "1", data=tmp_path / "missing")
     for ranks, text in ((None, "no such folder"), (2, "run it without mpirun")):
-        (line,) = small.own_lines(mpirun(ranks, *words, check=2))
+        (line,) = small.own_lines(pool.run(ranks, *words, check=2))
         assert line.startswith("mpidl: ") and text in line
 
 
@@ -196,7 +201,7 @@ def test_info():
 
 
 def predict(*options, ranks=1, check=0):
-    return mpirun(ranks, *small.command("predict", *options, network=None), check=check)
+    return pool.run(ranks, *small.command("predict", *options, network=None), check=check)
 
 
 def test_predict_without_labels(trained, pictures, tmp_path):
@@ -298,7 +303,7 @@ if world.rank == 0:
 def test_predict_with_a_network_that_a_script_trained(colours, tmp_path):
     """On the raw images, which are larger and in colour: the model knows how they were made."""
     (tmp_path / "own.py").write_text(SCRIPT)
-    result = mpirun(2, tmp_path / "own.py", colours, tmp_path / "model.h5", check=0)
+    result = pool.run(2, tmp_path / "own.py", colours, tmp_path / "model.h5", check=0)
     expected = small.printed(result)[-1]
     assert expected.startswith("Accuracy: ")
     printed = small.printed(predict("--model", tmp_path / "model.h5", "--data", colours, ranks=2))

@@ -1,17 +1,22 @@
 """The commands on emulated GPUs, under a real mpirun: the same bytes on any number of ranks."""
 
+import pool
 import pytest
 import small
-from launcher import mpirun
 
 EMULATED = str(small.ROOT) + "/tests/launch/emulated.py"
 NETWORK = small.of("convolutions")
+MORE = pytest.mark.slow("gpu")
+
+
+def run(ranks, *words, env=None, check=0):
+    return pool.run(ranks, EMULATED, *words, env=env, check=check)
 
 
 def train(ranks, data, out, *options, network=NETWORK, check=0, **env):
     words = ["train", "--device", "gpu", "--batch-size", 50, "--threads", 1, *options]
     words += ["--network", network, "--data", data, "--out", out]
-    return mpirun(ranks, EMULATED, *words, env=small.without_plots() | env, check=check)
+    return run(ranks, *words, env=env, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +34,22 @@ def same(one, other):
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=MORE), 3])
 def test_ranks_that_share_a_gpu(ranks, one, pictures, tmp_path):
     train(ranks, pictures, tmp_path, "--epochs", 2)
     assert same(one, tmp_path)["ranks"] == ranks
 
 
-@pytest.mark.parametrize("most", ["1000000", "1000"])  # large sums go through the host
+@pytest.mark.parametrize(
+    "most", [pytest.param("1000000", marks=MORE), "1000"]
+)  # large sums go through the host
 def test_ranks_with_a_gpu_each_whose_mpi_reads_device_memory(most, one, pictures, tmp_path):
     env = {"EMULATED_GPUS": "3", "MPIDL_TRANSPORT": "mpi", "EMULATED_GATHERED": most}
     train(3, pictures, tmp_path, "--epochs", 2, **env)
     same(one, tmp_path)
 
 
+@MORE
 def test_without_graphs(one, pictures, tmp_path):
     train(2, pictures, tmp_path, "--epochs", 2, "--graphs", "off")
     same(one, tmp_path)
@@ -50,7 +58,7 @@ def test_without_graphs(one, pictures, tmp_path):
 def test_stop_and_resume_on_more_ranks(one, pictures, tmp_path):
     train(2, pictures, tmp_path, "--epochs", 2, "--max-iterations", 5)
     words = ["train", "--resume", tmp_path, "--max-iterations", 8, "--epochs", 2]
-    mpirun(3, EMULATED, *words, env=small.without_plots())
+    run(3, *words)
     same(one, tmp_path)
 
 
@@ -67,9 +75,12 @@ def test_options_that_decide_from_step_to_step(pictures, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, network, loss",
-    [("images", "shades", "mse"), ("pixels", "pixels", "crossentropy")],
+    [
+        pytest.param("images", "shades", "mse", marks=MORE),
+        ("pixels", "pixels", "crossentropy"),
+    ],
 )
-@pytest.mark.parametrize("resident", ["0.5", "0"])
+@pytest.mark.parametrize("resident", ["0.5", pytest.param("0", marks=MORE)])
 def test_targets(kind, network, loss, resident, pairs, tmp_path):
     """Mini-batches of 50 and of 31, of which two of three ranks have none; validation too."""
     words = ["--loss", loss, "--epochs", 2, "--validation-data", "test"]
@@ -85,7 +96,7 @@ def test_predict(one, pictures, tmp_path):
     for ranks in (1, 3):
         words = ["predict", "--device", "gpu", "--model", one / "model.h5", "--data", pictures]
         scores, layer = tmp_path / f"{ranks}.csv", tmp_path / f"{ranks}.npy"
-        mpirun(ranks, EMULATED, *words, "--out", scores, "--top-k", 2, check=0)
-        mpirun(ranks, EMULATED, *words, "--out", layer, "--activations", "relu1", check=0)
+        run(ranks, *words, "--out", scores, "--top-k", 2)
+        run(ranks, *words, "--out", layer, "--activations", "relu1")
         left[ranks] = scores.read_bytes(), layer.read_bytes()
     assert left[1] == left[3]

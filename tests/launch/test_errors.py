@@ -4,6 +4,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
+import pool
 import pytest
 import small
 from images import pixels_of, save
@@ -14,10 +15,24 @@ NETWORKS = small.of("")
 
 
 def refusal(ranks, *words, env=None):
-    """The one line that a job refuses with, without its "mpidl: "."""
-    with start(ranks, *words, env=env or small.without_plots()) as job:
+    """The one line that a command refuses with, without its "mpidl: "."""
+    return the_line(pool.run(ranks, *words, env=env))
+
+
+def refusal_of_a_job(ranks, *words):
+    """The same of a job of its own, of which nothing may be left."""
+    with start(ranks, *words, env=small.without_plots()) as job:
         result = finish(job)
-    assert_gone(words)
+    tail = b"".join(str(word).encode() + b"\0" for word in words)
+
+    def is_gone():
+        return not any(_command_line(p).endswith(tail) for p in Path("/proc").glob("[0-9]*"))
+
+    wait_until(is_gone)
+    return the_line(result)
+
+
+def the_line(result):
     assert result.returncode == 2, result.stdout + result.stderr
     assert len(small.own_lines(result)) == 1, result.stderr
     (line,) = small.own_lines(result)
@@ -26,24 +41,14 @@ def refusal(ranks, *words, env=None):
     return line.removeprefix("mpidl: ")
 
 
-def assert_gone(words):
-    """No process of the job is left, but for a moment until its parent has seen it end."""
-    tail = b"".join(str(word).encode() + b"\0" for word in words)
-
-    def is_gone():
-        return not any(_command_line(p).endswith(tail) for p in Path("/proc").glob("[0-9]*"))
-
-    wait_until(is_gone)
-
-
 def _command_line(process):
     with contextlib.suppress(OSError):
         return (process / "cmdline").read_bytes()
     return b""
 
 
-def refused_training(ranks, *options, network=small.SMALL, **places):
-    return refusal(ranks, *small.command("train", *options, network=network, **places))
+def refused_training(ranks, *options, network=small.SMALL, refused=refusal, **places):
+    return refused(ranks, *small.command("train", *options, network=network, **places))
 
 
 # Before there are ranks: each parses the same command line, rank 0 speaks.
@@ -67,7 +72,12 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(case, tmp_path):
     options, text = OPTIONS[case]
-    assert text in refused_training(2 if case == "unknown option" else None, *options)
+    assert text in refused_training(None, *options)
+
+
+def test_an_option_of_a_job():
+    text = refused_training(2, "--lerning-rate", 0.1, refused=refusal_of_a_job)
+    assert text.startswith("unknown option --lerning-rate: did you mean --learning-rate")
 
 
 NETWORK = {
@@ -93,7 +103,7 @@ def test_networks(case, pictures, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-NO_GPU = small.without_plots() | {"CUDA_VISIBLE_DEVICES": ""}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 DEVICES = {
     "none": (
         ["--device", "gpu"],
@@ -160,9 +170,9 @@ def test_a_corrupt_image(spoiled, tmp_path, which):
     """Whichever rank reads it, in training or in the test."""
     path = spoiled / which
     path.write_bytes(path.read_bytes()[:90])
-    text = refused_training(
-        3, "--batch-size", 50, "--epochs", 1, data=spoiled, out=tmp_path / "run"
-    )
+    words = ["--batch-size", 50, "--epochs", 1]
+    places = {"data": spoiled, "out": tmp_path / "run"}
+    text = refused_training(3, *words, refused=refusal_of_a_job, **places)
     assert text.startswith(f"{path}: the image cannot be read: ")
 
 
@@ -234,7 +244,7 @@ def test_a_full_disk(pictures, tmp_path, limit, file):
     script.write_text(FULL)
     options = ["--epochs", 1, "--batch-size", 50]
     words = small.command("train", *options, network="digits", data=pictures, out=out)
-    text = refusal(2, script, limit, *words[2:])
+    text = refusal_of_a_job(2, script, limit, *words[2:])
     assert text == f"{out / file}: cannot be written: File too large"
     assert not (out / file).exists()
 
@@ -245,5 +255,5 @@ def test_metrics_on_a_full_disk(pictures, tmp_path):
     script.write_text(FULL)
     options = ["--epochs", 50, "--batch-size", 16]
     words = small.command("train", *options, data=pictures, out=out)
-    text = refusal(2, script, 31_000, *words[2:])
+    text = refusal_of_a_job(2, script, 31_000, *words[2:])
     assert text == f"{out / 'metrics.jsonl'}: cannot be written: File too large"

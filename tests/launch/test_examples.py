@@ -2,8 +2,9 @@
 
 import re
 
+import pool
 import pytest
-from launcher import ROOT, mpirun
+from launcher import ROOT
 
 from mpidl import keyed
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def run(name, ranks, *args):
-    return mpirun(ranks, ROOT / "examples" / name, *args, check=0).stdout
+    return pool.run(ranks, ROOT / "examples" / name, *args, check=0).stdout
 
 
 def found(label, text):
@@ -35,7 +36,7 @@ def found(label, text):
 def test_custom_loop_is_the_training_command(folder, tmp_path):
     """180 images of 200 make mini-batches of 128 and of 52, whose last block holds 4."""
     args = ("-m", "mpidl.train", "--data", folder, "--epochs", 3, "--out", tmp_path / "out")
-    command = mpirun(2, *args, check=0).stdout
+    command = pool.run(2, *args, check=0).stdout
     expected = found("weights_sha256", command)
     for ranks in (None, 3):
         printed = run("custom_loop.py", ranks, folder, 3)
@@ -51,7 +52,7 @@ def test_custom_loop_is_dl_train(folder):
     text += "options = dl.TrainingOptions.from_recipe('digits', epochs=2, validation=test); "
     text += "dl.train(net, train, options, world=world); "
     text += "world.report(weights_sha256=dl.weights_sha256(net))"
-    library = mpirun(3, "-c", text, folder, check=0).stdout
+    library = pool.run(3, "-c", text, folder, check=0).stdout
     own = run("custom_loop.py", 2, folder, 2)
     assert found("Weights sha256", own) == found("Weights sha256", library)
 

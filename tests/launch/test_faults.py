@@ -13,6 +13,7 @@ from limits import exceeded
 
 from mpidl.training import checkpoint
 
+MORE = pytest.mark.slow("jobs")
 # Runs what it is told to, on which rank, in a program of a user's own.
 PROGRAM = """
 import sys
@@ -53,7 +54,7 @@ def ended_in(seconds, ranks, *words):
     return result
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=MORE), 1])
 def test_an_exception_on_one_rank(program, rank):
     result = ended_in(20, 3, program, rank, "raise")
     lines = small.own_lines(result)
@@ -79,14 +80,14 @@ def test_an_exception_in_training_names_the_step(pictures, tmp_path):
     assert lines[-1] == "ArithmeticError: this network breaks on rank 1"
 
 
-@pytest.mark.parametrize(("rank", "who"), [(0, ""), (2, "rank 2: ")])
+@pytest.mark.parametrize(("rank", "who"), [pytest.param(0, "", marks=MORE), (2, "rank 2: ")])
 def test_a_refusal_of_one_rank(program, rank, who):
     result = ended_in(20, 3, program, rank, "refuse")
     assert result.returncode == 2
     assert small.own_lines(result) == [f"mpidl: {who}images: unusable"]
 
 
-@pytest.mark.parametrize(("rank", "what"), [(0, "exit"), (1, "exit 3")])
+@pytest.mark.parametrize(("rank", "what"), [pytest.param(0, "exit", marks=MORE), (1, "exit 3")])
 def test_a_rank_that_leaves(program, rank, what):
     """Nobody waits for it longer than the time-out."""
     result = ended_in(20, 2, program, rank, what)

@@ -21,6 +21,8 @@ import mpidl as dl
 from mpidl.comm import launch as launching
 from mpidl.comm import launched
 
+MORE = pytest.mark.slow("jobs")
+
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch):
@@ -89,7 +91,9 @@ def speak(world):
     print("and here", file=sys.stderr)
 
 
-@pytest.mark.parametrize("show", ["rank 0", "all", "none"])
+@pytest.mark.parametrize(
+    "show", [pytest.param("rank 0", marks=MORE), "all", pytest.param("none", marks=MORE)]
+)
 def test_output(show, capsys):
     dl.launch(speak, ranks=2, show=show)
     out, err = capsys.readouterr()
@@ -147,7 +151,9 @@ def fail(world, how, on):
     world.barrier()
 
 
-@pytest.mark.parametrize("on", [[1], [0], [1, 2]])
+@pytest.mark.parametrize(
+    "on", [[1], pytest.param([0], marks=MORE), pytest.param([1, 2], marks=MORE)]
+)
 def test_an_exception_comes_back_with_its_rank(on, capsys):
     began = time.monotonic()
     with pytest.raises(dl.RankError) as caught:
@@ -172,14 +178,19 @@ def test_what_a_user_can_mend_stays_that():
         dl.launch(fail, "user", [0, 1], ranks=2)
 
 
-@pytest.mark.parametrize(("how", "text"), [("exit", "SystemExit: 3"), ("good exit", "SystemExit")])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("exit", "SystemExit: 3"), pytest.param("good exit", "SystemExit", marks=MORE)],
+)
 def test_sys_exit_is_an_error(how, text):
     with pytest.raises(dl.RankError, match=text) as caught:
         dl.launch(fail, how, [1], ranks=2)
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize(("how", "text"), [("at once", "exit code"), ("crash", "string_at")])
+@pytest.mark.parametrize(
+    ("how", "text"), [pytest.param("at once", "exit code", marks=MORE), ("crash", "string_at")]
+)
 def test_a_rank_that_dies(how, text):
     with pytest.raises(dl.RankError, match=text) as caught:
         dl.launch(fail, how, [1], ranks=2, show="none")
@@ -308,6 +319,7 @@ def test_a_script(script):
     assert done.stdout == "work by 2\n", done.stderr
 
 
+@MORE
 def test_a_module_that_runs_as_the_program(script):
     folder = script(GUARDED).parent
     done = run("-m", "script", "work", cwd=folder)
@@ -320,6 +332,7 @@ def test_a_script_without_a_guard(script):
     assert 'call it under if __name__ == "__main__":' in done.stderr.splitlines()[-1]
 
 
+@MORE
 def test_a_function_that_the_ranks_do_not_find(script):
     """It is defined where the script's own work stands, which a rank leaves out."""
     own = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
@@ -336,6 +349,7 @@ def test_a_notebook():
     assert done.stdout == "work by 2\n", done.stderr
 
 
+@MORE
 def test_a_notebook_without_cloudpickle():
     text = "from mpidl.comm import launched; launched.cloudpickle = lambda: None\n"
     done = run("-c", text + SCRIPT + "\nmain(work)\n")
@@ -343,7 +357,7 @@ def test_a_notebook_without_cloudpickle():
     assert done.returncode == 1 and "pip install '.[notebook]'" in last
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=MORE), signal.SIGKILL])
 def test_the_ranks_end_with_the_program(number, script, mark):
     """Ctrl-C, and a notebook's kernel that is killed. The fixture sees that nothing is left."""
     words = [sys.executable, script(GUARDED), "stay"]

@@ -4,10 +4,10 @@ import itertools
 import json
 
 import numpy as np
+import pool
 import pytest
 import small
 from images import pixels_of, save
-from launcher import mpirun
 from PIL import Image
 
 import mpidl as dl
@@ -33,10 +33,21 @@ def sizes(tmp_path_factory):
     return folder
 
 
-def test_the_cifar_network_by_its_recipe(colours, tmp_path):
+RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(1, 1, 1), (2, 1, 1), (3, 2, 4)],
+        pytest.param(RANKS_THREADS_WORKERS, marks=pytest.mark.slow("ranks")),
+    ],
+    ids=["some", "all"],
+)
+def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
     """Its images are mirrored and moved by up to 4 pixels."""
     found = {}
-    for how in itertools.product((1, 2, 3), (1, 2), (1, 4)):
+    for how in cases:
         ranks, threads, workers = how
         out = tmp_path / "-".join(map(str, how))
         words = ("--max-iterations", 2, "--threads", threads, "--workers", workers)
@@ -91,7 +102,7 @@ def test_the_model_shows_images_to_its_network_as_it_was_trained(sizes, warped, 
     for ranks in (1, 3):
         out = tmp_path / f"{ranks}.csv"
         words = small.command("predict", "--model", model, "--data", sizes, network=None, out=out)
-        mpirun(ranks, *words, check=0)
+        pool.run(ranks, *words, check=0)
         scores[ranks] = out.read_bytes()
     assert scores[1] == scores[3]
     # by hand: covered, cut, cut again in the centre, less the mean image, in float64
@@ -119,7 +130,7 @@ def shown(path):
 def test_preview(sizes, tmp_path):
     path = tmp_path / "seen.png"
     words = small.command("train", *WARPED, "--preview", path, data=sizes)
-    found = mpirun(2, *words, check=0)
+    found = pool.run(2, *words, check=0)
     assert small.printed(found)[-1] == f"Preview: {path}"
     with Image.open(path) as image:
         assert image.format == "PNG" and image.width > 8 * 14 and image.height > 10 * 20

@@ -18,6 +18,7 @@ from mpidl.cli.train import main
 from mpidl.comm import guard
 guard.run(lambda: main(sys.argv[1:]))
 """
+MORE = pytest.mark.slow("ranks")
 BUILDS = [build for build in native.built() if native.runs_here(build)]
 needs_two = pytest.mark.skipif(
     len(BUILDS) < 2, reason=f"a mix needs two builds, here run: {', '.join(BUILDS) or 'none'}"
@@ -37,7 +38,9 @@ def alone(data, out, build):
 
 
 @needs_two
-@pytest.mark.parametrize("lower", [*BUILDS[1:], "numpy"])
+@pytest.mark.parametrize(
+    "lower", [*BUILDS[1:2], *(pytest.param(b, marks=MORE) for b in [*BUILDS[2:], "numpy"])]
+)
 def test_the_lowest_of_a_mix_is_what_all_run(pictures, tmp_path, lower):
     builds = [BUILDS[0], lower, BUILDS[0]]
     result = train(pictures, tmp_path / "mix", builds)

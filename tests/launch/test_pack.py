@@ -8,10 +8,11 @@ import time
 import h5py
 import launcher
 import numpy as np
+import pool
 import pytest
 import small
 from images import grow, pixels_of, save
-from launcher import mpirun, start
+from launcher import start
 from limits import wait_until
 
 from mpidl.data import PackedDatastore
@@ -20,7 +21,7 @@ ITERATIONS = ["--max-iterations", 4]
 
 
 def pack(*words, check=0, **options):
-    return mpirun(None, "-m", "mpidl.pack", *words, check=check, **options)
+    return pool.run(None, "-m", "mpidl.pack", *words, check=check, **options)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,14 @@ def test_a_run_goes_on_with_the_packed_file(pictures, packed, tmp_path):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow("jobs")),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow("jobs")),
+    ],
+)
 def test_a_signal_leaves_what_the_same_command_goes_on_with(tmp_path, number):
     folder, target = tmp_path / "set", tmp_path / "x.h5"
     for name in ("a", "b"):  # 128 chunks of 4 MB
@@ -120,7 +128,7 @@ def test_refusals(case, tmp_path):
 
 
 def test_pack_is_one_process(pictures, tmp_path):
-    result = mpirun(2, "-m", "mpidl.pack", pictures, tmp_path / "x.h5", check=2)
+    result = pool.run(2, "-m", "mpidl.pack", pictures, tmp_path / "x.h5", check=2)
     lines = small.own_lines(result)
     assert lines == ["mpidl: pack is one process with threads: run it without mpirun"]
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pool
 import pytest
 import small
 from launcher import mpirun
@@ -23,7 +24,8 @@ if world.rank == 0:
 
 
 BUILDS = [build for build in native.built() if native.runs_here(build)]
-RANKS = (1, 2, 3, 4, 7)
+RANKS = (1, 2, 3)
+MORE = pytest.mark.slow("ranks")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,11 @@ def runs(pictures, tmp_path_factory):
     """{ranks: folder of its results}, of the digits network."""
     base = tmp_path_factory.mktemp("same")
     for ranks in RANKS:
-        words = ("--epochs", 1, "--threads", 1)
-        small.train(ranks, pictures, base / str(ranks), *words, network="digits")
+        words = ["--epochs", 1, "--threads", 1, "--batch-size", 50]
+        words = small.command(
+            "train", *words, network="digits", data=pictures, out=base / str(ranks)
+        )
+        mpirun(ranks, *words, env=small.without_plots(), check=0)
     return {ranks: base / str(ranks) for ranks in RANKS}
 
 
@@ -44,7 +49,16 @@ def test_weights(runs):
         assert (s["accuracy"], s["loss"]) == (found[1]["accuracy"], found[1]["loss"])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@MORE
+@pytest.mark.parametrize("ranks", [4, 7])
+def test_weights_on_more_ranks(ranks, runs, pictures, tmp_path):
+    small.train(ranks, pictures, tmp_path, "--epochs", 1, "--threads", 1, network="digits")
+    expected = small.summary(runs[1])["weights_sha256"]
+    small.assert_same({1: expected, ranks: small.summary(tmp_path)["weights_sha256"]})
+    assert (tmp_path / "model.h5").read_bytes() == (runs[1] / "model.h5").read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=MORE) for n in (1, 3, 4, 7))])
 def test_weights_on_two_threads_a_rank(ranks, runs, pictures, tmp_path):
     small.train(ranks, pictures, tmp_path, "--epochs", 1, "--threads", 2, network="digits")
     found = small.summary(tmp_path)
@@ -53,6 +67,7 @@ def test_weights_on_two_threads_a_rank(ranks, runs, pictures, tmp_path):
     small.assert_same({1: expected, f"{ranks} x 2": found["weights_sha256"]})
 
 
+@MORE
 @pytest.mark.parametrize("build", [*BUILDS, "numpy"])
 def test_weights_by_build(build, runs, pictures, tmp_path):
     """Each build has one hash; those of AVX-512 and AVX2 are the same."""
@@ -67,7 +82,9 @@ def test_weights_by_build(build, runs, pictures, tmp_path):
     small.assert_same(hashes)
 
 
-@pytest.mark.parametrize("policy", ["auto", "off", "fast"])
+@pytest.mark.parametrize(
+    "policy", ["auto", pytest.param("off", marks=MORE), pytest.param("fast", marks=MORE)]
+)
 def test_weights_of_the_cifar_network(policy, colours, tmp_path):
     """Its convolutions run by every algorithm there is."""
     hashes = {}
@@ -125,11 +142,11 @@ def test_predict(runs, pictures, tmp_path):
         out = tmp_path / str(ranks)
         out.mkdir()
         more = ["--out", out / "scores.csv", "--confusion", out / "confusion.csv", "--top-k", 2]
-        result = mpirun(ranks, *small.command("predict", *words, *more, network=None), check=0)
+        result = pool.run(ranks, *small.command("predict", *words, *more, network=None), check=0)
         lines = [line for line in small.printed(result) if not line.startswith("warning: ")]
         assert "(210 images)" in lines[0] and lines[1].startswith("Top-2 accuracy: ")
         more = ["--activations", "relu1", "--out", out / "relu1.h5"]
-        mpirun(ranks, *small.command("predict", *words, *more, network=None), check=0)
+        pool.run(ranks, *small.command("predict", *words, *more, network=None), check=0)
         left[ranks] = {path.name: path.read_bytes() for path in out.iterdir()}
         left[ranks]["lines"] = lines[:2]
     assert set(left[1]) == {"scores.csv", "confusion.csv", "relu1.h5", "lines"}
@@ -170,7 +187,9 @@ def test_scores_in_a_program(runs, pictures, tmp_path):
     script = tmp_path / "scores.py"
     script.write_text(SCORES)
     model = runs[1] / "model.h5"
-    printed = {ranks: mpirun(ranks, script, pictures, model, check=0).stdout for ranks in (1, 2, 3)}
+    printed = {
+        ranks: pool.run(ranks, script, pictures, model, check=0).stdout for ranks in (1, 2, 3)
+    }
     assert printed[1].count("'") == 20 and len(set(printed.values())) == 1, printed
 
 
@@ -190,7 +209,7 @@ def test_negative_control_plain_sums(pictures, tmp_path):
     script.write_text(PLAIN)
 
     def hashes(how):
-        results = {ranks: mpirun(ranks, script, pictures, how, check=0) for ranks in (1, 3)}
+        results = {ranks: pool.run(ranks, script, pictures, how, check=0) for ranks in (1, 3)}
         return {ranks: json.loads(r.stdout.splitlines()[-1]) for ranks, r in results.items()}
 
     small.assert_same(hashes("folded"))

@@ -3,10 +3,10 @@
 import csv
 
 import numpy as np
+import pool
 import pytest
 import small
 from images import pixels_of, save
-from launcher import mpirun
 
 import mpidl as dl
 
@@ -30,7 +30,7 @@ def refused(result):
 
 
 def predicted(*words, ranks=1, check=0):
-    result = mpirun(ranks, *small.command("predict", *words, network=None), check=check)
+    result = pool.run(ranks, *small.command("predict", *words, network=None), check=check)
     return refused(result) if check else small.printed(result)
 
 
@@ -92,10 +92,10 @@ def test_sets_that_go_together_badly(pictures, tmp_path):
 def test_verify_on_images_of_several_sizes(sizes):
     words = ("--resize", "12x12", "--colour", "gray", "--ranks", "1,2")
     words = small.command("verify", *SHORT, *words, data=sizes)
-    lines = small.printed(mpirun(None, *words, env=small.without_plots(), check=0))
+    lines = small.printed(pool.run(None, *words, check=0))
     assert lines[-1] == "the same weights, byte for byte, on 1, 2 ranks"
     for text in ("1-3", "0", "1,,2"):
-        result = mpirun(None, *small.command("verify", "--ranks", text, data=sizes), check=2)
+        result = pool.run(None, *small.command("verify", "--ranks", text, data=sizes), check=2)
         expected = f"mpidl: --ranks must be numbers of ranks such as 1,2,3, found {text}"
         assert refused(result) == expected
 
@@ -108,7 +108,7 @@ def test_no_preview_of_what_training_refuses(pairs, tmp_path):
             out=tmp_path / "out",
         )  # fmt: skip
         assert "an augmenter moves images and not their targets" in refused(
-            mpirun(1, *words, check=2)
+            pool.run(1, *words, check=2)
         )
     assert list(tmp_path.iterdir()) == []
 

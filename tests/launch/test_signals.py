@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpidl.training import checkpoint
 
 STOPPED = 75
+MORE = pytest.mark.slow("jobs")
 
 
 def begin(pictures, out, *options, ranks=3, network="small", until="Epoch: 2,"):
@@ -33,11 +34,11 @@ def begin(pictures, out, *options, ranks=3, network="small", until="Epoch: 2,"):
     ("name", "to"),
     [
         ("SIGUSR1", 2),
-        ("SIGTERM", 0),
         ("SIGINT", 1),
-        ("SIGUSR1", "mpirun"),
         ("SIGTERM", "mpirun"),
-        ("SIGINT", "mpirun"),
+        pytest.param("SIGTERM", 0, marks=MORE),
+        pytest.param("SIGUSR1", "mpirun", marks=MORE),
+        pytest.param("SIGINT", "mpirun", marks=MORE),
     ],
 )
 def test_a_signal_stops_all_ranks(pictures, tmp_path, name, to):
@@ -86,7 +87,7 @@ def test_in_the_final_test(pictures, tmp_path):
     assert small.summary(out)["iterations"] == 1 and small.iterations(out) == [1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=MORE), 1])
 def test_a_second_int_ends_at_once(pictures, tmp_path, rank):
     """Not after the step under way, which takes a minute."""
     with begin(pictures, tmp_path, ranks=2, network="slow", until="in the first step") as job:

@@ -4,6 +4,7 @@ import csv
 import re
 
 import numpy as np
+import pool
 import pytest
 import small
 
@@ -19,7 +20,7 @@ def trained(pairs, out, ranks, kind, *options, network="shades"):
 def predicted(pairs, out, kind, *options, check=0):
     words = ["--model", out / "model.h5", "--data", pairs[kind], *options]
     command = small.command("predict", *words, network=None)
-    return small.launcher.mpirun(2, *command, env=small.without_plots(), check=check)
+    return pool.run(2, *command, check=check)
 
 
 @pytest.mark.parametrize("kind, network", [("numbers", "digits"), ("images", "shades")])

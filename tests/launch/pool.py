@@ -1,0 +1,88 @@
+"""Jobs under mpirun that carry many commands: for tests of what a command does, not of its start.
+
+A pool is one `mpirun -n N python pooled.py FOLDER` that stays until the tests end. Its ranks run
+the commands that they are sent. What a process of its own alone has (signals, exit handlers, the
+environment at its start) is tested by launcher.mpirun.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import launcher
+import pytest
+
+SERVER = Path(__file__).with_name("pooled.py")
+_pools = {}  # {ranks: Pool}
+
+
+def run(ranks, *args, env=None, check=None, cwd=None):
+    """Run `python args...` on each rank of a pool and return its Result, as launcher.mpirun does.
+
+    ranks: None for a process without mpirun. env: for what a command reads when it runs; what a
+    process reads when it starts is that of the pool.
+    """
+    words = [str(word) for word in args]
+    pool = _pools.get(ranks)
+    if pool is None or not pool.is_up():
+        pool = _pools[ranks] = Pool(ranks)
+    result = pool.run(words, env or {}, str(cwd or Path.cwd()))
+    if check is not None and result.returncode != check:
+        text = launcher.shown(["pool of", ranks, *words], result.stdout, result.stderr)
+        pytest.fail(f"exit code {result.returncode}, expected {check}: {text}")
+    return result
+
+
+class Pool:
+    def __init__(self, ranks):
+        self.size, self.count = ranks or 1, 0
+        self.folder = Path(tempfile.mkdtemp(prefix="mpidl-pool-"))
+        for rank in range(self.size):
+            os.mkfifo(self.folder / f"commands-{rank}")
+        places = [str(Path(__file__).with_name("no_plots")), str(launcher.ROOT)]
+        env = {"PYTHONPATH": os.pathsep.join(places)}
+        self.log = open(self.folder / "log", "w+")
+        streams = {"stdout": self.log, "stderr": self.log}
+        self.job = launcher.start(ranks, SERVER, self.folder, env=env, **streams)
+        # For reading too, so that nothing waits here for a rank that does not start.
+        paths = [self.folder / f"commands-{rank}" for rank in range(self.size)]
+        self.pipes = [os.fdopen(os.open(path, os.O_RDWR), "w") for path in paths]
+        atexit.register(self.close)
+
+    def is_up(self):
+        return self.job.poll() is None
+
+    def run(self, words, env, cwd):
+        number, self.count = self.count, self.count + 1
+        for pipe in self.pipes:
+            pipe.write(json.dumps([number, words, env, cwd]) + "\n")
+            pipe.flush()
+        paths = [self.folder / f"result-{number}-{rank}" for rank in range(self.size)]
+        try:
+            while not all(path.exists() for path in paths) and self.is_up():
+                time.sleep(0.002)
+        except pytest.fail.Exception as expired:
+            self.job.print_stacks()
+            self.close()
+            pytest.fail(f"{expired}\n{self._said(words)}")
+        if not all(path.exists() for path in paths):
+            pytest.fail(f"the job ended with {self.job.returncode}: {self._said(words)}")
+        found = [json.loads(path.read_text()) for path in paths]
+        codes, outputs, errors = zip(*found, strict=True)
+        return launcher.Result(max(codes), "".join(outputs), "".join(errors))
+
+    def _said(self, words):
+        self.log.seek(0)
+        return launcher.shown(words, "", self.log.read())
+
+    def close(self):
+        launcher.kill(self.job)
+        for file in (*self.pipes, self.log):
+            with contextlib.suppress(BrokenPipeError):
+                file.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,62 @@
+"""A rank of a pool (see pool.py): runs the commands that it reads, one after the other."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from mpidl.backends import native, settings
+from mpidl.comm import guard
+
+
+def serve(folder):
+    """Run commands until the tests are gone."""
+    rank, defaults = guard.launched_rank(), dict(vars(settings))
+    with open(folder / f"commands-{rank}") as commands:
+        for line in commands:
+            number, words, env, cwd = json.loads(line)
+            guard._net = None  # each command has a world of its own
+            vars(settings).update(defaults)
+            if native.kernels() is not None:
+                native.kernels().set_threads(settings.threads)
+            result = _run(words, env, cwd)
+            part = folder / f"part-{rank}"
+            part.write_text(json.dumps(result))
+            part.rename(folder / f"result-{number}-{rank}")
+
+
+def _run(words, env, cwd):
+    """(exit code, stdout, stderr) of a command."""
+    out, err, before = io.StringIO(), io.StringIO(), dict(os.environ)
+    os.environ.update(env)
+    os.chdir(cwd)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = _call(words)
+        except SystemExit as end:
+            code = end.code or 0
+    os.environ.clear()
+    os.environ.update(before)
+    return code, out.getvalue(), err.getvalue()
+
+
+def _call(words):
+    if words[0] == "-m":
+        package, _, name = words[1].rpartition(".")
+        sys.argv = [words[1], *words[2:]]
+        guard.run(importlib.import_module(f"{package}.cli.{name}").main)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))
