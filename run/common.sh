@@ -30,6 +30,7 @@ choose_environment() { # sets venv and mpi
 use_environment() {
     PATH=$venv/bin:$PATH # by its full path mpirun would start another python
     export PATH
+    unset PYTHONDONTWRITEBYTECODE # each process would compile the package's text anew
     if [ "$mpi" != mpich ]; then # Open MPI refuses root, and more ranks than cores, unless told
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe

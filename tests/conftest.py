@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if not _is_asked_for(item, part)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-    known = progress.table().get(progress.Run.of_environment().name, {})
+    known = progress.table().get(progress.Facts.of_environment().name, {})
 
     def seconds(item):
         return -known.get(progress.file_of(item.nodeid), [0])[0]

@@ -5,6 +5,7 @@ cores; the tests that have ended say how much slower this machine is. `run/test 
 table anew.
 """
 
+import functools
 import json
 import os
 import time
@@ -14,28 +15,38 @@ from typing import NamedTuple
 
 import pytest
 
+VARIABLE = "MPIDL_TEST_RUN"
 TABLE = Path(__file__).with_name("durations.json")
 EVERY = 10  # seconds between two lines
 PRIOR = 10  # seconds at the table's pace that the first measurements are mixed with
 UNKNOWN = 0.2  # seconds for a test of a file that the table does not know
 
 
-class Run(NamedTuple):
-    """The run that this pytest is one of, as tests/suite.py describes it."""
+class Facts(NamedTuple):
+    """What tests/suite.py says of the run that this pytest is."""
 
     name: str = "tests"
     position: str = "1 of 1"
     later: float = 0.0  # seconds of the runs behind it, on a quiet machine
-    cores: int = 1  # how many tests run at a time
+    processes: int = 1  # how many tests run at a time
     record: bool = False
 
     @classmethod
     def of_environment(cls):
-        return cls(**json.loads(os.environ.get("MPIDL_TEST_RUN", "{}")))
+        return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
+
+    def environment(self):
+        return {VARIABLE: json.dumps(self._asdict())}
 
 
+@functools.cache
 def table():
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def expected_seconds(name):
+    """How long the tests of a run took on a quiet machine, one after the other."""
+    return sum(seconds for seconds, _ in table().get(name, {}).values())
 
 
 def file_of(nodeid):
@@ -50,7 +61,8 @@ class Progress:
     """The plugin, for the one process that reports."""
 
     def __init__(self, config):
-        self.run, self.known = Run.of_environment(), table()
+        self.run = Facts.of_environment()
+        self.known = table().get(self.run.name, {})
         self.terminal = config.pluginmanager.get_plugin("terminalreporter")
         self.quiet = config.option.verbose == 0
         self.terminal.showfspath = not self.quiet
@@ -60,7 +72,7 @@ class Progress:
         self.start = self.last = time.monotonic()
 
     def weight(self, nodeid):
-        seconds, count = self.known.get(self.run.name, {}).get(file_of(nodeid), (UNKNOWN, 1))
+        seconds, count = self.known.get(file_of(nodeid), (UNKNOWN, 1))
         return seconds / count
 
     def expect(self, nodeids):
@@ -103,7 +115,7 @@ class Progress:
 
     def line(self):
         elapsed = time.monotonic() - self.start
-        spent, ahead = self.spent / self.run.cores, self.expected / self.run.cores
+        spent, ahead = self.spent / self.run.processes, self.expected / self.run.processes
         pace = (elapsed + PRIOR) / (spent + PRIOR)  # this machine's seconds for one of the table's
         left = pace * max(ahead - spent, 0)
         text = f"run {self.run.position} ({self.run.name}): {len(self.done)} of {self.total} tests"

@@ -1,14 +1,15 @@
-"""The runs of `run/test`: which there are, one after the other, with how long they should take.
+"""The runs of `run/test`: which there are, and how long they should take.
 
-    run/test [PYTEST ARGUMENT ...]            every promise once
-    run/test --all [PYTEST ARGUMENT ...]      and every slow cross-check
-    run/test --part NAME [...]                one part of the cross-checks
-    run/test --budget SECONDS [...]           every promise once, then as many parts as should end
-                                              within so many seconds; each day begins with another
-    run/test --record                         also write tests/durations.json anew
+    run/test [ARGUMENT ...]             every promise once; the arguments go to pytest
+    run/test --all [ARGUMENT ...]       and every slow cross-check
+    run/test --part NAME [...]          one part of the slow cross-checks
+    run/test --budget SECONDS [...]     every promise once, then the parts that should end within
+                                        so many seconds from the start; each day other ones are
+                                        the first
+    run/test --list                     the runs and the parts, with their times
+    run/test --record [...]             also writes those times anew (tests/durations.json)
 
-The first run needs no MPI of its own and uses all cores; the others run under mpirun. A part holds
-the tests marked `slow(PART)`.
+The first run needs no mpirun and uses all cores; the others are jobs of several ranks.
 """
 
 import argparse
@@ -20,114 +21,158 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import progress
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {
-    "sanitizers": "the kernels under AddressSanitizer and UBSan",
-    "compilers": "kernels compiled by clang, by each compiler that is installed",
-    "aarch64": "kernels for AArch64 under qemu",
-    "faults": "every planted fault in CUDA kernels",
-    "gpu": "more shapes, schedules and transports on the emulated GPU",
-    "ranks": "trainings on more ranks, threads and builds",
-    "jobs": "more jobs under mpirun: refusals, signals, examples, benchmarks",
-    "fuzz": "ten times as many damaged data files",
-    "4 ranks": "every test of a world under mpirun on 4 ranks",
-}
 NOTHING_SELECTED = 5  # pytest's exit code
+MOST_PROCESSES = 16  # of one run, each of some hundred MB
 
 
-def parse(arguments):
+class Run(NamedTuple):
+    """A run of pytest: under mpirun on so many ranks, or without, on all cores."""
+
+    about: str
+    ranks: int = 0
+    arguments: tuple = ()
+    environment: tuple = ()
+
+    def processes(self, cores):
+        return 1 if self.ranks else cores
+
+    def expected(self, name, cores):
+        """Seconds that it should take on a quiet machine."""
+        return progress.expected_seconds(name) / self.processes(cores)
+
+    def command(self, cores, arguments):
+        """`arguments`, where there are any, say which tests of those of this run are wanted."""
+        pytest = [sys.executable, "-m", "pytest"]
+        if self.ranks:
+            start = ["mpirun", "-n", str(self.ranks), *pytest]
+        elif cores > 1:
+            start = [*pytest, "-n", str(cores), "--dist", "loadfile", "--no-loadscope-reorder"]
+        else:
+            start = pytest
+        return [*start, *self.arguments, *arguments]
+
+
+def marked(about, part):
+    """The tests that are marked `slow(part)`."""
+    return Run(about, arguments=("--slow", part))
+
+
+def files(*names):
+    return tuple(f"tests/test_{name}.py" for name in names)
+
+
+CORE = files("world", "exchange", "tape", "batchnorm", "training")
+KERNELS = files(
+    *("conv_kernels", "dense", "images_kernel", "layer_kernels", "loss_kernels", "optimizers"),
+    *("pool_kernels", "solvers", "warp_kernel", "winograd"),
+)
+QUICK = {
+    "one rank": Run("every test but the slow ones"),
+    "2 ranks": Run("the exchanges of an even number of ranks", 2, CORE),
+    "3 ranks": Run("every test of a world", 3),
+}
+PARTS = {
+    "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs"),
+    "ranks": marked("trainings on more ranks, threads and builds", "ranks"),
+    "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
+    "faults": marked("every fault planted in the CUDA kernels", "faults"),
+    "package": marked("trainings by the installed wheel", "package"),
+    "compilers": marked("the kernels by gcc and clang, without a warning", "compilers"),
+    "aarch64": marked("the kernels for AArch64, under qemu", "aarch64"),
+    "sanitizers": marked("the kernels under AddressSanitizer and UBSan", "sanitizers"),
+    "threads": Run(
+        "the kernels on 1, 2, 3 and 5 threads", 0, KERNELS, (("MPIDL_TEST_THREADS", "1,2,3,5"),)
+    ),
+    "fuzz": Run(
+        "damaged data files, others each time", 0, files("fuzz_data"), (("MPIDL_FUZZ", "400"),)
+    ),
+    "all on 2 ranks": Run("every test of a world", 2),
+    "all on 4 ranks": Run("every test of a world", 4),
+}
+RUNS = QUICK | PARTS
+
+
+def parse(words):
     parser = argparse.ArgumentParser(
-        prog="run/test", description=__doc__, formatter_class=argparse.RawTextHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+        prog="run/test", usage=__doc__.partition("\n\n")[2], allow_abbrev=False
+    )
     depth = parser.add_mutually_exclusive_group()
-    depth.add_argument("--all", action="store_true", help=argparse.SUPPRESS)
-    depth.add_argument("--part", choices=PARTS, action="append", help=argparse.SUPPRESS)
-    depth.add_argument("--budget", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--record", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--cores", type=int, default=1, help=argparse.SUPPRESS)
-    return parser.parse_known_args(arguments)
+    depth.add_argument("--all", action="store_true")
+    depth.add_argument("--part", choices=PARTS, action="append")
+    depth.add_argument("--budget", type=float)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--cores", type=int, default=1)
+    return parser.parse_known_args(words)
 
 
 class Suite:
+    """Runs, one after the other, and what has become of them."""
+
     def __init__(self, options, arguments):
         self.options, self.arguments = options, arguments
-        self.cores = min(options.cores, 16)
-        self.table = progress.table()
-        self.start, self.timings, self.failed, self.ran = time.monotonic(), [], [], False
+        self.cores = min(options.cores, MOST_PROCESSES)
+        self.start, self.timings, self.failed, self.is_empty = time.monotonic(), [], [], True
 
-    def command(self, name):
-        pytest = [sys.executable, "-m", "pytest"]
-        count, _, unit = name.partition(" ")
-        if unit == "ranks":
-            return ["mpirun", "-n", count, *pytest, *self.arguments]
-        spread = ["-n", str(self.cores), "--dist", "loadfile", "--no-loadscope-reorder"]
-        slow = ["--slow", name] if name in PARTS else []
-        return [*pytest, *(spread if self.cores > 1 else []), *slow, *self.arguments]
-
-    def parallel(self, name):
-        """How many tests of a run run at a time."""
-        return 1 if name.endswith(" ranks") else self.cores
-
-    def expected(self, name):
-        """Seconds that a run should take on a quiet machine of two cores."""
-        files = self.table.get(name, {}).values()
-        return sum(seconds for seconds, _ in files) / self.parallel(name)
+    def expected(self, names):
+        return sum(RUNS[name].expected(name, self.cores) for name in names)
 
     def run(self, name, position, later):
-        start, command = time.monotonic(), self.command(name)
-        seconds = self.expected(name)
-        about = f", about {progress.clock(seconds)}" if seconds else ""
-        shown = " ".join([Path(command[0]).name, *command[1:]])
-        print(f"\n== run {position} ({name}{about}): {shown}", flush=True)
-        facts = progress.Run(name, position, later, self.parallel(name), self.options.record)
-        environment = os.environ | {"MPIDL_TEST_RUN": json.dumps(facts._asdict())}
+        run, start = RUNS[name], time.monotonic()
+        command = run.command(self.cores, self.arguments)
+        about = progress.clock(self.expected([name]))
+        print(f"\n== run {position}: {name}, {run.about}; about {about} on a quiet machine")
+        print(" ".join([Path(command[0]).name, *command[1:]]), flush=True)
+        facts = progress.Facts(
+            name, position, later, run.processes(self.cores), self.options.record
+        )
+        environment = os.environ | dict(run.environment) | facts.environment()
         code = subprocess.call(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
         self.timings.append(f"{name} {time.monotonic() - start:.0f} s")
         if code == NOTHING_SELECTED:
             print("no test was selected")
         elif code:
             self.failed.append(name)
-        self.ran |= code != NOTHING_SELECTED
+        self.is_empty &= code == NOTHING_SELECTED
 
     def run_all(self, names):
         for i, name in enumerate(names):
-            later = sum(map(self.expected, names[i + 1 :]))
-            self.run(name, f"{i + 1} of {len(names)}", later)
+            self.run(name, f"{i + 1} of {len(names)}", self.expected(names[i + 1 :]))
 
     def run_within(self, budget):
-        """As many parts as should end within the budget, beginning with the part of the day."""
-        names, first = list(PARTS), datetime.date.today().toordinal()
-        turns = [names[(first + i) % len(names)] for i in range(len(names))]
-        pace = (time.monotonic() - self.start) / max(sum(map(self.expected, QUICK)), 1)
-        chosen = []
-        for name in turns:
-            left = self.start + budget - time.monotonic()
-            if pace * sum(map(self.expected, [*chosen, name])) <= left:
+        """The parts that should end within the budget; the first one changes from day to day."""
+        names, today = list(PARTS), datetime.date.today().toordinal()
+        pace = max((time.monotonic() - self.start) / max(self.expected(QUICK), 1), 1)
+        chosen, left = [], self.start + budget - time.monotonic()
+        for i in range(len(names)):
+            name = names[(today + i) % len(names)]
+            if pace * self.expected([*chosen, name]) <= left:
                 chosen.append(name)
-        for name in chosen:
-            print(f"\nslow part of today: {name}, {PARTS[name]}")
-        if not chosen:
-            print(f"\nno slow part: none would end within {budget:.0f} s")
+        print(f"\nslow parts within {budget:.0f} s, today: {', '.join(chosen) or 'none'}")
         self.run_all(chosen)
 
     def report(self):
-        total = time.monotonic() - self.start
-        print(f"\n{', '.join(self.timings)}; total {progress.clock(total)}")
-        if not self.ran:
+        """Print how it went; the exit code."""
+        if self.is_empty:
             self.failed.append("no test was run")
+        print(f"\n{', '.join(self.timings)}; total {progress.clock(time.monotonic() - self.start)}")
         print(f"failed: {', '.join(self.failed)}" if self.failed else "all passed")
         return 1 if self.failed else 0
 
 
-QUICK = ["1 process per core", "2 ranks", "3 ranks"]
-
-
 def main():
     options, arguments = parse(sys.argv[1:])
+    if options.list:
+        for name, run in RUNS.items():
+            seconds = run.expected(name, options.cores)
+            depth = "every time" if name in QUICK else "slow part "
+            print(f"{depth}  {progress.clock(seconds):>5}  {name}: {run.about}")
+        return 0
     if not shutil.which("mpirun"):
         sys.exit("run/test: no mpirun on PATH")
     suite = Suite(options, arguments)

@@ -1,6 +1,7 @@
 """The direction of the imports, read from the sources: kernels to commands, and never back."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,19 @@ def imports_of(module, text, modules):
         whole = [f"{base}.{alias.name}" for alias in node.names]
         return [name if name in modules else base for name in whole]
 
+    return [
+        (name, node.lineno, early) for node, early in import_nodes(text) for name in names(node)
+    ]
+
+
+@functools.cache  # most tests change a line or two of the whole package
+def import_nodes(text):
+    """The imports of a text, each with whether importing the module runs it."""
+
     def walk(node, late):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import | ast.ImportFrom):
-                yield from ((name, child.lineno, not late) for name in names(child))
+                yield child, not late
             inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             yield from walk(child, late or inner or typing_only)

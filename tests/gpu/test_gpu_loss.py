@@ -175,7 +175,9 @@ def test_any_schedule_gives_the_same_bytes(emulated):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("pixels", [(), (2, 2), (17, 31)])
+@pytest.mark.parametrize(
+    "pixels", [(), (2, 2), pytest.param((17, 31), marks=pytest.mark.slow("gpu"))]
+)
 def test_any_shares_give_the_same_root(device, ranks, pixels):
     blocks = 7
     case = Case(blocks, 3, 16 * 6 + 3, pixels)

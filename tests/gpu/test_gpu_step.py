@@ -89,7 +89,9 @@ def test_graphs_do_not_matter(world):
     assert weights_sha256(trained(world)) == weights_sha256(trained(world, graphs="off"))
 
 
-@pytest.mark.parametrize("device", [1, 2], indirect=True)
+@pytest.mark.parametrize(
+    "device", [pytest.param(1, marks=pytest.mark.slow("gpu")), 2], indirect=True
+)
 def test_the_schedule_does_not_matter(world, emulated):
     found = weights_sha256(trained(world))
     with emulated(0) as device:

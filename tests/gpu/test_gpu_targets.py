@@ -279,7 +279,7 @@ LEARNED = {
 }
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow("gpu"))])
 @pytest.mark.parametrize("what", LEARNED)
 def test_a_step_learns_what_the_cpu_learns(world, what, resident, monkeypatch):
     monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)

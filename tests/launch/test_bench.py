@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import pool
 import pytest
 import small
 from launcher import mpirun
@@ -91,6 +92,7 @@ def test_fold_in_fresh_processes(tmp_path):
         assert overhead == pytest.approx(ms["fold"]["median"] / ms["plain"]["median"] - 1)
 
 
+@pytest.mark.slow("jobs")
 def test_fold_on_the_ranks_that_mpirun_started(tmp_path):
     result, found = bench("fold", *QUICK, path=tmp_path / "a.json", ranks=2)
     assert found["processes"] == "these" and set(found["overhead"]) == {"2"}
@@ -184,7 +186,7 @@ def test_compare_refuses_uneven_shares():
 
 def test_refused_under_mpirun():
     for what, text in (("accuracy", "run it without mpirun"), ("kernels", "without mpirun")):
-        (line,) = small.own_lines(mpirun(2, "-m", "mpidl.bench", what, check=2))
+        (line,) = small.own_lines(pool.run(2, "-m", "mpidl.bench", what, check=2))
         assert text in line
 
 

@@ -165,7 +165,9 @@ def spoiled(pictures, tmp_path):
     return shutil.copytree(pictures, tmp_path / "images")
 
 
-@pytest.mark.parametrize("which", ["box/33.png", "dot/69.png"])
+@pytest.mark.parametrize(
+    "which", ["box/33.png", pytest.param("dot/69.png", marks=pytest.mark.slow("jobs"))]
+)
 def test_a_corrupt_image(spoiled, tmp_path, which):
     """Whichever rank reads it, in training or in the test."""
     path = spoiled / which

@@ -65,7 +65,7 @@ def double(world, array):
 
 
 def test_large_arrays():
-    array = np.arange(25_000_000, dtype=np.float32)  # 100 MB
+    array = np.arange(6_000_000, dtype=np.float32)  # 24 MB
     assert np.array_equal(dl.launch(double, array, ranks=2), array * 2)
 
 
@@ -167,6 +167,7 @@ def test_an_exception_comes_back_with_its_rank(on, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.slow("jobs")
 def test_an_exception_that_cannot_be_pickled():
     with pytest.raises(dl.RankError, match="Odd: 1 and 2") as caught:
         dl.launch(fail, "odd", [1], ranks=2)
@@ -326,6 +327,7 @@ def test_a_module_that_runs_as_the_program(script):
     assert done.stdout == "work by 2\n", done.stderr
 
 
+@pytest.mark.slow("jobs")
 def test_a_script_without_a_guard(script):
     done = run(script(SCRIPT + "\nmain(work)\n"))
     assert done.returncode == 1
@@ -342,6 +344,7 @@ def test_a_function_that_the_ranks_do_not_find(script):
     assert "'inside'" in last and "define it above that line" in last
 
 
+@pytest.mark.slow("jobs")
 def test_a_notebook():
     """What is typed has no file to be read again."""
     pytest.importorskip("cloudpickle", reason="cloudpickle sends what a notebook defines")

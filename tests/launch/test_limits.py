@@ -13,7 +13,7 @@ import pytest
 (pathlib.Path(__file__).parent / f"{os.getpid()}.pid").touch()
 """
 HANGS = """
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(1)
 def test_one_hangs(world):
     if world.rank == 1:
         time.sleep(1000)
@@ -32,7 +32,7 @@ ALONE = """
 def test_sleeps():
     time.sleep(1000)
 
-@pytest.mark.timeout(2)
+@pytest.mark.timeout(1)
 def test_its_job_hangs():
     import launcher
     launcher.mpirun(2, "-c", "import time; print('up', flush=True); time.sleep(1000)")

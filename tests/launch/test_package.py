@@ -105,6 +105,7 @@ def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_comp
     assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.slow("package")
 def test_a_compiler_that_fails(unpacked, tmp_path):
     wheel, text = wheel_of(unpacked, tmp_path, {"CC": "/bin/false"})
     assert names_in(wheel) == expected_names()
@@ -122,6 +123,7 @@ def train(wheel, data, folder):
 
 
 @needs_compiler
+@pytest.mark.slow("package")
 def test_the_wheel_trains_as_the_checkout_does(wheel, pictures, tmp_path):
     result, found = train(wheel, pictures, tmp_path)
     assert "without C kernels" not in result.stdout
@@ -130,6 +132,7 @@ def test_the_wheel_trains_as_the_checkout_does(wheel, pictures, tmp_path):
     assert small.summary(tmp_path / "here")["weights_sha256"] == found
 
 
+@pytest.mark.slow("package")
 def test_without_kernels_numpy_trains_and_says_so_once(wheel_without_compiler, pictures, tmp_path):
     result, found = train(wheel_without_compiler, pictures, tmp_path)
     said = [line for line in result.stdout.splitlines() if "without C kernels" in line]

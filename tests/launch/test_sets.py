@@ -89,6 +89,7 @@ def test_sets_that_go_together_badly(pictures, tmp_path):
     small.train(1, few, tmp_path / "all", *SHORT, "--test-fraction", 0)
 
 
+@pytest.mark.slow("jobs")
 def test_verify_on_images_of_several_sizes(sizes):
     words = ("--resize", "12x12", "--colour", "gray", "--ranks", "1,2")
     words = small.command("verify", *SHORT, *words, data=sizes)
