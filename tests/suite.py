@@ -14,7 +14,6 @@ The first run needs no mpirun and uses all cores; the others are jobs of several
 
 import argparse
 import datetime
-import json
 import os
 import shutil
 import subprocess

@@ -240,6 +240,7 @@ def test_the_operations_that_kernels_counts():
     assert shapes == {"20 at 24x24", "32 at 32x32", "64 at 16x16", "128 at 8x8"}
 
 
+@pytest.mark.slow("jobs")
 def test_the_large_layer_beside_blas():
     """The product that BLAS computes is the one of the case, of all images."""
     chosen = arguments.parse(["kernels", "--batch-size", "64"])

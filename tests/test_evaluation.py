@@ -301,7 +301,7 @@ def test_a_confusion_matrix_in_a_table(tmp_path):
         confusion().save(tmp_path / "none" / "a.csv")
 
 
-@pytest.mark.parametrize("classes", [2, 40, 100])
+@pytest.mark.parametrize("classes", [2, 40, pytest.param(100, marks=pytest.mark.slow("jobs"))])
 def test_a_confusion_matrix_in_a_picture(classes, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     from PIL import Image

@@ -138,6 +138,7 @@ def sets():
 
 
 @needs_compiler
+@pytest.mark.slow("gpu")
 def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     monkeypatch.setitem(zoo.RECIPES["digits"], "batch_size", 16)
     cpu = World(threads=1)
@@ -177,6 +178,7 @@ class Runs:
 
 
 @needs_compiler
+@pytest.mark.slow("gpu")
 def test_runs_are_compared_byte_for_byte(gpu):
     report, start = Report("identity"), Runs(gpu)
     identity.check_all(report, start, ranks=(), checkpoints=False, iterations=5)
@@ -221,6 +223,7 @@ def test_the_digit_set_is_kept_in_a_file(tmp_path, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.slow("gpu")
 def test_a_step_and_its_kernels(gpu):
     step = ours.Step(gpu, "digits", 20, image=IMAGE)
     losses = step.losses(3)
@@ -406,6 +409,7 @@ def test_all_passes(tmp_path, monkeypatch, capsys):
     assert text.startswith("`./run/gpu-check` on one Some GPU, ") and "### timing" in text
 
 
+@pytest.mark.slow("gpu")
 def test_what_fails_crashes_or_takes_too_long_is_told_and_the_rest_goes_on(
     tmp_path, monkeypatch, capsys
 ):

@@ -33,6 +33,7 @@ SHAPES = {
 }
 EACH = pytest.mark.parametrize("name", SHAPES)
 FEW = pytest.mark.parametrize("name", ["digits 2", "cifar 1", "each way its own"])
+MORE = pytest.mark.slow("gpu")
 LIMITS = {"fp32": 6e-7, "tf32": 6e-4}  # of the error's norm, as a part of the result's
 
 
@@ -110,7 +111,9 @@ def error(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("truncate", [False, True], ids=["nearest", "truncating"])
+@pytest.mark.parametrize(
+    "truncate", [False, pytest.param(True, marks=MORE)], ids=["nearest", "truncating"]
+)
 @EACH
 def test_against_float64(emulated, name, truncate):
     case = Case(name)

@@ -44,6 +44,7 @@ def trained(world, store=None, net=None, **options):
     return net
 
 
+@pytest.mark.slow("gpu")
 def test_a_step_of_digits_agrees_with_the_cpu(world):
     """What a recorded step adds to the weights, in a mini-batch smaller than it was recorded for.
 
@@ -161,6 +162,7 @@ def test_evaluation_and_prediction(world):
     assert not net.on_device
 
 
+@pytest.mark.slow("gpu")
 def test_the_loss_goes_down(world, capsys):
     trained(world, epochs=6, learning_rate=0.05)
     losses = [float(line.split()[3].strip(",")) for line in capsys.readouterr().out.splitlines()]

@@ -287,7 +287,13 @@ def test_a_step_learns_what_the_cpu_learns(world, what, resident, monkeypatch):
     agrees_with_the_cpu(world, Paired(70, shape, kind), make, objective.of(loss))
 
 
-@pytest.mark.parametrize("what", [what for what in LEARNED if what != "image of labels"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("number", "numbers", "label a pixel"),
+        *(pytest.param(what, marks=pytest.mark.slow("gpu")) for what in ("denoiser", "maps")),
+    ],
+)
 def test_the_loop_and_evaluation_take_targets(world, what):
     make, loss, shape, kind = LEARNED[what]
     store, found = Paired(60, shape, kind), []

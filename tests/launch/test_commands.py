@@ -169,6 +169,7 @@ def test_verify(pictures):
     assert lines[3:] == ["the same weights, byte for byte, on 1, 3 ranks"]
 
 
+@pytest.mark.slow("jobs")
 def test_verify_where_they_differ(pictures):
     words = small.command("verify", *SHORT, "--ranks", "1,3", data=pictures)
     words += ["--batchnorm", "local"]

@@ -62,6 +62,7 @@ def test_stop_and_resume_on_more_ranks(one, pictures, tmp_path):
     same(one, tmp_path)
 
 
+@pytest.mark.slow("gpu")
 def test_options_that_decide_from_step_to_step(pictures, tmp_path):
     """Adam, its clipping and a schedule; a rank that has nothing to do."""
     words = ["--solver", "adam", "--learn-rate-schedule", "cosine", "--gradient-threshold", 0.1]
@@ -81,6 +82,7 @@ def test_options_that_decide_from_step_to_step(pictures, tmp_path):
     ],
 )
 @pytest.mark.parametrize("resident", ["0.5", pytest.param("0", marks=MORE)])
+@pytest.mark.slow("gpu")
 def test_targets(kind, network, loss, resident, pairs, tmp_path):
     """Mini-batches of 50 and of 31, of which two of three ranks have none; validation too."""
     words = ["--loss", loss, "--epochs", 2, "--validation-data", "test"]

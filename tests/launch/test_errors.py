@@ -251,6 +251,7 @@ def test_a_full_disk(pictures, tmp_path, limit, file):
     assert not (out / file).exists()
 
 
+@pytest.mark.slow("jobs")
 def test_metrics_on_a_full_disk(pictures, tmp_path):
     """Found by rank 0 alone, in the middle of an epoch."""
     out, script = tmp_path / "run", tmp_path / "full.py"

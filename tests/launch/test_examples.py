@@ -57,6 +57,7 @@ def test_custom_loop_is_dl_train(folder):
     assert found("Weights sha256", own) == found("Weights sha256", library)
 
 
+@pytest.mark.slow("jobs")
 def test_matlab_loop_learns_and_depends_on_the_ranks(folder):
     printed = [run("matlab_loop.py", ranks, folder, 15) for ranks in (2, 2, 3)]
     for text in printed:
@@ -74,7 +75,7 @@ def test_matlab_loop_is_the_custom_loop_on_one_rank_but_for_rounding(folder):
 
 
 def test_custom_op_gives_one_hash(folder):
-    printed = {ranks: run("custom_op.py", ranks, folder, 12) for ranks in (1, 2, 3)}
+    printed = {ranks: run("custom_op.py", ranks, folder, 12) for ranks in (1, 3)}
     assert len(set(printed.values())) <= 2, printed  # check_vjp may round otherwise
     assert len({found("Weights sha256", text) for text in printed.values()}) == 1
     losses = [float(x) for x in re.findall(r"Loss: (\S+)", printed[1])]
@@ -93,7 +94,7 @@ def test_from_a_notebook_gives_one_hash(folder):
 
 
 def test_denoise_takes_noise_out_and_gives_one_hash(folder):
-    printed = {ranks: run("denoise.py", ranks, folder, 60) for ranks in (1, 2, 3)}
+    printed = {ranks: run("denoise.py", ranks, folder, 60) for ranks in (1, 3)}
     ends = {tuple(text.splitlines()[-2:]) for text in printed.values()}  # errors and hash
     assert len(ends) == 1, printed
     noisy, denoised = re.search(r"Noisy: (\S+), Denoised: (\S+)", printed[1]).groups()

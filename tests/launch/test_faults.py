@@ -55,6 +55,7 @@ def ended_in(seconds, ranks, *words):
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=MORE), 1])
+@pytest.mark.slow("jobs")
 def test_an_exception_on_one_rank(program, rank):
     result = ended_in(20, 3, program, rank, "raise")
     lines = small.own_lines(result)
@@ -88,6 +89,7 @@ def test_a_refusal_of_one_rank(program, rank, who):
 
 
 @pytest.mark.parametrize(("rank", "what"), [pytest.param(0, "exit", marks=MORE), (1, "exit 3")])
+@pytest.mark.slow("jobs")
 def test_a_rank_that_leaves(program, rank, what):
     """Nobody waits for it longer than the time-out."""
     result = ended_in(20, 2, program, rank, what)
@@ -177,12 +179,12 @@ def test_the_rank_of_an_infinite_image_is_named(tmp_path):
 
 def test_more_ranks_than_blocks(pictures, tmp_path):
     options = ["--max-iterations", 2, "--batch-size", 20]
-    for ranks in (1, 4):
+    for ranks in (1, 3):
         result = small.train(ranks, pictures, tmp_path / str(ranks), *options)
         warnings = [x for x in result.stdout.splitlines() if x.startswith("warning: ")]
-        assert warnings == [] if ranks == 1 else "2 ranks are idle" in warnings[0]
+        assert warnings == [] if ranks == 1 else "1 rank is idle" in warnings[0]
         assert small.own_lines(result) == []
-    small.assert_same({r: small.summary(tmp_path / r)["weights_sha256"] for r in ("1", "4")})
+    small.assert_same({r: small.summary(tmp_path / r)["weights_sha256"] for r in ("1", "3")})
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ def sizes(world, *arguments):
 
 
 def test_what_rank_0_returns_comes_back():
-    assert dl.launch(sizes, ranks=3) == (0, 3, 6, ())
-    assert dl.launch(sizes, "a", [1], ranks=1) == (0, 1, 1, ("a", [1]))
+    assert dl.launch(sizes, "a", [1], ranks=3) == (0, 3, 6, ("a", [1]))
 
 
 def double(world, array):
@@ -77,6 +76,7 @@ def weights(world, pixels, labels):
     return net
 
 
+@pytest.mark.slow("jobs")
 def test_training_comes_back_as_the_same_network():
     pixels = np.arange(90 * 64).reshape(90, 8, 8) * 31 % 251
     given = pixels.astype(np.uint8), np.arange(90) % 3
@@ -183,6 +183,7 @@ def test_what_a_user_can_mend_stays_that():
     ("how", "text"),
     [("exit", "SystemExit: 3"), pytest.param("good exit", "SystemExit", marks=MORE)],
 )
+@pytest.mark.slow("jobs")
 def test_sys_exit_is_an_error(how, text):
     with pytest.raises(dl.RankError, match=text) as caught:
         dl.launch(fail, how, [1], ranks=2)
@@ -216,6 +217,7 @@ def unsendable(world):
     return threading.Lock()
 
 
+@pytest.mark.slow("jobs")
 def test_a_result_that_cannot_be_pickled():
     with pytest.raises(dl.RankError, match="rank 0's result, a lock, cannot be brought back"):
         dl.launch(unsendable, ranks=2)
@@ -230,6 +232,7 @@ def test_what_cannot_be_sent(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow("jobs")
 def test_lambdas_and_inner_functions():
     pytest.importorskip("cloudpickle", reason="cloudpickle sends functions without a name")
     factor = 3
@@ -250,13 +253,14 @@ def test_ranks_start_no_ranks(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow("jobs")
 def test_how_many_ranks(monkeypatch):
     for ranks in (0, "2", 1.5, True):
         with pytest.raises(dl.UserError, match="launch: ranks must be a whole number"):
             dl.launch(sizes, ranks=ranks)
     with pytest.raises(dl.UserError, match="launch: show must be one of rank 0, all, none"):
         dl.launch(sizes, ranks=1, show="some")
-    assert dl.launch(sizes, ranks=np.int32(2))[1] == 2
+    assert dl.launch(sizes, ranks=np.int32(1))[1] == 1
     monkeypatch.setenv("SLURM_NTASKS", "3")
     assert dl.launch(sizes)[1] == 3
     monkeypatch.delenv("SLURM_NTASKS")

@@ -3,6 +3,7 @@
 import os
 import re
 
+import pytest
 from launcher import ROOT, assert_gone, mpirun
 
 # Each process of the session leaves its process id in the folder of the tests.
@@ -70,6 +71,7 @@ def test_a_hang_of_one_rank_is_told_with_all_stacks(tmp_path):
         assert re.search(rf'test_made.py", line \d+ in {test}\n', stacks[rank])
 
 
+@pytest.mark.slow("jobs")
 def test_a_failure_of_one_rank_ends_the_others(tmp_path):
     error = session(tmp_path, 3, FAILS).stderr
     assert "=== rank 2 of 3: test_made.py::test_one_fails (call) failed ===" in error
@@ -87,6 +89,7 @@ def test_a_hang_in_one_process_fails_its_test_alone(tmp_path):
     assert output.count('File "<string>", line 1 in <module>') == 2, output
 
 
+@pytest.mark.slow("jobs")
 def test_a_process_that_ignores_the_alarm_is_ended(tmp_path):
     result = session(tmp_path, None, STAYS_IN_C)
     assert "Timeout (0:00:01)!" in result.stderr

@@ -74,6 +74,7 @@ def test_before_the_first_step(pictures, tmp_path):
     assert small.iterations(out) == [1]
 
 
+@pytest.mark.slow("jobs")
 def test_in_the_final_test(pictures, tmp_path):
     """The training is not lost, nor done again."""
     out = tmp_path / "run"
