@@ -43,7 +43,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--slow",
         metavar="PART",
-        help="run the slow cross-checks of this part, or `all` of them, instead of the others",
+        help="run the slow cross-checks of this part instead of the others; `all`: both",
     )
 
 
@@ -115,7 +115,7 @@ def _is_asked_for(item, part):
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
     if part is None:
         return not marks
-    return bool(marks) if part == "all" else part in marks
+    return part == "all" or part in marks
 
 
 def pytest_collection_finish(session):

@@ -90,8 +90,8 @@ PARTS = {
     "fuzz": Run(
         "damaged data files, others each time", 0, files("fuzz_data"), (("MPIDL_FUZZ", "400"),)
     ),
-    "all on 2 ranks": Run("every test of a world", 2),
-    "all on 4 ranks": Run("every test of a world", 4),
+    "all on 2 ranks": Run("every test of a world", 2, ("--slow", "all")),
+    "all on 4 ranks": Run("every test of a world", 4, ("--slow", "all")),
 }
 RUNS = QUICK | PARTS
 

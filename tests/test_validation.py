@@ -217,7 +217,9 @@ class Interrupted(Datastore):
         return self.store.read(indices)
 
 
-@pytest.mark.parametrize("frequency, at", [(2, 2), (0, 3)])
+@pytest.mark.parametrize(
+    "frequency, at", [(2, 2), pytest.param(0, 3, marks=pytest.mark.slow("jobs"))]
+)
 def test_a_validation_that_a_signal_ends_is_made_up_for(world, tmp_path, frequency, at):
     """The run that goes on ends as one that was never stopped, by patience."""
     out, others = world.broadcast(str(tmp_path)), pictures(300, "others")
