@@ -92,6 +92,8 @@ class Alarm:
         if elapsed < limit:
             self._arm(limit - elapsed)
             return
+        self.start = time.monotonic()  # what is torn down behind a test has a limit, too
+        self._arm(self.limit)
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
@@ -196,8 +198,10 @@ class Watch:
 
 
 class Limits:
-    """The plugin: pytest-timeout's timer, by an Alarm or a Watch. Without pytest-timeout, as on a
-    machine where nothing can be installed, no test has a limit."""
+    """The plugin: pytest-timeout's limits, kept by an Alarm or a Watch.
+
+    Without pytest-timeout, as on a machine where nothing can be installed, no test has a limit.
+    """
 
     def __init__(self, timer):
         self.timer = timer
@@ -209,5 +213,10 @@ class Limits:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_cancel_timer(self, item):
+        return True  # comes with a failure too, when fixtures have yet to be torn down
+
+    def pytest_runtest_logfinish(self, nodeid):
         self.timer.cancel()
-        return True
+
+    def pytest_enter_pdb(self, config, pdb):
+        self.timer.cancel()

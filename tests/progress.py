@@ -97,7 +97,9 @@ class Progress:
             return None
         if report.passed:
             return ("passed" if report.when == "call" else ""), "", ""
-        return ("skipped" if report.skipped else "failed"), "", ""
+        if report.skipped:
+            return "skipped", "", ""
+        return ("failed" if report.when == "call" else "error"), "", ""
 
     def pytest_runtest_logreport(self, report):
         name = report.nodeid

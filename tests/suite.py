@@ -16,6 +16,7 @@ import argparse
 import datetime
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -165,6 +166,8 @@ class Suite:
 
 
 def main():
+    # Started in the background this ignores INT, and the tests would pass that on to their jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options, arguments = parse(sys.argv[1:])
     if options.list:
         for name, run in RUNS.items():

@@ -57,7 +57,7 @@ def watch(net):
 
     def hook(kind, error, trace):
         if net.rank:
-            time.sleep(0.5)  # where all ranks fail alike, rank 0 speaks and ends the others
+            time.sleep(2)  # if all ranks fail alike, rank 0 speaks and ends the others
         head = f"mpidl: rank {net.rank} on host {net.hosts[net.rank]} failed, {net.doing}:"
         text = "".join(traceback.format_exception(kind, error, trace))
         print(f"{head}\n{text}", file=sys.stderr, end="", flush=True)

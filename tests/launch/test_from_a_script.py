@@ -367,17 +367,9 @@ def test_a_notebook_without_cloudpickle():
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=MORE), signal.SIGKILL])
 def test_the_ranks_end_with_the_program(number, script, mark):
     """Ctrl-C, and a notebook's kernel that is killed. The fixture sees that nothing is left."""
-    words = [sys.executable, script(GUARDED), "stay"]
-    job = subprocess.Popen(
-        words,
-        env=launcher.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert job.stdout.readline() == "staying\n"
-    assert len(marked(mark)) >= 3  # the program, and two ranks
-    job.send_signal(number)
-    _, err = job.communicate()
+    with launcher.start(None, script(GUARDED), "stay") as job:
+        assert job.stdout.readline() == "staying\n"
+        assert len(marked(mark)) >= 3  # the program, and two ranks
+        job.send_signal(number)
+        _, err = job.communicate()
     assert "KeyboardInterrupt" in err or number == signal.SIGKILL

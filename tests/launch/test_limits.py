@@ -38,6 +38,15 @@ def test_its_job_hangs():
     import launcher
     launcher.mpirun(2, "-c", "import time; print('up', flush=True); time.sleep(1000)")
 
+@pytest.fixture
+def never_done():
+    yield
+    time.sleep(1000)
+
+@pytest.mark.timeout(1)
+def test_hangs_behind(never_done):
+    assert False
+
 def test_the_next_one_runs():
     pass
 """
@@ -80,10 +89,10 @@ def test_a_failure_of_one_rank_ends_the_others(tmp_path):
 
 def test_a_hang_in_one_process_fails_its_test_alone(tmp_path):
     output = re.sub(r"^E +", "", session(tmp_path, None, ALONE).stdout, flags=re.M)
-    assert "2 failed, 1 passed" in output
-    for name in ("test_sleeps", "test_its_job_hangs"):
-        assert f"FAILED test_made.py::{name} (call)" in output
-    assert output.count("did not end within its limit of") >= 2
+    assert "3 failed, 1 passed, 1 error" in output
+    for name in ("sleeps (call)", "its_job_hangs (call)", "hangs_behind (teardown)"):
+        assert f"FAILED test_made.py::test_{name}" in output
+    assert output.count("did not end within its limit of") >= 3
     # what the job printed, and where each of its ranks was
     assert "--- stdout\nup\nup\n" in output
     assert output.count('File "<string>", line 1 in <module>') == 2, output
