@@ -33,7 +33,7 @@ ALONE = """
 def test_sleeps():
     time.sleep(1000)
 
-@pytest.mark.timeout(1)
+@pytest.mark.timeout(3)
 def test_its_job_hangs():
     import launcher
     launcher.mpirun(2, "-c", "import time; print('up', flush=True); time.sleep(1000)")
