@@ -122,8 +122,10 @@ class Progress:
         left = pace * max(ahead - spent, 0)
         text = f"run {self.run.position} ({self.run.name}): {len(self.done)} of {self.total} tests"
         text += f", {self.failed} failed" if self.failed else ""
-        text += f", {clock(left)} left"
-        return text + (f", {clock(left + pace * self.run.later)} in all" if self.run.later else "")
+        text += f"; {clock(left)} left"
+        if self.run.later:
+            text += f", {clock(left + pace * self.run.later)} with the runs behind it"
+        return text
 
     def say(self, text):
         self.terminal.ensure_newline()

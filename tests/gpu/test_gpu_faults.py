@@ -562,7 +562,7 @@ def cases():
         yield pytest.param(fault, id=f"{fault.family}: {fault.what}", marks=marks)
 
 
-@pytest.mark.parametrize("fault", cases())
+@pytest.mark.parametrize("fault", list(cases()))
 def test_a_fault_is_found(device, monkeypatch, fault):
     assert holds_without_faults(fault.check, fault.arguments)
     source = kernels.source
