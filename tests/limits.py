@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 REFERENCE = 500e6  # bytes per second that a core of the machine of the limits hashes by BLAKE2b
+TEARDOWN = 10  # seconds that the fixtures of a test past its limit have at least
 GRACE = 30  # seconds after which a process that ignores the alarm is ended by faulthandler
 
 
@@ -92,7 +93,8 @@ class Alarm:
         if elapsed < limit:
             self._arm(limit - elapsed)
             return
-        self.start = time.monotonic()  # what is torn down behind a test has a limit, too
+        # What is torn down behind a test has a limit, too, with time to end a job.
+        self.start, self.limit = time.monotonic(), max(self.limit, TEARDOWN)
         self._arm(self.limit)
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
