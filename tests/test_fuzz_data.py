@@ -32,7 +32,7 @@ from mpidl.errors import UserError
 
 MORE = int(os.environ.get("MPIDL_FUZZ", 0))
 FUZZ = settings(
-    max_examples=MORE or 30,
+    max_examples=MORE or 20,
     derandomize=not MORE,
     deadline=None,
     database=None,

@@ -249,7 +249,7 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(world, tmp_path, frequen
         assert validated == [at, 2 * at, 3 * at]
 
 
-@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("limit", [None, pytest.param(5, marks=pytest.mark.slow("jobs"))])
 def test_a_run_that_is_over_knows_its_end(world, tmp_path, monkeypatch, limit):
     """One that ended with an epoch, or in the midst of one, after a validation."""
     out = world.broadcast(str(tmp_path))

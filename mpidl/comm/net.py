@@ -63,7 +63,9 @@ class Net:
             spins += 1
             if progress:
                 progress()
-            if self.crowded or spins > 1000:
+            if self.crowded and spins > 20:
+                time.sleep(5e-5)  # a yield would come back at once while the others compute
+            elif self.crowded or spins > 1000:
                 os.sched_yield()
             if spins % 256:
                 continue

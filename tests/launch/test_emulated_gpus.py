@@ -55,6 +55,7 @@ def test_without_graphs(one, pictures, tmp_path):
     same(one, tmp_path)
 
 
+@MORE
 def test_stop_and_resume_on_more_ranks(one, pictures, tmp_path):
     train(2, pictures, tmp_path, "--epochs", 2, "--max-iterations", 5)
     words = ["train", "--resume", tmp_path, "--max-iterations", 8, "--epochs", 2]

@@ -95,6 +95,7 @@ def test_weights_of_the_cifar_network(policy, colours, tmp_path):
     small.assert_same(hashes)
 
 
+@MORE
 def test_weights_of_the_residual_network(pictures, tmp_path):
     """Layers that several read, and sums of layers, on shares of other sizes."""
     hashes = {}
