@@ -179,7 +179,7 @@ def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(w
 def test_a_frozen_dropout_drops_nothing(world):
     net = dl.Network([dl.Dropout(0.5)], SHAPE)
     images, _ = batch_of(world)
-    dropped = net.bind({})(images).local()
+    dropped = whole(world, net.bind({})(images))  # a rank may have no images
     assert (dropped == 0).mean() > 0.4
     net.freeze("dropout1")
     assert net.bind({})(images).local().tobytes() == images.local().tobytes()
