@@ -44,9 +44,9 @@ def table():
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 
-def expected_seconds(name):
-    """How long the tests of a run took on a quiet machine, one after the other."""
-    return sum(seconds for seconds, _ in table().get(name, {}).values())
+def seconds_of_files(name):
+    """How long the tests of each file of a run took on a quiet machine."""
+    return [seconds for seconds, _ in table().get(name, {}).values()]
 
 
 def file_of(nodeid):

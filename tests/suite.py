@@ -31,19 +31,26 @@ MOST_PROCESSES = 16  # of one run, each of some hundred MB
 
 
 class Run(NamedTuple):
-    """A run of pytest: under mpirun on so many ranks, or without, on all cores."""
+    """A run of pytest: under mpirun on so many ranks, or without, on all cores.
+
+    spread: pytest-xdist's way to deal tests to processes; by files, what a file prepares is made
+    once.
+    """
 
     about: str
     ranks: int = 0
     arguments: tuple = ()
     environment: tuple = ()
+    spread: str = "loadfile"
 
     def processes(self, cores):
         return 1 if self.ranks else cores
 
     def expected(self, name, cores):
         """Seconds that it should take on a quiet machine."""
-        return progress.expected_seconds(name) / self.processes(cores)
+        files, processes = progress.seconds_of_files(name), self.processes(cores)
+        longest = max(files, default=0) if self.spread == "loadfile" else 0
+        return max(sum(files) / processes, longest)
 
     def command(self, cores, arguments):
         """`arguments`, where there are any, say which tests of those of this run are wanted."""
@@ -51,15 +58,15 @@ class Run(NamedTuple):
         if self.ranks:
             start = ["mpirun", "-n", str(self.ranks), *pytest]
         elif cores > 1:
-            start = [*pytest, "-n", str(cores), "--dist", "loadfile", "--no-loadscope-reorder"]
+            start = [*pytest, "-n", str(cores), "--dist", self.spread, "--no-loadscope-reorder"]
         else:
             start = pytest
         return [*start, *self.arguments, *arguments]
 
 
-def marked(about, part):
+def marked(about, part, **keywords):
     """The tests that are marked `slow(part)`."""
-    return Run(about, arguments=("--slow", part))
+    return Run(about, arguments=("--slow", part), **keywords)
 
 
 def files(*names):
@@ -80,16 +87,21 @@ PARTS = {
     "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs"),
     "ranks": marked("trainings on more ranks, threads and builds", "ranks"),
     "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
-    "faults": marked("every fault planted in the CUDA kernels", "faults"),
+    "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "package": marked("trainings by the installed wheel", "package"),
     "compilers": marked("the kernels by gcc and clang, without a warning", "compilers"),
     "aarch64": marked("the kernels for AArch64, under qemu", "aarch64"),
     "sanitizers": marked("the kernels under AddressSanitizer and UBSan", "sanitizers"),
     "threads": Run(
-        "the kernels on 1, 2, 3 and 5 threads", 0, KERNELS, (("MPIDL_TEST_THREADS", "1,2,3,5"),)
+        "the kernels on 1, 2, 3 and 5 threads",
+        arguments=KERNELS,
+        environment=(("MPIDL_TEST_THREADS", "1,2,3,5"),),
     ),
     "fuzz": Run(
-        "damaged data files, others each time", 0, files("fuzz_data"), (("MPIDL_FUZZ", "400"),)
+        "damaged data files, others each time",
+        arguments=files("fuzz_data"),
+        environment=(("MPIDL_FUZZ", "400"),),
+        spread="worksteal",
     ),
     "all on 2 ranks": Run("every test of a world", 2, ("--slow", "all")),
     "all on 4 ranks": Run("every test of a world", 4, ("--slow", "all")),
