@@ -68,17 +68,19 @@ class Pool:
                 time.sleep(0.002)
         except pytest.fail.Exception as expired:
             self.job.print_stacks()
-            self.close()
-            pytest.fail(f"{expired}\n{self._said(words)}")
+            self._fail(expired, words)
         if not all(path.exists() for path in paths):
-            pytest.fail(f"the job ended with {self.job.returncode}: {self._said(words)}")
+            self._fail(f"the job ended with {self.job.returncode}", words)
         found = [json.loads(path.read_text()) for path in paths]
         codes, outputs, errors = zip(*found, strict=True)
         return launcher.Result(max(codes), "".join(outputs), "".join(errors))
 
-    def _said(self, words):
+    def _fail(self, reason, words):
+        """End the job and fail the test with what its ranks wrote."""
         self.log.seek(0)
-        return launcher.shown(words, "", self.log.read())
+        text = launcher.shown(words, "", self.log.read())
+        self.close()
+        pytest.fail(f"{reason}\n{text}")
 
     def close(self):
         launcher.kill(self.job)

@@ -1,5 +1,6 @@
 """The helper that the tests of whole jobs lean on."""
 
+import pool
 import pytest
 from launcher import assert_gone, mpirun, start
 from limits import wait_until
@@ -33,3 +34,22 @@ def test_rank_pids():
         pids = job.rank_pids()
         assert sorted(pids) == [0, 1]
     assert_gone(pids.values())
+
+
+# A pool's ranks write through sys.stdout, which is theirs, and end no process.
+SAY_WORLD = "import mpidl as dl; w = dl.World(); print(f'{w.rank}/{w.size}')"
+
+
+def test_a_pool_carries_many_commands():
+    for _ in range(2):
+        assert pool.run(3, "-c", SAY_WORLD, check=0).stdout.split() == ["0/3", "1/3", "2/3"]
+    assert pool.run(3, "-c", "raise SystemExit(75)").returncode == 75
+    words = "import os; print(os.environ['GREETING'], os.getcwd())"
+    assert pool.run(1, "-c", words, env={"GREETING": "hello"}, cwd="/").stdout == "hello /\n"
+    assert pool.run(1, "-c", "import os; print('GREETING' in os.environ)").stdout == "False\n"
+
+
+def test_a_pool_that_dies_fails_the_test_and_is_replaced():
+    with pytest.raises(pytest.fail.Exception, match=r"the job ended with 3"):
+        pool.run(1, "-c", "import os; os._exit(3)")
+    assert pool.run(1, "-c", SAY_WORLD, check=0).stdout == "0/1\n"
