@@ -124,7 +124,8 @@ def tests_stage(report, folder, seconds):
         report.note("left out: pytest is not installed, or this is no checkout")
         return
     environment = verify.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    words = ["-m", "pytest", tests, "--device", "cuda", "-q", "-p", "no:cacheprovider"]
+    words = ["-m", "pytest", tests, "--device", "cuda", "--slow", "all", "-q"]
+    words += ["-p", "no:cacheprovider"]
     with open(os.path.join(folder, "tests.log"), "w+") as log:
         try:
             code = subprocess.run(
