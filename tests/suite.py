@@ -109,7 +109,7 @@ PARTS = {
 RUNS = QUICK | PARTS
 
 
-def parse(words):
+def parser():
     parser = argparse.ArgumentParser(
         prog="run/test", usage=__doc__.partition("\n\n")[2], allow_abbrev=False
     )
@@ -120,7 +120,7 @@ def parse(words):
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--cores", type=int, default=1)
-    return parser.parse_known_args(words)
+    return parser
 
 
 class Suite:
@@ -180,7 +180,7 @@ class Suite:
 def main():
     # Started in the background this ignores INT, and the tests would pass that on to their jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    options, arguments = parse(sys.argv[1:])
+    options, arguments = parser().parse_known_args()
     if options.list:
         for name, run in RUNS.items():
             seconds = run.expected(name, options.cores)

@@ -10,6 +10,7 @@ from pathlib import Path
 import documented
 import numpy as np
 import pytest
+import suite
 from images import grow
 
 import mpidl as dl
@@ -95,6 +96,7 @@ def test_a_wrong_command_is_seen(command, wrong):
 
 def test_options_and_variables_exist():
     known, set_by = documented.flags() | FOREIGN, documented.variables()
+    known |= {flag for action in suite.parser()._actions for flag in action.option_strings}
     unknown = []
     for path in PAGES:
         text = path.read_text()
