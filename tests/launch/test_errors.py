@@ -20,7 +20,7 @@ def refusal(ranks, *words, env=None):
 
 
 def refusal_of_a_job(ranks, *words):
-    """The same of a job of its own, of which nothing may be left."""
+    """The same for a job of its own; wait until none of its processes is left."""
     with start(ranks, *words, env=small.without_plots()) as job:
         result = finish(job)
     tail = b"".join(str(word).encode() + b"\0" for word in words)
