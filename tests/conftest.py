@@ -17,7 +17,9 @@ import limits
 import progress
 import pytest
 
-from mpidl.comm import alone  # before a test loads NumPy: mpidl holds the BLAS to one thread
+from mpidl.backends import native, settings  # before NumPy: mpidl holds the BLAS to one thread
+from mpidl.comm import alone
+from mpidl.report import plots
 
 # Read before MPI is initialized: Open MPI sets them in a process that no mpirun started, too.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
@@ -37,6 +39,22 @@ def world():
     from mpidl.comm import World
 
     return World()
+
+
+@pytest.fixture(autouse=True)
+def _settings_are_restored():
+    """A test that configures the backends leaves nothing of it to the next."""
+    before = dict(vars(settings))
+    yield
+    if settings.threads != before["threads"] and native.kernels() is not None:
+        native.kernels().set_threads(before["threads"])
+    vars(settings).update(before)
+
+
+@pytest.fixture
+def without_plots(monkeypatch):
+    """Runs draw no progress.png, which takes longer than the trainings of most tests."""
+    monkeypatch.setattr(plots, "progress", lambda *paths: False)
 
 
 def pytest_addoption(parser):

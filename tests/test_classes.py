@@ -12,6 +12,7 @@ import mpidl as dl
 from mpidl.training import checkpoint, seen
 
 SHAPE, NAMES = (1, 5, 5), ("circle", "square", "triangle")
+pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 @pytest.fixture(scope="module")

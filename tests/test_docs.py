@@ -38,7 +38,7 @@ def small_digits(world=None):
 
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
-def test_python_blocks_run(path, world, tmp_path, monkeypatch):
+def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
     folder = Path(world.broadcast(str(tmp_path)))  # one for all ranks, as a program would see it
     if world.rank == 0:
         grow(folder / "photos", per_class=10, shape=(3, 8, 8))

@@ -124,7 +124,14 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
+VARIANTS = ("a normalization alone", "the first convolution", "at the end")  # of the others
+GRADIENTS = [
+    pytest.param(names, id=case, marks=[pytest.mark.slow("ranks")] * (case in VARIANTS))
+    for case, names in FROZEN.items()
+]
+
+
+@pytest.mark.parametrize("names", GRADIENTS)
 def test_gradients_go_through_frozen_layers(world, names):
     net = network().freeze(*names)
     net.parameters = {name: v.astype(np.float64) for name, v in net.parameters.items()}

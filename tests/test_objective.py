@@ -13,6 +13,7 @@ from mpidl.training import checkpoint, objective
 from mpidl.training.modelfile import weights_sha256
 
 SIDE, CLASSES = 6, 3
+pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 @pytest.fixture(scope="module")

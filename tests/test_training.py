@@ -17,6 +17,8 @@ from mpidl.training import checkpoint, configuration
 from mpidl.training.load import Measured
 from mpidl.training.modelfile import weights_sha256
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 
 @pytest.fixture(scope="module")
 def world():

@@ -17,6 +17,8 @@ from mpidl.report import Console, metrics, plots
 from mpidl.training import checkpoint, loop, validation
 from mpidl.training.modelfile import weights_sha256
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 
 @pytest.fixture(scope="module")
 def world():

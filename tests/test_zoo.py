@@ -87,7 +87,10 @@ def test_the_tables_of_alexnet():
     assert products == wanted + 9216 * 4096 + 4096 * 4096 + 4096 * 1000
 
 
-@pytest.mark.parametrize("name, shape", [("resnet", (2, 12, 12)), ("alexnet", (3, 67, 67))])
+ALEXNET = pytest.param("alexnet", (3, 67, 67), marks=pytest.mark.slow("ranks"))  # 47 MB of it
+
+
+@pytest.mark.parametrize("name, shape", [("resnet", (2, 12, 12)), ALEXNET])
 def test_one_result_of_the_larger_networks_on_any_number_of_ranks(world, name, shape):
     net, images = zoo.NETWORKS[name](shape, 4, 1), pixels_of(0, 20, *shape) / np.float32(255)
     arrays, alone = (images, np.arange(20) % 4), Alone()
@@ -124,7 +127,7 @@ def test_one_result_of_the_cifar_network_on_any_number_of_ranks(world):
 
 
 @pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.slow("jobs")), 3])
-def test_the_command_trains_the_cifar_network(world, tmp_path, channels):
+def test_the_command_trains_the_cifar_network(world, without_plots, tmp_path, channels):
     from mpidl.cli.train import main
 
     folder = world.broadcast(str(tmp_path))

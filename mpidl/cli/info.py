@@ -14,7 +14,7 @@ from mpidl.comm import World, cores, devices, guard, nccl
 from mpidl.data.datastore import on_rank_0
 from mpidl.errors import UserError
 from mpidl.nn import zoo
-from mpidl.training import options
+from mpidl.training import configuration, options
 
 
 def main(argv=None):
@@ -33,8 +33,9 @@ def main(argv=None):
     if world.rank:
         return 0
     threads = sorted(set(cores.deal(ranks, 0)[0]))
+    package = os.path.dirname(os.path.dirname(__file__))
     facts = {
-        "mpidl": f"{start.version_of('mpidl')}, {os.path.dirname(os.path.dirname(__file__))}",
+        "mpidl": f"{configuration.version_of('mpidl')}, {package}",
         "Python": f"{platform.python_version()}, {sys.executable}",
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
@@ -43,7 +44,7 @@ def main(argv=None):
         "CPU": f"{cpu_model()}, {os.cpu_count()} cores",
         "CPU features": ", ".join(_features()) or "not known",
         "MPI": _first_line(world.net.MPI.Get_library_version()),
-        "mpi4py": start.version_of("mpi4py"),
+        "mpi4py": configuration.version_of("mpi4py"),
         "fabric": _fabric(world.net.MPI.Get_library_version()),
         "GPU": _gpus(seen[0]),
         "CuPy": _cupy(),

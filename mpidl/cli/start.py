@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import sys
-from importlib import metadata
 
 from mpidl import data
 from mpidl.backends import native
@@ -33,14 +32,6 @@ def blas():
         " ".join(str(x[key]) for key in ("internal_api", "version", "architecture") if x.get(key))
         for x in libraries
     )
-
-
-def version_of(package):
-    """The installed version of a package, in words where there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed as a package"
 
 
 def arithmetic(world):

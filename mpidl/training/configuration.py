@@ -6,7 +6,6 @@ the network's recipe, the defaults (those of MATLAB's trainingOptions).
 
 import json
 import platform
-from importlib import metadata
 from typing import NamedTuple
 
 from mpidl.data.datastore import shown
@@ -137,14 +136,21 @@ def write_options(path, resolved, versions):
     write_whole(path, tomli_w.dumps(tables).encode())
 
 
+def version_of(package):
+    """The installed version of a package, in words where there is none."""
+    from importlib import metadata  # 20 ms, which the ranks other than 0 save at their start
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"
+
+
 def versions_of(mpi_library):
     """The versions that options.toml records; `mpi_library`: MPI's own text about itself."""
     versions = {"python": platform.python_version()}
     for package in ("numpy", "mpidl", "mpi4py"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed as a package"
+        versions[package] = version_of(package)
     first_line = (mpi_library.strip().splitlines() or ["unknown"])[0]
     return {**versions, "mpi": " ".join(first_line.replace("\0", "").split())}
 

@@ -68,7 +68,13 @@ def test_a_step_agrees_with_the_cpu(world, names):
             assert error < 2e-5, name
 
 
-@pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
+RECORDED = [
+    pytest.param(names, id=case, marks=[pytest.mark.slow("gpu")] * (case == "below"))
+    for case, names in FROZEN.items()
+]
+
+
+@pytest.mark.parametrize("names", RECORDED)
 def test_recorded_or_not_the_bytes_are_the_same(world, names):
     recorded = trained(world, residual().freeze(*names), shuffle="never", l2=0.001, epochs=2)
     net = residual().freeze(*names).to(world.device)

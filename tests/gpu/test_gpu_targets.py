@@ -280,7 +280,13 @@ LEARNED = {
 
 
 @pytest.mark.parametrize("resident", [True, pytest.param(False, marks=pytest.mark.slow("gpu"))])
-@pytest.mark.parametrize("what", LEARNED)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=[pytest.mark.slow("gpu")] * (what in ("maps", "image of labels")))
+        for what in LEARNED
+    ],
+)
 def test_a_step_learns_what_the_cpu_learns(world, what, resident, monkeypatch):
     monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)
     make, loss, shape, kind = LEARNED[what]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -25,16 +26,17 @@ MORE = pytest.mark.slow("jobs")
 
 
 @pytest.fixture(autouse=True)
-def mark(monkeypatch):
+def mark(monkeypatch, tmp_path):
     """Of each test: what its processes have in their environment; they are gone at its end."""
     found = uuid.uuid4().hex
     monkeypatch.setenv("MPIDL_TEST_MARK", found)
     for name in [name for name in os.environ if name.startswith(("PMI_", "OMPI_COMM_WORLD_"))]:
         monkeypatch.delenv(name)  # MPI of this process set them
-    before = folders()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # read the variable anew
     yield found
     wait_until(lambda: not marked(found))  # no process is left behind
-    assert folders() <= before, "a folder was left behind"
+    assert not folders(), "a folder was left behind"
 
 
 def marked(text):
@@ -48,7 +50,7 @@ def marked(text):
 
 
 def folders():
-    return set(Path(os.environ.get("TMPDIR", "/tmp")).glob("mpidl-launch-*"))
+    return set(Path(os.environ["TMPDIR"]).glob("mpidl-launch-*"))
 
 
 def sizes(world, *arguments):

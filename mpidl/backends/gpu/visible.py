@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import functools
 import os
-from importlib import metadata
 from typing import NamedTuple
 
 OLDEST = 70  # of compute capability, times 10: what the kernels compile for
@@ -102,6 +101,8 @@ def driver_version():
 @functools.cache
 def packages():
     """The installed packages that bring CuPy: ["cupy-cuda13x 14.2.0"]."""
+    from importlib import metadata  # 22 ms of the start of each rank that needs none of it
+
     found = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
     return sorted(f"{name} {v}" for name, v in found if name.lower().startswith("cupy"))
 

@@ -38,7 +38,7 @@ def main(chosen):
     versions = configuration.versions_of("none")
     torch = importlib.util.find_spec("torch") is not None
     if torch:
-        versions["torch"] = configuration.metadata.version("torch")
+        versions["torch"] = configuration.version_of("torch")
     else:
         notes.append("PyTorch is not installed (pip install '.[bench]'): our errors alone")
     for line in notes:

@@ -20,6 +20,7 @@ from mpidl.cli.bench.gpu import compiling, identity, parity, sanitizer, speed, t
 from mpidl.cli.bench.gpu.report import Report
 from mpidl.comm import World, guard
 from mpidl.nn import AveragePool2D, BatchNorm, Conv2D, Dense, MaxPool2D, Network, ReLU, zoo
+from mpidl.training import configuration
 
 EPOCHS = 20  # of the digits' recipe
 # What other commands need beside NumPy and CuPy; the check needs none of it.
@@ -91,7 +92,7 @@ def facts(report, device):
     compiler = nvrtc.find(device.architecture)
     report.fact("NVRTC", f"{'.'.join(map(str, compiler.version))}, {compiler.path}")
     for package in ("numpy", "torch"):
-        report.fact(package, start.version_of(package))
+        report.fact(package, configuration.version_of(package))
     report.fact("Python", platform.python_version())
     report.fact("platform", platform.platform())
     for line in start.without_kernels():
