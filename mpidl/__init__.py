@@ -16,12 +16,16 @@ if "numpy" in sys.modules:
     threadpoolctl.threadpool_limits(1, user_api="blas")
 
 from mpidl import data, nn, ops
+from mpidl.autodiff.tape import Var, check_vjp, op, value_and_grad
 from mpidl.backends import configure
 from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
 from mpidl.comm import World
 from mpidl.comm.launch import launch
 from mpidl.data import ArrayDatastore, Augmenter, ImageFolder, MinibatchQueue, Preprocess
 from mpidl.errors import Fault, RankError, UserError
+from mpidl.evaluation.confusion import Confusion, confusion_matrix
+from mpidl.evaluation.evaluate import Evaluation, RegressionErrors, evaluate, regression_errors
+from mpidl.evaluation.predict import activations, classify, predict
 from mpidl.fold import Partial
 from mpidl.nn import (
     Add,
@@ -83,13 +87,9 @@ from mpidl.ops import (
     transpose,
     transposed_conv2d,
 )
-from mpidl.tape import Var, check_vjp, op, value_and_grad
-from mpidl.training.confusion import Confusion, confusion_matrix
-from mpidl.training.evaluate import Evaluation, RegressionErrors, evaluate, regression_errors
-from mpidl.training.loop import train
-from mpidl.training.modelfile import load_model, save_model, weights_sha256
+from mpidl.training.files.model_file import load_model, save_model, weights_sha256
 from mpidl.training.optimizers import SGDM, Adam, RMSProp
-from mpidl.training.options import TrainingOptions
-from mpidl.training.outputs import activations, classify, predict
+from mpidl.training.options.training_options import TrainingOptions
+from mpidl.training.trainer import train
 
 __version__ = "0.1.0"

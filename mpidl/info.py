@@ -1,7 +1,7 @@
 """Show what mpidl found on this machine: `mpirun -n 4 python -m mpidl.info`."""
 
 from mpidl.cli.info import main
-from mpidl.comm import guard
+from mpidl.comm import failure
 
 if __name__ == "__main__":
-    guard.run(main)
+    failure.run(main)

@@ -5,15 +5,16 @@ import os
 import numpy as np
 import pytest
 
-from mpidl.backends import native, settings
+from mpidl.backends import settings
+from mpidl.backends.cpu import builds
 from mpidl.fold import Partial
 
 # With 3, images are shared out to teams of several threads, some a thread larger than others. The
 # slow part `threads` has more.
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
-BUILDS = [build for build in native.built() if native.runs_here(build)]
+BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 needed = pytest.mark.skipif(
-    native.running() == "numpy",
+    builds.running() == "numpy",
     reason="no kernels, or MPIDL_CPU=numpy: python kernels/build.py compiles them",
 )
 
@@ -29,10 +30,10 @@ def bytes_of(value):
 
 def everywhere(call):
     """{build: call()}, where the number of threads did not matter, nor AVX-512 or AVX2."""
-    found, before = {}, native.running()
+    found, before = {}, builds.running()
     try:
         for build in BUILDS:
-            library = native.use(build)
+            library = builds.use(build)
             for threads in THREADS:
                 library.set_threads(threads)
                 result = call()
@@ -40,7 +41,7 @@ def everywhere(call):
                 assert bytes_of(result) == bytes_of(expected), f"{build}, {threads} threads"
             library.set_threads(settings.threads)
     finally:
-        native.use(before)
+        builds.use(before)
     wide = [bytes_of(found[build]) for build in ("x86-64-v4", "x86-64-v3") if build in found]
     assert all(b == wide[0] for b in wide), "AVX-512 and AVX2 differ"
     return found

@@ -17,14 +17,15 @@ import limits
 import progress
 import pytest
 
-from mpidl.backends import native, settings  # before NumPy: mpidl holds the BLAS to one thread
-from mpidl.comm import alone
+from mpidl.backends import settings  # before NumPy: mpidl holds the BLAS to one thread
+from mpidl.backends.cpu import builds
+from mpidl.comm import serial
 from mpidl.report import plots
 
 # Read before MPI is initialized: Open MPI sets them in a process that no mpirun started, too.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
-MPI = alone.load()  # which initializes MPI
+MPI = serial.load()  # which initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 # Files of one rank: those that start mpirun themselves, those of kernels on an emulated GPU, and
 # those in which no world is spoken of.
@@ -46,8 +47,8 @@ def _settings_are_restored():
     """A test that configures the backends leaves nothing of it to the next."""
     before = dict(vars(settings))
     yield
-    if settings.threads != before["threads"] and native.kernels() is not None:
-        native.kernels().set_threads(before["threads"])
+    if settings.threads != before["threads"] and builds.kernels() is not None:
+        builds.kernels().set_threads(before["threads"])
     vars(settings).update(before)
 
 

@@ -6,8 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+from benchmarks import arguments as bench_arguments
 from mpidl.cli import arguments, pack
-from mpidl.cli.bench import arguments as bench_arguments
 from mpidl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,7 +17,7 @@ PARSERS = {
     "verify": arguments.verify,
     "info": arguments.info,
     "pack": pack.parse,
-    "bench": bench_arguments.parse,
+    "benchmarks": bench_arguments.parse,
 }
 STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command
 # What is not ours, and taken as it is.
@@ -79,6 +79,8 @@ def _wrong(words):
         return None if first in OTHERS else f"{first} is not a known program"
     if rest[:1] == ["-m"]:
         package, _, name = rest[1].partition(".")
+        if rest[1] == "benchmarks":
+            return _options("benchmarks", rest[2:])
         if package != "mpidl":
             return next((f"no {w}" for w in rest if w.startswith("tests") and not _is(w)), None)
         return _options(name, rest[2:]) if name in PARSERS else f"no command {rest[1]}"
@@ -118,18 +120,18 @@ def flags():
     for path in (ROOT / "run").iterdir():
         found |= set(re.findall(r"--[a-z][\w-]+", path.read_text()))
     sources = [*(ROOT / "mpidl" / "cli").rglob("*.py"), ROOT / "kernels" / "build.py"]
-    sources += [ROOT / "tests" / "gpu" / "conftest.py"]
+    sources += [*(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "gpu" / "conftest.py"]
     for path in sources:
         found |= set(re.findall(r"[\"'](--[a-z][\w-]+)[\"']", path.read_text()))
-    from mpidl.training import configuration, options
+    from mpidl.training.options import configuration, training_options
 
-    return found | {options.flag(name) for name in configuration.RULES}
+    return found | {training_options.flag(name) for name in configuration.RULES}
 
 
 def variables():
     """Every MPIDL_... variable that a program of ours reads."""
     found = set()
-    for folder in ("mpidl", "run", "kernels"):
+    for folder in ("mpidl", "benchmarks", "run", "kernels"):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and path.suffix in (".py", ".slurm", ".sh", "", ".c", ".h"):
                 found |= set(re.findall(r"\bMPIDL_[A-Z_]+\b", path.read_text(errors="replace")))

@@ -6,7 +6,7 @@ from alone import blocked, numbers
 from compiled import needed
 
 import mpidl as dl
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
 from mpidl.cli import info
 from mpidl.errors import UserError
 from mpidl.nn import zoo
@@ -88,9 +88,9 @@ def test_a_step_stores_what_it_says(monkeypatch):
     """What forward takes of the arena and keeps; pooling keeps its places too, a byte each."""
     net, count = _plain(), 48
     taken = []
-    take = memory.empty
+    take = arenas.empty
     monkeypatch.setattr(
-        memory, "empty", lambda shape, *a: taken.append(take(shape, *a)) or taken[-1]
+        arenas, "empty", lambda shape, *a: taken.append(take(shape, *a)) or taken[-1]
     )
     images, _ = blocked(dl.OneRank(), numbers("x", count, 3, 16, 16).astype("f4"), np.arange(count))
     net.bind({name: dl.Var(v, name=name) for name, v in net.parameters.items()})(images)

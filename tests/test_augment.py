@@ -8,8 +8,8 @@ from images import pixels_of, refusal
 
 import mpidl as dl
 from mpidl import keyed
-from mpidl.data.augment import PURPOSE, _sine_cosine
-from mpidl.training import seen
+from mpidl.data.transforms.augment import PURPOSE, _sine_cosine
+from mpidl.training import input_pipeline
 
 FULL = {
     "reflect_x": True,
@@ -227,9 +227,9 @@ def test_real_ranks(world):
         ({"fill": float("nan")}, "fill: expected a number"),
         (
             {"RandXReflection": True},
-            "unknown augmentation RandXReflection; did you mean reflect_x?",
+            "unknown augmentation RandXReflection: did you mean reflect_x?",
         ),
-        ({"reflectx": True}, "unknown augmentation reflectx; did you mean reflect_x?"),
+        ({"reflectx": True}, "unknown augmentation reflectx: did you mean reflect_x?"),
         ({"zzz": 1}, "unknown augmentation zzz"),
     ],
 )
@@ -250,12 +250,12 @@ def test_what_does_not_fit_the_images():
 
 
 def test_what_options_say_is_named_as_it_is_typed():
-    text = refusal(seen.augmenter_of, dl.TrainingOptions(scale=(1.5, 0.5)))
+    text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(scale=(1.5, 0.5)))
     assert text == "--scale: expected (low, high) with low <= high, got (1.5, 0.5)"
-    text = refusal(seen.image_shape, dl.TrainingOptions(random_crop=(20, 3)), SHAPE)
+    text = refusal(input_pipeline.image_shape, dl.TrainingOptions(random_crop=(20, 3)), SHAPE)
     assert text == "--random-crop 20x3: expected at most the size of the images, found 19x24"
     both = [dl.TrainingOptions(random_crop=crop) for crop in ("9", (9, 9))]
-    assert [seen.image_shape(known, SHAPE) for known in both] == [(3, 9, 9)] * 2
+    assert [input_pipeline.image_shape(known, SHAPE) for known in both] == [(3, 9, 9)] * 2
 
 
 def test_spec_makes_the_same_augmenter():

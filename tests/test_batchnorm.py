@@ -6,7 +6,7 @@ from alone import Alone, blocked, numbers, whole
 from test_ops import batchnorm_reference
 
 import mpidl as dl
-from mpidl import tape
+from mpidl.autodiff import tape
 
 GAMMA, BETA = np.array([1.5, 0.5, -1.0]), np.array([0.0, 2.0, 0.25])
 COUNTS = (5, 37, 80)

@@ -12,7 +12,7 @@ from alone import Alone, blocked, numbers
 from limits import wait_until
 
 import mpidl as dl
-from mpidl.cli.bench import (
+from benchmarks import (
     accuracy,
     arguments,
     compare,

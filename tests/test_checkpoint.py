@@ -12,7 +12,7 @@ import pytest
 
 from mpidl import nn
 from mpidl.errors import UserError
-from mpidl.training import checkpoint, modelfile
+from mpidl.training.files import checkpoint, model_file
 
 LAYERS = [{"type": "Conv2D", "name": "conv1", "size": [5, 5]}, {"type": "Dense", "name": "dense1"}]
 FACTS = {
@@ -233,15 +233,15 @@ def network(seed, *, size=2):
 @pytest.fixture
 def model(tmp_path):
     path = tmp_path / "model.h5"
-    modelfile.save_model(path, network(1), ["a", "b", "c"], "rescale-zero-one")
+    model_file.save_model(path, network(1), ["a", "b", "c"], "rescale-zero-one")
     return path
 
 
 def test_a_model_comes_back(model):
-    net, info = modelfile.load_model(model)
+    net, info = model_file.load_model(model)
     assert net.spec() == network(1).spec() and net.input_shape == (1, 5, 5)
-    assert modelfile.weights_sha256(net) == modelfile.weights_sha256(network(1))
-    assert modelfile.weights_sha256(net) != modelfile.weights_sha256(network(2))
+    assert model_file.weights_sha256(net) == model_file.weights_sha256(network(1))
+    assert model_file.weights_sha256(net) != model_file.weights_sha256(network(2))
     assert (info["classes"], info["normalization"]) == (["a", "b", "c"], "rescale-zero-one")
     with h5py.File(model) as file:
         assert list(file["learnables"]) == ["conv1", "batchnorm1", "dense1"]
@@ -249,45 +249,45 @@ def test_a_model_comes_back(model):
 
 def test_models_that_cannot_be_loaded(model, tmp_path):
     with pytest.raises(UserError, match="none.h5: not a model that can be loaded: it is missing"):
-        modelfile.load_model(tmp_path / "none.h5")
+        model_file.load_model(tmp_path / "none.h5")
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["x"] = 1
     with pytest.raises(UserError, match="it is not a file of mpidl"):
-        modelfile.load_model(tmp_path / "other.h5")
+        model_file.load_model(tmp_path / "other.h5")
     (tmp_path / "text.h5").write_text("hello")
     with pytest.raises(UserError, match="text.h5: not a model that can be loaded"):
-        modelfile.load_model(tmp_path / "text.h5")
+        model_file.load_model(tmp_path / "text.h5")
 
 
 def test_models_whose_parts_do_not_fit(tmp_path):
     path = tmp_path / "model.h5"
     net = network(1)
-    attributes = modelfile.describe(net.spec(), [], net.input_shape, "none")
+    attributes = model_file.describe(net.spec(), [], net.input_shape, "none")
 
     def write(parameters):
         tables = {"learnables": parameters, "state": net.state}
-        modelfile.write_whole(path, modelfile.pack(tables, attributes))
+        model_file.write_whole(path, model_file.pack(tables, attributes))
 
     write(network(1, size=3).parameters)
     with pytest.raises(UserError, match=r"conv1.weight: the network has \(2, 1, 3, 3\), the file"):
-        modelfile.load_model(path)
+        model_file.load_model(path)
     write({**net.parameters, "dense2.bias": np.zeros(1, np.float32)})
     with pytest.raises(UserError, match="dense2.bias: the network has nothing, the file"):
-        modelfile.load_model(path)
+        model_file.load_model(path)
     attributes["network"] = '[{"type": "Konv"}]'
     write(net.parameters)
     with pytest.raises(UserError, match="its network cannot be built: .*Konv"):
-        modelfile.load_model(path)
+        model_file.load_model(path)
     del attributes["classes"]
     write(net.parameters)
     with pytest.raises(UserError, match="it has no attribute 'classes'"):
-        modelfile.load_model(path)
+        model_file.load_model(path)
 
 
 def test_weights_sha256_is_over_the_bytes_in_table_order():
     net = network(3)
     arrays = [*net.parameters.values(), *net.state.values()]
     content = b"".join(array.astype("<f4").tobytes() for array in arrays)
-    assert modelfile.weights_sha256(net) == hashlib.sha256(content).hexdigest()
+    assert model_file.weights_sha256(net) == hashlib.sha256(content).hexdigest()
     net.state = {**net.state, "batchnorm1.mean": np.full(2, 1e-30, np.float32)}
-    assert modelfile.weights_sha256(net) != hashlib.sha256(content).hexdigest()
+    assert model_file.weights_sha256(net) != hashlib.sha256(content).hexdigest()

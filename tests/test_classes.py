@@ -9,7 +9,8 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.training import checkpoint, seen
+from mpidl.training import input_pipeline
+from mpidl.training.files import checkpoint
 
 SHAPE, NAMES = (1, 5, 5), ("circle", "square", "triangle")
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -210,7 +211,7 @@ def test_what_is_no_network_set_or_options(world):
     for call in (dl.predict, dl.classify):
         with pytest.raises(dl.UserError, match="expected a network, found list"):
             call([], store, world=world)
-    seen.check_kinds(net, store, known())
+    input_pipeline.check_kinds(net, store, known())
 
 
 def test_arrays_in_a_loop_of_ones_own(world):

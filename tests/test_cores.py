@@ -4,7 +4,7 @@ import pytest
 
 from mpidl import backends
 from mpidl.backends import settings
-from mpidl.comm.cores import Cores, cores, deal
+from mpidl.comm.thread_budget import Cores, cores, deal
 
 
 def bound(*ranks, at_a_time=None):

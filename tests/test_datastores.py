@@ -94,7 +94,7 @@ def test_folder_names_what_it_cannot_use(tmp_path):
     assert refusal(ImageFolder, tmp_path / "no") == f"{tmp_path}/no: no such folder"
     (tmp_path / "pets").mkdir()
     pets = tmp_path / "pets"
-    assert refusal(ImageFolder, tmp_path / "pest").endswith("no such folder; did you mean pets?")
+    assert refusal(ImageFolder, tmp_path / "pest").endswith("no such folder: did you mean pets?")
     assert refusal(ImageFolder, pets).startswith(f"{pets}: expected sub-folders named by class")
     assert refusal(ImageFolder, pets).endswith("found an empty folder")
     (pets / "cat").mkdir()
@@ -168,7 +168,7 @@ def test_folder_counts_labels_by_given_classes(tmp_path):
     store = ImageFolder(tmp_path, classes=["cat", "dog", "emu"])
     assert store.labels.tolist() == [1, 1, 1, 2, 2, 2] and store.classes == ["cat", "dog", "emu"]
     text = refusal(ImageFolder, tmp_path, classes=["dog", "emus"])
-    assert "sub-folder emu is none of the classes (dog, emus); did you mean emus?" in text
+    assert "sub-folder emu is none of the classes (dog, emus): did you mean emus?" in text
     assert ImageFolder(tmp_path, classes=["x"], labelled=False).labels is None
 
 

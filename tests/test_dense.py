@@ -12,7 +12,8 @@ from alone import Alone, blocked, numbers
 from compiled import bytes_of, everywhere, needed
 
 import mpidl as dl
-from mpidl.backends import cpu, native
+from mpidl.backends import cpu
+from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.call import nodes_of, source_of, tree_of
 from mpidl.blocks import LANES, Activation, Source
 from mpidl.fold import Counter, Tree
@@ -57,7 +58,7 @@ class Layer:
         (blocks, features, _), outputs = self.x.shape, len(self.weight)
         y, dx = np.empty_like(self.dy), np.empty_like(self.x)
         nodes = np.empty((nodes_of(where), outputs, features), np.float32)
-        source, library = source_of(self.source), native.kernels()
+        source, library = source_of(self.source), builds.kernels()
         sizes = features, source[0].shape[1], outputs
         library.dense_plain(*source, self.weight, self.bias, y, blocks, *sizes)
         library.dense_dx_plain(self.dy, self.weight, dx, blocks, features, outputs)
@@ -280,7 +281,7 @@ def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
     for name, array in (("x", x), ("dy", dy)):
         np.save(tmp_path / f"{name}.npy", array)
     command = [sys.executable, "-c", MEMORY, *map(str, (tmp_path, 8, outputs, features))]
-    env = os.environ | {"MPIDL_CPU": native.running()}
+    env = os.environ | {"MPIDL_CPU": builds.running()}
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
     if "does not tell peak memory" in done.stderr:

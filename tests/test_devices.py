@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from mpidl.backends.gpu.visible import Gpu, Visible
+from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.comm import devices, nccl
 from mpidl.comm.devices import Seen, chosen, deal, given, numbers
 from mpidl.comm.nccl import Able, choose

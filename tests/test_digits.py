@@ -10,11 +10,11 @@ import pytest
 
 from mpidl import keyed
 from mpidl.data import ArrayDatastore
-from mpidl.data.faces import FACES, segments
+from mpidl.data.formats.digit_glyphs import FACES, segments
 from mpidl.errors import UserError
 
 # By its name: mpidl.data may hold the function `digits` in the module's place.
-module = importlib.import_module("mpidl.data.digits")
+module = importlib.import_module("mpidl.data.formats.digits")
 
 
 @pytest.fixture(scope="module")

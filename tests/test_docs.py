@@ -14,7 +14,7 @@ import suite
 from images import grow
 
 import mpidl as dl
-from mpidl.training import configuration
+from mpidl.training.options import configuration
 
 ROOT = documented.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,7 +8,7 @@ from alone import numbers
 
 import mpidl as dl
 from mpidl.data.datastore import Datastore
-from mpidl.training import evaluate, outputs
+from mpidl.evaluation import evaluate, predict
 
 SHAPE, CLASSES = (2, 6, 5), 4
 
@@ -339,7 +339,7 @@ def test_the_set_may_be_of_targets_and_pixel_labels(world):
 
 def test_by_batch_is_in_order(world):
     seen = []
-    given = outputs.by_batch(small(), labelled(50), outputs.labels, world=world, batch_size=20)
+    given = predict.by_batch(small(), labelled(50), predict.labels, world=world, batch_size=20)
     for indices, values in given:
         assert (indices is None) == (values is None) == (world.rank > 0)
         seen.append(0 if indices is None else len(indices))

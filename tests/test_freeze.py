@@ -10,7 +10,7 @@ from compiled import needed
 
 import mpidl as dl
 from mpidl.backends import cpu, reference
-from mpidl.training.configuration import changed_on_resume
+from mpidl.training.options.configuration import changed_on_resume
 
 SHAPE = (2, 8, 8)
 BACKWARD = ("conv2d_backward", "dense_backward", "batchnorm_dx", "activation_sums", "relu_dx")

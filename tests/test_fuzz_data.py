@@ -17,17 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from images import grow, pixels_of, write_idx
 
-from mpidl.data import (
-    ArrayDatastore,
-    ImageFolder,
-    open_data,
-    open_test_data,
-    packed,
-    packing,
-    probe,
-    read_idx,
-)
+from mpidl.data import ArrayDatastore, ImageFolder, open_data, open_test_data, read_idx
 from mpidl.data.datastore import Datastore, read_images, read_targets
+from mpidl.data.formats import hdf5_probe, packed, packing
 from mpidl.errors import UserError
 
 MORE = int(os.environ.get("MPIDL_FUZZ", 0))
@@ -115,7 +107,7 @@ def damaged(draw, whole):
 def impatient(monkeypatch):
     """HDF5 comes to no end of some damaged files: the helper that tries them out may be ended
     sooner. `fuzzed` does so once the helper has been started and a good file has been read."""
-    monkeypatch.setattr(probe, "SECONDS", 60.0)
+    monkeypatch.setattr(hdf5_probe, "SECONDS", 60.0)
 
 
 def fuzzed(tmp_path, name, beginning, whole, check=open_and_use):
@@ -136,7 +128,7 @@ def fuzzed(tmp_path, name, beginning, whole, check=open_and_use):
 
     path.write_bytes(whole)
     assert check(path)  # which opens the undamaged file
-    probe.SECONDS = 1.0  # the fixture sets it back
+    hdf5_probe.SECONDS = 1.0  # the fixture sets it back
     from_nothing()
     from_a_whole_file()
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpidl.backends.gpu import cuda, kernels, nvrtc, visible
-from mpidl.backends.gpu.visible import Gpu, Visible
+from mpidl.backends.gpu import cuda_device, discovery, kernels, nvrtc
+from mpidl.backends.gpu.discovery import Gpu, Visible
 from mpidl.comm import nccl
 from mpidl.errors import UserError
 
-SOURCES = [Path(module.__file__) for module in (cuda, visible, nccl)]
+SOURCES = [Path(module.__file__) for module in (cuda_device, discovery, nccl)]
 MODULES = ("runtime", "driver", "memory_hook", "nccl")
 
 
@@ -139,7 +139,7 @@ class StandIn:
 
     def malloc(self, nbytes):
         if nbytes > self.room:
-            raise Failure(cuda.OUT_OF_MEMORY)
+            raise Failure(cuda_device.OUT_OF_MEMORY)
         memory = np.zeros(nbytes, np.uint8)
         self.room -= nbytes
         self.held[memory.ctypes.data] = memory
@@ -236,7 +236,7 @@ class StandIn:
 
     def moduleGetFunction(self, module, name):
         if name == "left_out":
-            raise Failure(cuda.NOT_FOUND)
+            raise Failure(cuda_device.NOT_FOUND)
         return {"twice": 11}[name]
 
     def funcGetAttribute(self, attribute, function):
@@ -290,13 +290,13 @@ def standin(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     gpu = Gpu(2, "bus", "Stand-in", "sm_90", 132, 1 << 20)
-    monkeypatch.setattr(cuda, "visible", lambda: Visible((gpu,), "", 3))
+    monkeypatch.setattr(cuda_device, "visible", lambda: Visible((gpu,), "", 3))
     return found
 
 
 @pytest.fixture
 def device(standin):
-    return cuda.CudaDevice(2)
+    return cuda_device.CudaDevice(2)
 
 
 def test_what_it_says_of_itself(device, standin):
@@ -304,7 +304,7 @@ def test_what_it_says_of_itself(device, standin):
     assert facts == ("Stand-in", "sm_90", 132, 1000, 1 << 20) and device.identity == "bus"
     assert standin.calls[0] == "setDevice 2"
     with pytest.raises(UserError, match="there is no GPU 0: 1 are visible"):
-        cuda.CudaDevice(0)
+        cuda_device.CudaDevice(0)
 
 
 def test_memory_goes_back_with_its_owner(device, standin):
@@ -369,7 +369,7 @@ def test_what_was_uploaded_may_be_changed_at_once(device, standin, monkeypatch):
 
     monkeypatch.setattr(standin, "memcpyAsync", lambda *how: waiting.append(how), raising=False)
     monkeypatch.setattr(standin, "streamSynchronize", lambda stream: come(), raising=False)
-    monkeypatch.setattr(cuda, "HELD", 32)
+    monkeypatch.setattr(cuda_device, "HELD", 32)
     memory, found = device.allocate(256), np.empty(16, np.float32)
     for size in (1, 3, 5, 2, 16):  # the fourth no longer fits, the last never does
         value = np.full(size, size, np.float32)
@@ -550,15 +550,15 @@ def seen(monkeypatch, driver, packages=("cupy-cuda13x 14.2.0",), count=None, pro
     cupy.cuda.runtime = runtime
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    monkeypatch.setattr(visible.ctypes, "CDLL", load)
-    monkeypatch.setattr(visible, "packages", lambda: list(packages))
-    return visible.visible()
+    monkeypatch.setattr(discovery.ctypes, "CDLL", load)
+    monkeypatch.setattr(discovery, "packages", lambda: list(packages))
+    return discovery.visible()
 
 
 def test_why_there_is_no_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert seen(monkeypatch, None) == Visible((), "no NVIDIA driver")
-    nothing = Driver(0, error=visible.NO_DEVICE)
+    nothing = Driver(0, error=discovery.NO_DEVICE)
     assert seen(monkeypatch, nothing) == Visible((), "the NVIDIA driver finds none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert seen(monkeypatch, nothing).why == "CUDA_VISIBLE_DEVICES= shows none"
@@ -585,9 +585,9 @@ def test_the_gpus_there_are(monkeypatch):
     assert found.gpus == (Gpu(1, "0000:01:00.0 01ab", "NVIDIA H200", "sm_90", 132, 141 << 30),)
     found = seen(monkeypatch, Driver(1), count=1, properties=[old])
     assert found == Visible((), "Tesla P100 (sm_60) is older than sm_70", 1)
-    assert visible.versions() == visible.Versions("14.2.0", "13.2", "13.2")
+    assert discovery.versions() == discovery.Versions("14.2.0", "13.2", "13.2")
 
 
 def test_this_machine():
-    found = visible.visible()
+    found = discovery.visible()
     assert bool(found.gpus) != bool(found.why)

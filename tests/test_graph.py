@@ -10,8 +10,8 @@ from compiled import needed
 
 import mpidl as dl
 from mpidl.blocks import Activation
-from mpidl.data import normalize
-from mpidl.data.preprocess import Preprocess
+from mpidl.data.transforms import normalize
+from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.nn import fusion, graph
 
 SHAPE = (3, 8, 8)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from images import on_ranks, pixels_of, refusal
 
-from mpidl.data import HDF5Datastore, MinibatchQueue, open_data, open_test_data, probe
+from mpidl.data import HDF5Datastore, MinibatchQueue, open_data, open_test_data
+from mpidl.data.formats import hdf5_probe
 
 
 @pytest.mark.parametrize(
@@ -202,8 +203,8 @@ def test_a_file_that_the_library_does_not_survive(tmp_path, monkeypatch, kind):
     path = datafiles.hdf5(tmp_path / "x.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     code, text = HELPERS[kind]
     start = subprocess.Popen
-    monkeypatch.setattr(probe, "_helper", None)
-    monkeypatch.setattr(probe, "SECONDS", 0.5 if kind == "hangs" else 60)
+    monkeypatch.setattr(hdf5_probe, "_helper", None)
+    monkeypatch.setattr(hdf5_probe, "SECONDS", 0.5 if kind == "hangs" else 60)
     monkeypatch.setattr(
         subprocess, "Popen", lambda words, **options: start([words[0], "-c", code], **options)
     )
@@ -216,14 +217,14 @@ def test_a_file_that_the_library_does_not_survive(tmp_path, monkeypatch, kind):
 
 
 def test_the_helper_that_tries_files_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_helper", None)
+    monkeypatch.setattr(hdf5_probe, "_helper", None)
     paths = [tmp_path / name for name in ("a b\n.h5", "c.h5")]
     for path in paths:
         datafiles.hdf5(path, pixels_of(0, 4, 2, 2), [0, 1, 0, 1], ["x", "y"])
         HDF5Datastore(path)
-    assert probe._helper.poll() is None  # one for both
-    helper = probe._helper
+    assert hdf5_probe._helper.poll() is None  # one for both
+    helper = hdf5_probe._helper
     helper.kill()
     helper.wait()
-    assert probe.problem_of(paths[0], 1) is None and probe._helper is not helper
-    probe._end()
+    assert hdf5_probe.problem_of(paths[0], 1) is None and hdf5_probe._helper is not helper
+    hdf5_probe._end()

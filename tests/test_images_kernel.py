@@ -8,7 +8,8 @@ import pytest
 from compiled import everywhere, needed
 from images import pixels_of
 
-from mpidl.backends import cpu, native, reference, settings
+from mpidl.backends import cpu, reference, settings
+from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES, blocks_of
 
 SHAPES = [(1, 28, 28), (3, 32, 32), (3, 5, 7), (1, 1, 1), (2, 3, 16), (1, 2, 17), (4, 2, 33)]
@@ -48,7 +49,7 @@ def test_mirrored_shifted_and_cut(shape, count):
         options = moves(count, shape, far=2)
         expected = reference.images(pixels, size, **options)
         plain = np.empty_like(expected)
-        native.kernels().images_plain(
+        builds.kernels().images_plain(
             pixels,
             count,
             np.array([*shape, *size, 0], np.int64),
@@ -162,7 +163,7 @@ def test_another_thread_may_fill_while_a_pass_runs():
             if not np.array_equal(cpu.images(pixels), expected):
                 wrong.append("images")
 
-    library = native.kernels()
+    library = builds.kernels()
     library.set_threads(2)
     thread = threading.Thread(target=fill)
     thread.start()

@@ -12,7 +12,7 @@ from alone import numbers
 import mpidl as dl
 from mpidl.errors import UserError
 from mpidl.report import metrics, plots
-from mpidl.training import checkpoint, keeping
+from mpidl.training.files import checkpoint, run_folder
 
 SIDE = 6
 OPTIONS = dl.TrainingOptions(epochs=2, batch_size=16, verbose="off", plots="none")  # 3 an epoch
@@ -138,7 +138,7 @@ def test_what_is_no_folder_to_go_on_from(world):
 def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, seconds, count):
     """At the end of the first epoch, of others where it is time, and of the run."""
     drawn = []
-    monkeypatch.setattr(keeping, "PLOT_SECONDS", seconds)
+    monkeypatch.setattr(run_folder, "PLOT_SECONDS", seconds)
     monkeypatch.setattr(plots, "progress", lambda path, _: drawn.append(metrics.read(path)))
     trained(world, out=folder, options={"epochs": 4, "plots": "training-progress"})
     assert len(drawn) == (0 if world.rank else count)

@@ -9,7 +9,7 @@ from alone import Alone, blocked, numbers, whole
 from test_ops import conv2d_reference, gradients, share_of
 
 import mpidl as dl
-from mpidl import tape
+from mpidl.autodiff import tape
 from mpidl.blocks import LANES, zero_unused
 from mpidl.ops import check
 

@@ -10,8 +10,9 @@ import scipy.io
 from images import on_ranks, pixels_of, refusal
 
 import mpidl as dl
-from mpidl.data import mat5, mat_file, open_data, open_test_data
+from mpidl.data import mat_file, open_data, open_test_data
 from mpidl.data.datastore import read_targets
+from mpidl.data.formats import mat5
 
 
 @pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])

@@ -8,8 +8,8 @@ import weakref
 
 import numpy as np
 
-from mpidl.backends import memory
-from mpidl.backends.memory import Arena
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.arenas import Arena
 
 BIG = (64, 1024)
 
@@ -19,51 +19,51 @@ def place(array):
 
 
 def test_the_memory_of_an_array_that_is_gone_is_used_again():
-    first = memory.empty(BIG)
+    first = arenas.empty(BIG)
     where = place(first)
     del first
-    assert place(memory.empty(BIG)) == where
+    assert place(arenas.empty(BIG)) == where
 
 
 def test_a_view_keeps_it():
-    first = memory.empty(BIG)
+    first = arenas.empty(BIG)
     first[...] = 1
     view, where = first[3:5], place(first)
     del first
-    second = memory.empty(BIG)
+    second = arenas.empty(BIG)
     second[...] = 2
     assert place(second) != where and (view == 1).all()
 
 
 def test_arrays_are_aligned_writable_and_of_their_type():
     for shape, dtype in ((BIG, np.float32), ((3, 5, 7001), np.float64), ((2, 9999), np.uint8)):
-        array = memory.empty(shape, dtype)
+        array = arenas.empty(shape, dtype)
         assert (array.shape, array.dtype) == (shape, dtype) and array.flags.c_contiguous
         assert place(array) % 64 == 0
         array[...] = 1
-    assert memory.empty((0, 3)).shape == (0, 3)
+    assert arenas.empty((0, 3)).shape == (0, 3)
 
 
 def test_a_step_asks_for_no_more_after_the_first():
     def step():
-        kept = [memory.empty((n, 1 << 14)) for n in (5, 3, 9, 3)]
+        kept = [arenas.empty((n, 1 << 14)) for n in (5, 3, 9, 3)]
         kept[1] = None
-        kept.append(memory.empty((2, 1 << 14)))
+        kept.append(arenas.empty((2, 1 << 14)))
         return [place(a) for a in kept if a is not None]
 
     first = step()
-    held = memory.reserved()
-    assert all(step() == first for _ in range(5)) and memory.reserved() == held
+    held = arenas.reserved()
+    assert all(step() == first for _ in range(5)) and arenas.reserved() == held
 
 
 def test_an_arena_goes_with_the_last_of_its_arrays():
     arena = Arena()
     alive = weakref.ref(arena)
-    first, second = (memory.empty(BIG, arena=arena) for _ in range(2))
-    held = memory.reserved()
-    assert place(second) - place(first) == first.nbytes and arena.bytes == memory.REGION
-    large = memory.empty((memory.REGION + 1,), np.uint8, arena)
-    assert arena.bytes == 2 * memory.REGION + memory.HUGE and memory.reserved() == held
+    first, second = (arenas.empty(BIG, arena=arena) for _ in range(2))
+    held = arenas.reserved()
+    assert place(second) - place(first) == first.nbytes and arena.bytes == arenas.REGION
+    large = arenas.empty((arenas.REGION + 1,), np.uint8, arena)
+    assert arena.bytes == 2 * arenas.REGION + arenas.HUGE and arenas.reserved() == held
     large[...] = 1
     del arena, first, large
     gc.collect()
@@ -80,7 +80,7 @@ def test_neighbours_that_are_free_join():
         arena.returned.append((places[i], 1 << 20))
     arena.take(1 << 20)
     (free,) = arena.free
-    assert free == (places[0] + (1 << 20), memory.REGION - (1 << 20))
+    assert free == (places[0] + (1 << 20), arenas.REGION - (1 << 20))
 
 
 def test_arrays_never_overlap():
@@ -94,7 +94,7 @@ def test_arrays_never_overlap():
                 key = list(alive)[rng.integers(len(alive))]
                 if not (alive.pop(key) == key).all():
                     wrong.append(key)
-            array = memory.empty((int(rng.integers(5_000, 200_000)),))
+            array = arenas.empty((int(rng.integers(5_000, 200_000)),))
             array[...] = 1000 * seed + i
             alive[1000 * seed + i] = array
         wrong.extend(key for key, array in alive.items() if not (array == key).all())
@@ -110,13 +110,13 @@ def test_arrays_never_overlap():
 
 FORK = """
 import os
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
 
-with memory._reading.lock, memory._arena.lock:  # as other threads may have them
+with arenas._reading.lock, arenas._arena.lock:  # as other threads may have them
     child = os.fork()
     if not child:
-        memory.to_read((1 << 20,), "u1")
-        memory.empty((1 << 20,))
+        arenas.to_read((1 << 20,), "u1")
+        arenas.empty((1 << 20,))
         os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

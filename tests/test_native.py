@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from images import refusal
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 
 needs_kernels = pytest.mark.skipif(
-    not native.built(), reason="no kernels: python kernels/build.py compiles them"
+    not builds.built(), reason="no kernels: python kernels/build.py compiles them"
 )
-HEADER = os.path.join(native.kernels_folder(), "cpu", "mpidl.h")
+HEADER = os.path.join(builds.kernels_folder(), "cpu", "mpidl.h")
 OLD = frozenset(["fpu", "sse2"])
-CPUS = {"generic": OLD, "x86-64-v3": OLD | native.AVX2, "x86-64-v4": OLD | native.AVX512}
+CPUS = {"generic": OLD, "x86-64-v3": OLD | builds.AVX2, "x86-64-v4": OLD | builds.AVX512}
 
 
 @pytest.fixture
@@ -24,10 +24,10 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setenv("MPIDL_KERNELS", str(tmp_path))
 
-    def pretend(cpu, builds=("x86-64-v4", "x86-64-v3", "generic")):
-        monkeypatch.setattr(native, "cpu_features", lambda: CPUS[cpu])
-        for build in builds:
-            Path(native.path_of(build)).write_text("not a library")
+    def pretend(cpu, names=("x86-64-v4", "x86-64-v3", "generic")):
+        monkeypatch.setattr(builds, "cpu_features", lambda: CPUS[cpu])
+        for build in names:
+            Path(builds.path_of(build)).write_text("not a library")
 
     return pretend
 
@@ -36,25 +36,25 @@ def machine(monkeypatch, tmp_path):
 def test_a_cpu_is_offered_what_it_can_run(machine, cpu):
     machine(cpu)
     names = ["x86-64-v4", "x86-64-v3", "generic", "numpy"]
-    assert native.offered() == names[names.index(cpu) :]
+    assert builds.offered() == names[names.index(cpu) :]
 
 
 def test_one_missing_feature_is_too_many(monkeypatch, machine):
     machine("x86-64-v4")
-    for feature in native.AVX512:
-        monkeypatch.setattr(native, "cpu_features", lambda f=feature: CPUS["x86-64-v4"] - {f})
-        assert native.offered()[0] == ("generic" if feature in native.AVX2 else "x86-64-v3")
+    for feature in builds.AVX512:
+        monkeypatch.setattr(builds, "cpu_features", lambda f=feature: CPUS["x86-64-v4"] - {f})
+        assert builds.offered()[0] == ("generic" if feature in builds.AVX2 else "x86-64-v3")
 
 
 def test_only_what_is_built_is_offered(machine):
     machine("x86-64-v4", ["generic", "x86-64-v3"])
-    assert native.offered() == ["x86-64-v3", "generic", "numpy"]
+    assert builds.offered() == ["x86-64-v3", "generic", "numpy"]
 
 
 def test_without_libraries_it_is_numpy(machine):
     machine("x86-64-v4", [])
-    assert native.choose() == ["numpy"]
-    assert native.why_numpy().startswith("none are compiled: run python ")
+    assert builds.choose() == ["numpy"]
+    assert builds.why_numpy().startswith("none are compiled: run python ")
 
 
 def test_mpidl_cpu(monkeypatch, machine):
@@ -65,33 +65,33 @@ def test_mpidl_cpu(monkeypatch, machine):
         ("numpy", ["numpy"]),
     ):
         monkeypatch.setenv("MPIDL_CPU", asked)
-        assert native.offered() == expected
-    assert native.why_numpy() is None  # it was asked for
+        assert builds.offered() == expected
+    assert builds.why_numpy() is None  # it was asked for
     for asked, text in (
         ("avx2", "expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'avx2'"),
         ("x86-64-v4", "this CPU cannot run it; it lacks avx512bw avx512cd avx512dq avx512f"),
         ("generic", "libmpidl-generic.so: run python "),
     ):
         monkeypatch.setenv("MPIDL_CPU", asked)
-        line = refusal(native.offered)
+        line = refusal(builds.offered)
         assert line.startswith("MPIDL_CPU") and text in line
 
 
 def test_a_library_that_cannot_be_loaded_is_passed_over(monkeypatch, machine):
     """As where it was compiled on a system with a newer libc."""
     machine("x86-64-v4")
-    assert native.choose() == ["numpy"]
-    assert "libmpidl-x86-64-v4.so: cannot be loaded: " in native.why_numpy()
+    assert builds.choose() == ["numpy"]
+    assert "libmpidl-x86-64-v4.so: cannot be loaded: " in builds.why_numpy()
     monkeypatch.setenv("MPIDL_CPU", "x86-64-v3")
-    assert "libmpidl-x86-64-v3.so: cannot be loaded: " in refusal(native.choose)
+    assert "libmpidl-x86-64-v3.so: cannot be loaded: " in refusal(builds.choose)
 
 
 def test_the_features_are_those_of_this_cpu():
     with open("/proc/cpuinfo") as file:
         words = set(file.read().replace("\n", " ").split(" "))
-    assert native.cpu_features() <= words
+    assert builds.cpu_features() <= words
     if ctypes.sizeof(ctypes.c_void_p) == 8 and os.uname().machine == "x86_64":
-        assert "sse2" in native.cpu_features()
+        assert "sse2" in builds.cpu_features()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_features_are_those_of_this_cpu():
 def test_the_best_build_that_all_have(offers, expected):
     long = {"v4": "x86-64-v4", "v3": "x86-64-v3"}
     offers = [[long.get(name, name) for name in names.split()] for names in offers]
-    assert native.common(offers) == long.get(expected, expected)
+    assert builds.common(offers) == long.get(expected, expected)
 
 
 class Others:
@@ -127,26 +127,26 @@ class Others:
 def free(monkeypatch):
     """Nothing is settled yet, and nothing asked for; what was is again afterwards."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
-    monkeypatch.setattr(native, "_running", None)
-    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(builds, "_running", None)
+    monkeypatch.setattr(builds, "_library", None)
 
 
 def test_ranks_settle_on_the_lowest(free):
-    native.settle(Others((None, ["generic", "numpy"])))
-    assert native.running() == ("generic" if "generic" in native.built() else "numpy")
-    native.settle(Others((None, ["numpy"])))
-    assert native.running() == "numpy" and native.kernels() is None
-    native.settle(Others((None, native.ORDER)))  # of fewer ranks: the others are not there to agree
-    assert native.running() == "numpy"
+    builds.settle(Others((None, ["generic", "numpy"])))
+    assert builds.running() == ("generic" if "generic" in builds.built() else "numpy")
+    builds.settle(Others((None, ["numpy"])))
+    assert builds.running() == "numpy" and builds.kernels() is None
+    builds.settle(Others((None, builds.ORDER)))  # of fewer ranks: the others are not there to agree
+    assert builds.running() == "numpy"
 
 
 def test_a_refusal_of_one_rank_is_that_of_all(free):
     text = "MPIDL_CPU: expected"
-    assert refusal(native.settle, Others(("MPIDL_CPU: expected", []))) == text
+    assert refusal(builds.settle, Others(("MPIDL_CPU: expected", []))) == text
 
 
 def test_the_ranks_of_this_run_agree(world):
-    running = world.broadcast(world.gather(native.running()))
+    running = world.broadcast(world.gather(builds.running()))
     assert len(set(running)) == 1
 
 
@@ -159,7 +159,7 @@ def test_declarations():
     const char *mpidl_text(void);
     void mpidl_hook(void (*function)(void)); /* or NULL */
     """
-    found = native.declarations(header)
+    found = builds.declarations(header)
     assert set(found) == {"nothing", "sum", "text", "hook"}
     assert found["nothing"] == (None, []) and found["text"] == (ctypes.c_char_p, [])
     result, (x, sums, count, counts) = found["sum"]
@@ -181,16 +181,16 @@ def test_declarations():
 
 
 @needs_kernels
-@pytest.mark.parametrize("build", native.built())
+@pytest.mark.parametrize("build", builds.built())
 def test_a_library_has_what_the_header_declares(build):
     """Also one that this CPU cannot run: nothing of it does."""
-    library = native.load(build)
+    library = builds.load(build)
     with open(HEADER) as file:
-        for name in native.declarations(file.read()):
+        for name in builds.declarations(file.read()):
             getattr(library, name)
     with pytest.raises(AttributeError, match="declares no mpidl_nothing_such"):
         _ = library.nothing_such
-    if native.runs_here(build):
+    if builds.runs_here(build):
         assert library.about["build"] == build
         assert library.about["compiler"].split()[0] in ("gcc", "clang")
         assert len(library.about["sources"]) == 16
@@ -205,7 +205,7 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
     assert arguments in text
     text = text.replace(arguments, f"{arguments}, int64_t more")
     changed.write_text(text.replace("\n/* team.c */", "\nvoid mpidl_new(void);\n/* team.c */"))
-    library = native.Library(native.path_of(native.built()[-1]), changed, "changed")
+    library = builds.Library(builds.path_of(builds.built()[-1]), changed, "changed")
     for name in ("new", "copy"):
         line = refusal(getattr, library, name)
         assert f"compiled from other sources than this version's, as mpidl_{name} shows" in line

@@ -7,10 +7,11 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
+from mpidl import losses
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
-from mpidl.training import checkpoint, objective
-from mpidl.training.modelfile import weights_sha256
+from mpidl.training.files import checkpoint
+from mpidl.training.files.model_file import weights_sha256
 
 SIDE, CLASSES = 6, 3
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -229,11 +230,11 @@ def test_refusals(world):
         (to_numbers(2), labelled, "crossentropy", "labels below 2"),
     ):
         with pytest.raises(UserError, match=text):
-            objective.check(loss, net, store)
+            losses.check(loss, net, store)
         with pytest.raises(UserError):
             trained(world, net, store, loss=loss)
-    objective.check("crossentropy", to_numbers(CLASSES), one)
-    objective.check("crossentropy", to_pixels(), Pairs(20, lambda images: bright(images)[:, None]))
+    losses.check("crossentropy", to_numbers(CLASSES), one)
+    losses.check("crossentropy", to_pixels(), Pairs(20, lambda images: bright(images)[:, None]))
     with pytest.raises(UserError, match="of two classes at least"):
         trained(world, to_numbers(CLASSES), one)
     with pytest.raises(UserError, match="loss must be crossentropy, mse or mae, found 'l1'"):

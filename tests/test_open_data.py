@@ -43,7 +43,7 @@ def test_open_data_errors(tmp_path):
         text += " not supported yet: expected files of this machine"
         assert refusal(open_data, url) == f"--data {url}: {text}"
         assert refusal(ImageFolder, url) == f"{url}: {text}"
-    assert refusal(open_data, "digist").startswith("--data digist: no such folder; did you mean d")
+    assert refusal(open_data, "digist").startswith("--data digist: no such folder: did you mean d")
     text = refusal(open_test_data, str(tmp_path / "no"))
     assert text == f"--test-data {tmp_path}/no: no such folder"
     path = save(tmp_path / "1.png", pixels_of(0, 1, 4, 4))

@@ -9,9 +9,9 @@ import pytest
 from mpidl.cli import arguments
 from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
-from mpidl.training import configuration, options
-from mpidl.training.configuration import resolve
-from mpidl.training.options import TrainingOptions
+from mpidl.training.options import configuration, training_options
+from mpidl.training.options.configuration import resolve
+from mpidl.training.options.training_options import TrainingOptions
 
 
 def refused(call, *args, **keywords):
@@ -102,10 +102,10 @@ def test_numbers_are_the_texts_of_the_command_line(tmp_path, name, value, text):
     path.write_text(f"{name} = {list(value) if isinstance(value, tuple) else value}\n")
     known, run, _ = resolve({}, config=path)
     assert (run[name] if name in run else getattr(known, name)) == text
-    if name in options.NAMES:
+    if name in training_options.NAMES:
         made = [TrainingOptions.from_recipe("digits", **{name: v}) for v in (value, text)]
         assert made == [known, known]
-    typed = arguments.train([options.flag(name), text])
+    typed = arguments.train([training_options.flag(name), text])
     assert resolve(typed)[:2] == (known, run)
 
 
@@ -129,7 +129,7 @@ def test_each_value_comes_from_the_first_that_has_one(tmp_path):
     assert sources["batch_size"] == sources["data"] == f"config {config}"
     assert sources["shuffle"] == "recipe digits"
     assert sources["seed"] == sources["network"] == "default"
-    assert set(sources) == {*options.NAMES, *configuration.RUN}
+    assert set(sources) == {*training_options.NAMES, *configuration.RUN}
 
     known, _, sources = resolve({}, config=config, resumed=resumed)
     assert (known.epochs, known.seed, known.shuffle) == (7, 9, "once")
@@ -250,7 +250,7 @@ def test_what_may_change_at_resume():
 def test_what_may_not_change_at_resume(name, value):
     old = resumable()["options"][name]
     text = refused(configuration.changed_on_resume, resumable(), resumable(**{name: value}))
-    assert f"{options.flag(name)} was {old}, is {value}" in text
+    assert f"{training_options.flag(name)} was {old}, is {value}" in text
 
 
 def test_other_ranks_at_resume_where_each_has_its_mini_batch():
@@ -359,8 +359,15 @@ def test_help_names_every_option_on_one_rank_only(capsys):
         arguments.train(["--help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
-    for name in (*options.NAMES, *configuration.RUN, "out", "resume", "overwrite", "config"):
-        assert options.flag(name) in shown
+    for name in (
+        *training_options.NAMES,
+        *configuration.RUN,
+        "out",
+        "resume",
+        "overwrite",
+        "config",
+    ):
+        assert training_options.flag(name) in shown
     with pytest.raises(SystemExit):
         arguments.train(["--help"], quiet=True)
     assert capsys.readouterr().out == ""

@@ -15,9 +15,9 @@ HEAD = "| option | default | MATLAB | what |\n|---|---|---|---|"
 
 def tables():
     """{part: text of its table}, of the parts that TrainingOptions is made of."""
-    from mpidl.training.image_options import ImageOptions
-    from mpidl.training.options import BY_SOLVER, OPTIONS, flag
-    from mpidl.training.solver_options import SolverOptions
+    from mpidl.training.options.image_options import ImageOptions
+    from mpidl.training.options.solver_options import SolverOptions
+    from mpidl.training.options.training_options import BY_SOLVER, OPTIONS, flag
 
     parts = {"steps": SolverOptions, "images": ImageOptions}
     names = {part: [f.name for f in fields(kind)] for part, kind in parts.items()}
@@ -46,7 +46,7 @@ def test_the_page_has_every_option_as_it_is_defined():
 
 def test_every_row_of_matlabs_options_has_a_name():
     """Those of its table "trainNetwork and trainingOptions"."""
-    from mpidl.training.options import OPTIONS
+    from mpidl.training.options.training_options import OPTIONS
 
     known = " ".join(known.metadata["matlab"] for known in OPTIONS.values())
     for name in (

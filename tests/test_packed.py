@@ -22,9 +22,8 @@ from mpidl.data import (
     combined,
     open_data,
     open_test_data,
-    packed,
-    packing,
 )
+from mpidl.data.formats import packed, packing
 
 
 def packed_of(store, path, **options):

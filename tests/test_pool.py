@@ -8,7 +8,7 @@ import pytest
 from alone import Alone, blocked, numbers, whole
 
 import mpidl as dl
-from mpidl import tape
+from mpidl.autodiff import tape
 from mpidl.blocks import LANES, zero_unused
 
 # (C, H, W) of an image and how it is pooled

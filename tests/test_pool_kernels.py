@@ -6,7 +6,8 @@ from alone import Alone, numbers
 from compiled import everywhere, needed
 
 import mpidl as dl
-from mpidl.backends import cpu, native, reference
+from mpidl.backends import cpu, reference
+from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.pool import _geometry
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Tree
@@ -59,7 +60,7 @@ def test_fast_is_plain(case, blocks):
         mean = cpu.average_pool2d(x, *how)
         return y, argmax, dx, mean, cpu.average_pool2d_dx(dy, x, *how, tree(blocks))[0]
 
-    library = native.kernels()
+    library = builds.kernels()
     library.pool2d_plain(x, y, argmax, blocks, geometry)
     library.pool2d_plain(x, mean, None, blocks, geometry)
     library.pool2d_dx_plain(dy, argmax, dx, blocks, geometry)
@@ -106,7 +107,7 @@ def test_an_activation_is_read_as_its_values(case, blocks):
     dy = numbers("dy", *expected.shape, dtype=np.float32)
     dx, _ = cpu.max_pool2d_dx(dy, argmax, x, *how, tree(blocks))
     dx_of_mean, _ = cpu.average_pool2d_dx(dy, x, *how, tree(blocks))
-    found = everywhere(deferred)[native.running()]
+    found = everywhere(deferred)[builds.running()]
     assert np.array_equal(found[0], expected) and np.array_equal(found[1], argmax)
     assert np.array_equal(found[2], cpu.average_pool2d(x, *how))
     for (gradient, sums), wanted in zip(found[3:], (dx, dx_of_mean), strict=True):

@@ -10,8 +10,8 @@ from images import grow, on_ranks, pixels_of, refusal, save
 from PIL import Image
 
 import mpidl as dl
-from mpidl.data import normalize, preprocess
 from mpidl.data.datastore import Datastore
+from mpidl.data.transforms import normalize, preprocess
 
 
 def picture(seed, height, width, mode):

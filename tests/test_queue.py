@@ -183,7 +183,7 @@ def test_queue_says_what_it_cannot_use():
     store = numbered(4)
     with pytest.raises(UserError, match="^--batch-size must be at least 1, got 0$"):
         MinibatchQueue(store, 0)
-    with pytest.raises(UserError, match="got ones; did you mean once"):
+    with pytest.raises(UserError, match="got ones: did you mean once"):
         MinibatchQueue(store, shuffle="ones")
     with pytest.raises(UserError, match="prefetch must be at least 0, got -1"):
         MinibatchQueue(store, prefetch=-1)

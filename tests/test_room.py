@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import mpidl as dl
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
 from mpidl.data import NodeCache, queue
 from mpidl.data.datastore import Datastore
-from mpidl.training import loop, room
+from mpidl.training import memory_budget, trainer
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
@@ -34,7 +34,7 @@ def world_of(hosts, device=None):
 def left(hosts="a", count=1000, store=None, device=None, **options):
     how = {"batch_size": 64, "cache_mb": 10, **options}
     store = Drawn(count) if store is None else store
-    return room.for_images(dl.TrainingOptions(**how), store, world_of(hosts, device))
+    return memory_budget.for_images(dl.TrainingOptions(**how), store, world_of(hosts, device))
 
 
 def taken(**how):
@@ -87,16 +87,16 @@ def test_validation_reads_ahead_too():
 
 def training(world, monkeypatch, **options):
     """(bytes of mini-batches at their most, on all ranks together; bytes of images kept)."""
-    arenas, most, caches = [], [0], []
+    opened, most, caches = [], [0], []
 
-    class Arena(memory.Arena):
+    class Arena(arenas.Arena):
         def __init__(self):
             super().__init__()
-            arenas.append(self)
+            opened.append(self)
 
         def take(self, size):
             address = super().take(size)
-            most[0] = max(most[0], sum(arena.held() for arena in arenas))
+            most[0] = max(most[0], sum(arena.held() for arena in opened))
             return address
 
         def held(self):
@@ -110,8 +110,8 @@ def training(world, monkeypatch, **options):
             tables = [t for t in self.tables if self.capacity]
             caches.append(sum(t.kept.nbytes + t.there.nbytes for t in tables))
 
-    monkeypatch.setattr(queue, "memory", SimpleNamespace(Arena=Arena, empty=memory.empty))
-    monkeypatch.setattr(loop, "NodeCache", Cache)
+    monkeypatch.setattr(queue, "arenas", SimpleNamespace(Arena=Arena, empty=arenas.empty))
+    monkeypatch.setattr(trainer, "NodeCache", Cache)
     net = dl.Network([dl.AveragePool2D(16), dl.Dense(2)], SHAPE)
     how = {"batch_size": 64, "epochs": 1, "plots": "none", "verbose": "off", **options}
     dl.train(net, Drawn(900), dl.TrainingOptions(**how), world=world)
@@ -140,6 +140,8 @@ def test_training_that_validates_holds_to_it(world, monkeypatch):
 
 
 def test_negative_control_all_of_it_for_images(world, monkeypatch):
-    monkeypatch.setattr(room, "for_images", lambda options, *_: options.cache_mb * room.MB)
+    monkeypatch.setattr(
+        memory_budget, "for_images", lambda options, *_: options.cache_mb * memory_budget.MB
+    )
     most, kept = training(world, monkeypatch, cache_mb=2)
     assert kept > 1.9e6 and (world.size > 4 or most - LANES + kept + READ > 2.5e6)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mpidl.errors import UserError
-from mpidl.training.options import TrainingOptions
+from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.schedules import cosine, rate_of
 
 

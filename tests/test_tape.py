@@ -8,7 +8,7 @@ import pytest
 from alone import Alone, assert_slopes, blocked, finite_differences, numbers
 
 import mpidl as dl
-from mpidl import tape
+from mpidl.autodiff import tape
 
 COUNTS = (5, 37, 64)  # one block, so that ranks idle; a ragged last block; four full ones
 

@@ -10,7 +10,8 @@ import pytest
 from compiled import needed
 
 import mpidl as dl
-from mpidl.backends import cpu, native, reference, settings
+from mpidl.backends import cpu, reference, settings
+from mpidl.backends.cpu import builds
 
 pytestmark = needed
 
@@ -29,22 +30,22 @@ def convolve(channels=32, side=32, size=5):
 @pytest.fixture(autouse=True)
 def as_it_was():
     yield
-    native.watch(None)
-    native.kernels().set_threads(settings.threads)
+    builds.watch(None)
+    builds.kernels().set_threads(settings.threads)
 
 
 def test_a_kernel_inside_of_another_is_refused():
     small = np.ones((1, 1, 1, 1, 16), np.float32)
-    native.watch(lambda: cpu.relu(small))
+    builds.watch(lambda: cpu.relu(small))
     convolve()
     with pytest.raises(RuntimeError, match="inside of another"):
-        native.watch(None)
+        builds.watch(None)
     assert (cpu.relu(small) == small).all()  # and the next one runs
 
 
 def test_the_hook_runs_on_the_thread_that_set_it_alone():
     ran_on = []
-    native.watch(lambda: ran_on.append(threading.get_ident()))
+    builds.watch(lambda: ran_on.append(threading.get_ident()))
     other = threading.Thread(target=convolve)
     other.start()
     other.join()
@@ -61,7 +62,7 @@ def test_the_hook_has_its_turn_within_a_block(policy):
     try:
         x = np.ones((1, 96, 28, 28, 16), np.float32)
         weight = np.ones((96, 96, 3, 3), np.float32)
-        native.watch(lambda: calls.append(1))
+        builds.watch(lambda: calls.append(1))
         how = ONE, (ONE, ONE), ONE, 1
         cpu.conv2d(x, weight, np.zeros(96, np.float32), *how)
     finally:

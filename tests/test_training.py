@@ -13,9 +13,10 @@ from mpidl.blocks import LANES
 from mpidl.data import partition
 from mpidl.errors import UserError
 from mpidl.report import Console
-from mpidl.training import checkpoint, configuration
-from mpidl.training.load import Measured
-from mpidl.training.modelfile import weights_sha256
+from mpidl.training.files import checkpoint
+from mpidl.training.files.model_file import weights_sha256
+from mpidl.training.load_balancing import Measured
+from mpidl.training.options import configuration
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -206,7 +207,7 @@ def test_population_statistics_leave_out_dropout_and_what_is_frozen(world):
     twin = small(*(layer for layer in layers if not isinstance(layer, dl.Dropout)))
     assert net.state["still.mean"].tobytes() == twin.state["still.mean"].tobytes()
     twin.parameters, twin.state = net.parameters, dict(net.state)
-    from mpidl.training.population import population
+    from mpidl.training.batchnorm_population import population
 
     queue = dl.MinibatchQueue(pictures(100), 40, world=world, shuffle="never")
     for state in (population(twin, queue, world), population(net, queue, world)):

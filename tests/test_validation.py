@@ -10,12 +10,14 @@ import pytest
 from short import CLASSES, SIDE, pictures, small, trained
 
 import mpidl as dl
-from mpidl.comm import guard
+from mpidl.comm import failure
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
+from mpidl.evaluation import validation
 from mpidl.report import Console, metrics, plots
-from mpidl.training import checkpoint, loop, validation
-from mpidl.training.modelfile import weights_sha256
+from mpidl.training import trainer
+from mpidl.training.files import checkpoint
+from mpidl.training.files.model_file import weights_sha256
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 
@@ -230,11 +232,11 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(world, tmp_path, frequen
     whole, ended = trained(world, validation=others, **how)
     assert ended.stopped == "validation_patience"
 
-    with guard.Signals() as signals:
+    with failure.Signals() as signals:
         store = Interrupted(others, signals)
         known = dl.TrainingOptions(validation=store, **how)
         given = {"world": world, "out": out, "signals": signals}
-        result = loop.train(small(), pictures(100), known, **given)
+        result = trainer.train(small(), pictures(100), known, **given)
     assert (result.stopped, result.iterations, result.best_iteration) == ("SIGUSR1", at, None)
     kept = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
     found = kept[1]["validation"]

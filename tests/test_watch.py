@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from compiled import needed
 
-from mpidl.backends import cpu, native
+from mpidl.backends import cpu
+from mpidl.backends.cpu import builds
 
 pytestmark = needed
 
@@ -12,7 +13,7 @@ pytestmark = needed
 @pytest.fixture(autouse=True)
 def nobody_watches_behind():
     yield
-    native.watch(None)
+    builds.watch(None)
 
 
 def work():
@@ -25,17 +26,17 @@ def work():
 @pytest.mark.parametrize("threads", [1, 2])
 def test_progress_is_called_inside_of_a_pass(threads):
     calls = []
-    native.kernels().set_threads(threads)
+    builds.kernels().set_threads(threads)
     try:
-        native.watch(lambda: calls.append(1))
+        builds.watch(lambda: calls.append(1))
         work()
         assert len(calls) >= 3
-        native.watch(None)
+        builds.watch(None)
         count = len(calls)
         work()
         assert len(calls) == count
     finally:
-        native.kernels().set_threads(1)
+        builds.kernels().set_threads(1)
 
 
 def test_what_it_raises_comes_out_later():
@@ -45,9 +46,9 @@ def test_what_it_raises_comes_out_later():
         calls.append(1)
         raise KeyError("lost")
 
-    native.watch(fail)
+    builds.watch(fail)
     work()
     assert len(calls) == 1  # not again, and the pass went on
     with pytest.raises(KeyError, match="lost"):
-        native.watch(None)
-    native.watch(None)
+        builds.watch(None)
+    builds.watch(None)

@@ -9,7 +9,7 @@ import pytest
 from alone import numbers
 from compiled import everywhere, needed
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +84,7 @@ def test_convolution(shape, m, backward):
     w = np.ascontiguousarray(forward[:, :, ::-1, ::-1].swapaxes(0, 1)) if backward else forward
 
     def fast(bias=bias):
-        library = native.kernels()
+        library = builds.kernels()
         u = np.full(library.winograd_weights_floats(given), np.nan, np.float32)
         y = np.full((outputs, rows, columns, LANES), np.nan, np.float32)
         library.winograd_conv(x, w, bias, u, y, given)
@@ -92,7 +92,7 @@ def test_convolution(shape, m, backward):
 
     expected = conv_reference(x, forward, bias, rows, columns)
     plain = np.empty(expected.shape, np.float32)
-    native.kernels().winograd_conv_plain(x, w, bias, plain, given)
+    builds.kernels().winograd_conv_plain(x, w, bias, plain, given)
     assert relative(plain, expected) < 1e-7
     for y in everywhere(fast).values():
         assert relative(y, expected) < (3e-7 if m == 2 else 8e-7)  # 1.3e-6 at 0, ±1, ±2
@@ -111,12 +111,12 @@ def test_dweight(shape):
 
     def fast():
         dweight = np.full((outputs, inputs, 3, 3), np.nan, np.float32)
-        native.kernels().winograd_dweight(x, dy, dweight, given)
+        builds.kernels().winograd_dweight(x, dy, dweight, given)
         return dweight
 
     expected = dweight_reference(x, dy, rows, columns)
     plain = np.empty(expected.shape, np.float32)
-    native.kernels().winograd_dweight_plain(x, dy, plain, given)
+    builds.kernels().winograd_dweight_plain(x, dy, plain, given)
     assert relative(plain, expected) < 1e-6
     for dweight in everywhere(fast).values():
         assert relative(dweight, expected) < 1.2e-6

@@ -12,7 +12,7 @@ from limits import settled
 
 import mpidl as dl
 from mpidl import keyed
-from mpidl.data.workers import Job, _Crew, ahead, in_turn
+from mpidl.data.loading.workers import Job, _Crew, ahead, in_turn
 from mpidl.errors import UserError
 
 WAYS = [(0, 1), (1, 1), (2, 1), (2, 4), (5, 3)]

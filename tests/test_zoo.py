@@ -8,8 +8,8 @@ from alone import Alone, blocked
 from images import pixels_of, save
 
 import mpidl as dl
+from mpidl.losses import cross_entropy
 from mpidl.nn import zoo
-from mpidl.training.objective import cross_entropy
 
 
 def test_the_tables_of_the_cifar_network():

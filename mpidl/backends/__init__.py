@@ -6,7 +6,8 @@ knows nothing of tapes or ranks, and hands every sum over images to the fold lea
 
 import numpy as np
 
-from mpidl.backends import native, reference, settings
+from mpidl.backends import reference, settings
+from mpidl.backends.cpu import builds
 from mpidl.blocks import Source
 
 WINOGRAD = ("auto", "off", "fast")
@@ -28,7 +29,7 @@ def of_array(array):
 
 def of_type(dtype):
     """The backend for NumPy arrays of a type."""
-    if dtype == np.float32 and native.kernels() is not None:
+    if dtype == np.float32 and builds.kernels() is not None:
         from mpidl.backends import cpu
 
         return cpu
@@ -54,6 +55,6 @@ def configure(*, threads=None, winograd=None, precision=None):
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
-        library, settings.chosen = native.kernels(), True
+        library, settings.chosen = builds.kernels(), True
         # fewer where the system starts no more
         settings.threads = library.set_threads(threads) if library is not None else 1

@@ -12,8 +12,9 @@ import textwrap
 
 from mpidl.errors import UserError
 from mpidl.nn import zoo
-from mpidl.training import configuration, keeping, options
-from mpidl.training.rules import checked
+from mpidl.training.files import run_folder
+from mpidl.training.options import configuration, training_options
+from mpidl.training.options.option_types import checked
 
 STOPPED = 75  # the exit code that asks for another run
 EXIT_CODES = """\
@@ -33,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command, description, quiet, **keywords):
         super().__init__(
-            prog=f"python -m mpidl.{command}",
+            prog=f"python -m {command}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -62,7 +63,7 @@ class Parser(argparse.ArgumentParser):
                     "MPIDL_RANKS says"
                 )
             if name.startswith("--") and name not in known:
-                raise UserError(f"unknown option {name}{options.nearest(name, known)}")
+                raise UserError(f"unknown option {name}{training_options.nearest(name, known)}")
         found, extra = self.parse_known_args(argv)
         if extra:
             raise UserError(f"unexpected argument {extra[0]} (--help lists the options)")
@@ -71,7 +72,7 @@ class Parser(argparse.ArgumentParser):
     def add_options(self, *names, **defaults):
         """Flags for these options of training; {name: default} for one that is not theirs."""
         for name in names:
-            self._add_option(name, options.OPTIONS[name], defaults.get(name))
+            self._add_option(name, training_options.OPTIONS[name], defaults.get(name))
 
     def _add_option(self, name, known, default):
         default = known.default if default is None else default
@@ -84,8 +85,8 @@ class Parser(argparse.ArgumentParser):
         if len(choices) > LONGEST:
             text, choices = f"{text}: {choices.replace('|', ', ')}", "NAME"
         self.add_argument(
-            options.flag(name),
-            type=lambda value: checked(rule, value, options.flag(name), text=True),
+            training_options.flag(name),
+            type=lambda value: checked(rule, value, training_options.flag(name), text=True),
             metavar=choices or {int: "N", float: "X"}[rule.kind],
             help=f"{text} ({'none' if default is None else default})",
             default=argparse.SUPPRESS,
@@ -100,7 +101,7 @@ def train(argv=None, quiet=False):
     UserError.
     """
     parser = Parser(
-        "train",
+        "mpidl.train",
         "Train a network on all ranks that mpirun or srun started. Without options: the digits\n"
         "network on the embedded digit images, by its recipe.",
         quiet,
@@ -121,7 +122,7 @@ def train(argv=None, quiet=False):
         "test_fraction",
         "share of --data, of each class, that is kept for the test where it brings no test images; "
         "0: no test",
-        options.RUN["test_fraction"],
+        training_options.RUN["test_fraction"],
     )
     parser.add_argument(
         "--validation-data",
@@ -129,7 +130,7 @@ def train(argv=None, quiet=False):
         help="images to validate on while training; test: those of the test (none)",
     )
     add_preprocess(parser)
-    parser.add_options(*options.NAMES)
+    parser.add_options(*training_options.NAMES)
     parser.add_argument(
         "--preview",
         type=_picture,
@@ -153,7 +154,7 @@ def train(argv=None, quiet=False):
 def predict(argv=None, quiet=False):
     """Namespace of model, data, out, top_k, confusion, activations, of options of training,
     `PREDICT`, and of preprocess: {name: value} of what was typed of the `PREPROCESS`."""
-    parser = Parser("predict", "Classify images with a trained network.", quiet)
+    parser = Parser("mpidl.predict", "Classify images with a trained network.", quiet)
     parser.add_argument("--model", metavar="FILE.h5", required=True, help="model.h5 of a run")
     parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
     parser.add_argument(
@@ -181,7 +182,9 @@ def predict(argv=None, quiet=False):
     )
     add_preprocess(parser, instead="; in place of what the model does to images")
     parser.add_options(*PREDICT)
-    found = {name: options.OPTIONS[name].default for name in PREDICT} | vars(parser.parse(argv))
+    found = {name: training_options.OPTIONS[name].default for name in PREDICT} | vars(
+        parser.parse(argv)
+    )
     typed = {name: found.pop(name) for name in PREPROCESS if name in found}
     return argparse.Namespace(**found, preprocess=typed)
 
@@ -192,7 +195,7 @@ def verify(argv=None, quiet=False):
     given holds what was typed, for `configuration.resolve`, and a max_iterations in any case.
     """
     parser = Parser(
-        "verify",
+        "mpidl.verify",
         "Train briefly on each number of ranks and compare the weights: they must be the same,\n"
         "byte for byte.",
         quiet,
@@ -222,7 +225,7 @@ def verify(argv=None, quiet=False):
 def info(argv=None, quiet=False):
     """Namespace of network (None: the machine is asked for), input_shape, classes, batch_size."""
     parser = Parser(
-        "info",
+        "mpidl.info",
         "Show what mpidl found on this machine and its ranks; with --network, a network's layers.",
         quiet,
     )
@@ -250,7 +253,9 @@ def info(argv=None, quiet=False):
     found = parser.parse(argv)
     given = [n for n in ("input_shape", "classes", "batch_size") if getattr(found, n) is not None]
     if given and found.network is None:
-        raise UserError(f"{options.flag(given[0])}: is for --network NAME, which is missing")
+        raise UserError(
+            f"{training_options.flag(given[0])}: is for --network NAME, which is missing"
+        )
     return found
 
 
@@ -264,7 +269,7 @@ DATA_HELP = (
 def as_flags(given):
     """The command line that means `given`: {"batch_size": 8} is ["--batch-size", "8"]."""
     texts = {name: "none" if value is None else str(value) for name, value in given.items()}
-    return [text for name in texts for text in (options.flag(name), texts[name])]
+    return [text for name in texts for text in (training_options.flag(name), texts[name])]
 
 
 def _add_data(parser):
@@ -297,7 +302,7 @@ def add_preprocess(parser, instead=""):
 
 def count(spelled):
     def convert(text):
-        return options.check("epochs", text, spelled, text=True)
+        return training_options.check("epochs", text, spelled, text=True)
 
     return convert
 
@@ -309,7 +314,10 @@ def _picture(text):
 
 
 def image_shape(text):
-    sides = [options.check("epochs", part, "--input-shape", text=True) for part in text.split(",")]
+    sides = [
+        training_options.check("epochs", part, "--input-shape", text=True)
+        for part in text.split(",")
+    ]
     if len(sides) != 3:
         raise UserError(f"--input-shape must be C,H,W, such as 3,227,227, found {text}")
     return tuple(sides)
@@ -317,7 +325,9 @@ def image_shape(text):
 
 def rank_counts(text):
     try:
-        return [options.check("epochs", part, "--ranks", text=True) for part in text.split(",")]
+        return [
+            training_options.check("epochs", part, "--ranks", text=True) for part in text.split(",")
+        ]
     except UserError:
         raise UserError(f"--ranks must be numbers of ranks such as 1,2,3, found {text}") from None
 
@@ -330,7 +340,7 @@ def _recipe(name):
 def check_output_folder(given):
     """UserError where --out holds a run that is neither resumed nor to be overwritten."""
     if "out" in given and not given.get("overwrite"):
-        keeping.refuse_a_run(given["out"], given.get("resume"))
+        run_folder.refuse_a_run(given["out"], given.get("resume"))
 
 
 def output_folder(given, network):
@@ -344,7 +354,7 @@ def output_folder(given, network):
     try:
         if out is None:
             return _next_folder(network) if resume is None else resume
-        keeping.make_folder(out, resume)
+        run_folder.make_folder(out, resume)
     except OSError as error:
         place = f"--out {out}" if out else error.filename
         raise UserError(f"{place}: cannot be written: {error.strerror or error}") from error

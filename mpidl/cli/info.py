@@ -7,24 +7,24 @@ import sys
 
 import numpy as np
 
-from mpidl.backends import native
-from mpidl.backends.gpu import cubins, nvrtc, visible
+from mpidl.backends.cpu import builds
+from mpidl.backends.gpu import cubins, discovery, nvrtc
 from mpidl.cli import arguments, start
-from mpidl.comm import World, cores, devices, guard, nccl
-from mpidl.data.datastore import on_rank_0
+from mpidl.comm import World, devices, failure, nccl, thread_budget
 from mpidl.errors import UserError
+from mpidl.files import on_rank_0
 from mpidl.nn import zoo
-from mpidl.training import configuration, options
+from mpidl.training.options import configuration, training_options
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
-    asked = arguments.info(argv, quiet=guard.launched_rank() > 0)
+    asked = arguments.info(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=60, threads=None)
     if asked.network is not None:
         on_rank_0(world, lambda: _show_network(asked))
         return 0
-    ranks = world.gather((world.host, cores.cores()))
+    ranks = world.gather((world.host, thread_budget.cores()))
     warnings = start.arithmetic(world)
     mine = devices.look(world.host)
     known = nccl.version() if mine.gpus else 0
@@ -32,7 +32,7 @@ def main(argv=None):
     able = world.gather(nccl.Able(world.host, "", known, nccl.cuda_aware()))
     if world.rank:
         return 0
-    threads = sorted(set(cores.deal(ranks, 0)[0]))
+    threads = sorted(set(thread_budget.deal(ranks, 0)[0]))
     package = os.path.dirname(os.path.dirname(__file__))
     facts = {
         "mpidl": f"{configuration.version_of('mpidl')}, {package}",
@@ -73,7 +73,7 @@ def _show_network(asked):
         given = {name: own[name].default if v is None else v for name, v in given.items()}
     for name, value in given.items():
         if value is None and ".py:" in asked.network:  # else the name is refused
-            flag = options.flag(name)
+            flag = training_options.flag(name)
             raise UserError(f"--network {asked.network}: expected {flag} too, found none")
     net = start.network(asked.network, given["input_shape"], given["classes"], seed=0)
     recipe = zoo.RECIPES.get(asked.network, {})
@@ -84,7 +84,7 @@ def _show_network(asked):
 
 def _arithmetic():
     """Who computes, on this rank."""
-    library = native.kernels()
+    library = builds.kernels()
     if library is None:
         return "NumPy"
     return f"C kernels, {library.build}, {library.about['compiler']}, {library.path}"
@@ -92,11 +92,11 @@ def _arithmetic():
 
 def _kernels():
     """The builds there are, and which of them do not run here."""
-    builds = (
-        build if native.runs_here(build) else f"{build} (not on this CPU)"
-        for build in native.built()
+    names = (
+        build if builds.runs_here(build) else f"{build} (not on this CPU)"
+        for build in builds.built()
     )
-    return ", ".join(builds) or "none"
+    return ", ".join(names) or "none"
 
 
 def _first_line(text):
@@ -146,7 +146,7 @@ def _gpus(seen):
 
 
 def _cupy():
-    known, packages = visible.versions(), ", ".join(visible.packages())
+    known, packages = discovery.versions(), ", ".join(discovery.packages())
     if not packages:
         return "not installed"
     if known is None:

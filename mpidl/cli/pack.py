@@ -6,8 +6,9 @@ import sys
 import time
 
 from mpidl.cli import arguments, start
-from mpidl.comm import guard
-from mpidl.data import packed, packing, sources
+from mpidl.comm import failure
+from mpidl.data import registry
+from mpidl.data.formats import packed, packing
 from mpidl.errors import UserError
 from mpidl.report.console import LINE_SECONDS, clock, terminal_width
 
@@ -15,7 +16,7 @@ from mpidl.report.console import LINE_SECONDS, clock, terminal_width
 def parse(argv=None, quiet=False):
     """Namespace of source, target (None with verify), wanted (Preprocess), threads, verify."""
     parser = arguments.Parser(
-        "pack",
+        "mpidl.pack",
         "Write the images of a folder, or of any other source, to one file that training reads\n"
         "faster, from parallel file systems above all. Labels, class names and the set's own test\n"
         "images go with them, and training on it gives the same weights, byte for byte. What an\n"
@@ -53,20 +54,20 @@ def parse(argv=None, quiet=False):
 
 def main(argv=None):
     """Run the command; returns its exit code."""
-    chosen = parse(argv, quiet=guard.launched_rank() > 0)
-    if guard.launched_ranks() is not None:
+    chosen = parse(argv, quiet=failure.launched_rank() > 0)
+    if failure.launched_ranks() is not None:
         raise UserError("pack is one process with threads: run it without mpirun")
     return run(chosen)
 
 
 def run(chosen):
     """Do what `parse` returned; the exit code."""
-    with guard.Signals() as signals:
+    with failure.Signals() as signals:
         return _verify(chosen, signals) if chosen.verify else _pack(chosen, signals)
 
 
 def _pack(chosen, signals):
-    train, test = sources.open_data(chosen.source, option="SRC", wanted=chosen.wanted)
+    train, test = registry.open_data(chosen.source, option="SRC", wanted=chosen.wanted)
     parts = {"train": train} if test is None else {"train": train, "test": test}
     if test is not None and test.image_shape != train.image_shape:
         raise UserError(

@@ -6,26 +6,29 @@ import math
 
 import numpy as np
 
-from mpidl import backends, data
+from mpidl import backends, data, losses
 from mpidl.cli import arguments, start
-from mpidl.comm import World, guard
-from mpidl.data.datastore import on_rank_0, read_targets, shown
+from mpidl.comm import World, failure
+from mpidl.data.datastore import read_targets
 from mpidl.errors import UserError
+from mpidl.evaluation import confusion, evaluate, predict
+from mpidl.evaluation.confusion import Confusion
+from mpidl.files import on_rank_0
 from mpidl.report import arrays
-from mpidl.training import confusion, evaluate, modelfile, objective, outputs
-from mpidl.training.confusion import Confusion
+from mpidl.text import class_names, printable
+from mpidl.training.files import model_file
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
-    given = arguments.predict(argv, quiet=guard.launched_rank() > 0)
+    given = arguments.predict(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=given.timeout, threads=None)
     backends.configure(winograd=given.winograd, precision=given.precision)
     lines = world.use_device(given.device, given.gpus) + world.use_threads(given.threads)
     for line in [*start.arithmetic(world), *lines]:
         print(line)
     on_rank_0(world, lambda: _check_outputs(given))
-    net, about = on_rank_0(world, lambda: modelfile.load_model(given.model))
+    net, about = on_rank_0(world, lambda: model_file.load_model(given.model))
     classes = about["classes"]
     images = data.open_test_data(
         given.data, world, classes=classes, labelled=False, option="--data"
@@ -92,7 +95,7 @@ def _outputs(given, world, net, images):
     how = {"world": world, "batch_size": given.batch_size}
     if classifies:
         found = evaluate.evaluate(net, images, confusion=bool(given.confusion), **how)
-        each = objective.labels_of(images)
+        each = losses.labels_of(images)
         text = f"Accuracy: {found.accuracy:.4f} ({found.images} images, {each} labels each)"
         if given.confusion:
             on_rank_0(world, lambda: found.confusion.save(given.confusion))
@@ -115,7 +118,7 @@ def _write(given, world, net, images, name):
             about["labels"] = images.labels
         file = arrays.ArrayFile(given.out, name, (len(images), *net.output_shape), about)
     how = {"world": world, "batch_size": given.batch_size}
-    for _, values in outputs.by_batch(net, images, outputs.outputs, **how):
+    for _, values in predict.by_batch(net, images, predict.outputs, **how):
         if values is not None:
             file.write(values)
     on_rank_0(world, lambda: file.close())
@@ -130,7 +133,7 @@ def _write_numbers(given, world, net, images):
     known = math.prod(images.targets_shape) if has_targets else 0
     rows.writerow(["image", *_numbered("output", count), *_numbered("target", known)])
     how = {"world": world, "batch_size": given.batch_size}
-    for indices, values in outputs.by_batch(net, images, outputs.outputs, **how):
+    for indices, values in predict.by_batch(net, images, predict.outputs, **how):
         if indices is None:
             continue
         targets = [()] * len(indices)
@@ -140,7 +143,7 @@ def _write_numbers(given, world, net, images):
             # nine digits hold every bit of a float32
             rows.writerow([images.name(i), *(f"{v:.9g}" for v in value), *map(_shortest, target)])
     content = text.getvalue().encode()
-    on_rank_0(world, lambda: modelfile.write_whole(given.out, content))
+    on_rank_0(world, lambda: model_file.write_whole(given.out, content))
 
 
 def _numbered(name, count):
@@ -168,10 +171,10 @@ def _classes(given, world, net, images, classes, why):
     table = np.zeros((count, count), np.int64)
     among, text = 0, io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    names = [shown(name) for name in confusion.names_of(classes, count)]
+    names = [printable(name) for name in class_names(classes, count)]
     rows.writerow(["image", "predicted", *names])
     how = {"world": world, "batch_size": given.batch_size}
-    for indices, given_by in outputs.by_batch(net, images, outputs.scores_and_labels, **how):
+    for indices, given_by in predict.by_batch(net, images, predict.scores_and_labels, **how):
         if indices is None:
             continue
         scores, ranked, found = given_by
@@ -186,7 +189,7 @@ def _classes(given, world, net, images, classes, why):
                 rows.writerow([images.name(i), names[k], *(f"{v:.9g}" for v in row)])
     if given.out:
         content = text.getvalue().encode()
-        on_rank_0(world, lambda: modelfile.write_whole(given.out, content))
+        on_rank_0(world, lambda: model_file.write_whole(given.out, content))
     if given.confusion:
         made = Confusion(table, tuple(names))
         on_rank_0(world, lambda: made.save(given.confusion))

@@ -8,12 +8,12 @@ import platform
 import sys
 
 from mpidl import data
-from mpidl.backends import native
-from mpidl.data.preprocess import Preprocess
+from mpidl.backends.cpu import builds
+from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
-from mpidl.training import options as option_rules
-from mpidl.training.rules import size_of
+from mpidl.training.options import training_options as option_rules
+from mpidl.training.options.option_types import size_of
 
 
 def device_of(world):
@@ -36,8 +36,8 @@ def blas():
 
 def arithmetic(world):
     """On rank 0, the lines to show of who does the arithmetic: a mix of machines, no kernels."""
-    build, best = native.running(), native.choose()[0]
-    kind = blas() if build == "numpy" else f"kernels of {native.kernels().about['sources']}"
+    build, best = builds.running(), builds.choose()[0]
+    kind = blas() if build == "numpy" else f"kernels of {builds.kernels().about['sources']}"
     found = world.gather((world.host, best, f"{platform.machine()}, {kind}"))
     if found is None:
         return []
@@ -56,11 +56,11 @@ def arithmetic(world):
 
 def without_kernels():
     """The lines to show where NumPy does the work for want of kernels, or they are old."""
-    why = native.why_numpy()
+    why = builds.why_numpy()
     if why:
         return [f"note: without C kernels NumPy does the arithmetic, several times slower: {why}"]
-    if native.is_stale():
-        return [f"warning: the kernels are older than their sources: {native.how_to_build()}"]
+    if builds.is_stale():
+        return [f"warning: the kernels are older than their sources: {builds.how_to_build()}"]
     return []
 
 

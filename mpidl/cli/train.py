@@ -6,32 +6,27 @@ from dataclasses import replace
 
 from mpidl import data
 from mpidl.cli import arguments, start
-from mpidl.comm import World, guard
+from mpidl.comm import World, failure
 from mpidl.data import gallery
-from mpidl.data.datastore import on_rank_0
-from mpidl.data.pipeline import Pipeline
+from mpidl.data.loading.pipeline import Pipeline
 from mpidl.errors import UserError
+from mpidl.evaluation import evaluate, validation
+from mpidl.files import on_rank_0
 from mpidl.report import Console, metrics
-from mpidl.training import (
-    checkpoint,
-    configuration,
-    evaluate,
-    loop,
-    modelfile,
-    options,
-    progress,
-    seen,
-    validation,
-)
+from mpidl.training import input_pipeline, progress, trainer
+from mpidl.training.files import checkpoint, model_file
+from mpidl.training.options import configuration, training_options
 from mpidl.training.schedules import ENDING
 
 
 def main(argv=None):
     """Run the command; returns its exit code."""
-    given = arguments.train(argv, quiet=guard.launched_rank() > 0)
+    given = arguments.train(argv, quiet=failure.launched_rank() > 0)
     # the world waits with the time-out it is given here, before the files are read
-    world = World(timeout=given.get("timeout", options.TrainingOptions().timeout), threads=None)
-    with guard.Signals() as signals:
+    world = World(
+        timeout=given.get("timeout", training_options.TrainingOptions().timeout), threads=None
+    )
+    with failure.Signals() as signals:
         return _train(given, world, signals)
 
 
@@ -61,13 +56,15 @@ def _train(given, world, signals):
     if test_set is not None:
         _same_shape("--test-data", test_set, train_set)
     train_set, settings = _with_validation(given, run, settings, train_set, test_set, world, how)
-    shape = seen.image_shape(settings, train_set.image_shape)
-    Pipeline(train_set, seen.augmenter_of(settings))  # or an error: an augmenter for other images
+    shape = input_pipeline.image_shape(settings, train_set.image_shape)
+    Pipeline(
+        train_set, input_pipeline.augmenter_of(settings)
+    )  # or an error: an augmenter for other images
     if given.get("preview"):
         return _preview(given["preview"], train_set, settings, world)
     settings.load(world.size)  # refused before any work where it does not fit the ranks
     net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
-    seen.check(net, train_set, settings)
+    input_pipeline.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
         # `loop.train` would refuse it too, but the folder of results is touched before that
@@ -97,7 +94,7 @@ def _train(given, world, signals):
         console.line(f"Resumed after iteration {at['iteration']}, {_where(at, settings)}")
     on_rank_0(world, lambda: _write_options(out, chosen, world))
     with console:
-        result = loop.train(
+        result = trainer.train(
             net,
             train_set,
             settings,
@@ -113,7 +110,7 @@ def _train(given, world, signals):
             if test_set is not None:
                 how = {"world": world, "signals": signals, "loss": settings.loss}
                 test = evaluate.evaluate(net, test_set, **how)
-            stopped = loop.stopped_by(signals, world)
+            stopped = trainer.stopped_by(signals, world)
         if stopped:
             console.close()
             console.line(
@@ -128,7 +125,7 @@ def _train(given, world, signals):
             lambda: _write_results(out, net, result, test, world, device),
         )
         console.finish(out, result.train_seconds, test)
-        console.line(f"weights_sha256: {modelfile.weights_sha256(net)}")
+        console.line(f"weights_sha256: {model_file.weights_sha256(net)}")
     return 0
 
 
@@ -142,10 +139,10 @@ def _same_shape(option, images, train_set):
 
 def _preview(path, train_set, settings, world):
     """Draw what augmentation makes of the images."""
-    augmenter = seen.augmenter_of(settings)
+    augmenter = input_pipeline.augmenter_of(settings)
 
     def draw():
-        modelfile.write_whole(path, gallery.gallery(train_set, augmenter, settings.seed))
+        model_file.write_whole(path, gallery.gallery(train_set, augmenter, settings.seed))
         print(f"Preview: {path}")
 
     on_rank_0(world, draw)
@@ -236,7 +233,7 @@ def _write_options(out, chosen, world):
 
 
 def _write_results(out, net, result, test, world, device):
-    modelfile.save_model(os.path.join(out, "model.h5"), net)
+    model_file.save_model(os.path.join(out, "model.h5"), net)
     summary = {
         "accuracy": test and test.accuracy,  # None of a loss that classifies nothing, and
         "loss": metrics.number(test and test.loss),  # where there was no test
@@ -251,8 +248,8 @@ def _write_results(out, net, result, test, world, device):
         "validation_loss": metrics.number(result.validation_loss),
         "validation_accuracy": result.validation_accuracy,
         "stopped": result.stopped,
-        "weights_sha256": modelfile.weights_sha256(net),
+        "weights_sha256": model_file.weights_sha256(net),
     }
-    modelfile.write_whole(
+    model_file.write_whole(
         os.path.join(out, "summary.json"), (json.dumps(summary, indent=1) + "\n").encode()
     )

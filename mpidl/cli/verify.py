@@ -10,15 +10,15 @@ import sys
 import tempfile
 
 from mpidl.cli import arguments, start
-from mpidl.comm import guard
+from mpidl.comm import failure
 from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import Fault, UserError
 
 
 def main(argv=None):
     """Run the command; returns its exit code: 0 all the same, 1 not."""
-    given = arguments.verify(argv, quiet=guard.launched_rank() > 0)
-    if any(int(os.environ.get(name) or 1) > 1 for name in guard.LAUNCHERS):
+    given = arguments.verify(argv, quiet=failure.launched_rank() > 0)
+    if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
             "verify starts the ranks itself: run it without mpirun, as python -m mpidl.verify"
         )

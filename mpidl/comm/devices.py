@@ -4,7 +4,7 @@ import os
 from typing import Any, NamedTuple
 
 from mpidl.backends.gpu import nvrtc
-from mpidl.backends.gpu.visible import visible
+from mpidl.backends.gpu.discovery import visible
 from mpidl.comm import nccl
 from mpidl.errors import UserError
 
@@ -51,15 +51,15 @@ def take(world, gpu):
     as they are, and with them what lies there. UserError, on all ranks, where one of them cannot
     use its GPU.
     """
-    from mpidl.backends.gpu import run
+    from mpidl.backends.gpu import launching
     from mpidl.backends.gpu.sums import Counts
 
     has = gpu is not None and world.device is not None and world.device.identity == gpu.identity
     # (another world may have opened it anew meanwhile)
-    if world.gop("and", has and getattr(run.sink(), "device", None) is world.device):
+    if world.gop("and", has and getattr(launching.sink(), "device", None) is world.device):
         return
     if world.device is not None:
-        run.open(None)
+        launching.open(None)
         world.device.close()
         world.device = world.mover = world.counts = None
     if gpu is None:
@@ -70,7 +70,7 @@ def take(world, gpu):
     except UserError as problem:
         error = UserError(f"{problem} (rank {world.rank} on {world.host})")
     world.together(error)
-    world.device, world.counts = run.open(device), Counts()
+    world.device, world.counts = launching.open(device), Counts()
     taken = world.broadcast(world.gather((world.host, gpu.identity)))
     device.sharers = taken.count((world.host, gpu.identity))
     world.mover = nccl.mover(world)
@@ -80,7 +80,7 @@ def take(world, gpu):
 
 def opened(gpu):
     """The Device of a `visible.Gpu`."""
-    from mpidl.backends.gpu.cuda import CudaDevice
+    from mpidl.backends.gpu.cuda_device import CudaDevice
 
     return CudaDevice(gpu.index)
 

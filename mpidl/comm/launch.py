@@ -18,9 +18,9 @@ import tempfile
 import time
 
 from mpidl import errors
-from mpidl.comm import guard, launched
-from mpidl.comm.cores import cores
+from mpidl.comm import failure, launch_worker
 from mpidl.comm.launcher import environment, launcher
+from mpidl.comm.thread_budget import cores
 from mpidl.errors import RankError, UserError
 
 SHOWN = ("rank 0", "all", "none")
@@ -30,7 +30,7 @@ ENDING = 5.0  # seconds for mpirun to end its ranks before it is killed, which e
 # Run by the ranks' Python: finds this package where this process has it.
 START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from mpidl.comm.launched import main; main(sys.argv.pop(1))"
+    "from mpidl.comm.launch_worker import main; main(sys.argv.pop(1))"
 )
 
 
@@ -79,13 +79,13 @@ def launch(function, *arguments, ranks=None, timeout=None, show="rank 0"):
         if job.process.returncode or not os.path.exists(os.path.join(folder, "result")):
             raise RankError(job.epitaph())
         with open(os.path.join(folder, "result"), "rb") as file:
-            return launched.load(file)
+            return launch_worker.load(file)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_inside_a_rank():
-    started = guard.launched_ranks()
+    started = failure.launched_ranks()
     if MARK in os.environ or started is not None:
         size = os.environ.get(MARK) or f"{started[1]} that {started[0]} tells of"
         raise UserError(
@@ -124,7 +124,7 @@ def _main_program():
 def _write_task(folder, function, arguments, show):
     main = _main_program()
     by_value = main is None and getattr(function, "__module__", None) == "__main__"
-    if by_value and launched.cloudpickle() is None:
+    if by_value and launch_worker.cloudpickle() is None:
         raise UserError(
             "launch: what a notebook defines is sent by cloudpickle, which is not installed: "
             "pip install '.[notebook]', or put the function into a module"
@@ -139,9 +139,9 @@ def _write_task(folder, function, arguments, show):
     with open(os.path.join(folder, "task"), "wb") as file:
         pickle.dump(about, file)
         try:
-            launched.dump((function, arguments), file, by_value=main is None)
+            launch_worker.dump((function, arguments), file, by_value=main is None)
         except Exception as error:
-            hint = "" if launched.cloudpickle() else " (pip install '.[notebook]' sends more)"
+            hint = "" if launch_worker.cloudpickle() else " (pip install '.[notebook]' sends more)"
             raise UserError(
                 f"launch: the function or its arguments cannot be sent: {error}{hint}"
             ) from error
@@ -152,7 +152,7 @@ class _Job:
 
     def __init__(self, command, ranks, folder, show):
         self.ranks, self.folder, self.show = ranks, folder, show
-        self.lock = open(os.path.join(folder, launched.LOCKED), "w")  # which the ranks watch
+        self.lock = open(os.path.join(folder, launch_worker.LOCKED), "w")  # which the ranks watch
         with contextlib.suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.tail = collections.deque(maxlen=4096)  # of what was written to stderr
@@ -250,6 +250,6 @@ def _raise_error_of_a_rank(job):
 def _loaded(data):
     """The exception itself, or None where it cannot be made again here."""
     try:
-        return None if data is None else launched.load(io.BytesIO(data))
+        return None if data is None else launch_worker.load(io.BytesIO(data))
     except Exception:
         return None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
 from mpidl.fold import Partial
 
@@ -40,7 +40,7 @@ class Reducer:
         self.values, self.buckets = {}, []
         self.watches = watch is not None and world.size > 1
         if self.watches:
-            native.watch(watch)
+            builds.watch(watch)
         self.open, self.open_key, self.open_bytes = [], None, 0
 
     def push(self, name, value):
@@ -97,7 +97,7 @@ class Reducer:
     def finish(self):
         """Wait for all sums; returns {name: array}."""
         if self.watches:
-            native.watch(None)
+            builds.watch(None)
         if self.open:
             self._post()
         roots = {}

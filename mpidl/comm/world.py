@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 
-from mpidl.backends import native, settings
+from mpidl.backends import settings
+from mpidl.backends.cpu import builds
 from mpidl.blocks import OneRank
-from mpidl.comm import alone, cores, devices, guard
-from mpidl.comm.net import Net, node_array, node_room
+from mpidl.comm import devices, failure, serial, thread_budget
 from mpidl.comm.reducer import Reducer, is_on_host, post
+from mpidl.comm.transport import Net, node_array, node_room
 from mpidl.errors import UserError
 from mpidl.fold import Partial
 
@@ -41,9 +42,9 @@ class World:
     """
 
     def __init__(self, comm=None, *, timeout=300.0, plain=False, threads=0):
-        MPI = alone.load()
+        MPI = serial.load()
         comm = MPI.COMM_WORLD if comm is None else comm
-        guard.refuse_foreign_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version())
+        failure.refuse_foreign_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version())
         hosts = comm.allgather(MPI.Get_processor_name())
         place = sorted(range(comm.size), key=lambda r: (hosts.index(hosts[r]), r))
         self.net = Net(comm.Split(0, place.index(comm.rank)), timeout)
@@ -53,8 +54,8 @@ class World:
         self.device = self.counts = self.mover = self.asked = None  # see `use_device`
         self._alone = OneRank()  # does without messages what one rank can
         self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
-        guard.watch(self.net)
-        native.settle(self)
+        failure.watch(self.net)
+        builds.settle(self)
         self.threads = []  # of each rank, once it is settled
         if threads or (threads == 0 and not settings.chosen):
             for line in self.use_threads(threads):
@@ -65,7 +66,7 @@ class World:
 
         Returns, on rank 0, the lines to show where that does not fit the machine.
         """
-        self.threads, lines = cores.settle(self, count)
+        self.threads, lines = thread_budget.settle(self, count)
         return lines if self.rank == 0 else []
 
     def use_device(self, wanted, gpus=None):

@@ -1,21 +1,21 @@
 """Sets of images and the queue of mini-batches."""
 
-from mpidl.data.augment import Augmenter
-from mpidl.data.cache import NodeCache
-from mpidl.data.cifar import cifar_folder
 from mpidl.data.combined import combined
 from mpidl.data.datastore import ArrayDatastore, Datastore
-from mpidl.data.digits import digits  # the function takes the module's name here
-from mpidl.data.folder import ImageFolder
-from mpidl.data.hdf5 import HDF5Datastore
-from mpidl.data.idx import idx_folder, read_idx
-from mpidl.data.mat import mat_file
-from mpidl.data.normalize import Normalization, normalization, statistics
-from mpidl.data.packed import PackedDatastore
-from mpidl.data.packing import pack
-from mpidl.data.preprocess import Preprocess, preprocessed
+from mpidl.data.formats.cifar import cifar_folder
+from mpidl.data.formats.digits import digits  # the function takes the module's name here
+from mpidl.data.formats.folder import ImageFolder
+from mpidl.data.formats.hdf5 import HDF5Datastore
+from mpidl.data.formats.idx import idx_folder, read_idx
+from mpidl.data.formats.mat import mat_file
+from mpidl.data.formats.packed import PackedDatastore
+from mpidl.data.formats.packing import pack
+from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
-from mpidl.data.sources import open_data, open_test_data
+from mpidl.data.registry import open_data, open_test_data
+from mpidl.data.transforms.augment import Augmenter
+from mpidl.data.transforms.normalize import Normalization, normalization, statistics
+from mpidl.data.transforms.preprocess import Preprocess, preprocessed
 
 __all__ = [
     "ArrayDatastore",

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from mpidl.data.datastore import Datastore, counted, digest, made_of, read_images
+from mpidl.data.datastore import Datastore, counted, made_of, read_images
 from mpidl.data.labels import check_int32
 from mpidl.errors import UserError
+from mpidl.files import digest
 
 
 class Combined(Datastore):

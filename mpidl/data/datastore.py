@@ -1,7 +1,5 @@
 """What a set of images is to the rest of the library, and the simplest one: arrays in memory."""
 
-import difflib
-import hashlib
 import os
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
@@ -10,10 +8,11 @@ import numpy as np
 
 from mpidl import keyed
 from mpidl.errors import UserError
+from mpidl.files import digest
+from mpidl.text import printable
 
 MOST_CLASSES = 1 << 20  # where no names say how many there are
 NAMED = 3  # of the classes that a warning is of
-LISTED = 10  # of the classes that a message compares
 
 
 class Datastore:
@@ -243,7 +242,7 @@ def check_classes(datastore):
         only = datastore.classes[found[0]] if len(datastore.classes) > found[0] else found[0]
         raise UserError(
             f"{datastore.describe()}: expected images of two classes at least to train a "
-            f"classifier, found those of one ({shown(str(only))})"
+            f"classifier, found those of one ({printable(str(only))})"
         )
 
 
@@ -256,7 +255,7 @@ def without_images(datastore):
     bare = np.setdiff1d(np.arange(len(classes)), datastore.labels)
     if not len(bare):
         return None
-    named = ", ".join(shown(classes[i]) for i in bare[:NAMED])
+    named = ", ".join(printable(classes[i]) for i in bare[:NAMED])
     more = f" and {len(bare) - NAMED} more" if len(bare) > NAMED else ""
     line = (
         f"warning: {datastore.describe()}: no image of class{'es' if len(bare) > 1 else ''} "
@@ -341,36 +340,6 @@ def made_of(datastore, how, made):
     return f"{where or 'images'}, {how}: {counted(made)}"
 
 
-def digest(*parts):
-    """SHA-256 in hex of texts, numbers, tuples and arrays; each part is told from the next."""
-    total = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            little = part.astype(part.dtype.newbyteorder("<"), copy=False)
-            data = f"{little.dtype.str}{part.shape}".encode() + little.tobytes()
-        else:
-            data = str(part).encode("utf-8", "surrogateescape")
-        total.update(len(data).to_bytes(8, "little") + data)
-    return total.hexdigest()
-
-
-def shown(path):
-    """A path, or another text of a file, in one line that any terminal can print.
-
-    Bytes that are no UTF-8, and what has no printed form, stand as \\xNN and the like.
-    """
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def listed(names):
-    """ "circle, square, triangle": names in a line, of many the first."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(shown(name) for name in names[:LISTED]) + more
-
-
 def need_datastore(found, called):
     """A UserError where this is none, which says what makes one."""
     if isinstance(found, Datastore):
@@ -381,26 +350,3 @@ def need_datastore(found, called):
     elif isinstance(found, tuple | list | np.ndarray):
         hint = ": dl.ArrayDatastore(images, labels) makes one"
     raise UserError(f"{called}: expected a datastore, found {type(found).__name__}{hint}")
-
-
-def nearest(name, known):
-    """ "; did you mean NAME?", or nothing where no known name is near."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {shown(close[0])}?" if close else ""
-
-
-def on_rank_0(world, function):
-    """function()'s result on all ranks, computed on rank 0 alone; its UserError on all ranks.
-
-    Collective. One rank asks the file system; a thousand would bring it down.
-    """
-    if world is None:
-        return function()
-    result = error = None
-    if world.rank == 0:
-        try:
-            result = function()
-        except UserError as e:
-            error = e
-    world.together(error)
-    return world.broadcast(result)

@@ -4,8 +4,9 @@ import io
 
 import numpy as np
 
-from mpidl.data.datastore import read_images, shown
+from mpidl.data.datastore import read_images
 from mpidl.errors import UserError
+from mpidl.text import printable
 
 CELL, GAP, MARGIN = 96, 6, 12  # pixels: least side of an image, between images, around them
 TEXT = 110  # pixels for a class name
@@ -94,6 +95,6 @@ def _class_of(datastore, i):
         return ""
     label = int(datastore.labels[i])
     name = datastore.classes[label] if label < len(datastore.classes) else str(label)
-    text = shown(name)
+    text = printable(name)
     text = text.encode("ascii", "replace").decode()  # what Pillow's own font has
     return text if len(text) <= 16 else text[:15] + "."

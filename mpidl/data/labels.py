@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 
-from mpidl.data.datastore import MOST_CLASSES, checked_labels, shown
+from mpidl.data.datastore import MOST_CLASSES, checked_labels
 from mpidl.errors import UserError
+from mpidl.text import printable
 
 
 def agreed(labels, names, classes, source):
@@ -26,8 +27,8 @@ def agreed(labels, names, classes, source):
     used = np.unique(labels)
     strange = [names[i] for i in used if names[i] not in place]
     if strange:
-        known = ", ".join(shown(name) for name in classes)
-        raise UserError(f"{source}: class {shown(strange[0])} is none of the classes ({known})")
+        known = ", ".join(printable(name) for name in classes)
+        raise UserError(f"{source}: class {printable(strange[0])} is none of the classes ({known})")
     table = np.zeros(len(names), np.int64)
     table[used] = [place[names[i]] for i in used]
     return table[labels], list(classes)
@@ -51,7 +52,7 @@ def names_of(value, source):
         raise UserError(f"{source}: expected class names as a list of texts, found something else")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{source}: expected different class names, found {shown(twice)} twice")
+        raise UserError(f"{source}: expected different class names, found {printable(twice)} twice")
     return names
 
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import keyed
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
 from mpidl.blocks import LANES, Blocked, OneRank, blocks_of, share
 from mpidl.data import partition
-from mpidl.data.datastore import nearest
-from mpidl.data.pipeline import Pipeline, fill_blocks
-from mpidl.data.workers import Job, ahead, in_turn
+from mpidl.data.loading.pipeline import Pipeline, fill_blocks
+from mpidl.data.loading.workers import Job, ahead, in_turn
 from mpidl.errors import UserError
+from mpidl.text import did_you_mean
 
 SHUFFLES = ("every-epoch", "once", "never")
 SAMPLINGS = ("global", "partition")
@@ -76,7 +76,7 @@ class MinibatchQueue:
             raise UserError(f"--batch-size must be at least 1, got {batch_size}")
         for name, value, known in ("shuffle", shuffle, SHUFFLES), ("sampling", sampling, SAMPLINGS):
             if value not in known:
-                hint = nearest(str(value), known)
+                hint = did_you_mean(str(value), known)
                 raise UserError(f"{name} must be {', '.join(known)}, got {value}{hint}")
         if prefetch < 0:
             raise UserError(f"prefetch must be at least 0, got {prefetch}")
@@ -91,7 +91,7 @@ class MinibatchQueue:
         self.device = getattr(self.world, "device", None)  # a GPU that the images go to
         # Mini-batches are made beside the step, all of one size: among its activations they would
         # leave holes that are too small for the next one.
-        self.arena = memory.Arena()
+        self.arena = arenas.Arena()
 
     def __len__(self):
         """Mini-batches in an epoch."""
@@ -170,10 +170,10 @@ class _InBlocks:
     def __init__(self, batch, pipeline, arena):
         self.batch, self.pipeline = batch, pipeline
         p, blocks = pipeline, batch.blocks
-        self.lanes = memory.empty((blocks, *p.image_shape, LANES), arena=arena)
+        self.lanes = arenas.empty((blocks, *p.image_shape, LANES), arena=arena)
         self.labels = None
         if p.labels_shape is not None:
-            self.labels = memory.empty((blocks, *p.labels_shape, LANES), p.labels_dtype, arena)
+            self.labels = arenas.empty((blocks, *p.labels_shape, LANES), p.labels_dtype, arena)
 
     def read(self, first, last):
         """Make these blocks of this rank's share."""

@@ -1,7 +1,6 @@
 """Networks: layers, the network that holds their learnables and state, and the zoo."""
 
 from mpidl.nn import zoo
-from mpidl.nn.analysis import Analysis, analyze
 from mpidl.nn.layers import (
     AveragePool2D,
     BatchNorm,
@@ -26,6 +25,7 @@ from mpidl.nn.more_layers import (
     TransposedConv2D,
 )
 from mpidl.nn.network import Network
+from mpidl.nn.summary import Analysis, analyze
 
 __all__ = [
     "Add",

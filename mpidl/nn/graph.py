@@ -4,7 +4,8 @@ The list is an order in which the layers can be computed: each reads layers befo
 """
 
 import copy
-import difflib
+
+from mpidl.text import did_you_mean
 
 IMAGES = "images"  # what the network's own input is called
 
@@ -66,8 +67,7 @@ def _check(reader, name, before, names):
         raise ValueError(f"{reader}: it cannot read its own output")
     if name in names:
         raise ValueError(f"{reader}: reads {name}, which comes later in the list of layers")
-    near = difflib.get_close_matches(str(name), [IMAGES, *before], n=1, cutoff=0.6)
-    hint = f": did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(name, [IMAGES, *before])
     raise ValueError(f"{reader}: reads {name!r}, and no layer has that name{hint}")
 
 

@@ -1,7 +1,6 @@
 """A network: its layers, their learnables and their state."""
 
 import copy
-import difflib
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,13 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl import ops
+from mpidl.autodiff.tape import value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import fusion, graph
-from mpidl.nn.analysis import Analysis, aligned, times
 from mpidl.nn.layers import At, Layer
 from mpidl.nn.more_layers import Softmax
+from mpidl.nn.summary import Analysis, times
 from mpidl.ops import check
-from mpidl.tape import value_of
+from mpidl.text import aligned, did_you_mean
 
 
 class _Run(NamedTuple):
@@ -95,10 +95,8 @@ class Network:
 
     def _number(self, name):
         if name not in self.layer_names:
-            near = difflib.get_close_matches(str(name), self.layer_names, n=1, cutoff=0.6)
-            last = ", ".join(self.layer_names[-5:])
-            hint = f"did you mean {near[0]}?" if near else f"the last ones are {last}"
-            raise KeyError(f"no layer {name}: {hint}")
+            last = f": the last ones are {', '.join(self.layer_names[-5:])}"
+            raise KeyError(f"no layer {name}{did_you_mean(name, self.layer_names) or last}")
         return self.layer_names.index(name)
 
     @property

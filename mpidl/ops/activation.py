@@ -3,8 +3,8 @@
 import math
 
 from mpidl import backends
+from mpidl.autodiff.tape import op
 from mpidl.ops import check
-from mpidl.tape import op
 
 
 @op(blocks=True)

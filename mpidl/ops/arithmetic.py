@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpidl import backends
+from mpidl.autodiff.tape import Var, op, value_of
 from mpidl.blocks import Blocked, readable
 from mpidl.fold import Partial
 from mpidl.ops.loss import multiply_partial
-from mpidl.tape import Var, op, value_of
 
 
 def _like(dy, x):

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl import backends
+from mpidl.autodiff.tape import op
 from mpidl.blocks import Activation, Gradient
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
-from mpidl.tape import op
 
 
 class Statistics(NamedTuple):

@@ -1,9 +1,9 @@
 """Values one behind the other."""
 
 from mpidl import backends
+from mpidl.autodiff.tape import op
 from mpidl.blocks import Blocked, readable
 from mpidl.ops import check
-from mpidl.tape import op
 
 
 @op(blocks=True)

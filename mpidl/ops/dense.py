@@ -3,9 +3,9 @@
 import math
 
 from mpidl import backends
+from mpidl.autodiff.tape import op
 from mpidl.blocks import LANES, Activation, Gradient
 from mpidl.ops import check
-from mpidl.tape import op
 
 
 @op(blocks=True)

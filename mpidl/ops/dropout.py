@@ -3,9 +3,9 @@
 import hashlib
 
 from mpidl import backends
+from mpidl.autodiff.tape import op
 from mpidl.backends.reference_more import CHANCES
 from mpidl.ops import check
-from mpidl.tape import op
 
 
 def dropout_threshold(name, probability):

@@ -5,9 +5,9 @@ import math
 import numpy as np
 
 from mpidl import backends
+from mpidl.autodiff.tape import op, refuse_gpu, value_of
 from mpidl.blocks import LANES, Blocked, zero_unused
 from mpidl.ops import check
-from mpidl.tape import op, refuse_gpu, value_of
 
 
 @op(blocks=True)

@@ -1,8 +1,8 @@
 """Cross-channel (local response) normalization."""
 
 from mpidl import backends
+from mpidl.autodiff.tape import op
 from mpidl.ops import check
-from mpidl.tape import op
 
 
 def check_window(name, window, alpha, beta, k):

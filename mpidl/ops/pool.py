@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from mpidl import backends
+from mpidl.autodiff.tape import op, value_of
 from mpidl.backends.reference import pool2d_shape
 from mpidl.blocks import Gradient
 from mpidl.ops import check
-from mpidl.tape import op, value_of
 
 PLACES = 256  # what a byte can tell apart
 

@@ -3,9 +3,9 @@
 import functools
 
 from mpidl import backends
+from mpidl.autodiff.tape import op
 from mpidl.backends.reference_conv import transposed_conv2d_shape
 from mpidl.ops import check
-from mpidl.tape import op
 
 
 def crops(name, cropping, size, stride):

@@ -1,1 +1,1 @@
-"""Training: options, loop, optimizers, checkpoints, evaluation."""
+"""Training: the loop, its step on a GPU, optimizers, schedules, options and files."""

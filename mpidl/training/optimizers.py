@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from mpidl import backends
-from mpidl.training import options
+from mpidl.training.options import training_options
 
 
 class Optimizer(abc.ABC):
@@ -41,14 +41,14 @@ class Optimizer(abc.ABC):
         gradient_threshold,
         gradient_threshold_method,
     ):
-        learning_rate = options.check("learning_rate", learning_rate)
-        default = options.BY_SOLVER["learning_rate"][self.solver]
+        learning_rate = training_options.check("learning_rate", learning_rate)
+        default = training_options.BY_SOLVER["learning_rate"][self.solver]
         self.learning_rate = default if learning_rate is None else learning_rate
-        self.l2 = options.check("l2", l2)
+        self.l2 = training_options.check("l2", l2)
         self.l2_factors = dict(l2_factors or {})
         self.learning_rate_factors = dict(learning_rate_factors or {})
-        self.gradient_threshold = options.check("gradient_threshold", gradient_threshold)
-        self.gradient_threshold_method = options.check(
+        self.gradient_threshold = training_options.check("gradient_threshold", gradient_threshold)
+        self.gradient_threshold_method = training_options.check(
             "gradient_threshold_method", gradient_threshold_method
         )
         self.kept = {table: {} for table in self.tables}  # {table: {parameter: array}}
@@ -74,7 +74,7 @@ class Optimizer(abc.ABC):
         for table in ("l2_factors", "learning_rate_factors"):
             for name in getattr(self, table):
                 if name not in parameters:
-                    hint = options.nearest(name, parameters)
+                    hint = training_options.nearest(name, parameters)
                     raise ValueError(f"{table}: unknown parameter {name}{hint}")
         moving = self._moving(parameters)
         _match("gradients", gradients, moving, parameters)
@@ -163,7 +163,7 @@ class SGDM(Optimizer):
     ):
         clipping = gradient_threshold, gradient_threshold_method
         super().__init__(learning_rate, l2, l2_factors, learning_rate_factors, *clipping)
-        self.momentum = options.check("momentum", momentum)
+        self.momentum = training_options.check("momentum", momentum)
 
     @property
     def velocity(self):
@@ -210,9 +210,11 @@ class Adam(Optimizer):
     ):
         clipping = gradient_threshold, gradient_threshold_method
         super().__init__(learning_rate, l2, l2_factors, learning_rate_factors, *clipping)
-        self.gradient_decay_factor = options.check("gradient_decay_factor", gradient_decay_factor)
+        self.gradient_decay_factor = training_options.check(
+            "gradient_decay_factor", gradient_decay_factor
+        )
         self.squared_gradient_decay_factor = _squared_decay(self, squared_gradient_decay_factor)
-        self.epsilon = options.check("epsilon", epsilon)
+        self.epsilon = training_options.check("epsilon", epsilon)
         self.steps = 0  # that were taken
 
     def numbers(self):
@@ -272,7 +274,7 @@ class RMSProp(Optimizer):
         clipping = gradient_threshold, gradient_threshold_method
         super().__init__(learning_rate, l2, l2_factors, learning_rate_factors, *clipping)
         self.squared_gradient_decay_factor = _squared_decay(self, squared_gradient_decay_factor)
-        self.epsilon = options.check("epsilon", epsilon)
+        self.epsilon = training_options.check("epsilon", epsilon)
 
     def _step(self, backend, weights, gradients, kept, numbers, decays, factors):
         decay = self.squared_gradient_decay_factor, self.epsilon
@@ -300,8 +302,8 @@ def of_options(known, **factors):
 
 def _squared_decay(optimizer, value):
     name = "squared_gradient_decay_factor"
-    value = options.check(name, value)
-    return options.BY_SOLVER[name][optimizer.solver] if value is None else value
+    value = training_options.check(name, value)
+    return training_options.BY_SOLVER[name][optimizer.solver] if value is None else value
 
 
 def _power(base, exponent):

@@ -18,7 +18,7 @@ from collections import defaultdict
 import numpy as np
 
 from emulator import compiler
-from mpidl.backends.gpu import kernels, run
+from mpidl.backends.gpu import kernels, launching
 
 GUARD = 1024  # bytes before and after each allocation that nothing may write to
 ALIGNED = 256
@@ -350,10 +350,10 @@ def _move(to, source, nbytes, keep=None):
 def opened(order=0, **options):
     """Compute on an EmulatedDevice within the block. Every Array gets an allocation of its own, so
     that a write beside it is found."""
-    device = run.open(EmulatedDevice(order, **options))
-    run.sink().empty = device.allocate
+    device = launching.open(EmulatedDevice(order, **options))
+    launching.sink().empty = device.allocate
     try:
         yield device
     finally:
-        run.open(None)
+        launching.open(None)
         device.close()

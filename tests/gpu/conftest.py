@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from emulator import compiler, opened
 
-from mpidl.backends.gpu import run
+from mpidl.backends.gpu import launching
 
 
 def pytest_addoption(parser):
@@ -74,7 +74,7 @@ def _opened(request):
 def on_cuda(order=0, truncate=False, architecture=None, **said):
     """As `emulator.opened`, for a GPU: order and truncate are its own, `said` is what it says of
     itself instead of the truth."""
-    from mpidl.backends.gpu.cuda import CudaDevice
+    from mpidl.backends.gpu.cuda_device import CudaDevice
 
     device = CudaDevice()
     if architecture not in (None, device.architecture):
@@ -89,9 +89,9 @@ def on_cuda(order=0, truncate=False, architecture=None, **said):
     device.launch = noted
     device.specialize = False  # or each of many shapes would be compiled by itself
     vars(device).update(said)
-    run.open(device)
+    launching.open(device)
     try:
         yield device
     finally:
-        run.open(None)
+        launching.open(None)
         device.close()

@@ -7,11 +7,11 @@ import pytest
 
 import mpidl as dl
 from mpidl import backends
+from mpidl.autodiff.tape import Var
 from mpidl.backends import cpu
 from mpidl.backends.gpu import array, functions
 from mpidl.backends.gpu.sums import Counts
 from mpidl.blocks import Blocked, OneRank, share
-from mpidl.tape import Var
 
 # image_sums: which `dl.sum` and `dl.mean` ask for, see below; what the host does before
 NOT_OFFERED = {"image_sums", "keyed_words", "planes", "warp"}

@@ -5,7 +5,7 @@ import pytest
 
 from mpidl import fold
 from mpidl.backends import reference
-from mpidl.backends.gpu import array, batchnorm, run
+from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import LANES, Source
 
 # (C, H, W) or (C,) of an image
@@ -312,7 +312,7 @@ def test_running_state(device):
         np.testing.assert_allclose(one.numpy(), other, rtol=1e-6, atol=1e-7)
     assert device.launched == ["running"]
     with pytest.raises(TypeError, match="expected float32 and float64 of one size"):
-        batchnorm.running([run.empty((3,))], [run.empty((3,))], 0.1)
+        batchnorm.running([launching.empty((3,))], [launching.empty((3,))], 0.1)
 
 
 def test_predict_scale(device):

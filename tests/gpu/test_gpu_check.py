@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from emulator import compiler, opened
 
-from mpidl.backends.gpu import run
-from mpidl.backends.gpu.sums import Counts
-from mpidl.backends.gpu.visible import Gpu, Visible
-from mpidl.cli.bench import arguments, subject
-from mpidl.cli.bench.gpu import (
+from benchmarks import arguments, subject
+from benchmarks.gpu import (
     check,
     compiling,
     floors,
@@ -26,8 +23,11 @@ from mpidl.cli.bench.gpu import (
     theirs,
     training,
 )
-from mpidl.cli.bench.gpu.report import Report, load, markdown
-from mpidl.cli.bench.turns import Lost
+from benchmarks.gpu.report import Report, load, markdown
+from benchmarks.turns import Lost
+from mpidl.backends.gpu import launching
+from mpidl.backends.gpu.discovery import Gpu, Visible
+from mpidl.backends.gpu.sums import Counts
 from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.nn import zoo
@@ -115,7 +115,7 @@ def test_the_units_of_a_step_are_found_without_computing(gpu):
     report, asked = Report("machine"), []
     device = gpu.device
     units = compiling.units_of(gpu, "digits", 16, "tf32", image=IMAGE)
-    assert gpu.device is run.device() is device
+    assert gpu.device is launching.device() is device
     assert {"conv_gemm", "conv_dweight", "dense", "optimizer"} <= {u.family for u in units}
     assert ("PRECISION", 1) in units[3].defines + units[4].defines
 
@@ -372,7 +372,7 @@ def test_what_the_sanitizer_says():
 
 STAGE = """
 import sys, time
-from mpidl.cli.bench.gpu.report import Report
+from benchmarks.gpu.report import Report
 name, folder, what = sys.argv[1:]
 report = Report(name, folder)
 report.check("first", what != "fail", "found")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpidl.backends import reference, settings
-from mpidl.backends.gpu import array, batchnorm, conv, conv_direct, fold, run
+from mpidl.backends.gpu import array, batchnorm, conv, conv_direct, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Tree, add, fold_nodes, split_blocks
 
@@ -182,7 +182,7 @@ def test_shapes_as_constants_give_the_same_bytes(emulated, name):
         found = case.products()
         device.specialize = True
         assert case.products() == found
-        assert any("CONV_SHAPE" in dict(unit.defines) for unit in run._loaded)
+        assert any("CONV_SHAPE" in dict(unit.defines) for unit in launching._loaded)
 
 
 def test_what_is_not_aligned_is_read_by_fours_of_bytes(device):
@@ -191,7 +191,7 @@ def test_what_is_not_aligned_is_read_by_fours_of_bytes(device):
     expected = conv.conv2d(x, weight, bias, *case.how).numpy().tobytes()
     room = array.empty((weight.size + 1,))
     moved = room.part(1, (weight.size,))
-    run.upload(moved, run.download(weight))
+    launching.upload(moved, launching.download(weight))
     moved = array.Array(moved.buffer, "f4", weight.shape, weight.dims, weight.order, moved.offset)
     assert moved.address % 16 == 4
     assert conv.conv2d(x, moved, bias, *case.how).numpy().tobytes() == expected
@@ -306,8 +306,8 @@ def test_between_activations(device, reuse):
     partials = zip((dweight, dbias, sums), (*exact[1:3], exact_sums), strict=True)
     for one, other in partials:
         assert error(one.terms[0].nodes[0].numpy(), other.terms[0].nodes[0]) <= 2e-6
-    given = run.download(dy).tobytes()
-    assert (given == run.download(array.lanes(case.dy)).tobytes()) == (not reuse)
+    given = launching.download(dy).tobytes()
+    assert (given == launching.download(array.lanes(case.dy)).tobytes()) == (not reuse)
 
 
 @pytest.mark.parametrize("why", ["architecture", "settings", "size"])

@@ -8,7 +8,7 @@ import pytest
 from alone import numbers
 
 from mpidl.backends import reference
-from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Counter, Tree, add, fold_nodes, split_blocks
@@ -302,4 +302,4 @@ def test_features_in_another_order_are_refused(device):
     pixels = Array(dy.buffer, dy.dtype, dy.shape, (2, 5, 1, 1, LANES), array.IMAGES)
     assert dense.dense_dx(pixels, weight).shape == x.shape
     with pytest.raises(ValueError, match="expected .blocks, K, 16."):
-        dense.dense_dx(run.empty((2, 5, 2, 1, LANES)), weight)
+        dense.dense_dx(launching.empty((2, 5, 2, 1, LANES)), weight)

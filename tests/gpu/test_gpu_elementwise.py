@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpidl import fold
-from mpidl.backends.gpu import array, elementwise, run
+from mpidl.backends.gpu import array, elementwise, launching
 
 TYPES = pytest.mark.parametrize("dtype", ["f4", "f8"])
 
@@ -73,6 +73,6 @@ def test_pack(device, dtype, rows):
 
 
 def test_matrices_that_do_not_fit_are_refused(device):
-    a, b = run.empty((2, 3)), run.empty((3, 3))
+    a, b = launching.empty((2, 3)), launching.empty((3, 3))
     with pytest.raises(ValueError, match="expected 2 rows of float32"):
         elementwise.pack([a, b], 2)

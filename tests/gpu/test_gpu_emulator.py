@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from emulator import opened
 
-from mpidl.backends.gpu import array, kernels, run
+from mpidl.backends.gpu import array, kernels, launching
 
 ORDERS = pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 
@@ -209,7 +209,7 @@ def test_launches_that_no_device_takes(device, grid, block, shared, said):
 
 def test_memory_that_nobody_holds(device):
     x = array.plain(np.ones(64, np.float32))
-    gone = array.Array(run.Block(x.address, 256), np.float32, (64,))
+    gone = array.Array(launching.Block(x.address, 256), np.float32, (64,))
     del x
     with pytest.raises(RuntimeError, match="scale: x: address .* is not in memory"):
         launch(device, Text(FAULTS), "scale", 1, 64, gone, 64, 2.0)

@@ -7,7 +7,7 @@ import pytest
 from alone import numbers
 
 from mpidl.backends import reference
-from mpidl.backends.gpu import array, optimizer, run
+from mpidl.backends.gpu import array, launching, optimizer
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, blocks_of
 
@@ -32,7 +32,7 @@ def uploaded(options):
 
 
 def number(value):
-    return run.constant(np.array([value], np.int32))
+    return launching.constant(np.array([value], np.int32))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -187,9 +187,9 @@ def test_a_step_has_the_bytes_of_numpy(device, shifts):
 
     def moved(value, shift):
         made = layout(value)
-        flat = run.empty((value.size + shift,))
+        flat = launching.empty((value.size + shift,))
         raw = array.in_memory(value, made.dims, made.order).ravel()
-        run.upload(flat, np.concatenate([np.zeros(shift, np.float32), raw]))
+        launching.upload(flat, np.concatenate([np.zeros(shift, np.float32), raw]))
         made.buffer, made.offset = flat.buffer, 4 * shift
         return made
 
@@ -230,13 +230,13 @@ def test_new_weights_may_lie_where_the_old_ones_do(emulated, monkeypatch, order)
     host = [draws(what) for what in ("weight", "gradient", "velocity")]
     with emulated(order):
         places, total = optimizer.places(tuple(w.size for w in host[0]))
-        flat = run.empty((total,))
+        flat = launching.empty((total,))
         weights = [layout(w) for w in host[0]]
         raw = np.zeros(total, np.float32)
         for w, value, place in zip(weights, host[0], places, strict=True):
             raw[place : place + w.size] = array.in_memory(value, w.dims, w.order).ravel()
             w.buffer, w.offset = flat.buffer, 4 * place
-        run.upload(flat, raw)
+        launching.upload(flat, raw)
         velocities = [layout(v) for v in host[2]]
         monkeypatch.setattr(array, "empty", lambda shape: flat)
         gradients = [layout(g) for g in host[1]]

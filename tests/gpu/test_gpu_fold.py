@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpidl import fold
-from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu import fold as gpu_fold
 
 KINDS = {
@@ -156,7 +156,7 @@ def test_any_schedule_gives_the_same_bytes(emulated, kind):
 def test_a_rank_without_blocks_has_no_node(device, kind):
     combine, dtype = KINDS[kind]
     tree = trees(2, 3)[2]
-    partial = gpu_fold.partial_of_leaves(run.empty((0, 9), dtype), tree, 4, combine)
+    partial = gpu_fold.partial_of_leaves(launching.empty((0, 9), dtype), tree, 4, combine)
     (term,) = partial.terms
     assert list(term.nodes) == [] and term.nodes.matrix.shape == (0, 9)
     assert partial.shape == (9,) and partial.dtype == dtype and device.launched == []
@@ -182,15 +182,15 @@ def test_a_gradient_lies_as_its_learnable(device):
 def test_what_does_not_fit_is_refused(device):
     (tree,) = trees(2, 1)
     with pytest.raises(ValueError, match=r"of 2 blocks, got shape \(3, 4\), 1 rows a block"):
-        gpu_fold.partial_of_leaves(run.empty((3, 4)), tree, 1)
+        gpu_fold.partial_of_leaves(launching.empty((3, 4)), tree, 1)
     with pytest.raises(ValueError, match="3 rows a block"):
-        gpu_fold.partial_of_leaves(run.empty((6, 4)), tree, 3)
+        gpu_fold.partial_of_leaves(launching.empty((6, 4)), tree, 3)
     with pytest.raises(ValueError, match="by addition or by merging moments"):
-        gpu_fold.partial_of_leaves(run.empty((2, 4)), tree, 1, max)
+        gpu_fold.partial_of_leaves(launching.empty((2, 4)), tree, 1, max)
     with pytest.raises(TypeError, match="cannot fold float32 by merge_moments"):
-        gpu_fold.partial_of_leaves(run.empty((2, 5)), tree, 1, fold.merge_moments)
+        gpu_fold.partial_of_leaves(launching.empty((2, 5)), tree, 1, fold.merge_moments)
     with pytest.raises(ValueError, match="expected the 1 nodes of all ranks, got 2"):
-        gpu_fold.fold_all(run.empty((2, 4)), tree)
+        gpu_fold.fold_all(launching.empty((2, 4)), tree)
     plain = fold.Tree(2, ((0, 1), (1, 2)), 0, plain=True)
     with pytest.raises(ValueError, match="a plain sum has no tree"):
-        gpu_fold.fold_all(run.empty((2, 4)), plain)
+        gpu_fold.fold_all(launching.empty((2, 4)), plain)

@@ -5,8 +5,9 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.training import loop, objective
-from mpidl.training.modelfile import weights_sha256
+from mpidl import losses
+from mpidl.training import trainer
+from mpidl.training.files.model_file import weights_sha256
 
 SHAPE, CLASSES = (1, 8, 8), 3
 
@@ -46,7 +47,7 @@ def pictures(count=50):
 def trained(world, net, **options):
     settings = {"epochs": 1, "batch_size": 32, "verbose_every": 0, "learning_rate": 0.1}
     settings["batchnorm_statistics"] = "moving"  # as the step leaves them
-    loop.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
+    trainer.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
     return net
 
 
@@ -82,9 +83,7 @@ def test_recorded_or_not_the_bytes_are_the_same(world, names):
     sgdm = dl.SGDM(0.1, l2=0.001, **net.factors)
     for epoch in range(2):
         for images, labels in queue.epoch(epoch):
-            _, gradients, net.state = dl.value_and_grad(objective.cross_entropy)(
-                net, images, labels
-            )
+            _, gradients, net.state = dl.value_and_grad(losses.cross_entropy)(net, images, labels)
             net.parameters = sgdm(net.parameters, world.gplus(gradients))
     assert weights_sha256(net.to(None)) == weights_sha256(recorded)
 

@@ -5,9 +5,9 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.data import on_device
-from mpidl.training import loop
-from mpidl.training.modelfile import weights_sha256
+from mpidl.data.loading import device_queue
+from mpidl.training import trainer
+from mpidl.training.files.model_file import weights_sha256
 
 WHOLE = {"reflect_x": True, "reflect_y": True, "translate_x": 2, "crop": (8, 9), "fill": 9}
 WARPED = WHOLE | {"rotation": 20, "scale": (0.8, 1.2)}
@@ -51,7 +51,7 @@ def test_a_recorded_step_is_told_of_each_mini_batch(
     world, ranges, name, kind, resident, monkeypatch
 ):
     """Training on both: the weights agree as far as sums in another order let them."""
-    monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     store = pictures(40, kind)
     options = {
         "epochs": 2,
@@ -66,7 +66,7 @@ def test_a_recorded_step_is_told_of_each_mini_batch(
         held = world if where == "gpu" else dl.World(threads=1)
         shape = (3, *(ranges or {}).get("crop", (10, 11)))
         net = dl.Network([dl.Conv2D(3, 4), dl.Dense(3)], shape)
-        loop.train(net, store, dl.TrainingOptions(**options), world=held)
+        trainer.train(net, store, dl.TrainingOptions(**options), world=held)
         found[where] = net
     for name, expected in found["cpu"].parameters.items():
         error = abs(found["gpu"].parameters[name] - expected).max()
@@ -78,6 +78,6 @@ def test_negative_control_without_augmentation_the_weights_are_others(world):
     for flip in ("none", "x"):
         net = dl.Network([dl.Conv2D(3, 4), dl.Dense(3)], (3, 10, 11))
         options = dl.TrainingOptions(epochs=1, batch_size=24, verbose_every=0, flip=flip)
-        loop.train(net, store, options, world=world)
+        trainer.train(net, store, options, world=world)
         hashes.add(weights_sha256(net))
     assert len(hashes) == 2

@@ -9,7 +9,7 @@ from mpidl.backends import reference, settings
 from mpidl.backends.gpu import array, batchnorm, functions
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Tree
-from mpidl.training import loop
+from mpidl.training import trainer
 
 SHAPES = {"pixels": (5, 3, 7), "four channels at once": (8, 4, 4), "features": (21,)}
 EACH = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -235,7 +235,7 @@ def trained(world, **options):
     store = dl.ArrayDatastore(pixels, np.arange(70) % 3)
     net = dl.Network(LAYERS, (1, 6, 6), seed=1)
     how = {"epochs": 2, "batch_size": 40, "verbose_every": 0, "learning_rate": 0.1} | options
-    loop.train(net, store, dl.TrainingOptions(**how), world=world)
+    trainer.train(net, store, dl.TrainingOptions(**how), world=world)
     return net.parameters
 
 

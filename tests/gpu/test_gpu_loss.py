@@ -7,9 +7,9 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl import tape
+from mpidl.autodiff import tape
 from mpidl.backends import reference
-from mpidl.backends.gpu import array, loss, run
+from mpidl.backends.gpu import array, launching, loss
 from mpidl.backends.gpu.sums import Counts
 from mpidl.blocks import LANES, OneRank
 from mpidl.fold import Late, Tree, add, fold_nodes, split_blocks
@@ -41,7 +41,7 @@ class Case:
         return (
             array.lanes(self.logits[blocks]),
             array.lanes(labels[blocks]),
-            run.constant(np.array([valid], np.int32)),
+            launching.constant(np.array([valid], np.int32)),
         )
 
     def sums(self, tree, blocks=slice(None)):
@@ -106,7 +106,7 @@ def test_against_numpy(device, blocks, classes, valid, pixels):
 def test_a_scale_that_is_known_late(device, factor, late):
     case = Case(3, 10, 40)
     logits, labels, counts = case.uploaded()
-    scale = Late(lambda: late, run.constant(np.array([late]))) * factor
+    scale = Late(lambda: late, launching.constant(np.array([late]))) * factor
     found = loss.cross_entropy_dlogits(logits, labels, scale, counts).numpy()
     expected = loss.cross_entropy_dlogits(logits, labels, factor * late, counts).numpy()
     assert found.tobytes() == expected.tobytes()
@@ -271,7 +271,7 @@ def test_errors_with_a_scale_that_is_known_late(device, power):
     case = Case(3, 10, 40)
     logits, _, counts = case.uploaded()
     target = array.lanes(case.target)
-    scale = Late(lambda: 1 / 40, run.constant(np.array([1 / 40]))) * 0.5
+    scale = Late(lambda: 1 / 40, launching.constant(np.array([1 / 40]))) * 0.5
     found = loss.errors_dy(logits, target, power, scale, counts).numpy()
     assert (
         found.tobytes() == loss.errors_dy(logits, target, power, 0.5 / 40, counts).numpy().tobytes()

@@ -232,7 +232,7 @@ class Pretended:
 def test_the_newest_that_the_driver_can_run(monkeypatch, architecture, driver, expected):
     both = Pretended((12, 9), (70, 80, 90)), Pretended((13, 0), (80, 90))
     monkeypatch.setattr(nvrtc, "installed", lambda: both)
-    monkeypatch.setattr(nvrtc.visible, "driver_version", lambda: 1000 * driver)
+    monkeypatch.setattr(nvrtc.discovery, "driver_version", lambda: 1000 * driver)
     nvrtc._find.cache_clear()
     try:
         assert nvrtc.find(architecture).version[0] == expected
@@ -242,7 +242,7 @@ def test_the_newest_that_the_driver_can_run(monkeypatch, architecture, driver, e
 
 def test_a_driver_that_is_older_than_nvrtc(monkeypatch):
     monkeypatch.setattr(nvrtc, "installed", lambda: (Pretended((13, 0), (90,)),))
-    monkeypatch.setattr(nvrtc.visible, "driver_version", lambda: 12040)
+    monkeypatch.setattr(nvrtc.discovery, "driver_version", lambda: 12040)
     nvrtc._find.cache_clear()
     try:
         with pytest.raises(UserError, match="the driver runs CUDA 12, and NVRTC is newer"):

@@ -5,9 +5,10 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
+from mpidl import losses
 from mpidl.errors import UserError
-from mpidl.training import loop, objective
-from mpidl.training.modelfile import weights_sha256
+from mpidl.training import trainer
+from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import of_options
 from mpidl.training.schedules import rate_of
 
@@ -49,7 +50,7 @@ def options(**more):
 
 def trained(world, **more):
     net = small()
-    return net, loop.train(net, pictures(80), options(**more), world=world)
+    return net, trainer.train(net, pictures(80), options(**more), world=world)
 
 
 @pytest.mark.parametrize("chosen", [ADAM, RMSPROP, SGDM], ids=["adam", "rmsprop", "sgdm"])
@@ -63,7 +64,7 @@ def test_recorded_or_not_the_bytes_are_the_same(world, chosen):
         for images, labels in queue.epoch(epoch):
             iteration += 1
             optimizer.learning_rate = rate_of(known, epoch, iteration, 2)
-            step = dl.value_and_grad(objective.cross_entropy)(net, images, labels)
+            step = dl.value_and_grad(losses.cross_entropy)(net, images, labels)
             (_, _), gradients, net.state = step
             net.parameters = optimizer(net.parameters, world.gplus(gradients))
     assert weights_sha256(net.to(None)) == weights_sha256(recorded)
@@ -83,12 +84,12 @@ def test_going_on_from_a_checkpoint(world, tmp_path):
     whole, _ = trained(world, **ADAM)
     first = small()
     known = options(**ADAM, max_iterations=3)
-    loop.train(first, pictures(80), known, world=world, out=str(tmp_path))
-    from mpidl.training import checkpoint
+    trainer.train(first, pictures(80), known, world=world, out=str(tmp_path))
+    from mpidl.training.files import checkpoint
 
     again = small()
     known = options(**ADAM)
-    loop.train(again, pictures(80), known, world=world, resume=checkpoint.load(str(tmp_path)))
+    trainer.train(again, pictures(80), known, world=world, resume=checkpoint.load(str(tmp_path)))
     assert weights_sha256(again) == weights_sha256(whole)
 
 
@@ -110,7 +111,7 @@ def test_population_statistics_are_the_cpus(world):
     found, _ = trained(world, batchnorm_statistics="population")
     host = small()
     host.parameters = found.parameters
-    from mpidl.training.population import population
+    from mpidl.training.batchnorm_population import population
 
     alone = dl.World(threads=1)
     queue = dl.MinibatchQueue(pictures(80), 40, world=alone, shuffle="never")

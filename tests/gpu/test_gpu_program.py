@@ -5,24 +5,24 @@ import weakref
 import numpy as np
 import pytest
 
-from mpidl.backends.gpu import program, run
+from mpidl.backends.gpu import launching, program
 from mpidl.backends.gpu.array import plain
 
 
 def scale(source, size=None):
     """A launch for these tests: out = source copied through the kernel that ends a program."""
-    out = run.empty((1,), np.float64)
-    run.launch("program_end", 1, 32, run.table([[source]]), 1, _zero(), out)
+    out = launching.empty((1,), np.float64)
+    launching.launch("program_end", 1, 32, launching.table([[source]]), 1, _zero(), out)
     return out
 
 
 def _zero():
-    return run.constant(np.zeros(2, np.int32))
+    return launching.constant(np.zeros(2, np.int32))
 
 
 def record(device, function, outputs, graphs=True):
     recorder = program.Recorder(device)
-    with run.through(recorder):
+    with launching.through(recorder):
         made = function(recorder)
         return recorder.finish(outputs(made), graphs), recorder
 
@@ -31,7 +31,7 @@ def record(device, function, outputs, graphs=True):
 def test_a_replay_sees_the_numbers_of_its_step(device, graphs):
     made, _ = record(
         device,
-        lambda r: scale(scale(run.scalar("rate", 1.0, np.float64))),
+        lambda r: scale(scale(launching.scalar("rate", 1.0, np.float64))),
         lambda out: {"rate": out},
         graphs,
     )
@@ -53,7 +53,7 @@ def lives(recorder):
 
 def test_memory_is_shared_by_what_is_not_needed_at_once(device):
     def chain(recorder):
-        value = run.scalar("rate", 7.0, np.float64)
+        value = launching.scalar("rate", 7.0, np.float64)
         for _ in range(20):
             value = scale(value)
         return value
@@ -65,16 +65,18 @@ def test_memory_is_shared_by_what_is_not_needed_at_once(device):
         for other_first, other_last, other_bytes, other in found[i + 1 :]:
             if first <= other_last and other_first <= last:
                 assert address + nbytes <= other or other + other_bytes <= address
-    assert made.nbytes == 2 * run.ALIGNED  # each but the last is needed by its successor alone
+    assert (
+        made.nbytes == 2 * launching.ALIGNED
+    )  # each but the last is needed by its successor alone
     assert made.results(made.run(rate=3))["rate"] == 3
 
 
 def test_the_plan_is_as_small_as_can_be_where_sizes_differ(device):
     rng = np.random.default_rng(0)
     recorder = program.Recorder(device)
-    with run.through(recorder):
+    with launching.through(recorder):
         for i in range(60):
-            buffer = run.empty((int(rng.integers(1, 5000)),), np.float64).buffer
+            buffer = launching.empty((int(rng.integers(1, 5000)),), np.float64).buffer
             buffer.first, buffer.last = i, i + int(rng.integers(0, 12))
     _, total = recorder._plan()
     alive = [sum(b.nbytes for b in recorder.planned if b.first <= at <= b.last) for at in range(80)]
@@ -93,7 +95,7 @@ def test_what_is_carried_is_found_by_the_next_step(device):
 
     made, _ = record(device, step, lambda out: {"total": out})
     assert plan["new"].address == total.address
-    run.upload(total, np.array([6.0]))
+    launching.upload(total, np.array([6.0]))
     assert made.results(made.run())["total"] == 6
 
 
@@ -101,7 +103,7 @@ def test_an_old_value_that_is_read_later_is_not_overwritten_before(device):
     total = plain(np.array([5.0]))
 
     def step(recorder):
-        new = scale(run.scalar("rate", 0.0, np.float64))
+        new = scale(launching.scalar("rate", 0.0, np.float64))
         old = scale(total)
         recorder.carry(new, total)
         return old
@@ -126,7 +128,7 @@ def test_segments_end_where_ranks_exchange(device):
     world = Adds()
 
     def step(recorder):
-        nodes = run.scalar("nodes", np.zeros(6), np.float64).reshape(3, 2)
+        nodes = launching.scalar("nodes", np.zeros(6), np.float64).reshape(3, 2)
         root = recorder.exchange(world, "tree", nodes, "add")
         return scale(root.part(1, (1,)))
 
@@ -142,7 +144,7 @@ def test_segments_end_where_ranks_exchange(device):
 
 def test_a_value_is_not_known_while_a_step_is_recorded(device):
     with pytest.raises(RuntimeError, match="not known while a step is being recorded"):
-        record(device, lambda r: float(scale(run.scalar("a", 1.0, np.float64))), lambda _: {})
+        record(device, lambda r: float(scale(launching.scalar("a", 1.0, np.float64))), lambda _: {})
 
 
 @pytest.mark.parametrize(
@@ -161,9 +163,9 @@ def test_nothing_is_allocated_or_waited_for_inside_of_a_capture(device, word, ac
 
 def test_memory_that_stays_begins_as_zeros(device, monkeypatch):
     """Also where a kernel makes them, because they are many."""
-    monkeypatch.setattr(run, "LARGE", 10)
+    monkeypatch.setattr(launching, "LARGE", 10)
     for shape, dtype in (((3, 3), np.int32), ((5, 1001), np.uint8), ((2, 700), np.float64)):
-        found = run.persistent(shape, dtype)
+        found = launching.persistent(shape, dtype)
         assert found.shape == shape and found.dtype == dtype
         np.testing.assert_array_equal(found.numpy(), np.zeros(shape, dtype))
 
@@ -172,7 +174,9 @@ def test_graphs_go_before_the_memory_that_they_point_to(device):
     """NCCL, for one, lets go of registered memory with the graph that holds its messages."""
     gone = []
     made, _ = record(
-        device, lambda r: scale(run.scalar("rate", 1.0, np.float64)), lambda out: {"rate": out}
+        device,
+        lambda r: scale(launching.scalar("rate", 1.0, np.float64)),
+        lambda out: {"rate": out},
     )
     slab, (graph,) = made.owners[0], made.graphs
     weakref.finalize(slab, gone.append, "slab")

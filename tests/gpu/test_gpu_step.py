@@ -5,10 +5,12 @@ import pytest
 from alone import numbers
 
 import mpidl as dl
-from mpidl.data import on_device
+from mpidl import losses
+from mpidl.data.loading import device_queue
 from mpidl.errors import Fault
-from mpidl.training import evaluate, loop, objective, outputs
-from mpidl.training.modelfile import weights_sha256
+from mpidl.evaluation import evaluate, predict
+from mpidl.training import trainer
+from mpidl.training.files.model_file import weights_sha256
 
 SIDE, CLASSES = 10, 3
 
@@ -40,7 +42,7 @@ def pictures(count, side=SIDE, classes=CLASSES, dtype=np.uint8):
 def trained(world, store=None, net=None, **options):
     net = small() if net is None else net
     settings = dl.TrainingOptions(**{"epochs": 2, "batch_size": 40, "verbose_every": 0} | options)
-    loop.train(net, pictures(90) if store is None else store, settings, world=world)
+    trainer.train(net, pictures(90) if store is None else store, settings, world=world)
     return net
 
 
@@ -79,7 +81,7 @@ def test_recorded_or_not_the_bytes_are_the_same(world):
     sgdm = dl.SGDM(learning_rate=0.01, momentum=0.5, l2=0.001)
     for epoch in range(2):
         for images, labels in queue.epoch(epoch):
-            step = dl.value_and_grad(objective.cross_entropy)(net, images, labels)
+            step = dl.value_and_grad(losses.cross_entropy)(net, images, labels)
             (loss, _), gradients, net.state = step
             assert float(world.gplus(loss)) > 0
             net.parameters = sgdm(net.parameters, world.gplus(gradients))
@@ -103,10 +105,10 @@ def test_the_schedule_does_not_matter(world, emulated):
 def test_ranks_that_share_a_gpu_share_its_memory(world, monkeypatch):
     store = pictures(30)
     nbytes = store.images.nbytes + 4 * len(store)  # with the labels
-    monkeypatch.setattr(on_device, "RESIDENT", (2 * nbytes + 1) / world.device.memory)
+    monkeypatch.setattr(device_queue, "RESIDENT", (2 * nbytes + 1) / world.device.memory)
     for sharers, resident in ((1, True), (2, True), (3, False)):
         world.device.sharers = sharers
-        queue = on_device.DeviceQueue(store, 10, 0, world, "never")
+        queue = device_queue.DeviceQueue(store, 10, 0, world, "never")
         assert queue.resident == resident
 
 
@@ -126,7 +128,7 @@ def test_frozen_weights_stay_and_the_others_move(world, frozen):
 
 def test_data_that_do_not_fit_are_staged(world, monkeypatch):
     expected = weights_sha256(trained(world))
-    monkeypatch.setattr(on_device, "RESIDENT", 0.0)
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.0)
     assert weights_sha256(trained(world)) == expected
 
 
@@ -156,8 +158,8 @@ def test_evaluation_and_prediction(world):
     found, expected = (evaluate.evaluate(net, store, world=w, batch_size=40) for w in (world, host))
     assert found.accuracy == expected.accuracy and found.images == 50
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-    scores = outputs.predict(net, store, world=world, batch_size=40)
-    expected = outputs.predict(net, store, world=host)
+    scores = predict.predict(net, store, world=world, batch_size=40)
+    expected = predict.predict(net, store, world=host)
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-7)
     assert not net.on_device
 

@@ -10,11 +10,13 @@ from images import refusal
 from test_gpu_input import WARPED, WHOLE, plan
 
 import mpidl as dl
-from mpidl.backends.gpu import program, run
-from mpidl.data import on_device
-from mpidl.training import evaluate, loop, objective
-from mpidl.training.modelfile import weights_sha256
-from mpidl.training.recorded import Step
+from mpidl import losses
+from mpidl.backends.gpu import launching, program
+from mpidl.data.loading import device_queue
+from mpidl.evaluation import evaluate
+from mpidl.training import trainer
+from mpidl.training.files.model_file import weights_sha256
+from mpidl.training.gpu_step import Step
 
 
 class Paired(dl.data.Datastore):
@@ -95,10 +97,12 @@ class Told:
 
     def __init__(self, queue):
         self.reader = queue.reader()
-        recorder = program.Recorder(run.device())
-        with run.through(recorder):
+        recorder = program.Recorder(launching.device())
+        with launching.through(recorder):
             read = self.reader.read()
-            self.kept = [None if r is None else run.persistent(r.lanes.dims, r.dtype) for r in read]
+            self.kept = [
+                None if r is None else launching.persistent(r.lanes.dims, r.dtype) for r in read
+            ]
             for one, kept in zip(read, self.kept, strict=True):
                 if one is not None:
                     kept.order = one.lanes.order
@@ -114,8 +118,8 @@ class Told:
 
 def told_as_the_cpu_reads(store, world, monkeypatch, resident=True, epochs=2, size=24, **how):
     """Each mini-batch of a DeviceQueue, as a program reads it, has the bytes of the CPU's."""
-    monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)
-    queue = on_device.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **how)
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
+    queue = device_queue.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **how)
     host = dl.MinibatchQueue(store, size, 3, **how)
     told, mine = Told(queue), slice(*queue.whole.tree.run)
     for epoch in range(1, 1 + epochs):
@@ -132,7 +136,7 @@ def told_as_the_cpu_reads(store, world, monkeypatch, resident=True, epochs=2, si
 def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch):
     """More mini-batches than places for them, the last of each epoch smaller; a set that is
     uploaded in several parts."""
-    monkeypatch.setattr(on_device, "UPLOADED", 10_000)
+    monkeypatch.setattr(device_queue, "UPLOADED", 10_000)
     store = Paired(70, shape, kind)
     queue = told_as_the_cpu_reads(store, world, monkeypatch, resident, epochs=4)
     assert queue.resident == resident and 4 * len(queue) > program.ROWS
@@ -183,7 +187,7 @@ def test_warped_images_with_what_is_no_image(world, shape, kind, monkeypatch):
 @pytest.mark.parametrize("ranges", [WHOLE, WARPED])
 def test_an_augmenter_leaves_no_image_targets_behind(world, ranges):
     store, how = Paired(60, (10, 11), np.int32), plan(ranges, "none", Paired(40))
-    text = refusal(on_device.DeviceQueue, store, 24, 0, world, "never", **how)
+    text = refusal(device_queue.DeviceQueue, store, 24, 0, world, "never", **how)
     assert "an augmenter moves images and not their targets" in text
 
 
@@ -191,8 +195,8 @@ def test_room_is_for_images_with_their_targets(world, monkeypatch):
     store = Paired(30, (1, 10, 11))
     nbytes = store.pixels.nbytes + store.values.nbytes
     for room, resident in ((nbytes + 0.5, True), (nbytes - 0.5, False)):
-        monkeypatch.setattr(on_device, "RESIDENT", room / world.device.memory)
-        assert on_device.DeviceQueue(store, 10, 0, world, "never").resident == resident
+        monkeypatch.setattr(device_queue, "RESIDENT", room / world.device.memory)
+        assert device_queue.DeviceQueue(store, 10, 0, world, "never").resident == resident
 
 
 # Training on them
@@ -209,7 +213,7 @@ def trained(world, store, net, loss, epochs=2, **how):
                 net.parameters = sgdm(net.parameters, gradients)
                 found.append(float(value[0]))
         return net, found
-    queue = on_device.DeviceQueue(store, 24, 3, world, "every-epoch", **how)
+    queue = device_queue.DeviceQueue(store, 24, 3, world, "every-epoch", **how)
     step = Step(net.to(world.device), sgdm, gradient, queue.reader(), world.counts)
     started = []
     for epoch in range(1, 1 + epochs):
@@ -238,19 +242,19 @@ def classifier(shape=(3, 10, 11)):
 
 @pytest.mark.parametrize("resident", [True, False])
 def test_whole_numbers_as_targets_are_labels(world, resident, monkeypatch):
-    monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     store = Paired(70, (), np.int32)
-    agrees_with_the_cpu(world, store, classifier, objective.cross_entropy)
+    agrees_with_the_cpu(world, store, classifier, losses.cross_entropy)
     labelled = dl.ArrayDatastore(store.pixels, store.values)
     hashes = {
-        weights_sha256(trained(world, s, classifier(), objective.cross_entropy)[0])
+        weights_sha256(trained(world, s, classifier(), losses.cross_entropy)[0])
         for s in (store, labelled)
     }
     assert len(hashes) == 1
 
 
 def test_a_function_in_training(world):
-    agrees_with_the_cpu(world, Paired(60), classifier, objective.cross_entropy, function=relabelled)
+    agrees_with_the_cpu(world, Paired(60), classifier, losses.cross_entropy, function=relabelled)
 
 
 def shades():
@@ -288,9 +292,9 @@ LEARNED = {
     ],
 )
 def test_a_step_learns_what_the_cpu_learns(world, what, resident, monkeypatch):
-    monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     make, loss, shape, kind = LEARNED[what]
-    agrees_with_the_cpu(world, Paired(70, shape, kind), make, objective.of(loss))
+    agrees_with_the_cpu(world, Paired(70, shape, kind), make, losses.of(loss))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +311,7 @@ def test_the_loop_and_evaluation_take_targets(world, what):
         how = {"epochs": 2, "batch_size": 24, "verbose_every": 0, "loss": loss}
         net = make()
         options = dl.TrainingOptions(**how, validation=store, validation_frequency=4)
-        result = loop.train(net, store, options, world=held)
+        result = trainer.train(net, store, options, world=held)
         seen = evaluate.evaluate(net, store, world=held, loss=loss)
         assert (seen.accuracy is None) == (loss == "mse")
         found.append((result.loss, seen.loss, seen.accuracy or 0.0))
@@ -339,23 +343,23 @@ def wrong(count, where, value):
 def test_labels_of_no_class_are_told_of(world, value, monkeypatch):
     """Where they lie on the device before a step, else at their mini-batch; as the CPU tells."""
     store, texts = wrong(48, 30, value), []
-    monkeypatch.setattr(on_device, "UPLOADED", 5_000)  # in parts, of which the third has it
+    monkeypatch.setattr(device_queue, "UPLOADED", 5_000)  # in parts, of which the third has it
     for resident in (True, False):
-        monkeypatch.setattr(on_device, "RESIDENT", 0.5 if resident else 0.0)
+        monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
         with pytest.raises(ValueError) as raised:
-            trained(world, store, classifier(), objective.cross_entropy)
+            trained(world, store, classifier(), losses.cross_entropy)
         texts.append(str(raised.value))
     with pytest.raises(ValueError) as raised:
-        trained(dl.World(threads=1), store, classifier(), objective.cross_entropy)
+        trained(dl.World(threads=1), store, classifier(), losses.cross_entropy)
     assert texts == 2 * [str(raised.value)]
     low, high = min(value, 0), max(value, 2)
     assert f"expected labels in 0..2, the classes of the scores, got {low}..{high}" in texts[0]
 
 
 def test_steps_before_a_wrong_label_are_done(world, monkeypatch):
-    monkeypatch.setattr(on_device, "RESIDENT", 0.0)
-    queue = on_device.DeviceQueue(wrong(48, 30, 7), 24, 0, world, "never")
-    gradient = dl.value_and_grad(objective.cross_entropy, reduce=world)
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.0)
+    queue = device_queue.DeviceQueue(wrong(48, 30, 7), 24, 0, world, "never")
+    gradient = dl.value_and_grad(losses.cross_entropy, reduce=world)
     net = classifier().to(world.device)
     step = Step(net, dl.SGDM(1e-2), gradient, queue.reader(), world.counts)
     (first, _), (second, _) = queue.epoch(0)

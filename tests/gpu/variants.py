@@ -7,7 +7,7 @@ from emulator import EmulatedDevice
 
 from mpidl import fold
 from mpidl.backends import settings
-from mpidl.backends.gpu import array, conv, kernels, pool, run
+from mpidl.backends.gpu import array, conv, kernels, launching, pool
 from mpidl.blocks import LANES
 
 PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_90": 132}  # V100, T4, A100, H200
@@ -44,7 +44,7 @@ class Collector(EmulatedDevice):
 
     def allocate(self, nbytes):
         address, self._next = self._next, self._next + -(-nbytes // 256) * 256
-        return run.Block(address, nbytes)
+        return launching.Block(address, nbytes)
 
     def load(self, unit):
         self.units[unit] = True
@@ -63,7 +63,7 @@ def units(architecture):
     device = Collector(architecture)
     precision = settings.precision
     try:
-        run.open(device)
+        launching.open(device)
         for settings.precision, layers in (("fp32", DIGITS + CIFAR + ODD), ("tf32", DIGITS)):
             for layer in layers:
                 _convolve(*layer)
@@ -71,7 +71,7 @@ def units(architecture):
             _pool(channels)
     finally:
         settings.precision = precision
-        run.open(None)
+        launching.open(None)
     asked = {unit.family for unit in device.units}
     plain = [f for f in kernels.families() if f not in asked and kernels.NEEDS.get(f, 0) <= number]
     return [kernels.Unit(family) for family in plain] + list(device.units)

@@ -26,7 +26,7 @@ def visible():
     """What there is, in place of what a driver says."""
     from emulator import EmulatedDevice
 
-    from mpidl.backends.gpu.visible import Gpu, Visible
+    from mpidl.backends.gpu.discovery import Gpu, Visible
 
     count = int(os.environ.get("EMULATED_GPUS", "1"))
     kind = EmulatedDevice.name, "sm_90", 132, EmulatedDevice.memory
@@ -35,21 +35,25 @@ def visible():
 
 def main():
     from mpidl.backends.gpu import sums
-    from mpidl.comm import devices, guard, nccl
-    from mpidl.data import on_device
+    from mpidl.comm import devices, failure, nccl
+    from mpidl.data.loading import device_queue
 
     replaced = [
         (devices, "opened", opened),
         (devices, "visible", visible),
         (nccl, "cuda_aware", lambda: True),  # memory of the device is the host's
         (sums, "GATHERED", int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))),
-        (on_device, "RESIDENT", float(os.environ.get("EMULATED_RESIDENT", on_device.RESIDENT))),
+        (
+            device_queue,
+            "RESIDENT",
+            float(os.environ.get("EMULATED_RESIDENT", device_queue.RESIDENT)),
+        ),
     ]
     name = sys.argv.pop(1)
     with contextlib.ExitStack() as stack:  # a pool's rank runs other commands afterwards
         for module, attribute, value in replaced:
             stack.enter_context(mock.patch.object(module, attribute, value))
-        guard.run(importlib.import_module(f"mpidl.cli.{name}").main)
+        failure.run(importlib.import_module(f"mpidl.cli.{name}").main)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,21 @@ import runpy
 import sys
 from pathlib import Path
 
-from mpidl.backends import native, settings
-from mpidl.comm import guard
+from mpidl.backends import settings
+from mpidl.backends.cpu import builds
+from mpidl.comm import failure
 
 
 def serve(folder):
     """Run commands until the tests are gone."""
-    rank, defaults = guard.launched_rank(), dict(vars(settings))
+    rank, defaults = failure.launched_rank(), dict(vars(settings))
     with open(folder / f"commands-{rank}") as commands:
         for line in commands:
             number, words, env, cwd = json.loads(line)
-            guard._net = None  # each command has a world of its own
+            failure._net = None  # each command has a world of its own
             vars(settings).update(defaults)
-            if native.kernels() is not None:
-                native.kernels().set_threads(settings.threads)
+            if builds.kernels() is not None:
+                builds.kernels().set_threads(settings.threads)
             result = _run(words, env, cwd)
             part = folder / f"part-{rank}"
             part.write_text(json.dumps(result))
@@ -48,7 +49,8 @@ def _call(words):
     if words[0] == "-m":
         package, _, name = words[1].rpartition(".")
         sys.argv = [words[1], *words[2:]]
-        guard.run(importlib.import_module(f"{package}.cli.{name}").main)
+        module = f"{package}.cli.{name}" if package else name  # mpidl.train, benchmarks
+        failure.run(importlib.import_module(module).main)
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
         exec(words[1], {"__name__": "__main__"})

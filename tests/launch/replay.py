@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 
 HEAD = """
 #include <stdio.h>
@@ -31,7 +31,7 @@ static void check(const char *name, const void *found, size_t bytes) {
     free(expected);
 }
 """
-HEADER = Path(native.kernels_folder(), "cpu", "mpidl.h")
+HEADER = Path(builds.kernels_folder(), "cpu", "mpidl.h")
 UNFIT = ("set_hook", "sgdm")  # they take addresses
 
 
@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self, library):
         self.kernels, self.called = library, []
-        self.declared = native.declarations(HEADER.read_text())
+        self.declared = builds.declarations(HEADER.read_text())
         self.functions, self.data = [], []
 
     def __getattr__(self, name):
@@ -86,9 +86,9 @@ class recording:
     """`with recording() as calls:` records what this process's kernels are called with."""
 
     def __enter__(self):
-        self.before = native.kernels()
-        native._library = Recorder(self.before)
-        return native._library
+        self.before = builds.kernels()
+        builds._library = Recorder(self.before)
+        return builds._library
 
     def __exit__(self, *_):
-        native._library = self.before
+        builds._library = self.before

@@ -1,5 +1,5 @@
 """A plugin of pytest: memory is NumPy's own, whose bounds AddressSanitizer watches."""
 
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
 
-memory.SMALL = 1 << 60
+arenas.SMALL = 1 << 60

@@ -63,7 +63,7 @@ ROOT = str(launcher.ROOT)
 
 def command(name, *options, network=SMALL, data=None, out=None):
     """The words after `python` of a command."""
-    words = ["-m", f"mpidl.{name}", *options]
+    words = ["-m", name if name == "benchmarks" else f"mpidl.{name}", *options]
     for flag, value in (("--network", network), ("--data", data), ("--out", out)):
         words += [] if value is None else [flag, value]
     return words

@@ -11,8 +11,8 @@ from replay import recording
 
 import mpidl as dl
 from mpidl import backends
-from mpidl.backends import native
-from mpidl.training.objective import cross_entropy
+from mpidl.backends.cpu import builds
+from mpidl.losses import cross_entropy
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", shutil.which("qemu-aarch64")
 
@@ -31,19 +31,19 @@ def test_no_warnings(tmp_path):
 @needs_cross
 @pytest.mark.skipif(EMULATOR is None, reason="no qemu-aarch64: apt-get install qemu-user")
 @pytest.mark.skipif(
-    not (native.runs_here("x86-64-v3") and "x86-64-v3" in native.built()),
+    not (builds.runs_here("x86-64-v3") and "x86-64-v3" in builds.built()),
     reason="no kernels with fused multiply-add to compare with",
 )
 @pytest.mark.slow("aarch64")
 def test_the_bytes_of_avx2(tmp_path):
-    before = native.running()
-    native.use("x86-64-v3")
+    before = builds.running()
+    builds.use("x86-64-v3")
     try:
         with recording() as calls:
             backends.configure(threads=2)
             train_a_little()
     finally:
-        native.use(before)
+        builds.use(before)
     assert {"conv2d", "conv2d_backward", "pool2d", "dense", "softmax"} <= set(calls.called)
     program = tmp_path / "replay"
     (tmp_path / "replay.c").write_text(calls.text)

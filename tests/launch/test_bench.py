@@ -8,7 +8,7 @@ import pytest
 import small
 from launcher import mpirun
 
-from mpidl.cli.bench import arguments, memory
+from benchmarks import arguments, memory
 
 WITHOUT = "import sys; sys.modules['torch'] = None; import runpy; "
 QUICK = ["--batch-size", 32, "--rounds", 2]
@@ -20,7 +20,7 @@ needs_torch = pytest.mark.skipif(
 
 def bench(what, *options, path, ranks=None, check=0, env=None):
     """The Result of a sub-command on the small network, and what it wrote to --json."""
-    words = small.command("bench", what, *options, network=None)
+    words = small.command("benchmarks", what, *options, network=None)
     if what != "kernels":
         words += ["--network", small.SMALL, "--image", "1x12x12"]
     result = mpirun(ranks, *words, "--json", path, env=env, check=check)
@@ -117,7 +117,7 @@ def test_accuracy(tmp_path):
 
 def test_accuracy_without_torch(tmp_path):
     path = tmp_path / "a.json"
-    code = f"{WITHOUT}runpy.run_module('mpidl.bench', run_name='__main__')"
+    code = f"{WITHOUT}runpy.run_module('benchmarks', run_name='__main__')"
     words = ["accuracy", "--network", small.SMALL, "--image", "1x12x12", "--batch-size", 16]
     result = mpirun(None, "-c", code, *words, "--json", path, check=0)
     assert "PyTorch is not installed (pip install '.[bench]')" in result.stdout
@@ -127,7 +127,7 @@ def test_accuracy_without_torch(tmp_path):
 @pytest.mark.slow("jobs")
 def test_compare_without_torch():
     """One line that names the extra."""
-    code = f"{WITHOUT}runpy.run_module('mpidl.bench', run_name='__main__')"
+    code = f"{WITHOUT}runpy.run_module('benchmarks', run_name='__main__')"
     (line,) = small.own_lines(mpirun(None, "-c", code, "compare", check=2))
     assert line.startswith("mpidl: ") and "pip install '.[bench]'" in line
 
@@ -155,7 +155,7 @@ def test_compare(tmp_path, ranks):
 @pytest.mark.slow("jobs")
 def test_optimizers(tmp_path):
     path = tmp_path / "a.json"
-    words = small.command("bench", "optimizers", "--floats", 1000, "--rounds", 2, network=None)
+    words = small.command("benchmarks", "optimizers", "--floats", 1000, "--rounds", 2, network=None)
     result = mpirun(None, *words, "--json", path, check=0)
     found = json.loads(path.read_text())
     assert_facts(found, "optimizers")
@@ -179,14 +179,14 @@ def test_compare_memory(tmp_path):
 @needs_torch
 @pytest.mark.slow("jobs")
 def test_compare_refuses_uneven_shares():
-    words = ["-m", "mpidl.bench", "compare", "--ranks", 2, "--batch-size", 48]
+    words = ["-m", "benchmarks", "compare", "--ranks", 2, "--batch-size", 48]
     (line,) = small.own_lines(mpirun(None, *words, check=2))
     assert "--batch-size must be a multiple of 32 for 2 ranks" in line
 
 
 def test_refused_under_mpirun():
     for what, text in (("accuracy", "run it without mpirun"), ("kernels", "without mpirun")):
-        (line,) = small.own_lines(pool.run(2, "-m", "mpidl.bench", what, check=2))
+        (line,) = small.own_lines(pool.run(2, "-m", "benchmarks", what, check=2))
         assert text in line
 
 
@@ -194,7 +194,7 @@ def test_refused_under_mpirun():
 def test_input(tmp_path):
     """Each kind of file, and what is compared; on images and rounds too few to mean anything."""
     words = ["--side", 40, "--images", 20, "--batch-size", 16, "--rounds", 1, "--workers", "1,2"]
-    words = small.command("bench", "input", *words, "--network", small.SMALL, network=None)
+    words = small.command("benchmarks", "input", *words, "--network", small.SMALL, network=None)
     path = tmp_path / "a.json"
     result = mpirun(None, *words, "--json", path, check=0)
     found = json.loads(path.read_text())

@@ -13,7 +13,7 @@ import small
 from building import kernels, needs_compiler
 from launcher import ROOT, environment, mpirun
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 
 KERNEL_TESTS = sorted(
     path for path in (ROOT / "tests").glob("test_*.py") if "everywhere(" in path.read_text()
@@ -38,7 +38,7 @@ def compiled(tmp_path_factory):
 @needs_compiler
 def test_this_checkout_has_its_kernels():
     """Where they can be compiled: else the tests of the kernels would be skipped, and none fail."""
-    assert native.built() == kernels.builds()
+    assert builds.built() == kernels.builds()
 
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
@@ -47,7 +47,7 @@ def test_no_warnings(compiled, compiler):
     assert compiled(compiler)[1] == {}
 
 
-@pytest.mark.parametrize("build", [name for name in kernels.builds() if native.runs_here(name)])
+@pytest.mark.parametrize("build", [name for name in kernels.builds() if builds.runs_here(name)])
 @pytest.mark.slow("compilers")
 def test_clang_has_the_bytes_of_gcc(compiled, build, pictures, tmp_path):
     found = {}
@@ -185,7 +185,7 @@ def sanitized(tmp_path_factory):
     """Environment of a Python that runs the best build, compiled with gcc's sanitizers."""
     if runtime() is None:
         pytest.skip("gcc's libasan is not installed")
-    best = next(name for name in kernels.builds() if native.runs_here(name))
+    best = next(name for name in kernels.builds() if builds.runs_here(name))
     folder = tmp_path_factory.mktemp("sanitized")
     done = build("--sanitize", "--cc", "gcc", "--out", folder, best)
     assert done.returncode == 0, done.stderr
@@ -222,8 +222,8 @@ def test_the_kernels_under_sanitizers(sanitized):
 def test_the_sanitizers_see(sanitized):
     """The negative control: a copy of one float too many."""
     text = (
-        "import numpy as np; from mpidl.backends import native;"
-        "x = np.zeros(1000, np.float32); native.kernels().copy(x, x.copy(), {})"
+        "import numpy as np; from mpidl.backends.cpu import builds;"
+        "x = np.zeros(1000, np.float32); builds.kernels().copy(x, x.copy(), {})"
     )
     for floats, expected in ((1000, False), (1001, True)):
         done = subprocess.run(

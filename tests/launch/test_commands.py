@@ -140,12 +140,11 @@ def test_a_mini_batch_for_each_rank(pictures, tmp_path):
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "bench", "pack"])
+@pytest.mark.parametrize("command", ["train", "predict", "verify", "info", "pack", "benchmarks"])
 def test_help_is_printed_once(command):
     """On all ranks alike the program ends, but one of them prints."""
-    result = pool.run(
-        2 if command == "train" else None, "-m", f"mpidl.{command}", "--help", check=0
-    )
+    words = small.command(command, "--help", network=None)
+    result = pool.run(2 if command == "train" else None, *words, check=0)
     assert result.stdout.count("usage: ") == 1 and small.own_lines(result) == []
     assert max(map(len, result.stdout.splitlines())) <= 100
 

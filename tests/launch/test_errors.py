@@ -230,12 +230,12 @@ FULL = """
 import resource, sys
 from mpi4py import MPI
 from mpidl.cli.train import main
-from mpidl.comm import guard
-from mpidl.training import loop
+from mpidl.comm import failure
+from mpidl.training import trainer
 
-loop.NodeCache = lambda images, *_: images
+trainer.NodeCache = lambda images, *_: images
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
-guard.run(main)
+failure.run(main)
 """
 
 

@@ -11,7 +11,7 @@ import small
 from launcher import ROOT, assert_gone, finish, mpirun, start
 from limits import exceeded
 
-from mpidl.training import checkpoint
+from mpidl.training.files import checkpoint
 
 MORE = pytest.mark.slow("jobs")
 # Runs what it is told to, on which rank, in a program of a user's own.
@@ -19,7 +19,7 @@ PROGRAM = """
 import sys
 import mpidl as dl
 
-from mpidl.comm import guard
+from mpidl.comm import failure
 
 def refuse():
     raise dl.UserError("images: unusable")
@@ -31,7 +31,7 @@ if world.rank == rank:
     {"raise": lambda: 1 / 0,
      "exit": sys.exit,
      "exit 3": lambda: sys.exit(3),
-     "refuse": lambda: guard.run(refuse),
+     "refuse": lambda: failure.run(refuse),
      "other collective": lambda: world.broadcast(0)}[what]()
 world.gop("max", 1.0)
 print("done")
@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite(pictures, tmp_path):
 INFINITE = """
 import numpy as np
 import mpidl as dl
-from mpidl.comm import guard
+from mpidl.comm import failure
 
 def main():
     world = dl.World()
@@ -166,7 +166,7 @@ def main():
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], (1, 12, 12))
     dl.train(net, train, dl.TrainingOptions(batch_size=96, shuffle="never"), world=world)
 
-guard.run(main)
+failure.run(main)
 """
 
 

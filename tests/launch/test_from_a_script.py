@@ -20,7 +20,7 @@ from limits import exceeded, wait_until
 
 import mpidl as dl
 from mpidl.comm import launch as launching
-from mpidl.comm import launched
+from mpidl.comm import launch_worker
 
 MORE = pytest.mark.slow("jobs")
 
@@ -228,7 +228,7 @@ def test_a_result_that_cannot_be_pickled():
 def test_what_cannot_be_sent(monkeypatch):
     with pytest.raises(dl.UserError, match="launch: the function or its arguments cannot be sent"):
         dl.launch(sizes, threading.Lock(), ranks=2)
-    monkeypatch.setattr(launched, "cloudpickle", lambda: None)
+    monkeypatch.setattr(launch_worker, "cloudpickle", lambda: None)
     with pytest.raises(dl.UserError, match=r"cannot be sent: .*\.\[notebook\]") as caught:
         dl.launch(lambda world: world.size, ranks=2)
     assert "\n" not in str(caught.value)

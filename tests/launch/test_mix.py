@@ -6,7 +6,7 @@ import pytest
 import small
 from launcher import mpirun
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 
 SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
 # What `python -m mpidl.train` does, on a rank that was told of another CPU.
@@ -15,11 +15,11 @@ import os, sys
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
 os.environ["MPIDL_CPU"] = os.environ["BUILDS"].split()[rank]
 from mpidl.cli.train import main
-from mpidl.comm import guard
-guard.run(lambda: main(sys.argv[1:]))
+from mpidl.comm import failure
+failure.run(lambda: main(sys.argv[1:]))
 """
 MORE = pytest.mark.slow("ranks")
-BUILDS = [build for build in native.built() if native.runs_here(build)]
+BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 needs_two = pytest.mark.skipif(
     len(BUILDS) < 2, reason=f"a mix needs two builds, here run: {', '.join(BUILDS) or 'none'}"
 )

@@ -7,12 +7,12 @@ import pytest
 import small
 from launcher import mpirun
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 
 PLAIN = """
 import json, sys
 import mpidl as dl
-from mpidl.training.modelfile import weights_sha256
+from mpidl.training.files.model_file import weights_sha256
 
 world = dl.World(plain=sys.argv[2] == "plain")
 train = dl.ImageFolder(sys.argv[1], world)
@@ -23,7 +23,7 @@ if world.rank == 0:
 """
 
 
-BUILDS = [build for build in native.built() if native.runs_here(build)]
+BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 RANKS = (1, 2, 3)
 MORE = pytest.mark.slow("ranks")
 

@@ -139,7 +139,7 @@ def test_labels_that_are_not_known_are_told_of(pictures, tmp_path):
     other = small.draw(tmp_path / "other", per_class=2)
     (other / "box").rename(other / "Box")
     words = ("--model", tmp_path / "model.h5", "--data", other)
-    why = f"sub-folder Box is none of the classes ({', '.join(small.CLASSES)}); did you mean box?"
+    why = f"sub-folder Box is none of the classes ({', '.join(small.CLASSES)}): did you mean box?"
     assert predicted(*words, ranks=2) == [f"6 images, no labels known: {why}"]
     text = predicted(*words, "--confusion", tmp_path / "a.csv", check=2)
     assert text.endswith(f"expected images with labels, found none in --data {other}: {why}")

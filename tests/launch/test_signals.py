@@ -11,7 +11,7 @@ from launcher import finish, start
 from limits import exceeded
 from mpi4py import MPI
 
-from mpidl.training import checkpoint
+from mpidl.training.files import checkpoint
 
 STOPPED = 75
 MORE = pytest.mark.slow("jobs")

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, per_channel, source_of, tree_of
-from mpidl.backends.native import kernels
 from mpidl.blocks import LANES
 from mpidl.fold import Counter, merge_moments
 
@@ -39,7 +39,7 @@ def moments(x, counts, tree):
 def batchnorm(x, mean, scale, beta):
     """y = (x - mean) * scale + beta, each by channel."""
     source = [np.ascontiguousarray(x), *map(per_channel, (mean, scale, beta))]
-    y = memory.empty(x.shape)
+    y = arenas.empty(x.shape)
     kernels().batchnorm(*source, y, 0, *sizes(x))
     return y
 
@@ -47,7 +47,7 @@ def batchnorm(x, mean, scale, beta):
 def activation(source):
     """max(0, (x - mean) * scale + beta) of a Source."""
     x, mean, scale, beta = source_of(source)
-    y = memory.empty(x.shape)
+    y = arenas.empty(x.shape)
     kernels().batchnorm(x, mean, scale, beta, y, 1, *sizes(x))
     return y
 
@@ -83,7 +83,7 @@ def _sums(dy, x, mean, scale, beta, tree):
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):
     """dx = a * dy + b * (x - mean) + c by channel, zero in unused lanes."""
-    dx = memory.empty(x.shape)
+    dx = arenas.empty(x.shape)
     vectors = map(per_channel, (mean, a, b, c))
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().batchnorm_dx(dy, x, *vectors, dx, counts, *sizes(x))
@@ -92,13 +92,13 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
 
 def relu(x):
     """max(x, 0)."""
-    y = memory.empty(x.shape)
+    y = arenas.empty(x.shape)
     kernels().relu(np.ascontiguousarray(x), y, *sizes(x))
     return y
 
 
 def relu_dx(dy, y):
     """dy where y > 0, else 0."""
-    dx = memory.empty(y.shape)
+    dx = arenas.empty(y.shape)
     kernels().relu_dx(np.ascontiguousarray(dy), np.ascontiguousarray(y), dx, *sizes(y))
     return dx

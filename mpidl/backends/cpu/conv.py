@@ -4,7 +4,9 @@ import functools
 
 import numpy as np
 
-from mpidl.backends import memory, settings
+from mpidl.backends import settings
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import (
     nodes_of,
     partial_of_rows,
@@ -12,7 +14,6 @@ from mpidl.backends.cpu.call import (
     source_of,
     tree_of,
 )
-from mpidl.backends.native import kernels
 from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 from mpidl.fold import Partial, Term, add, merge_moments
@@ -80,7 +81,7 @@ def _forward(x, weight, bias, how, counts=None, tree=None):
     source = source_of(x)
     blocks = len(source[0])
     shape, output, (m, _, _) = plan(source[0], weight, *how)
-    y = memory.empty((blocks, *output, source[0].shape[-1]))
+    y = arenas.empty((blocks, *output, source[0].shape[-1]))
     rows = None if tree is None else np.empty((blocks, 1 + 2 * len(weight)))
     weight, bias = per_channel(weight), per_channel(bias)
     kernels().conv2d(
@@ -120,12 +121,12 @@ def conv2d_backward(
     dy = np.ascontiguousarray(dy)
     dx = None
     if needs[0]:
-        dx = dy if reuse and dy.size == source[0].size else memory.empty(source[0].shape)
+        dx = dy if reuse and dy.size == source[0].size else arenas.empty(source[0].shape)
         dx = dx.reshape(source[0].shape)
     rows = np.empty((blocks, 2 * source[0].shape[1])) if sums else None
     nodes = None
     if needs[1] or needs[2]:
-        nodes = memory.empty((nodes_of(tree), weight.size + len(weight)))
+        nodes = arenas.empty((nodes_of(tree), weight.size + len(weight)))
     kernels().conv2d_backward(
         dy,
         *after,

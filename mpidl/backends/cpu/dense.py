@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
-from mpidl.backends.native import kernels
 from mpidl.blocks import LANES
 
 FEW = 16  # outputs up to which all of backward is one pass over x
@@ -19,7 +19,7 @@ def dense(x, weight, bias):
     """y = weight @ x + bias; x (B, F, 16) or the Source of an Activation with as many values an
     image, weight (K, F), bias (K,), y (B, K, 16)."""
     source = source_of(x)
-    y = memory.empty((len(source[0]), len(weight), LANES))
+    y = arenas.empty((len(source[0]), len(weight), LANES))
     weight, bias = per_channel(weight), per_channel(bias)
     kernels().dense(*source, weight, bias, y, len(y), *_sizes(source[0]), len(weight))
     return y
@@ -30,7 +30,7 @@ def dense_dx(dy, weight):
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     outputs, features = weight.shape
     blocks, nothing = len(dy), (None,) * 4
-    dx = memory.empty((blocks, features, LANES))
+    dx = arenas.empty((blocks, features, LANES))
     tree = np.array([0, blocks, blocks, 0], np.int64)
     kernels().dense_dx(dy, *nothing, weight, dx, None, tree, features, 1, outputs)
     return dx
@@ -40,7 +40,7 @@ def dense_dweight(dy, x, tree):
     """Partial of the gradient with respect to weight: (K, F); x as `dense` takes it."""
     source = source_of(x)
     features, channels = _sizes(source[0])
-    nodes = memory.empty((nodes_of(tree), dy.shape[1], features))
+    nodes = arenas.empty((nodes_of(tree), dy.shape[1], features))
     kernels().dense_dweight(
         np.ascontiguousarray(dy), *source, nodes, tree_of(tree), features, channels, dy.shape[1]
     )
@@ -66,10 +66,10 @@ def dense_backward(dy, x, weight, tree, needs):
     sizes = tree_of(tree), features, channels, len(weight)
     dx = rows = nodes = None
     if needs[0]:
-        dx = memory.empty((len(dy), features, LANES))
+        dx = arenas.empty((len(dy), features, LANES))
         rows = None if source[1] is None else np.empty((len(dy), 2 * channels))
     if needs[1]:
-        nodes = memory.empty((nodes_of(tree), *weight.shape))
+        nodes = arenas.empty((nodes_of(tree), *weight.shape))
     if needs[0] and needs[1] and len(weight) <= FEW:
         kernels().dense_backward(dy, *source, weight, dx, rows, nodes, *sizes)
     else:

@@ -8,8 +8,8 @@ import functools
 import numpy as np
 
 from mpidl import keyed
-from mpidl.backends import memory
-from mpidl.backends.native import kernels
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.blocks import LANES, blocks_of
 
 
@@ -31,7 +31,7 @@ def images(
     pixels = np.ascontiguousarray(pixels)
     count, *image = pixels.shape
     p, q = image[1:] if size is None else size
-    lanes = memory.empty((blocks_of(count), image[0], p, q, LANES)) if out is None else out
+    lanes = arenas.empty((blocks_of(count), image[0], p, q, LANES)) if out is None else out
     moves = (
         None if m is None else np.ascontiguousarray(m, np.int32) for m in (mirrored, top, left)
     )

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, tree_of
-from mpidl.backends.native import kernels
 
 
 def _sizes(x):
@@ -20,14 +20,14 @@ def _labels(labels):
 
 def softmax(logits):
     """exp(logits) / sum over classes; logits (B, K, ..., 16), computed in float64."""
-    p = memory.empty(logits.shape, np.float64)
+    p = arenas.empty(logits.shape, np.float64)
     kernels().softmax(np.ascontiguousarray(logits), p, *_sizes(logits))
     return p
 
 
 def softmax_dx(dy, p):
     """The gradient behind `softmax`, whose result p is float64: as dy, (B, K, ..., 16)."""
-    dx = memory.empty(dy.shape)
+    dx = arenas.empty(dy.shape)
     kernels().softmax_dx(np.ascontiguousarray(dy), np.ascontiguousarray(p), dx, *_sizes(dy))
     return dx
 
@@ -40,7 +40,7 @@ def cross_entropy(logits, labels, counts, tree):
 
 def cross_entropy_dlogits(logits, labels, scale, counts):
     """(softmax(logits) - one at the label) * scale, zero in unused lanes: as logits."""
-    d = memory.empty(logits.shape)
+    d = arenas.empty(logits.shape)
     logits = np.ascontiguousarray(logits)
     kernels().cross_entropy_dlogits(logits, _labels(labels), counts, scale, d, *_sizes(logits))
     return d
@@ -72,7 +72,7 @@ def errors(y, target, power, counts, tree):
 def errors_dy(y, target, power, scale, counts):
     """(y - target) * scale where power is 2, its sign * scale where that is 1: as y, zero in unused
     lanes."""
-    d = memory.empty(y.shape)
+    d = arenas.empty(y.shape)
     kernels().errors_dy(*_pair(y, target), power, scale, counts, d, *_elements(y))
     return d
 

@@ -2,16 +2,16 @@
 
 import numpy as np
 
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.batchnorm import sizes
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import source_of
-from mpidl.backends.native import kernels
 from mpidl.blocks import LANES
 
 
 def _by_element(function, *arrays, scale=()):
     """What a kernel makes of arrays of one shape."""
-    y = memory.empty(arrays[0].shape)
+    y = arenas.empty(arrays[0].shape)
     function(*map(np.ascontiguousarray, arrays), y, *scale, y.size // LANES)
     return y
 
@@ -49,7 +49,7 @@ def sigmoid_dx(dy, y):
 def add(a, b):
     """a + b, each an array or the Source of an Activation."""
     a, b = source_of(a), source_of(b)
-    y = memory.empty(a[0].shape)
+    y = arenas.empty(a[0].shape)
     kernels().add(*a, *b, y, *sizes(y))
     return y
 
@@ -59,7 +59,7 @@ def concat(arrays):
     array or the Source of an Activation."""
     sources = [source_of(a) for a in arrays]
     blocks, _, *rest = sources[0][0].shape
-    y = memory.empty((blocks, sum(s[0].shape[1] for s in sources), *rest))
+    y = arenas.empty((blocks, sum(s[0].shape[1] for s in sources), *rest))
     first = 0
     for source in sources:
         blocks, channels, pixels = sizes(source[0])
@@ -74,7 +74,7 @@ def split(x, channels):
     blocks, every, pixels = sizes(x)
     found, first = [], 0
     for count in channels:
-        part = memory.empty((blocks, count, *x.shape[2:]))
+        part = arenas.empty((blocks, count, *x.shape[2:]))
         kernels().split(x, part, blocks, count, pixels, every, first)
         found.append(part)
         first += count
@@ -84,7 +84,7 @@ def split(x, channels):
 def dropout(x, threshold, scale, key, epoch, samples):
     """x * scale, and 0 where the element's chance is below `threshold` (of 65536): the bytes of
     `reference_more.dropout`, which says what an element's chance is."""
-    y = memory.empty(x.shape)
+    y = arenas.empty(x.shape)
     blocks, channels, pixels = sizes(x)
     samples = np.ascontiguousarray(samples, np.int64)
     kernels().dropout(
@@ -103,14 +103,14 @@ def dropout(x, threshold, scale, key, epoch, samples):
 
 def cross_channel_norm(x, window, alpha, beta, k):
     """y = x * d**-beta with d = k + alpha / window * (sum of x**2 over the window's channels)."""
-    y = memory.empty(x.shape)
+    y = arenas.empty(x.shape)
     kernels().cross_channel_norm(np.ascontiguousarray(x), y, *sizes(x), window, alpha, beta, k)
     return y
 
 
 def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
     """Gradient with respect to x; d is computed again."""
-    dx = memory.empty(x.shape)
+    dx = arenas.empty(x.shape)
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().cross_channel_norm_dx(dy, x, dx, *sizes(x), window, alpha, beta, k)
     return dx

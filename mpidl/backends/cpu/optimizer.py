@@ -4,8 +4,8 @@ import ctypes
 
 import numpy as np
 
-from mpidl.backends import memory
-from mpidl.backends.native import kernels
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.reference_optimizer import CHUNK, METHODS
 
 
@@ -17,7 +17,7 @@ def _address(array):
 
 def zeros_like(x):
     """Zeros of the same shape and type, C-ordered and aligned, for what steps keep."""
-    found = memory.empty(np.shape(x), x.dtype)
+    found = arenas.empty(np.shape(x), x.dtype)
     found[...] = 0
     return found
 
@@ -79,7 +79,7 @@ def _stepped(kernel, weights, gradients, kept, decays, factors, *how):
 
 def _arrays(weights, gradients):
     """(weights, gradients, results) as kernels take them; each result lies where there is room."""
-    results = [memory.empty(np.shape(w)) for w in weights]
+    results = [arenas.empty(np.shape(w)) for w in weights]
     weights = [np.ascontiguousarray(w) for w in weights]
     return weights, [np.ascontiguousarray(g, np.float32) for g in gradients], results
 

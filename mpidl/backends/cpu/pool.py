@@ -4,9 +4,9 @@ import functools
 
 import numpy as np
 
-from mpidl.backends import memory
+from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
-from mpidl.backends.native import kernels
 from mpidl.backends.reference import pool2d_shape
 
 
@@ -23,8 +23,8 @@ def _forward(x, how, kept):
     source = source_of(x)
     blocks, *image, lanes = source[0].shape
     shape, output = _geometry(tuple(image), *how)
-    y = memory.empty((blocks, *output, lanes))
-    argmax = memory.empty(y.shape, np.uint8) if kept else None
+    y = arenas.empty((blocks, *output, lanes))
+    argmax = arenas.empty(y.shape, np.uint8) if kept else None
     kernels().pool2d(*source, y, argmax, blocks, shape)
     return y, argmax
 
@@ -33,7 +33,7 @@ def _backward(dy, argmax, x, how, tree):
     source = source_of(x)
     blocks, *image, _ = source[0].shape
     shape, _ = _geometry(tuple(image), *how)
-    dx = memory.empty(source[0].shape)
+    dx = arenas.empty(source[0].shape)
     rows = None if source[1] is None else np.empty((blocks, 2 * image[0]))
     dy = np.ascontiguousarray(dy)
     kernels().pool2d_dx(dy, argmax, *source, dx, rows, blocks, shape, tree_of(tree))

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from mpidl.backends import memory
-from mpidl.backends.cpu import conv
+from mpidl.backends.cpu import arenas, conv
 from mpidl.backends.cpu.batchnorm import channel_sums
+from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import per_channel
-from mpidl.backends.native import kernels
 from mpidl.backends.reference_conv import PLAIN, transposed_conv2d_shape
 
 
@@ -14,7 +13,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     """The gradient with respect to its images of the convolution by `weight`, where x is the
     cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
     shape = transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
-    y = memory.empty((len(x), *shape, x.shape[-1]))
+    y = arenas.empty((len(x), *shape, x.shape[-1]))
     geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *PLAIN)
     kernels().conv2d_backward(
         np.ascontiguousarray(x),

@@ -93,9 +93,9 @@ class Array:
 
     def numpy(self):
         """A copy in host memory, in C order and of this shape; waits for the device."""
-        from mpidl.backends.gpu import run
+        from mpidl.backends.gpu import launching
 
-        raw = run.download(self)
+        raw = launching.download(self)
         inverse = np.argsort(self.order)
         raw = raw.reshape([self.dims[axis] for axis in self.order]).transpose(inverse)
         return np.ascontiguousarray(raw).reshape(self.shape)
@@ -153,25 +153,25 @@ def in_memory(array, dims, order):
 
 def empty(shape, dtype=np.float32):
     """An Array in C order whose contents are not known."""
-    from mpidl.backends.gpu import run
+    from mpidl.backends.gpu import launching
 
-    return run.empty(tuple(shape), dtype)
+    return launching.empty(tuple(shape), dtype)
 
 
 def empty_lanes(shape, dtype=np.float32):
     """The same for a value per image: shape (blocks, *image_shape, 16)."""
-    from mpidl.backends.gpu import run
+    from mpidl.backends.gpu import launching
 
-    made = run.empty(tuple(shape), dtype)
+    made = launching.empty(tuple(shape), dtype)
     made.order = order_of_lanes(made.dims)
     return made
 
 
 def empty_like(array, dtype=None):
     """An Array of the same shape that lies in memory in the same order."""
-    from mpidl.backends.gpu import run
+    from mpidl.backends.gpu import launching
 
-    made = run.empty(array.dims, array.dtype if dtype is None else dtype)
+    made = launching.empty(array.dims, array.dtype if dtype is None else dtype)
     made.shape, made.order = array.shape, array.order
     return made
 
@@ -213,27 +213,27 @@ def together(arrays, image_shapes):
 
     image_shapes: {name: shape of the images that a weight goes with}, see `filters`.
     """
-    from mpidl.backends.gpu import run
+    from mpidl.backends.gpu import launching
 
     places, at = {}, 0
     for name, value in arrays.items():
         value = np.asarray(value, np.float32)
         places[name] = at, value, *layout_of_weights(value.shape, image_shapes.get(name))
         at += -(-value.size // PART) * PART
-    whole = run.persistent((at,))
+    whole = launching.persistent((at,))
     found = {}
     for name, (start, value, dims, order) in places.items():
         array = whole.part(start, value.shape)
         array.dims, array.order = dims, order
-        run.upload(array, in_memory(value, dims, order))
+        launching.upload(array, in_memory(value, dims, order))
         found[name] = array
     return found
 
 
 def _upload(array, dims, order):
-    from mpidl.backends.gpu import run
+    from mpidl.backends.gpu import launching
 
-    made = run.empty(tuple(dims), array.dtype)
+    made = launching.empty(tuple(dims), array.dtype)
     made.shape, made.order = array.shape, tuple(order)
-    run.upload(made, in_memory(array, dims, made.order))
+    launching.upload(made, in_memory(array, dims, made.order))
     return made

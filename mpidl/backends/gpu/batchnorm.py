@@ -6,7 +6,7 @@ x is (blocks, C, ..., 16) lanes; mean, scale, beta, a, b, c, gamma are (C,) floa
 
 import math
 
-from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
 from mpidl.blocks import LANES, Source
 from mpidl.fold import merge_moments
@@ -77,9 +77,9 @@ def _leaves(name, x, width, dtype, tree, *arguments, combine=None):
     images, pixels, channels = _sizes(x)
     per_leaf = _leaf(pixels)
     tiles, tile = _tiles(channels)
-    leaves = run.empty((images // per_leaf, width), dtype)
+    leaves = launching.empty((images // per_leaf, width), dtype)
     grid = (images // per_leaf, tiles)
-    run.launch(name, grid, THREADS, *arguments, leaves, per_leaf, pixels, channels, tile)
+    launching.launch(name, grid, THREADS, *arguments, leaves, per_leaf, pixels, channels, tile)
     how = {} if combine is None else {"combine": combine}
     return partial_of_leaves(leaves, tree, LANES // per_leaf, **how)
 
@@ -124,7 +124,7 @@ def _grid(rows, channels):
     """Grid and tile for a pass over all rows of a value."""
     tiles, tile = _tiles(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
-    return (min(blocks, 16 * run.device().processors), tiles), tile
+    return (min(blocks, 16 * launching.device().processors), tiles), tile
 
 
 def batchnorm(x, mean, scale, beta):
@@ -136,7 +136,9 @@ def _normalized(x, mean, scale, beta, relu):
     images, pixels, channels = _sizes(x)
     y, rows = array.empty_like(x), images * pixels
     grid, tile = _grid(rows, channels)
-    run.launch("batchnorm", grid, THREADS, x, mean, scale, beta, y, relu, rows, channels, tile)
+    launching.launch(
+        "batchnorm", grid, THREADS, x, mean, scale, beta, y, relu, rows, channels, tile
+    )
     return y
 
 
@@ -158,38 +160,38 @@ def _back(dy, x, mean, scale, beta, a, b, c, counts, dx):
     grid, tile = _grid(rows, channels)
     vectors = mean, scale, beta, a, b, c
     last = pixels, rows, channels, tile
-    run.launch("batchnorm_dx", grid, THREADS, dy, x, *vectors, counts, dx, *last)
+    launching.launch("batchnorm_dx", grid, THREADS, dy, x, *vectors, counts, dx, *last)
     return dx
 
 
 def relu(x):
     """max(x, 0)."""
     y = array.empty_like(x)
-    run.launch("relu", _elements(x), THREADS, x, y, x.size)
+    launching.launch("relu", _elements(x), THREADS, x, y, x.size)
     return y
 
 
 def relu_dx(dy, y):
     """dy where y > 0, else 0."""
     dx = array.empty_like(y)
-    run.launch("relu_dx", _elements(y), THREADS, _as(dy, y), y, dx, y.size)
+    launching.launch("relu_dx", _elements(y), THREADS, _as(dy, y), y, dx, y.size)
     return dx
 
 
 def _elements(x):
-    return min(-(-x.size // (4 * THREADS)), 16 * run.device().processors)
+    return min(-(-x.size // (4 * THREADS)), 16 * launching.device().processors)
 
 
 def _vectors(channels, *kinds):
-    return [run.empty((channels,), kind) for kind in kinds]
+    return [launching.empty((channels,), kind) for kind in kinds]
 
 
 def statistics(moments, gamma, epsilon):
     """(count, mean, rstd, variance, mean, scale) of folded moments (1 + 2C,): count (1,) and the
     next three float64, the last two float32, as `batchnorm` takes them. See `reference`."""
     channels = gamma.size
-    count, found = run.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
-    run.launch(
+    count, found = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
+    launching.launch(
         "statistics", -(-channels // 128), 128, moments, gamma, epsilon, count, *found, channels
     )
     return (count, *found)
@@ -200,7 +202,7 @@ def batchnorm_factors(sums, gamma, statistics):
     computed in float64. See `reference`."""
     channels, (count, _, rstd, *_) = gamma.size, statistics
     found = _vectors(channels, *5 * ("f4",))
-    run.launch(
+    launching.launch(
         "batchnorm_factors", -(-channels // 128), 128, sums, gamma, count, rstd, *found, channels
     )
     return tuple(found)
@@ -212,14 +214,18 @@ def running(olds, values, decay):
         if (old.dtype, value.dtype, old.size) != ("f4", "f8", value.size):
             raise TypeError(f"expected float32 and float64 of one size, got {old} and {value}")
     news = [array.empty_like(old) for old in olds]
-    table = run.table([[*three, three[0].size] for three in zip(olds, values, news, strict=True)])
+    table = launching.table(
+        [[*three, three[0].size] for three in zip(olds, values, news, strict=True)]
+    )
     blocks = -(-max(old.size for old in olds) // 128)
-    run.launch("running", (blocks, len(olds)), 128, table, decay)
+    launching.launch("running", (blocks, len(olds)), 128, table, decay)
     return news
 
 
 def predict_scale(gamma, variance, epsilon):
     """gamma / sqrt(variance + epsilon), (C,) float32."""
-    scale, channels = run.empty((gamma.size,)), gamma.size
-    run.launch("predict_scale", -(-channels // 128), 128, gamma, variance, epsilon, scale, channels)
+    scale, channels = launching.empty((gamma.size,)), gamma.size
+    launching.launch(
+        "predict_scale", -(-channels // 128), 128, gamma, variance, epsilon, scale, channels
+    )
     return scale

@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from mpidl.backends import settings
-from mpidl.backends.gpu import array, batchnorm, conv_direct, fold, run
+from mpidl.backends.gpu import array, batchnorm, conv_direct, fold, launching
 from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 
@@ -130,7 +130,7 @@ def _direct(shape):
     """Whether tensor cores cannot, or may not, convolve this."""
     of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
     of_output = shape.out_height * shape.out_width * shape.filters
-    architecture = int("".join(filter(str.isdigit, run.device().architecture)))
+    architecture = int("".join(filter(str.isdigit, launching.device().architecture)))
     return settings.direct or architecture < 80 or max(of_input, of_output) >= LARGEST
 
 
@@ -166,7 +166,7 @@ def dx_of(dy, x, weight, how, tree, bias=None):
     group = shape.filters_of_group, shape.channels // shape.groups
     tiles = math.prod(-(-side // 32) for side in group) * shape.groups * shape.taps
     numbers = shape.filters, shape.channels, shape.taps, shape.groups
-    run.launch("conv_weights", tiles, 256, weight, turned, *numbers)
+    launching.launch("conv_weights", tiles, 256, weight, turned, *numbers)
     dx = array.empty_like(x)
     _product(shape.turned(), dy, turned, bias, dx, tree, backward=True)
     return dx
@@ -176,11 +176,11 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
     """Run conv_gemm."""
     pixels = shape.out_height * shape.out_width
     blocks = USUAL if tree is None else tree.leaves
-    device = run.device()
+    device = launching.device()
     tile = gemm_tile(shape, blocks * LANES * pixels, device.processors)
     vector = _vector(shape.channels // shape.groups, x, weight)
     rows = len(y) * LANES * pixels
-    run.launch(
+    launching.launch(
         "conv_gemm",
         -(-rows // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups,
         threads_of(tile),
@@ -204,14 +204,14 @@ def leaves_of(dy, x, weight, how, tree):
     shape = _shape(x, weight, how, dy)
     if _direct(shape):
         return conv_direct.dweight_leaves(dy, x, weight, how, tree)
-    device = run.device()
+    device = launching.device()
     tile = dweight_tile(shape)
     rows = -(-shape.width_of_filter // tile["BM"])
     tiles = rows * columns_of(shape, tile["BN"]) * shape.groups
     images = conv_direct.images_per_leaf(tiles, tree)
     leaves = array.empty((len(x) * (LANES // images), weight.size))
     pitches = tile["BM"] + 8, tile["BN"] + (0 if tile["BN"] % 32 == 24 else 8)
-    run.launch(
+    launching.launch(
         "conv_dweight",
         len(leaves) * tiles,
         threads_of(tile),

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from mpidl.backends.gpu import array, batchnorm, run
+from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 
@@ -40,7 +40,7 @@ def forward(x, weight, bias, how):
     y = array.empty_lanes((blocks, k, p, q, lanes))
     images, groups = blocks * lanes, how[-1]
     grid = _tiles(images * p * q, ROWS), _tiles(k // groups, COLUMNS), groups
-    run.launch("conv_direct_forward", grid, THREADS, x, weight, bias, y, images, *numbers)
+    launching.launch("conv_direct_forward", grid, THREADS, x, weight, bias, y, images, *numbers)
     return y
 
 
@@ -51,14 +51,14 @@ def dx(dy, x, weight, how):
     found = array.empty_like(x)
     images, groups = blocks * lanes, how[-1]
     grid = _tiles(images * h * w, ROWS), _tiles(c // groups, COLUMNS), groups
-    run.launch("conv_direct_dx", grid, THREADS, dy, weight, found, images, *numbers)
+    launching.launch("conv_direct_dx", grid, THREADS, dy, weight, found, images, *numbers)
     return found
 
 
 def with_bias(y, bias):
     """y + bias by channel: by the kernel of batch normalization, of mean 0 and scale 1."""
     zeros = np.zeros(bias.size, np.float32)
-    return batchnorm.batchnorm(y, run.constant(zeros), run.constant(zeros + 1), bias)
+    return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
 
 
 def images_per_leaf(tiles, tree):
@@ -68,7 +68,7 @@ def images_per_leaf(tiles, tree):
     gives each multiprocessor two CTAs, were all images on this GPU. tiles: CTAs for each leaf.
     """
     images = LANES
-    while images > 1 and LANES // images * tree.leaves * tiles < 2 * run.device().processors:
+    while images > 1 and LANES // images * tree.leaves * tiles < 2 * launching.device().processors:
         images //= 2
     return images
 
@@ -87,5 +87,5 @@ def dweight_leaves(dy, x, weight, how, tree):
     images = images_per_leaf(tiles * groups, tree)
     leaves = array.empty((blocks * (lanes // images), weight.size))
     grid = len(leaves) * tiles, 1, groups
-    run.launch("conv_direct_dweight", grid, THREADS, dy, x, leaves, images, *numbers)
+    launching.launch("conv_direct_dweight", grid, THREADS, dy, x, leaves, images, *numbers)
     return leaves, lanes // images

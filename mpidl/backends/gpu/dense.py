@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from mpidl.backends.gpu import array, fold, run
+from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
 from mpidl.blocks import LANES, Source
@@ -51,7 +51,7 @@ def dense(x, weight, bias):
     chunks = -(-features // chunk)
     sums = y if chunks == 1 else array.empty((chunks, images * outputs))
     large = outputs > FEW and _large(images, -(-outputs // TILE) * chunks)
-    run.launch(
+    launching.launch(
         "dense_large" if large else "dense_many" if outputs > FEW else "dense_few",
         (
             -(-outputs // (FEW if outputs <= FEW else TILE)),
@@ -72,7 +72,9 @@ def dense(x, weight, bias):
     )
     if chunks > 1:
         count = images * outputs
-        run.launch("dense_chunks", -(-count // 256), 256, sums, bias, y, count, outputs, chunks)
+        launching.launch(
+            "dense_chunks", -(-count // 256), 256, sums, bias, y, count, outputs, chunks
+        )
     return y
 
 
@@ -86,7 +88,7 @@ def chunk_of(outputs, features):
 def _large(images, across):
     """Whether tiles of twice as many images, which read less, are enough to fill the GPU; `across`
     of them have the same images. An element's sum does not depend on its tile."""
-    return images > TILE and -(-images // LARGE) * across >= run.device().processors
+    return images > TILE and -(-images // LARGE) * across >= launching.device().processors
 
 
 def dense_dx(dy, weight):
@@ -95,7 +97,7 @@ def dense_dx(dy, weight):
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
     large = _large(images, -(-features // TILE))
-    run.launch(
+    launching.launch(
         "dense_dx_large" if large else "dense_dx",
         (-(-features // TILE), -(-images // (LARGE if large else TILE))),
         THREADS,
@@ -124,14 +126,14 @@ def dense_dweight(dy, x, tree):
     kernel, ranges, ends = _cut(nodes, outputs, features, tree.plain)
     rows, columns, _ = FOLDS[kernel]
     matrix = array.empty((len(ranges), outputs * features))
-    run.launch(
+    launching.launch(
         kernel,
         (-(-features // columns), -(-outputs // rows), len(ranges)),
         THREADS,
         dy,
         x,
         matrix,
-        run.constant(np.array(ranges, np.int32)),
+        launching.constant(np.array(ranges, np.int32)),
         outputs,
         features,
         int(tree.plain),
@@ -157,7 +159,7 @@ def _cut(nodes, outputs, features, plain):
         kernel = "dense_dweight_long"
     rows, columns, blocks = FOLDS[kernel]
     tiles = -(-outputs // rows) * -(-features // columns)
-    wanted = 4 * run.device().processors
+    wanted = 4 * launching.device().processors
     while blocks > LEAST and tiles * sum(-(-(b - a) // blocks) for a, b in nodes) < wanted:
         blocks //= 2
     ranges, ends = [], []

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.fold import Late
 
@@ -13,7 +13,7 @@ KINDS = {"f4": "float", "f8": "double"}
 
 def _blocks(n):
     """How many blocks of threads go through n elements."""
-    return min(-(-n // THREADS), 32 * run.device().processors)
+    return min(-(-n // THREADS), 32 * launching.device().processors)
 
 
 def _kind(x):
@@ -28,7 +28,7 @@ def add(a, b):
     if (a.shape, a.dims, a.order, a.dtype) != (b.shape, b.dims, b.order, b.dtype):
         raise ValueError(f"cannot add {b} to {a}: they differ in shape, type or order in memory")
     y = array.empty_like(a)
-    run.launch(f"add_{_kind(a)}", _blocks(a.size), THREADS, a, b, y, a.size)
+    launching.launch(f"add_{_kind(a)}", _blocks(a.size), THREADS, a, b, y, a.size)
     return y
 
 
@@ -36,7 +36,7 @@ def scaled(x, factor):
     """x * factor, a number or a fold.Late, rounded to x's type before."""
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
     y, kind = array.empty_like(x), _kind(x)
-    run.launch(f"scaled_{kind}", _blocks(x.size), THREADS, x, float(number), late, y, x.size)
+    launching.launch(f"scaled_{kind}", _blocks(x.size), THREADS, x, float(number), late, y, x.size)
     return y
 
 
@@ -45,21 +45,21 @@ def cast(x, dtype):
     if (x.dtype, np.dtype(dtype)) != (np.float64, np.float32):
         raise TypeError(f"no kernel makes {np.dtype(dtype)} of {x}")
     y = array.empty_like(x, dtype)
-    run.launch("cast_double_float", _blocks(x.size), THREADS, x, y, x.size)
+    launching.launch("cast_double_float", _blocks(x.size), THREADS, x, y, x.size)
     return y
 
 
 def zeros_like(x):
     """Zeros of the same shape, type and order in memory."""
     words = -(-x.nbytes // WORD)
-    made = run.empty((words,), np.int32)
-    run.launch("zero_words", _blocks(words), THREADS, made, words)
+    made = launching.empty((words,), np.int32)
+    launching.launch("zero_words", _blocks(words), THREADS, made, words)
     return Array(made.buffer, x.dtype, x.shape, x.dims, x.order)
 
 
 def pack(matrices, rows, dtype=np.float32):
     """(rows, sum of widths): row i is the rows i of the matrices (rows, width), side by side."""
-    packed = run.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
+    packed = launching.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
     pieces, at = [], 0
     for matrix in matrices:
         if len(matrix) != rows or matrix.dtype != packed.dtype:
@@ -83,5 +83,5 @@ def copy(pieces):
     if not pieces:
         return
     most = max(words for *_, words, _, _ in pieces)
-    blocks = min(-(-most // (4 * THREADS)), -(-32 * run.device().processors // len(pieces)))
-    run.launch("copy_pieces", (blocks, len(pieces)), THREADS, run.table(pieces))
+    blocks = min(-(-most // (4 * THREADS)), -(-32 * launching.device().processors // len(pieces)))
+    launching.launch("copy_pieces", (blocks, len(pieces)), THREADS, launching.table(pieces))

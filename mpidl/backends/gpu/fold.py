@@ -7,7 +7,7 @@ on what this rank holds.
 
 import numpy as np
 
-from mpidl.backends.gpu import run
+from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.array import Array
 from mpidl.fold import Partial, Term, add, merge_moments
 
@@ -67,11 +67,11 @@ def fold_rows(values, ranges, combine=add):
             groups += own
         return fold_rows(fold_rows(values, groups, combine), folded, combine)
     width = _width(values, combine)
-    roots = run.empty((len(ranges), values.shape[1]), values.dtype)
+    roots = launching.empty((len(ranges), values.shape[1]), values.dtype)
     columns, rows, chunk = spread(width, max(count for _, count in ranges), kind)
-    nodes = run.constant(np.array(ranges, np.int32))
+    nodes = launching.constant(np.array(ranges, np.int32))
     grid, block = (-(-width // columns), len(ranges)), columns * rows
-    run.launch(f"fold_{kind}", grid, block, values, nodes, roots, width, columns, chunk)
+    launching.launch(f"fold_{kind}", grid, block, values, nodes, roots, width, columns, chunk)
     return roots
 
 
@@ -101,13 +101,13 @@ def fold_all(matrix, tree, combine=add, shape=None, like=None):
     if len(nodes) == 1:
         return _seen_as(matrix.row(0), shape, like)
     order = [(start, (stop - start - 1).bit_length()) for start, stop in nodes]
-    root, width = run.empty(matrix.shape[1:], matrix.dtype), _width(matrix, combine)
-    run.launch(
+    root, width = launching.empty(matrix.shape[1:], matrix.dtype), _width(matrix, combine)
+    launching.launch(
         f"combine_{_kind(matrix, combine)}",
         -(-width // 128),
         128,
         matrix,
-        run.constant(np.array(order, np.int32)),
+        launching.constant(np.array(order, np.int32)),
         root,
         len(nodes),
         width,

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, blocks_of
 
@@ -70,7 +70,7 @@ def _gathered(kernel, pixels, size, said, numbers, out, indices, counts, blocks)
     lanes = array.empty_lanes((blocks, image[0], p, q, LANES)) if out is None else out
     centre = numbers[1]
     parts = _parts(image[0] * p * q)
-    run.launch(
+    launching.launch(
         kernel,
         blocks * LANES * parts,
         THREADS,
@@ -104,7 +104,7 @@ def targets(table, *, indices=None, counts=None, blocks=None):
     lanes = array.empty_lanes((blocks, *shape, LANES), table.dtype)
     channels = shape[0] if len(shape) == 3 else 1  # images, which lie as NHWC
     parts = _parts(math.prod(shape))
-    run.launch(
+    launching.launch(
         "images_targets",
         blocks * LANES * parts,
         THREADS,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpidl.backends import native
+from mpidl.backends.cpu import builds
 
 NUMBERS = {
     "int": ctypes.c_int,
@@ -78,7 +78,7 @@ class Launch(NamedTuple):
 
 def folder():
     """kernels/cuda of this checkout or installation."""
-    return os.path.join(native.kernels_folder() or "", "cuda")
+    return os.path.join(builds.kernels_folder() or "", "cuda")
 
 
 def families():

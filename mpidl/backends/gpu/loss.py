@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpidl.backends.gpu import array, fold, run
+from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.dense import rows_of
 from mpidl.blocks import LANES
 from mpidl.fold import Late
@@ -45,7 +45,7 @@ def softmax(logits):
     """exp(logits) / sum over classes; logits (B, K, ..., 16), computed in float64."""
     rows, _, classes = _pixels_of(logits, "softmax")
     p = array.empty_like(logits, np.float64)
-    run.launch("loss_softmax", rows // ROWS, THREADS, logits, p, classes)
+    launching.launch("loss_softmax", rows // ROWS, THREADS, logits, p, classes)
     return p
 
 
@@ -53,7 +53,7 @@ def softmax_dx(dy, p):
     """The gradient behind `softmax`, whose result p is float64: as dy, (B, K, ..., 16)."""
     rows, _, classes = _pixels_of(dy, "softmax_dx")
     dx = array.empty_like(dy)
-    run.launch("loss_softmax_dx", rows // ROWS, THREADS, dy, p, dx, classes)
+    launching.launch("loss_softmax_dx", rows // ROWS, THREADS, dy, p, dx, classes)
     return dx
 
 
@@ -70,7 +70,7 @@ def cross_entropy_dlogits(logits, labels, scale, counts):
     """
     rows, pixels, classes = _pixels_of(logits, "cross_entropy_dlogits")
     d = array.empty_like(logits)
-    run.launch(
+    launching.launch(
         "loss_dlogits",
         rows // ROWS,
         THREADS,
@@ -112,9 +112,11 @@ def errors_dy(y, target, power, scale, counts):
     images. scale: as of `cross_entropy_dlogits`."""
     elements, near, far = _apart(y, target)
     d, threads = array.empty_like(y), OF_ELEMENTS.threads
-    blocks = min(-(-y.size // threads), 32 * run.device().processors)
+    blocks = min(-(-y.size // threads), 32 * launching.device().processors)
     numbers = near, far, power, elements, y.size
-    run.launch("loss_errors_dy", blocks, threads, y, target, counts, *_scale(scale), d, *numbers)
+    launching.launch(
+        "loss_errors_dy", blocks, threads, y, target, counts, *_scale(scale), d, *numbers
+    )
     return d
 
 
@@ -178,5 +180,5 @@ def _summed(kernel, arrays, numbers, size, leaf, tree):
     per_block = LANES // images * parts
     rows = array.empty((arrays[0].dims[0] * per_block, 1), np.float64)
     how = size, images, parts, chunk
-    run.launch(kernel, len(rows), leaf.threads, *arrays, rows, *numbers, *how)
+    launching.launch(kernel, len(rows), leaf.threads, *arrays, rows, *numbers, *how)
     return fold.partial_of_leaves(rows, tree, per_block, shape=())

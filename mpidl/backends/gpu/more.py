@@ -3,7 +3,7 @@ activations.cu, dropout.cu, lrn.cu and concat.cu."""
 
 import math
 
-from mpidl.backends.gpu import array, elementwise, run
+from mpidl.backends.gpu import array, elementwise, launching
 from mpidl.backends.gpu.batchnorm import read
 from mpidl.backends.reference_more import GROUP, window_of
 
@@ -17,8 +17,8 @@ def _by_element(name, *arrays, scale=()):
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
         raise ValueError(f"{name}: expected arrays that lie alike, got {arrays}")
     y = array.empty_like(x)
-    blocks = min(-(-x.size // (4 * THREADS)), 16 * run.device().processors)
-    run.launch(f"activation_{name}", blocks, THREADS, *arrays, y, *scale, x.size)
+    blocks = min(-(-x.size // (4 * THREADS)), 16 * launching.device().processors)
+    launching.launch(f"activation_{name}", blocks, THREADS, *arrays, y, *scale, x.size)
     return y
 
 
@@ -66,8 +66,8 @@ def _rows(what, x):
 def _moved(name, part, whole, first):
     """Launch concat or split for one part."""
     rows, words = _rows(name, part)
-    blocks = min(-(-part.size // (4 * THREADS)), 32 * run.device().processors)
-    run.launch(name, blocks, THREADS, part, whole, rows, words, _rows(name, whole)[1], first)
+    blocks = min(-(-part.size // (4 * THREADS)), 32 * launching.device().processors)
+    launching.launch(name, blocks, THREADS, part, whole, rows, words, _rows(name, whole)[1], first)
 
 
 def concat(arrays):
@@ -110,7 +110,7 @@ def dropout(x, threshold, scale, key, epoch, samples):
     parts = -(-channels * -(-pixels // GROUP) // THREADS)
     y = array.empty_like(x)
     numbers = threshold, scale, *key, channels, pixels, parts
-    run.launch("dropout", blocks * lanes * parts, THREADS, x, y, epoch, samples, *numbers)
+    launching.launch("dropout", blocks * lanes * parts, THREADS, x, y, epoch, samples, *numbers)
     return y
 
 
@@ -125,8 +125,8 @@ def cross_channel_norm(x, window, alpha, beta, k):
     """y = x * d**-beta with d = k + alpha / window * (sum of x**2 over the window's channels)."""
     numbers = _norm(x, window, alpha, k)
     y = array.empty_like(x)
-    blocks = min(-(-x.size // THREADS), 32 * run.device().processors)
-    run.launch("lrn", blocks, THREADS, x, y, *numbers, beta)
+    blocks = min(-(-x.size // THREADS), 32 * launching.device().processors)
+    launching.launch("lrn", blocks, THREADS, x, y, *numbers, beta)
     return y
 
 
@@ -143,7 +143,7 @@ def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
     height = max(1, 4 * THREADS // width)
     height = max(1, min(height, SHARED // 4 // (width + before + behind)))
     dx = array.empty_like(x)
-    run.launch(
+    launching.launch(
         "lrn_dx",
         (-(-rows // height), -(-channels // width)),
         THREADS,

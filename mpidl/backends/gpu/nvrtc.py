@@ -15,7 +15,7 @@ import os
 import re
 from ctypes import byref
 
-from mpidl.backends.gpu import cubins, visible
+from mpidl.backends.gpu import cubins, discovery
 from mpidl.errors import UserError
 
 # No contraction: kernels say fmaf where they want one rounding. Without -ftz and -use_fast_math,
@@ -109,7 +109,7 @@ def compile(text, architecture, defines=(), name="kernels.cu"):
 def find(architecture):
     """The newest Nvrtc that compiles for "sm_90", and that the driver, where there is one, can run
     the cubins of. Raises UserError where there is none."""
-    return _find(int(re.sub(r"\D", "", architecture)), visible.driver_version() // 1000)
+    return _find(int(re.sub(r"\D", "", architecture)), discovery.driver_version() // 1000)
 
 
 @functools.cache

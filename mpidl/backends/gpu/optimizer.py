@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from mpidl.backends.gpu import array, run
+from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 
 ALIGNED = 64  # floats: 256 bytes, as memory of the device is aligned
@@ -48,16 +48,16 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factor
     stepped = _side_by_side(weights)
     if not weights:
         return stepped
-    run.launch(
+    launching.launch(
         "sgdm",
         len(blocks),
         THREADS,
         _table(weights, gradients, velocities, stepped, sizes),
-        run.constant(blocks),
-        run.constant(np.array(decays, np.float32)),
-        run.constant(np.array(factors, np.float32)),
-        run.scalar("learning_rate", learning_rate),
-        run.scalar("momentum", momentum),
+        launching.constant(blocks),
+        launching.constant(np.array(decays, np.float32)),
+        launching.constant(np.array(factors, np.float32)),
+        launching.scalar("learning_rate", learning_rate),
+        launching.scalar("momentum", momentum),
         chunk,
     )
     return stepped
@@ -106,15 +106,15 @@ def _adaptive(
     stepped = _side_by_side(weights)
     if not weights:
         return stepped
-    run.launch(
+    launching.launch(
         "adaptive",
         len(blocks),
         THREADS,
         _table(weights, gradients, means, squares, stepped, sizes),
-        run.constant(blocks),
-        run.constant(np.array(decays, np.float32)),
-        run.constant(np.array(factors, np.float32)),
-        run.scalar("learning_rate", learning_rate),
+        launching.constant(blocks),
+        launching.constant(np.array(decays, np.float32)),
+        launching.constant(np.array(factors, np.float32)),
+        launching.scalar("learning_rate", learning_rate),
         gradient_decay,
         1 - gradient_decay,
         square_decay,
@@ -135,15 +135,15 @@ def clip(weights, gradients, decays, method, threshold):
     if not len(blocks):
         return clipped
     norms = method != "absolute-value"
-    parameters, places = _table(weights, gradients, clipped, sizes), run.constant(blocks)
+    parameters, places = _table(weights, gradients, clipped, sizes), launching.constant(blocks)
     squares = array.empty((len(blocks),), np.float64)
-    run.launch(
+    launching.launch(
         "clip_numbers",
         len(blocks),
         THREADS,
         parameters,
         places,
-        run.constant(np.array(decays, np.float32)),
+        launching.constant(np.array(decays, np.float32)),
         math.inf if norms else threshold,
         chunk,
         squares,
@@ -152,9 +152,9 @@ def clip(weights, gradients, decays, method, threshold):
         firsts = np.searchsorted(blocks[:, 0], np.arange(len(sizes) + 1)).astype(np.int32)
         scales = array.empty((len(sizes),))
         together = int(method == "global-l2norm")
-        how = run.constant(firsts), len(sizes), together, threshold, scales
-        run.launch("clip_scales", 1, THREADS, squares, *how)
-        run.launch("clip_scale", len(blocks), THREADS, parameters, places, scales, chunk)
+        how = launching.constant(firsts), len(sizes), together, threshold, scales
+        launching.launch("clip_scales", 1, THREADS, squares, *how)
+        launching.launch("clip_scale", len(blocks), THREADS, parameters, places, scales, chunk)
     return clipped
 
 
@@ -184,7 +184,7 @@ def _side_by_side(weights):
 
 
 def _table(*columns):
-    return run.table([list(row) for row in zip(*columns, strict=True)])
+    return launching.table([list(row) for row in zip(*columns, strict=True)])
 
 
 def _layout(value):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.backends.gpu import array, batchnorm, run
+from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.backends.reference import pool2d_shape
 from mpidl.blocks import Source
 
@@ -24,7 +24,7 @@ def _launch(name, rows, row, arrays, numbers):
     """One CTA a row; row: numbers in one. Four channels a thread where that goes evenly."""
     width = 4 if numbers[0] % 4 == 0 else 1
     threads = min(MOST, -(-row // (width * WARP)) * WARP)
-    run.launch(name, rows, threads, *arrays, *numbers, defines={"POOL_WIDTH": width})
+    launching.launch(name, rows, threads, *arrays, *numbers, defines={"POOL_WIDTH": width})
 
 
 def _forward(name, x, how, kept):

@@ -14,7 +14,7 @@ A replay allocates nothing, waits for nothing, and costs the host one launch a s
 
 import numpy as np
 
-from mpidl.backends.gpu import kernels, run
+from mpidl.backends.gpu import kernels, launching
 from mpidl.backends.gpu.array import Array
 
 ROWS = 8  # steps that may be under way at a time
@@ -24,7 +24,7 @@ class Planned:
     """Memory a step needs between its launches `first` and `last`; its address comes last."""
 
     def __init__(self, nbytes):
-        self.nbytes = -(-max(nbytes, 1) // run.ALIGNED) * run.ALIGNED
+        self.nbytes = -(-max(nbytes, 1) // launching.ALIGNED) * launching.ALIGNED
         self.address, self.first, self.last = None, None, None
 
 
@@ -49,7 +49,7 @@ class Kernel:
         self.launch = launch
 
     def play(self, device):
-        device.launch(run.load(self.launch), self.launch)
+        device.launch(launching.load(self.launch), self.launch)
 
 
 class Exchange:
@@ -109,7 +109,7 @@ class Recorder:
     def launch(self, launch):
         arrays = []
         for value in launch.arguments:
-            arrays += value.arrays if isinstance(value, run.Table) else []
+            arrays += value.arrays if isinstance(value, launching.Table) else []
             arrays += [value] if isinstance(value, Array) else []
         self._step(Kernel(launch), arrays)
 
@@ -126,7 +126,7 @@ class Recorder:
         return array
 
     def table(self, rows):
-        made = run.Table(rows, run.persistent((len(rows), len(rows[0])), np.int64))
+        made = launching.Table(rows, launching.persistent((len(rows), len(rows[0])), np.int64))
         self.tables.append(made)
         return made
 
@@ -134,7 +134,7 @@ class Recorder:
 
     def exchange(self, world, tree, matrix, combine):
         """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
-        target = run.empty(matrix.shape[1:], matrix.dtype)
+        target = launching.empty(matrix.shape[1:], matrix.dtype)
         self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
         return target
 
@@ -165,12 +165,12 @@ class Recorder:
         self._carry()
         ends = list(outputs.values())
         addresses = self.table([[array] for array in ends])
-        counter = run.persistent((2,), np.int32)
+        counter = launching.persistent((2,), np.int32)
         words = max(self.words, 1)
         ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
         results = self.device.pinned(8 * max(len(ends), 1) * ROWS).view(np.float64)
         results = results.reshape(ROWS, max(len(ends), 1))
-        controls = run.persistent((words,), np.int32)
+        controls = launching.persistent((words,), np.int32)
         self.controls.address = controls.address
         self.launch(
             kernels.make(
@@ -222,7 +222,7 @@ class Recorder:
         if not isinstance(buffer, Planned) or buffer.address is not None:
             return
         _, last_read = self.touched.get(id(there), (0, -1))
-        held = sum(-(-new.nbytes // run.ALIGNED) * run.ALIGNED for new, _ in pairs)
+        held = sum(-(-new.nbytes // launching.ALIGNED) * launching.ALIGNED for new, _ in pairs)
         if (
             held == buffer.nbytes <= getattr(there, "nbytes", 0)
             and (buffer.first is None or last_read <= buffer.first)
@@ -265,7 +265,7 @@ def _place(array):
 
 def _seen(pinned, dtype):
     """Pinned host memory as kernels see it: at its own address."""
-    holder = run.Block(pinned.ctypes.data, pinned.nbytes)
+    holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
     return Array(holder, dtype, pinned.shape)
 
 
@@ -293,7 +293,7 @@ class Program:
         self.owners = owners  # of memory that the launches point to
         self.started, self.marks = 0, [None] * ROWS
         for launch in self.launches():
-            run.load(launch)  # compiled before anything is captured
+            launching.load(launch)  # compiled before anything is captured
         if graphs:
             self.graphs = [
                 self._capture(segment) if segment[0].captured else None for segment in segments

@@ -7,7 +7,7 @@ GPU to GPU; either way the same operands are combined in the same order: the sam
 
 import numpy as np
 
-from mpidl.backends.gpu import elementwise, fold, run
+from mpidl.backends.gpu import elementwise, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
@@ -28,19 +28,21 @@ class Counts:
     def valid(self, batch):
         """How many images this rank's share holds: (1,) int32."""
         first, last = batch.images
-        return run.scalar("valid", last - first, np.int32)
+        return launching.scalar("valid", last - first, np.int32)
 
     def samples(self, batch):
         """Epoch (1,) and sample numbers (blocks * 16,), int32, zero in unused images."""
         found = np.zeros(batch.blocks * LANES, np.int32)
         found[: len(batch.indices)] = batch.indices
-        return run.scalar("epoch", batch.epoch, np.int32), run.scalar("samples", found, np.int32)
+        return launching.scalar("epoch", batch.epoch, np.int32), launching.scalar(
+            "samples", found, np.int32
+        )
 
     def per_image(self, batch):
         """1 / count."""
         return Late(
             lambda: 1.0 / (self.count or batch.count),
-            run.scalar("per_image", 1.0 / batch.count, np.float64),
+            launching.scalar("per_image", 1.0 / batch.count, np.float64),
         )
 
 
@@ -91,16 +93,16 @@ def _exchange(world, tree, matrix, combine):
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     most, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * most * words * elementwise.WORD > GATHERED:
-        return run.sink().exchange(world, tree, matrix, combine)
+        return launching.sink().exchange(world, tree, matrix, combine)
     mine = matrix
     if len(matrix) < most:  # all ranks send as much
-        mine = run.empty((most, width), matrix.dtype)
+        mine = launching.empty((most, width), matrix.dtype)
         elementwise.copy([(matrix, mine, len(matrix), words, words, words)])
-    gathered = run.empty((len(counts), most, width), matrix.dtype)
-    run.sink().between(world.mover, mine, gathered)
+    gathered = launching.empty((len(counts), most, width), matrix.dtype)
+    launching.sink().between(world.mover, mine, gathered)
     nodes = gathered.reshape(len(counts) * most, width)
     if min(counts) < most:
-        nodes, pieces = run.empty((sum(counts), width), matrix.dtype), []
+        nodes, pieces = launching.empty((sum(counts), width), matrix.dtype), []
         for rank, count in enumerate(counts):
             to = nodes.part(sum(counts[:rank]) * width, (count, width))
             pieces.append((gathered.row(rank), to, count, words, words, words))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.backends.gpu import array, batchnorm, conv, fold, run
+from mpidl.backends.gpu import array, batchnorm, conv, fold, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.reference_conv import PLAIN, transposed_conv2d_shape
 
@@ -22,7 +22,7 @@ def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, ne
     how = stride, cropping, *PLAIN
     dx = dweight = None
     if needs[0]:
-        dx = conv.conv2d(dy, weight, run.constant(np.zeros(len(weight), np.float32)), *how)
+        dx = conv.conv2d(dy, weight, launching.constant(np.zeros(len(weight), np.float32)), *how)
     if needs[1]:
         leaves, per_block = conv.leaves_of(x, dy, weight, how, tree)[:2]
         dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)

@@ -1,0 +1,7 @@
+"""Measure from a checkout: `python -m benchmarks compare`."""
+
+from benchmarks import main
+from mpidl.comm import failure
+
+if __name__ == "__main__":
+    failure.run(main)

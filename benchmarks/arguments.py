@@ -1,0 +1,235 @@
+"""The arguments of the sub-commands. Pure parsing: no MPI, nothing printed but --help."""
+
+import argparse
+import sys
+
+from mpidl.cli.arguments import Parser, count, rank_counts
+from mpidl.errors import UserError
+from mpidl.training.options import training_options
+
+BENCHMARKS = {
+    "step": "our training step by its parts; with --ranks, how it scales",
+    "kernels": "each layer and pass against what the core can do at most",
+    "accuracy": "the error of each layer's activations and gradients, beside PyTorch's",
+    "fold": "what the fixed order of sums costs, against a plain Allreduce",
+    "compare": "our training step against PyTorch's, in turns on the same cores",
+    "input": "reading, decoding and augmenting images, alone and beside the step",
+    "optimizers": "our optimizers' steps against PyTorch's, in turns on the same core",
+    "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
+}
+ROUNDS = ("rounds", 9, "times that all take turns; medians are of so many")
+VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
+
+
+def parse(argv=None, quiet=False):
+    """Namespace of what, a name of BENCHMARKS, and of that sub-command's options. UserError."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
+    overview = Parser(
+        "benchmarks",
+        f"Measure.\n\n{texts}\n\nEach has options of its own: python -m benchmarks step --help",
+        quiet,
+    )
+    overview.add_argument("what", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
+    what = overview.parse(argv[:1]).what
+    parser = Parser(f"benchmarks {what}", f"Measure {BENCHMARKS[what]}.", quiet)
+    if what == "gpu":
+        return argparse.Namespace(**{"what": what, **vars(_add_gpu(parser).parse(argv[1:]))})
+    if what == "input":
+        found = _add_input(parser).parse(argv[1:])
+        names = ("seed", "winograd", "timeout")
+        defaults = {name: training_options.OPTIONS[name].default for name in names}
+        return argparse.Namespace(**{"what": what, **defaults, **vars(found)})
+    if what == "optimizers":
+        return argparse.Namespace(**{"what": what, **vars(_add_optimizers(parser).parse(argv[1:]))})
+    _add_subject(parser, what)
+    if what in ("step", "fold"):
+        text = "start so many ranks, in processes that take turns"
+        usual = " (1,2, or the ranks that mpirun started)" if what == "fold" else ""
+        parser.add_argument("--ranks", type=rank_counts, metavar="N,N,...", help=text + usual)
+        _add_counts(parser, ("iterations", 10, "steps in a turn"))
+    if what == "fold":
+        parser.add_options("batchnorm")
+    if what == "accuracy":
+        text = "of so many weights and mini-batches the median"
+        _add_counts(parser, ("seeds", 3, text))
+    if what == "compare":
+        _add_compare(parser)
+    names = ("batch_size", "winograd", "seed", "batchnorm", "timeout")
+    defaults = {name: training_options.OPTIONS[name].default for name in names}
+    return argparse.Namespace(**{"what": what, **defaults, **vars(parser.parse(argv[1:]))})
+
+
+def _add_subject(parser, what):
+    """What is measured, how often, and where the result goes."""
+    if what == "kernels":
+        parser.add_argument(
+            "--networks",
+            type=lambda text: text.split(","),
+            default=["digits", "cifar", "shapes", "dense"],
+            metavar="NAME,NAME,...",
+            help="networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 "
+            "channels; dense: a fully connected layer of 9216 inputs and 4096 outputs at batch "
+            "32, on one thread beside BLAS (digits,cifar,shapes,dense)",
+        )
+    else:
+        parser.add_argument(
+            "--network",
+            default="digits",
+            metavar="NAME",
+            help="digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
+            "FUNCTION(input_shape, 10) (digits)",
+        )
+    parser.add_argument(
+        "--image",
+        type=_image,
+        metavar="CxHxW",
+        help="shape of an image (what the network is made for, else 1x28x28)",
+    )
+    parser.add_options("batch_size", "winograd", "seed", "timeout")
+    _add_counts(parser, ("threads", 1, "threads of each rank or process"))
+    if what != "accuracy":
+        _add_counts(parser, ROUNDS)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+
+
+def _add_input(parser):
+    parser.add_argument(
+        "--network",
+        default="alexnet",
+        metavar="NAME",
+        help="the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
+        "convolution, about as fast as JPEG files are read (alexnet)",
+    )
+    _add_counts(
+        parser,
+        ("side", 227, "pixels a side of an image"),
+        ("images", 64, "images of each kind"),
+        ("batch-size", 32, "images in a mini-batch"),
+        ("threads", 1, "threads of the step"),
+        ROUNDS,
+    )
+    parser.add_argument(
+        "--workers",
+        type=lambda text: [count("--workers")(part) for part in text.split(",")],
+        default=[1],
+        metavar="N,N,...",
+        help="threads that read and decode (1)",
+    )
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="measure the peak memory of training on a large packed set instead, beyond that of "
+        "training on one mini-batch of it, with the network light",
+    )
+    _add_counts(
+        parser,
+        ("gigabytes", 4, "with --memory, size of the packed set"),
+        ("cache-mb", 256, "with --memory, --cache-mb of the training"),
+    )
+    parser.add_argument(
+        "--ranks",
+        type=rank_counts,
+        default=[1, 4],
+        metavar="N,N,...",
+        help="with --memory, numbers of ranks to train on (1,4)",
+    )
+    kinds = ["jpeg", "png", "packed", "arrays"]
+    parser.add_argument(
+        "--kinds",
+        type=lambda text: [_one_of("--kinds", name, kinds) for name in text.split(",")],
+        default=kinds,
+        metavar="NAME,...",
+        help=f"what is read ({','.join(kinds)})",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    return parser
+
+
+def _add_optimizers(parser):
+    _add_counts(parser, ("floats", 10_000_000, "learnables"), ("threads", 1, "threads"), ROUNDS)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    return parser
+
+
+def _add_compare(parser):
+    parser.add_argument(
+        "--ranks",
+        type=count("--ranks"),
+        default=1,
+        metavar="N",
+        help="our ranks, and as many processes of DistributedDataParallel over gloo (1)",
+    )
+    parser.add_argument(
+        "--variants",
+        type=lambda text: [_one_of("--variants", name, VARIANTS) for name in text.split(",")],
+        default=VARIANTS,
+        metavar="NAME,...",
+        help=f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})",
+    )
+    parser.add_argument(
+        "--held-to",
+        type=lambda text: _one_of("--held-to", text, ["avx2"]),
+        metavar="avx2",
+        help="hold both sides to these instructions",
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the peak memory of a step, not its time"
+    )
+    parser.add_argument(
+        "--with",
+        dest="others",
+        type=lambda text: [_one_of("--with", name, ["jax", "mygrad"]) for name in text.split(",")],
+        default=[],
+        metavar="jax,mygrad",
+        help="other libraries to time beside PyTorch",
+    )
+    parser.add_argument("--with-python", metavar="PATH", help="the Python that has them (this one)")
+
+
+def _add_gpu(parser):
+    parser.add_argument(
+        "--settings",
+        type=lambda text: text.split(","),
+        default=["digits:128", "digits:1024", "cifar:256", "cifar:1024"],
+        metavar="NETWORK:BATCH,...",
+        help="what to time (digits:128,digits:1024,cifar:256,cifar:1024)",
+    )
+    _add_counts(parser, ROUNDS)
+    parser.add_argument(
+        "--limit",
+        type=count("--limit"),
+        default=900,
+        metavar="SECONDS",
+        help="what it may take in all; compiled variants come last (900)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    return parser
+
+
+def _add_counts(parser, *numbers):
+    """Options that take whole numbers, each (name, default, what it is)."""
+    for name, default, text in numbers:
+        parser.add_argument(
+            f"--{name}",
+            type=count(f"--{name}"),
+            default=default,
+            metavar="N",
+            help=f"{text} ({default})",
+        )
+
+
+def _one_of(spelled, name, known):
+    if name not in known:
+        raise UserError(
+            f"{spelled} must be of {', '.join(known)}, found {name}"
+            f"{training_options.nearest(name, known)}"
+        )
+    return name
+
+
+def _image(text):
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(f"--image must be CxHxW, such as 3x32x32, found {text}")
+    return [int(part) for part in parts]

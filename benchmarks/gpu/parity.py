@@ -1,0 +1,325 @@
+"""Every op at the sizes of a network's layers, on the GPU and by NumPy in float64.
+
+Errors are |a - b| / |b| in the Euclidean norm, over the images that a mini-batch has. The arguments
+are the same float32 numbers on both sides.
+"""
+
+import contextlib
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import subject
+from mpidl import keyed
+from mpidl.backends import reference, settings
+from mpidl.blocks import LANES, OneRank, share
+from mpidl.comm.reducer import is_on_host
+from mpidl.fold import Partial, merge_moments
+from mpidl.ops import check
+from mpidl.ops.pool import windows
+
+COUNT = 40  # images: the last of three blocks is half full
+# The largest errors. Of three TF32 products for each, and of float32: those of rounding alone.
+EXACT, TF32 = 1e-6, 1e-3
+# How products may be made: (name, precision, without tensor cores, largest error).
+KINDS = (
+    ("fp32", "fp32", False, EXACT),
+    ("tf32", "tf32", False, TF32),
+    ("direct", "fp32", True, EXACT),
+)
+
+
+class Lanes(NamedTuple):
+    """A value per image (blocks, ..., 16); of images of `image_shape`, where it is flattened."""
+
+    array: np.ndarray
+    image_shape: tuple = ()
+
+
+class Weights(NamedTuple):
+    """Filters, or weights (K, F) that go with images of `image_shape`."""
+
+    array: np.ndarray
+    image_shape: tuple = ()
+
+
+class Plain(NamedTuple):
+    """An array in C order, floats or not."""
+
+    array: np.ndarray
+
+
+class Images(NamedTuple):
+    """How many images there are: by block for NumPy, of the share for the GPU."""
+
+    batch: Any
+
+
+class Case(NamedTuple):
+    """A function of the backends, by its name there, with arguments; `products`: whether it makes
+    any that tensor cores could; of `count` images."""
+
+    layer: str
+    function: str
+    count: int
+    arguments: tuple
+    products: bool = False
+
+
+def check_all(report, networks, kinds=KINDS, count=COUNT):
+    """Compare all functions at the sizes of these Networks' layers, {name: Network}: a check for
+    each network and kind of products, a table of the largest errors of each function."""
+    rows = []
+    for title, net in networks.items():
+        for kind, precision, direct, most in kinds:
+            found = {}
+            with arithmetic(precision, direct):
+                for case in cases(net, count):
+                    if kind != "fp32" and not case.products:
+                        continue  # nothing else depends on it
+                    error = compare(case)
+                    limit = most if case.products else EXACT
+                    found.setdefault(case.function, []).append((error / limit, error, case.layer))
+            worst = {name: max(errors) for name, errors in found.items()}
+            wrong = [name for name, (share_of, *_) in worst.items() if not share_of <= 1]
+            rows += [
+                [title, kind, name, f"{error:.1e}", layer]
+                for name, (_, error, layer) in worst.items()
+            ]
+            report.check(
+                f"ops of {title}, {kind}",
+                not wrong,
+                f"{len(found)} functions, errors at most "
+                f"{max(error for _, error, _ in worst.values()):.1e}"
+                + (f"; too large: {', '.join(wrong)}" if wrong else ""),
+            )
+    report.table(
+        "Largest errors against float64 NumPy",
+        ["network", "products", "function", "error", "in"],
+        rows,
+    )
+
+
+@contextlib.contextmanager
+def arithmetic(precision, direct):
+    """Within the block, products are made this way."""
+    kept = settings.precision, settings.direct
+    settings.precision, settings.direct = precision, direct
+    try:
+        yield
+    finally:
+        settings.precision, settings.direct = kept
+
+
+def cases(net, count=COUNT):
+    """The Cases of a Network's layers, of its loss and of its optimizer."""
+    batch = share(count, OneRank())
+    shape = net.input_shape
+    pixels = numbers("pixels", count, *shape)
+    pixels = ((pixels + 1) * 127).astype(np.uint8)
+    yield Case("images", "images", batch.count, (Plain(pixels),))
+    for layer, output in zip(net.layers, net.output_shapes, strict=True):
+        make = {
+            "Conv2D": _convolution,
+            "BatchNorm": _batchnorm,
+            "ReLU": _relu,
+            "MaxPool2D": _pool,
+            "AveragePool2D": _pool,
+            "Dense": _dense,
+        }.get(type(layer).__name__)
+        if make is not None:
+            yield from make(layer, net, shape, output, batch)
+        shape = output
+    yield from _ends(net, batch)
+
+
+def numbers(name, *shape):
+    """Uniform between -1 and 1, float32: the same for who asks by this name."""
+    drawn = keyed.uniform(0, f"parity {name}", int(np.prod(shape)))
+    return (2 * drawn - 1).astype(np.float32).reshape(shape)
+
+
+def _lanes(name, shape, batch, zero=False):
+    """Random Lanes; zero: as a cotangent, 0 in unused lanes."""
+    made = numbers(name, batch.blocks, *shape, LANES)
+    if zero:
+        made[-1, ..., batch.valid(batch.blocks - 1) :] = 0
+    return Lanes(made)
+
+
+def _convolution(layer, net, shape, output, batch):
+    weight, bias = (net.parameters[f"{layer.name}.{name}"] for name in ("weight", "bias"))
+    how = (
+        check.pair(layer.name, "stride", layer.stride, 1),
+        check.pads(layer.name, layer.padding),
+        check.pair(layer.name, "dilation", layer.dilation, 1),
+        layer.groups,
+    )
+    x, dy = _lanes("x", shape, batch), _lanes("dy", output, batch, zero=True)
+    bias = Plain(numbers("bias", *bias.shape))
+    yield Case(layer.name, "conv2d", batch.count, (x, Weights(weight), bias, *how), True)
+    arguments = dy, x, Weights(weight), *how, Images(batch), batch.tree, (True, True, True)
+    yield Case(layer.name, "conv2d_backward", batch.count, arguments, True)
+
+
+def _batchnorm(layer, net, shape, output, batch):
+    x, dy = _lanes("x", shape, batch), _lanes("dy", shape, batch, zero=True)
+    vectors = {name: Plain(numbers(name, shape[0])) for name in ("mean", "a", "b", "c", "beta")}
+    mean = vectors["mean"]
+    yield Case(layer.name, "moments", batch.count, (x, Images(batch), batch.tree))
+    yield Case(layer.name, "batchnorm", batch.count, (x, mean, vectors["a"], vectors["beta"]))
+    yield Case(layer.name, "batchnorm_sums", batch.count, (dy, x, mean, batch.tree))
+    factors = [vectors[name] for name in ("a", "b", "c")]
+    yield Case(layer.name, "batchnorm_dx", batch.count, (dy, x, mean, *factors, Images(batch)))
+    yield Case(layer.name, "channel_sums", batch.count, (dy, batch.tree))
+
+
+def _relu(layer, net, shape, output, batch):
+    x = _lanes("x", shape, batch)
+    yield Case(layer.name, "relu", batch.count, (x,))
+    yield Case(layer.name, "relu_dx", batch.count, (_lanes("dy", shape, batch, zero=True), x))
+
+
+def _pool(layer, net, shape, output, batch):
+    *how, _ = windows(layer.name, shape, layer.size, layer.stride, layer.padding)
+    x, dy = _lanes("x", shape, batch), _lanes("dy", output, batch, zero=True)
+    if type(layer).__name__ == "MaxPool2D":
+        yield Case(layer.name, "max_pool2d", batch.count, (x, *how))
+        _, places = reference.max_pool2d(x.array, *how)
+        yield Case(
+            layer.name, "max_pool2d_dx", batch.count, (dy, Lanes(places), x, *how, batch.tree)
+        )
+    else:
+        yield Case(layer.name, "average_pool2d", batch.count, (x, *how))
+        yield Case(layer.name, "average_pool2d_dx", batch.count, (dy, x, *how, batch.tree))
+
+
+def _dense(layer, net, shape, output, batch):
+    weight = Weights(net.parameters[f"{layer.name}.weight"], shape)
+    x = Lanes(_lanes("x", (int(np.prod(shape)),), batch).array, shape)
+    dy = _lanes("dy", output, batch, zero=True)
+    yield Case(layer.name, "dense", batch.count, (x, weight, Plain(numbers("bias", *output))), True)
+    arguments = dy, x, weight, batch.tree, (True, True, True)
+    yield Case(layer.name, "dense_backward", batch.count, arguments, True)
+
+
+def _ends(net, batch):
+    """The loss, and the optimizer's step."""
+    (classes,) = net.output_shape
+    yield from _losses("loss", (classes,), batch)
+    yield from _losses("loss of pixels", (classes, 9, 31), batch)
+    weights = list(net.parameters.values())
+    tables = [
+        [Weights(numbers(f"{kind} {i}", *w.shape)) for i, w in enumerate(weights)]
+        for kind in ("weight", "gradient", "velocity")
+    ]
+    decays = [1e-3 * (i % 2) for i in range(len(weights))]
+    yield Case("optimizer", "sgdm", batch.count, (*tables, subject.RATE, subject.MOMENTUM, decays))
+
+
+def _losses(layer, shape, batch):
+    """Of scores (K,) of an image, or (K, H, W)."""
+    logits = Lanes(4 * _lanes("logits", shape, batch).array)
+    labels = np.arange(batch.blocks * LANES * math.prod(shape[1:]), dtype=np.int32) % shape[0]
+    labels = Lanes(labels.reshape(batch.blocks, *shape[1:], LANES))
+    counts, target, mean = Images(batch), _lanes("target", shape, batch), 1 / batch.count
+    scored, errors = (logits, labels, counts, batch.tree), (counts, batch.tree)
+    for function, arguments in (
+        ("softmax", (logits,)),
+        ("cross_entropy", scored),
+        ("cross_entropy_dlogits", (logits, labels, mean, counts)),
+        ("correct_count", scored),
+        ("errors", (logits, target, 2, *errors)),
+        ("errors_dy", (logits, target, 2, mean, counts)),
+    ):
+        yield Case(layer, function, batch.count, arguments)
+
+
+def compare(case):
+    """The largest relative error of what a Case's function gives."""
+    from mpidl.backends.gpu import functions
+
+    exact = getattr(reference, case.function)(*_each(case.arguments, _for_numpy))
+    found = getattr(functions, case.function)(*_each(case.arguments, _for_gpu))
+    return max(_errors(found, exact, case.count))
+
+
+def _each(arguments, convert):
+    return [
+        [convert(one) for one in value] if isinstance(value, list) else convert(value)
+        for value in arguments
+    ]
+
+
+def _for_numpy(value):
+    """An argument in float64; bytes and whole numbers stay what they are."""
+    if isinstance(value, Images):
+        return value.batch.counts()
+    if not isinstance(value, (Lanes, Weights, Plain)):
+        return value
+    array = value.array
+    return array.astype(np.float64) if array.dtype == np.float32 else array
+
+
+def _for_gpu(value):
+    """The same uploaded, as it lies there."""
+    from mpidl.backends.gpu import array
+
+    if isinstance(value, Images):
+        return array.plain(np.array([value.batch.count], np.int32))
+    if isinstance(value, Weights):
+        return array.filters(value.array, value.image_shape or None)
+    if isinstance(value, Plain):
+        return array.plain(value.array)
+    if not isinstance(value, Lanes):
+        return value
+    shape = value.array.shape
+    images = value.array.reshape(shape[0], *(value.image_shape or shape[1:-1]), LANES)
+    return array.lanes(images).reshape(*shape)
+
+
+def _errors(found, exact, count):
+    """The relative errors of all that a function returned."""
+    if isinstance(exact, (list, tuple)):
+        pairs = zip(found, exact, strict=True)
+        return [e for a, b in pairs if b is not None for e in _errors(a, b, count)]
+    if isinstance(exact, Partial) and exact.terms[0].combine is merge_moments:
+        return _errors_of_moments(*(_root(value) for value in (found, exact)))
+    found, exact = (_root(v) if isinstance(v, Partial) else np.asarray(v) for v in (found, exact))
+    if exact.ndim > 1 and exact.shape[-1] == LANES and len(exact) == -(-count // LANES):
+        found, exact = (
+            np.moveaxis(a, -1, 1).reshape(-1, *a.shape[1:-1])[:count] for a in (found, exact)
+        )
+    if found.shape != exact.shape:
+        raise ValueError(f"expected shape {exact.shape}, found {found.shape}")
+    return [relative(found, exact)]
+
+
+def relative(found, exact):
+    """|found - exact| / |exact|; infinite where something is not finite."""
+    size = float(np.linalg.norm(exact))
+    error = float(np.linalg.norm(found.astype(np.float64) - exact)) / (size or 1.0)
+    return error if np.isfinite(error) else np.inf
+
+
+def _errors_of_moments(found, exact):
+    """Of the number of values, of the means in standard deviations, and of M2."""
+    channels = exact.size // 2
+    deviation = np.sqrt(exact[1 + channels :] / exact[0])
+    means = (found - exact)[1 : 1 + channels] / deviation
+    return [
+        abs(found[0] - exact[0]),
+        float(abs(means).max()),
+        relative(found[1 + channels :], exact[1 + channels :]),
+    ]
+
+
+def _root(partial):
+    """The sum of a Partial of one rank, as NumPy has it."""
+    from mpidl.backends.gpu import sums
+
+    if not is_on_host(partial):
+        total = sums.gplus({"": partial}, OneRank())[""]
+        return np.asarray(float(total) if partial.shape == () else total)
+    return np.asarray(OneRank().gplus(partial))

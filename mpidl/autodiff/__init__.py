@@ -1,0 +1,1 @@
+"""Automatic differentiation: the tape and its ops."""

@@ -1,0 +1,362 @@
+"""The compiled kernels: which build this process runs, and how Python calls it.
+
+A build is the sources of kernels/cpu compiled for one instruction set. The best one that this CPU
+can run is taken; MPIDL_CPU names another; the ranks of a World take the best that all of them have
+(`settle`). Where there is none the build is "numpy", and NumPy does the work.
+"""
+
+import ctypes
+import functools
+import os
+import re
+import runpy
+import threading
+
+import numpy as np
+
+from mpidl.backends import settings
+from mpidl.errors import UserError
+
+# The builds, the best first, and the features of a CPU, as Linux names them, that each needs.
+AVX2 = frozenset("avx2 fma bmi1 bmi2".split())
+AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
+ORDER = list(NEEDS)
+
+# What uses neither threads nor scratch of the library: a thread that reads ahead may call it while
+# a pass runs. All others run one at a time.
+ANY_THREAD = {
+    *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
+    *("warp", "warp_of_floats"),
+}
+_one_pass, _in_pass = threading.Lock(), None  # the thread whose pass it is
+
+
+def _forked():
+    """In a forked child nobody runs a pass, whoever did in the parent."""
+    global _one_pass, _in_pass
+    _one_pass, _in_pass = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forked)
+
+BYTES = ctypes.c_char * 0
+TYPES = {
+    "int64_t": ctypes.c_int64,
+    "double": ctypes.c_double,
+    "float": ctypes.c_float,
+    "const char *": ctypes.c_char_p,
+    "void": None,
+}
+
+
+@functools.cache
+def _pointer(name, const):
+    """The type of an array argument: C-contiguous, of this element type; None is NULL."""
+    dtype = np.dtype({"float": "f4", "double": "f8"}.get(name, name.removesuffix("_t")))
+
+    def from_param(array):
+        if array is None:
+            return None
+        if array.dtype != dtype or not array.flags.c_contiguous:
+            raise TypeError(
+                f"expected a C-ordered array of {dtype}, got {array.dtype} of shape {array.shape} "
+                f"with strides {array.strides}"
+            )
+        if array.flags.writeable:
+            return BYTES.from_buffer(array)  # a fifth of the time of array.ctypes
+        if not const:
+            raise TypeError(f"expected an array that can be written, of shape {array.shape}")
+        return ctypes.c_void_p(array.ctypes.data)
+
+    return type(f"{name}*", (), {"from_param": staticmethod(from_param), "const": const})
+
+
+def _type(text):
+    match = re.fullmatch(r"(const )?(\w+) ?(\*?)\w*", text.strip())
+    if match is None:
+        return ctypes.c_void_p  # a function
+    const, name, star = match.groups()
+    return _pointer(name, bool(const)) if star else TYPES[name]
+
+
+def declarations(header):
+    """{name: (result type, argument types)} of the functions that a header declares."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
+    found = {}
+    for result, name, arguments in re.findall(pattern, text):
+        # the commas of a function argument's own (void) do not matter: it has one argument
+        types = [] if arguments.strip() == "void" else [_type(a) for a in arguments.split(",")]
+        found[name] = (TYPES[result.strip() if "*" not in result else result], types)
+    return found
+
+
+def texts(header):
+    """{name: its result and arguments as they are written}, of a header's functions."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
+    found = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
+    return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in found}
+
+
+def _one_at_a_time(function):
+    def call(*arguments):
+        global _in_pass
+        me = threading.get_ident()
+        if _in_pass == me:
+            raise RuntimeError("a kernel was called inside of another, by what runs in its hook")
+        with _one_pass:
+            _in_pass = me
+            try:
+                return function(*arguments)
+            finally:
+                _in_pass = None
+
+    return call
+
+
+class Library:
+    """A loaded build: its functions as attributes, without the prefix `mpidl_`.
+
+    A function that the library declares otherwise than the header, or not at all, is a UserError
+    when it is first asked for: the library was compiled from other sources.
+    """
+
+    def __init__(self, path, header, build):
+        self.path, self.build = path, build
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be loaded: {error}") from error
+        with open(header) as file:
+            text = file.read()
+            self._wanted, self._texts = declarations(text), texts(text)
+        try:
+            declared = self._library.mpidl_declarations
+        except AttributeError:
+            self._has = {}
+        else:
+            declared.restype = ctypes.c_char_p
+            self._has = texts(declared().decode())
+
+    @property
+    def about(self):
+        """{"build", "compiler", "sources"}: what this library is; sources is a hash of them."""
+        sources = self.sources().decode().removeprefix("mpidl sources ")
+        return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
+
+    def __getattr__(self, name):
+        if name.startswith("_") or name not in self._wanted:
+            raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
+        function = getattr(self._library, f"mpidl_{name}", None)
+        if function is None or self._has.get(name) != self._texts[name]:
+            raise UserError(
+                f"{self.path}: compiled from other sources than this version's, as mpidl_{name} "
+                f"shows: {how_to_build()}"
+            )
+        function.restype, function.argtypes = self._wanted[name]
+        if name not in ANY_THREAD:
+            function = _one_at_a_time(function)
+        setattr(self, name, function)
+        return function
+
+
+def why_numpy():
+    """Why there is no library that can be run, in a line; None where there is one or MPIDL_CPU asks
+    for NumPy. Raises UserError."""
+    if os.environ.get("MPIDL_CPU") == "numpy" or choose() != ["numpy"]:
+        return None
+    for build in offered():
+        if build != "numpy":
+            try:
+                load(build)
+            except UserError as error:
+                return str(error)
+    return f"none are compiled: {how_to_build()}"
+
+
+_progress = []  # the C callback in use, kept alive, and what it raised
+
+
+def watch(progress):
+    """Have the kernels call progress() about every millisecond, on this thread; None: no more.
+
+    It lets messages travel while a pass runs. What it raises is raised by the next `watch`.
+    """
+    if running() == "numpy":
+        return
+    raised = _progress[1:]
+
+    def call():
+        try:
+            if len(_progress) == 1:
+                progress()
+        except BaseException as error:  # no frame above could take it: it waits
+            _progress.append(error)
+
+    callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)
+    kernels().set_hook(callback)  # before the one in use may go
+    _progress[:] = [] if callback is None else [callback]
+    if raised:
+        raise raised[0]
+
+
+def is_stale():
+    """Whether the library was compiled from other sources than those of this checkout."""
+    build_py = os.path.join(kernels_folder() or "", "build.py")
+    found = kernels()
+    if found is None or not os.path.isfile(build_py):
+        return False
+    return found.about["sources"] != runpy.run_path(build_py)["sources_key"]()
+
+
+def how_to_build():
+    """What to do about missing or old libraries, in a few words."""
+    folder = kernels_folder()
+    if folder and os.path.isfile(os.path.join(folder, "build.py")):
+        return f"run python {os.path.join(folder, 'build.py')}, which needs a C compiler"
+    return "install mpidl again where there is a C compiler"
+
+
+@functools.cache
+def kernels_folder():
+    """kernels/ of this checkout, or what was installed of it; None where there is neither."""
+    package = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+    for folder in (
+        os.path.join(os.path.dirname(package), "kernels"),
+        os.path.join(package, "kernels"),
+    ):
+        if os.path.isfile(os.path.join(folder, "cpu", "mpidl.h")):
+            return folder
+    return None
+
+
+def path_of(build):
+    """Where the library of a build is to be: in kernels/lib, or in the folder MPIDL_KERNELS."""
+    lib = os.environ.get("MPIDL_KERNELS") or os.path.join(kernels_folder() or "", "lib")
+    return os.path.join(lib, f"libmpidl-{build}.so")
+
+
+def built():
+    """The builds whose libraries are there, the best first."""
+    there = kernels_folder() is not None
+    return [b for b in ORDER if b != "numpy" and there and os.path.isfile(path_of(b))]
+
+
+@functools.cache
+def cpu_features():
+    """The features of this CPU that the system lets programs use, as Linux names them."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith(("flags", "Features")):
+                    return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def runs_here(build):
+    """Whether this CPU can run a build."""
+    return NEEDS[build] <= cpu_features()
+
+
+def offered():
+    """The builds that are there and run on this CPU, the best first, from MPIDL_CPU on; numpy last.
+
+    Raises UserError where MPIDL_CPU is not a build, or one that is not there or does not run here.
+    """
+    asked = os.environ.get("MPIDL_CPU")
+    names = [*(build for build in built() if runs_here(build)), "numpy"]
+    if not asked:
+        return names
+    if asked not in ORDER:
+        raise UserError(f"MPIDL_CPU: expected one of {', '.join(ORDER)}, found {asked!r}")
+    if not runs_here(asked):
+        missing = " ".join(sorted(NEEDS[asked] - cpu_features()))
+        raise UserError(f"MPIDL_CPU={asked}: this CPU cannot run it; it lacks {missing}")
+    if asked not in names:
+        raise UserError(f"MPIDL_CPU={asked}: no {path_of(asked)}: {how_to_build()}")
+    return names[names.index(asked) :]
+
+
+def load(build):
+    """The Library of a build. Raises UserError where it is not there or cannot be loaded."""
+    path = path_of(build)
+    if build not in built():
+        raise UserError(f"no {path}: {how_to_build()}")
+    return _load(path, build)
+
+
+@functools.cache
+def _load(path, build):
+    return Library(path, os.path.join(kernels_folder(), "cpu", "mpidl.h"), build)
+
+
+def choose():
+    """The builds that this process could run, the best first, of which the first can be loaded.
+
+    A library that cannot be loaded (one of a system with a newer libc) is passed over, unless
+    MPIDL_CPU names it: then UserError.
+    """
+    names = offered()
+    while names[0] != "numpy":
+        try:
+            load(names[0])
+            break
+        except UserError:
+            if os.environ.get("MPIDL_CPU") == names[0]:
+                raise
+            names = names[1:]
+    return names
+
+
+_running, _library = None, None  # the build of this process, once it is settled
+
+
+def running():
+    """The build this process runs: the one of `use`, else the best there is. Raises UserError."""
+    if _running is None:
+        use(choose()[0])
+    return _running
+
+
+def use(build):
+    """Run this build from now on; its Library, None for "numpy". Raises UserError."""
+    global _running, _library
+    _running, _library = build, None if build == "numpy" else load(build)
+    if _library is not None and settings.threads > 1:
+        _library.set_threads(settings.threads)
+    return _library
+
+
+def kernels():
+    """The Library this process runs, None where NumPy does the work. Raises UserError."""
+    if _running is None:
+        running()
+    return _library
+
+
+def common(offers):
+    """The best build of all these lists of builds, each the best first: "numpy" is in all."""
+    return next(build for build in ORDER if all(build in names for names in offers))
+
+
+def settle(world):
+    """Have all ranks of a world run the best build that all of them can: collective.
+
+    A build that was settled before is never left for a better one: the ranks of another world run
+    it too. Raises UserError on all ranks where one has an unusable MPIDL_CPU.
+    """
+    error, names = None, []
+    try:
+        names = choose()
+        if _running in names:
+            names = names[names.index(_running) :]
+    except UserError as unusable:
+        error = str(unusable)
+    offers = world.broadcast(world.gather((error, names)))
+    for text, _ in offers:
+        if text is not None:
+            raise UserError(text)
+    use(common([names for _, names in offers]))

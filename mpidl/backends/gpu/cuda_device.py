@@ -1,0 +1,376 @@
+"""A GPU by CUDA, through CuPy's thin layer over the runtime and driver API.
+
+CuPy's own arrays and memory pool are not used: memory comes from cudaMalloc, kernels from
+`nvrtc.cubin`, and what is launched again and again from a captured graph.
+
+It has not run on a GPU yet: on machines without one a test holds every name that is used here to
+the CuPy that is installed, and the kernels run on an emulated device of the same interface.
+"""
+
+import contextlib
+import ctypes
+import gc
+import sys
+import threading
+import weakref
+
+import numpy as np
+
+from mpidl.backends.gpu import kernels, nvrtc
+from mpidl.backends.gpu.discovery import in_words, visible
+from mpidl.backends.gpu.launching import ALIGNED
+from mpidl.errors import UserError
+
+# Numbers of the runtime's and driver's errors, which CuPy keeps in `status`.
+OUT_OF_MEMORY = 2
+NOT_FOUND = 500
+NOT_READY = 600
+
+HELD = 16 << 20  # bytes: of copies of host memory that uploads under way may still read
+
+
+class Memory:
+    """Device memory; goes back when this is collected."""
+
+    def __init__(self, device, address, nbytes):
+        self._device, self.address, self.nbytes = device, address, nbytes
+
+    def __del__(self):
+        self._device.give_back(self._device.runtime.free, self.address)
+
+
+class Mark:
+    """A point in what a stream has been given to do."""
+
+    def __init__(self, device, timed):
+        runtime = device.runtime
+        self.timed, self._destroy = timed, runtime.eventDestroy
+        flags = runtime.eventDefault if timed else runtime.eventDisableTiming
+        self.event = runtime.eventCreateWithFlags(flags)
+
+    def __del__(self):
+        if not sys.is_finalizing():
+            self._destroy(self.event)
+
+
+class Graph:
+    """Launches that were captured; `launch` starts them all."""
+
+    def __init__(self, device, executable):
+        self._device, self._executable = device, executable
+
+    def launch(self):
+        self._device.runtime.graphLaunch(self._executable, self._device.stream)
+
+    def __del__(self):
+        self._device.give_back(self._device.runtime.graphExecDestroy, self._executable)
+
+
+class CudaDevice:
+    """The GPU `index` of those that are visible: one stream to compute on, one to copy on.
+
+    name, architecture ("sm_90"), processors, shared (bytes of dynamic shared memory that a block
+    may have), memory (bytes in all), identity (of the physical device); stream: cudaStream_t as
+    an int.
+
+    One thread calls its methods; another may call `stage`. While `capture` plays, nothing may
+    allocate, wait, or copy from or to memory that is not pinned: RuntimeError. Raises UserError
+    where the GPU cannot be used.
+    """
+
+    specialize = True  # a layer's shape goes into its kernels as constants
+    until = None  # until(ready, what) waits where other ranks' GPUs may keep this one waiting
+    sharers = 1  # ranks that compute on this GPU, which `comm.devices` counts
+
+    def __init__(self, index=0):
+        seen = visible()
+        chosen = [gpu for gpu in seen.gpus if gpu.index == index]
+        if not chosen:
+            why = seen.why or f"{len(seen.gpus)} are visible"
+            raise UserError(f"--device gpu: there is no GPU {index}: {why}")
+        from cupy.cuda import driver, memory_hook, runtime
+
+        self.runtime, self.driver = runtime, driver
+        self.index, self.identity, self.name, self.architecture, self.processors, self.memory = (
+            chosen[0]
+        )
+        self._threads, self._thread = threading.local(), threading.get_ident()
+        self._capturing, self._late = False, []  # what is to be given back later: (how, handle)
+        self._pinned, self._modules = {}, []  # {address: bytes}, handles
+        self._held, self._held_bytes = [], 0  # what uploads may still read
+        try:
+            self._bind()
+            runtime.free(0)  # makes the context
+            self.shared = runtime.deviceGetAttribute(
+                runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, index
+            )
+            self.stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+            self._copies = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+        except RuntimeError as error:
+            raise UserError(f"--device gpu: {self.name} cannot be used: {error}") from error
+        self._hook = _refusing(memory_hook.MemoryHook)
+
+    # memory
+
+    def allocate(self, nbytes):
+        """Memory of so many bytes, unknown ones; MemoryError where there is no room."""
+        self._refuse("allocating", f"{nbytes} bytes of device memory")
+        self._give_back_late()
+        size = -(-max(nbytes, 1) // ALIGNED) * ALIGNED
+        return Memory(self, self._taken(lambda: self.runtime.malloc(size), nbytes), size)
+
+    def pinned(self, nbytes):
+        """Host memory, (nbytes,) uint8, that kernels reach at its own address."""
+        self._refuse("allocating", f"{nbytes} bytes of pinned memory")
+        runtime, size = self.runtime, max(nbytes, 1)
+        flags = runtime.hostAllocPortable | runtime.hostAllocMapped
+        address = self._taken(lambda: runtime.hostAlloc(size, flags), nbytes, "pinned host memory")
+        memory = (ctypes.c_ubyte * size).from_address(address)
+        self._pinned[address] = size
+        weakref.finalize(memory, self._unpin, address).atexit = False
+        return np.frombuffer(memory, np.uint8, nbytes)
+
+    def _unpin(self, address):
+        self._pinned.pop(address, None)
+        self.give_back(self.runtime.freeHost, address)
+
+    def _taken(self, take, nbytes, what="memory"):
+        """The address that take() returns, tried again once garbage is collected."""
+        for first in (True, False):
+            try:
+                return take()
+            except RuntimeError as error:
+                if getattr(error, "status", None) != OUT_OF_MEMORY:
+                    raise
+                if first:
+                    gc.collect()
+                    self._give_back_late()
+        free, total = self.runtime.memGetInfo()
+        raise MemoryError(
+            f"{self.name}: asked for {nbytes / 2**20:.0f} MB of {what}, found "
+            f"{free / 2**20:.0f} MB of the GPU's {total / 2**20:.0f} free; a smaller mini-batch, "
+            "or more GPUs, would need less of each"
+        )
+
+    def give_back(self, how, handle):
+        """Free what nobody needs any more: now, or later where that cannot be now."""
+        if sys.is_finalizing():
+            return  # the end of the process frees it
+        if self._capturing or threading.get_ident() != self._thread:
+            self._late.append((how, handle))  # another thread may stand on another device
+        else:
+            how(handle)
+
+    def _give_back_late(self):
+        while self._late:
+            how, handle = self._late.pop()
+            how(handle)
+
+    # copies
+
+    def upload(self, address, array):
+        """Copy a C-contiguous array to device memory, in the order of the stream. It may be changed
+        at once, unless it is pinned: then when the copy is done."""
+        self._copy_pinned("uploading", array)
+        kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
+        if not pinned and array.nbytes <= HELD:
+            # CUDA promises nothing of when it reads this, and where a GPU can read all of the
+            # host's memory that may be when the stream comes to it
+            if self._held_bytes + array.nbytes > HELD:
+                self.synchronize()
+            array = array.copy()
+            self._held.append(array)
+            self._held_bytes += array.nbytes
+        self._copy(address, array.ctypes.data, array.nbytes, kind)
+        if not pinned and array.nbytes > HELD:
+            self.synchronize()
+
+    def download(self, array, address):
+        """Copy device memory into a C-contiguous array, in the order of the stream; the array is
+        known once the device has been waited for."""
+        self._copy_pinned("downloading", array)
+        runtime = self.runtime
+        self._copy(array.ctypes.data, address, array.nbytes, runtime.memcpyDeviceToHost)
+
+    def copy(self, destination, source, nbytes):
+        """Copy within device memory, in the order of the stream."""
+        self._copy(destination, source, nbytes, self.runtime.memcpyDeviceToDevice)
+
+    def stage(self, address, array):
+        """Copy pinned memory to the device beside the computing; returns what `after` takes."""
+        if not self._is_pinned(array):
+            raise ValueError("stage: expected pinned memory, whose copy the host need not wait for")
+        if threading.get_ident() == self._thread:
+            self._refuse("staging", f"{array.nbytes} bytes")
+        self._bind()
+        kind = self.runtime.memcpyHostToDevice
+        if array.nbytes:
+            data = array.ctypes.data
+            self.runtime.memcpyAsync(address, data, array.nbytes, kind, self._copies)
+        return self._marked(self._copies, timed=False)
+
+    def after(self, token):
+        """Have what is launched from now on wait for what `stage` began."""
+        self._refuse("waiting", "for a copy")
+        self.runtime.streamWaitEvent(self.stream, token.event)
+
+    def _copy(self, destination, source, nbytes, kind):
+        if nbytes:
+            self.runtime.memcpyAsync(destination, source, nbytes, kind, self.stream)
+
+    def _copy_pinned(self, what, array):
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{what}: expected a C-contiguous array, got strides {array.strides}")
+        if self._capturing and not self._is_pinned(array):
+            self._refuse(what, f"{array.nbytes} bytes of host memory that is not pinned")
+
+    def _is_pinned(self, array):
+        start, stop = array.ctypes.data, array.ctypes.data + array.nbytes
+        return any(at <= start and stop <= at + n for at, n in list(self._pinned.items()))
+
+    # kernels
+
+    def load(self, unit):
+        """{kernel: cuFunction} of a `kernels.Unit`, compiled where it is not in the cache."""
+        self._refuse("loading", f"{unit.family}.cu")
+        driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
+        try:
+            module = driver.moduleLoadData(image)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.name} cannot load {unit.family}.cu as compiled for {self.architecture}: "
+                f"{error} (the driver runs CUDA {in_words(self.runtime.driverGetVersion())})"
+            ) from error
+        self._modules.append(module)
+        found = {}
+        for name in kernels.signatures(unit.text):
+            try:
+                found[name] = driver.moduleGetFunction(module, name)
+            except RuntimeError as error:
+                if getattr(error, "status", None) != NOT_FOUND:  # these definitions leave it out
+                    raise
+        for kernel in found.values():
+            # without this a block has 48 KiB in all, whatever the device could give it
+            static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel)
+            most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(kernel, most, self.shared - static)
+        return found
+
+    def launch(self, handle, launch):
+        """Run a `kernels.Launch` of what `load` returned, on the stream."""
+        values = launch.values()
+        places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        try:
+            self.driver.launchKernel(
+                handle,
+                *launch.grid,
+                *launch.block,
+                launch.shared,
+                self.stream,
+                ctypes.addressof(places),
+                0,
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{launch.name}: grid {launch.grid}, block {launch.block}, {launch.shared} bytes "
+                f"of shared memory: {error}"
+            ) from error
+
+    # waiting, and what was captured
+
+    def synchronize(self):
+        """Wait until all that was launched is done."""
+        self._refuse("waiting", "for the device")
+        if self.until is not None:
+            self.wait(self.mark())
+        self.runtime.streamSynchronize(self.stream)
+        self._held, self._held_bytes = [], 0
+        self._give_back_late()
+
+    def mark(self, timed=False):
+        """A Mark behind what was launched so far."""
+        self._refuse("marking", "what was launched")
+        return self._marked(self.stream, timed)
+
+    def wait(self, token):
+        """Wait until the device has come to a mark."""
+        self._refuse("waiting", "for a mark")
+        if self.until is not None:
+            query = self.runtime.eventQuery
+            self.until(lambda: query(token.event) != NOT_READY, "the work of all ranks' GPUs")
+        self.runtime.eventSynchronize(token.event)  # at once; raises what went wrong
+
+    def elapsed(self, first, second):
+        """Milliseconds between two marks that were made with timed=True; waits for them."""
+        if not (first.timed and second.timed):
+            raise ValueError("elapsed: expected marks that were made with timed=True")
+        self.wait(second)
+        return self.runtime.eventElapsedTime(first.event, second.event)
+
+    def capture(self, play):
+        """The Graph of what play() launches, none of which runs. What play() raises is raised."""
+        self._refuse("capturing", "within a capture")
+        runtime = self.runtime
+        self._give_back_late()
+        with self._hook:
+            # thread-local: what other threads do meanwhile is theirs
+            runtime.streamBeginCapture(self.stream, runtime.streamCaptureModeThreadLocal)
+            self._capturing = True
+            try:
+                play()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the capture may be spoiled already
+                    runtime.graphDestroy(runtime.streamEndCapture(self.stream))
+                raise
+            else:
+                graph = runtime.streamEndCapture(self.stream)
+            finally:
+                self._capturing = False
+        try:
+            executable = runtime.graphInstantiate(graph)
+        finally:
+            runtime.graphDestroy(graph)
+        runtime.graphUpload(executable, self.stream)
+        return Graph(self, executable)
+
+    def _marked(self, stream, timed):
+        self._bind()
+        mark = Mark(self, timed)
+        self.runtime.eventRecord(mark.event, stream)
+        return mark
+
+    # the end
+
+    def close(self):
+        """Wait for the device, give back its streams and kernels; memory goes with its owners."""
+        self.synchronize()
+        for module in self._modules:
+            self.driver.moduleUnload(module)
+        for stream in (self.stream, self._copies):
+            self.runtime.streamSynchronize(stream)
+            self.runtime.streamDestroy(stream)
+        self._modules = []
+
+    def _bind(self):
+        """Have this thread speak of this GPU; a new thread stands on the first one."""
+        if not getattr(self._threads, "bound", False):
+            self.runtime.setDevice(self.index)
+            self._threads.bound = True
+
+    def _refuse(self, what, of_what):
+        if self._capturing:
+            raise RuntimeError(f"{what} {of_what} cannot be part of a captured graph")
+
+
+def _refusing(base):
+    """A hook by which CuPy's own pool hands out no memory while a graph is captured: it would be
+    free for others when the graph is launched."""
+
+    def refuse(hook, **facts):
+        raise RuntimeError(
+            f"allocating {facts.get('size')} bytes of CuPy's memory pool cannot be part of a "
+            "captured graph"
+        )
+
+    name = "mpidl: no memory in a capture"
+    return type("Refusing", (base,), {"name": name, "malloc_preprocess": refuse})()

@@ -1,0 +1,231 @@
+"""What happens to a kernel that is asked for: it is launched at once, or recorded for later.
+
+Backend functions speak to this module alone: `empty`, `launch`, `scalar`, `constant`, `table`. The
+device behind them is opened once a process; `recording` (see `program`) puts a Recorder in place of
+the one who launches at once.
+"""
+
+import contextlib
+
+import numpy as np
+
+from mpidl.backends.cpu import arenas
+from mpidl.backends.gpu import kernels
+from mpidl.backends.gpu.array import Array
+
+ALIGNED = 256  # bytes, as cudaMalloc aligns
+LARGE = 1 << 20  # words of 4 bytes from which on a kernel makes zeros
+
+_device = None  # the Device of this process, once it is opened
+_sink = None  # who takes launches: Eager, or a Recorder
+
+
+class Block:
+    """Memory of the device that nobody else has; goes back when the last Array of it is gone.
+
+    owner: what keeps it meanwhile.
+    """
+
+    def __init__(self, address, nbytes, give_back=None, owner=None):
+        self.address, self.nbytes, self.owner = address, nbytes, owner
+        self._give_back = give_back
+
+    def __del__(self):
+        if self._give_back is not None:
+            self._give_back(self.address, self.nbytes)
+
+
+class Table:
+    """Addresses in device memory, for kernels that go through a list of arrays.
+
+    rows: lists of Arrays and integers, all of one length; in memory (rows, columns) int64.
+    """
+
+    dtype = np.dtype("i8")
+
+    def __init__(self, rows, array):
+        self.rows, self.array = rows, array
+
+    @property
+    def address(self):
+        return self.array.address
+
+    @property
+    def arrays(self):
+        """The Arrays it points to."""
+        return [value for row in self.rows for value in row if isinstance(value, Array)]
+
+    def filled(self):
+        """The numbers, once all addresses are known."""
+        return np.array(
+            [[v.address if isinstance(v, Array) else int(v) for v in row] for row in self.rows],
+            np.int64,
+        )
+
+
+class Eager:
+    """Launches at once, on the device's one stream; memory comes from an arena and goes back to it
+    with the last reference, which the order of the stream makes safe."""
+
+    def __init__(self, device):
+        self.device = device
+        self.arena = arenas.Arena(self._region)
+
+    def _region(self, nbytes):
+        owner = self.device.allocate(nbytes)
+        return owner, owner.address, nbytes
+
+    def empty(self, nbytes):
+        size = -(-max(nbytes, 1) // ALIGNED) * ALIGNED
+        returned = self.arena.returned
+        return Block(self.arena.take(size), size, lambda *place: returned.append(place))
+
+    def launch(self, launch):
+        self.device.launch(load(launch), launch)
+
+    def scalar(self, name, value, dtype):
+        return self._uploaded(np.atleast_1d(np.asarray(value, dtype)))
+
+    def _uploaded(self, value):
+        found = Array(self.empty(value.nbytes), value.dtype, value.shape)
+        self.device.upload(found.address, value)
+        return found
+
+    def exchange(self, world, tree, matrix, combine):
+        """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
+        nodes = download(matrix).reshape(matrix.shape)
+        return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
+
+    def between(self, mover, source, target):
+        """Have all ranks' rows of `source` gathered in `target`."""
+        mover.allgather(source, target)
+
+    def table(self, rows):
+        table = Table(rows, None)
+        table.array = self._uploaded(table.filled())
+        return table
+
+
+def open(device):
+    """Compute on this Device from now on (None: on none, which ends its use). Returns it."""
+    global _device, _sink
+    _device, _sink = device, None if device is None else Eager(device)
+    _constants.clear()
+    _loaded.clear()
+    return device
+
+
+def device():
+    """The Device of this process; RuntimeError where none was opened."""
+    if _device is None:
+        raise RuntimeError("no GPU is in use: world.use_device('gpu') takes one")
+    return _device
+
+
+def sink():
+    """Who takes launches at present."""
+    return _sink
+
+
+@contextlib.contextmanager
+def through(other):
+    """Hand launches to `other` within the block."""
+    global _sink
+    before, _sink = _sink, other
+    try:
+        yield other
+    finally:
+        _sink = before
+
+
+def empty(shape, dtype=np.float32):
+    """An Array in C order whose contents are not known."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    return Array(_sink.empty(nbytes), dtype, shape)
+
+
+def launch(name, grid, block, *arguments, shared=0, defines=None):
+    """Run a kernel of kernels/cuda: its name, grid and block of threads, and what it takes."""
+    made = kernels.make(name, grid, block, arguments, shared, defines)
+    if 0 not in made.grid:  # an empty share
+        _sink.launch(made)
+
+
+def scalar(name, value, dtype=np.float32):
+    """A number or a row of them that may change from step to step, as an Array (n,): a recorded
+    program reads it from memory under this name, so that replays can be given another."""
+    return _sink.scalar(name, value, np.dtype(dtype))
+
+
+def table(rows):
+    """A Table of rows of Arrays and integers."""
+    return _sink.table(rows)
+
+
+_constants: dict = {}  # {(bytes, dtype, shape): Array}
+_loaded: dict = {}  # {Unit: {kernel: handle}}
+
+
+def constant(value):
+    """A NumPy array's contents on the device, uploaded once however often it is asked for."""
+    value = np.ascontiguousarray(value)
+    key = (value.tobytes(), value.dtype.str, value.shape)
+    if key not in _constants:
+        if len(_constants) > 4096:
+            _constants.clear()
+        _constants[key] = _uploaded(value)
+    return _constants[key]
+
+
+def _uploaded(value):
+    """A new Array that no program plans, with this value."""
+    owner = device().allocate(max(value.nbytes, 1))
+    device().upload(owner.address, value)
+    block = Block(owner.address, value.nbytes, owner=owner)
+    return Array(block, value.dtype, value.shape)
+
+
+def persistent(shape, dtype=np.float32):
+    """An Array of zeros that stays where it is: no program plans it."""
+    size = int(np.prod(shape, dtype=np.int64))
+    words = size * np.dtype(dtype).itemsize // 4
+    if words < LARGE:
+        return _uploaded(np.zeros(shape, dtype))
+    # a data set's worth of zeros is no affair of the host
+    nbytes = size * np.dtype(dtype).itemsize
+    owner = device().allocate(nbytes)
+    made = Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
+    seen = Array(made.buffer, np.int32, (words,))
+    zeros = kernels.make("zero_words", 32 * device().processors, 256, (seen, words))
+    device().launch(load(zeros), zeros)
+    rest = np.zeros(nbytes - 4 * words, np.uint8)
+    device().upload(owner.address + 4 * words, rest)
+    return made
+
+
+def upload(array, value):
+    """Copy NumPy memory to an Array, as it lies."""
+    if isinstance(array.buffer.address, int):
+        device().upload(array.address, np.ascontiguousarray(value))
+    else:
+        raise RuntimeError("a program that is being recorded cannot take data from the host")
+
+
+def download(array):
+    """The Array's memory as it lies, as a flat NumPy array; waits for the device."""
+    if not isinstance(array.buffer.address, int):
+        raise RuntimeError(
+            "the value is not known while a step is being recorded: do what needs its number on "
+            "the host outside of the step, or run it with --graphs off"
+        )
+    found = np.empty(array.size, array.dtype)
+    device().download(found, array.address)
+    device().synchronize()
+    return found
+
+
+def load(launch):
+    """The device's handle of a Launch's kernel, compiled and loaded when it is first asked for."""
+    if launch.unit not in _loaded:
+        _loaded[launch.unit] = device().load(launch.unit)
+    return _loaded[launch.unit][launch.name]

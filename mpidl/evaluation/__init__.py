@@ -1,0 +1,1 @@
+"""Evaluation: accuracy and errors, predictions, validation during training, confusion matrices."""

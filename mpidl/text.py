@@ -1,0 +1,67 @@
+"""Text helpers for messages and tables."""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+NAMES_IN_A_LINE = 10  # that `name_list` prints; it counts the others
+
+
+def printable(path: str | bytes | os.PathLike) -> str:
+    """Return a path, or other text from a file, as one line that any terminal can print.
+
+    Bytes that are not UTF-8 and unprintable characters become ``\\xNN`` and the like.
+    """
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def name_list(names: Sequence[str]) -> str:
+    """Join names with commas: "circle, square, triangle"; of many names the first ones."""
+    rest = len(names) - NAMES_IN_A_LINE
+    more = f" and {rest} more" if rest > 0 else ""
+    return ", ".join(printable(name) for name in names[:NAMES_IN_A_LINE]) + more
+
+
+def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:
+    """Return `count` names: those of the classes, then numbers for classes without a name."""
+    names = [str(name) for name in classes or ()]
+    return tuple([*names, *map(str, range(len(names), count))][:count])
+
+
+def did_you_mean(
+    name: object, candidates: Iterable[str], synonyms: Mapping[str, str] | None = None
+) -> str:
+    """Return ": did you mean X?" for the candidate nearest to a name, or "" if none is near.
+
+    Case, dashes and underscores do not count. `synonyms` maps names that other libraries use, in
+    lower case and without dashes, to candidates.
+    """
+    name, candidates = str(name), list(candidates)
+    plain = _plain(name)
+    accepted = {plain, _plain((synonyms or {}).get(plain, plain))}
+    matches = [candidate for candidate in candidates if _plain(candidate) in accepted]
+    matches = matches or [c for c in candidates if name and c.startswith(name)]
+    by_plain_name = {_plain(candidate): candidate for candidate in candidates}
+    close = difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=0.6)
+    matches = matches or [by_plain_name[match] for match in close]
+    return f": did you mean {printable(matches[0])}?" if matches else ""
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "").replace("_", "").lower()
+
+
+def aligned(rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
+    """Return the lines of a table: the first `left` columns left-aligned, the others right."""
+    table = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]

@@ -1,0 +1,1 @@
+"""Training options: their declarations, types and checks, and the sources of their values."""
