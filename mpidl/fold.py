@@ -20,6 +20,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from mpidl.device_array import is_device_array
+
 
 def add(left, right):
     """The combine operation of a plain sum. Writes into `left`, which the fold owns."""
@@ -295,5 +297,5 @@ class Partial:
 
 def replicated(value):
     """A Partial of a value that every rank has already: nothing to exchange, it counts once."""
-    value = value if hasattr(value, "backend") else np.asarray(value)  # (one on a GPU stays there)
+    value = value if is_device_array(value) else np.asarray(value)  # (one on a GPU stays there)
     return Partial([], value, value.shape, value.dtype)

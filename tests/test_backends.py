@@ -1,35 +1,93 @@
-"""The backends define the same functions with the same arguments."""
+"""The backends define the functions of `backends.interface`, with its arguments."""
 
 import inspect
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
-from mpidl.backends import cpu, reference
+from mpidl import backends
+from mpidl.backends import CPU, REFERENCE
+from mpidl.backends.gather import FUNCTIONS, gather
+from mpidl.backends.gpu.backend import GPU
+from mpidl.backends.interface import FUSED, HOST, Backend
+from mpidl.backends.reference import activation
 
-# What only a backend has that reads activations which are not stored
-DEFERRED = {"activation", "activation_sums", "conv2d_moments"}
+# The one function with more options, by keyword: it gathers images of a data set on the device.
+EXTENDED = {("gpu", "images"): ["indices", "counts", "blocks"]}
+BACKENDS = pytest.mark.parametrize("backend", [REFERENCE, CPU, GPU], ids=lambda b: b.name)
 
 
-@pytest.mark.parametrize("name", cpu.__all__)
-def test_the_arguments_are_those_of_numpy(name):
-    if name in DEFERRED:
-        assert not hasattr(reference, name)
+def parameters(function):
+    """(name, default, kind) of each parameter but self."""
+    declared = inspect.signature(function).parameters.values()
+    return [(p.name, p.default, p.kind) for p in declared if p.name != "self"]
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parameters_are_those_of_the_interface(backend, name):
+    if name in missing(backend):
+        assert not hasattr(backend, name)
         return
-    ours, theirs = (inspect.signature(getattr(m, name)).parameters for m in (cpu, reference))
-    assert list(ours)[: len(theirs)] == list(theirs)
-    extra = list(ours.values())[len(theirs) :]
-    assert all(p.default is not inspect.Parameter.empty for p in extra)
+    expected = parameters(getattr(Backend, name))
+    actual = parameters(getattr(backend, name))
+    assert actual[: len(expected)] == expected
+    extra = actual[len(expected) :]
+    assert [name for name, *_ in extra] == EXTENDED.get((backend.name, name), [])
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for *_, kind in extra)
 
 
-def test_what_ops_call_is_in_both():
-    """Every function of `reference` that another module uses."""
-    shared = set(cpu.__all__) - DEFERRED
-    own = {"conv2d_dx", "conv2d_dweight", "pool2d_shape"}  # parts of others, and shapes
-    functions = {
-        name
-        for name, value in vars(reference).items()
-        if inspect.isfunction(value)
-        and not name.startswith("_")
-        and value.__module__.startswith("mpidl.backends")
-    }
-    assert functions - own == shared
+def missing(backend):
+    """The functions that the capabilities of a backend excuse."""
+    return (set() if backend.fuses_convolutions else FUSED) | (
+        HOST if backend.arrays_on_device else set()
+    )
+
+
+@BACKENDS
+def test_a_backend_has_nothing_beside_the_interface(backend):
+    capabilities = {"name", "fuses_convolutions", "arrays_on_device"}
+    assert set(vars(backend)) == set(FUNCTIONS) - missing(backend) | capabilities
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_says_what_it_does(name):
+    """In the interface; implementations repeat it nowhere."""
+    assert (inspect.getdoc(getattr(Backend, name)) or "").startswith("Return ")
+
+
+def test_missing_functions_are_refused():
+    with pytest.raises(TypeError, match="backend partial: no module defines "):
+        gather("partial", [activation])
+    assert gather("partial", [activation], REFERENCE).relu is activation.relu
+
+
+@BACKENDS
+def test_zeros_and_copies_of_host_arrays(backend, request):
+    """zeros_like and from_numpy, which are no kernels of the tests elsewhere."""
+    if backend is GPU:
+        pytest.skip("tests/gpu/test_gpu_elementwise.py has them")
+    like = np.ones((3, 40), np.float32)
+    zeros = backend.zeros_like(like)
+    assert zeros.dtype == like.dtype and np.array_equal(zeros, 0 * like)
+    copied = backend.from_numpy(np.arange(120.0).reshape(3, 40), like)
+    assert copied.dtype == like.dtype and copied[2, 39] == 119
+
+
+def test_backends_go_by_type():
+    assert backends.of_type(np.float64) is REFERENCE
+    assert backends.of_array(np.zeros(3)) is REFERENCE
+
+
+def test_a_run_on_cpus_loads_no_kernels_of_gpus():
+    """Only how GPUs are discovered and compiled for is loaded at the start."""
+    code = (
+        "import sys, mpidl; from mpidl import training;"
+        "print([m for m in sys.modules if m.startswith('mpidl.backends.gpu.')])"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert "gpu.conv" not in loaded and "gpu.backend" not in loaded

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 from compiled import bytes_of, everywhere, needed
 
-from mpidl.backends import cpu, reference, settings
+from mpidl import shapes
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Tree, split_blocks
 
@@ -50,7 +53,7 @@ class Case:
         self.x = rng.standard_normal((blocks, *image, LANES), np.float32)
         self.weight = rng.standard_normal((k, image[0] // self.how[3], r, s), np.float32)
         self.bias = rng.standard_normal(k, np.float32)
-        output = reference.conv2d_shape(image, self.weight.shape, *self.how[:3])
+        output = shapes.conv2d_shape(image, self.weight.shape, *self.how[:3])
         self.dy = rng.standard_normal((blocks, *output, LANES), np.float32)
         self.counts = np.full(blocks, LANES, np.int32)
         if blocks:
@@ -138,7 +141,7 @@ def test_the_fused_pass_has_the_bytes_of_the_separate_ones(name, policy):
             moments,
             *cpu.conv2d_backward(
                 *(case.dy, source, case.weight, *case.how, case.counts, case.tree, needs),
-                behind=(behind, a, b, c),
+                activation_after=(behind, a, b, c),
                 sums=True,
             ),
         )

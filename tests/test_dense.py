@@ -1,6 +1,5 @@
 """The C kernels of fully connected layers against float64, plain loops in C, and each other."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -12,15 +11,14 @@ from alone import Alone, blocked, numbers
 from compiled import bytes_of, everywhere, needed
 
 import mpidl as dl
-from mpidl.backends import cpu
-from mpidl.backends.cpu import builds
+from mpidl.backends import CPU as cpu
+from mpidl.backends.cpu import builds, dense
 from mpidl.backends.cpu.call import nodes_of, source_of, tree_of
 from mpidl.blocks import LANES, Activation, Source
 from mpidl.fold import Counter, Tree
 
 pytestmark = needed
 
-module = importlib.import_module("mpidl.backends.cpu.dense")
 ALL = True, True, True
 
 
@@ -129,7 +127,7 @@ def test_an_activation_is_read_as_its_values(outputs, features, channels, blocks
 def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
     layer, where = Layer(outputs, 700, 5, 11, channels), tree(5)
     found = everywhere(lambda: layer.backward(where))
-    monkeypatch.setattr(module, "FEW", 0)
+    monkeypatch.setattr(dense, "FEW", 0)
     several = everywhere(lambda: layer.backward(where))
     same([*found.values()], [*several.values()])
 
@@ -249,7 +247,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpidl.backends import cpu
+from mpidl.backends import CPU as cpu
 from mpidl.fold import Tree
 
 def megabytes(name):

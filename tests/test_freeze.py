@@ -9,7 +9,8 @@ from alone import Alone, assert_slopes, blocked, finite_differences, numbers, wh
 from compiled import needed
 
 import mpidl as dl
-from mpidl.backends import cpu, reference
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
 from mpidl.training.options.configuration import changed_on_resume
 
 SHAPE = (2, 8, 8)

@@ -8,7 +8,9 @@ import pytest
 from compiled import everywhere, needed
 from images import pixels_of
 
-from mpidl.backends import cpu, reference, settings
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES, blocks_of
 

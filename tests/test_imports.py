@@ -9,7 +9,17 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
 # What each room of the house may import beside itself. A room is a package, or a module at the top.
-BOTTOM = {"errors", "text", "files", "keyed", "fold", "blocks", "autodiff"}
+BOTTOM = {
+    "errors",
+    "text",
+    "files",
+    "keyed",
+    "fold",
+    "blocks",
+    "shapes",
+    "device_array",
+    "autodiff",
+}
 BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}

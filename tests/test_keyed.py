@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpidl import backends, keyed
-from mpidl.backends import reference
+from mpidl.backends import REFERENCE as reference
 
 MASK = (1 << 64) - 1
 

@@ -6,8 +6,9 @@ import pytest
 from alone import Alone, numbers
 from compiled import everywhere, needed
 
-from mpidl.backends import cpu, reference
-from mpidl.backends.reference_more import chances, philox
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends.reference.dropout import chances, philox
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Tree
 

@@ -5,7 +5,8 @@ import pytest
 from alone import Alone, numbers
 from compiled import everywhere, needed
 
-from mpidl.backends import cpu, reference
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES
 from mpidl.fold import Tree

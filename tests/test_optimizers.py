@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from compiled import everywhere, needed
 
-from mpidl.backends import cpu, reference
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
 from mpidl.errors import UserError
 from mpidl.training.optimizers import SGDM
 

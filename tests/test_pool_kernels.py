@@ -6,7 +6,8 @@ from alone import Alone, numbers
 from compiled import everywhere, needed
 
 import mpidl as dl
-from mpidl.backends import cpu, reference
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.pool import _geometry
 from mpidl.blocks import LANES, Source

@@ -7,7 +7,8 @@ import pytest
 from compiled import everywhere, needed
 
 import mpidl as dl
-from mpidl.backends import cpu, reference
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
 from mpidl.errors import UserError
 
 SHAPES = {"conv1.weight": (3, 1, 2, 2), "conv1.bias": (3,), "batchnorm1.gamma": (3,)}

@@ -10,7 +10,9 @@ import pytest
 from compiled import needed
 
 import mpidl as dl
-from mpidl.backends import cpu, reference, settings
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 
 pytestmark = needed
@@ -85,7 +87,7 @@ FORK = """
 import os
 import numpy as np
 from mpidl import backends
-from mpidl.backends import cpu
+from mpidl.backends import CPU as cpu
 backends.configure(threads=3)
 x = np.ones((5, 4, 8, 8, 16), np.float32)
 before = cpu.relu(x).sum()

@@ -5,7 +5,8 @@ import pytest
 from compiled import everywhere, needed
 from images import pixels_of
 
-from mpidl.backends import cpu, reference
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
 
 SHAPES = [(1, 28, 28), (3, 9, 7), (2, 1, 1), (3, 2, 33)]
 

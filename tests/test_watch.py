@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from compiled import needed
 
-from mpidl.backends import cpu
+from mpidl.backends import CPU as cpu
 from mpidl.backends.cpu import builds
 
 pytestmark = needed

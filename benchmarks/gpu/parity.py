@@ -12,7 +12,8 @@ import numpy as np
 
 from benchmarks import subject
 from mpidl import keyed
-from mpidl.backends import reference, settings
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.blocks import LANES, OneRank, share
 from mpidl.comm.reducer import is_on_host
 from mpidl.fold import Partial, merge_moments
@@ -238,10 +239,10 @@ def _losses(layer, shape, batch):
 
 def compare(case):
     """The largest relative error of what a Case's function gives."""
-    from mpidl.backends.gpu import functions
+    from mpidl.backends.gpu.backend import GPU
 
     exact = getattr(reference, case.function)(*_each(case.arguments, _for_numpy))
-    found = getattr(functions, case.function)(*_each(case.arguments, _for_gpu))
+    found = getattr(GPU, case.function)(*_each(case.arguments, _for_gpu))
     return max(_errors(found, exact, case.count))
 
 

@@ -3,7 +3,7 @@
  * as 1, 2, 3", SC 2011): forward and backward are one pass, and nothing is stored.
  *
  * A call of the generator serves GROUP consecutive elements of each of the 16 samples, 16 bits for
- * each; see mpidl/backends/reference_more.py, which has the same bytes. */
+ * each; see mpidl/backends/reference/dropout.py, which has the same bytes. */
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"

@@ -124,7 +124,7 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
 
 /* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
  * elements, 16), rows (blocks): sums over a block's images, folded into the first ones. power: 1 or 2,
- * see backends/reference_loss.py */
+ * see backends/reference/loss.py */
 void mpidl_exp(const double *x, double *y, int64_t count);
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes, int64_t pixels);
 void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,

@@ -23,6 +23,7 @@ import numpy as np
 
 from mpidl import keyed
 from mpidl.blocks import Blocked, from_images
+from mpidl.device_array import is_device_array
 from mpidl.fold import Counter, Partial, replicated
 
 _clock = itertools.count()
@@ -153,7 +154,7 @@ def refuse_gpu(name, *values):
     """Raise the TypeError of an op that works on NumPy arrays where a value lies on a GPU."""
     for value in values:
         array = value.source if isinstance(value, Blocked) else value
-        if hasattr(getattr(array, "x", array), "backend"):  # (of a Source, its x)
+        if is_device_array(getattr(array, "x", array)):  # (of a Source, its x)
             raise TypeError(
                 f"{name}: works on NumPy arrays, and its argument lies on a GPU, for which it has "
                 "no kernel: run with --device cpu"
@@ -204,15 +205,14 @@ def _in_type(cotangent, dtype):
         if cotangent.dtype == dtype:
             return cotangent
         return cotangent.like(cotangent.lanes.astype(dtype))
-    if hasattr(cotangent, "backend") and cotangent.dtype == dtype:
+    if is_device_array(cotangent) and cotangent.dtype == dtype:
         return cotangent  # on a GPU
     return np.asarray(cotangent, dtype)
 
 
 def _zeros(array):
     """Zeros like an array, where it lies."""
-    backend = getattr(array, "backend", None)
-    return np.zeros_like(array) if backend is None else backend.zeros_like(array)
+    return array.zeros_like() if is_device_array(array) else np.zeros_like(array)
 
 
 def backward(root, seed, *, fold=None, on_ready=None, progress=None):

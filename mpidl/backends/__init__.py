@@ -1,48 +1,70 @@
 """Backends: the same functions with the same arguments for each kind of array.
 
-`of(x)` picks one by the type of its lanes. A backend works on lanes `(blocks, *image_shape, 16)`,
-knows nothing of tapes or ranks, and hands every sum over images to the fold leaf by leaf.
+`of(x)` picks the `Backend` for a value by the type of its lanes and by where they lie. `interface`
+says what each function does; `reference`, `cpu` and `gpu` implement them.
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
-from mpidl.backends import reference, settings
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds
-from mpidl.blocks import Source
+from mpidl.backends.cpu.backend import CPU
+from mpidl.backends.interface import Backend
+from mpidl.backends.reference.backend import REFERENCE
+from mpidl.blocks import Blocked, Source
+from mpidl.device_array import is_device_array
 
 WINOGRAD = ("auto", "off", "fast")
 PRECISION = ("fp32", "tf32")
 
 
-def of(x):
-    """The backend for a Blocked value: by where its lanes lie, and their type."""
+def of(x: Blocked) -> Backend:
+    """Return the backend for a Blocked value."""
     lanes = x.source
     return of_array(lanes.x if isinstance(lanes, Source) else lanes)
 
 
-def of_array(array):
-    """The backend for an array: the C kernels for float32 where they are, else NumPy; or the GPU's
-    for one that lies there."""
-    host = isinstance(array, (np.ndarray, np.generic))
-    return of_type(array.dtype) if host else array.backend
+def of_array(array: Any) -> Backend:
+    """Return the backend for an array: the GPU's if it lies there, else `of_type` of its type."""
+    if is_device_array(array):
+        from mpidl.backends.gpu.backend import GPU  # late: runs on CPUs load nothing of it
+
+        return GPU
+    return of_type(array.dtype)
 
 
-def of_type(dtype):
-    """The backend for NumPy arrays of a type."""
-    if dtype == np.float32 and builds.kernels() is not None:
-        from mpidl.backends import cpu
+def of_type(dtype: Any) -> Backend:
+    """Return the backend for NumPy arrays of a type.
 
-        return cpu
-    return reference
+    These are the C kernels for float32 if this process has a build of them, else NumPy.
+    """
+    return CPU if dtype == np.float32 and builds.kernels() is not None else REFERENCE
 
 
-def configure(*, threads=None, winograd=None, precision=None):
-    """Set what holds for this process; the same on all ranks, but for `threads`.
+def configure(
+    *, threads: int | None = None, winograd: str | None = None, precision: str | None = None
+) -> None:
+    """Set options of this process. All ranks must set the same, except for `threads`.
 
-    threads: of a rank, in the C kernels; the bytes do not depend on it. winograd: "auto" (3x3
-    convolutions at stride 1: F(2x2) forward from 32 channels on, F(4x4) backward), "off" (direct
-    sums), "fast" (F(4x4) forward too, whose error is larger): the bytes depend on it. precision, of
-    products on a GPU's tensor cores: "fp32" (3xTF32) or "tf32": the bytes depend on it, too.
+    Parameters
+    ----------
+    threads : int, optional
+        Threads of this rank in the C kernels. The bytes of results do not depend on it.
+    winograd : {"auto", "off", "fast"}, optional
+        How 3x3 convolutions at stride 1 are computed; the bytes depend on it. "auto": F(2x2)
+        forward from 32 channels on, F(4x4) backward; "off": direct sums; "fast": F(4x4) forward
+        too, whose error is larger.
+    precision : {"fp32", "tf32"}, optional
+        Of products on a GPU's tensor cores; the bytes depend on it. "fp32" is 3xTF32.
+
+    Raises
+    ------
+    ValueError
+        If an option is none of these, or `threads` is less than 1.
     """
     if precision is not None:
         if precision not in PRECISION:

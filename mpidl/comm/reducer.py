@@ -6,6 +6,7 @@ import numpy as np
 
 from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
+from mpidl.device_array import OnDevice
 from mpidl.fold import Partial
 
 BUCKET = 1 << 18  # bytes: the digits network's dense layer leaves as soon as its gradient is there
@@ -134,7 +135,7 @@ def is_on_host(value):
     if not isinstance(value, Partial):
         return True
     there = [*(term.nodes for term in value.terms), value.once]
-    return not any(hasattr(v, "matrix") or hasattr(v, "backend") for v in there)
+    return not any(isinstance(v, OnDevice) for v in there)
 
 
 def post(net, tag, tree, matrix, combine):

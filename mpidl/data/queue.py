@@ -256,20 +256,20 @@ def bounds_of(labels):
 
 def uploaded(feeds, pipeline):
     """(images, labels) on the GPU of each (Feed, None), by this thread."""
-    from mpidl.backends.gpu import array, functions
+    from mpidl.backends.gpu import array
+    from mpidl.backends.gpu import images as gpu_images
 
     with contextlib.closing(feeds):
         for feed, _ in feeds:
             batch = feed.batch
             given = {"counts": batch.counts(), "blocks": batch.blocks}
-            show = functions.images if feed.pixels.dtype == np.uint8 else functions.floats
             said = {
                 name: array.plain(value) if isinstance(value, np.ndarray) else value
                 for name, value in (feed.moves | pipeline.numbers()).items()
             }
-            images, labels = show(array.plain(feed.pixels), **said, **given), None
+            images, labels = gpu_images.images(array.plain(feed.pixels), **said, **given), None
             if feed.labels is not None:
-                lanes = functions.targets(array.plain(feed.labels), **given)
+                lanes = gpu_images.targets(array.plain(feed.labels), **given)
                 lanes.bounds = array.Bounds(feed.bounds)
                 labels = Blocked(lanes, batch)
             yield Blocked(images, batch), labels

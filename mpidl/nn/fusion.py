@@ -34,7 +34,7 @@ def runs(layers, reads):
 
 def fuses(x):
     """Whether the backend of a value reads activations that are not stored."""
-    return hasattr(backends.of(x), "conv2d_moments")
+    return backends.of(x).fuses_convolutions
 
 
 def forward(run, x, places):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from mpidl import backends, keyed, ops
-from mpidl.backends.reference import conv2d_shape
 from mpidl.ops import check
 from mpidl.ops.pool import PLACES, windows
+from mpidl.shapes import conv2d_shape
 
 
 @dataclass

@@ -5,12 +5,12 @@ import math
 from dataclasses import dataclass
 
 from mpidl import ops
-from mpidl.backends.reference_conv import transposed_conv2d_shape
 from mpidl.nn.layers import Built, Layer, Weighted, glorot_uniform
 from mpidl.ops import check
 from mpidl.ops.activation import check_scale
 from mpidl.ops.lrn import check_window
 from mpidl.ops.transposed import crops
+from mpidl.shapes import transposed_conv2d_shape
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Batch normalization, by itself or in one pass with the convolution before and the ReLU behind."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,11 +9,12 @@ from mpidl.autodiff.tape import op
 from mpidl.blocks import Activation, Gradient
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
+from mpidl.shapes import Pads, Pair
 
 
 class Statistics(NamedTuple):
     """What a mini-batch is normalized by: float64, (C,) but for the count; see
-    `backends.reference.statistics`."""
+    `backends.interface`."""
 
     count: float
     mean: np.ndarray
@@ -33,17 +34,17 @@ def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
     return s if local is None else Statistics(*backend.statistics(local, gamma, epsilon))
 
 
-def _gradients(backend, sums, batch, scope, gamma, s):
+def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, Any], Any, Any]:
     """From the Partial of [sum of dy, sum of dy * (x - mean)]: the factors a, b, c of
     dx = a * dy + b * (x - mean) + c, and the gradients of gamma and beta, which are replicated, not
     Partials: their sums went over all ranks."""
     if scope == "global":
-        *factors, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
-        return factors, dgamma, dbeta
+        a, b, c, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
+        return (a, b, c), dgamma, dbeta
     channels, sums = len(gamma), sums.local()
     total = batch.world.gplus(np.concatenate([sums[:channels], sums[channels:] * s.rstd]))
-    *factors, _, _ = backend.batchnorm_factors(sums, gamma, s)
-    return factors, total[channels:].astype(gamma.dtype), total[:channels].astype(gamma.dtype)
+    a, b, c, _, _ = backend.batchnorm_factors(sums, gamma, s)
+    return (a, b, c), total[channels:].astype(gamma.dtype), total[:channels].astype(gamma.dtype)
 
 
 def _check(name, channels, gamma, beta, scope, shape):
@@ -154,13 +155,21 @@ def conv2d_batchnorm_relu(
     return Activation(value, batch, backend.activation), vjp
 
 
-def _through(dy, x, value, weight, how, factors, needs):
+def _through(
+    dy,
+    x,
+    value,
+    weight,
+    how: tuple[Pair, Pads, Pair, int],
+    factors: tuple[Any, Any, Any],
+    needs,
+):
     """Cotangents of the convolution's images, weight and bias, of the cotangent of `value`, the
     Source of the activation; factors: those of the batch normalization between."""
     if not any(needs):
         return None, None, None
     backend, batch = backends.of(x), x.batch
-    before = needs[0] and isinstance(x, Activation)
+    activation_before = needs[0] and isinstance(x, Activation)
     dx, dweight, dbias, sums = backend.conv2d_backward(
         dy.lanes,
         x.source,
@@ -169,11 +178,11 @@ def _through(dy, x, value, weight, how, factors, needs):
         batch.counts(),
         batch.tree,
         needs,
-        behind=(value, *factors),
-        sums=before,
-        reuse=isinstance(dy, Gradient),  # made by the op behind for this one alone
+        activation_after=(value, *factors),
+        sums=activation_before,
+        overwrite=isinstance(dy, Gradient),  # made by the op behind for this one alone
     )
-    if before:
+    if activation_before:
         dx = Gradient(dx, batch, sums)
     elif dx is not None:
         dx = x.like(dx)

@@ -1,5 +1,6 @@
 """What an op checks of its arguments: each error says what was expected and what was found."""
 
+from mpidl import shapes
 from mpidl.blocks import Blocked
 
 BLOCKED = (  # where a value per image comes from
@@ -71,8 +72,4 @@ def same_or_pads(name, value, image, size, stride, dilation=(1, 1)):
     and of an odd number of rows the one more is at the bottom, of columns at the right."""
     if value != "same":
         return pads(name, value)
-    found = []
-    for n, taps, step, d in zip(image, size, stride, dilation, strict=True):
-        total = max(0, (-(-n // step) - 1) * step + d * (taps - 1) + 1 - n)
-        found.append((total // 2, total - total // 2))
-    return tuple(found)
+    return shapes.same_padding(image, size, stride, dilation)

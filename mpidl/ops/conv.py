@@ -4,11 +4,13 @@ import functools
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
-from mpidl.backends.reference import conv2d_shape
 from mpidl.ops import check
+from mpidl.shapes import Pads, Pair, conv2d_shape
 
 
-def conv2d_arguments(x, weight, bias, stride, padding, dilation, groups):
+def conv2d_arguments(
+    x, weight, bias, stride, padding, dilation, groups
+) -> tuple[Pair, Pads, Pair, int]:
     """(stride, padding, dilation, groups) as backends take them, of arguments that fit together."""
     check.images("conv2d", x, 4)
     how = (check.fixed(v) for v in (stride, padding, dilation))

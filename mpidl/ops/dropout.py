@@ -4,7 +4,7 @@ import hashlib
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
-from mpidl.backends.reference_more import CHANCES
+from mpidl.backends.reference.dropout import CHANCES
 from mpidl.ops import check
 
 
@@ -28,9 +28,9 @@ def dropout(x, probability=0.5, *, key="dropout"):
     Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", 2014,
     with the scaling in training, so that prediction has nothing to do. What becomes 0 depends on
     (seed and epoch of the mini-batch, key, sample number, element) alone, through Philox4x32-10
-    (`backends.reference_more.chances`): it is the same on any number of ranks and is computed again
-    for the gradient, not stored. `key` is a text that tells uses apart, the layer's name in a
-    network. The probability is rounded to a multiple of 2**-16, and the scale fits that.
+    (`reference.dropout.chances`): it is the same on any number of ranks and is computed again for
+    the gradient, not stored. `key` is a text that tells uses apart, the layer's name in a network.
+    The probability is rounded to a multiple of 2**-16, and the scale fits that.
     """
     check.images("dropout", x)
     threshold = dropout_threshold("dropout", probability)

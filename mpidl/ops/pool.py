@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from mpidl import backends
 from mpidl.autodiff.tape import op, value_of
-from mpidl.backends.reference import pool2d_shape
 from mpidl.blocks import Gradient
 from mpidl.ops import check
+from mpidl.shapes import pool2d_shape
 
 PLACES = 256  # what a byte can tell apart
 
@@ -53,7 +53,8 @@ def max_pool2d(x, size, *, stride=None, padding=0):
     to the largest pixel, of equal ones to the first, row by row.
     """
     check.images("max_pool2d", x, 4)
-    *how, _ = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
+    rows, stride, pads, _ = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
+    how = rows, stride, pads
     backend = backends.of(x)
     y, argmax = backend.max_pool2d(x.source, *how)
 
@@ -81,7 +82,8 @@ def average_pool2d(x, size, *, stride=None, padding=0):
     count_include_pad do.
     """
     check.images("average_pool2d", x, 4)
-    *how, _ = windows("average_pool2d", x.image_shape, size, stride, padding)
+    rows, stride, pads, _ = windows("average_pool2d", x.image_shape, size, stride, padding)
+    how = rows, stride, pads
     backend = backends.of(x)
     y = backend.average_pool2d(x.source, *how)
 

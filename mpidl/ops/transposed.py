@@ -4,8 +4,8 @@ import functools
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
-from mpidl.backends.reference_conv import transposed_conv2d_shape
 from mpidl.ops import check
+from mpidl.shapes import Pads, Pair, same_cropping, transposed_conv2d_shape
 
 
 def crops(name, cropping, size, stride):
@@ -21,12 +21,11 @@ def crops(name, cropping, size, stride):
             f"{name}: cropping 'same' asks for filters at least as large as the stride {stride}, "
             f"got {size}"
         )
-    sides = [taps - step for taps, step in zip(size, stride, strict=True)]
-    return tuple((side // 2, side - side // 2) for side in sides)
+    return same_cropping(size, stride)
 
 
 @functools.lru_cache(maxsize=256)
-def _arguments(image_shape, weight_shape, bias_shape, stride, cropping):
+def _arguments(image_shape, weight_shape, bias_shape, stride, cropping) -> tuple[Pair, Pads]:
     name = "transposed_conv2d"
     if len(weight_shape) != 4 or weight_shape[0] != image_shape[0]:
         raise ValueError(

@@ -111,7 +111,7 @@ class Optimizer(abc.ABC):
                 if name not in arrays:
                     arrays[name] = backends.of_array(w).zeros_like(w)
                 elif isinstance(arrays[name], np.ndarray) and not isinstance(w, np.ndarray):
-                    arrays[name] = w.backend.placed(arrays[name], w)
+                    arrays[name] = backends.of_array(w).from_numpy(arrays[name], w)
 
     def _factor(self, name):
         return self.l2_factors.get(name, 1.0 if name.endswith(".weight") else 0.0)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from mpidl import fold
-from mpidl.backends import reference
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends.gpu import activation as activations
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import LANES, Source
 
@@ -145,10 +146,10 @@ def test_what_is_computed_pixel_by_pixel(device, shape, images, blocks):
     near(y.numpy(), reference.batchnorm(*wide))
     activation = batchnorm.activation(source)
     assert np.array_equal(activation.numpy(), np.maximum(y.numpy(), 0))
-    assert np.array_equal(batchnorm.relu(y).numpy(), activation.numpy())
+    assert np.array_equal(activations.relu(y).numpy(), activation.numpy())
 
     on_gpu_dy = array.lanes(dy)
-    dz = batchnorm.relu_dx(on_gpu_dy, activation)
+    dz = activations.relu_dx(on_gpu_dy, activation)
     assert np.array_equal(dz.numpy(), np.where(activation.numpy() > 0, dy, 0))
     dx = batchnorm.batchnorm_dx(on_gpu_dy, on_gpu[0], on_gpu[1], *factors, valid)
     how = *(v.astype("f8") for v in (mean, a, b, c)), counts
@@ -159,7 +160,7 @@ def test_what_is_computed_pixel_by_pixel(device, shape, images, blocks):
     expected = batchnorm.batchnorm_dx(dz, on_gpu[0], on_gpu[1], *factors, valid).numpy()
     fused = batchnorm.activation_dx(on_gpu_dy, source, *factors, valid)
     assert fused is not on_gpu_dy and np.array_equal(fused.numpy(), expected)
-    again = batchnorm.activation_dx(on_gpu_dy, source, *factors, valid, reuse=True)
+    again = batchnorm.activation_dx(on_gpu_dy, source, *factors, valid, overwrite=True)
     assert again is on_gpu_dy and np.array_equal(again.numpy(), expected)
     for made in (y, activation, dz, dx, fused):
         assert made.shape == x.shape and made.order == on_gpu[0].order
@@ -178,8 +179,8 @@ def test_a_small_device_goes_through_all(emulated, shape):
             made = [
                 batchnorm.activation(source),
                 batchnorm.activation_dx(on_gpu[1], source, *factors, valid),
-                batchnorm.relu(on_gpu[0]),
-                batchnorm.relu_dx(on_gpu[1], on_gpu[0]),
+                activations.relu(on_gpu[0]),
+                activations.relu_dx(on_gpu[1], on_gpu[0]),
             ]
             found.append(b"".join(value.numpy().tobytes() for value in made))
     assert found[0] == found[1]
@@ -244,7 +245,7 @@ def test_any_schedule_gives_the_same_bytes(emulated):
 def test_nan_stays(device):
     x = np.zeros((1, 4, 1, 1, LANES), "f4")
     x[0, 0, 0, 0, :2] = np.nan, -0.0
-    found = batchnorm.relu(array.lanes(x)).numpy()
+    found = activations.relu(array.lanes(x)).numpy()
     assert np.isnan(found[0, 0, 0, 0, 0]) and not np.signbit(found[0, 0, 0, 0, 1])
 
 
@@ -265,7 +266,7 @@ def test_a_flattened_cotangent_lies_as_its_value(device):
     exact = reference.batchnorm_sums(dy.astype("f8"), x[:, :, 0, 0].astype("f8"), mean, tree(1))
     near(root(found), exact.terms[0].nodes[0])
     with pytest.raises(ValueError, match="expected a cotangent of"):
-        batchnorm.relu_dx(array.lanes(drawn(0, 1, 3, LANES)), array.lanes(x))
+        activations.relu_dx(array.lanes(drawn(0, 1, 3, LANES)), array.lanes(x))
     with pytest.raises(ValueError, match=r"expected \(blocks, C, ..., 16\) lanes"):
         batchnorm.channel_sums(array.plain(x), tree(1))
 

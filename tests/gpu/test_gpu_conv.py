@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from mpidl.backends import reference, settings
+from mpidl import shapes
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.backends.gpu import array, batchnorm, conv, conv_direct, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Tree, add, fold_nodes, split_blocks
@@ -57,7 +59,7 @@ class Case:
         self.x = rng.standard_normal((blocks, *image, LANES), np.float32)
         self.weight = rng.standard_normal((k, image[0] // self.how[3], r, s), np.float32)
         self.bias = rng.standard_normal(k, np.float32)
-        output = reference.conv2d_shape(image, self.weight.shape, *self.how[:3])
+        output = shapes.conv2d_shape(image, self.weight.shape, *self.how[:3])
         self.dy = rng.standard_normal((blocks, *output, LANES), np.float32)
         self.dy[-1:, ..., 9:] = 0
         self.counts = np.full(blocks, LANES)

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from mpidl.backends import reference
+from mpidl import shapes
+from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, conv_direct, fold
+from mpidl.backends.reference.conv import conv2d_dweight, conv2d_dx
 from mpidl.blocks import LANES
 from mpidl.fold import Tree, add, fold_nodes, split_blocks
 
@@ -44,7 +46,7 @@ class Case:
         self.x = rng.standard_normal((blocks, *image, LANES), np.float32)
         self.weight = rng.standard_normal((k, image[0] // self.how[3], r, s), np.float32)
         self.bias = rng.standard_normal(k, np.float32)
-        output = reference.conv2d_shape(image, self.weight.shape, *self.how[:3])
+        output = shapes.conv2d_shape(image, self.weight.shape, *self.how[:3])
         self.dy = rng.standard_normal((blocks, *output, LANES), np.float32)
         self.dy[-1:, ..., 9:] = 0
 
@@ -53,10 +55,10 @@ class Case:
         dy, x, weight, bias = (
             a.astype(np.float64) for a in (self.dy, self.x, self.weight, self.bias)
         )
-        partial = reference.conv2d_dweight(dy, x, weight, *self.how, whole(len(x)))
+        partial = conv2d_dweight(dy, x, weight, *self.how, whole(len(x)))
         return (
             reference.conv2d(x, weight, bias, *self.how),
-            reference.conv2d_dx(dy, x, weight, *self.how),
+            conv2d_dx(dy, x, weight, *self.how),
             partial.terms[0].nodes[0],
         )
 

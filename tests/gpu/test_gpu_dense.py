@@ -1,22 +1,17 @@
 """Fully connected layers on the emulated GPU: float64, and that every sum has one order."""
 
-import importlib
 import math
 
 import numpy as np
 import pytest
 from alone import numbers
 
-from mpidl.backends import reference
-from mpidl.backends.gpu import array, launching
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends.gpu import array, batchnorm, dense, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Counter, Tree, add, fold_nodes, split_blocks
 
-# of which the package has functions of the same names
-dense, batchnorm = (
-    importlib.import_module(f"mpidl.backends.gpu.{m}") for m in ("dense", "batchnorm")
-)
 ALL = True, True, True
 
 # outputs, image

@@ -17,7 +17,7 @@ def values(dtype, *shape):
 @pytest.mark.parametrize("size", [0, 1, 255, 1030])
 def test_add(device, dtype, size):
     a, b = values(dtype, size), values(dtype, size)[::-1]
-    found = elementwise.add(array.plain(a), array.plain(b))
+    found = array.plain(a) + array.plain(b)
     assert found.dtype == dtype and found.numpy().tobytes() == (a + b).tobytes()
 
 
@@ -27,7 +27,7 @@ def test_a_small_device_goes_through_all(emulated):
         on_gpu = array.plain(a)
         assert np.array_equal((on_gpu + on_gpu).numpy(), 2 * a)
         assert np.array_equal(elementwise.scaled(on_gpu, 3).numpy(), 3 * a)
-        assert not elementwise.zeros_like(on_gpu).numpy().any()
+        assert not on_gpu.zeros_like().numpy().any()
         matrices = [on_gpu.reshape(1, 20001), array.plain(a[None, :9])]
         packed = elementwise.pack(matrices, 1).numpy()
     assert np.array_equal(packed, np.hstack([a, a[:9]])[None])
@@ -40,7 +40,7 @@ def test_add_keeps_shape_and_order(device):
     with pytest.raises(ValueError, match="they differ in shape, type or order"):
         array.filters(a) + array.plain(b)
     with pytest.raises(TypeError, match="expected float32 or float64"):
-        elementwise.add(*2 * (array.plain(np.arange(3)),))
+        array.plain(np.arange(3)) + array.plain(np.arange(3))
 
 
 @TYPES
@@ -55,10 +55,10 @@ def test_scaled_as_the_host_scales_a_sum(device, dtype):
 
 def test_zeros(device):
     for made in (values("f8", 5), np.ones(7, "u1"), values("f4", 0)):
-        zeros = elementwise.zeros_like(array.plain(made))
+        zeros = array.plain(made).zeros_like()
         assert zeros.dtype == made.dtype and np.array_equal(zeros.numpy(), 0 * made)
     weight = array.filters(values("f4", 2, 3, 2, 5))
-    zeros = elementwise.zeros_like(weight)
+    zeros = weight.zeros_like()
     assert zeros.order == weight.order and not zeros.numpy().any()
 
 

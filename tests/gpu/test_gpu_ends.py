@@ -1,17 +1,14 @@
 """The two ends of a step on the emulated GPU: images to lanes, and the optimizer's step."""
 
-import importlib
-
 import numpy as np
 import pytest
 from alone import numbers
 
-from mpidl.backends import reference
-from mpidl.backends.gpu import array, launching, optimizer
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends.gpu import array, images, launching, optimizer
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, blocks_of
 
-images = importlib.import_module("mpidl.backends.gpu.images")
 SHAPES = [(1, 28, 28), (3, 32, 32), (3, 5, 7), (1, 1, 1), (4, 2, 33), (2, 19, 31)]
 
 
@@ -42,7 +39,7 @@ def test_whole_images(device, shape, count):
     found, expected = images.images(array.plain(pixels)), reference.images(pixels)
     assert found.order == array.IMAGES and found.dtype == np.float32
     assert found.numpy().tobytes() == expected.tobytes()
-    floats = images.floats(array.plain(pixels.astype(np.float32) / np.float32(255)))
+    floats = images.images(array.plain(pixels.astype(np.float32) / np.float32(255)))
     assert floats.numpy().tobytes() == expected.tobytes()
 
 
@@ -71,7 +68,7 @@ def test_filled_and_normalized(device, of_pixels):
         name: random.uniform(1, 200, (3, *size) if of_pixels else 3).astype(np.float32)
         for name in ("centre", "divisor")
     }
-    for show, kind in ((images.images, np.uint8), (images.floats, np.float32)):
+    for show, kind in ((images.images, np.uint8), (images.images, np.float32)):
         pixels, fill = pixels_of(20, shape).astype(kind), np.array([7, 0, 255], kind)
         expected = reference.images(pixels, size, **options, fill=fill, **numbers)
         given = uploaded(options | {"fill": fill} | numbers)
@@ -96,7 +93,7 @@ def test_images_of_a_data_set(device, valid, blocks):
     given = {"indices": array.plain(indices), "counts": number(valid), "blocks": blocks}
     found = images.images(array.plain(data), (7, 4), **uploaded(options), **given)
     assert found.numpy().tobytes() == expected.tobytes()
-    found = images.floats(
+    found = images.images(
         array.plain(data.astype(np.float32)), (7, 4), **uploaded(options), **given
     )
     assert np.array_equal(found.numpy(), np.round(expected * 255))

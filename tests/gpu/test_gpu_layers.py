@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 import mpidl as dl
-from mpidl.backends import reference, settings
-from mpidl.backends.gpu import array, batchnorm, functions
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
+from mpidl.backends.gpu import array, batchnorm
+from mpidl.backends.gpu.backend import GPU as functions
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Tree
 from mpidl.training import trainer

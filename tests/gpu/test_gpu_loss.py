@@ -8,7 +8,7 @@ from alone import numbers
 
 import mpidl as dl
 from mpidl.autodiff import tape
-from mpidl.backends import reference
+from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, launching, loss
 from mpidl.backends.gpu.sums import Counts
 from mpidl.blocks import LANES, OneRank

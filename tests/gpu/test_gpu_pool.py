@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpidl.backends import reference
+from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, batchnorm, pool
 from mpidl.blocks import LANES, Source
 from mpidl.fold import Tree

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from alone import numbers
 
-from mpidl.backends import reference
+from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, optimizer
 
 LEARNABLES = [(5,), (4, 3, 3, 2), (), (7, 12), (1025,), (64,), (3, 2, 4, 4), (0,), (2050,)]

@@ -88,17 +88,3 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().batchnorm_dx(dy, x, *vectors, dx, counts, *sizes(x))
     return dx
-
-
-def relu(x):
-    """max(x, 0)."""
-    y = arenas.empty(x.shape)
-    kernels().relu(np.ascontiguousarray(x), y, *sizes(x))
-    return y
-
-
-def relu_dx(dy, y):
-    """dy where y > 0, else 0."""
-    dx = arenas.empty(y.shape)
-    kernels().relu_dx(np.ascontiguousarray(dy), np.ascontiguousarray(y), dx, *sizes(y))
-    return dx

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 
+from mpidl import shapes
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
@@ -14,7 +15,6 @@ from mpidl.backends.cpu.call import (
     source_of,
     tree_of,
 )
-from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 from mpidl.fold import Partial, Term, add, merge_moments
 
@@ -27,7 +27,7 @@ NOTHING = None, None, None
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
     """struct conv of kernels/cpu/conv.h, and (C, H, W), (K, P, Q)."""
     k, _, r, s = weight_shape
-    _, p, q = conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
+    _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
     c, h, w = x_shape
     for channels, size in ((c // groups, (h + top + bottom) * (w + left + right)), (k, p * q)):
@@ -101,9 +101,9 @@ def conv2d_backward(
     counts,
     tree,
     needs,
-    behind=None,
+    activation_after=None,
     sums=False,
-    reuse=False,
+    overwrite=False,
 ):
     """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
 
@@ -116,12 +116,12 @@ def conv2d_backward(
     blocks = len(source[0])
     shape, _, (_, m, dweight_m) = plan(source[0], weight, stride, padding, dilation, groups)
     after = (None,) * 7
-    if behind is not None:
-        after = (*source_of(behind[0]), *map(per_channel, behind[1:]))
+    if activation_after is not None:
+        after = (*source_of(activation_after[0]), *map(per_channel, activation_after[1:]))
     dy = np.ascontiguousarray(dy)
     dx = None
     if needs[0]:
-        dx = dy if reuse and dy.size == source[0].size else arenas.empty(source[0].shape)
+        dx = dy if overwrite and dy.size == source[0].size else arenas.empty(source[0].shape)
         dx = dx.reshape(source[0].shape)
     rows = np.empty((blocks, 2 * source[0].shape[1])) if sums else None
     nodes = None

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.reference_optimizer import CHUNK, METHODS
+from mpidl.backends.reference.optimizer import CHUNK, METHODS
 
 
 def _address(array):

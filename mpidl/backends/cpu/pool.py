@@ -4,16 +4,16 @@ import functools
 
 import numpy as np
 
+from mpidl import shapes
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
-from mpidl.backends.reference import pool2d_shape
 
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, size, stride, padding):
     """struct windows of kernels/cpu/pool.c, and (C, P, Q)."""
-    output = pool2d_shape(x_shape, size, stride, padding)
+    output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     shape = [*x_shape, *output[1:], *size, *stride, top, left]
     return np.array(shape, np.int64), output

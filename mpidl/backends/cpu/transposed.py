@@ -2,19 +2,19 @@
 
 import numpy as np
 
+from mpidl import shapes
 from mpidl.backends.cpu import arenas, conv
 from mpidl.backends.cpu.batchnorm import channel_sums
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import per_channel
-from mpidl.backends.reference_conv import PLAIN, transposed_conv2d_shape
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):
     """The gradient with respect to its images of the convolution by `weight`, where x is the
     cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
-    shape = transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
+    shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     y = arenas.empty((len(x), *shape, x.shape[-1]))
-    geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *PLAIN)
+    geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
     kernels().conv2d_backward(
         np.ascontiguousarray(x),
         *(None,) * 7,
@@ -39,7 +39,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
     """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
     of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
-    how = stride, cropping, *PLAIN
+    how = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:
         dx = conv.conv2d(dy, weight, np.zeros(len(weight), np.float32), *how)

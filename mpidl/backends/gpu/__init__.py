@@ -1,1 +1,1 @@
-"""The GPU backend, by our CUDA kernels; `functions` is what `backends.of` gives for its arrays."""
+"""GPU backend: the CUDA kernels of kernels/cuda, on arrays that lie in device memory (`array`)."""

@@ -11,10 +11,11 @@ every backend uses; `dims` and `order` say how it lies in memory, which is the G
     anything else    (...)                 the same               C order
 """
 
-import math
-
 import numpy as np
 
+from mpidl.backends.gpu import launching
+from mpidl.backends.gpu.launching import Array as Array
+from mpidl.backends.gpu.launching import empty_like as empty_like
 from mpidl.blocks import LANES
 
 IMAGES = (0, 4, 2, 3, 1)  # of (blocks, C, H, W, 16): as memory orders them
@@ -26,101 +27,6 @@ PART = 64  # floats: where one of several arrays in one piece of memory may begi
 def order_of_lanes(dims):
     """How lanes of these dims, (blocks, *image_shape, 16), lie in memory."""
     return {5: IMAGES, 3: VALUES}.get(len(dims), (0, len(dims) - 1, *range(1, len(dims) - 1)))
-
-
-class Array:
-    """Memory on the device, seen in a shape.
-
-    buffer: has `address` (None while a program is being recorded), and keeps the memory; offset:
-    bytes into it.
-    """
-
-    __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds")
-
-    def __init__(self, buffer, dtype, shape, dims=None, order=None, offset=0):
-        self.buffer, self.offset, self.dtype = buffer, offset, np.dtype(dtype)
-        self.shape = tuple(shape)
-        self.dims = self.shape if dims is None else tuple(dims)
-        self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
-        self.bounds = None  # of labels: a Bounds
-
-    @property
-    def backend(self):
-        """The module whose functions take such arrays: see `backends.of`."""
-        from mpidl.backends.gpu import functions
-
-        return functions
-
-    @property
-    def address(self):
-        return self.buffer.address + self.offset
-
-    @property
-    def size(self):
-        return math.prod(self.dims)
-
-    @property
-    def nbytes(self):
-        return self.size * self.dtype.itemsize
-
-    @property
-    def ndim(self):
-        return len(self.shape)
-
-    def __len__(self):
-        return self.shape[0]
-
-    def reshape(self, *shape):
-        """The same memory in another shape; nothing moves, so memory keeps its order."""
-        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if math.prod(shape) != self.size:
-            raise ValueError(f"cannot reshape {self.shape} to {shape}")
-        found = Array(self.buffer, self.dtype, shape, self.dims, self.order, self.offset)
-        if self.order == tuple(range(len(self.dims))):
-            found.dims, found.order = found.shape, tuple(range(len(shape)))
-        return found
-
-    def row(self, i):
-        """Row i of an array in C order, as an Array of its own."""
-        shape = self.shape[1:]
-        step = math.prod(shape) * self.dtype.itemsize
-        return Array(self.buffer, self.dtype, shape, offset=self.offset + i * step)
-
-    def part(self, start, shape):
-        """`shape` elements from element `start` on of an array in C order."""
-        at = self.offset + start * self.dtype.itemsize
-        return Array(self.buffer, self.dtype, shape, offset=at)
-
-    def numpy(self):
-        """A copy in host memory, in C order and of this shape; waits for the device."""
-        from mpidl.backends.gpu import launching
-
-        raw = launching.download(self)
-        inverse = np.argsort(self.order)
-        raw = raw.reshape([self.dims[axis] for axis in self.order]).transpose(inverse)
-        return np.ascontiguousarray(raw).reshape(self.shape)
-
-    def __array__(self, dtype=None, copy=None):
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
-
-    def __float__(self):
-        return float(self.numpy().reshape(()))
-
-    def astype(self, dtype):
-        """This Array where it is of that type already, else a converted copy."""
-        from mpidl.backends.gpu.elementwise import cast
-
-        return self if self.dtype == dtype else cast(self, dtype)
-
-    def __add__(self, other):
-        from mpidl.backends.gpu.elementwise import add
-
-        return add(self, other) if isinstance(other, Array) else NotImplemented
-
-    __array_ufunc__ = None  # NumPy's arithmetic would copy it to the host unseen
-
-    def __repr__(self):
-        return f"gpu.Array(shape={self.shape}, {self.dtype})"
 
 
 class Bounds:
@@ -153,26 +59,13 @@ def in_memory(array, dims, order):
 
 def empty(shape, dtype=np.float32):
     """An Array in C order whose contents are not known."""
-    from mpidl.backends.gpu import launching
-
     return launching.empty(tuple(shape), dtype)
 
 
 def empty_lanes(shape, dtype=np.float32):
     """The same for a value per image: shape (blocks, *image_shape, 16)."""
-    from mpidl.backends.gpu import launching
-
     made = launching.empty(tuple(shape), dtype)
     made.order = order_of_lanes(made.dims)
-    return made
-
-
-def empty_like(array, dtype=None):
-    """An Array of the same shape that lies in memory in the same order."""
-    from mpidl.backends.gpu import launching
-
-    made = launching.empty(array.dims, array.dtype if dtype is None else dtype)
-    made.shape, made.order = array.shape, array.order
     return made
 
 
@@ -213,8 +106,6 @@ def together(arrays, image_shapes):
 
     image_shapes: {name: shape of the images that a weight goes with}, see `filters`.
     """
-    from mpidl.backends.gpu import launching
-
     places, at = {}, 0
     for name, value in arrays.items():
         value = np.asarray(value, np.float32)
@@ -231,8 +122,6 @@ def together(arrays, image_shapes):
 
 
 def _upload(array, dims, order):
-    from mpidl.backends.gpu import launching
-
     made = launching.empty(tuple(dims), array.dtype)
     made.shape, made.order = array.shape, tuple(order)
     launching.upload(made, in_memory(array, dims, made.order))

@@ -107,12 +107,12 @@ def activation_sums(dy, source, tree):
 
 
 def _products(dy, x, mean, scale, beta, tree):
-    dy = _as(dy, x)
+    dy = cotangent_like(dy, x)
     width = 2 * x.dims[1]
     return _leaves("batchnorm_sums", x, width, "f8", tree, dy, x, mean, scale, beta)
 
 
-def _as(dy, x):
+def cotangent_like(dy, x):
     """dy, which must lie in memory as x does."""
     if dy.size != x.size or dy.dims[1] != x.dims[1]:
         raise ValueError(f"expected a cotangent of {x}, got {dy}")
@@ -147,39 +147,23 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
     return _back(dy, x, mean, None, None, a, b, c, counts, array.empty_like(x))
 
 
-def activation_dx(dy, source, a, b, c, counts, reuse=False):
+def activation_dx(dy, source, a, b, c, counts, overwrite=False):
     """The same of the cotangent behind the ReLU, which counts where the activation is > 0; in place
-    of dy where `reuse`."""
+    of dy where `overwrite`."""
     x, mean, scale, beta = source
-    return _back(dy, x, mean, scale, beta, a, b, c, counts, dy if reuse else array.empty_like(x))
+    return _back(
+        dy, x, mean, scale, beta, a, b, c, counts, dy if overwrite else array.empty_like(x)
+    )
 
 
 def _back(dy, x, mean, scale, beta, a, b, c, counts, dx):
     images, pixels, channels = _sizes(x)
-    rows, dy = images * pixels, _as(dy, x)
+    rows, dy = images * pixels, cotangent_like(dy, x)
     grid, tile = _grid(rows, channels)
     vectors = mean, scale, beta, a, b, c
     last = pixels, rows, channels, tile
     launching.launch("batchnorm_dx", grid, THREADS, dy, x, *vectors, counts, dx, *last)
     return dx
-
-
-def relu(x):
-    """max(x, 0)."""
-    y = array.empty_like(x)
-    launching.launch("relu", _elements(x), THREADS, x, y, x.size)
-    return y
-
-
-def relu_dx(dy, y):
-    """dy where y > 0, else 0."""
-    dx = array.empty_like(y)
-    launching.launch("relu_dx", _elements(y), THREADS, _as(dy, y), y, dx, y.size)
-    return dx
-
-
-def _elements(x):
-    return min(-(-x.size // (4 * THREADS)), 16 * launching.device().processors)
 
 
 def _vectors(channels, *kinds):

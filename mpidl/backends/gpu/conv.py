@@ -10,9 +10,9 @@ import functools
 import math
 from typing import NamedTuple
 
+from mpidl import shapes
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, batchnorm, conv_direct, fold, launching
-from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 
 STEP = 32  # k, or pixels, that lie in shared memory at once: BK of both kernels
@@ -70,7 +70,7 @@ class Shape(NamedTuple):
 def shape_of(image, weight_shape, stride, padding, dilation, groups):
     """The Shape of a convolution of (C, H, W) images by (K, C/groups, R, S) filters."""
     c, h, w = image
-    k, p, q = conv2d_shape(image, weight_shape, stride, padding, dilation)
+    k, p, q = shapes.conv2d_shape(image, weight_shape, stride, padding, dilation)
     (top, _), (left, _) = padding
     numbers = *weight_shape[2:], *stride, top, left, *dilation, groups
     return Shape._make((h, w, c, p, q, k, *numbers))
@@ -98,9 +98,9 @@ def conv2d_backward(
     counts,
     tree,
     needs,
-    behind=None,
+    activation_after=None,
     sums=False,
-    reuse=False,
+    overwrite=False,
 ):
     """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
 
@@ -111,9 +111,9 @@ def conv2d_backward(
     """
     how = stride, padding, dilation, groups
     images = batchnorm.read(x)
-    if behind is not None:
-        source, a, b, c = behind
-        dy = batchnorm.activation_dx(dy, source, a, b, c, counts, reuse)
+    if activation_after is not None:
+        source, a, b, c = activation_after
+        dy = batchnorm.activation_dx(dy, source, a, b, c, counts, overwrite)
     dx = dweight = dbias = found = None
     if needs[1]:
         leaves, per_block = leaves_of(dy, images, weight, how, tree)

@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
+from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.backends.reference import conv2d_shape
 from mpidl.blocks import LANES
 
 ROWS, COLUMNS, THREADS = 64, 32, 256  # of conv_direct.cu
@@ -21,7 +21,7 @@ LARGEST = 1 << 31  # offsets within an image and within the weights are int
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
     """The numbers all three kernels take, and (K, P, Q)."""
     k, _, r, s = weight_shape
-    _, p, q = conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
+    _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     for what, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
         if math.prod(shape) >= LARGEST:
             raise ValueError(f"conv2d: {what} of {shape} are too large: at most 2^31 - 1 numbers")

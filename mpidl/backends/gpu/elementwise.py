@@ -3,58 +3,25 @@
 import numpy as np
 
 from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.array import Array
+from mpidl.backends.gpu.launching import THREADS, WORD
 from mpidl.fold import Late
-
-THREADS = 256
-WORD = 4  # bytes, what is copied at a time
-KINDS = {"f4": "float", "f8": "double"}
-
-
-def _blocks(n):
-    """How many blocks of threads go through n elements."""
-    return min(-(-n // THREADS), 32 * launching.device().processors)
-
-
-def _kind(x):
-    kind = KINDS.get(x.dtype.str[1:])
-    if kind is None:
-        raise TypeError(f"expected float32 or float64, got {x}")
-    return kind
-
-
-def add(a, b):
-    """a + b, of one shape, type and order in memory."""
-    if (a.shape, a.dims, a.order, a.dtype) != (b.shape, b.dims, b.order, b.dtype):
-        raise ValueError(f"cannot add {b} to {a}: they differ in shape, type or order in memory")
-    y = array.empty_like(a)
-    launching.launch(f"add_{_kind(a)}", _blocks(a.size), THREADS, a, b, y, a.size)
-    return y
 
 
 def scaled(x, factor):
     """x * factor, a number or a fold.Late, rounded to x's type before."""
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
-    y, kind = array.empty_like(x), _kind(x)
-    launching.launch(f"scaled_{kind}", _blocks(x.size), THREADS, x, float(number), late, y, x.size)
+    y, kind = array.empty_like(x), launching.kind_of(x)
+    launching.launch(
+        f"scaled_{kind}",
+        launching.blocks_of_threads(x.size),
+        THREADS,
+        x,
+        float(number),
+        late,
+        y,
+        x.size,
+    )
     return y
-
-
-def cast(x, dtype):
-    """A float64 Array rounded to float32."""
-    if (x.dtype, np.dtype(dtype)) != (np.float64, np.float32):
-        raise TypeError(f"no kernel makes {np.dtype(dtype)} of {x}")
-    y = array.empty_like(x, dtype)
-    launching.launch("cast_double_float", _blocks(x.size), THREADS, x, y, x.size)
-    return y
-
-
-def zeros_like(x):
-    """Zeros of the same shape, type and order in memory."""
-    words = -(-x.nbytes // WORD)
-    made = launching.empty((words,), np.int32)
-    launching.launch("zero_words", _blocks(words), THREADS, made, words)
-    return Array(made.buffer, x.dtype, x.shape, x.dims, x.order)
 
 
 def pack(matrices, rows, dtype=np.float32):

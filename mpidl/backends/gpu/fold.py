@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.array import Array
+from mpidl.device_array import OnDevice
 from mpidl.fold import Partial, Term, add, merge_moments
 
 LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}  # the most of a node in a launch
@@ -16,7 +17,7 @@ BLOCKS = 1 << 16  # of a mini-batch, that `fold_all` takes
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
-class Nodes(list):
+class Nodes(list, OnDevice):
     """This rank's nodes of a sum: Arrays, and the `matrix` (nodes, width) whose rows they are.
 
     like: an Array as which the sum lies in memory, where that is not in C order.

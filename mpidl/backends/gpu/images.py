@@ -26,65 +26,47 @@ def images(
     counts=None,
     blocks=None,
 ):
-    """Lanes (B, C, P, Q, 16) float32 of uint8 pixels (n, C, H, W), normalized.
+    """Besides what `Backend.images` says, gather images of a data set.
 
-    See `reference.images`; mirrored, top and left are int32 Arrays, one number an image of the
-    share, fill an Array of the pixels' type, centre and divisor float32 ones. indices: int32, of
-    each image of the share its number in `pixels`, which is then the whole data set. counts: (1,)
-    int32, how many images there are, of those that indices or pixels has; blocks: B, where it is
-    not that of as many images. Unused images are zero, and nothing is read of them.
+    mirrored, top and left are int32 Arrays, one number for each image of the share.
+
+    Parameters
+    ----------
+    indices : (share,) int32 Array, optional
+        The number in `pixels`, then the whole data set, of each image of the share.
+    counts : (1,) int32 Array, optional
+        How many images there are, of those that `indices` or `pixels` has. Nothing is read of the
+        others.
+    blocks : int, optional
+        B; by default that of as many images.
     """
-    numbers = fill, centre, divisor
-    said = mirrored, top, left
-    return _gathered("images_of_bytes", pixels, size, said, numbers, out, indices, counts, blocks)
-
-
-def floats(
-    pixels,
-    size=None,
-    mirrored=None,
-    top=None,
-    left=None,
-    fill=None,
-    centre=None,
-    divisor=None,
-    out=None,
-    *,
-    indices=None,
-    counts=None,
-    blocks=None,
-):
-    """The same of float32 pixels, which are left as they are where no centre is given."""
-    numbers = fill, centre, divisor
-    said = mirrored, top, left
-    return _gathered("images_of_floats", pixels, size, said, numbers, out, indices, counts, blocks)
-
-
-def _gathered(kernel, pixels, size, said, numbers, out, indices, counts, blocks):
     if pixels.ndim != 4 or pixels.order != (0, 1, 2, 3):
         raise ValueError(f"expected pixels (n, C, H, W) in that order, got {pixels.shape}")
-    count, *image = pixels.shape
-    count = count if indices is None else len(indices)
-    blocks = blocks_of(count) if blocks is None else blocks
+    images_of_share, *image = pixels.shape
+    images_of_share = images_of_share if indices is None else len(indices)
+    blocks = blocks_of(images_of_share) if blocks is None else blocks
     p, q = image[1:] if size is None else size
     lanes = array.empty_lanes((blocks, image[0], p, q, LANES)) if out is None else out
-    centre = numbers[1]
     parts = _parts(image[0] * p * q)
     launching.launch(
-        kernel,
+        "images_of_bytes" if pixels.dtype == np.uint8 else "images_of_floats",
         blocks * LANES * parts,
         THREADS,
         pixels,
         indices,
         counts,
-        *said,
-        *numbers,
+        mirrored,
+        top,
+        left,
+        fill,
+        centre,
+        divisor,
         lanes,
         *image,
         p,
         q,
         int(centre is not None and len(centre.shape) == 3),
-        count,
+        images_of_share,
         parts,
     )
     return lanes

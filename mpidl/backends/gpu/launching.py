@@ -6,15 +6,20 @@ the one who launches at once.
 """
 
 import contextlib
+import math
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.backends.gpu import kernels
-from mpidl.backends.gpu.array import Array
+from mpidl.device_array import DeviceArray
 
 ALIGNED = 256  # bytes, as cudaMalloc aligns
 LARGE = 1 << 20  # words of 4 bytes from which on a kernel makes zeros
+
+THREADS = 256  # of a block of the kernels of elementwise.cu
+WORD = 4  # bytes, what is copied or set to zero at a time
+KINDS = {"f4": "float", "f8": "double"}
 
 _device = None  # the Device of this process, once it is opened
 _sink = None  # who takes launches: Eager, or a Recorder
@@ -33,6 +38,110 @@ class Block:
     def __del__(self):
         if self._give_back is not None:
             self._give_back(self.address, self.nbytes)
+
+
+class Array(DeviceArray):
+    """Memory on the device, seen in a shape.
+
+    buffer: has `address` (None while a program is being recorded), and keeps the memory; offset:
+    bytes into it.
+    """
+
+    __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds")
+
+    def __init__(self, buffer, dtype, shape, dims=None, order=None, offset=0):
+        self.buffer, self.offset, self.dtype = buffer, offset, np.dtype(dtype)
+        self.shape = tuple(shape)
+        self.dims = self.shape if dims is None else tuple(dims)
+        self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
+        self.bounds = None  # of labels: a Bounds
+
+    @property
+    def address(self):
+        return self.buffer.address + self.offset
+
+    @property
+    def size(self):
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self):
+        return self.size * self.dtype.itemsize
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def reshape(self, *shape):
+        """The same memory in another shape; nothing moves, so memory keeps its order."""
+        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if math.prod(shape) != self.size:
+            raise ValueError(f"cannot reshape {self.shape} to {shape}")
+        found = Array(self.buffer, self.dtype, shape, self.dims, self.order, self.offset)
+        if self.order == tuple(range(len(self.dims))):
+            found.dims, found.order = found.shape, tuple(range(len(shape)))
+        return found
+
+    def row(self, i):
+        """Row i of an array in C order, as an Array of its own."""
+        shape = self.shape[1:]
+        step = math.prod(shape) * self.dtype.itemsize
+        return Array(self.buffer, self.dtype, shape, offset=self.offset + i * step)
+
+    def part(self, start, shape):
+        """`shape` elements from element `start` on of an array in C order."""
+        at = self.offset + start * self.dtype.itemsize
+        return Array(self.buffer, self.dtype, shape, offset=at)
+
+    def numpy(self):
+        """A copy in host memory, in C order and of this shape; waits for the device."""
+        raw = download(self)
+        inverse = np.argsort(self.order)
+        raw = raw.reshape([self.dims[axis] for axis in self.order]).transpose(inverse)
+        return np.ascontiguousarray(raw).reshape(self.shape)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __float__(self):
+        return float(self.numpy().reshape(()))
+
+    def astype(self, dtype):
+        """This Array if it is of that type already, else a float64 Array rounded to float32."""
+        if self.dtype == dtype:
+            return self
+        if (self.dtype, np.dtype(dtype)) != (np.float64, np.float32):
+            raise TypeError(f"no kernel makes {np.dtype(dtype)} of {self}")
+        y = empty_like(self, dtype)
+        launch("cast_double_float", blocks_of_threads(self.size), THREADS, self, y, self.size)
+        return y
+
+    def __add__(self, other):
+        if not isinstance(other, Array):
+            return NotImplemented
+        a, b = self, other
+        if (a.shape, a.dims, a.order, a.dtype) != (b.shape, b.dims, b.order, b.dtype):
+            raise ValueError(
+                f"cannot add {b} to {a}: they differ in shape, type or order in memory"
+            )
+        y = empty_like(a)
+        launch(f"add_{kind_of(a)}", blocks_of_threads(a.size), THREADS, a, b, y, a.size)
+        return y
+
+    def zeros_like(self):
+        """Zeros of the same shape, type and order in memory."""
+        words = -(-self.nbytes // WORD)
+        zeros = empty((words,), np.int32)
+        launch("zero_words", blocks_of_threads(words), THREADS, zeros, words)
+        return Array(zeros.buffer, self.dtype, self.shape, self.dims, self.order)
+
+    __array_ufunc__ = None  # NumPy's arithmetic would copy it to the host unseen
+
+    def __repr__(self):
+        return f"gpu.Array(shape={self.shape}, {self.dtype})"
 
 
 class Table:
@@ -142,6 +251,26 @@ def empty(shape, dtype=np.float32):
     """An Array in C order whose contents are not known."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     return Array(_sink.empty(nbytes), dtype, shape)
+
+
+def empty_like(array, dtype=None):
+    """An Array of the same shape that lies in memory in the same order."""
+    y = empty(array.dims, array.dtype if dtype is None else dtype)
+    y.shape, y.order = array.shape, array.order
+    return y
+
+
+def blocks_of_threads(elements):
+    """How many blocks of THREADS go through so many elements."""
+    return min(-(-elements // THREADS), 32 * device().processors)
+
+
+def kind_of(x):
+    """The type of x as names of kernels have it."""
+    kind = KINDS.get(x.dtype.str[1:])
+    if kind is None:
+        raise TypeError(f"expected float32 or float64, got {x}")
+    return kind
 
 
 def launch(name, grid, block, *arguments, shared=0, defines=None):

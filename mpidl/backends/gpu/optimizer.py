@@ -33,6 +33,14 @@ def _blocks(sizes):
     return chunk, np.array(blocks, np.int32).reshape(-1, 2)
 
 
+def zeros_like(x):
+    return x.zeros_like()
+
+
+def from_numpy(value, like):
+    return array.placed(value, like)
+
+
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
     """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
 

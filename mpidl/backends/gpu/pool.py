@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.backends.reference import pool2d_shape
 from mpidl.blocks import Source
 
 WARP, MOST = 32, 256  # threads of a CTA: as many as a row needs, up to MOST
@@ -15,7 +15,7 @@ WARP, MOST = 32, 256  # threads of a CTA: as many as a row needs, up to MOST
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, size, stride, padding):
     """The numbers that all kernels take, and (C, P, Q)."""
-    output = pool2d_shape(x_shape, size, stride, padding)
+    output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     return (*x_shape, *output[1:], *size, *stride, top, left), output
 

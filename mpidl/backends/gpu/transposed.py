@@ -2,24 +2,24 @@
 
 import numpy as np
 
+from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, conv, fold, launching
 from mpidl.backends.gpu.array import Array
-from mpidl.backends.reference_conv import PLAIN, transposed_conv2d_shape
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):
     """The gradient with respect to its images of the convolution by `weight`, where x is the
     cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
     blocks, *image, lanes = x.dims
-    shape = blocks, *transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
+    shape = blocks, *shapes.transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
     like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # no memory: its shape
-    return conv.dx_of(x, like, weight, (stride, cropping, *PLAIN), None, bias)
+    return conv.dx_of(x, like, weight, (stride, cropping, *shapes.PLAIN), None, bias)
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
     """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
     of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
-    how = stride, cropping, *PLAIN
+    how = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:
         dx = conv.conv2d(dy, weight, launching.constant(np.zeros(len(weight), np.float32)), *how)

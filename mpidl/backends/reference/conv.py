@@ -1,21 +1,10 @@
-"""NumPy backend, part of `reference`: convolution and transposed convolution. Shapes as there."""
+"""Convolution in NumPy: unfolded blocks and one product a group."""
 
 import numpy as np
 
+from mpidl import shapes
+from mpidl.backends.reference.batchnorm import channel_sums
 from mpidl.fold import Counter
-
-PLAIN = (1, 1), 1  # dilation and groups of a convolution that has none
-
-
-def conv2d_shape(x_shape, weight_shape, stride, padding, dilation):
-    """(K, P, Q) of a convolution of one (C, H, W) image."""
-    sizes = [
-        (size + sum(pad) - d * (taps - 1) - 1) // s + 1
-        for size, pad, d, taps, s in zip(
-            x_shape[1:], padding, dilation, weight_shape[2:], stride, strict=True
-        )
-    ]
-    return (weight_shape[0], *sizes)
 
 
 class _Columns:
@@ -26,7 +15,7 @@ class _Columns:
     def __init__(self, x, weight_shape, stride, padding, dilation):
         (c, h, w, lanes), (_, _, r, s) = x.shape[1:], weight_shape
         (top, bottom), (left, right) = padding
-        _, p, q = conv2d_shape((c, h, w), weight_shape, stride, padding, dilation)
+        _, p, q = shapes.conv2d_shape((c, h, w), weight_shape, stride, padding, dilation)
         self.padded = np.zeros((c, h + top + bottom, w + left + right, lanes), x.dtype)
         self.image = self.padded[:, top : top + h, left : left + w]
         self.columns = np.empty((c, r, s, p, q, lanes), x.dtype)
@@ -63,7 +52,7 @@ class _Columns:
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
     """y = x * weight + bias (cross-correlation)."""
-    shape = conv2d_shape(x.shape[1:-1], weight.shape, stride, padding, dilation)
+    shape = shapes.conv2d_shape(x.shape[1:-1], weight.shape, stride, padding, dilation)
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     filters = weight.reshape(groups, len(weight) // groups, -1)
@@ -104,40 +93,28 @@ def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
     return counter.partial(weight.shape, weight.dtype)
 
 
-def channel_sums(x, tree):
-    """Partial of the sum over images and pixels: (C,). Unused lanes of x must be zero."""
-    counter = Counter(tree)
-    for block in x:
-        counter.push(block.reshape(len(block), -1).sum(axis=1))
-    return counter.partial(x.shape[1:2], x.dtype)
-
-
-def transposed_conv2d_shape(x_shape, weight_shape, stride, cropping):
-    """(K, P, Q) of a transposed convolution of one (C, H, W) image, weight (C, K, R, S)."""
-    sizes = [
-        s * (size - 1) + taps - sum(crop)
-        for size, taps, s, crop in zip(x_shape[1:], weight_shape[2:], stride, cropping, strict=True)
-    ]
-    return (weight_shape[1], *sizes)
-
-
-def transposed_conv2d(x, weight, bias, stride, cropping):
-    """The gradient with respect to its images of the convolution by `weight`, where x is the
-    cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
-    shape = transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
-    like = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
-    y = conv2d_dx(x, like, weight, stride, cropping, *PLAIN)
-    y += bias[:, None, None, None]
-    return y
-
-
-def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
-    of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
-    how = stride, cropping, *PLAIN
-    none = np.zeros(len(weight), dy.dtype)
+def conv2d_backward(
+    dy,
+    x,
+    weight,
+    stride,
+    padding,
+    dilation,
+    groups,
+    counts,
+    tree,
+    needs,
+    activation_after=None,
+    sums=False,
+    overwrite=False,
+):
+    """(dx, dweight, dbias, None): the gradients that `needs` wants, None for the others."""
+    if activation_after is not None or sums:
+        raise NotImplementedError("NumPy reads no activations that are not stored")
+    how = stride, padding, dilation, groups
     return (
-        conv2d(dy, weight, none, *how) if needs[0] else None,
-        conv2d_dweight(x, dy, weight, *how, tree) if needs[1] else None,
+        conv2d_dx(dy, x, weight, *how) if needs[0] else None,
+        conv2d_dweight(dy, x, weight, *how, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
+        None,  # of an activation that is not stored, which there is none of here
     )

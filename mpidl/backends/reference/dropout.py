@@ -1,97 +1,10 @@
-"""NumPy backend, part of `reference`: activations, dropout, cross-channel normalization, sums
-and concatenations of values. Shapes as there; in float64 for float64 arrays."""
+"""Dropout in NumPy, by Philox4x32-10."""
 
 import numpy as np
 
 CHANCES = 1 << 16  # of dropout: an element is dropped in so many of them
 GROUP = 8  # elements that one call of the generator serves
 ROUNDS = 10  # of Philox
-
-
-def leaky_relu(x, scale):
-    """x where it is > 0, else scale * x."""
-    return np.where(x > 0, x, x * x.dtype.type(scale))
-
-
-def leaky_relu_dx(dy, y, scale):
-    """dy where y > 0, else scale * dy; scale >= 0, so that y has the sign of x."""
-    return np.where(y > 0, dy, dy * dy.dtype.type(scale))
-
-
-def tanh(x):
-    """Hyperbolic tangent."""
-    return np.tanh(x)
-
-
-def tanh_dx(dy, y):
-    """dy * (1 - y**2)."""
-    return dy * (1 - y * y)
-
-
-def sigmoid(x):
-    """1 / (1 + exp(-x)), by the exponential of -|x|, which cannot overflow."""
-    e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1, e) / (1 + e)
-
-
-def sigmoid_dx(dy, y):
-    """dy * y * (1 - y)."""
-    return dy * y * (1 - y)
-
-
-def add(a, b):
-    """a + b."""
-    return a + b
-
-
-def concat(arrays):
-    """Values (B, C1, ..., 16), (B, C2, ..., 16), ... as one, (B, C1 + C2 + ..., ..., 16)."""
-    return np.concatenate(arrays, axis=1)
-
-
-def split(x, channels):
-    """The inverse of `concat`: a list of values with so many channels each."""
-    return [np.ascontiguousarray(v) for v in np.split(x, np.cumsum(channels)[:-1], axis=1)]
-
-
-def window_of(window):
-    """(channels before, channels behind) one that its sum of squares goes over: of an even window
-    the one more is behind, as MATLAB has it."""
-    return (window - 1) // 2, window // 2
-
-
-def _over(x, before, behind):
-    """The sum of x, (C, ..., 16), over the channels c - before .. c + behind."""
-    total = np.zeros_like(x)
-    last = len(x) - 1
-    for step in range(-min(before, last), min(behind, last) + 1):
-        to = slice(max(0, -step), min(len(x), len(x) - step))
-        total[to] += x[max(0, step) : len(x) + min(0, step)]
-    return total
-
-
-def cross_channel_norm(x, window, alpha, beta, k):
-    """y = x * d**-beta with d = k + alpha / window * (sum of x**2 over the window's channels)."""
-    before, behind = window_of(window)
-    y = np.empty_like(x)
-    for block, out in zip(x, y, strict=True):
-        d = x.dtype.type(k) + x.dtype.type(alpha / window) * _over(block**2, before, behind)
-        out[...] = block * d ** x.dtype.type(-beta)
-    return y
-
-
-def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
-    """dx = dy * d**-beta - 2 * alpha * beta / window * x * (sum of dy * x * d**(-beta - 1) over the
-    channels in whose window this one is)."""
-    before, behind = window_of(window)
-    kind = x.dtype.type
-    dx = np.empty_like(x)
-    for grad, block, out in zip(dy, x, dx, strict=True):
-        d = kind(k) + kind(alpha / window) * _over(block**2, before, behind)
-        power = d ** kind(-beta)
-        sums = _over(grad * block * power / d, behind, before)
-        out[...] = grad * power - kind(2 * alpha * beta / window) * block * sums
-    return dx
 
 
 def philox(counter, key):

@@ -1,12 +1,37 @@
-"""Optimizers' steps by moving means, and gradients made no larger than a threshold, in NumPy.
-
-Part of `reference`, where they are found.
-"""
+"""Optimizers' steps, and gradients made no larger than a threshold, in NumPy."""
 
 import numpy as np
 
 CHUNK, SUMS = 1 << 14, 16  # numbers whose squares are added up as one; sums side by side in it
 METHODS = ("l2norm", "global-l2norm", "absolute-value")
+
+
+def zeros_like(x):
+    """Zeros of the same shape and type, C-ordered."""
+    return np.zeros(np.shape(x), x.dtype)
+
+
+def from_numpy(value, like):
+    return np.asarray(value, like.dtype)
+
+
+def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
+    """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
+
+    Lists of arrays, decays and factors (None: all 1) of numbers. The arithmetic has the weight's
+    precision.
+    """
+    stepped = []
+    factors = [1.0] * len(weights) if factors is None else factors
+    each = zip(weights, gradients, velocities, decays, factors, strict=True)
+    for w, g, v, decay, factor in each:
+        number = w.dtype.type
+        g = np.asarray(g, w.dtype)
+        g = g + number(decay) * w if number(decay) else g
+        v *= number(momentum)
+        v -= number(learning_rate) * number(factor) * g
+        stepped.append(w + v)
+    return stepped
 
 
 def adam(

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.images import floats, images, targets
+from mpidl.backends.gpu.images import images, targets
 from mpidl.backends.gpu.program import ROWS
 from mpidl.blocks import Blocked, share
 from mpidl.data.queue import ForDevice, MinibatchQueue, bounds_of
@@ -121,12 +121,11 @@ class Reader:
         launching.scalar("epoch", 0, np.int32)  # of the samples, for who asks the batch
         places = samples if self.resident else launching.scalar("places", none, np.int32)
         given = {"indices": places, "counts": whole.counts(), "blocks": blocks}
-        show = images if self.pipeline.dtype == np.uint8 else floats
         said = self.pipeline.moves(none, 0, 0)
         said |= {name: launching.scalar(name, none, np.int32) for name in MOVES if name in said}
         constants = {"fill": said.pop("fill", None), **self.pipeline.numbers()}
         said |= {name: launching.constant(v) for name, v in constants.items() if v is not None}
-        lanes, known = show(self.pixels.values, **said, **given), None
+        lanes, known = images(self.pixels.values, **said, **given), None
         if self.labels is not None:
             found = targets(self.labels.values, **given)
             found.bounds = self.labels.bounds

@@ -1,0 +1,65 @@
+"""Activations by kernels/cuda/activations.cu; ReLU by batchnorm.cu."""
+
+from mpidl.backends.gpu import array, launching
+from mpidl.backends.gpu.batchnorm import cotangent_like
+
+THREADS = 256  # of a block, as both have it
+
+
+def _by_element(name, *arrays, scale=()):
+    """What a kernel makes of arrays that lie alike in memory."""
+    x = arrays[-1]
+    if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
+        raise ValueError(f"{name}: expected arrays that lie alike, got {arrays}")
+    y = array.empty_like(x)
+    blocks = min(-(-x.size // (4 * THREADS)), 16 * launching.device().processors)
+    launching.launch(f"activation_{name}", blocks, THREADS, *arrays, y, *scale, x.size)
+    return y
+
+
+def _elements(x):
+    return min(-(-x.size // (4 * THREADS)), 16 * launching.device().processors)
+
+
+def relu(x):
+    """max(x, 0)."""
+    y = array.empty_like(x)
+    launching.launch("relu", _elements(x), THREADS, x, y, x.size)
+    return y
+
+
+def relu_dx(dy, y):
+    """dy where y > 0, else 0."""
+    dx = array.empty_like(y)
+    launching.launch("relu_dx", _elements(y), THREADS, cotangent_like(dy, y), y, dx, y.size)
+    return dx
+
+
+def leaky_relu(x, scale):
+    """x where it is > 0, else scale * x."""
+    return _by_element("leaky", x, scale=(scale,))
+
+
+def leaky_relu_dx(dy, y, scale):
+    """dy where y > 0, else scale * dy; scale >= 0, so that y has the sign of x."""
+    return _by_element("leaky_dx", dy, y, scale=(scale,))
+
+
+def tanh(x):
+    """Hyperbolic tangent, at most 2 ulp off."""
+    return _by_element("tanh", x)
+
+
+def tanh_dx(dy, y):
+    """dy * (1 - y**2)."""
+    return _by_element("tanh_dx", dy, y)
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x)), at most 2.5 ulp off."""
+    return _by_element("sigmoid", x)
+
+
+def sigmoid_dx(dy, y):
+    """dy * y * (1 - y)."""
+    return _by_element("sigmoid_dx", dy, y)

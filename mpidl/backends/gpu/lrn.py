@@ -1,0 +1,54 @@
+"""Cross-channel (local response) normalization by kernels/cuda/lrn.cu."""
+
+from mpidl import shapes
+from mpidl.backends.gpu import array, launching
+from mpidl.backends.gpu.join import rows_and_channels
+
+THREADS = 256
+SHARED = 48 << 10  # bytes that every GPU gives a block
+
+
+def _norm(x, window, alpha, k):
+    """What both kernels take first."""
+    rows, channels = rows_and_channels("cross_channel_norm", x)
+    before, behind = (min(side, channels - 1) for side in shapes.channel_window(window))
+    return rows, channels, before, behind, alpha / window, k
+
+
+def cross_channel_norm(x, window, alpha, beta, k):
+    """y = x * d**-beta with d = k + alpha / window * (sum of x**2 over the window's channels)."""
+    numbers = _norm(x, window, alpha, k)
+    y = array.empty_like(x)
+    blocks = min(-(-x.size // THREADS), 32 * launching.device().processors)
+    launching.launch("lrn", blocks, THREADS, x, y, *numbers, beta)
+    return y
+
+
+def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
+    """Gradient with respect to x; d is computed again."""
+    numbers = _norm(x, window, alpha, k)
+    rows, channels, before, behind = numbers[:4]
+    if before + behind > SHARED // 8:
+        raise ValueError(
+            f"cross_channel_norm: on a GPU a window has at most {SHARED // 8} channels, got "
+            f"{before + 1 + behind}"
+        )
+    width = min(channels, 4 * THREADS)
+    height = max(1, 4 * THREADS // width)
+    height = max(1, min(height, SHARED // 4 // (width + before + behind)))
+    dx = array.empty_like(x)
+    launching.launch(
+        "lrn_dx",
+        (-(-rows // height), -(-channels // width)),
+        THREADS,
+        dy,
+        x,
+        dx,
+        *numbers,
+        beta,
+        2 * alpha * beta / window,
+        height,
+        width,
+        shared=4 * height * (width + before + behind),
+    )
+    return dx

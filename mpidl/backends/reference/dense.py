@@ -1,0 +1,41 @@
+"""Fully connected layers in NumPy: one product a block."""
+
+import numpy as np
+
+from mpidl.backends.reference.batchnorm import channel_sums
+from mpidl.fold import Counter
+
+
+def dense(x, weight, bias):
+    """y = weight @ x + bias; x (B, F, 16), weight (K, F), bias (K,), y (B, K, 16)."""
+    y = np.empty((len(x), len(weight), x.shape[-1]), x.dtype)
+    for block, out in zip(x, y, strict=True):
+        np.matmul(weight, block, out=out)
+        out += bias[:, None]
+    return y
+
+
+def dense_dx(dy, weight):
+    """Gradient with respect to x: (B, F, 16)."""
+    dx = np.empty((len(dy), weight.shape[1], dy.shape[-1]), dy.dtype)
+    for grad, out in zip(dy, dx, strict=True):
+        np.matmul(weight.T, grad, out=out)
+    return dx
+
+
+def dense_dweight(dy, x, tree):
+    """Partial of the gradient with respect to weight: (K, F)."""
+    counter = Counter(tree)
+    for grad, block in zip(dy, x, strict=True):
+        counter.push(grad @ block.T)
+    return counter.partial((dy.shape[1], x.shape[1]), x.dtype)
+
+
+def dense_backward(dy, x, weight, tree, needs):
+    """(dx, dweight, dbias, None): the gradients that `needs` wants, None for the others."""
+    return (
+        dense_dx(dy, weight) if needs[0] else None,
+        dense_dweight(dy, x, tree) if needs[1] else None,
+        channel_sums(dy, tree) if needs[2] else None,
+        None,  # as of conv2d_backward
+    )

@@ -1,0 +1,86 @@
+"""Arithmetic of shapes: outputs of convolutions and pooling, padding, windows over channels.
+
+A pair is `(down, across)`; padding and cropping are `((top, bottom), (left, right))`; shapes are
+those of one image. Nothing here is checked: `ops.check` does that first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Pair = tuple[int, int]
+Pads = tuple[tuple[int, int], tuple[int, int]]
+
+PLAIN = (1, 1), 1  # dilation and groups of a convolution without either
+
+
+def conv2d_shape(
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    stride: Pair,
+    padding: Pads,
+    dilation: Pair,
+) -> tuple[int, int, int]:
+    """Return (K, P, Q) of a convolution of one (C, H, W) image by (K, C/groups, R, S) filters."""
+    p, q = (
+        (pixels + sum(pads) - step_in * (taps - 1) - 1) // step + 1
+        for pixels, pads, step_in, taps, step in zip(
+            x_shape[1:], padding, dilation, weight_shape[2:], stride, strict=True
+        )
+    )
+    return weight_shape[0], p, q
+
+
+def pool2d_shape(
+    x_shape: Sequence[int], size: Pair, stride: Pair, padding: Pads
+) -> tuple[int, int, int]:
+    """Return (C, P, Q) of pooling one (C, H, W) image over windows of `size`."""
+    return conv2d_shape(x_shape, (x_shape[0], 1, *size), stride, padding, (1, 1))
+
+
+def transposed_conv2d_shape(
+    x_shape: Sequence[int], weight_shape: Sequence[int], stride: Pair, cropping: Pads
+) -> tuple[int, int, int]:
+    """Return (K, P, Q) of a transposed convolution of one (C, H, W) image, weight (C, K, R, S)."""
+    p, q = (
+        step * (pixels - 1) + taps - sum(crop)
+        for pixels, taps, step, crop in zip(
+            x_shape[1:], weight_shape[2:], stride, cropping, strict=True
+        )
+    )
+    return weight_shape[1], p, q
+
+
+def same_padding(
+    image_size: Sequence[int], size: Sequence[int], stride: Pair, dilation: Pair
+) -> Pads:
+    """Return the padding with which an (H, W) image gives ceil(H / stride) x ceil(W / stride).
+
+    If an axis needs an odd number of pixels, the extra one goes to the bottom or to the right.
+    """
+    totals = (
+        max(0, (-(-pixels // step) - 1) * step + step_in * (taps - 1) + 1 - pixels)
+        for pixels, taps, step, step_in in zip(image_size, size, stride, dilation, strict=True)
+    )
+    down, across = ((total // 2, total - total // 2) for total in totals)
+    return down, across
+
+
+def same_cropping(size: Sequence[int], stride: Pair) -> Pads:
+    """Return the cropping with which a transposed convolution makes images `stride` times as large.
+
+    `size` is at least the stride. An odd pixel is cropped at the bottom or at the right.
+    """
+    down, across = (
+        ((taps - step) // 2, taps - step - (taps - step) // 2)
+        for taps, step in zip(size, stride, strict=True)
+    )
+    return down, across
+
+
+def channel_window(size: int) -> Pair:
+    """Return how many channels before and after a channel lie in its window of `size` channels.
+
+    A window of an even size has one more after it, as in MATLAB.
+    """
+    return (size - 1) // 2, size // 2
