@@ -252,13 +252,13 @@ class Backend(TrainingFunctions, Protocol):
         """Return dy where y > 0, else scale * dy. scale >= 0, so y has the sign of x."""
 
     def tanh(self, x: Lanes) -> Lanes:
-        """Return the hyperbolic tangent; the kernels are at most 2 ulp off."""
+        """Return the hyperbolic tangent."""
 
     def tanh_dx(self, dy: Lanes, y: Lanes) -> Lanes:
         """Return dy * (1 - y**2)."""
 
     def sigmoid(self, x: Lanes) -> Lanes:
-        """Return 1 / (1 + exp(-x)); the kernels are at most 2.5 ulp off."""
+        """Return 1 / (1 + exp(-x))."""
 
     def sigmoid_dx(self, dy: Lanes, y: Lanes) -> Lanes:
         """Return dy * y * (1 - y)."""

@@ -16,7 +16,6 @@ def sizes(x):
 
 
 def channel_sums(x, tree):
-    """Partial of the sum over images and pixels: (C,). Unused lanes of x must be zero."""
     sums = np.empty(x.shape[:2], np.float32)
     height, width = x.shape[2:4] if x.ndim == 5 else (1, sizes(x)[2])
     kernels().channel_sums(np.ascontiguousarray(x), sums, *x.shape[:2], height, width)
@@ -27,7 +26,6 @@ def channel_sums(x, tree):
 
 
 def moments(x, counts, tree):
-    """Partial of (count, mean, M2) by channel, packed for `merge_moments`: (1 + 2C,) float64."""
     blocks, channels, pixels = sizes(x)
     rows = np.empty((blocks, 1 + 2 * channels))
     kernels().moments(
@@ -37,7 +35,6 @@ def moments(x, counts, tree):
 
 
 def batchnorm(x, mean, scale, beta):
-    """y = (x - mean) * scale + beta, each by channel."""
     source = [np.ascontiguousarray(x), *map(per_channel, (mean, scale, beta))]
     y = arenas.empty(x.shape)
     kernels().batchnorm(*source, y, 0, *sizes(x))
@@ -45,7 +42,6 @@ def batchnorm(x, mean, scale, beta):
 
 
 def activation(source):
-    """max(0, (x - mean) * scale + beta) of a Source."""
     x, mean, scale, beta = source_of(source)
     y = arenas.empty(x.shape)
     kernels().batchnorm(x, mean, scale, beta, y, 1, *sizes(x))
@@ -53,12 +49,10 @@ def activation(source):
 
 
 def batchnorm_sums(dy, x, mean, tree):
-    """Partial of [sum of dy, sum of dy * (x - mean)] by channel: (2C,) float64."""
     return _sums(dy, np.ascontiguousarray(x), per_channel(mean), None, None, tree)
 
 
 def activation_sums(dy, source, tree):
-    """The same of the cotangent behind the ReLU: dy counts where the activation is > 0."""
     x, mean, scale, beta = source_of(source)
     return _sums(dy, x, mean, scale, beta, tree)
 
@@ -82,7 +76,6 @@ def _sums(dy, x, mean, scale, beta, tree):
 
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):
-    """dx = a * dy + b * (x - mean) + c by channel, zero in unused lanes."""
     dx = arenas.empty(x.shape)
     vectors = map(per_channel, (mean, a, b, c))
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)

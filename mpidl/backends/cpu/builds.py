@@ -315,7 +315,6 @@ _running, _library = None, None  # the build of this process, once it is settled
 
 
 def running():
-    """The build this process runs: the one of `use`, else the best there is. Raises UserError."""
     if _running is None:
         use(choose()[0])
     return _running

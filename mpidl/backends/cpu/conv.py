@@ -67,12 +67,10 @@ def plan(x, weight, stride, padding, dilation, groups):
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    """y = x * weight + bias (cross-correlation); x an array or the Source of an Activation."""
     return _forward(x, weight, bias, (stride, padding, dilation, groups))[0]
 
 
 def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):
-    """conv2d, and the Partial of its output's moments (see `moments`)."""
     y, rows = _forward(x, weight, bias, (stride, padding, dilation, groups), counts, tree)
     return y, partial_of_rows(rows, tree, merge_moments)
 
@@ -105,13 +103,6 @@ def conv2d_backward(
     sums=False,
     overwrite=False,
 ):
-    """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
-
-    dweight, dbias: Partials. behind: (Source of y, a, b, c): dy is the gradient of the activation
-    of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
-    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then. reuse:
-    nobody needs dy any more, so that dx may take its place, block by block.
-    """
     source = source_of(x)
     blocks = len(source[0])
     shape, _, (_, m, dweight_m) = plan(source[0], weight, stride, padding, dilation, groups)

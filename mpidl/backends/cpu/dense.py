@@ -16,8 +16,6 @@ def _sizes(x):
 
 
 def dense(x, weight, bias):
-    """y = weight @ x + bias; x (B, F, 16) or the Source of an Activation with as many values an
-    image, weight (K, F), bias (K,), y (B, K, 16)."""
     source = source_of(x)
     y = arenas.empty((len(source[0]), len(weight), LANES))
     weight, bias = per_channel(weight), per_channel(bias)
@@ -26,7 +24,6 @@ def dense(x, weight, bias):
 
 
 def dense_dx(dy, weight):
-    """Gradient with respect to x: (B, F, 16)."""
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)
     outputs, features = weight.shape
     blocks, nothing = len(dy), (None,) * 4
@@ -37,7 +34,6 @@ def dense_dx(dy, weight):
 
 
 def dense_dweight(dy, x, tree):
-    """Partial of the gradient with respect to weight: (K, F); x as `dense` takes it."""
     source = source_of(x)
     features, channels = _sizes(source[0])
     nodes = arenas.empty((nodes_of(tree), dy.shape[1], features))
@@ -55,11 +51,6 @@ def _dense_dbias(dy, tree):
 
 
 def dense_backward(dy, x, weight, tree, needs):
-    """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
-
-    dx (B, F, 16); dweight, dbias: Partials. sums: where x is the Source of an Activation and dx is
-    wanted, the Partial of dx's `activation_sums`.
-    """
     source = source_of(x)
     features, channels = _sizes(source[0])
     dy, weight = np.ascontiguousarray(dy), per_channel(weight)

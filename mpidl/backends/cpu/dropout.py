@@ -8,8 +8,6 @@ from mpidl.backends.cpu.builds import kernels
 
 
 def dropout(x, threshold, scale, key, epoch, samples):
-    """x * scale, and 0 where the element's chance is below `threshold` (of 65536): the bytes of
-    `reference_more.dropout`, which says what an element's chance is."""
     y = arenas.empty(x.shape)
     blocks, channels, pixels = sizes(x)
     samples = np.ascontiguousarray(samples, np.int64)

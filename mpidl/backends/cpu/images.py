@@ -24,10 +24,6 @@ def images(
     divisor=None,
     out=None,
 ):
-    """Lanes (B, C, P, Q, 16) float32 of pixels (n, C, H, W), uint8 or float32, normalized.
-
-    See `reference.images`.
-    """
     pixels = np.ascontiguousarray(pixels)
     count, *image = pixels.shape
     p, q = image[1:] if size is None else size
@@ -46,7 +42,6 @@ def images(
 
 
 def warp(pixels, maps, size, fill):
-    """Images (n, C, P, Q) of pixels (n, C, H, W), by an affine map each: see `reference.warp`."""
     pixels = np.ascontiguousarray(pixels)
     n, *image = pixels.shape
     out = np.empty((n, image[0], *size), pixels.dtype)
@@ -57,7 +52,6 @@ def warp(pixels, maps, size, fill):
 
 
 def planes(pixels, out=None):
-    """(C, H, W) of a decoder's rows (H, W, stride): see `reference.planes`."""
     height, width, stride = pixels.shape
     if pixels.strides[1:] != (stride, 1):
         raise ValueError(f"expected pixels side by side, got strides {pixels.strides}")
@@ -91,7 +85,6 @@ def _picture(*shape):
 
 
 def keyed_words(seed, purpose, count, epoch, samples):
-    """(len(samples), count) uint64 words: see `reference.keyed_words`."""
     found = np.empty((len(samples), count), np.uint64)
     samples = np.ascontiguousarray(samples, np.int64)
     key = keyed.key_of(seed, purpose).view(np.int64)

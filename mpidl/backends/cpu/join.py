@@ -9,7 +9,6 @@ from mpidl.backends.cpu.call import source_of
 
 
 def add(a, b):
-    """a + b, each an array or the Source of an Activation."""
     a, b = source_of(a), source_of(b)
     y = arenas.empty(a[0].shape)
     kernels().add(*a, *b, y, *sizes(y))
@@ -17,8 +16,6 @@ def add(a, b):
 
 
 def concat(arrays):
-    """Values (B, C1, ..., 16), (B, C2, ..., 16), ... as one, (B, C1 + C2 + ..., ..., 16); each an
-    array or the Source of an Activation."""
     sources = [source_of(a) for a in arrays]
     blocks, _, *rest = sources[0][0].shape
     y = arenas.empty((blocks, sum(s[0].shape[1] for s in sources), *rest))
@@ -31,7 +28,6 @@ def concat(arrays):
 
 
 def split(x, channels):
-    """The inverse of `concat`: a list of values with so many channels each."""
     x = np.ascontiguousarray(x)
     blocks, every, pixels = sizes(x)
     found, first = [], 0

@@ -8,14 +8,12 @@ from mpidl.backends.cpu.builds import kernels
 
 
 def cross_channel_norm(x, window, alpha, beta, k):
-    """y = x * d**-beta with d = k + alpha / window * (sum of x**2 over the window's channels)."""
     y = arenas.empty(x.shape)
     kernels().cross_channel_norm(np.ascontiguousarray(x), y, *sizes(x), window, alpha, beta, k)
     return y
 
 
 def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
-    """Gradient with respect to x; d is computed again."""
     dx = arenas.empty(x.shape)
     dy, x = np.ascontiguousarray(dy), np.ascontiguousarray(x)
     kernels().cross_channel_norm_dx(dy, x, dx, *sizes(x), window, alpha, beta, k)

@@ -16,18 +16,12 @@ def _address(array):
 
 
 def zeros_like(x):
-    """Zeros of the same shape and type, C-ordered and aligned, for what steps keep."""
     found = arenas.empty(np.shape(x), x.dtype)
     found[...] = 0
     return found
 
 
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
-    """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
-
-    Lists of float32 arrays, the velocities C-ordered; decays and factors (None: all 1) lists of
-    numbers.
-    """
     factors = [1.0] * len(weights) if factors is None else factors
     kept, how = (None, velocities), (learning_rate, momentum)
     return _stepped("sgdm", weights, gradients, kept, decays, factors, *how)
@@ -45,13 +39,11 @@ def adam(
     decays,
     factors,
 ):
-    """See `reference.adam`. Lists of float32 arrays, means and squares C-ordered."""
     how = learning_rate, gradient_decay, square_decay, epsilon
     return _stepped("adaptive", weights, gradients, (means, squares), decays, factors, *how)
 
 
 def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
-    """See `reference.rmsprop`. Arrays as for `adam`."""
     how = learning_rate, 0.0, square_decay, epsilon
     return _stepped("adaptive", weights, gradients, (None, squares), decays, factors, *how)
 
@@ -85,7 +77,6 @@ def _arrays(weights, gradients):
 
 
 def clip(weights, gradients, decays, method, threshold):
-    """See `reference.clip`. Lists of float32 arrays."""
     weights, gradients, clipped = _arrays(weights, gradients)
     parameters = [
         (_address(w), _address(g), _address(new), new.size)

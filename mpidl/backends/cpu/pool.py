@@ -41,22 +41,16 @@ def _backward(dy, argmax, x, how, tree):
 
 
 def max_pool2d(x, size, stride, padding):
-    """(y, argmax): the largest pixel of each window, and its place in the window, counted row by
-    row, as uint8. x: an array or the Source of an Activation."""
     return _forward(x, (size, stride, padding), True)
 
 
 def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
-    """(gradient with respect to x, None), or where x is a Source, the Partial of its
-    `activation_sums` too."""
     return _backward(dy, argmax, x, (size, stride, padding), tree)
 
 
 def average_pool2d(x, size, stride, padding):
-    """The mean of each window, in which padding counts as zeros; x as in `max_pool2d`."""
     return _forward(x, (size, stride, padding), False)[0]
 
 
 def average_pool2d_dx(dy, x, size, stride, padding, tree):
-    """As `max_pool2d_dx`."""
     return _backward(dy, None, x, (size, stride, padding), tree)

@@ -10,8 +10,6 @@ from mpidl.backends.cpu.call import per_channel
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):
-    """The gradient with respect to its images of the convolution by `weight`, where x is the
-    cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
     shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     y = arenas.empty((len(x), *shape, x.shape[-1]))
     geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
@@ -37,8 +35,6 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
-    of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
     how = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:

@@ -22,44 +22,38 @@ def _elements(x):
 
 
 def relu(x):
-    """max(x, 0)."""
     y = array.empty_like(x)
     launching.launch("relu", _elements(x), THREADS, x, y, x.size)
     return y
 
 
 def relu_dx(dy, y):
-    """dy where y > 0, else 0."""
     dx = array.empty_like(y)
     launching.launch("relu_dx", _elements(y), THREADS, cotangent_like(dy, y), y, dx, y.size)
     return dx
 
 
 def leaky_relu(x, scale):
-    """x where it is > 0, else scale * x."""
     return _by_element("leaky", x, scale=(scale,))
 
 
 def leaky_relu_dx(dy, y, scale):
-    """dy where y > 0, else scale * dy; scale >= 0, so that y has the sign of x."""
     return _by_element("leaky_dx", dy, y, scale=(scale,))
 
 
 def tanh(x):
-    """Hyperbolic tangent, at most 2 ulp off."""
+    # at most 2 ulp off
     return _by_element("tanh", x)
 
 
 def tanh_dx(dy, y):
-    """dy * (1 - y**2)."""
     return _by_element("tanh_dx", dy, y)
 
 
 def sigmoid(x):
-    """1 / (1 + exp(-x)), at most 2.5 ulp off."""
+    # at most 2.5 ulp off
     return _by_element("sigmoid", x)
 
 
 def sigmoid_dx(dy, y):
-    """dy * y * (1 - y)."""
     return _by_element("sigmoid_dx", dy, y)

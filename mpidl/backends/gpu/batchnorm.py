@@ -23,7 +23,6 @@ class Read(Source):
 
 
 def source(y, mean, scale, beta):
-    """The Source of an activation of y."""
     return Read(y, mean, scale, beta)
 
 
@@ -39,7 +38,6 @@ def read(x):
 
 
 def activation(source):
-    """max(0, (x - mean) * scale + beta) of a Source. Must not be written to."""
     return read(source)
 
 
@@ -85,23 +83,19 @@ def _leaves(name, x, width, dtype, tree, *arguments, combine=None):
 
 
 def channel_sums(x, tree):
-    """Partial of the sum over images and pixels: (C,). Unused images of x must be zero."""
     return _leaves("channel_sums", x, x.dims[1], "f4", tree, x)
 
 
 def moments(x, counts, tree):
-    """Partial of (count, mean, M2) by channel, packed for `merge_moments`: (1 + 2C,) float64."""
     width = 1 + 2 * x.dims[1]
     return _leaves("moments", x, width, "f8", tree, x, counts, combine=merge_moments)
 
 
 def batchnorm_sums(dy, x, mean, tree):
-    """Partial of [sum of dy, sum of dy * (x - mean)] by channel: (2C,) float64."""
     return _products(dy, x, mean, None, None, tree)
 
 
 def activation_sums(dy, source, tree):
-    """The same of the cotangent behind the ReLU: dy counts where the activation is > 0."""
     x, mean, scale, beta = source
     return _products(dy, x, mean, scale, beta, tree)
 
@@ -128,7 +122,6 @@ def _grid(rows, channels):
 
 
 def batchnorm(x, mean, scale, beta):
-    """y = (x - mean) * scale + beta, each by channel."""
     return _normalized(x, mean, scale, beta, relu=0)
 
 
@@ -143,7 +136,6 @@ def _normalized(x, mean, scale, beta, relu):
 
 
 def batchnorm_dx(dy, x, mean, a, b, c, counts):
-    """dx = a * dy + b * (x - mean) + c by channel, zero in unused images."""
     return _back(dy, x, mean, None, None, a, b, c, counts, array.empty_like(x))
 
 
@@ -171,8 +163,7 @@ def _vectors(channels, *kinds):
 
 
 def statistics(moments, gamma, epsilon):
-    """(count, mean, rstd, variance, mean, scale) of folded moments (1 + 2C,): count (1,) and the
-    next three float64, the last two float32, as `batchnorm` takes them. See `reference`."""
+    # count (1,), mean, rstd and variance float64; shift and scale float32
     channels = gamma.size
     count, found = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
     launching.launch(
@@ -182,8 +173,7 @@ def statistics(moments, gamma, epsilon):
 
 
 def batchnorm_factors(sums, gamma, statistics):
-    """(a, b, c, dgamma, dbeta) of the folded [sum of dy, sum of dy * (x - mean)], (2C,): float32,
-    computed in float64. See `reference`."""
+    # float32, computed in float64
     channels, (count, _, rstd, *_) = gamma.size, statistics
     found = _vectors(channels, *5 * ("f4",))
     launching.launch(
@@ -193,7 +183,7 @@ def batchnorm_factors(sums, gamma, statistics):
 
 
 def running(olds, values, decay):
-    """New running values: old + decay * (value - old), olds (C,) float32, values (C,) float64."""
+    # olds (C,) float32, values (C,) float64
     for old, value in zip(olds, values, strict=True):
         if (old.dtype, value.dtype, old.size) != ("f4", "f8", value.size):
             raise TypeError(f"expected float32 and float64 of one size, got {old} and {value}")
@@ -207,7 +197,6 @@ def running(olds, values, decay):
 
 
 def predict_scale(gamma, variance, epsilon):
-    """gamma / sqrt(variance + epsilon), (C,) float32."""
     scale, channels = launching.empty((gamma.size,)), gamma.size
     launching.launch(
         "predict_scale", -(-channels // 128), 128, gamma, variance, epsilon, scale, channels

@@ -77,12 +77,10 @@ def shape_of(image, weight_shape, stride, padding, dilation, groups):
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    """y = x * weight + bias (cross-correlation); x an Array or the Source of an Activation."""
     return _forward(x, weight, bias, (stride, padding, dilation, groups))
 
 
 def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, tree):
-    """conv2d, and the Partial of its output's moments (see `moments`)."""
     y = _forward(x, weight, bias, (stride, padding, dilation, groups), tree)
     return y, batchnorm.moments(y, counts, tree)
 
@@ -102,13 +100,6 @@ def conv2d_backward(
     sums=False,
     overwrite=False,
 ):
-    """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
-
-    dweight, dbias: Partials. behind: (Source of y, a, b, c): dy is the gradient of the activation
-    of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
-    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then. reuse:
-    nobody needs dy any more, so that the gradient of y may take its place.
-    """
     how = stride, padding, dilation, groups
     images = batchnorm.read(x)
     if activation_after is not None:

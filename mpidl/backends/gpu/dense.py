@@ -40,8 +40,6 @@ def rows_of(value, what):
 
 
 def dense(x, weight, bias):
-    """y = weight @ x + bias; x (B, F, 16) or the Source of an Activation with as many values an
-    image, weight (K, F), bias (K,), y (B, K, 16)."""
     x = _read(x)
     _check(x, weight)
     blocks, outputs, features = x.dims[0], len(weight), math.prod(x.dims[1:-1])
@@ -92,7 +90,7 @@ def _large(images, across):
 
 
 def dense_dx(dy, weight):
-    """Gradient with respect to x: (B, F, 16), in the order of the weights' features."""
+    # in the order of the weights' features
     images, outputs = rows_of(dy, "dense_dx")
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
@@ -114,11 +112,8 @@ def dense_dx(dy, weight):
 
 
 def dense_dweight(dy, x, tree):
-    """Partial of the gradient with respect to weight: (K, F); x as `dense` takes it.
-
-    Nothing is as large as the nodes but they: leaves, of a block each, are folded in registers. How
-    the blocks are cut into ranges changes no byte, so that it may depend on what this rank holds.
-    """
+    # Nothing is as large as the nodes: leaves, one a block, are folded in registers. How blocks
+    # are cut into ranges changes no byte, so that it may depend on what this rank holds.
     x = _read(x)
     _, outputs = rows_of(dy, "dense_dweight")
     features = math.prod(x.dims[1:-1])
@@ -172,11 +167,6 @@ def _cut(nodes, outputs, features, plain):
 
 
 def dense_backward(dy, x, weight, tree, needs):
-    """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
-
-    dx (B, F, 16); dweight, dbias: Partials. sums: where x is the Source of an Activation and dx is
-    wanted, the Partial of dx's `activation_sums`.
-    """
     values = _read(x)
     _check(values, weight)
     dx = dense_dx(dy, weight) if needs[0] else None

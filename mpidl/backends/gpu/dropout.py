@@ -9,9 +9,6 @@ THREADS = 256
 
 
 def dropout(x, threshold, scale, key, epoch, samples):
-    """x * scale, and 0 where the element's chance is below `threshold` (of 65536): the bytes of
-    `reference_more.dropout`, which says what an element's chance is. epoch (1,) and samples
-    (B * 16,) are int32 Arrays, which a recorded step reads anew."""
     blocks, channels, *pixels, lanes = x.dims
     pixels = math.prod(pixels)
     if pixels == 1:  # features, which lie one after the other

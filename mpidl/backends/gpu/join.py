@@ -29,8 +29,7 @@ def _moved(name, part, whole, first):
 
 
 def concat(arrays):
-    """Values (B, C1, ..., 16), (B, C2, ..., 16), ... as one, (B, C1 + C2 + ..., ..., 16); each an
-    Array or the Source of an Activation. ValueError for flattened images."""
+    # ValueError for flattened images: memory has their pixels apart
     parts = [read(a) for a in arrays]
     blocks, _, *rest = parts[0].shape
     y, first = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest)), 0
@@ -41,7 +40,6 @@ def concat(arrays):
 
 
 def split(x, channels):
-    """The inverse of `concat`: a list of values with so many channels each."""
     found, first = [], 0
     blocks, _, *rest = x.shape
     for count in channels:
@@ -53,5 +51,4 @@ def split(x, channels):
 
 
 def add(a, b):
-    """a + b, each an Array or the Source of an Activation."""
     return read(a) + read(b)

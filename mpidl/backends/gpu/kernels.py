@@ -88,7 +88,6 @@ def families():
 
 @functools.cache
 def source(name):
-    """The text of a file of kernels/cuda."""
     with open(os.path.join(folder(), name)) as file:
         return file.read()
 

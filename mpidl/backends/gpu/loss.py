@@ -42,7 +42,6 @@ def _pixels_of(scores, what):
 
 
 def softmax(logits):
-    """exp(logits) / sum over classes; logits (B, K, ..., 16), computed in float64."""
     rows, _, classes = _pixels_of(logits, "softmax")
     p = array.empty_like(logits, np.float64)
     launching.launch("loss_softmax", rows // ROWS, THREADS, logits, p, classes)
@@ -50,7 +49,6 @@ def softmax(logits):
 
 
 def softmax_dx(dy, p):
-    """The gradient behind `softmax`, whose result p is float64: as dy, (B, K, ..., 16)."""
     rows, _, classes = _pixels_of(dy, "softmax_dx")
     dx = array.empty_like(dy)
     launching.launch("loss_softmax_dx", rows // ROWS, THREADS, dy, p, dx, classes)
@@ -58,16 +56,10 @@ def softmax_dx(dy, p):
 
 
 def cross_entropy(logits, labels, counts, tree):
-    """Partial of the sum over images and pixels of -log softmax(logits)[label], one number in
-    float64."""
     return _of_rows("loss_cross_entropy", logits, labels, counts, tree)
 
 
 def cross_entropy_dlogits(logits, labels, scale, counts):
-    """(softmax(logits) - one at the label) * scale, zero in unused images: as logits.
-
-    scale: a number, or one that is read when the kernel runs (`fold.Late`).
-    """
     rows, pixels, classes = _pixels_of(logits, "cross_entropy_dlogits")
     d = array.empty_like(logits)
     launching.launch(
@@ -86,8 +78,6 @@ def cross_entropy_dlogits(logits, labels, scale, counts):
 
 
 def correct_count(logits, labels, counts, tree):
-    """Partial of how many images', or pixels', largest logit, the first of equal ones, is their
-    label's."""
     return _of_rows("loss_correct", logits, labels, counts, tree)
 
 
@@ -98,18 +88,12 @@ def _of_rows(kernel, logits, labels, counts, tree):
 
 
 def errors(y, target, power, counts, tree):
-    """Partial of the sum over images and elements of |y - target| ** power, one number in float64.
-
-    y, target: (B, ..., 16); power: 1 or 2.
-    """
     elements, near, far = _apart(y, target)
     given, numbers = (y, target, counts), (near, far, power)
     return _summed("loss_errors", given, numbers, elements, OF_ELEMENTS, tree)
 
 
 def errors_dy(y, target, power, scale, counts):
-    """(y - target) * scale where power is 2, its sign * scale where that is 1: as y, zero in unused
-    images. scale: as of `cross_entropy_dlogits`."""
     elements, near, far = _apart(y, target)
     d, threads = array.empty_like(y), OF_ELEMENTS.threads
     blocks = min(-(-y.size // threads), 32 * launching.device().processors)

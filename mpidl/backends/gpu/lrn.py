@@ -16,7 +16,6 @@ def _norm(x, window, alpha, k):
 
 
 def cross_channel_norm(x, window, alpha, beta, k):
-    """y = x * d**-beta with d = k + alpha / window * (sum of x**2 over the window's channels)."""
     numbers = _norm(x, window, alpha, k)
     y = array.empty_like(x)
     blocks = min(-(-x.size // THREADS), 32 * launching.device().processors)
@@ -25,7 +24,6 @@ def cross_channel_norm(x, window, alpha, beta, k):
 
 
 def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
-    """Gradient with respect to x; d is computed again."""
     numbers = _norm(x, window, alpha, k)
     rows, channels, before, behind = numbers[:4]
     if before + behind > SHARED // 8:

@@ -83,15 +83,13 @@ def adam(
     decays,
     factors,
 ):
-    """See `reference.adam`. Lists of float32 Arrays, those of a parameter in one layout; the new
-    weights lie as those of `sgdm` do."""
+    # the new weights lie as those of sgdm do
     _check("adam", weights, gradient=gradients, mean=means, square=squares)
     how = learning_rate, gradient_decay, square_decay, epsilon, decays, factors
     return _adaptive(weights, gradients, means, squares, *how)
 
 
 def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
-    """See `reference.rmsprop`. Arrays as for `adam`."""
     _check("rmsprop", weights, gradient=gradients, square=squares)
     how = learning_rate, 0.0, square_decay, epsilon, decays, factors
     return _adaptive(weights, gradients, [0] * len(weights), squares, *how)
@@ -134,8 +132,7 @@ def _adaptive(
 
 
 def clip(weights, gradients, decays, method, threshold):
-    """See `reference.clip`; the order of the sums is the device's own. Lists of float32 Arrays,
-    those of a parameter in one layout; the new gradients lie side by side."""
+    # the new gradients lie side by side
     _check("clip", weights, gradient=gradients)
     sizes = tuple(w.size for w in weights)
     chunk, blocks = _blocks(sizes)

@@ -48,23 +48,16 @@ def _backward(name, kept, x, how, tree):
 
 
 def max_pool2d(x, size, stride, padding):
-    """(y, argmax): the largest pixel of each window, and its place in the window, counted row by
-    row, as uint8. Of equal pixels the first; padding never; NaN where a pixel is NaN. x: an Array
-    (blocks, C, H, W, 16) or the Source of an Activation."""
     return _forward("max_pool2d", x, (size, stride, padding), True)
 
 
 def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
-    """(gradient with respect to x, None), or where x is a Source, the Partial of its
-    `activation_sums` too."""
     return _backward("max_pool2d_dx", (dy, argmax), x, (size, stride, padding), tree)
 
 
 def average_pool2d(x, size, stride, padding):
-    """The mean of each window, in which padding counts as zeros; x as in `max_pool2d`."""
     return _forward("average_pool2d", x, (size, stride, padding), False)[0]
 
 
 def average_pool2d_dx(dy, x, size, stride, padding, tree):
-    """As `max_pool2d_dx`."""
     return _backward("average_pool2d_dx", (dy,), x, (size, stride, padding), tree)

@@ -8,8 +8,6 @@ from mpidl.backends.gpu.array import Array
 
 
 def transposed_conv2d(x, weight, bias, stride, cropping):
-    """The gradient with respect to its images of the convolution by `weight`, where x is the
-    cotangent of its output, + bias; x (B, C, H, W, 16), weight (C, K, R, S), y (B, K, P, Q, 16)."""
     blocks, *image, lanes = x.dims
     shape = blocks, *shapes.transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
     like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # no memory: its shape
@@ -17,8 +15,6 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    """(dx, dweight, dbias): the gradients that `needs` wants, None for the others. The convolution
-    of dy by `weight`, and its gradient with respect to the weights for the cotangent x."""
     how = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:

@@ -51,7 +51,6 @@ class _Columns:
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    """y = x * weight + bias (cross-correlation)."""
     shape = shapes.conv2d_shape(x.shape[1:-1], weight.shape, stride, padding, dilation)
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     columns = _Columns(x, weight.shape, stride, padding, dilation)
@@ -108,7 +107,6 @@ def conv2d_backward(
     sums=False,
     overwrite=False,
 ):
-    """(dx, dweight, dbias, None): the gradients that `needs` wants, None for the others."""
     if activation_after is not None or sums:
         raise NotImplementedError("NumPy reads no activations that are not stored")
     how = stride, padding, dilation, groups

@@ -7,7 +7,6 @@ from mpidl.fold import Counter
 
 
 def dense(x, weight, bias):
-    """y = weight @ x + bias; x (B, F, 16), weight (K, F), bias (K,), y (B, K, 16)."""
     y = np.empty((len(x), len(weight), x.shape[-1]), x.dtype)
     for block, out in zip(x, y, strict=True):
         np.matmul(weight, block, out=out)
@@ -16,7 +15,6 @@ def dense(x, weight, bias):
 
 
 def dense_dx(dy, weight):
-    """Gradient with respect to x: (B, F, 16)."""
     dx = np.empty((len(dy), weight.shape[1], dy.shape[-1]), dy.dtype)
     for grad, out in zip(dy, dx, strict=True):
         np.matmul(weight.T, grad, out=out)
@@ -24,7 +22,6 @@ def dense_dx(dy, weight):
 
 
 def dense_dweight(dy, x, tree):
-    """Partial of the gradient with respect to weight: (K, F)."""
     counter = Counter(tree)
     for grad, block in zip(dy, x, strict=True):
         counter.push(grad @ block.T)
@@ -32,7 +29,6 @@ def dense_dweight(dy, x, tree):
 
 
 def dense_backward(dy, x, weight, tree, needs):
-    """(dx, dweight, dbias, None): the gradients that `needs` wants, None for the others."""
     return (
         dense_dx(dy, weight) if needs[0] else None,
         dense_dweight(dy, x, tree) if needs[1] else None,

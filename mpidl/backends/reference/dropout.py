@@ -42,11 +42,6 @@ def chances(elements, samples, epoch, key):
 
 
 def dropout(x, threshold, scale, key, epoch, samples):
-    """x * scale, and 0 where the element's chance is below `threshold` (of 65536).
-
-    Elements are counted in the order (C, H, W); key: two 32-bit numbers; samples (B * 16,) int64:
-    the sample number of each image. Of the gradient too: that of x is `dropout` of that of y.
-    """
     y, lanes = np.empty_like(x), x.shape[-1]
     for b, (block, out) in enumerate(zip(x, y, strict=True)):
         rows = block.reshape(-1, lanes)

@@ -20,15 +20,6 @@ def images(
     divisor=None,
     out=None,
 ):
-    """Lanes (B, C, P, Q, 16) float32 of pixels (n, C, H, W), uint8 or float32, normalized.
-
-    Of each image, mirrored as `mirrored` (n,) says (1 left to right, 2 top to bottom, 3 both), the
-    window of size (P, Q) that begins at its pixel (top, left) (n,), which may be negative; where
-    the window leaves the image, the value of `fill` (C,) of the pixels' type, or 0. Without these
-    the whole image. A value is (pixel - centre) / divisor, float32 arrays, both (C,) or (C, P, Q);
-    without them uint8 pixels are divided by 255 and float32 ones are left as they are. Unused lanes
-    are zero. out: lanes to write to, where they are there already.
-    """
     n, c, h, w = pixels.shape
     p, q = (h, w) if size is None else size
     if any(option is not None for option in (size, mirrored, top, left)):
@@ -65,13 +56,6 @@ def _overlap(first, extent, window):
 
 
 def warp(pixels, maps, size, fill):
-    """Images (n, C, P, Q) of pixels (n, C, H, W), uint8 or float32, by an affine map each.
-
-    maps: (n, 6) float64: pixel (p, q) of the result shows the image at column m0 * q + m1 * p + m2
-    and row m3 * q + m4 * p + m5, bilinearly between the four pixels around; beyond its edges the
-    image goes on with `fill` (C,). uint8 results are rounded half up. Products and sums are rounded
-    one by one: coordinates in float64, pixels in float32.
-    """
     (n, c, h, w), (p, q) = pixels.shape, size
     out = np.empty((n, c, p, q), pixels.dtype)
     rows, columns = np.mgrid[:p, :q].astype(np.float64)
@@ -93,8 +77,6 @@ def warp(pixels, maps, size, fill):
 
 
 def planes(pixels, out=None):
-    """(C, H, W) of a decoder's uint8 rows (H, W, stride), of whose bytes C = 1 or 3 count; stride
-    is 1, 3 or 4. Rows may lie apart. out: where to write it, or None."""
     channels = 1 if pixels.shape[-1] == 1 else 3
     out = np.empty((channels, *pixels.shape[:2]), np.uint8) if out is None else out
     out[...] = pixels[..., :channels].transpose(2, 0, 1)
@@ -102,7 +84,6 @@ def planes(pixels, out=None):
 
 
 def keyed_words(seed, purpose, count, epoch, samples):
-    """(len(samples), count) uint64: `keyed.words` of each of these samples."""
     found = np.empty((len(samples), count), np.uint64)
     for row, sample in zip(found, samples, strict=True):
         row[:] = keyed.words(seed, purpose, count, epoch=epoch, sample=int(sample))

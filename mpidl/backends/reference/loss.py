@@ -10,7 +10,6 @@ from mpidl.fold import Counter
 
 
 def softmax(logits):
-    """exp(logits) / sum over classes; logits (B, K, ..., 16), computed in float64."""
     probabilities = np.empty(logits.shape, np.float64)
     for block, out in zip(logits, probabilities, strict=True):
         np.exp(block - block.max(axis=0).astype(np.float64), out=out)
@@ -19,13 +18,10 @@ def softmax(logits):
 
 
 def softmax_dx(dy, p):
-    """The gradient behind `softmax`, whose result p is float64: as dy, (B, K, ..., 16)."""
     return (p * (dy - (p * dy).sum(axis=1, keepdims=True))).astype(dy.dtype)
 
 
 def cross_entropy(logits, labels, counts, tree):
-    """Partial of the sum over images and pixels of -log softmax(logits)[label], one number in
-    float64."""
     losses = np.empty((len(labels), labels.shape[-1]), np.float64)
     for block, label, out in zip(logits, labels, losses, strict=True):
         z = block - block.max(axis=0).astype(np.float64)
@@ -36,7 +32,6 @@ def cross_entropy(logits, labels, counts, tree):
 
 
 def cross_entropy_dlogits(logits, labels, scale, counts):
-    """(softmax(logits) - one at the label) * scale, zero in unused lanes: as logits."""
     d = softmax(logits)
     for block, label, valid in zip(d, labels, counts, strict=True):
         at = label[None]
@@ -47,8 +42,6 @@ def cross_entropy_dlogits(logits, labels, scale, counts):
 
 
 def correct_count(logits, labels, counts, tree):
-    """Partial of how many images', or pixels', largest logit, the first of equal ones, is their
-    label's."""
     right = np.empty((len(labels), labels.shape[-1]), np.float64)
     for block, label, out in zip(logits, labels, right, strict=True):
         out[...] = _of_images(block.argmax(axis=0) == label)
@@ -56,10 +49,6 @@ def correct_count(logits, labels, counts, tree):
 
 
 def errors(y, target, power, counts, tree):
-    """Partial of the sum over images and elements of |y - target| ** power, one number in float64.
-
-    y, target: (B, ..., 16); power: 1 or 2.
-    """
     sums = np.empty((len(y), y.shape[-1]), np.float64)
     for block, wanted, out in zip(y, target, sums, strict=True):
         out[...] = _of_images(np.abs(np.subtract(block, wanted, dtype=np.float64)) ** power)
@@ -67,8 +56,6 @@ def errors(y, target, power, counts, tree):
 
 
 def errors_dy(y, target, power, scale, counts):
-    """(y - target) * scale where power is 2, its sign * scale where that is 1: as y, zero in unused
-    lanes."""
     d = np.subtract(y, target, dtype=np.float64)
     d = (d if power == 2 else np.sign(d)) * scale
     for block, valid in zip(d, counts, strict=True):
@@ -77,7 +64,6 @@ def errors_dy(y, target, power, scale, counts):
 
 
 def image_sums(x, counts, tree):
-    """Partial of the sum over images, in float64: (*image_shape,)."""
     counter = Counter(tree)
     for block, valid in zip(x, counts, strict=True):
         values = np.ascontiguousarray(block[..., :valid])

@@ -16,7 +16,6 @@ def _over(x, before, behind):
 
 
 def cross_channel_norm(x, window, alpha, beta, k):
-    """y = x * d**-beta with d = k + alpha / window * (sum of x**2 over the window's channels)."""
     before, behind = shapes.channel_window(window)
     y = np.empty_like(x)
     for block, out in zip(x, y, strict=True):
@@ -26,8 +25,6 @@ def cross_channel_norm(x, window, alpha, beta, k):
 
 
 def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
-    """dx = dy * d**-beta - 2 * alpha * beta / window * x * (sum of dy * x * d**(-beta - 1) over the
-    channels in whose window this one is)."""
     before, behind = shapes.channel_window(window)
     kind = x.dtype.type
     dx = np.empty_like(x)

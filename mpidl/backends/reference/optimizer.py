@@ -7,7 +7,6 @@ METHODS = ("l2norm", "global-l2norm", "absolute-value")
 
 
 def zeros_like(x):
-    """Zeros of the same shape and type, C-ordered."""
     return np.zeros(np.shape(x), x.dtype)
 
 
@@ -16,11 +15,6 @@ def from_numpy(value, like):
 
 
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
-    """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
-
-    Lists of arrays, decays and factors (None: all 1) of numbers. The arithmetic has the weight's
-    precision.
-    """
     stepped = []
     factors = [1.0] * len(weights) if factors is None else factors
     each = zip(weights, gradients, velocities, decays, factors, strict=True)
@@ -46,15 +40,6 @@ def adam(
     decays,
     factors,
 ):
-    """The new weights, after, in place and with g the gradient + decay * w,
-
-        m <- gradient_decay * m + (1 - gradient_decay) * g
-        v <- square_decay * v + (1 - square_decay) * g^2
-        w - learning_rate * m / (sqrt(v) + epsilon)
-
-    Lists of arrays; decays and factors (of the learning rate) of numbers. The arithmetic has the
-    weight's precision.
-    """
     stepped = []
     each = zip(weights, gradients, means, squares, decays, factors, strict=True)
     for w, g, m, v, decay, factor in each:
@@ -67,8 +52,6 @@ def adam(
 
 
 def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
-    """The new weights, after v <- square_decay * v + (1 - square_decay) * g^2 in place, with g the
-    gradient + decay * w: w - learning_rate * g / (sqrt(v) + epsilon). Arguments as for `adam`."""
     stepped = []
     for w, g, v, decay, factor in zip(weights, gradients, squares, decays, factors, strict=True):
         g = _regularized(w, g, decay)
@@ -91,12 +74,6 @@ def _step(w, g, direction, v, learning_rate, square_decay, epsilon, factor):
 
 
 def clip(weights, gradients, decays, method, threshold):
-    """The gradients + decay * w, made no larger than the threshold: by "l2norm", the norm of each;
-    "global-l2norm", that of all of them together; "absolute-value", each number.
-
-    Lists of arrays, decays of numbers. Norms are float64, added up in one order: 16 sums side by
-    side over each 16384 numbers, those by a tree, then one after the other.
-    """
     found = [_regularized(w, g, d) for w, g, d in zip(weights, gradients, decays, strict=True)]
     if method == "absolute-value":
         return [np.clip(g, -g.dtype.type(threshold), g.dtype.type(threshold)) for g in found]

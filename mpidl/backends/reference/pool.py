@@ -26,8 +26,6 @@ def _places(x_shape, size, stride, padding):
 
 
 def max_pool2d(x, size, stride, padding):
-    """(y, argmax): the largest pixel of each window, and its place in the window, counted row by
-    row, as uint8. Of equal pixels the first; padding never; NaN where a pixel is NaN."""
     shape = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     argmax = np.empty(y.shape, np.uint8)
@@ -49,7 +47,6 @@ def max_pool2d(x, size, stride, padding):
 
 
 def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
-    """(gradient with respect to x, None); of x only shape and type are used."""
     dx = np.zeros_like(x)
     for grad, place, out in zip(dy, argmax, dx, strict=True):
         for number, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
@@ -58,7 +55,6 @@ def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
 
 
 def average_pool2d(x, size, stride, padding):
-    """The mean of each window, in which padding counts as zeros."""
     shape = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
     y = np.zeros((len(x), *shape, x.shape[-1]), x.dtype)
     for block, out in zip(x, y, strict=True):
@@ -69,7 +65,6 @@ def average_pool2d(x, size, stride, padding):
 
 
 def average_pool2d_dx(dy, x, size, stride, padding, tree):
-    """(gradient with respect to x, None); of x only shape and type are used."""
     dx = np.zeros_like(x)
     for grad, out in zip(dy, dx, strict=True):
         part = grad / x.dtype.type(size[0] * size[1])
