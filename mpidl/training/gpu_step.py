@@ -1,7 +1,8 @@
 """The training step on a GPU: recorded once, replayed for every mini-batch."""
 
-from mpidl.backends.gpu import launching, program
+from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.program import ROWS
+from mpidl.backends.gpu.recorder import Recorder
 from mpidl.backends.gpu.sums import Pending
 
 
@@ -18,7 +19,7 @@ class Step:
         self.optimizer, self.reader, self.counts = optimizer, reader, counts
         optimizer.prepare(net.parameters)
         device = launching.device()
-        recorder = program.Recorder(device)
+        recorder = Recorder(device)
         with launching.through(recorder):
             images, labels = reader.read()
             self.value, gradients, state = gradient(net, images, labels)

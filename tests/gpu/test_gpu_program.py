@@ -7,6 +7,7 @@ import pytest
 
 from mpidl.backends.gpu import launching, program
 from mpidl.backends.gpu.array import plain
+from mpidl.backends.gpu.recorder import Recorder
 
 
 def scale(source, size=None):
@@ -21,7 +22,7 @@ def _zero():
 
 
 def record(device, function, outputs, graphs=True):
-    recorder = program.Recorder(device)
+    recorder = Recorder(device)
     with launching.through(recorder):
         made = function(recorder)
         return recorder.finish(outputs(made), graphs), recorder
@@ -73,7 +74,7 @@ def test_memory_is_shared_by_what_is_not_needed_at_once(device):
 
 def test_the_plan_is_as_small_as_can_be_where_sizes_differ(device):
     rng = np.random.default_rng(0)
-    recorder = program.Recorder(device)
+    recorder = Recorder(device)
     with launching.through(recorder):
         for i in range(60):
             buffer = launching.empty((int(rng.integers(1, 5000)),), np.float64).buffer

@@ -12,6 +12,7 @@ from test_gpu_input import WARPED, WHOLE, plan
 import mpidl as dl
 from mpidl import losses
 from mpidl.backends.gpu import launching, program
+from mpidl.backends.gpu.recorder import Recorder
 from mpidl.data.loading import device_queue
 from mpidl.evaluation import evaluate
 from mpidl.training import trainer
@@ -97,7 +98,7 @@ class Told:
 
     def __init__(self, queue):
         self.reader = queue.reader()
-        recorder = program.Recorder(launching.device())
+        recorder = Recorder(launching.device())
         with launching.through(recorder):
             read = self.reader.read()
             self.kept = [

@@ -1,0 +1,219 @@
+"""A step recorded once and replayed: launches, with all of their memory planned beforehand.
+
+`Recorder` stands where launches are taken (`run.through`) while the step's Python runs once:
+nothing is computed, and every launch, with the arrays it takes, is written down. `finish` then
+
+- gives each array that the step made a place in one slab, by how long it is needed;
+- puts numbers that change from step to step (how many images, which, the rate) into `controls`,
+  which the first kernel fills from a row of pinned memory that the host writes before each step;
+- cuts the launches into segments where the ranks exchange sums through host memory, and captures
+  each segment as one CUDA graph.
+
+A replay allocates nothing, waits for nothing, and costs the host one launch a segment.
+"""
+
+import numpy as np
+
+from mpidl.backends.gpu import kernels, launching
+from mpidl.backends.gpu.launching import Array
+from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Program
+
+
+class Planned:
+    """Memory a step needs between its launches `first` and `last`; its address comes last."""
+
+    def __init__(self, nbytes):
+        self.nbytes = -(-max(nbytes, 1) // launching.ALIGNED) * launching.ALIGNED
+        self.address, self.first, self.last = None, None, None
+
+
+class Recorder:
+    """Takes the launches of one step instead of the device; see the module."""
+
+    def __init__(self, device):
+        self.device = device
+        self.steps, self.planned, self.tables, self.carried = [], [], [], []
+        self.controls = Planned(0)  # its size is known last
+        self.slots, self.words = {}, 0  # {name: (Array, initial value)}
+        self.touched = {}  # {id(buffer): (first step, last step)} of memory that stays
+        self.kept = []
+
+    # what run's functions ask of it
+
+    def empty(self, nbytes):
+        made = Planned(nbytes)
+        self.planned.append(made)
+        return made
+
+    def launch(self, launch):
+        arrays = []
+        for value in launch.arguments:
+            arrays += value.arrays if isinstance(value, launching.Table) else []
+            arrays += [value] if isinstance(value, Array) else []
+        self._step(Kernel(launch), arrays)
+
+    def scalar(self, name, value, dtype):
+        value = np.atleast_1d(np.asarray(value, dtype))
+        if name not in self.slots:
+            at = -(-self.words // 2) * 2  # 8-byte numbers lie on 8 bytes
+            self.words = at + -(-value.nbytes // 4)
+            array = Array(self.controls, dtype, value.shape, offset=4 * at)
+            self.slots[name] = (array, value)
+        array, _ = self.slots[name]
+        if array.dtype != dtype or array.shape != value.shape:
+            raise ValueError(f"{name} is {array.shape} of {array.dtype} in this step already")
+        return array
+
+    def table(self, rows):
+        made = launching.Table(rows, launching.persistent((len(rows), len(rows[0])), np.int64))
+        self.tables.append(made)
+        return made
+
+    # steps that are no kernels
+
+    def exchange(self, world, tree, matrix, combine):
+        """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
+        target = launching.empty(matrix.shape[1:], matrix.dtype)
+        self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
+        return target
+
+    def between(self, mover, source, target):
+        """Have all ranks' rows of `source` gathered in `target`."""
+        self._step(Between(mover, source, target), [source, target])
+
+    def carry(self, new, old):
+        """The next step finds `new` where this one found `old`."""
+        self.carried.append((new, old))
+
+    def _step(self, step, arrays):
+        at = len(self.steps)
+        for array in arrays:
+            buffer = array.buffer
+            if isinstance(buffer, Planned):
+                buffer.first = at if buffer.first is None else buffer.first
+                buffer.last = at
+            else:
+                first, _ = self.touched.get(id(buffer), (at, at))
+                self.touched[id(buffer)] = first, at
+        self.steps.append(step)
+
+    # the end
+
+    def finish(self, outputs, graphs=True):
+        """The Program. outputs: {name: Array () float64} that the host is told after each step."""
+        self._carry()
+        ends = list(outputs.values())
+        addresses = self.table([[array] for array in ends])
+        counter = launching.persistent((2,), np.int32)
+        words = max(self.words, 1)
+        ring = self.device.pinned(4 * words * ROWS).view(np.int32).reshape(ROWS, words)
+        results = self.device.pinned(8 * max(len(ends), 1) * ROWS).view(np.float64)
+        results = results.reshape(ROWS, max(len(ends), 1))
+        controls = launching.persistent((words,), np.int32)
+        self.controls.address = controls.address
+        self.launch(
+            kernels.make(
+                "program_end",
+                1,
+                32,
+                (addresses, len(ends), counter, _seen(results, np.float64)),
+            )
+        )
+        begin = kernels.make(
+            "program_begin", 1, 256, (_seen(ring, np.int32), ROWS, words, counter, controls)
+        )
+        slab, nbytes = self._plan()
+        self.steps.insert(0, Kernel(begin))
+        for table in self.tables:
+            self.device.upload(table.address, table.filled())
+        self.device.synchronize()
+        return Program(
+            self.device,
+            _segments(self.steps),
+            ring,
+            results,
+            self.slots,
+            list(outputs),
+            (slab, controls, counter, self.tables),
+            nbytes,
+            graphs,
+        )
+
+    def _carry(self):
+        """Let new arrays take the old ones' memory where nobody reads the old ones later.
+
+        All that lie in one piece of memory do so together: where one of them would lie beside its
+        old array, it would lie on another that stays as it is (a frozen weight).
+        """
+        pieces = {}
+        for new, old in self.carried:
+            pieces.setdefault(id(new.buffer), []).append((new, old))
+        for pairs in pieces.values():
+            self._take_place(pairs)
+        for new, old in self.carried:
+            if _place(new) != _place(old):
+                self._step(Copy(old, new), [new, old])
+
+    def _take_place(self, pairs):
+        """Give the buffer of new arrays the place of the old ones', if it has room for no others
+        and they lie there in the same places."""
+        buffer, there = pairs[0][0].buffer, pairs[0][1].buffer
+        if not isinstance(buffer, Planned) or buffer.address is not None:
+            return
+        _, last_read = self.touched.get(id(there), (0, -1))
+        held = sum(-(-new.nbytes // launching.ALIGNED) * launching.ALIGNED for new, _ in pairs)
+        if (
+            held == buffer.nbytes <= getattr(there, "nbytes", 0)
+            and (buffer.first is None or last_read <= buffer.first)
+            and all(old.buffer is there for _, old in pairs)
+            and all((new.offset, new.nbytes) == (old.offset, old.nbytes) for new, old in pairs)
+        ):
+            buffer.address = there.address
+
+    def _plan(self):
+        """Give every planned buffer its address in one slab; returns the slab's owner and bytes.
+
+        Greedy by size (Pisarchyk and Lee, "Efficient memory management for deep neural net
+        inference", 2020, section 5.3): the largest first, each at the lowest place that no buffer
+        needed at the same time has.
+        """
+        todo = [b for b in self.planned if b.address is None and b.first is not None]
+        todo.sort(key=lambda b: (-b.nbytes, b.first))
+        placed, total = [], 0
+        for buffer in todo:
+            at = 0
+            for start, stop, first, last in sorted(placed):
+                if buffer.first <= last and first <= buffer.last:
+                    if start - at >= buffer.nbytes:
+                        break
+                    at = max(at, stop)
+            buffer.address = at
+            placed.append((at, at + buffer.nbytes, buffer.first, buffer.last))
+            total = max(total, at + buffer.nbytes)
+        slab = self.device.allocate(max(total, 1))
+        for buffer in todo:
+            buffer.address += slab.address
+        return slab, total
+
+
+def _place(array):
+    """Where an array lies, as far as it is known."""
+    known = array.buffer.address is not None
+    return array.address if known else (array.buffer, array.offset)
+
+
+def _seen(pinned, dtype):
+    """Pinned host memory as kernels see it: at its own address."""
+    holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
+    return Array(holder, dtype, pinned.shape)
+
+
+def _segments(steps):
+    """The steps as lists: those that can be captured together, and each other one by itself."""
+    found = []
+    for step in steps:
+        if step.captured and found and found[-1][0].captured:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return found
