@@ -374,15 +374,15 @@ def test_what_was_uploaded_may_be_changed_at_once(device, standin, monkeypatch):
     for size in (1, 3, 5, 2, 16):  # the fourth no longer fits, the last never does
         value = np.full(size, size, np.float32)
         device.upload(memory.address, value)
-        assert bool(waiting) == (size < 16) and device._held_bytes <= 32
+        assert bool(waiting) == (size < 16) and device._uploading_bytes <= 32
         value[...] = -1
         device.download(found[:size], memory.address)
         if size in (3, 16):
             device.synchronize()
-            assert found[:size].tolist() == [size] * size and not device._held
+            assert found[:size].tolist() == [size] * size and not device._uploading
     pinned = device.pinned(4)
     device.upload(memory.address, pinned)
-    assert waiting and not device._held
+    assert waiting and not device._uploading
 
 
 def test_kernels(device, standin, monkeypatch):
@@ -561,13 +561,13 @@ def test_why_there_is_no_gpu(monkeypatch):
     nothing = Driver(0, error=discovery.NO_DEVICE)
     assert seen(monkeypatch, nothing) == Visible((), "the NVIDIA driver finds none")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert seen(monkeypatch, nothing).why == "CUDA_VISIBLE_DEVICES= shows none"
-    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in seen(monkeypatch, Driver(error=803)).why
+    assert seen(monkeypatch, nothing).reason == "CUDA_VISIBLE_DEVICES= shows none"
+    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in seen(monkeypatch, Driver(error=803)).reason
     found = seen(monkeypatch, Driver(2), packages=())
     assert found == Visible((), "CuPy is not installed: run/install --with cuda13", 2)
-    assert "--with cuda12" in seen(monkeypatch, Driver(version=12040), packages=()).why
+    assert "--with cuda12" in seen(monkeypatch, Driver(version=12040), packages=()).reason
     old = seen(monkeypatch, Driver(version=12040), count=RuntimeError("insufficient"))
-    assert old.why == (
+    assert old.reason == (
         "the NVIDIA driver runs CUDA up to 12.4, and cupy-cuda13x 14.2.0 is made for 13.2: "
         "install the CuPy of CUDA 12, or a newer driver"
     )
@@ -590,4 +590,4 @@ def test_the_gpus_there_are(monkeypatch):
 
 def test_this_machine():
     found = discovery.visible()
-    assert bool(found.gpus) != bool(found.why)
+    assert bool(found.gpus) != bool(found.reason)

@@ -55,7 +55,7 @@ def main(argv=None, see=visible, command=None):
     chosen = _arguments(argv)
     seen = see()
     if not seen.gpus:
-        raise UserError(f"gpu-check needs a GPU that mpidl can compute on: {seen.why}")
+        raise UserError(f"gpu-check needs a GPU that mpidl can compute on: {seen.reason}")
     os.makedirs(chosen.out, exist_ok=True)
     for name in NAMES:
         path = os.path.join(chosen.out, f"{name}.json")

@@ -35,7 +35,7 @@ def main(chosen):
     """Run the sub-command; returns its exit code."""
     seen = visible()
     if not seen.gpus:
-        raise UserError(f"bench gpu needs a GPU that mpidl can compute on: {seen.why}")
+        raise UserError(f"bench gpu needs a GPU that mpidl can compute on: {seen.reason}")
     report = Report("timing")
     settings = [parsed(text) for text in chosen.settings]
     measure(report, settings, chosen.rounds, chosen.limit, seen.gpus[0].name)

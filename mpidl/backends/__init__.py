@@ -77,6 +77,6 @@ def configure(
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
-        library, settings.chosen = builds.kernels(), True
+        library, settings.threads_chosen = builds.kernels(), True
         # fewer where the system starts no more
         settings.threads = library.set_threads(threads) if library is not None else 1

@@ -2,6 +2,6 @@
 
 winograd = "auto"
 threads = 1
-chosen = False  # whether somebody has said how many threads
+threads_chosen = False  # whether `configure` set `threads`
 precision = "fp32"  # of products on a GPU's tensor cores: "fp32" (3xTF32) or "tf32"
 direct = False  # whether a GPU convolves without tensor cores

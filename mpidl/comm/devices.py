@@ -93,8 +93,8 @@ def look(host, environ=os.environ):
         for architecture in sorted({gpu.architecture for gpu in gpus}):
             nvrtc.find(architecture)
     except UserError as error:
-        return Seen(host, (), str(error), found.there)
-    return Seen(host, gpus, found.why, found.there, note)
+        return Seen(host, (), str(error), found.driver_count)
+    return Seen(host, gpus, found.reason, found.driver_count, note)
 
 
 def given(gpus, host, environ):

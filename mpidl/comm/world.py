@@ -57,7 +57,7 @@ class World:
         failure.watch(self.net)
         builds.settle(self)
         self.threads = []  # of each rank, once it is settled
-        if threads or (threads == 0 and not settings.chosen):
+        if threads or (threads == 0 and not settings.threads_chosen):
             for line in self.use_threads(threads):
                 print(line, file=sys.stderr)
 

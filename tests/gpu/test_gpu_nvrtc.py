@@ -28,7 +28,7 @@ def make():
     time.sleep(float(sys.argv[2]))
     return b"cubin" * 1000, "log"
 
-assert cubins.kept("some.cubin", make) == (b"cubin" * 1000, "log")
+assert cubins.cached("some.cubin", make) == (b"cubin" * 1000, "log")
 """
 
 
@@ -86,21 +86,21 @@ def test_a_compiler_that_is_killed_holds_nobody_up(tmp_path):
 @pytest.mark.parametrize("size", [0, 1, 40, 90, -1])
 def test_a_file_that_was_cut_short_is_made_anew(place, size):
     value = bytes(range(100))
-    cubins.kept("a.cubin", made(value))
-    assert cubins.kept("a.cubin", refused) == (value, "log")
+    cubins.cached("a.cubin", made(value))
+    assert cubins.cached("a.cubin", refused) == (value, "log")
     whole = (place / "a.cubin").read_bytes()
     (place / "a.cubin").write_bytes(whole[:size])
-    assert cubins.kept("a.cubin", made(value)) == (value, "log")
+    assert cubins.cached("a.cubin", made(value)) == (value, "log")
     assert (place / "a.cubin").read_bytes() == whole
 
 
 def test_a_file_that_was_changed_is_made_anew(place):
-    cubins.kept("a.cubin", made())
+    cubins.cached("a.cubin", made())
     whole = bytearray((place / "a.cubin").read_bytes())
     whole[1] ^= 1
     (place / "a.cubin").write_bytes(whole)
-    assert cubins.kept("a.cubin", made()) == (b"abc", "log")
-    assert cubins.kept("a.cubin", refused) == (b"abc", "log")
+    assert cubins.cached("a.cubin", made()) == (b"abc", "log")
+    assert cubins.cached("a.cubin", refused) == (b"abc", "log")
 
 
 def test_what_does_not_compile_leaves_nothing_behind(place):
@@ -108,14 +108,14 @@ def test_what_does_not_compile_leaves_nothing_behind(place):
         raise UserError("no")
 
     with pytest.raises(UserError):
-        cubins.kept("a.cubin", fails)
+        cubins.cached("a.cubin", fails)
     assert list(place.iterdir()) == []
 
 
 def test_old_files_go(place):
-    cubins.kept("old.cubin", made())
+    cubins.cached("old.cubin", made())
     os.utime(place / "old.cubin", (1, 1))
-    cubins.kept("new.cubin", made())
+    cubins.cached("new.cubin", made())
     assert [path.name for path in place.iterdir()] == ["new.cubin"]
 
 
@@ -137,20 +137,20 @@ def linked(place):
 def test_a_folder_that_cannot_be_used_is_told_once(place, spoil):
     spoil(place)
     with pytest.warns(RuntimeWarning, match="compiled anew by every process"):
-        assert cubins.kept("a.cubin", made()) == (b"abc", "log")
+        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cubins.kept("a.cubin", made()) == (b"abc", "log")
+        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
     assert not place.is_dir() or list(place.iterdir()) == []
 
 
 def test_a_folder_of_somebody_else_is_not_used(place, monkeypatch):
-    cubins.kept("a.cubin", made(b"theirs"))
+    cubins.cached("a.cubin", made(b"theirs"))
     theirs = place.rename(place.with_name("theirs"))
     monkeypatch.setattr(cubins, "folder", lambda: str(theirs))
     monkeypatch.setattr(os, "getuid", lambda: theirs.stat().st_uid + 1)
     with pytest.warns(RuntimeWarning, match="this user alone"):
-        assert cubins.kept("a.cubin", made(b"mine")) == (b"mine", "log")
+        assert cubins.cached("a.cubin", made(b"mine")) == (b"mine", "log")
 
 
 @pytest.mark.parametrize("name", ["mkstemp", "fsync"])
@@ -160,7 +160,7 @@ def test_a_full_disk_is_told_once(place, monkeypatch, name):
 
     monkeypatch.setattr(cubins.tempfile if name == "mkstemp" else os, name, full)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
-        assert cubins.kept("a.cubin", made()) == (b"abc", "log")
+        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
     assert list(place.iterdir()) == []
 
 
@@ -170,8 +170,8 @@ def test_without_locks_each_compiles(monkeypatch):
 
     monkeypatch.setattr(cubins.fcntl, "flock", none)
     with pytest.warns(RuntimeWarning, match="No locks available"):
-        assert cubins.kept("a.cubin", made()) == (b"abc", "log")
-    assert cubins.kept("a.cubin", refused) == (b"abc", "log")
+        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
+    assert cubins.cached("a.cubin", refused) == (b"abc", "log")
 
 
 def test_without_mpidl_cache_it_is_the_temporary_folder(monkeypatch):

@@ -90,7 +90,7 @@ def test_a_queue_uploads_targets(world, shape, kind, cached):
             assert found.image_shape == known.image_shape and found.shape == known.shape
             if known.dtype == np.int32:
                 local = known.local()
-                assert found.lanes.bounds.known == (local.min(), local.max())
+                assert found.lanes.bounds.limits == (local.min(), local.max())
 
 
 class Told:

@@ -84,19 +84,19 @@ def declarations(header):
     """{name: (result type, argument types)} of the functions that a header declares."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
-    found = {}
+    functions = {}
     for result, name, arguments in re.findall(pattern, text):
         # the commas of a function argument's own (void) do not matter: it has one argument
         types = [] if arguments.strip() == "void" else [_type(a) for a in arguments.split(",")]
-        found[name] = (TYPES[result.strip() if "*" not in result else result], types)
-    return found
+        functions[name] = (TYPES[result.strip() if "*" not in result else result], types)
+    return functions
 
 
 def texts(header):
     """{name: its result and arguments as they are written}, of a header's functions."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
-    found = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
-    return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in found}
+    matches = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
+    return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
 
 
 def _one_at_a_time(function):
@@ -130,7 +130,7 @@ class Library:
             raise UserError(f"{path}: cannot be loaded: {error}") from error
         with open(header) as file:
             text = file.read()
-            self._wanted, self._texts = declarations(text), texts(text)
+            self._declared, self._texts = declarations(text), texts(text)
         try:
             declared = self._library.mpidl_declarations
         except AttributeError:
@@ -146,7 +146,7 @@ class Library:
         return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
 
     def __getattr__(self, name):
-        if name.startswith("_") or name not in self._wanted:
+        if name.startswith("_") or name not in self._declared:
             raise AttributeError(f"kernels/cpu/mpidl.h declares no mpidl_{name}")
         function = getattr(self._library, f"mpidl_{name}", None)
         if function is None or self._has.get(name) != self._texts[name]:
@@ -154,7 +154,7 @@ class Library:
                 f"{self.path}: compiled from other sources than this version's, as mpidl_{name} "
                 f"shows: {how_to_build()}"
             )
-        function.restype, function.argtypes = self._wanted[name]
+        function.restype, function.argtypes = self._declared[name]
         if name not in ANY_THREAD:
             function = _one_at_a_time(function)
         setattr(self, name, function)
@@ -204,10 +204,10 @@ def watch(progress):
 def is_stale():
     """Whether the library was compiled from other sources than those of this checkout."""
     build_py = os.path.join(kernels_folder() or "", "build.py")
-    found = kernels()
-    if found is None or not os.path.isfile(build_py):
+    library = kernels()
+    if library is None or not os.path.isfile(build_py):
         return False
-    return found.about["sources"] != runpy.run_path(build_py)["sources_key"]()
+    return library.about["sources"] != runpy.run_path(build_py)["sources_key"]()
 
 
 def how_to_build():
@@ -239,8 +239,8 @@ def path_of(build):
 
 def built():
     """The builds whose libraries are there, the best first."""
-    there = kernels_folder() is not None
-    return [b for b in ORDER if b != "numpy" and there and os.path.isfile(path_of(b))]
+    has_folder = kernels_folder() is not None
+    return [b for b in ORDER if b != "numpy" and has_folder and os.path.isfile(path_of(b))]
 
 
 @functools.cache
@@ -266,18 +266,18 @@ def offered():
 
     Raises UserError where MPIDL_CPU is not a build, or one that is not there or does not run here.
     """
-    asked = os.environ.get("MPIDL_CPU")
+    requested = os.environ.get("MPIDL_CPU")
     names = [*(build for build in built() if runs_here(build)), "numpy"]
-    if not asked:
+    if not requested:
         return names
-    if asked not in ORDER:
-        raise UserError(f"MPIDL_CPU: expected one of {', '.join(ORDER)}, found {asked!r}")
-    if not runs_here(asked):
-        missing = " ".join(sorted(NEEDS[asked] - cpu_features()))
-        raise UserError(f"MPIDL_CPU={asked}: this CPU cannot run it; it lacks {missing}")
-    if asked not in names:
-        raise UserError(f"MPIDL_CPU={asked}: no {path_of(asked)}: {how_to_build()}")
-    return names[names.index(asked) :]
+    if requested not in ORDER:
+        raise UserError(f"MPIDL_CPU: expected one of {', '.join(ORDER)}, found {requested!r}")
+    if not runs_here(requested):
+        missing = " ".join(sorted(NEEDS[requested] - cpu_features()))
+        raise UserError(f"MPIDL_CPU={requested}: this CPU cannot run it; it lacks {missing}")
+    if requested not in names:
+        raise UserError(f"MPIDL_CPU={requested}: no {path_of(requested)}: {how_to_build()}")
+    return names[names.index(requested) :]
 
 
 def load(build):

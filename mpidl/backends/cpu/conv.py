@@ -75,10 +75,10 @@ def conv2d_moments(x, weight, bias, stride, padding, dilation, groups, counts, t
     return y, partial_of_rows(rows, tree, merge_moments)
 
 
-def _forward(x, weight, bias, how, counts=None, tree=None):
+def _forward(x, weight, bias, conv_args, counts=None, tree=None):
     source = source_of(x)
     blocks = len(source[0])
-    shape, output, (m, _, _) = plan(source[0], weight, *how)
+    shape, output, (m, _, _) = plan(source[0], weight, *conv_args)
     y = arenas.empty((blocks, *output, source[0].shape[-1]))
     rows = None if tree is None else np.empty((blocks, 1 + 2 * len(weight)))
     weight, bias = per_channel(weight), per_channel(bias)

@@ -85,8 +85,8 @@ def _picture(*shape):
 
 
 def keyed_words(seed, purpose, count, epoch, samples):
-    found = np.empty((len(samples), count), np.uint64)
+    words = np.empty((len(samples), count), np.uint64)
     samples = np.ascontiguousarray(samples, np.int64)
     key = keyed.key_of(seed, purpose).view(np.int64)
-    kernels().keyed_words(key, epoch, samples, len(samples), count, found.view(np.int64))
-    return found
+    kernels().keyed_words(key, epoch, samples, len(samples), count, words.view(np.int64))
+    return words

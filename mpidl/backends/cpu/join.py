@@ -29,11 +29,11 @@ def concat(arrays):
 
 def split(x, channels):
     x = np.ascontiguousarray(x)
-    blocks, every, pixels = sizes(x)
-    found, first = [], 0
+    blocks, all_channels, pixels = sizes(x)
+    parts, first = [], 0
     for count in channels:
         part = arenas.empty((blocks, count, *x.shape[2:]))
-        kernels().split(x, part, blocks, count, pixels, every, first)
-        found.append(part)
+        kernels().split(x, part, blocks, count, pixels, all_channels, first)
+        parts.append(part)
         first += count
-    return found
+    return parts

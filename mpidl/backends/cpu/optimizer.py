@@ -16,15 +16,15 @@ def _address(array):
 
 
 def zeros_like(x):
-    found = arenas.empty(np.shape(x), x.dtype)
-    found[...] = 0
-    return found
+    zeros = arenas.empty(np.shape(x), x.dtype)
+    zeros[...] = 0
+    return zeros
 
 
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
     factors = [1.0] * len(weights) if factors is None else factors
-    kept, how = (None, velocities), (learning_rate, momentum)
-    return _stepped("sgdm", weights, gradients, kept, decays, factors, *how)
+    numbers = learning_rate, momentum
+    return _step("sgdm", weights, gradients, None, velocities, decays, factors, numbers)
 
 
 def adam(
@@ -39,32 +39,31 @@ def adam(
     decays,
     factors,
 ):
-    how = learning_rate, gradient_decay, square_decay, epsilon
-    return _stepped("adaptive", weights, gradients, (means, squares), decays, factors, *how)
+    numbers = learning_rate, gradient_decay, square_decay, epsilon
+    return _step("adaptive", weights, gradients, means, squares, decays, factors, numbers)
 
 
 def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
-    how = learning_rate, 0.0, square_decay, epsilon
-    return _stepped("adaptive", weights, gradients, (None, squares), decays, factors, *how)
+    numbers = learning_rate, 0.0, square_decay, epsilon
+    return _step("adaptive", weights, gradients, None, squares, decays, factors, numbers)
 
 
-def _stepped(kernel, weights, gradients, kept, decays, factors, *how):
-    """The new weights by a kernel; kept: means or None, and what else is changed in place."""
-    means, others = kept
-    if not all(a.flags.writeable and a.flags.c_contiguous for a in (*(means or ()), *others)):
+def _step(kernel, weights, gradients, means, velocities, decays, factors, numbers):
+    """Return the new weights by a kernel, which updates means (or None) and velocities in place."""
+    if not all(a.flags.writeable and a.flags.c_contiguous for a in (*(means or ()), *velocities)):
         raise TypeError("expected velocities or means that are C-ordered and can be written")
     weights, gradients, stepped = _arrays(weights, gradients)
     means = [0] * len(weights) if means is None else [_address(m) for m in means]
     parameters = [
         (_address(w), _address(g), m, _address(v), _address(new), new.size)
-        for w, g, m, v, new in zip(weights, gradients, means, others, stepped, strict=True)
+        for w, g, m, v, new in zip(weights, gradients, means, velocities, stepped, strict=True)
     ]
     getattr(kernels(), kernel)(
         np.array(parameters, np.int64),
         np.array(decays, np.float32),
         np.array(factors, np.float32),
         len(parameters),
-        *how,
+        *numbers,
     )
     return stepped
 

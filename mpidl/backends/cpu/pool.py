@@ -19,20 +19,20 @@ def _geometry(x_shape, size, stride, padding):
     return np.array(shape, np.int64), output
 
 
-def _forward(x, how, kept):
+def _forward(x, windows, with_argmax):
     source = source_of(x)
     blocks, *image, lanes = source[0].shape
-    shape, output = _geometry(tuple(image), *how)
+    shape, output = _geometry(tuple(image), *windows)
     y = arenas.empty((blocks, *output, lanes))
-    argmax = arenas.empty(y.shape, np.uint8) if kept else None
+    argmax = arenas.empty(y.shape, np.uint8) if with_argmax else None
     kernels().pool2d(*source, y, argmax, blocks, shape)
     return y, argmax
 
 
-def _backward(dy, argmax, x, how, tree):
+def _backward(dy, argmax, x, windows, tree):
     source = source_of(x)
     blocks, *image, _ = source[0].shape
-    shape, _ = _geometry(tuple(image), *how)
+    shape, _ = _geometry(tuple(image), *windows)
     dx = arenas.empty(source[0].shape)
     rows = None if source[1] is None else np.empty((blocks, 2 * image[0]))
     dy = np.ascontiguousarray(dy)

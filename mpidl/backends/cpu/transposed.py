@@ -35,11 +35,11 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    how = stride, cropping, *shapes.PLAIN
+    conv_args = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:
-        dx = conv.conv2d(dy, weight, np.zeros(len(weight), np.float32), *how)
+        dx = conv.conv2d(dy, weight, np.zeros(len(weight), np.float32), *conv_args)
     if needs[1]:
-        wanted = False, True, False
-        dweight = conv.conv2d_backward(x, dy, weight, *how, counts, tree, wanted)[1]
+        weight_alone = False, True, False
+        dweight = conv.conv2d_backward(x, dy, weight, *conv_args, counts, tree, weight_alone)[1]
     return dx, dweight, channel_sums(dy, tree) if needs[2] else None

@@ -36,20 +36,20 @@ class Bounds:
     recorded before there is one.
     """
 
-    def __init__(self, known=None):
-        self.known, self.checks = known, []
+    def __init__(self, limits=None):
+        self.limits, self.checks = limits, []
 
     def hold(self, check):
         """check(least, largest), which raises where they cannot be: now, or at each `say`."""
-        if self.known is None:
+        if self.limits is None:
             self.checks.append(check)
         else:
-            check(*self.known)
+            check(*self.limits)
 
-    def say(self, least, largest):
+    def say(self, smallest, largest):
         """What they are in a mini-batch."""
         for check in self.checks:
-            check(least, largest)
+            check(smallest, largest)
 
 
 def in_memory(array, dims, order):
@@ -64,9 +64,9 @@ def empty(shape, dtype=np.float32):
 
 def empty_lanes(shape, dtype=np.float32):
     """The same for a value per image: shape (blocks, *image_shape, 16)."""
-    made = launching.empty(tuple(shape), dtype)
-    made.order = order_of_lanes(made.dims)
-    return made
+    y = launching.empty(tuple(shape), dtype)
+    y.order = order_of_lanes(y.dims)
+    return y
 
 
 def lanes(array):
@@ -106,23 +106,23 @@ def together(arrays, image_shapes):
 
     image_shapes: {name: shape of the images that a weight goes with}, see `filters`.
     """
-    places, at = {}, 0
+    places, size = {}, 0
     for name, value in arrays.items():
         value = np.asarray(value, np.float32)
-        places[name] = at, value, *layout_of_weights(value.shape, image_shapes.get(name))
-        at += -(-value.size // PART) * PART
-    whole = launching.persistent((at,))
-    found = {}
+        places[name] = size, value, *layout_of_weights(value.shape, image_shapes.get(name))
+        size += -(-value.size // PART) * PART
+    memory = launching.persistent((size,))
+    uploaded = {}
     for name, (start, value, dims, order) in places.items():
-        array = whole.part(start, value.shape)
+        array = memory.part(start, value.shape)
         array.dims, array.order = dims, order
         launching.upload(array, in_memory(value, dims, order))
-        found[name] = array
-    return found
+        uploaded[name] = array
+    return uploaded
 
 
 def _upload(array, dims, order):
-    made = launching.empty(tuple(dims), array.dtype)
-    made.shape, made.order = array.shape, tuple(order)
-    launching.upload(made, in_memory(array, dims, made.order))
-    return made
+    y = launching.empty(tuple(dims), array.dtype)
+    y.shape, y.order = array.shape, tuple(order)
+    launching.upload(y, in_memory(array, dims, y.order))
+    return y

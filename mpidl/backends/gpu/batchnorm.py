@@ -9,7 +9,7 @@ import math
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
 from mpidl.blocks import LANES, Source
-from mpidl.fold import merge_moments
+from mpidl.fold import add, merge_moments
 
 THREADS = 256  # of batchnorm.cu
 CHANNELS = 128  # the most that a block of threads takes
@@ -69,7 +69,7 @@ def _leaf(pixels):
     return images
 
 
-def _leaves(name, x, width, dtype, tree, *arguments, combine=None):
+def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
     """The Partial of a sum whose leaves the kernel makes, its last arguments (leaves, images a
     leaf, pixels, channels, tile)."""
     images, pixels, channels = _sizes(x)
@@ -78,8 +78,7 @@ def _leaves(name, x, width, dtype, tree, *arguments, combine=None):
     leaves = launching.empty((images // per_leaf, width), dtype)
     grid = (images // per_leaf, tiles)
     launching.launch(name, grid, THREADS, *arguments, leaves, per_leaf, pixels, channels, tile)
-    how = {} if combine is None else {"combine": combine}
-    return partial_of_leaves(leaves, tree, LANES // per_leaf, **how)
+    return partial_of_leaves(leaves, tree, LANES // per_leaf, combine)
 
 
 def channel_sums(x, tree):
@@ -165,21 +164,21 @@ def _vectors(channels, *kinds):
 def statistics(moments, gamma, epsilon):
     # count (1,), mean, rstd and variance float64; shift and scale float32
     channels = gamma.size
-    count, found = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
+    count, vectors = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
     launching.launch(
-        "statistics", -(-channels // 128), 128, moments, gamma, epsilon, count, *found, channels
+        "statistics", -(-channels // 128), 128, moments, gamma, epsilon, count, *vectors, channels
     )
-    return (count, *found)
+    return (count, *vectors)
 
 
 def batchnorm_factors(sums, gamma, statistics):
     # float32, computed in float64
     channels, (count, _, rstd, *_) = gamma.size, statistics
-    found = _vectors(channels, *5 * ("f4",))
+    vectors = _vectors(channels, *5 * ("f4",))
     launching.launch(
-        "batchnorm_factors", -(-channels // 128), 128, sums, gamma, count, rstd, *found, channels
+        "batchnorm_factors", -(-channels // 128), 128, sums, gamma, count, rstd, *vectors, channels
     )
-    return tuple(found)
+    return tuple(vectors)
 
 
 def running(olds, values, decay):

@@ -100,21 +100,21 @@ def conv2d_backward(
     sums=False,
     overwrite=False,
 ):
-    how = stride, padding, dilation, groups
+    conv_args = stride, padding, dilation, groups
     images = batchnorm.read(x)
     if activation_after is not None:
         source, a, b, c = activation_after
         dy = batchnorm.activation_dx(dy, source, a, b, c, counts, overwrite)
-    dx = dweight = dbias = found = None
+    dx = dweight = dbias = dx_sums = None
     if needs[1]:
-        leaves, per_block = leaves_of(dy, images, weight, how, tree)
+        leaves, per_block = leaves_of(dy, images, weight, conv_args, tree)
         dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
     if needs[2]:
         dbias = batchnorm.channel_sums(dy, tree)
     if needs[0]:
-        dx = dx_of(dy, images, weight, how, tree)
-        found = batchnorm.activation_sums(dx, x, tree) if sums else None
-    return dx, dweight, dbias, found
+        dx = dx_of(dy, images, weight, conv_args, tree)
+        dx_sums = batchnorm.activation_sums(dx, x, tree) if sums else None
+    return dx, dweight, dbias, dx_sums
 
 
 def _direct(shape):
@@ -125,9 +125,9 @@ def _direct(shape):
     return settings.direct or architecture < 80 or max(of_input, of_output) >= LARGEST
 
 
-def _shape(x, weight, how, dy=None):
+def _shape(x, weight, conv_args, dy=None):
     """The Shape, of arrays that lie in memory as the kernels read them."""
-    shape = shape_of(x.dims[1:-1], weight.dims, *how)
+    shape = shape_of(x.dims[1:-1], weight.dims, *conv_args)
     output = shape.filters, shape.out_height, shape.out_width
     if x.order != array.IMAGES or weight.order != array.FILTERS:
         raise ValueError(f"expected images (NHWC) and filters (KRSC), got {x} and {weight}")
@@ -136,22 +136,22 @@ def _shape(x, weight, how, dy=None):
     return shape
 
 
-def _forward(x, weight, bias, how, tree=None):
+def _forward(x, weight, bias, conv_args, tree=None):
     x = batchnorm.read(x)
-    shape = _shape(x, weight, how)
+    shape = _shape(x, weight, conv_args)
     if _direct(shape):
-        return conv_direct.forward(x, weight, bias, how)
+        return conv_direct.forward(x, weight, bias, conv_args)
     size = shape.filters, shape.out_height, shape.out_width
     y = array.empty_lanes((len(x), *size, LANES))
     _product(shape, x, weight, bias, y, tree)
     return y
 
 
-def dx_of(dy, x, weight, how, tree, bias=None):
+def dx_of(dy, x, weight, conv_args, tree, bias=None):
     """The gradient with respect to x, of which only the shape is used, + bias."""
-    shape = _shape(x, weight, how, dy)
+    shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
-        dx = conv_direct.dx(dy, x, weight, how)
+        dx = conv_direct.dx(dy, x, weight, conv_args)
         return dx if bias is None else conv_direct.with_bias(dx, bias)
     turned = array.empty((weight.size,))
     group = shape.filters_of_group, shape.channels // shape.groups
@@ -186,15 +186,15 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
     )
 
 
-def leaves_of(dy, x, weight, how, tree):
+def leaves_of(dy, x, weight, conv_args, tree):
     """The gradient of the weights, leaf by leaf: as `conv_direct.dweight_leaves`.
 
     Leaves (leaves, weight.size) float32, as memory orders the weights, and how many there are to a
     block. Of weight only the shape is used; of dy, unused images must be zero.
     """
-    shape = _shape(x, weight, how, dy)
+    shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
-        return conv_direct.dweight_leaves(dy, x, weight, how, tree)
+        return conv_direct.dweight_leaves(dy, x, weight, conv_args, tree)
     device = launching.device()
     tile = dweight_tile(shape)
     rows = -(-shape.width_of_filter // tile["BM"])
@@ -228,10 +228,10 @@ def _vector(channels, *arrays):
     return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
 
 
-def definitions(tile, shape, device, **own):
+def definitions(tile, shape, device, **values):
     """What a kernel is compiled with. A device that compiles for each layer gets constants; where
     the numbers of the shape take registers, fewer blocks are asked for at once."""
-    defines = {**tile, **own, "PRECISION": PRODUCTS[settings.precision]}
+    defines = {**tile, **values, "PRECISION": PRODUCTS[settings.precision]}
     if getattr(device, "specialize", False):
         defines["CONV_SHAPE"] = ",".join(map(str, shape))
     else:

@@ -1,7 +1,7 @@
 """Convolution in plain float32, for any GPU, by kernels/cuda/conv_direct.cu.
 
-`how` is (stride, padding, dilation, groups) as in `reference`: of GPUs without TF32 tensor cores
-this is the convolution, and of the others the reference on the device.
+`conv_args` is (stride, padding, dilation, groups). GPUs without TF32 tensor cores convolve by these
+kernels; for the others they are the reference on the device.
 """
 
 import functools
@@ -22,9 +22,9 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
     """The numbers all three kernels take, and (K, P, Q)."""
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
-    for what, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
+    for kind, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
         if math.prod(shape) >= LARGEST:
-            raise ValueError(f"conv2d: {what} of {shape} are too large: at most 2^31 - 1 numbers")
+            raise ValueError(f"conv2d: {kind} of {shape} are too large: at most 2^31 - 1 numbers")
     (top, _), (left, _) = padding
     return (*x_shape, k, p, q, r, s, *stride, top, left, *dilation, groups), (k, p, q)
 
@@ -33,26 +33,26 @@ def _tiles(size, tile):
     return -(-size // tile)
 
 
-def forward(x, weight, bias, how):
+def forward(x, weight, bias, conv_args):
     """y = x * weight + bias: (blocks, K, P, Q, 16)."""
     blocks, *image, lanes = x.dims
-    numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *how)
+    numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *conv_args)
     y = array.empty_lanes((blocks, k, p, q, lanes))
-    images, groups = blocks * lanes, how[-1]
+    images, groups = blocks * lanes, conv_args[-1]
     grid = _tiles(images * p * q, ROWS), _tiles(k // groups, COLUMNS), groups
     launching.launch("conv_direct_forward", grid, THREADS, x, weight, bias, y, images, *numbers)
     return y
 
 
-def dx(dy, x, weight, how):
+def dx(dy, x, weight, conv_args):
     """The gradient with respect to x, of which only the shape is used."""
     blocks, c, h, w, lanes = x.dims
-    numbers, _ = _geometry((c, h, w), weight.dims, *how)
-    found = array.empty_like(x)
-    images, groups = blocks * lanes, how[-1]
+    numbers, _ = _geometry((c, h, w), weight.dims, *conv_args)
+    gradient = array.empty_like(x)
+    images, groups = blocks * lanes, conv_args[-1]
     grid = _tiles(images * h * w, ROWS), _tiles(c // groups, COLUMNS), groups
-    launching.launch("conv_direct_dx", grid, THREADS, dy, weight, found, images, *numbers)
-    return found
+    launching.launch("conv_direct_dx", grid, THREADS, dy, weight, gradient, images, *numbers)
+    return gradient
 
 
 def with_bias(y, bias):
@@ -73,15 +73,15 @@ def images_per_leaf(tiles, tree):
     return images
 
 
-def dweight_leaves(dy, x, weight, how, tree):
+def dweight_leaves(dy, x, weight, conv_args, tree):
     """The gradient of the weights, leaf by leaf, and how many leaves there are to a block.
 
     Leaves (leaves, weight.size) float32, as memory orders the weights; a leaf is of 1, 2, 4, 8 or
     16 consecutive images. Of weight only the shape is used; of dy, unused images must be zero.
     """
     blocks, *image, lanes = x.dims
-    numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *how)
-    groups = how[-1]
+    numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *conv_args)
+    groups = conv_args[-1]
     width = math.prod(weight.dims[1:])
     tiles = _tiles(k // groups, ROWS) * _tiles(width, COLUMNS)
     images = images_per_leaf(tiles * groups, tree)

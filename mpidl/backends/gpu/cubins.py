@@ -24,13 +24,13 @@ _warned = False
 def folder():
     """Where the files lie: in MPIDL_CACHE, else in the temporary folder, which is the node's own
     (a cluster's home folders are shared, and slow)."""
-    chosen = os.environ.get("MPIDL_CACHE")
-    if chosen:
-        return os.path.join(chosen, f"cubins-{os.getuid()}")
+    cache = os.environ.get("MPIDL_CACHE")
+    if cache:
+        return os.path.join(cache, f"cubins-{os.getuid()}")
     return os.path.join(tempfile.gettempdir(), f"mpidl-cubins-{os.getuid()}")
 
 
-def kept(name, make):
+def cached(name, make):
     """(cubin, log) of this name: from its file, or from make(), which the file then keeps.
 
     While one process of the node makes it, the others wait; one that dies lets them go on. Where no
@@ -40,14 +40,14 @@ def kept(name, make):
     if not _is_ours(place):
         return make()
     path = os.path.join(place, name)
-    found = read(path)
-    if found is None:
+    entry = read(path)
+    if entry is None:
         with _locked(path):
-            found = read(path)
-            if found is None:
-                found = make()
-                _write(path, *found)
-    return found
+            entry = read(path)
+            if entry is None:
+                entry = make()
+                _write(path, *entry)
+    return entry
 
 
 def read(path):
@@ -96,11 +96,11 @@ def _is_ours(place):
     there is run."""
     try:
         os.makedirs(place, mode=0o700, exist_ok=True)
-        found = os.lstat(place)
+        status = os.lstat(place)
     except OSError as error:
         _warn(f"{place}: {error.strerror}")
         return False
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         _warn(f"{place} is not a folder that this user alone may write to")
         return False
     return True
@@ -125,12 +125,12 @@ def _locked(path):
             file.close()
 
 
-def _warn(why):
+def _warn(reason):
     global _warned
     if not _warned:
         _warned = True
         warnings.warn(
-            f"kernels are compiled anew by every process, for none can be kept: {why} "
+            f"kernels are compiled anew by every process, for none can be kept: {reason} "
             "(MPIDL_CACHE names another folder)",
             RuntimeWarning,
             stacklevel=2,

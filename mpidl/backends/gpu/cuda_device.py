@@ -26,7 +26,7 @@ OUT_OF_MEMORY = 2
 NOT_FOUND = 500
 NOT_READY = 600
 
-HELD = 16 << 20  # bytes: of copies of host memory that uploads under way may still read
+UPLOADING = 16 << 20  # bytes: of copies of host memory that uploads under way may still read
 
 
 class Memory:
@@ -83,21 +83,21 @@ class CudaDevice:
     sharers = 1  # ranks that compute on this GPU, which `comm.devices` counts
 
     def __init__(self, index=0):
-        seen = visible()
-        chosen = [gpu for gpu in seen.gpus if gpu.index == index]
-        if not chosen:
-            why = seen.why or f"{len(seen.gpus)} are visible"
-            raise UserError(f"--device gpu: there is no GPU {index}: {why}")
+        visible_gpus = visible()
+        matching = [gpu for gpu in visible_gpus.gpus if gpu.index == index]
+        if not matching:
+            reason = visible_gpus.reason or f"{len(visible_gpus.gpus)} are visible"
+            raise UserError(f"--device gpu: there is no GPU {index}: {reason}")
         from cupy.cuda import driver, memory_hook, runtime
 
         self.runtime, self.driver = runtime, driver
         self.index, self.identity, self.name, self.architecture, self.processors, self.memory = (
-            chosen[0]
+            matching[0]
         )
         self._threads, self._thread = threading.local(), threading.get_ident()
         self._capturing, self._late = False, []  # what is to be given back later: (how, handle)
         self._pinned, self._modules = {}, []  # {address: bytes}, handles
-        self._held, self._held_bytes = [], 0  # what uploads may still read
+        self._uploading, self._uploading_bytes = [], 0  # what uploads may still read
         try:
             self._bind()
             runtime.free(0)  # makes the context
@@ -117,14 +117,14 @@ class CudaDevice:
         self._refuse("allocating", f"{nbytes} bytes of device memory")
         self._give_back_late()
         size = -(-max(nbytes, 1) // ALIGNED) * ALIGNED
-        return Memory(self, self._taken(lambda: self.runtime.malloc(size), nbytes), size)
+        return Memory(self, self._take(lambda: self.runtime.malloc(size), nbytes), size)
 
     def pinned(self, nbytes):
         """Host memory, (nbytes,) uint8, that kernels reach at its own address."""
         self._refuse("allocating", f"{nbytes} bytes of pinned memory")
         runtime, size = self.runtime, max(nbytes, 1)
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
-        address = self._taken(lambda: runtime.hostAlloc(size, flags), nbytes, "pinned host memory")
+        address = self._take(lambda: runtime.hostAlloc(size, flags), nbytes, "pinned host memory")
         memory = (ctypes.c_ubyte * size).from_address(address)
         self._pinned[address] = size
         weakref.finalize(memory, self._unpin, address).atexit = False
@@ -134,7 +134,7 @@ class CudaDevice:
         self._pinned.pop(address, None)
         self.give_back(self.runtime.freeHost, address)
 
-    def _taken(self, take, nbytes, what="memory"):
+    def _take(self, take, nbytes, kind="memory"):
         """The address that take() returns, tried again once garbage is collected."""
         for first in (True, False):
             try:
@@ -147,24 +147,24 @@ class CudaDevice:
                     self._give_back_late()
         free, total = self.runtime.memGetInfo()
         raise MemoryError(
-            f"{self.name}: asked for {nbytes / 2**20:.0f} MB of {what}, found "
+            f"{self.name}: asked for {nbytes / 2**20:.0f} MB of {kind}, found "
             f"{free / 2**20:.0f} MB of the GPU's {total / 2**20:.0f} free; a smaller mini-batch, "
             "or more GPUs, would need less of each"
         )
 
-    def give_back(self, how, handle):
+    def give_back(self, free, handle):
         """Free what nobody needs any more: now, or later where that cannot be now."""
         if sys.is_finalizing():
             return  # the end of the process frees it
         if self._capturing or threading.get_ident() != self._thread:
-            self._late.append((how, handle))  # another thread may stand on another device
+            self._late.append((free, handle))  # another thread may stand on another device
         else:
-            how(handle)
+            free(handle)
 
     def _give_back_late(self):
         while self._late:
-            how, handle = self._late.pop()
-            how(handle)
+            free, handle = self._late.pop()
+            free(handle)
 
     # copies
 
@@ -173,16 +173,16 @@ class CudaDevice:
         at once, unless it is pinned: then when the copy is done."""
         self._copy_pinned("uploading", array)
         kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
-        if not pinned and array.nbytes <= HELD:
+        if not pinned and array.nbytes <= UPLOADING:
             # CUDA promises nothing of when it reads this, and where a GPU can read all of the
             # host's memory that may be when the stream comes to it
-            if self._held_bytes + array.nbytes > HELD:
+            if self._uploading_bytes + array.nbytes > UPLOADING:
                 self.synchronize()
             array = array.copy()
-            self._held.append(array)
-            self._held_bytes += array.nbytes
+            self._uploading.append(array)
+            self._uploading_bytes += array.nbytes
         self._copy(address, array.ctypes.data, array.nbytes, kind)
-        if not pinned and array.nbytes > HELD:
+        if not pinned and array.nbytes > UPLOADING:
             self.synchronize()
 
     def download(self, array, address):
@@ -218,15 +218,20 @@ class CudaDevice:
         if nbytes:
             self.runtime.memcpyAsync(destination, source, nbytes, kind, self.stream)
 
-    def _copy_pinned(self, what, array):
+    def _copy_pinned(self, action, array):
         if not array.flags.c_contiguous:
-            raise ValueError(f"{what}: expected a C-contiguous array, got strides {array.strides}")
+            raise ValueError(
+                f"{action}: expected a C-contiguous array, got strides {array.strides}"
+            )
         if self._capturing and not self._is_pinned(array):
-            self._refuse(what, f"{array.nbytes} bytes of host memory that is not pinned")
+            self._refuse(action, f"{array.nbytes} bytes of host memory that is not pinned")
 
     def _is_pinned(self, array):
         start, stop = array.ctypes.data, array.ctypes.data + array.nbytes
-        return any(at <= start and stop <= at + n for at, n in list(self._pinned.items()))
+        return any(
+            address <= start and stop <= address + nbytes
+            for address, nbytes in list(self._pinned.items())
+        )
 
     # kernels
 
@@ -242,19 +247,19 @@ class CudaDevice:
                 f"{error} (the driver runs CUDA {in_words(self.runtime.driverGetVersion())})"
             ) from error
         self._modules.append(module)
-        found = {}
+        functions = {}
         for name in kernels.signatures(unit.text):
             try:
-                found[name] = driver.moduleGetFunction(module, name)
+                functions[name] = driver.moduleGetFunction(module, name)
             except RuntimeError as error:
                 if getattr(error, "status", None) != NOT_FOUND:  # these definitions leave it out
                     raise
-        for kernel in found.values():
+        for kernel in functions.values():
             # without this a block has 48 KiB in all, whatever the device could give it
             static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel)
-            most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            driver.funcSetAttribute(kernel, most, self.shared - static)
-        return found
+            dynamic = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(kernel, dynamic, self.shared - static)
+        return functions
 
     def launch(self, handle, launch):
         """Run a `kernels.Launch` of what `load` returned, on the stream."""
@@ -284,7 +289,7 @@ class CudaDevice:
         if self.until is not None:
             self.wait(self.mark())
         self.runtime.streamSynchronize(self.stream)
-        self._held, self._held_bytes = [], 0
+        self._uploading, self._uploading_bytes = [], 0
         self._give_back_late()
 
     def mark(self, timed=False):
@@ -357,9 +362,9 @@ class CudaDevice:
             self.runtime.setDevice(self.index)
             self._threads.bound = True
 
-    def _refuse(self, what, of_what):
+    def _refuse(self, action, amount):
         if self._capturing:
-            raise RuntimeError(f"{what} {of_what} cannot be part of a captured graph")
+            raise RuntimeError(f"{action} {amount} cannot be part of a captured graph")
 
 
 def _refusing(base):

@@ -26,16 +26,16 @@ FOLDS = {
     "dense_dweight_short": (64, 64, 16),
     "dense_dweight_long": (64, 32, 256),
 }
-LEAST = 8  # blocks of a range that is made shorter for more CTAs
+SHORTEST_RANGE = 8  # blocks of a range that is made shorter for more CTAs
 
 
-def rows_of(value, what):
+def rows_of(value, name):
     """(images, K) of a value (blocks, K, 16) that lies as a matrix of them.
 
     ValueError where it is of images of several pixels and channels, whose order is another.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
-        raise ValueError(f"{what}: expected (blocks, K, 16), got a value of images {value.dims}")
+        raise ValueError(f"{name}: expected (blocks, K, 16), got a value of images {value.dims}")
     return value.dims[0] * LANES, math.prod(value.dims[1:-1])
 
 
@@ -154,13 +154,13 @@ def _cut(nodes, outputs, features, plain):
         kernel = "dense_dweight_long"
     rows, columns, blocks = FOLDS[kernel]
     tiles = -(-outputs // rows) * -(-features // columns)
-    wanted = 4 * launching.device().processors
-    while blocks > LEAST and tiles * sum(-(-(b - a) // blocks) for a, b in nodes) < wanted:
+    enough = 4 * launching.device().processors
+    while blocks > SHORTEST_RANGE and tiles * sum(-(-(b - a) // blocks) for a, b in nodes) < enough:
         blocks //= 2
     ranges, ends = [], []
     for start, stop in nodes:
         size = stop - start if plain else blocks
-        parts = [(at, min(size, stop - at)) for at in range(start, stop, size)]
+        parts = [(first, min(size, stop - first)) for first in range(start, stop, size)]
         ends.append((len(ranges), len(parts)))
         ranges += parts
     return kernel, ranges, ends

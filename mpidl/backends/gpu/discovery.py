@@ -25,8 +25,8 @@ class Visible(NamedTuple):
     """What this process sees: its GPUs; where there is none, why; how many the driver counts."""
 
     gpus: tuple
-    why: str = ""
-    there: int = 0
+    reason: str = ""
+    driver_count: int = 0
 
 
 class Versions(NamedTuple):
@@ -39,23 +39,23 @@ class Versions(NamedTuple):
 
 def visible():
     """The Visible of this process. CuPy is imported only where the driver counts a GPU."""
-    there, why = _ask_driver()
-    if not there:
-        return Visible((), why)
+    driver_count, reason = _ask_driver()
+    if not driver_count:
+        return Visible((), reason)
     if not packages():
         extra = "cuda13" if driver_version() >= 13000 else "cuda12"
-        return Visible((), f"CuPy is not installed: run/install --with {extra}", there)
+        return Visible((), f"CuPy is not installed: run/install --with {extra}", driver_count)
     try:
         from cupy.cuda import runtime
 
         gpus = tuple(_describe(runtime, i) for i in range(runtime.getDeviceCount()))
     except (ImportError, RuntimeError) as error:
-        return Visible((), _why_not(error), there)
+        return Visible((), _reason_of(error), driver_count)
     able = tuple(gpu for gpu in gpus if int(gpu.architecture[3:]) >= OLDEST)
     if gpus and not able:
-        found = f"{gpus[0].name} ({gpus[0].architecture})"
-        return Visible((), f"{found} is older than sm_{OLDEST}", there)
-    return Visible(able, "" if able else "CuPy counts no GPU", there)
+        oldest = f"{gpus[0].name} ({gpus[0].architecture})"
+        return Visible((), f"{oldest} is older than sm_{OLDEST}", driver_count)
+    return Visible(able, "" if able else "CuPy counts no GPU", driver_count)
 
 
 def versions():
@@ -66,10 +66,10 @@ def versions():
         import cupy
         from cupy.cuda import runtime
 
-        found = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+        numbers = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     except (ImportError, RuntimeError):
         return None
-    return Versions(cupy.__version__, *map(in_words, found))
+    return Versions(cupy.__version__, *map(in_words, numbers))
 
 
 def _ask_driver():
@@ -103,20 +103,21 @@ def packages():
     """The installed packages that bring CuPy: ["cupy-cuda13x 14.2.0"]."""
     from importlib import metadata  # 22 ms of the start of each rank that needs none of it
 
-    found = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
-    return sorted(f"{name} {v}" for name, v in found if name.lower().startswith("cupy"))
+    installed = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
+    return sorted(f"{name} {v}" for name, v in installed if name.lower().startswith("cupy"))
 
 
-def _why_not(error):
+def _reason_of(error):
     """In words, why CuPy does not get at the GPU."""
     package = ", ".join(packages())
     if isinstance(error, ImportError):
         return f"{package} cannot be loaded: {' '.join(str(error).split())[:200]}"
-    known, newest = versions(), driver_version()
-    if known is not None and newest // 1000 < int(known.made_for.partition(".")[0]):
+    cuda_versions, newest = versions(), driver_version()
+    if cuda_versions is not None and newest // 1000 < int(cuda_versions.made_for.partition(".")[0]):
         return (
             f"the NVIDIA driver runs CUDA up to {in_words(newest)}, and {package} is made for "
-            f"{known.made_for}: install the CuPy of CUDA {newest // 1000}, or a newer driver"
+            f"{cuda_versions.made_for}: install the CuPy of CUDA {newest // 1000}, or a newer "
+            "driver"
         )
     return f"{package}: {error}"
 

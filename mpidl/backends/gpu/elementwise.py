@@ -27,13 +27,13 @@ def scaled(x, factor):
 def pack(matrices, rows, dtype=np.float32):
     """(rows, sum of widths): row i is the rows i of the matrices (rows, width), side by side."""
     packed = launching.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
-    pieces, at = [], 0
+    pieces, column = [], 0
     for matrix in matrices:
         if len(matrix) != rows or matrix.dtype != packed.dtype:
             raise ValueError(f"expected {rows} rows of {packed.dtype}, got {matrix}")
-        part, words = packed.part(at, matrix.shape[1:]), _pitch(matrix)
+        part, words = packed.part(column, matrix.shape[1:]), _pitch(matrix)
         pieces.append((matrix, part, rows, words, words, _pitch(packed)))
-        at += matrix.shape[1]
+        column += matrix.shape[1]
     copy(pieces)
     return packed
 
@@ -49,6 +49,8 @@ def copy(pieces):
     pieces = [piece for piece in pieces if piece[2] and piece[3]]
     if not pieces:
         return
-    most = max(words for *_, words, _, _ in pieces)
-    blocks = min(-(-most // (4 * THREADS)), -(-32 * launching.device().processors // len(pieces)))
+    longest = max(words for *_, words, _, _ in pieces)
+    blocks = min(
+        -(-longest // (4 * THREADS)), -(-32 * launching.device().processors // len(pieces))
+    )
     launching.launch("copy_pieces", (blocks, len(pieces)), THREADS, launching.table(pieces))

@@ -63,9 +63,9 @@ def fold_rows(values, ranges, combine=add):
     if max(count for _, count in ranges) > LEAVES[kind]:
         group, groups, folded = LEAVES[kind] // 16, [], []
         for first, count in ranges:  # runs of a power of two of rows are nodes of the same tree
-            own = [(first + i, min(group, count - i)) for i in range(0, count, group)]
-            folded.append((len(groups), len(own)))
-            groups += own
+            runs = [(first + i, min(group, count - i)) for i in range(0, count, group)]
+            folded.append((len(groups), len(runs)))
+            groups += runs
         return fold_rows(fold_rows(values, groups, combine), folded, combine)
     width = _width(values, combine)
     roots = launching.empty((len(ranges), values.shape[1]), values.dtype)
@@ -92,7 +92,7 @@ def spread(width, leaves, kind):
 def fold_all(matrix, tree, combine=add, shape=None, like=None):
     """The root of all ranks' nodes, (nodes of all ranks, width) in their order: (width,), or seen
     as `partial_of_leaves` says. The bytes of `fold.fold_nodes`."""
-    nodes = [node for own in tree.nodes for node in own]
+    nodes = [node for nodes_of_rank in tree.nodes for node in nodes_of_rank]
     if len(nodes) != len(matrix):
         raise ValueError(f"expected the {len(nodes)} nodes of all ranks, got {len(matrix)}")
     if tree.plain:

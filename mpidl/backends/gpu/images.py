@@ -8,7 +8,7 @@ from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, blocks_of
 
-THREADS, EACH = 256, 4  # elements of a thread
+THREADS, PER_THREAD = 256, 4  # elements of a thread
 
 
 def images(
@@ -109,4 +109,4 @@ def _words(values):
 
 def _parts(size):
     """How many blocks of threads an image of so many elements has."""
-    return -(-size // (THREADS * EACH))
+    return -(-size // (THREADS * PER_THREAD))

@@ -8,23 +8,23 @@ from mpidl.backends.gpu.batchnorm import read
 THREADS = 256
 
 
-def rows_and_channels(what, x):
+def rows_and_channels(name, x):
     """(rows, channels): how many pixels there are in all, and what memory has of each."""
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
         raise ValueError(
-            f"{what}: on a GPU expected images or features, got flattened images {x.dims}: do it "
+            f"{name}: on a GPU expected images or features, got flattened images {x.dims}: do it "
             "before they are flattened"
         )
     return blocks * lanes * math.prod(pixels), channels
 
 
-def _moved(name, part, whole, first):
+def _move(name, part, joined, first):
     """Launch concat or split for one part."""
     rows, words = rows_and_channels(name, part)
     blocks = min(-(-part.size // (4 * THREADS)), 32 * launching.device().processors)
     launching.launch(
-        name, blocks, THREADS, part, whole, rows, words, rows_and_channels(name, whole)[1], first
+        name, blocks, THREADS, part, joined, rows, words, rows_and_channels(name, joined)[1], first
     )
 
 
@@ -34,20 +34,20 @@ def concat(arrays):
     blocks, _, *rest = parts[0].shape
     y, first = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest)), 0
     for part in parts:
-        _moved("concat", part, y, first)
+        _move("concat", part, y, first)
         first += part.shape[1]
     return y
 
 
 def split(x, channels):
-    found, first = [], 0
+    parts, first = [], 0
     blocks, _, *rest = x.shape
     for count in channels:
         part = array.empty_lanes((blocks, count, *rest))
-        _moved("split", part, x, first)
-        found.append(part)
+        _move("split", part, x, first)
+        parts.append(part)
         first += count
-    return found
+    return parts
 
 
 def add(a, b):

@@ -67,13 +67,13 @@ class Launch(NamedTuple):
 
     def values(self):
         """The arguments as ctypes values; the addresses must be known."""
-        found = []
+        values = []
         for value, parameter in zip(self.arguments, self.parameters, strict=True):
             if parameter.element is None:
-                found.append(parameter.ctype(value))
+                values.append(parameter.ctype(value))
             else:
-                found.append(ctypes.c_void_p(0 if value is None else value.address))
-        return found
+                values.append(ctypes.c_void_p(0 if value is None else value.address))
+        return values
 
 
 def folder():
@@ -94,7 +94,7 @@ def source(name):
 
 def signatures(text):
     """{kernel: (Argument, ...)} of all kernels that a source declares."""
-    found = {}
+    kernels = {}
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     for name, inside in KERNEL.findall(text):
         arguments = []
@@ -106,20 +106,20 @@ def signatures(text):
                 arguments.append(Argument(name_of, element=element))
             else:
                 arguments.append(Argument(name_of, ctype=NUMBERS[kind.strip()]))
-        found[name] = tuple(arguments)
-    return found
+        kernels[name] = tuple(arguments)
+    return kernels
 
 
 @functools.cache
 def _index():
     """{kernel: (family, its arguments)}."""
-    found = {}
+    kernels = {}
     for family in families():
         for name, arguments in signatures(source(f"{family}.cu")).items():
-            if name in found:
-                raise ValueError(f"kernel {name} is in {found[name][0]}.cu and in {family}.cu")
-            found[name] = (family, arguments)
-    return found
+            if name in kernels:
+                raise ValueError(f"kernel {name} is in {kernels[name][0]}.cu and in {family}.cu")
+            kernels[name] = (family, arguments)
+    return kernels
 
 
 def make(name, grid, block, arguments, shared=0, defines=None):
@@ -129,9 +129,9 @@ def make(name, grid, block, arguments, shared=0, defines=None):
         raise TypeError(f"{name}: takes {len(parameters)} arguments, got {len(arguments)}")
     for value, parameter in zip(arguments, parameters, strict=True):
         if parameter.element is not None:
-            found = None if value is None else getattr(value, "dtype", type(value).__name__)
-            if found is not None and found != parameter.element:
-                raise TypeError(f"{name}: {parameter.name} is of {parameter.element}, got {found}")
+            dtype = None if value is None else getattr(value, "dtype", type(value).__name__)
+            if dtype is not None and dtype != parameter.element:
+                raise TypeError(f"{name}: {parameter.name} is of {parameter.element}, got {dtype}")
         elif not isinstance(value, (int, float, np.number)):
             raise TypeError(f"{name}: {parameter.name} is a number, got {type(value).__name__}")
     unit = Unit(family, tuple(sorted((defines or {}).items())))

@@ -80,10 +80,10 @@ class Array(DeviceArray):
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if math.prod(shape) != self.size:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
-        found = Array(self.buffer, self.dtype, shape, self.dims, self.order, self.offset)
+        view = Array(self.buffer, self.dtype, shape, self.dims, self.order, self.offset)
         if self.order == tuple(range(len(self.dims))):
-            found.dims, found.order = found.shape, tuple(range(len(shape)))
-        return found
+            view.dims, view.order = view.shape, tuple(range(len(shape)))
+        return view
 
     def row(self, i):
         """Row i of an array in C order, as an Array of its own."""
@@ -93,8 +93,8 @@ class Array(DeviceArray):
 
     def part(self, start, shape):
         """`shape` elements from element `start` on of an array in C order."""
-        at = self.offset + start * self.dtype.itemsize
-        return Array(self.buffer, self.dtype, shape, offset=at)
+        offset = self.offset + start * self.dtype.itemsize
+        return Array(self.buffer, self.dtype, shape, offset=offset)
 
     def numpy(self):
         """A copy in host memory, in C order and of this shape; waits for the device."""
@@ -196,9 +196,9 @@ class Eager:
         return self._uploaded(np.atleast_1d(np.asarray(value, dtype)))
 
     def _uploaded(self, value):
-        found = Array(self.empty(value.nbytes), value.dtype, value.shape)
-        self.device.upload(found.address, value)
-        return found
+        y = Array(self.empty(value.nbytes), value.dtype, value.shape)
+        self.device.upload(y.address, value)
+        return y
 
     def exchange(self, world, tree, matrix, combine):
         """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
@@ -275,9 +275,9 @@ def kind_of(x):
 
 def launch(name, grid, block, *arguments, shared=0, defines=None):
     """Run a kernel of kernels/cuda: its name, grid and block of threads, and what it takes."""
-    made = kernels.make(name, grid, block, arguments, shared, defines)
-    if 0 not in made.grid:  # an empty share
-        _sink.launch(made)
+    step = kernels.make(name, grid, block, arguments, shared, defines)
+    if 0 not in step.grid:  # an empty share
+        _sink.launch(step)
 
 
 def scalar(name, value, dtype=np.float32):
@@ -323,13 +323,13 @@ def persistent(shape, dtype=np.float32):
     # a data set's worth of zeros is no affair of the host
     nbytes = size * np.dtype(dtype).itemsize
     owner = device().allocate(nbytes)
-    made = Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
-    seen = Array(made.buffer, np.int32, (words,))
-    zeros = kernels.make("zero_words", 32 * device().processors, 256, (seen, words))
+    zeros_array = Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
+    as_words = Array(zeros_array.buffer, np.int32, (words,))
+    zeros = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
     device().launch(load(zeros), zeros)
     rest = np.zeros(nbytes - 4 * words, np.uint8)
     device().upload(owner.address + 4 * words, rest)
-    return made
+    return zeros_array
 
 
 def upload(array, value):
@@ -347,10 +347,10 @@ def download(array):
             "the value is not known while a step is being recorded: do what needs its number on "
             "the host outside of the step, or run it with --graphs off"
         )
-    found = np.empty(array.size, array.dtype)
-    device().download(found, array.address)
+    raw = np.empty(array.size, array.dtype)
+    device().download(raw, array.address)
     device().synchronize()
-    return found
+    return raw
 
 
 def load(launch):

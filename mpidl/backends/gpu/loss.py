@@ -21,21 +21,21 @@ class Leaf(NamedTuple):
     """How large a leaf of a sum over images is, in what is added up: rows, or elements."""
 
     threads: int
-    least: int  # of images together, where one has less
-    most: int  # of a part of one image
+    smallest: int  # of images together, where one has less
+    largest: int  # of a part of one image
 
 
 OF_ROWS, OF_ELEMENTS = Leaf(THREADS, ROWS, 16 * ROWS), Leaf(256, 256, 4096)
 
 
-def _pixels_of(scores, what):
+def _pixels_of(scores, name):
     """(rows, pixels of an image, classes) of scores (B, K, 16) or (B, K, H, W, 16)."""
     if scores.ndim == 3:
-        rows, classes = rows_of(scores, what)
+        rows, classes = rows_of(scores, name)
         return rows, 1, classes
     if scores.ndim != 5 or scores.dims != scores.shape or scores.order != array.IMAGES:
         raise ValueError(
-            f"{what}: expected (blocks, K, 16) or images (blocks, K, H, W, 16), got {scores}"
+            f"{name}: expected (blocks, K, 16) or images (blocks, K, H, W, 16), got {scores}"
         )
     blocks, classes, height, width, _ = scores.dims
     return blocks * LANES * height * width, height * width, classes
@@ -83,21 +83,21 @@ def correct_count(logits, labels, counts, tree):
 
 def _of_rows(kernel, logits, labels, counts, tree):
     _, pixels, classes = _pixels_of(logits, kernel)
-    given = logits, _labels(labels, kernel), counts
-    return _summed(kernel, given, (classes,), pixels, OF_ROWS, tree)
+    arrays = logits, _labels(labels, kernel), counts
+    return _summed(kernel, arrays, (classes,), pixels, OF_ROWS, tree)
 
 
 def errors(y, target, power, counts, tree):
-    elements, near, far = _apart(y, target)
-    given, numbers = (y, target, counts), (near, far, power)
-    return _summed("loss_errors", given, numbers, elements, OF_ELEMENTS, tree)
+    elements, near_stride, far_stride = _apart(y, target)
+    arrays, numbers = (y, target, counts), (near_stride, far_stride, power)
+    return _summed("loss_errors", arrays, numbers, elements, OF_ELEMENTS, tree)
 
 
 def errors_dy(y, target, power, scale, counts):
-    elements, near, far = _apart(y, target)
+    elements, near_stride, far_stride = _apart(y, target)
     d, threads = array.empty_like(y), OF_ELEMENTS.threads
     blocks = min(-(-y.size // threads), 32 * launching.device().processors)
-    numbers = near, far, power, elements, y.size
+    numbers = near_stride, far_stride, power, elements, y.size
     launching.launch(
         "loss_errors_dy", blocks, threads, y, target, counts, *_scale(scale), d, *numbers
     )
@@ -109,9 +109,9 @@ def _scale(scale):
     return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
 
-def _labels(labels, what):
+def _labels(labels, name):
     if not _by_image(labels):
-        raise ValueError(f"{what}: expected labels that lie image by image, got {labels}")
+        raise ValueError(f"{name}: expected labels that lie image by image, got {labels}")
     return labels
 
 
@@ -129,14 +129,14 @@ def _apart(y, target):
     Images lie pixel by pixel, flattened or not, and numbers that never were images the other way.
     """
     elements = math.prod(y.dims[1:-1])
-    ours, theirs = _pixel_by_pixel(y), _pixel_by_pixel(target)
+    of_y, of_target = _pixel_by_pixel(y), _pixel_by_pixel(target)
     one_order = elements, 1
-    if ours == theirs:
+    if of_y == of_target:
         return elements, *one_order
-    if theirs == one_order:
-        return elements, *ours
-    if ours == one_order:
-        return elements, *theirs[::-1]
+    if of_target == one_order:
+        return elements, *of_y
+    if of_y == one_order:
+        return elements, *of_target[::-1]
     raise ValueError(f"errors: expected values that lie alike, got {y.dims} and {target.dims}")
 
 
@@ -156,13 +156,13 @@ def _summed(kernel, arrays, numbers, size, leaf, tree):
     A leaf of the sum has some images of a block, or a part of one, by `size` alone.
     """
     images, parts = 1, 1
-    while images < LANES and images * size < leaf.least:
+    while images < LANES and images * size < leaf.smallest:
         images *= 2
-    while -(-size // parts) > leaf.most:
+    while -(-size // parts) > leaf.largest:
         parts *= 2
     chunk = -(-images * size // parts)
     per_block = LANES // images * parts
     rows = array.empty((arrays[0].dims[0] * per_block, 1), np.float64)
-    how = size, images, parts, chunk
-    launching.launch(kernel, len(rows), leaf.threads, *arrays, rows, *numbers, *how)
+    geometry = size, images, parts, chunk
+    launching.launch(kernel, len(rows), leaf.threads, *arrays, rows, *numbers, *geometry)
     return fold.partial_of_leaves(rows, tree, per_block, shape=())

@@ -11,8 +11,10 @@ SHARED = 48 << 10  # bytes that every GPU gives a block
 def _norm(x, window, alpha, k):
     """What both kernels take first."""
     rows, channels = rows_and_channels("cross_channel_norm", x)
-    before, behind = (min(side, channels - 1) for side in shapes.channel_window(window))
-    return rows, channels, before, behind, alpha / window, k
+    channels_before, channels_after = (
+        min(side, channels - 1) for side in shapes.channel_window(window)
+    )
+    return rows, channels, channels_before, channels_after, alpha / window, k
 
 
 def cross_channel_norm(x, window, alpha, beta, k):
@@ -25,15 +27,15 @@ def cross_channel_norm(x, window, alpha, beta, k):
 
 def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
     numbers = _norm(x, window, alpha, k)
-    rows, channels, before, behind = numbers[:4]
-    if before + behind > SHARED // 8:
+    rows, channels, channels_before, channels_after = numbers[:4]
+    if channels_before + channels_after > SHARED // 8:
         raise ValueError(
             f"cross_channel_norm: on a GPU a window has at most {SHARED // 8} channels, got "
-            f"{before + 1 + behind}"
+            f"{channels_before + 1 + channels_after}"
         )
     width = min(channels, 4 * THREADS)
     height = max(1, 4 * THREADS // width)
-    height = max(1, min(height, SHARED // 4 // (width + before + behind)))
+    height = max(1, min(height, SHARED // 4 // (width + channels_before + channels_after)))
     dx = array.empty_like(x)
     launching.launch(
         "lrn_dx",
@@ -47,6 +49,6 @@ def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
         2 * alpha * beta / window,
         height,
         width,
-        shared=4 * height * (width + before + behind),
+        shared=4 * height * (width + channels_before + channels_after),
     )
     return dx

@@ -60,21 +60,21 @@ class Nvrtc:
             error = self._library.nvrtcCompileProgram(program, len(options), words)
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if error:
-                raise UserError(f"{name}: {self._said(error, log)}")
+                raise UserError(f"{name}: {self._error_message(error, log)}")
             return self._read(program, "CUBIN"), log
         finally:
             self._call("nvrtcDestroyProgram", byref(program))
 
-    def _read(self, program, what):
+    def _read(self, program, name):
         size = ctypes.c_size_t()
-        self._call(f"nvrtcGet{what}Size", program, byref(size))
+        self._call(f"nvrtcGet{name}Size", program, byref(size))
         buffer = ctypes.create_string_buffer(max(size.value, 1))
-        self._call(f"nvrtcGet{what}", program, buffer)
+        self._call(f"nvrtcGet{name}", program, buffer)
         return buffer.raw[: size.value]
 
-    def _said(self, error, log, most=5):
+    def _error_message(self, error, log, lines_shown=5):
         lines = [line.strip() for line in log.splitlines() if re.search(r"\b(error|fatal)\b", line)]
-        lines = lines[:most] or log.split("\n")[:most]
+        lines = lines[:lines_shown] or log.split("\n")[:lines_shown]
         text = self._library.nvrtcGetErrorString(error).decode()
         return f"NVRTC {'.'.join(map(str, self.version))} says {text}: " + "; ".join(lines)
 
@@ -89,15 +89,15 @@ def cubin(unit, architecture):
 
 def compiled(unit, architecture):
     """The same with the compiler's log: (cubin, log)."""
-    found = find(architecture)
+    nvrtc = find(architecture)
     text, defines = unit.text, unit.defines
-    parts = [repr(found.version), architecture, repr(OPTIONS), repr(tuple(defines)), text]
+    parts = [repr(nvrtc.version), architecture, repr(OPTIONS), repr(tuple(defines)), text]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def make():
         return compile(text, architecture, defines, f"{unit.family}.cu")
 
-    return cubins.kept(f"{unit.family}-{architecture}-{key}.cubin", make)
+    return cubins.cached(f"{unit.family}-{architecture}-{key}.cubin", make)
 
 
 def compile(text, architecture, defines=(), name="kernels.cu"):
@@ -114,24 +114,26 @@ def find(architecture):
 
 @functools.cache
 def _find(architecture, driver):
-    found = installed()
-    if not found:
-        chosen = os.environ.get("MPIDL_NVRTC")
+    candidates = installed()
+    if not candidates:
+        path = os.environ.get("MPIDL_NVRTC")
         raise UserError(
-            f"MPIDL_NVRTC={chosen}: no NVRTC that can be loaded"
-            if chosen
+            f"MPIDL_NVRTC={path}: no NVRTC that can be loaded"
+            if path
             else "no NVRTC, which compiles the kernels for a GPU: pip install "
             f"{'nvidia-cuda-nvrtc-cu12' if driver == 12 else 'nvidia-cuda-nvrtc'}, or set "
             "CUDA_PATH to a CUDA toolkit, or MPIDL_NVRTC to a libnvrtc.so"
         )
-    able = [nvrtc for nvrtc in found if architecture in nvrtc.architectures]
-    there = ", ".join(f"{'.'.join(map(str, nvrtc.version))} ({nvrtc.path})" for nvrtc in found)
+    able = [nvrtc for nvrtc in candidates if architecture in nvrtc.architectures]
+    listing = ", ".join(
+        f"{'.'.join(map(str, nvrtc.version))} ({nvrtc.path})" for nvrtc in candidates
+    )
     if not able:
-        raise UserError(f"no NVRTC compiles for sm_{architecture}; found {there}")
+        raise UserError(f"no NVRTC compiles for sm_{architecture}; found {listing}")
     fit = [nvrtc for nvrtc in able if not driver or nvrtc.version[0] <= driver]
     if not fit:
         raise UserError(
-            f"the driver runs CUDA {driver}, and NVRTC is newer: found {there}; pip install "
+            f"the driver runs CUDA {driver}, and NVRTC is newer: found {listing}; pip install "
             "nvidia-cuda-nvrtc-cu12"
         )
     return max(fit, key=lambda nvrtc: nvrtc.version)
@@ -141,20 +143,20 @@ def _find(architecture, driver):
 def installed():
     """An Nvrtc of each version that is found: MPIDL_NVRTC's alone where it is set; else of pip's
     packages, the toolkit that CUDA_PATH or CUDA_HOME names, and the system."""
-    found = {}
+    by_version = {}
     for path in _paths():
         try:
             nvrtc = Nvrtc(path)
         except (OSError, AttributeError, RuntimeError):
             continue  # not for this system, or not an NVRTC
-        found.setdefault(nvrtc.version, nvrtc)
-    return tuple(found.values())
+        by_version.setdefault(nvrtc.version, nvrtc)
+    return tuple(by_version.values())
 
 
 def _paths():
-    chosen = os.environ.get("MPIDL_NVRTC")
-    if chosen:
-        return [chosen]
+    path = os.environ.get("MPIDL_NVRTC")
+    if path:
+        return [path]
     spec = importlib.util.find_spec("nvidia")
     paths = [
         os.path.join(folder, library)

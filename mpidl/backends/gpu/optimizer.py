@@ -85,14 +85,14 @@ def adam(
 ):
     # the new weights lie as those of sgdm do
     _check("adam", weights, gradient=gradients, mean=means, square=squares)
-    how = learning_rate, gradient_decay, square_decay, epsilon, decays, factors
-    return _adaptive(weights, gradients, means, squares, *how)
+    numbers = learning_rate, gradient_decay, square_decay, epsilon, decays, factors
+    return _adaptive(weights, gradients, means, squares, *numbers)
 
 
 def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
     _check("rmsprop", weights, gradient=gradients, square=squares)
-    how = learning_rate, 0.0, square_decay, epsilon, decays, factors
-    return _adaptive(weights, gradients, [0] * len(weights), squares, *how)
+    numbers = learning_rate, 0.0, square_decay, epsilon, decays, factors
+    return _adaptive(weights, gradients, [0] * len(weights), squares, *numbers)
 
 
 def _adaptive(
@@ -157,24 +157,24 @@ def clip(weights, gradients, decays, method, threshold):
         firsts = np.searchsorted(blocks[:, 0], np.arange(len(sizes) + 1)).astype(np.int32)
         scales = array.empty((len(sizes),))
         together = int(method == "global-l2norm")
-        how = launching.constant(firsts), len(sizes), together, threshold, scales
-        launching.launch("clip_scales", 1, THREADS, squares, *how)
+        arguments = launching.constant(firsts), len(sizes), together, threshold, scales
+        launching.launch("clip_scales", 1, THREADS, squares, *arguments)
         launching.launch("clip_scale", len(blocks), THREADS, parameters, places, scales, chunk)
     return clipped
 
 
-def _check(name, weights, **others):
+def _check(name, weights, **arrays_by_kind):
     """Raise ValueError or TypeError unless each parameter's arrays are float32 in one layout."""
-    for what, arrays in others.items():
+    for kind, arrays in arrays_by_kind.items():
         for w, other in zip(weights, arrays, strict=True):
             if _layout(other) != _layout(w):
                 raise ValueError(
-                    f"{name}: a {what} lies in memory as {_layout(other)}, its weight {w.shape} as "
+                    f"{name}: a {kind} lies in memory as {_layout(other)}, its weight {w.shape} as "
                     f"{_layout(w)}"
                 )
             if other.dtype != np.float32 or w.dtype != np.float32:
                 raise TypeError(
-                    f"{name}: expected float32, got {w.dtype} and a {what} {other.dtype}"
+                    f"{name}: expected float32, got {w.dtype} and a {kind} {other.dtype}"
                 )
 
 

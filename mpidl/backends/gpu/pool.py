@@ -9,7 +9,7 @@ from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import Source
 
-WARP, MOST = 32, 256  # threads of a CTA: as many as a row needs, up to MOST
+WARP, MAX_THREADS = 32, 256  # threads of a CTA: as many as a row needs, up to MAX_THREADS
 
 
 @functools.lru_cache(maxsize=256)
@@ -23,27 +23,27 @@ def _geometry(x_shape, size, stride, padding):
 def _launch(name, rows, row, arrays, numbers):
     """One CTA a row; row: numbers in one. Four channels a thread where that goes evenly."""
     width = 4 if numbers[0] % 4 == 0 else 1
-    threads = min(MOST, -(-row // (width * WARP)) * WARP)
+    threads = min(MAX_THREADS, -(-row // (width * WARP)) * WARP)
     launching.launch(name, rows, threads, *arrays, *numbers, defines={"POOL_WIDTH": width})
 
 
-def _forward(name, x, how, kept):
+def _forward(name, x, windows, with_argmax):
     x = batchnorm.read(x)
     blocks, *image, lanes = x.dims
-    numbers, (c, p, q) = _geometry(tuple(image), *how)
+    numbers, (c, p, q) = _geometry(tuple(image), *windows)
     y = array.empty_lanes((blocks, c, p, q, lanes))
-    made = (y, array.empty_like(y, np.uint8)) if kept else (y,)
-    _launch(name, blocks * lanes * p, q * c, (x, *made), numbers)
-    return made
+    outputs = (y, array.empty_like(y, np.uint8)) if with_argmax else (y,)
+    _launch(name, blocks * lanes * p, q * c, (x, *outputs), numbers)
+    return outputs
 
 
-def _backward(name, kept, x, how, tree):
+def _backward(name, arrays, x, windows, tree):
     """kept: dy, and of the maximum argmax."""
     like: Any = x.x if isinstance(x, Source) else x
     blocks, c, h, w, lanes = like.dims
-    numbers, _ = _geometry((c, h, w), *how)
+    numbers, _ = _geometry((c, h, w), *windows)
     dx = array.empty_like(like)
-    _launch(name, blocks * lanes * h, w * c, (*kept, dx), numbers)
+    _launch(name, blocks * lanes * h, w * c, (*arrays, dx), numbers)
     return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, Source) else None
 
 

@@ -76,7 +76,7 @@ class Program:
     def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
         self.graphs = None  # first, so that they go before the memory that they point to
         self.device, self.segments, self.nbytes = device, segments, nbytes
-        self.ring, self.found, self.slots, self.names = ring, results, slots, names
+        self.ring, self.numbers, self.slots, self.names = ring, results, slots, names
         self.owners = owners  # of memory that the launches point to
         self.started, self.marks = 0, [None] * ROWS
         for launch in self.launches():
@@ -109,9 +109,9 @@ class Program:
         if unknown:
             raise ValueError(f"the step reads no {unknown[0]}, but {', '.join(self.slots)}")
         for name, (array, initial) in self.slots.items():
-            at = array.offset // 4
+            word = array.offset // 4
             value = np.asarray(values.get(name, initial), array.dtype).reshape(array.shape)
-            self.ring[row, at : at + -(-value.nbytes // 4)].view(array.dtype)[...] = value
+            self.ring[row, word : word + -(-value.nbytes // 4)].view(array.dtype)[...] = value
         for i, segment in enumerate(self.segments):
             if self.graphs and self.graphs[i] is not None:
                 self.graphs[i].launch()
@@ -127,5 +127,5 @@ class Program:
         if self.started - started > ROWS:
             raise ValueError(f"step {started} is too long ago, {self.started} were started")
         self.device.wait(self.marks[started % ROWS])
-        row = self.found[started % ROWS]
+        row = self.numbers[started % ROWS]
         return dict(zip(self.names, map(float, row), strict=True))

@@ -36,14 +36,13 @@ class Recorder:
         self.controls = Planned(0)  # its size is known last
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
         self.touched = {}  # {id(buffer): (first step, last step)} of memory that stays
-        self.kept = []
 
     # what run's functions ask of it
 
     def empty(self, nbytes):
-        made = Planned(nbytes)
-        self.planned.append(made)
-        return made
+        buffer = Planned(nbytes)
+        self.planned.append(buffer)
+        return buffer
 
     def launch(self, launch):
         arrays = []
@@ -55,9 +54,9 @@ class Recorder:
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
         if name not in self.slots:
-            at = -(-self.words // 2) * 2  # 8-byte numbers lie on 8 bytes
-            self.words = at + -(-value.nbytes // 4)
-            array = Array(self.controls, dtype, value.shape, offset=4 * at)
+            word = -(-self.words // 2) * 2  # 8-byte numbers lie on 8 bytes
+            self.words = word + -(-value.nbytes // 4)
+            array = Array(self.controls, dtype, value.shape, offset=4 * word)
             self.slots[name] = (array, value)
         array, _ = self.slots[name]
         if array.dtype != dtype or array.shape != value.shape:
@@ -65,9 +64,9 @@ class Recorder:
         return array
 
     def table(self, rows):
-        made = launching.Table(rows, launching.persistent((len(rows), len(rows[0])), np.int64))
-        self.tables.append(made)
-        return made
+        table = launching.Table(rows, launching.persistent((len(rows), len(rows[0])), np.int64))
+        self.tables.append(table)
+        return table
 
     # steps that are no kernels
 
@@ -86,15 +85,15 @@ class Recorder:
         self.carried.append((new, old))
 
     def _step(self, step, arrays):
-        at = len(self.steps)
+        index = len(self.steps)
         for array in arrays:
             buffer = array.buffer
             if isinstance(buffer, Planned):
-                buffer.first = at if buffer.first is None else buffer.first
-                buffer.last = at
+                buffer.first = index if buffer.first is None else buffer.first
+                buffer.last = index
             else:
-                first, _ = self.touched.get(id(buffer), (at, at))
-                self.touched[id(buffer)] = first, at
+                first, _ = self.touched.get(id(buffer), (index, index))
+                self.touched[id(buffer)] = first, index
         self.steps.append(step)
 
     # the end
@@ -116,11 +115,14 @@ class Recorder:
                 "program_end",
                 1,
                 32,
-                (addresses, len(ends), counter, _seen(results, np.float64)),
+                (addresses, len(ends), counter, _as_device_array(results, np.float64)),
             )
         )
         begin = kernels.make(
-            "program_begin", 1, 256, (_seen(ring, np.int32), ROWS, words, counter, controls)
+            "program_begin",
+            1,
+            256,
+            (_as_device_array(ring, np.int32), ROWS, words, counter, controls),
         )
         slab, nbytes = self._plan()
         self.steps.insert(0, Kernel(begin))
@@ -157,18 +159,18 @@ class Recorder:
     def _take_place(self, pairs):
         """Give the buffer of new arrays the place of the old ones', if it has room for no others
         and they lie there in the same places."""
-        buffer, there = pairs[0][0].buffer, pairs[0][1].buffer
+        buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
         if not isinstance(buffer, Planned) or buffer.address is not None:
             return
-        _, last_read = self.touched.get(id(there), (0, -1))
-        held = sum(-(-new.nbytes // launching.ALIGNED) * launching.ALIGNED for new, _ in pairs)
+        _, last_read = self.touched.get(id(old_buffer), (0, -1))
+        nbytes = sum(-(-new.nbytes // launching.ALIGNED) * launching.ALIGNED for new, _ in pairs)
         if (
-            held == buffer.nbytes <= getattr(there, "nbytes", 0)
+            nbytes == buffer.nbytes <= getattr(old_buffer, "nbytes", 0)
             and (buffer.first is None or last_read <= buffer.first)
-            and all(old.buffer is there for _, old in pairs)
+            and all(old.buffer is old_buffer for _, old in pairs)
             and all((new.offset, new.nbytes) == (old.offset, old.nbytes) for new, old in pairs)
         ):
-            buffer.address = there.address
+            buffer.address = old_buffer.address
 
     def _plan(self):
         """Give every planned buffer its address in one slab; returns the slab's owner and bytes.
@@ -181,15 +183,15 @@ class Recorder:
         todo.sort(key=lambda b: (-b.nbytes, b.first))
         placed, total = [], 0
         for buffer in todo:
-            at = 0
+            address = 0
             for start, stop, first, last in sorted(placed):
                 if buffer.first <= last and first <= buffer.last:
-                    if start - at >= buffer.nbytes:
+                    if start - address >= buffer.nbytes:
                         break
-                    at = max(at, stop)
-            buffer.address = at
-            placed.append((at, at + buffer.nbytes, buffer.first, buffer.last))
-            total = max(total, at + buffer.nbytes)
+                    address = max(address, stop)
+            buffer.address = address
+            placed.append((address, address + buffer.nbytes, buffer.first, buffer.last))
+            total = max(total, address + buffer.nbytes)
         slab = self.device.allocate(max(total, 1))
         for buffer in todo:
             buffer.address += slab.address
@@ -198,11 +200,11 @@ class Recorder:
 
 def _place(array):
     """Where an array lies, as far as it is known."""
-    known = array.buffer.address is not None
-    return array.address if known else (array.buffer, array.offset)
+    has_address = array.buffer.address is not None
+    return array.address if has_address else (array.buffer, array.offset)
 
 
-def _seen(pinned, dtype):
+def _as_device_array(pinned, dtype):
     """Pinned host memory as kernels see it: at its own address."""
     holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
     return Array(holder, dtype, pinned.shape)
@@ -210,10 +212,10 @@ def _seen(pinned, dtype):
 
 def _segments(steps):
     """The steps as lists: those that can be captured together, and each other one by itself."""
-    found = []
+    segments = []
     for step in steps:
-        if step.captured and found and found[-1][0].captured:
-            found[-1].append(step)
+        if step.captured and segments and segments[-1][0].captured:
+            segments[-1].append(step)
         else:
-            found.append([step])
-    return found
+            segments.append([step])
+    return segments

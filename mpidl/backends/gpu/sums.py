@@ -32,10 +32,10 @@ class Counts:
 
     def samples(self, batch):
         """Epoch (1,) and sample numbers (blocks * 16,), int32, zero in unused images."""
-        found = np.zeros(batch.blocks * LANES, np.int32)
-        found[: len(batch.indices)] = batch.indices
+        samples = np.zeros(batch.blocks * LANES, np.int32)
+        samples[: len(batch.indices)] = batch.indices
         return launching.scalar("epoch", batch.epoch, np.int32), launching.scalar(
-            "samples", found, np.int32
+            "samples", samples, np.int32
         )
 
     def per_image(self, batch):
@@ -77,11 +77,11 @@ def gplus(partials, world):
         matrix = members[0][2]
         if len(members) > 1:
             matrix = elementwise.pack([m for *_, m in members], len(tree.nodes[tree.rank]), dtype)
-        root, at = _exchange(world, tree, matrix, combine), 0
+        root, column = _exchange(world, tree, matrix, combine), 0
         for name, index, member in members:
             width = member.shape[1]
-            roots[name, index] = root.part(at, (width,))
-            at += width
+            roots[name, index] = root.part(column, (width,))
+            column += width
     return {
         name: _finish(name, partial, [roots[name, i] for i in range(len(partial.terms))])
         for name, partial in partials.items()
@@ -91,17 +91,17 @@ def gplus(partials, world):
 def _exchange(world, tree, matrix, combine):
     """The root of all ranks' nodes."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
-    most, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
-    if world.mover is None or len(counts) * most * words * elementwise.WORD > GATHERED:
+    rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
+    if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:
         return launching.sink().exchange(world, tree, matrix, combine)
-    mine = matrix
-    if len(matrix) < most:  # all ranks send as much
-        mine = launching.empty((most, width), matrix.dtype)
-        elementwise.copy([(matrix, mine, len(matrix), words, words, words)])
-    gathered = launching.empty((len(counts), most, width), matrix.dtype)
-    launching.sink().between(world.mover, mine, gathered)
-    nodes = gathered.reshape(len(counts) * most, width)
-    if min(counts) < most:
+    padded = matrix
+    if len(matrix) < rows:  # all ranks send as much
+        padded = launching.empty((rows, width), matrix.dtype)
+        elementwise.copy([(matrix, padded, len(matrix), words, words, words)])
+    gathered = launching.empty((len(counts), rows, width), matrix.dtype)
+    launching.sink().between(world.mover, padded, gathered)
+    nodes = gathered.reshape(len(counts) * rows, width)
+    if min(counts) < rows:
         nodes, pieces = launching.empty((sum(counts), width), matrix.dtype), []
         for rank, count in enumerate(counts):
             to = nodes.part(sum(counts[:rank]) * width, (count, width))

@@ -15,11 +15,13 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    how = stride, cropping, *shapes.PLAIN
+    conv_args = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:
-        dx = conv.conv2d(dy, weight, launching.constant(np.zeros(len(weight), np.float32)), *how)
+        dx = conv.conv2d(
+            dy, weight, launching.constant(np.zeros(len(weight), np.float32)), *conv_args
+        )
     if needs[1]:
-        leaves, per_block = conv.leaves_of(x, dy, weight, how, tree)[:2]
+        leaves, per_block = conv.leaves_of(x, dy, weight, conv_args, tree)[:2]
         dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)
     return dx, dweight, batchnorm.channel_sums(dy, tree) if needs[2] else None

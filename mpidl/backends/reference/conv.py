@@ -109,10 +109,10 @@ def conv2d_backward(
 ):
     if activation_after is not None or sums:
         raise NotImplementedError("NumPy reads no activations that are not stored")
-    how = stride, padding, dilation, groups
+    conv_args = stride, padding, dilation, groups
     return (
-        conv2d_dx(dy, x, weight, *how) if needs[0] else None,
-        conv2d_dweight(dy, x, weight, *how, tree) if needs[1] else None,
+        conv2d_dx(dy, x, weight, *conv_args) if needs[0] else None,
+        conv2d_dweight(dy, x, weight, *conv_args, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
         None,  # of an activation that is not stored, which there is none of here
     )

@@ -46,6 +46,6 @@ def dropout(x, threshold, scale, key, epoch, samples):
     for b, (block, out) in enumerate(zip(x, y, strict=True)):
         rows = block.reshape(-1, lanes)
         drawn = chances(len(rows), samples[b * lanes : (b + 1) * lanes], epoch, key)
-        kept = np.where(drawn >= threshold, rows * x.dtype.type(scale), 0)
-        out[...] = kept.reshape(block.shape)
+        values = np.where(drawn >= threshold, rows * x.dtype.type(scale), 0)
+        out[...] = values.reshape(block.shape)
     return y

@@ -84,7 +84,7 @@ def planes(pixels, out=None):
 
 
 def keyed_words(seed, purpose, count, epoch, samples):
-    found = np.empty((len(samples), count), np.uint64)
-    for row, sample in zip(found, samples, strict=True):
+    words = np.empty((len(samples), count), np.uint64)
+    for row, sample in zip(words, samples, strict=True):
         row[:] = keyed.words(seed, purpose, count, epoch=epoch, sample=int(sample))
-    return found
+    return words

@@ -34,8 +34,8 @@ def cross_entropy(logits, labels, counts, tree):
 def cross_entropy_dlogits(logits, labels, scale, counts):
     d = softmax(logits)
     for block, label, valid in zip(d, labels, counts, strict=True):
-        at = label[None]
-        np.put_along_axis(block, at, np.take_along_axis(block, at, axis=0) - 1, axis=0)
+        place = label[None]
+        np.put_along_axis(block, place, np.take_along_axis(block, place, axis=0) - 1, axis=0)
         block[..., valid:] = 0
     d *= scale
     return d.astype(logits.dtype)
@@ -50,8 +50,8 @@ def correct_count(logits, labels, counts, tree):
 
 def errors(y, target, power, counts, tree):
     sums = np.empty((len(y), y.shape[-1]), np.float64)
-    for block, wanted, out in zip(y, target, sums, strict=True):
-        out[...] = _of_images(np.abs(np.subtract(block, wanted, dtype=np.float64)) ** power)
+    for block, expected, out in zip(y, target, sums, strict=True):
+        out[...] = _of_images(np.abs(np.subtract(block, expected, dtype=np.float64)) ** power)
     return image_sums(sums, counts, tree)
 
 

@@ -17,8 +17,8 @@ def from_numpy(value, like):
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
     stepped = []
     factors = [1.0] * len(weights) if factors is None else factors
-    each = zip(weights, gradients, velocities, decays, factors, strict=True)
-    for w, g, v, decay, factor in each:
+    parameters = zip(weights, gradients, velocities, decays, factors, strict=True)
+    for w, g, v, decay, factor in parameters:
         number = w.dtype.type
         g = np.asarray(g, w.dtype)
         g = g + number(decay) * w if number(decay) else g
@@ -41,8 +41,8 @@ def adam(
     factors,
 ):
     stepped = []
-    each = zip(weights, gradients, means, squares, decays, factors, strict=True)
-    for w, g, m, v, decay, factor in each:
+    parameters = zip(weights, gradients, means, squares, decays, factors, strict=True)
+    for w, g, m, v, decay, factor in parameters:
         number = w.dtype.type
         g = _regularized(w, g, decay)
         m *= number(gradient_decay)
@@ -74,19 +74,21 @@ def _step(w, g, direction, v, learning_rate, square_decay, epsilon, factor):
 
 
 def clip(weights, gradients, decays, method, threshold):
-    found = [_regularized(w, g, d) for w, g, d in zip(weights, gradients, decays, strict=True)]
+    regularized = [
+        _regularized(w, g, d) for w, g, d in zip(weights, gradients, decays, strict=True)
+    ]
     if method == "absolute-value":
-        return [np.clip(g, -g.dtype.type(threshold), g.dtype.type(threshold)) for g in found]
-    squares = [_squares(np.ascontiguousarray(g).ravel()) for g in found]
+        return [np.clip(g, -g.dtype.type(threshold), g.dtype.type(threshold)) for g in regularized]
+    squares = [_squares(np.ascontiguousarray(g).ravel()) for g in regularized]
     if method == "global-l2norm":
         total = 0.0
         for square in squares:
             total += square
-        squares = [total] * len(found)
+        squares = [total] * len(regularized)
     norms = np.sqrt(squares)
     with np.errstate(invalid="ignore", divide="ignore"):
         factors = np.where(norms <= threshold, 1.0, threshold / norms)
-        return [g * g.dtype.type(f) for g, f in zip(found, factors, strict=True)]
+        return [g * g.dtype.type(f) for g, f in zip(regularized, factors, strict=True)]
 
 
 def _squares(flat):

@@ -16,10 +16,10 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
-    how = stride, cropping, *shapes.PLAIN
-    none = np.zeros(len(weight), dy.dtype)
+    conv_args = stride, cropping, *shapes.PLAIN
+    no_bias = np.zeros(len(weight), dy.dtype)
     return (
-        conv2d(dy, weight, none, *how) if needs[0] else None,
-        conv2d_dweight(x, dy, weight, *how, tree) if needs[1] else None,
+        conv2d(dy, weight, no_bias, *conv_args) if needs[0] else None,
+        conv2d_dweight(x, dy, weight, *conv_args, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
     )

@@ -70,10 +70,10 @@ class Table:
         """Write the data set's values from image `start` on."""
         at = start * int(np.prod(values.shape[1:], dtype=np.int64))
         launching.upload(self.values.part(at, values.shape), np.ascontiguousarray(values))
-        found, known = bounds_of(values), self.bounds.known
+        found, known = bounds_of(values), self.bounds.limits
         if found is not None:
             low, high = found if known is None else known
-            self.bounds.known = min(low, found[0]), max(high, found[1])
+            self.bounds.limits = min(low, found[0]), max(high, found[1])
 
     def stage(self, row, values):
         """Have a mini-batch's values on the device before what is launched from now on."""
