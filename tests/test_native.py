@@ -191,9 +191,9 @@ def test_a_library_has_what_the_header_declares(build):
     with pytest.raises(AttributeError, match="declares no mpidl_nothing_such"):
         _ = library.nothing_such
     if builds.runs_here(build):
-        assert library.about["build"] == build
-        assert library.about["compiler"].split()[0] in ("gcc", "clang")
-        assert len(library.about["sources"]) == 16
+        assert library.provenance["build"] == build
+        assert library.provenance["compiler"].split()[0] in ("gcc", "clang")
+        assert len(library.provenance["sources"]) == 16
 
 
 @needs_kernels

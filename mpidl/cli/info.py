@@ -87,7 +87,7 @@ def _arithmetic():
     library = builds.kernels()
     if library is None:
         return "NumPy"
-    return f"C kernels, {library.build}, {library.about['compiler']}, {library.path}"
+    return f"C kernels, {library.build}, {library.provenance['compiler']}, {library.path}"
 
 
 def _kernels():

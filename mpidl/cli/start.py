@@ -37,7 +37,7 @@ def blas():
 def arithmetic(world):
     """On rank 0, the lines to show of who does the arithmetic: a mix of machines, no kernels."""
     build, best = builds.running(), builds.choose()[0]
-    kind = blas() if build == "numpy" else f"kernels of {builds.kernels().about['sources']}"
+    kind = blas() if build == "numpy" else f"kernels of {builds.kernels().provenance['sources']}"
     found = world.gather((world.host, best, f"{platform.machine()}, {kind}"))
     if found is None:
         return []

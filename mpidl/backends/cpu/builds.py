@@ -140,7 +140,7 @@ class Library:
             self._has = texts(declared().decode())
 
     @property
-    def about(self):
+    def provenance(self):
         """{"build", "compiler", "sources"}: what this library is; sources is a hash of them."""
         sources = self.sources().decode().removeprefix("mpidl sources ")
         return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
@@ -207,7 +207,7 @@ def is_stale():
     library = kernels()
     if library is None or not os.path.isfile(build_py):
         return False
-    return library.about["sources"] != runpy.run_path(build_py)["sources_key"]()
+    return library.provenance["sources"] != runpy.run_path(build_py)["sources_key"]()
 
 
 def how_to_build():
