@@ -1,4 +1,4 @@
-"""What holds for this whole process: see `backends.configure`."""
+"""Settings of this whole process; `backends.configure` sets them."""
 
 winograd = "auto"
 threads = 1

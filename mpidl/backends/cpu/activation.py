@@ -9,7 +9,7 @@ from mpidl.blocks import LANES
 
 
 def _by_element(function, *arrays, scale=()):
-    """What a kernel makes of arrays of one shape."""
+    """Return what an elementwise kernel computes of arrays of one shape."""
     y = arenas.empty(arrays[0].shape)
     function(*map(np.ascontiguousarray, arrays), y, *scale, y.size // LANES)
     return y

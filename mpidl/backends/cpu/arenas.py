@@ -1,9 +1,9 @@
-"""Arenas: large regions of memory, kept and reused from step to step: one for all activations, one
-for pixels that are being read, and one for the mini-batches of each queue.
+"""Arenas: large regions of memory that steps reuse.
 
-A step makes the same arrays in the same order each time, so that after the first one no page is
-asked of the system again, and every array lies where it lay before. Regions are on huge pages where
-the system offers them. An array returns its place when the last reference to it is gone.
+One arena holds all activations, one the pixels that are being read, and one the mini-batches of
+each queue. A step allocates the same arrays in the same order each time: after the first step no
+page comes from the system, and every array lies where it lay before. Regions lie on huge pages if
+the system offers them. An array returns its memory when the last reference to it is gone.
 """
 
 import bisect
@@ -22,11 +22,17 @@ LARGE = 32 << 20  # bytes from which it always gives back to the system what is 
 
 
 class Arena:
-    """Best fit over regions, which go back to the system with the arena, once the last of its
-    arrays is gone; neighbours that are free join. By first fit, small arrays would cut up what the
-    largest learnables' gradients and new values leave to each other.
+    """An allocator that takes the best fit over its regions and joins free neighbours.
 
-    region(nbytes) -> (owner, first address, bytes): more memory.
+    With first fit, small arrays would cut up the memory that the gradients and new values of the
+    largest learnables leave to each other. Regions return to the system with the arena, once the
+    last of its arrays is gone.
+
+    Parameters
+    ----------
+    region : callable, optional
+        region(nbytes) returns (owner, first address, bytes) of more memory; from the system by
+        default.
     """
 
     def __init__(self, region=None):
@@ -37,7 +43,7 @@ class Arena:
         self.bytes = 0
 
     def take(self, size):
-        """The address of `size` bytes, a multiple of LINE."""
+        """Return the address of `size` bytes, a multiple of LINE."""
         with self.lock:
             while self.returned:
                 self._give_back(*self.returned.popleft())
@@ -81,7 +87,7 @@ class Arena:
 
 
 def _of_the_system(size):
-    """A region on huge pages, where there are some."""
+    """Return a region of the system, on huge pages if it has any."""
     region = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -96,7 +102,7 @@ _arena, _reading = Arena(), Arena()
 
 
 def _forked():
-    """In a forked child no other thread takes memory, whoever did in the parent."""
+    """Replace the locks in a forked child: a thread of the parent may have held them."""
     for arena in _arena, _reading:
         arena.lock = threading.Lock()
 
@@ -105,7 +111,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """Owns an array's place in an arena; NumPy reads the interface and keeps the owner."""
+    """Owns the memory of an array; NumPy reads the interface and keeps the owner."""
 
     __slots__ = ("arena", "address", "size", "__array_interface__")
 
@@ -123,7 +129,11 @@ class _Place:
 
 
 def empty(shape, dtype=np.float32, arena=_arena):
-    """An array of unknown contents, 64-byte aligned; its memory is used again once it is gone."""
+    """Return an uninitialized array, aligned to 64 bytes.
+
+    Its memory returns to the arena with the last reference to it. Arrays of less than SMALL bytes
+    are NumPy's own.
+    """
     dtype = np.dtype(dtype)
     size = dtype.itemsize
     for n in shape:
@@ -136,12 +146,14 @@ def empty(shape, dtype=np.float32, arena=_arena):
 
 
 def to_read(shape, dtype):
-    """An array for pixels that a thread reads, some blocks at a time: `empty`, of an arena of which
-    all threads take, where malloc would keep memory for each of them."""
+    """Return an uninitialized array for pixels that a thread reads, some blocks at a time.
+
+    All threads share one arena; malloc would keep memory for each of them.
+    """
     large = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize > LARGE
     return np.empty(shape, dtype) if large else empty(shape, dtype, _reading)
 
 
 def reserved():
-    """Bytes that the arena of activations holds, in use or not."""
+    """Return the bytes that the arena of activations holds, in use or not."""
     return _arena.bytes

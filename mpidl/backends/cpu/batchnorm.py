@@ -1,4 +1,4 @@
-"""Batch normalization and ReLU by the C kernels."""
+"""Batch normalization by the C kernels."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from mpidl.fold import Counter, merge_moments
 
 
 def sizes(x):
-    """(blocks, channels, pixels) of an array (blocks, C, ..., 16)."""
+    """Return (blocks, channels, pixels) of an array (blocks, C, ..., 16)."""
     blocks, channels = x.shape[:2]
     return blocks, channels, int(np.prod(x.shape[2:])) // LANES
 

@@ -1,8 +1,8 @@
 """The compiled kernels: which build this process runs, and how Python calls it.
 
-A build is the sources of kernels/cpu compiled for one instruction set. The best one that this CPU
-can run is taken; MPIDL_CPU names another; the ranks of a World take the best that all of them have
-(`settle`). Where there is none the build is "numpy", and NumPy does the work.
+A build is kernels/cpu compiled for one instruction set. A process runs the best build that its CPU
+supports, or the one that MPIDL_CPU names; the ranks of a World run the best one that all of them
+support (`settle`). Without a library the build is "numpy", and NumPy computes.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ _one_pass, _in_pass = threading.Lock(), None  # the thread whose pass it is
 
 
 def _forked():
-    """In a forked child nobody runs a pass, whoever did in the parent."""
+    """Replace the lock in a forked child: a thread of the parent may have been in a pass."""
     global _one_pass, _in_pass
     _one_pass, _in_pass = threading.Lock(), None
 
@@ -52,7 +52,7 @@ TYPES = {
 
 @functools.cache
 def _pointer(name, const):
-    """The type of an array argument: C-contiguous, of this element type; None is NULL."""
+    """Return the ctypes type of an array argument: C-contiguous, of this type; None is NULL."""
     dtype = np.dtype({"float": "f4", "double": "f8"}.get(name, name.removesuffix("_t")))
 
     def from_param(array):
@@ -81,7 +81,7 @@ def _type(text):
 
 
 def declarations(header):
-    """{name: (result type, argument types)} of the functions that a header declares."""
+    """Return {name: (result type, argument types)} of the functions of a header."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
     functions = {}
@@ -93,7 +93,7 @@ def declarations(header):
 
 
 def texts(header):
-    """{name: its result and arguments as they are written}, of a header's functions."""
+    """Return {name: result and arguments as written} of the functions of a header."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     matches = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
@@ -116,10 +116,13 @@ def _one_at_a_time(function):
 
 
 class Library:
-    """A loaded build: its functions as attributes, without the prefix `mpidl_`.
+    """A loaded build: its functions are attributes, without the prefix `mpidl_`.
 
-    A function that the library declares otherwise than the header, or not at all, is a UserError
-    when it is first asked for: the library was compiled from other sources.
+    Raises
+    ------
+    UserError
+        If the file cannot be loaded, or on access to a function that the library declares in
+        another way than the header: it was compiled from other sources.
     """
 
     def __init__(self, path, header, build):
@@ -141,7 +144,7 @@ class Library:
 
     @property
     def provenance(self):
-        """{"build", "compiler", "sources"}: what this library is; sources is a hash of them."""
+        """Return {"build", "compiler", "sources"} of this library; sources is a hash."""
         sources = self.sources().decode().removeprefix("mpidl sources ")
         return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
 
@@ -162,8 +165,10 @@ class Library:
 
 
 def why_numpy():
-    """Why there is no library that can be run, in a line; None where there is one or MPIDL_CPU asks
-    for NumPy. Raises UserError."""
+    """Return why no library can be run, in one line, or None if one can or MPIDL_CPU is "numpy".
+
+    Raises UserError if MPIDL_CPU is unusable.
+    """
     if os.environ.get("MPIDL_CPU") == "numpy" or choose() != ["numpy"]:
         return None
     for build in offered():
@@ -179,9 +184,10 @@ _progress = []  # the C callback in use, kept alive, and what it raised
 
 
 def watch(progress):
-    """Have the kernels call progress() about every millisecond, on this thread; None: no more.
+    """Have the kernels call progress() about every millisecond on this thread; None ends that.
 
-    It lets messages travel while a pass runs. What it raises is raised by the next `watch`.
+    The calls let messages travel while a pass runs. The next `watch` raises the exception that
+    progress() raised, if any.
     """
     if running() == "numpy":
         return
@@ -202,7 +208,7 @@ def watch(progress):
 
 
 def is_stale():
-    """Whether the library was compiled from other sources than those of this checkout."""
+    """Return whether the library was compiled from other sources than this checkout's."""
     build_py = os.path.join(kernels_folder() or "", "build.py")
     library = kernels()
     if library is None or not os.path.isfile(build_py):
@@ -211,7 +217,7 @@ def is_stale():
 
 
 def how_to_build():
-    """What to do about missing or old libraries, in a few words."""
+    """Return advice about missing or outdated libraries, in a few words."""
     folder = kernels_folder()
     if folder and os.path.isfile(os.path.join(folder, "build.py")):
         return f"run python {os.path.join(folder, 'build.py')}, which needs a C compiler"
@@ -220,7 +226,7 @@ def how_to_build():
 
 @functools.cache
 def kernels_folder():
-    """kernels/ of this checkout, or what was installed of it; None where there is neither."""
+    """Return kernels/ of this checkout or installation, or None if there is neither."""
     package = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
     for folder in (
         os.path.join(os.path.dirname(package), "kernels"),
@@ -232,20 +238,20 @@ def kernels_folder():
 
 
 def path_of(build):
-    """Where the library of a build is to be: in kernels/lib, or in the folder MPIDL_KERNELS."""
+    """Return the path of a build's library: in kernels/lib or the folder MPIDL_KERNELS."""
     lib = os.environ.get("MPIDL_KERNELS") or os.path.join(kernels_folder() or "", "lib")
     return os.path.join(lib, f"libmpidl-{build}.so")
 
 
 def built():
-    """The builds whose libraries are there, the best first."""
+    """Return the builds whose libraries exist, the best first."""
     has_folder = kernels_folder() is not None
     return [b for b in ORDER if b != "numpy" and has_folder and os.path.isfile(path_of(b))]
 
 
 @functools.cache
 def cpu_features():
-    """The features of this CPU that the system lets programs use, as Linux names them."""
+    """Return the features of this CPU that the system enables, by their Linux names."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -257,14 +263,19 @@ def cpu_features():
 
 
 def runs_here(build):
-    """Whether this CPU can run a build."""
+    """Return whether this CPU can run a build."""
     return NEEDS[build] <= cpu_features()
 
 
 def offered():
-    """The builds that are there and run on this CPU, the best first, from MPIDL_CPU on; numpy last.
+    """Return the builds that exist and run on this CPU, the best first, "numpy" last.
 
-    Raises UserError where MPIDL_CPU is not a build, or one that is not there or does not run here.
+    MPIDL_CPU leaves out the builds before the one it names.
+
+    Raises
+    ------
+    UserError
+        If MPIDL_CPU is no build, or one that does not exist or does not run here.
     """
     requested = os.environ.get("MPIDL_CPU")
     names = [*(build for build in built() if runs_here(build)), "numpy"]
@@ -281,7 +292,7 @@ def offered():
 
 
 def load(build):
-    """The Library of a build. Raises UserError where it is not there or cannot be loaded."""
+    """Return the Library of a build. Raises UserError if it is missing or cannot be loaded."""
     path = path_of(build)
     if build not in built():
         raise UserError(f"no {path}: {how_to_build()}")
@@ -294,10 +305,10 @@ def _load(path, build):
 
 
 def choose():
-    """The builds that this process could run, the best first, of which the first can be loaded.
+    """Return the builds that this process could run, the best first; the first one can be loaded.
 
-    A library that cannot be loaded (one of a system with a newer libc) is passed over, unless
-    MPIDL_CPU names it: then UserError.
+    A library that cannot be loaded (built for a newer libc, say) is skipped, unless MPIDL_CPU
+    names it: then UserError is raised.
     """
     names = offered()
     while names[0] != "numpy":
@@ -321,7 +332,7 @@ def running():
 
 
 def use(build):
-    """Run this build from now on; its Library, None for "numpy". Raises UserError."""
+    """Run this build from now on; return its Library, or None for "numpy". Raises UserError."""
     global _running, _library
     _running, _library = build, None if build == "numpy" else load(build)
     if _library is not None and settings.threads > 1:
@@ -330,22 +341,22 @@ def use(build):
 
 
 def kernels():
-    """The Library this process runs, None where NumPy does the work. Raises UserError."""
+    """Return the Library of this process, or None if NumPy computes. Raises UserError."""
     if _running is None:
         running()
     return _library
 
 
 def common(offers):
-    """The best build of all these lists of builds, each the best first: "numpy" is in all."""
+    """Return the best build that all lists of builds have; "numpy" is in every list."""
     return next(build for build in ORDER if all(build in names for names in offers))
 
 
 def settle(world):
-    """Have all ranks of a world run the best build that all of them can: collective.
+    """Have all ranks of a world run the best build that all of them support. Collective.
 
-    A build that was settled before is never left for a better one: the ranks of another world run
-    it too. Raises UserError on all ranks where one has an unusable MPIDL_CPU.
+    A build that was settled before stays, because the ranks of another world run it too. Raises
+    UserError on all ranks if MPIDL_CPU is unusable on one of them.
     """
     error, names = None, []
     try:

@@ -1,4 +1,4 @@
-"""What every call into the library needs: small arrays of integers, sources, nodes."""
+"""Arguments of library calls: trees, sources, nodes."""
 
 import functools
 
@@ -10,29 +10,29 @@ from mpidl.fold import Partial, Term, add
 
 @functools.lru_cache(maxsize=256)
 def tree_of(tree):
-    """struct tree of kernels/cpu/fold.h."""
+    """Return struct tree of kernels/cpu/fold.h as an array."""
     return np.array([*tree.run, tree.leaves, tree.plain], np.int64)
 
 
 def source_of(x):
-    """The four arrays of a struct source: of an Activation's Source or of an array."""
+    """Return the four arrays of a struct source, of a Source or of an array."""
     if isinstance(x, Source):
         return tuple(np.ascontiguousarray(v) for v in x)
     return np.ascontiguousarray(x), None, None, None
 
 
 def per_channel(vector):
-    """float32, C-ordered: what the kernels take of each channel."""
+    """Return a vector as kernels take it: float32, C-ordered."""
     return np.ascontiguousarray(vector, np.float32)
 
 
 def nodes_of(tree):
-    """How many nodes this rank hands over."""
+    """Return how many nodes this rank contributes."""
     return len(tree.nodes[tree.rank])
 
 
 def partial_of_rows(rows, tree, combine=add, shape=None):
-    """The Partial of folded rows, of which the first are this rank's nodes."""
+    """Return the Partial of folded rows; the first rows are this rank's nodes."""
     shape = rows.shape[1:] if shape is None else shape
     nodes = [row.reshape(shape) for row in rows[: nodes_of(tree)]]
     return Partial([Term(tree, nodes, combine, rows.dtype)], None, shape, rows.dtype)

@@ -1,4 +1,4 @@
-"""Convolution by the C kernels, by itself or fused with the activations before and behind it."""
+"""Convolution by the C kernels, alone or fused with the activations before and after it."""
 
 import functools
 
@@ -25,7 +25,7 @@ NOTHING = None, None, None
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """struct conv of kernels/cpu/conv.h, and (C, H, W), (K, P, Q)."""
+    """Return struct conv of kernels/cpu/conv.h, and (K, P, Q)."""
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
@@ -42,12 +42,22 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
 
 @functools.lru_cache(maxsize=256)
 def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
-    """The Winograd tiles of (forward, backward-data, backward-weights), 0 where it is direct.
+    """Return the Winograd tiles of (forward, backward-data, backward-weights), 0 for direct sums.
 
-    By the layer's shape alone: F(4x4) backward, whose error is at most a few times that of the
-    direct sum; forward, where an error flips ReLUs, F(2x2) from FEW channels on, and F(4x4) only
-    where the policy is "fast". Direct where transforms cost more than they save: gradients of fewer
-    than SAVING channels, outputs of less than a tile. Lavin and Gray, "Fast algorithms for
+    Parameters
+    ----------
+    weight_shape : (K, C, R, S)
+        Of one group.
+    output : (K, P, Q)
+    policy : {"auto", "off", "fast"}
+        See `backends.configure`.
+
+    Notes
+    -----
+    The layer's shape alone decides. Backward takes F(4x4), whose error is at most a few times that
+    of the direct sum. Forward, an error flips ReLUs: "auto" takes F(2x2) from FEW channels on, and
+    only "fast" takes F(4x4). Layers are direct if transforms cost more than they save: gradients of
+    fewer than SAVING channels, outputs smaller than a tile. Lavin and Gray, "Fast algorithms for
     convolutional neural networks", 2016.
     """
     k, c, r, s = weight_shape
@@ -60,6 +70,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
 
 def plan(x, weight, stride, padding, dilation, groups):
+    """Return (struct conv, (K, P, Q), Winograd tiles) of a convolution."""
     shape, output = _geometry(x.shape[1:-1], weight.shape, stride, padding, dilation, groups)
     per_group = (len(weight) // groups, *weight.shape[1:])
     tiles = winograd_tiles(per_group, stride, padding, dilation, output, settings.winograd)

@@ -11,7 +11,7 @@ FEW = 16  # outputs up to which all of backward is one pass over x
 
 
 def _sizes(x):
-    """(features, channels) of an array (blocks, C, ..., 16)."""
+    """Return (features, channels) of an array (blocks, C, ..., 16)."""
     return int(np.prod(x.shape[1:-1])), x.shape[1]
 
 
@@ -44,7 +44,7 @@ def dense_dweight(dy, x, tree):
 
 
 def _dense_dbias(dy, tree):
-    """What channel_sums gives."""
+    """Return the `channel_sums` of dy."""
     nodes = np.empty((nodes_of(tree), dy.shape[1]), np.float32)
     kernels().dense_dbias(dy, nodes, tree_of(tree), dy.shape[1])
     return partial_of_rows(nodes, tree)

@@ -1,6 +1,6 @@
-"""Pixels of images to blocks, and what comes before, by the C kernels.
+"""Preparation of images by the C kernels.
 
-All of it runs on the calling thread alone, which may be any: several read ahead at a time.
+Every function runs on the calling thread alone, which may be any: several threads read ahead.
 """
 
 import functools
@@ -63,8 +63,21 @@ def planes(pixels, out=None):
 
 
 def planes_of_arrow(address, height, width, stride, out=None):
-    """The same of rows that lie in a struct ArrowArray of the Arrow C data interface, one behind
-    the other."""
+    """Do what `planes` does for rows that lie in memory of a struct ArrowArray.
+
+    Parameters
+    ----------
+    address : int
+        Of the struct, of the Arrow C data interface. Rows follow each other without gaps.
+    height, width, stride : int
+        The stride is in bytes per pixel.
+    out : (C, H, W) uint8, optional
+        Array to write to.
+
+    Returns
+    -------
+    (C, H, W) uint8
+    """
     shape, out = _planes(height, width, stride, width * stride, out)
     kernels().planes_of_arrow(address, shape, out)
     return out
@@ -80,7 +93,7 @@ def _planes(height, width, stride, row, out):
 
 @functools.lru_cache(maxsize=64)
 def _picture(*shape):
-    """struct picture of kernels/cpu/images.c."""
+    """Return struct picture of kernels/cpu/images.c as an array."""
     return np.array(shape, np.int64)
 
 

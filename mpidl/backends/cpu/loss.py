@@ -10,7 +10,7 @@ from mpidl.backends.cpu.call import partial_of_rows, tree_of
 
 
 def _sizes(x):
-    """(blocks, classes, pixels) of scores (B, K, ..., 16)."""
+    """Return (blocks, classes, pixels) of scores (B, K, ..., 16)."""
     return *x.shape[:2], math.prod(x.shape[2:-1])
 
 
@@ -69,5 +69,5 @@ def _pair(y, target):
 
 
 def _elements(y):
-    """(blocks, elements of an image)."""
+    """Return (blocks, elements of an image)."""
     return len(y), math.prod(y.shape[1:-1])

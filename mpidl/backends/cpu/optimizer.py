@@ -69,7 +69,7 @@ def _step(kernel, weights, gradients, means, velocities, decays, factors, number
 
 
 def _arrays(weights, gradients):
-    """(weights, gradients, results) as kernels take them; each result lies where there is room."""
+    """Return (weights, gradients, results) as kernels take them."""
     results = [arenas.empty(np.shape(w)) for w in weights]
     weights = [np.ascontiguousarray(w) for w in weights]
     return weights, [np.ascontiguousarray(g, np.float32) for g in gradients], results

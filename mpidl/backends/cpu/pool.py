@@ -12,7 +12,7 @@ from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, size, stride, padding):
-    """struct windows of kernels/cpu/pool.c, and (C, P, Q)."""
+    """Return struct windows of kernels/cpu/pool.c, and (C, P, Q)."""
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     shape = [*x_shape, *output[1:], *size, *stride, top, left]

@@ -8,9 +8,12 @@ from mpidl.fold import Counter
 
 
 class _Columns:
-    """Unfolds padded blocks into the matrix (C*R*S, P*Q*16) whose product with the weights is the
-    convolution (Chellapilla et al., "High performance convolutional neural networks for document
-    processing", 2006), and folds such a matrix back. Its two buffers are reused by all blocks."""
+    """Unfolds padded blocks into a matrix (C*R*S, P*Q*16), and folds such a matrix back.
+
+    The product of the weights with the matrix is the convolution (Chellapilla et al., "High
+    performance convolutional neural networks for document processing", 2006). All blocks use its
+    two buffers.
+    """
 
     def __init__(self, x, weight_shape, stride, padding, dilation):
         (c, h, w, lanes), (_, _, r, s) = x.shape[1:], weight_shape
@@ -32,7 +35,7 @@ class _Columns:
         ]
 
     def groups(self, matrix, groups):
-        """The matrix as (groups, C/groups*R*S, P*Q*16)."""
+        """Return the matrix as (groups, C/groups*R*S, P*Q*16)."""
         c, taps, pixels = self.rows
         return matrix.reshape(groups, c // groups * taps, pixels)
 
@@ -65,7 +68,7 @@ def conv2d(x, weight, bias, stride, padding, dilation, groups):
 
 
 def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
-    """Gradient with respect to x; of x only shape and type are used."""
+    """Return the gradient with respect to x, of which only shape and type are used."""
     dx = np.empty_like(x)
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     filters = weight.reshape(groups, len(weight) // groups, -1)
@@ -79,7 +82,7 @@ def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
 
 
 def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
-    """Partial of the gradient with respect to weight; of weight only shape and type are used."""
+    """Return the Partial of the gradient of weight; of it only shape and type are used."""
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     counter = Counter(tree)
     for b in range(len(x)):

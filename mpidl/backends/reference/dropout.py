@@ -8,10 +8,16 @@ ROUNDS = 10  # of Philox
 
 
 def philox(counter, key):
-    """Philox4x32-10: four arrays of 32-bit words for a counter of four and a key of two.
+    """Return four arrays of 32-bit words by Philox4x32-10.
 
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; all are uint64 arrays or
-    numbers below 2**32, that broadcast.
+    Parameters
+    ----------
+    counter, key : sequences of four and two uint64 arrays or numbers
+        Words below 2**32, that broadcast.
+
+    Notes
+    -----
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     a, b, c, d = (np.asarray(v, np.uint64) for v in counter)
     low, high = (np.uint64(v) for v in key)
@@ -26,11 +32,11 @@ def philox(counter, key):
 
 
 def chances(elements, samples, epoch, key):
-    """(elements, len(samples)) numbers 0 .. 65535, each keyed by (key, epoch, sample, element).
+    """Return (elements, len(samples)) numbers 0 .. 65535, keyed by (key, epoch, sample, element).
 
     Eight consecutive elements of a sample share a call of Philox4x32-10, whose counter is
-    (element // 8, sample's low and high 32 bits, epoch): element e has bits 0-15 (e even) or 16-31
-    (e odd) of word e // 2 % 4.
+    (element // 8, low and high 32 bits of the sample, epoch). Element e has bits 0-15 (e even) or
+    16-31 (e odd) of word e // 2 % 4.
     """
     samples = np.asarray(samples, np.int64).astype(np.uint64)
     groups = np.arange(-(-elements // GROUP), dtype=np.uint64)[:, None]

@@ -1,7 +1,4 @@
-"""The beginning of a step in NumPy: pixels to blocks, images turned and scaled, keyed words.
-
-Part of `reference`, where they are found.
-"""
+"""Preparation of images in NumPy."""
 
 import numpy as np
 
@@ -50,7 +47,7 @@ def images(
 
 
 def _overlap(first, extent, window):
-    """Along an axis, where a window that begins at pixel `first` holds pixels, and which."""
+    """Return where a window from pixel `first` on has pixels along an axis, and which."""
     start, stop = max(0, -first), max(0, min(window, extent - first))
     return slice(start, stop), slice(first + start, max(first + stop, first + start))
 

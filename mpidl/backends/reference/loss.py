@@ -1,8 +1,4 @@
-"""The end of a forward pass in NumPy: softmax, losses, and other sums over images.
-
-Part of `reference`, where they are found. Scores are (B, K, ..., 16): K classes of each image, or
-of each of its pixels. Labels are (B, ..., 16) integers.
-"""
+"""Softmax, losses and other sums over images in NumPy."""
 
 import numpy as np
 
@@ -72,5 +68,5 @@ def image_sums(x, counts, tree):
 
 
 def _of_images(values):
-    """(16,): of each image the sum of its values, which are (..., 16)."""
+    """Return the sum of each image's values (..., 16): (16,)."""
     return values.reshape(-1, values.shape[-1]).sum(axis=0)

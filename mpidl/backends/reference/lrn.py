@@ -6,7 +6,7 @@ from mpidl import shapes
 
 
 def _over(x, channels_before, channels_after):
-    """The sum of x, (C, ..., 16), over the channels c - before .. c + behind."""
+    """Return the sum of x, (C, ..., 16), over each channel's neighbours and itself."""
     total = np.zeros_like(x)
     last = len(x) - 1
     for step in range(-min(channels_before, last), min(channels_after, last) + 1):

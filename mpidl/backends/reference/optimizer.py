@@ -1,4 +1,4 @@
-"""Optimizers' steps, and gradients made no larger than a threshold, in NumPy."""
+"""Steps of optimizers, and clipping of gradients, in NumPy."""
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def clip(weights, gradients, decays, method, threshold):
 
 
 def _squares(flat):
-    """The sum of the squares of an array (n,)."""
+    """Return the sum of squares of an array (n,)."""
     total = 0.0
     for start in range(0, flat.size, CHUNK):
         part = np.zeros(CHUNK)

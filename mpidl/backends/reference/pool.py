@@ -6,8 +6,11 @@ from mpidl import shapes
 
 
 def _places(x_shape, size, stride, padding):
-    """Of each place in the window, row by row: its number, which windows have a pixel of the image
-    there, and those pixels, the latter two as indices of (C, P, Q, 16) and (C, H, W, 16)."""
+    """Yield (number, windows, pixels) of each place in the window, row by row.
+
+    `windows` index (C, P, Q, 16): those whose pixel at this place lies in the image. `pixels` index
+    these pixels in (C, H, W, 16).
+    """
 
     def axis(place, pixels, outputs, step, before):
         first = max(0, -(-(before - place) // step))
