@@ -7,7 +7,7 @@ THREADS = 256  # of a block, as both have it
 
 
 def _by_element(name, *arrays, scale=()):
-    """What a kernel makes of arrays that lie alike in memory."""
+    """Return what an elementwise kernel computes of arrays with the same layout."""
     x = arrays[-1]
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
         raise ValueError(f"{name}: expected arrays that lie alike, got {arrays}")

@@ -1,7 +1,7 @@
-"""Arrays on a GPU: where they lie, what shape the rest of mpidl sees, how memory orders them.
+"""Creating Arrays on a GPU, and how memory orders them.
 
-An Array has no arithmetic: what computes with it is a kernel of ours. Its `shape` is the one that
-every backend uses; `dims` and `order` say how it lies in memory, which is the GPU's own affair:
+The `shape` of an Array is the one that every backend uses; `dims` and `order` say how it lies in
+memory, which concerns the GPU alone:
 
     value            shape                 dims                   order in memory
     images           (blocks, C, H, W, 16) the same               blocks, 16, H, W, C  (NHWC)
@@ -25,45 +25,50 @@ PART = 64  # floats: where one of several arrays in one piece of memory may begi
 
 
 def order_of_lanes(dims):
-    """How lanes of these dims, (blocks, *image_shape, 16), lie in memory."""
+    """Return how lanes of these dims, (blocks, *image_shape, 16), lie in memory."""
     return {5: IMAGES, 3: VALUES}.get(len(dims), (0, len(dims) - 1, *range(1, len(dims) - 1)))
 
 
 class Bounds:
-    """The least and the largest of whole numbers on the device, which the host alone can look at.
+    """The smallest and the largest of integers on the device, which only the host can look at.
 
-    known: (least, largest); None where they are those of each mini-batch to come, in a step that is
-    recorded before there is one.
+    Parameters
+    ----------
+    limits : (smallest, largest), optional
+        None in a step that is recorded before there is a mini-batch: each one has its own.
     """
 
     def __init__(self, limits=None):
         self.limits, self.checks = limits, []
 
     def hold(self, check):
-        """check(least, largest), which raises where they cannot be: now, or at each `say`."""
+        """Call check(smallest, largest) now, or at each `say` if the limits are not known yet.
+
+        check raises an exception if the integers are invalid.
+        """
         if self.limits is None:
             self.checks.append(check)
         else:
             check(*self.limits)
 
     def say(self, smallest, largest):
-        """What they are in a mini-batch."""
+        """Run the checks for the limits of a mini-batch."""
         for check in self.checks:
             check(smallest, largest)
 
 
 def in_memory(array, dims, order):
-    """A NumPy array as memory orders it: C-contiguous in that order."""
+    """Return a NumPy array as memory orders it: C-contiguous in that order."""
     return np.ascontiguousarray(np.reshape(array, dims).transpose(order))
 
 
 def empty(shape, dtype=np.float32):
-    """An Array in C order whose contents are not known."""
+    """Return an uninitialized Array in C order."""
     return launching.empty(tuple(shape), dtype)
 
 
 def empty_lanes(shape, dtype=np.float32):
-    """The same for a value per image: shape (blocks, *image_shape, 16)."""
+    """Return an uninitialized value per image of shape (blocks, *image_shape, 16)."""
     y = launching.empty(tuple(shape), dtype)
     y.order = order_of_lanes(y.dims)
     return y
@@ -78,13 +83,13 @@ def lanes(array):
 
 
 def filters(array, image_shape=None):
-    """Upload weights: (K, C, R, S), or (K, F) that go with images of `image_shape`."""
+    """Upload weights: (K, C, R, S), or (K, F) for images of `image_shape`."""
     array = np.asarray(array)
     return _upload(array, *layout_of_weights(array.shape, image_shape))
 
 
 def layout_of_weights(shape, image_shape=None):
-    """(dims, order) of weights: see `filters`."""
+    """Return (dims, order) of weights; the arguments are those of `filters`."""
     if len(shape) == 2 and image_shape is not None and len(image_shape) == 3:
         shape = (shape[0], *image_shape)
     return shape, FILTERS if len(shape) == 4 else tuple(range(len(shape)))
@@ -97,14 +102,22 @@ def plain(array):
 
 
 def placed(value, like):
-    """Upload a NumPy array of the shape of `like`, to lie in memory as that does."""
+    """Upload a NumPy array of the shape and in the memory order of `like`."""
     return _upload(np.asarray(value, like.dtype), like.dims, like.order)
 
 
 def together(arrays, image_shapes):
-    """Upload {name: float32 array} into one piece of memory; {name: Array}.
+    """Upload arrays into one piece of memory.
 
-    image_shapes: {name: shape of the images that a weight goes with}, see `filters`.
+    Parameters
+    ----------
+    arrays : {name: float32 array}
+    image_shapes : {name: shape}
+        Shapes of the images that a weight is for, as in `filters`.
+
+    Returns
+    -------
+    {name: Array}
     """
     places, size = {}, 0
     for name, value in arrays.items():

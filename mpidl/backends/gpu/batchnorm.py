@@ -1,7 +1,6 @@
-"""Batch normalization and ReLU by the CUDA kernels: as `cpu.batchnorm`, and what is computed of the
-folded sums, which stays on the device.
+"""Batch normalization by kernels/cuda/batchnorm.cu. What it computes of folded sums stays there.
 
-x is (blocks, C, ..., 16) lanes; mean, scale, beta, a, b, c, gamma are (C,) float32 Arrays.
+Vectors are (C,) float32 Arrays.
 """
 
 import math
@@ -17,7 +16,7 @@ PIXELS = 32  # a leaf has at least as many, or all images of a block
 
 
 class Read(Source):
-    """A Source whose activation is computed when it is first read, and kept."""
+    """A Source that computes its activation when it is first read, and keeps it."""
 
     stored = None
 
@@ -27,7 +26,7 @@ def source(y, mean, scale, beta):
 
 
 def read(x):
-    """The Array of a Source or of an Array. Must not be written to."""
+    """Return the Array of a Source or an Array. The caller must not write to it."""
     if not isinstance(x, Source):
         return x
     if not isinstance(x, Read):
@@ -42,7 +41,7 @@ def activation(source):
 
 
 def _sizes(x):
-    """(images, pixels, channels)."""
+    """Return (images, pixels, channels)."""
     _check(x)
     blocks, channels, *pixels, lanes = x.dims
     return blocks * lanes, math.prod(pixels), channels
@@ -54,7 +53,7 @@ def _check(x):
 
 
 def _tiles(channels):
-    """(tiles, threads side by side in each): a thread has 4 channels, or 1."""
+    """Return (tiles, threads side by side in each); a thread has 4 channels, or 1."""
     columns = channels // 4 if channels % 4 == 0 else channels
     tiles = -(-channels // CHANNELS)
     tile = -(-columns // tiles)
@@ -62,7 +61,7 @@ def _tiles(channels):
 
 
 def _leaf(pixels):
-    """Images a leaf: the layer's shape alone says it."""
+    """Return the images of a leaf, by the layer's shape alone."""
     images = 1
     while images < LANES and images * pixels < PIXELS:
         images *= 2
@@ -70,8 +69,10 @@ def _leaf(pixels):
 
 
 def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
-    """The Partial of a sum whose leaves the kernel makes, its last arguments (leaves, images a
-    leaf, pixels, channels, tile)."""
+    """Return the Partial of a sum whose leaves the kernel computes.
+
+    The kernel's last arguments are (leaves, images a leaf, pixels, channels, tile).
+    """
     images, pixels, channels = _sizes(x)
     per_leaf = _leaf(pixels)
     tiles, tile = _tiles(channels)
@@ -106,7 +107,7 @@ def _products(dy, x, mean, scale, beta, tree):
 
 
 def cotangent_like(dy, x):
-    """dy, which must lie in memory as x does."""
+    """Return dy, checked to lie in memory as x does. Raises ValueError."""
     if dy.size != x.size or dy.dims[1] != x.dims[1]:
         raise ValueError(f"expected a cotangent of {x}, got {dy}")
     _check(dy)
@@ -114,7 +115,7 @@ def cotangent_like(dy, x):
 
 
 def _grid(rows, channels):
-    """Grid and tile for a pass over all rows of a value."""
+    """Return grid and tile for a pass over all rows of a value."""
     tiles, tile = _tiles(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
     return (min(blocks, 16 * launching.device().processors), tiles), tile
@@ -139,8 +140,10 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
 
 
 def activation_dx(dy, source, a, b, c, counts, overwrite=False):
-    """The same of the cotangent behind the ReLU, which counts where the activation is > 0; in place
-    of dy where `overwrite`."""
+    """Return a * dz + b * (x - mean) + c, with dz = dy where the activation is > 0, else 0.
+
+    The result takes dy's memory if `overwrite`.
+    """
     x, mean, scale, beta = source
     return _back(
         dy, x, mean, scale, beta, a, b, c, counts, dy if overwrite else array.empty_like(x)

@@ -1,9 +1,8 @@
 """Convolution on tensor cores by kernels/cuda/conv_gemm.cu and conv_dweight.cu.
 
-Where a GPU has none that take TF32, where `settings.direct` says so, and for images too large for
-them, `conv_direct` does the work. Tiles and leaves are chosen by the layer's shape, the global
-mini-batch and the number of multiprocessors, never by this rank's share of it; of tiles no byte
-depends anyway.
+`conv_direct` computes if the GPU has no tensor cores that take TF32, if `settings.direct` is set,
+and for images that are too large. The layer's shape, the global mini-batch and the number of
+multiprocessors decide on tiles and leaves, never this rank's share; tiles change no byte anyway.
 """
 
 import functools
@@ -23,7 +22,7 @@ PRODUCTS = {"fp32": 3, "tf32": 1}  # TF32 products for each product, by `setting
 
 
 class Shape(NamedTuple):
-    """What conv_gemm gathers from, (height, width, channels) an image, and what it makes."""
+    """What conv_gemm gathers from, (height, width, channels) per image, and its output."""
 
     height: int
     width: int
@@ -55,7 +54,7 @@ class Shape(NamedTuple):
         return self.filters // self.groups
 
     def turned(self):
-        """Of backward-data: gathers from the output, makes the input."""
+        """Return the Shape of backward-data, which gathers from the output."""
         return self._replace(
             height=self.out_height,
             width=self.out_width,
@@ -68,7 +67,7 @@ class Shape(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def shape_of(image, weight_shape, stride, padding, dilation, groups):
-    """The Shape of a convolution of (C, H, W) images by (K, C/groups, R, S) filters."""
+    """Return the Shape of a convolution of (C, H, W) images by (K, C/groups, R, S) filters."""
     c, h, w = image
     k, p, q = shapes.conv2d_shape(image, weight_shape, stride, padding, dilation)
     (top, _), (left, _) = padding
@@ -118,7 +117,7 @@ def conv2d_backward(
 
 
 def _direct(shape):
-    """Whether tensor cores cannot, or may not, convolve this."""
+    """Return whether `conv_direct` must compute this convolution."""
     of_input = (shape.height + shape.top) * (shape.width + shape.left) * shape.channels
     of_output = shape.out_height * shape.out_width * shape.filters
     architecture = int("".join(filter(str.isdigit, launching.device().architecture)))
@@ -126,7 +125,7 @@ def _direct(shape):
 
 
 def _shape(x, weight, conv_args, dy=None):
-    """The Shape, of arrays that lie in memory as the kernels read them."""
+    """Return the Shape, checked for arrays that lie in memory as the kernels read them."""
     shape = shape_of(x.dims[1:-1], weight.dims, *conv_args)
     output = shape.filters, shape.out_height, shape.out_width
     if x.order != array.IMAGES or weight.order != array.FILTERS:
@@ -148,7 +147,7 @@ def _forward(x, weight, bias, conv_args, tree=None):
 
 
 def dx_of(dy, x, weight, conv_args, tree, bias=None):
-    """The gradient with respect to x, of which only the shape is used, + bias."""
+    """Return the gradient with respect to x, of which only the shape is used, + bias."""
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
         dx = conv_direct.dx(dy, x, weight, conv_args)
@@ -187,10 +186,10 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
 
 
 def leaves_of(dy, x, weight, conv_args, tree):
-    """The gradient of the weights, leaf by leaf: as `conv_direct.dweight_leaves`.
+    """Return the leaves of the weights' gradient, and how many there are per block.
 
-    Leaves (leaves, weight.size) float32, as memory orders the weights, and how many there are to a
-    block. Of weight only the shape is used; of dy, unused images must be zero.
+    Leaves are (leaves, weight.size) float32, as memory orders the weights. Of weight only the shape
+    is used; in dy, unused images must be zero.
     """
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
@@ -224,13 +223,16 @@ def leaves_of(dy, x, weight, conv_args, tree):
 
 
 def _vector(channels, *arrays):
-    """Floats that may be copied at once: 4 where channels and addresses are multiples of 4."""
+    """Return how many floats may be copied at once: 4 if channels and addresses allow, else 1."""
     return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
 
 
 def definitions(tile, shape, device, **values):
-    """What a kernel is compiled with. A device that compiles for each layer gets constants; where
-    the numbers of the shape take registers, fewer blocks are asked for at once."""
+    """Return the definitions that a kernel is compiled with.
+
+    A device that compiles for each layer gets the shape as constants. Otherwise the shape takes
+    registers, and fewer blocks are asked for at once.
+    """
     defines = {**tile, **values, "PRECISION": PRODUCTS[settings.precision]}
     if getattr(device, "specialize", False):
         defines["CONV_SHAPE"] = ",".join(map(str, shape))
@@ -240,26 +242,26 @@ def definitions(tile, shape, device, **values):
 
 
 def threads_of(tile):
-    """Threads of a block."""
+    """Return the threads of a block."""
     warps = tile["BM"] // tile["WM"] * (tile["BN"] // tile["WN"]) * tile.get("SPLIT", 1)
     return warps * 32
 
 
 def columns_of(shape, columns):
-    """Tiles side by side that cover the filters of a group."""
+    """Return how many tiles side by side cover the filters of a group."""
     return -(-shape.filters_of_group // columns)
 
 
 def _columns(filters):
-    """Columns of a tile: the fewest in all, where each tile costs as much as 16 more."""
+    """Return the columns of a tile: the fewest in all, if each tile costs 16 columns more."""
     return min(COLUMNS, key=lambda n: (-(-filters // n) * (n + 16), -n))
 
 
 @functools.lru_cache(maxsize=256)
 def gemm_tile(shape, rows, processors):
-    """BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for `rows` pixels in the mini-batch.
+    """Return BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for `rows` pixels in all.
 
-    128 rows, or 64 where that leaves multiprocessors fewer than two blocks.
+    A tile has 128 rows, or 64 if multiprocessors would have fewer than two blocks each.
     """
     columns = _columns(shape.filters_of_group)
     blocks = -(-rows // 128) * columns_of(shape, columns) * shape.groups
@@ -278,8 +280,11 @@ def gemm_tile(shape, rows, processors):
 
 @functools.lru_cache(maxsize=256)
 def dweight_tile(shape):
-    """BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight: at least four warps, that share
-    the pixels of a step where the tile has not enough for them."""
+    """Return BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight.
+
+    A block has at least four warps; they share the pixels of a step if the tile is too small for
+    them.
+    """
     columns = _columns(shape.filters_of_group)
     across = columns // COLUMNS[columns]
     width = shape.width_of_filter

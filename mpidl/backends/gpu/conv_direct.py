@@ -19,7 +19,7 @@ LARGEST = 1 << 31  # offsets within an image and within the weights are int
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """The numbers all three kernels take, and (K, P, Q)."""
+    """Return the numbers that all three kernels take, and (K, P, Q)."""
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     for kind, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
@@ -34,7 +34,7 @@ def _tiles(size, tile):
 
 
 def forward(x, weight, bias, conv_args):
-    """y = x * weight + bias: (blocks, K, P, Q, 16)."""
+    """Return x * weight + bias, (blocks, K, P, Q, 16)."""
     blocks, *image, lanes = x.dims
     numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *conv_args)
     y = array.empty_lanes((blocks, k, p, q, lanes))
@@ -45,7 +45,7 @@ def forward(x, weight, bias, conv_args):
 
 
 def dx(dy, x, weight, conv_args):
-    """The gradient with respect to x, of which only the shape is used."""
+    """Return the gradient with respect to x, of which only the shape is used."""
     blocks, c, h, w, lanes = x.dims
     numbers, _ = _geometry((c, h, w), weight.dims, *conv_args)
     gradient = array.empty_like(x)
@@ -56,16 +56,22 @@ def dx(dy, x, weight, conv_args):
 
 
 def with_bias(y, bias):
-    """y + bias by channel: by the kernel of batch normalization, of mean 0 and scale 1."""
+    """Return y + bias by channel: batch normalization with mean 0 and scale 1."""
     zeros = np.zeros(bias.size, np.float32)
     return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
 
 
 def images_per_leaf(tiles, tree):
-    """How many images a leaf of the weights' gradient adds up: a power of two, at most 16.
+    """Return how many images a leaf of the weights' gradient sums: a power of two, at most 16.
 
-    The fewer, the more CTAs there are, and the more leaves to write and to fold: the most that
-    gives each multiprocessor two CTAs, were all images on this GPU. tiles: CTAs for each leaf.
+    Fewer images give more CTAs, but more leaves to write and to fold. The result is the largest
+    number that gives each multiprocessor two CTAs, if all images were on this GPU.
+
+    Parameters
+    ----------
+    tiles : int
+        CTAs of each leaf.
+    tree : Tree
     """
     images = LANES
     while images > 1 and LANES // images * tree.leaves * tiles < 2 * launching.device().processors:
@@ -74,10 +80,10 @@ def images_per_leaf(tiles, tree):
 
 
 def dweight_leaves(dy, x, weight, conv_args, tree):
-    """The gradient of the weights, leaf by leaf, and how many leaves there are to a block.
+    """Return the leaves of the weights' gradient, and how many there are per block.
 
-    Leaves (leaves, weight.size) float32, as memory orders the weights; a leaf is of 1, 2, 4, 8 or
-    16 consecutive images. Of weight only the shape is used; of dy, unused images must be zero.
+    Leaves are (leaves, weight.size) float32, as memory orders the weights; a leaf sums 1, 2, 4, 8
+    or 16 consecutive images. Of weight only the shape is used; in dy, unused images must be zero.
     """
     blocks, *image, lanes = x.dims
     numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *conv_args)

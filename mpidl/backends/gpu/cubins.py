@@ -1,7 +1,7 @@
-"""Compiled kernels, kept in files of this node: each is compiled once, by one of its processes.
+"""Compiled kernels in files of this node: one of its processes compiles each once.
 
-A file is named by the hash of all that goes into it, and ends with a hash of what it holds, so that
-one that was cut short is compiled again. It takes its place by a rename, when it is whole.
+A file's name is the hash of all that its contents depend on, and the file ends with a hash of its
+contents: a truncated file is compiled again. A finished file takes its place by a rename.
 """
 
 import contextlib
@@ -22,8 +22,10 @@ _warned = False
 
 
 def folder():
-    """Where the files lie: in MPIDL_CACHE, else in the temporary folder, which is the node's own
-    (a cluster's home folders are shared, and slow)."""
+    """Return the folder of the files: in MPIDL_CACHE, else in the temporary folder.
+
+    The temporary folder is local to the node; a cluster's home folders are shared and slow.
+    """
     cache = os.environ.get("MPIDL_CACHE")
     if cache:
         return os.path.join(cache, f"cubins-{os.getuid()}")
@@ -31,10 +33,10 @@ def folder():
 
 
 def cached(name, make):
-    """(cubin, log) of this name: from its file, or from make(), which the file then keeps.
+    """Return (cubin, log) of the file `name`, or of make(), which the file then keeps.
 
-    While one process of the node makes it, the others wait; one that dies lets them go on. Where no
-    file can be kept, each process makes its own, after a warning.
+    While one process of the node runs make(), the others wait; if it dies, they continue. If no
+    file can be kept, each process runs make() itself, after a warning.
     """
     place = folder()
     if not _is_ours(place):
@@ -51,7 +53,7 @@ def cached(name, make):
 
 
 def read(path):
-    """(cubin, log) of a file; None where there is none, or not all of it."""
+    """Return (cubin, log) of a file, or None if it is missing or truncated."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -92,8 +94,7 @@ def _forget(place):
 
 
 def _is_ours(place):
-    """Whether the folder, made where it is missing, can be written by this user alone: what lies
-    there is run."""
+    """Return whether only this user can write to the folder, which is created if missing."""
     try:
         os.makedirs(place, mode=0o700, exist_ok=True)
         status = os.lstat(place)
@@ -108,7 +109,7 @@ def _is_ours(place):
 
 @contextlib.contextmanager
 def _locked(path):
-    """One process of the node at a time; a dead one's lock is let go by the system."""
+    """Let one process of the node in at a time; the system releases a dead one's lock."""
     path, file = f"{path}.lock", None
     try:
         file = open(path, "w")

@@ -1,10 +1,10 @@
 """A GPU by CUDA, through CuPy's thin layer over the runtime and driver API.
 
 CuPy's own arrays and memory pool are not used: memory comes from cudaMalloc, kernels from
-`nvrtc.cubin`, and what is launched again and again from a captured graph.
+`nvrtc.cubin`, and repeated launches from captured graphs.
 
-It has not run on a GPU yet: on machines without one a test holds every name that is used here to
-the CuPy that is installed, and the kernels run on an emulated device of the same interface.
+It has not run on a GPU yet. On machines without one, a test checks every name used here against the
+installed CuPy, and the kernels run on an emulated device of the same interface.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ UPLOADING = 16 << 20  # bytes: of copies of host memory that uploads under way m
 
 
 class Memory:
-    """Device memory; goes back when this is collected."""
+    """Device memory; it is freed when this object is collected."""
 
     def __init__(self, device, address, nbytes):
         self._device, self.address, self.nbytes = device, address, nbytes
@@ -40,7 +40,7 @@ class Memory:
 
 
 class Mark:
-    """A point in what a stream has been given to do."""
+    """A point in the work of a stream."""
 
     def __init__(self, device, timed):
         runtime = device.runtime
@@ -54,7 +54,7 @@ class Mark:
 
 
 class Graph:
-    """Launches that were captured; `launch` starts them all."""
+    """Captured launches; `launch` starts all of them."""
 
     def __init__(self, device, executable):
         self._device, self._executable = device, executable
@@ -67,15 +67,30 @@ class Graph:
 
 
 class CudaDevice:
-    """The GPU `index` of those that are visible: one stream to compute on, one to copy on.
+    """The visible GPU number `index`: one stream to compute on, one to copy on.
 
-    name, architecture ("sm_90"), processors, shared (bytes of dynamic shared memory that a block
-    may have), memory (bytes in all), identity (of the physical device); stream: cudaStream_t as
-    an int.
+    One thread calls its methods; another may call `stage`. While `capture` plays, methods that
+    allocate, wait, or copy memory that is not pinned raise RuntimeError.
 
-    One thread calls its methods; another may call `stage`. While `capture` plays, nothing may
-    allocate, wait, or copy from or to memory that is not pinned: RuntimeError. Raises UserError
-    where the GPU cannot be used.
+    Attributes
+    ----------
+    name, architecture : str
+        Such as "NVIDIA H200", "sm_90".
+    processors : int
+        Streaming multiprocessors.
+    shared : int
+        Bytes of dynamic shared memory that a block may have.
+    memory : int
+        Bytes of device memory.
+    identity : str
+        Of the physical device, the same for all processes.
+    stream : int
+        cudaStream_t.
+
+    Raises
+    ------
+    UserError
+        If the GPU cannot be used.
     """
 
     specialize = True  # a layer's shape goes into its kernels as constants
@@ -113,14 +128,14 @@ class CudaDevice:
     # memory
 
     def allocate(self, nbytes):
-        """Memory of so many bytes, unknown ones; MemoryError where there is no room."""
+        """Return uninitialized memory of so many bytes. Raises MemoryError if there is no room."""
         self._refuse("allocating", f"{nbytes} bytes of device memory")
         self._give_back_late()
         size = -(-max(nbytes, 1) // ALIGNED) * ALIGNED
         return Memory(self, self._take(lambda: self.runtime.malloc(size), nbytes), size)
 
     def pinned(self, nbytes):
-        """Host memory, (nbytes,) uint8, that kernels reach at its own address."""
+        """Return host memory, (nbytes,) uint8, that kernels reach at its own address."""
         self._refuse("allocating", f"{nbytes} bytes of pinned memory")
         runtime, size = self.runtime, max(nbytes, 1)
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
@@ -135,7 +150,7 @@ class CudaDevice:
         self.give_back(self.runtime.freeHost, address)
 
     def _take(self, take, nbytes, kind="memory"):
-        """The address that take() returns, tried again once garbage is collected."""
+        """Return the address from take(), tried again after a garbage collection."""
         for first in (True, False):
             try:
                 return take()
@@ -153,7 +168,7 @@ class CudaDevice:
         )
 
     def give_back(self, free, handle):
-        """Free what nobody needs any more: now, or later where that cannot be now."""
+        """Call free(handle) now, or later if that is not possible now."""
         if sys.is_finalizing():
             return  # the end of the process frees it
         if self._capturing or threading.get_ident() != self._thread:
@@ -169,8 +184,10 @@ class CudaDevice:
     # copies
 
     def upload(self, address, array):
-        """Copy a C-contiguous array to device memory, in the order of the stream. It may be changed
-        at once, unless it is pinned: then when the copy is done."""
+        """Copy a C-contiguous array to device memory, in the order of the stream.
+
+        The caller may change the array at once; a pinned one only when the copy is done.
+        """
         self._copy_pinned("uploading", array)
         kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
         if not pinned and array.nbytes <= UPLOADING:
@@ -186,8 +203,10 @@ class CudaDevice:
             self.synchronize()
 
     def download(self, array, address):
-        """Copy device memory into a C-contiguous array, in the order of the stream; the array is
-        known once the device has been waited for."""
+        """Copy device memory into a C-contiguous array, in the order of the stream.
+
+        The array is valid after the next wait for the device.
+        """
         self._copy_pinned("downloading", array)
         runtime = self.runtime
         self._copy(array.ctypes.data, address, array.nbytes, runtime.memcpyDeviceToHost)
@@ -197,7 +216,7 @@ class CudaDevice:
         self._copy(destination, source, nbytes, self.runtime.memcpyDeviceToDevice)
 
     def stage(self, address, array):
-        """Copy pinned memory to the device beside the computing; returns what `after` takes."""
+        """Copy pinned memory to the device beside computations; return a token for `after`."""
         if not self._is_pinned(array):
             raise ValueError("stage: expected pinned memory, whose copy the host need not wait for")
         if threading.get_ident() == self._thread:
@@ -210,7 +229,7 @@ class CudaDevice:
         return self._marked(self._copies, timed=False)
 
     def after(self, token):
-        """Have what is launched from now on wait for what `stage` began."""
+        """Make later launches wait for the copy of a token from `stage`."""
         self._refuse("waiting", "for a copy")
         self.runtime.streamWaitEvent(self.stream, token.event)
 
@@ -236,7 +255,7 @@ class CudaDevice:
     # kernels
 
     def load(self, unit):
-        """{kernel: cuFunction} of a `kernels.Unit`, compiled where it is not in the cache."""
+        """Return {kernel: cuFunction} of a `kernels.Unit`, compiled if the cache lacks it."""
         self._refuse("loading", f"{unit.family}.cu")
         driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         try:
@@ -262,7 +281,7 @@ class CudaDevice:
         return functions
 
     def launch(self, handle, launch):
-        """Run a `kernels.Launch` of what `load` returned, on the stream."""
+        """Run a `kernels.Launch` on the stream; `handle` comes from `load`."""
         values = launch.values()
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         try:
@@ -284,7 +303,7 @@ class CudaDevice:
     # waiting, and what was captured
 
     def synchronize(self):
-        """Wait until all that was launched is done."""
+        """Wait for all launches."""
         self._refuse("waiting", "for the device")
         if self.until is not None:
             self.wait(self.mark())
@@ -293,12 +312,12 @@ class CudaDevice:
         self._give_back_late()
 
     def mark(self, timed=False):
-        """A Mark behind what was launched so far."""
+        """Return a Mark behind all launches so far."""
         self._refuse("marking", "what was launched")
         return self._marked(self.stream, timed)
 
     def wait(self, token):
-        """Wait until the device has come to a mark."""
+        """Wait until the device reaches a mark."""
         self._refuse("waiting", "for a mark")
         if self.until is not None:
             query = self.runtime.eventQuery
@@ -306,14 +325,14 @@ class CudaDevice:
         self.runtime.eventSynchronize(token.event)  # at once; raises what went wrong
 
     def elapsed(self, first, second):
-        """Milliseconds between two marks that were made with timed=True; waits for them."""
+        """Return the milliseconds between two marks with timed=True; waits for both."""
         if not (first.timed and second.timed):
             raise ValueError("elapsed: expected marks that were made with timed=True")
         self.wait(second)
         return self.runtime.eventElapsedTime(first.event, second.event)
 
     def capture(self, play):
-        """The Graph of what play() launches, none of which runs. What play() raises is raised."""
+        """Return the Graph of the launches of play(), none of which runs. Re-raises its errors."""
         self._refuse("capturing", "within a capture")
         runtime = self.runtime
         self._give_back_late()
@@ -347,7 +366,7 @@ class CudaDevice:
     # the end
 
     def close(self):
-        """Wait for the device, give back its streams and kernels; memory goes with its owners."""
+        """Wait for the device; free its streams and kernels. Memory is freed with its owners."""
         self.synchronize()
         for module in self._modules:
             self.driver.moduleUnload(module)
@@ -357,7 +376,7 @@ class CudaDevice:
         self._modules = []
 
     def _bind(self):
-        """Have this thread speak of this GPU; a new thread stands on the first one."""
+        """Select this GPU for the calling thread; new threads start on the first one."""
         if not getattr(self._threads, "bound", False):
             self.runtime.setDevice(self.index)
             self._threads.bound = True
@@ -368,8 +387,10 @@ class CudaDevice:
 
 
 def _refusing(base):
-    """A hook by which CuPy's own pool hands out no memory while a graph is captured: it would be
-    free for others when the graph is launched."""
+    """Return a hook that refuses memory of CuPy's own pool during a capture.
+
+    That memory would be free for others when the graph is launched.
+    """
 
     def refuse(hook, **facts):
         raise RuntimeError(

@@ -1,7 +1,7 @@
 """Fully connected layers by kernels/cuda/dense.cu: plain float32, each sum in one order.
 
-A value per image (blocks, F, 16) lies in memory as (images, F), weights (K, F) as (outputs, F), the
-features of both in the same order, whatever shape the images had before they were flattened.
+A value per image (blocks, F, 16) lies in memory as (images, F), weights (K, F) as (outputs, F).
+Features of both have the same order, whatever shape the images had before flattening.
 """
 
 import math
@@ -30,9 +30,9 @@ SHORTEST_RANGE = 8  # blocks of a range that is made shorter for more CTAs
 
 
 def rows_of(value, name):
-    """(images, K) of a value (blocks, K, 16) that lies as a matrix of them.
+    """Return (images, K) of a value (blocks, K, 16) that memory holds as that matrix.
 
-    ValueError where it is of images of several pixels and channels, whose order is another.
+    Raises ValueError for images of several pixels and channels, whose order differs.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
         raise ValueError(f"{name}: expected (blocks, K, 16), got a value of images {value.dims}")
@@ -77,15 +77,17 @@ def dense(x, weight, bias):
 
 
 def chunk_of(outputs, features):
-    """How many features a CTA adds up. By the layer alone: not by how many images this rank has."""
+    """Return how many features a CTA sums: by the layer alone, not by this rank's images."""
     tiles = -(-outputs // (FEW if outputs <= FEW else TILE))
     chunk = max(SHORTEST, -(-features // max(1, CHUNKS // tiles)))
     return -(-chunk // 16) * 16
 
 
 def _large(images, across):
-    """Whether tiles of twice as many images, which read less, are enough to fill the GPU; `across`
-    of them have the same images. An element's sum does not depend on its tile."""
+    """Return whether tiles of twice as many images, which read less, are enough to fill the GPU.
+
+    `across` of them have the same images. An element's sum does not depend on its tile.
+    """
     return images > TILE and -(-images // LARGE) * across >= launching.device().processors
 
 
@@ -142,11 +144,11 @@ def dense_dweight(dy, x, tree):
 
 
 def _cut(nodes, outputs, features, plain):
-    """(kernel, ranges, ends): which kernel folds which ranges (first block, blocks), and which
-    ranges (first, how many) are the parts of each node, to be folded afterwards.
+    """Return (kernel, ranges, ends) for folding the blocks of nodes.
 
-    Parts are of a power of two of blocks, so that they are nodes of the tree themselves; a plain
-    sum has no parts.
+    `kernel` folds each range (first block, blocks). `ends` has, for each node, the ranges (first,
+    number) that are its parts, to be folded afterwards. Parts have a power of two of blocks, so
+    they are nodes of the tree themselves; a plain sum has no parts.
     """
     longest = max((stop - start for start, stop in nodes), default=0)
     kernel = "dense_dweight_few" if outputs <= FEW else "dense_dweight_short"
@@ -186,7 +188,7 @@ def _read(x):
 
 
 def _check(x, weight):
-    """Features of both must lie in the same order."""
+    """Check that the features of both have the same order. Raises ValueError."""
     if x.dims[1:-1] != weight.dims[1:] or x.order[2:] != weight.order[1:]:
         raise ValueError(
             f"dense: expected weights that go with images {x.dims[1:-1]}, got weights of "
@@ -195,12 +197,12 @@ def _check(x, weight):
 
 
 def _aligned(pitch, *arrays):
-    """1 where all rows, of `pitch` floats, lie on 16 bytes."""
+    """Return 1 if all rows, of `pitch` floats, are aligned to 16 bytes, else 0."""
     return int(pitch % 4 == 0 and all(a.offset % 16 == 0 for a in arrays))
 
 
 def _partial(matrix, tree, like):
-    """The Partial of this rank's nodes (nodes, width)."""
+    """Return the Partial of this rank's nodes (nodes, width)."""
     rows = [
         Array(row.buffer, row.dtype, like.shape, like.dims, like.order, row.offset)
         for row in map(matrix.row, range(len(matrix)))

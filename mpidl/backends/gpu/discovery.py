@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, or in words why none. Nothing here takes hold of one."""
+"""Which GPUs this process may use, or the reason if none. Nothing here opens one."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ class Gpu(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What this process sees: its GPUs; where there is none, why; how many the driver counts."""
+    """The GPUs of this process; the reason if there are none; how many the driver counts."""
 
     gpus: tuple
     reason: str = ""
@@ -30,7 +30,7 @@ class Visible(NamedTuple):
 
 
 class Versions(NamedTuple):
-    """In words, "13.2": of CuPy; of CUDA as the driver can run it, and as CuPy was made for it."""
+    """Versions as text, such as "13.2": of CuPy, and of CUDA for the driver and for CuPy."""
 
     cupy: str
     can_run: str
@@ -38,7 +38,7 @@ class Versions(NamedTuple):
 
 
 def visible():
-    """The Visible of this process. CuPy is imported only where the driver counts a GPU."""
+    """Return the Visible of this process. Imports CuPy only if the driver counts a GPU."""
     driver_count, reason = _ask_driver()
     if not driver_count:
         return Visible((), reason)
@@ -59,7 +59,7 @@ def visible():
 
 
 def versions():
-    """The Versions, where CuPy is installed and loads; else None."""
+    """Return the Versions, or None if CuPy is missing or does not load."""
     if not packages():
         return None
     try:
@@ -73,7 +73,7 @@ def versions():
 
 
 def _ask_driver():
-    """How many GPUs the driver shows this process, and why where there is none."""
+    """Return how many GPUs the driver shows this process, and the reason if none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -90,7 +90,7 @@ def _ask_driver():
 
 
 def driver_version():
-    """The newest CUDA that the driver can run, 13020 for 13.2; 0 without one."""
+    """Return the newest CUDA that the driver can run, 13020 for 13.2; 0 without one."""
     with contextlib.suppress(OSError):
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -100,7 +100,7 @@ def driver_version():
 
 @functools.cache
 def packages():
-    """The installed packages that bring CuPy: ["cupy-cuda13x 14.2.0"]."""
+    """Return the installed packages that bring CuPy, such as ["cupy-cuda13x 14.2.0"]."""
     from importlib import metadata  # 22 ms of the start of each rank that needs none of it
 
     installed = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
@@ -108,7 +108,7 @@ def packages():
 
 
 def _reason_of(error):
-    """In words, why CuPy does not get at the GPU."""
+    """Return in words why CuPy cannot use the GPU."""
     package = ", ".join(packages())
     if isinstance(error, ImportError):
         return f"{package} cannot be loaded: {' '.join(str(error).split())[:200]}"
@@ -123,7 +123,7 @@ def _reason_of(error):
 
 
 def in_words(number):
-    """CUDA's number of a version, 13020, as 13.2."""
+    """Return CUDA's number of a version, 13020, as 13.2."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on whole Arrays and copies of many of them, each in one launch."""
+"""Scaling of whole Arrays, and copies of many pieces, each in one launch."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from mpidl.fold import Late
 
 
 def scaled(x, factor):
-    """x * factor, a number or a fold.Late, rounded to x's type before."""
+    """Return x * factor; factor is a number or a `fold.Late`, rounded to x's type first."""
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
     y, kind = array.empty_like(x), launching.kind_of(x)
     launching.launch(
@@ -25,7 +25,10 @@ def scaled(x, factor):
 
 
 def pack(matrices, rows, dtype=np.float32):
-    """(rows, sum of widths): row i is the rows i of the matrices (rows, width), side by side."""
+    """Return (rows, sum of widths): the matrices (rows, width) side by side.
+
+    Raises ValueError if the matrices differ in rows or type.
+    """
     packed = launching.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
     pieces, column = [], 0
     for matrix in matrices:
@@ -39,13 +42,18 @@ def pack(matrices, rows, dtype=np.float32):
 
 
 def _pitch(matrix):
-    """Words from row to row of a matrix."""
+    """Return the words from row to row of a matrix."""
     return matrix.shape[1] * matrix.dtype.itemsize // WORD
 
 
 def copy(pieces):
-    """Copy pieces (source, destination, rows, words a row, words from row to row of the source, and
-    of the destination) of Arrays, words of 4 bytes, all in one launch."""
+    """Copy pieces of Arrays in one launch.
+
+    Parameters
+    ----------
+    pieces : list of (source, destination, rows, words, source pitch, destination pitch)
+        A row has `words` words of 4 bytes; pitches are the words from row to row.
+    """
     pieces = [piece for piece in pieces if piece[2] and piece[3]]
     if not pieces:
         return

@@ -1,8 +1,8 @@
 """Sums over images on the GPU, by the tree of `mpidl.fold`: the same bytes as on the host.
 
-Leaves may be smaller than a block of 16 images: a power of two of leaves a block refines the tree
-without changing it. How a fold is spread over threads changes no byte either, so that it may depend
-on what this rank holds.
+Leaves may be smaller than a block of 16 images: a power of two of leaves per block refines the tree
+without changing it. How threads share a fold changes no byte either, so it may depend on this
+rank's share.
 """
 
 import numpy as np
@@ -18,9 +18,9 @@ KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
 class Nodes(list, OnDevice):
-    """This rank's nodes of a sum: Arrays, and the `matrix` (nodes, width) whose rows they are.
+    """This rank's nodes of a sum: Arrays, the rows of `matrix` (nodes, width).
 
-    like: an Array as which the sum lies in memory, where that is not in C order.
+    `like` is an Array with the memory layout of the sum, or None for C order.
     """
 
     def __init__(self, matrix, rows, like=None):
@@ -29,12 +29,22 @@ class Nodes(list, OnDevice):
 
 
 def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None):
-    """The Partial of a sum given by its leaves, which the fold may overwrite.
+    """Return the Partial of a sum given by its leaves, which the fold may overwrite.
 
-    values: (blocks * per_block, width) of this rank's blocks, per_block leaves a block, a power of
-    two; shape: of the sum, (width,) if None; like: an Array that the sum lies in memory as (a
-    learnable, of its gradient), instead of shape. The one node of a plain tree is folded as if its
-    leaves were the mini-batch.
+    Parameters
+    ----------
+    values : (blocks * per_block, width) Array
+        The leaves of this rank's blocks.
+    tree : Tree
+        The one node of a plain tree is folded as if its leaves were the mini-batch.
+    per_block : int
+        Leaves per block, a power of two.
+    combine : function
+        `fold.add` or `fold.merge_moments`.
+    shape : tuple, optional
+        Of the sum; (width,) by default.
+    like : Array, optional
+        The sum has its shape and memory layout: the learnable of a gradient.
     """
     start, stop = tree.run
     rows = (stop - start) * per_block
@@ -55,8 +65,11 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
 
 
 def fold_rows(values, ranges, combine=add):
-    """(len(ranges), width): of each range (first row, rows >= 1) of a matrix in C order its fold by
-    the tree over these rows. `values` itself where there is nothing to combine."""
+    """Return (len(ranges), width): the fold of each range of rows of a matrix in C order.
+
+    A range is (first row, rows >= 1), folded by the tree over its rows. Returns `values` itself if
+    there is nothing to combine.
+    """
     if all(count == 1 for _, count in ranges) and len(ranges) == len(values):
         return values
     kind = _kind(values, combine)
@@ -77,8 +90,11 @@ def fold_rows(values, ranges, combine=add):
 
 
 def spread(width, leaves, kind):
-    """(columns, rows, chunk): of a block's threads, how many stand side by side and how many share
-    a column, each folding up to `chunk` leaves of a node of at most `leaves`."""
+    """Return (columns, rows, chunk) of a block of threads.
+
+    `columns` threads stand side by side; `rows` share a column, each folding up to `chunk` leaves
+    of a node of at most `leaves`.
+    """
     if kind == "moments":
         columns, threads = 4, 1024
     elif width >= 1 << 15 or leaves <= 4:
@@ -90,8 +106,11 @@ def spread(width, leaves, kind):
 
 
 def fold_all(matrix, tree, combine=add, shape=None, like=None):
-    """The root of all ranks' nodes, (nodes of all ranks, width) in their order: (width,), or seen
-    as `partial_of_leaves` says. The bytes of `fold.fold_nodes`."""
+    """Return the root of all ranks' nodes, with the bytes of `fold.fold_nodes`.
+
+    `matrix` is (nodes of all ranks, width), in their order; the root is (width,), or as `shape` and
+    `like` say in `partial_of_leaves`.
+    """
     nodes = [node for nodes_of_rank in tree.nodes for node in nodes_of_rank]
     if len(nodes) != len(matrix):
         raise ValueError(f"expected the {len(nodes)} nodes of all ranks, got {len(matrix)}")
@@ -126,17 +145,17 @@ def _kind(values, combine):
 
 
 def _width(values, combine):
-    """Columns, each a thread's: of moments the channels."""
+    """Return the columns, one a thread; those of moments are channels."""
     return values.shape[1] // 2 if combine is merge_moments else values.shape[1]
 
 
 def _seen_as(row, shape, like):
-    """A row (width,) as an array of `shape`, or one that lies as `like`."""
+    """Return a row (width,) as an Array of `shape`, or in the layout of `like`."""
     if like is not None:
         return Array(row.buffer, row.dtype, like.shape, like.dims, like.order, row.offset)
     return row if shape is None else row.reshape(shape)
 
 
 def _power(n):
-    """The least power of two that is not less than n."""
+    """Return the least power of two that is not less than n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Images and their targets to the lanes of a mini-batch, by kernels/cuda/images.cu."""
+"""Lanes of images and of their targets, by kernels/cuda/images.cu."""
 
 import math
 
@@ -73,10 +73,14 @@ def images(
 
 
 def targets(table, *, indices=None, counts=None, blocks=None):
-    """Lanes (B, *shape, 16) of what goes with images, unchanged: labels, numbers, maps or images.
+    """Return lanes (B, *shape, 16) of what goes with images: labels, numbers, maps or images.
 
-    table: (n, *shape) float32 or int32, as files have them. indices, counts, blocks: see `images`.
-    Unused ones are zero, and nothing is read of them.
+    Parameters
+    ----------
+    table : (n, *shape) float32 or int32 Array
+        Values as files have them.
+    indices, counts, blocks : optional
+        As in `images`. Unused lanes are zero, and nothing is read for them.
     """
     if table.dtype not in (np.float32, np.int32):
         raise TypeError(f"targets: expected float32 or int32, got {table.dtype}")
@@ -103,10 +107,10 @@ def targets(table, *, indices=None, counts=None, blocks=None):
 
 
 def _words(values):
-    """The same memory as whole numbers: a kernel that only moves them asks for no type."""
+    """Return the same memory as integers: kernels that only move values need no type."""
     return Array(values.buffer, np.int32, values.shape, offset=values.offset)
 
 
 def _parts(size):
-    """How many blocks of threads an image of so many elements has."""
+    """Return how many blocks of threads an image of so many elements has."""
     return -(-size // (THREADS * PER_THREAD))

@@ -9,7 +9,10 @@ THREADS = 256
 
 
 def rows_and_channels(name, x):
-    """(rows, channels): how many pixels there are in all, and what memory has of each."""
+    """Return (rows, channels): the pixels of all images, and the channels of each in memory.
+
+    Raises ValueError for flattened images, whose pixels memory does not keep together.
+    """
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""The CUDA kernels: their sources, what they take, and how a launch is put together.
+"""The CUDA kernels: their sources, their parameters, and how a launch is put together.
 
-Sources lie in kernels/cuda, one .cu a family, each compiled with common.cuh put before it as text.
-A kernel is named by its function; what it takes is read from its declaration, as `native` reads
-mpidl.h, so that a launch with an array of another type is an error and not a wrong number.
+Sources lie in kernels/cuda, one .cu per family; each is compiled with the text of common.cuh before
+it. A kernel has the name of its function. Its parameters are read from the declaration, as `builds`
+reads mpidl.h: launching it with an array of another type is an error, not a wrong number.
 """
 
 import ctypes
@@ -35,14 +35,14 @@ KERNEL = re.compile(
 
 
 class Unit(NamedTuple):
-    """What is compiled as one: a family's text for one architecture and set of definitions."""
+    """What is compiled at once: a family's text with one set of definitions."""
 
     family: str  # "pool": of kernels/cuda/pool.cu
     defines: tuple = ()  # (("CV_K", 20), ...), sorted
 
     @property
     def text(self):
-        """common.cuh and the family's source. No file of ours is ever included by another."""
+        """common.cuh and the family's source; none of our files includes another."""
         return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
 
 
@@ -66,7 +66,7 @@ class Launch(NamedTuple):
     parameters: tuple  # Argument of each
 
     def values(self):
-        """The arguments as ctypes values; the addresses must be known."""
+        """Return the arguments as ctypes values; the addresses must be known."""
         values = []
         for value, parameter in zip(self.arguments, self.parameters, strict=True):
             if parameter.element is None:
@@ -77,23 +77,24 @@ class Launch(NamedTuple):
 
 
 def folder():
-    """kernels/cuda of this checkout or installation."""
+    """Return kernels/cuda of this checkout or installation."""
     return os.path.join(builds.kernels_folder() or "", "cuda")
 
 
 def families():
-    """The names of the families, in order."""
+    """Return the names of the families, sorted."""
     return sorted(name[:-3] for name in os.listdir(folder()) if name.endswith(".cu"))
 
 
 @functools.cache
 def source(name):
+    """Return the text of a file of kernels/cuda."""
     with open(os.path.join(folder(), name)) as file:
         return file.read()
 
 
 def signatures(text):
-    """{kernel: (Argument, ...)} of all kernels that a source declares."""
+    """Return {kernel: (Argument, ...)} of all kernels that a source declares."""
     kernels = {}
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     for name, inside in KERNEL.findall(text):
@@ -112,7 +113,7 @@ def signatures(text):
 
 @functools.cache
 def _index():
-    """{kernel: (family, its arguments)}."""
+    """Return {kernel: (family, its arguments)}."""
     kernels = {}
     for family in families():
         for name, arguments in signatures(source(f"{family}.cu")).items():
@@ -123,7 +124,10 @@ def _index():
 
 
 def make(name, grid, block, arguments, shared=0, defines=None):
-    """A Launch of a kernel, its arguments checked against the declaration."""
+    """Return the Launch of a kernel.
+
+    Raises TypeError if the arguments do not match the kernel's declaration.
+    """
     family, parameters = _index()[name]
     if len(arguments) != len(parameters):
         raise TypeError(f"{name}: takes {len(parameters)} arguments, got {len(arguments)}")

@@ -1,8 +1,7 @@
-"""What happens to a kernel that is asked for: it is launched at once, or recorded for later.
+"""Arrays in device memory, and the sink of launches: a kernel runs at once or is recorded.
 
-Backend functions speak to this module alone: `empty`, `launch`, `scalar`, `constant`, `table`. The
-device behind them is opened once a process; `recording` (see `program`) puts a Recorder in place of
-the one who launches at once.
+Functions of the backend use this module alone: `empty`, `launch`, `scalar`, `constant`, `table`. A
+process opens one device; `through` puts a Recorder (see `recorder`) in place of the Eager sink.
 """
 
 import contextlib
@@ -26,9 +25,9 @@ _sink = None  # who takes launches: Eager, or a Recorder
 
 
 class Block:
-    """Memory of the device that nobody else has; goes back when the last Array of it is gone.
+    """Memory of the device with one owner; it is given back with the last Array in it.
 
-    owner: what keeps it meanwhile.
+    `owner` is an object that keeps the memory until then.
     """
 
     def __init__(self, address, nbytes, give_back=None, owner=None):
@@ -41,10 +40,18 @@ class Block:
 
 
 class Array(DeviceArray):
-    """Memory on the device, seen in a shape.
+    """Memory on the device, seen in a shape. `array` says how memory orders it.
 
-    buffer: has `address` (None while a program is being recorded), and keeps the memory; offset:
-    bytes into it.
+    Attributes
+    ----------
+    buffer : Block or Planned
+        Keeps the memory. Its `address` is None while a program is being recorded.
+    offset : int
+        Bytes from the start of the buffer.
+    shape, dims, order : tuple
+        The shape that every backend uses, and the axes and their order in memory.
+    bounds : array.Bounds or None
+        Of labels.
     """
 
     __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds")
@@ -76,7 +83,7 @@ class Array(DeviceArray):
         return self.shape[0]
 
     def reshape(self, *shape):
-        """The same memory in another shape; nothing moves, so memory keeps its order."""
+        """Return the same memory in another shape; nothing moves."""
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if math.prod(shape) != self.size:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
@@ -86,18 +93,18 @@ class Array(DeviceArray):
         return view
 
     def row(self, i):
-        """Row i of an array in C order, as an Array of its own."""
+        """Return row i of an Array in C order."""
         shape = self.shape[1:]
         step = math.prod(shape) * self.dtype.itemsize
         return Array(self.buffer, self.dtype, shape, offset=self.offset + i * step)
 
     def part(self, start, shape):
-        """`shape` elements from element `start` on of an array in C order."""
+        """Return `shape` elements from element `start` of an Array in C order."""
         offset = self.offset + start * self.dtype.itemsize
         return Array(self.buffer, self.dtype, shape, offset=offset)
 
     def numpy(self):
-        """A copy in host memory, in C order and of this shape; waits for the device."""
+        """Return a copy in host memory, in C order; waits for the device."""
         raw = download(self)
         inverse = np.argsort(self.order)
         raw = raw.reshape([self.dims[axis] for axis in self.order]).transpose(inverse)
@@ -110,7 +117,7 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """This Array if it is of that type already, else a float64 Array rounded to float32."""
+        """Return this Array if it has the type, else a float64 Array rounded to float32."""
         if self.dtype == dtype:
             return self
         if (self.dtype, np.dtype(dtype)) != (np.float64, np.float32):
@@ -132,7 +139,7 @@ class Array(DeviceArray):
         return y
 
     def zeros_like(self):
-        """Zeros of the same shape, type and order in memory."""
+        """Return zeros of the same shape, type and order in memory."""
         words = -(-self.nbytes // WORD)
         zeros = empty((words,), np.int32)
         launch("zero_words", blocks_of_threads(words), THREADS, zeros, words)
@@ -147,7 +154,7 @@ class Array(DeviceArray):
 class Table:
     """Addresses in device memory, for kernels that go through a list of arrays.
 
-    rows: lists of Arrays and integers, all of one length; in memory (rows, columns) int64.
+    `rows` are lists of Arrays and integers of one length; memory holds (rows, columns) int64.
     """
 
     dtype = np.dtype("i8")
@@ -161,11 +168,11 @@ class Table:
 
     @property
     def arrays(self):
-        """The Arrays it points to."""
+        """The Arrays that the table points to."""
         return [value for row in self.rows for value in row if isinstance(value, Array)]
 
     def filled(self):
-        """The numbers, once all addresses are known."""
+        """Return the table as integers; all addresses must be known."""
         return np.array(
             [[v.address if isinstance(v, Array) else int(v) for v in row] for row in self.rows],
             np.int64,
@@ -173,8 +180,11 @@ class Table:
 
 
 class Eager:
-    """Launches at once, on the device's one stream; memory comes from an arena and goes back to it
-    with the last reference, which the order of the stream makes safe."""
+    """The sink that launches at once, on the device's one stream.
+
+    Memory comes from an arena and returns to it with the last reference; the order of the stream
+    makes that safe.
+    """
 
     def __init__(self, device):
         self.device = device
@@ -201,12 +211,12 @@ class Eager:
         return y
 
     def exchange(self, world, tree, matrix, combine):
-        """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
+        """Return the root of all ranks' nodes (nodes of this rank, width), (width,)."""
         nodes = download(matrix).reshape(matrix.shape)
         return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
 
     def between(self, mover, source, target):
-        """Have all ranks' rows of `source` gathered in `target`."""
+        """Gather the rows of `source` of all ranks in `target`."""
         mover.allgather(source, target)
 
     def table(self, rows):
@@ -216,7 +226,7 @@ class Eager:
 
 
 def open(device):
-    """Compute on this Device from now on (None: on none, which ends its use). Returns it."""
+    """Compute on this Device from now on, and return it; None ends the use of a device."""
     global _device, _sink
     _device, _sink = device, None if device is None else Eager(device)
     _constants.clear()
@@ -225,20 +235,20 @@ def open(device):
 
 
 def device():
-    """The Device of this process; RuntimeError where none was opened."""
+    """Return the Device of this process. Raises RuntimeError if none was opened."""
     if _device is None:
         raise RuntimeError("no GPU is in use: world.use_device('gpu') takes one")
     return _device
 
 
 def sink():
-    """Who takes launches at present."""
+    """Return the current sink of launches."""
     return _sink
 
 
 @contextlib.contextmanager
 def through(other):
-    """Hand launches to `other` within the block."""
+    """Hand launches to another sink within the block."""
     global _sink
     before, _sink = _sink, other
     try:
@@ -248,25 +258,25 @@ def through(other):
 
 
 def empty(shape, dtype=np.float32):
-    """An Array in C order whose contents are not known."""
+    """Return an uninitialized Array in C order."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     return Array(_sink.empty(nbytes), dtype, shape)
 
 
 def empty_like(array, dtype=None):
-    """An Array of the same shape that lies in memory in the same order."""
+    """Return an uninitialized Array of the same shape and order in memory."""
     y = empty(array.dims, array.dtype if dtype is None else dtype)
     y.shape, y.order = array.shape, array.order
     return y
 
 
 def blocks_of_threads(elements):
-    """How many blocks of THREADS go through so many elements."""
+    """Return how many blocks of THREADS to launch for so many elements."""
     return min(-(-elements // THREADS), 32 * device().processors)
 
 
 def kind_of(x):
-    """The type of x as names of kernels have it."""
+    """Return the type of x as it stands in names of kernels."""
     kind = KINDS.get(x.dtype.str[1:])
     if kind is None:
         raise TypeError(f"expected float32 or float64, got {x}")
@@ -274,20 +284,22 @@ def kind_of(x):
 
 
 def launch(name, grid, block, *arguments, shared=0, defines=None):
-    """Run a kernel of kernels/cuda: its name, grid and block of threads, and what it takes."""
+    """Run a kernel of kernels/cuda: its name, grid, block of threads and arguments."""
     step = kernels.make(name, grid, block, arguments, shared, defines)
     if 0 not in step.grid:  # an empty share
         _sink.launch(step)
 
 
 def scalar(name, value, dtype=np.float32):
-    """A number or a row of them that may change from step to step, as an Array (n,): a recorded
-    program reads it from memory under this name, so that replays can be given another."""
+    """Return a number, or a row of numbers, that may change from step to step, as an Array (n,).
+
+    A recorded program reads it from memory under this name, so that replays can change it.
+    """
     return _sink.scalar(name, value, np.dtype(dtype))
 
 
 def table(rows):
-    """A Table of rows of Arrays and integers."""
+    """Return a Table of rows of Arrays and integers."""
     return _sink.table(rows)
 
 
@@ -296,7 +308,7 @@ _loaded: dict = {}  # {Unit: {kernel: handle}}
 
 
 def constant(value):
-    """A NumPy array's contents on the device, uploaded once however often it is asked for."""
+    """Return a NumPy array's contents on the device, uploaded once for all calls."""
     value = np.ascontiguousarray(value)
     key = (value.tobytes(), value.dtype.str, value.shape)
     if key not in _constants:
@@ -307,7 +319,7 @@ def constant(value):
 
 
 def _uploaded(value):
-    """A new Array that no program plans, with this value."""
+    """Return a new Array with this value, which no program plans."""
     owner = device().allocate(max(value.nbytes, 1))
     device().upload(owner.address, value)
     block = Block(owner.address, value.nbytes, owner=owner)
@@ -315,7 +327,7 @@ def _uploaded(value):
 
 
 def persistent(shape, dtype=np.float32):
-    """An Array of zeros that stays where it is: no program plans it."""
+    """Return an Array of zeros at a fixed place, which no program plans."""
     size = int(np.prod(shape, dtype=np.int64))
     words = size * np.dtype(dtype).itemsize // 4
     if words < LARGE:
@@ -333,7 +345,7 @@ def persistent(shape, dtype=np.float32):
 
 
 def upload(array, value):
-    """Copy NumPy memory to an Array, as it lies."""
+    """Copy NumPy memory to an Array, byte for byte."""
     if isinstance(array.buffer.address, int):
         device().upload(array.address, np.ascontiguousarray(value))
     else:
@@ -341,7 +353,7 @@ def upload(array, value):
 
 
 def download(array):
-    """The Array's memory as it lies, as a flat NumPy array; waits for the device."""
+    """Return the Array's memory as a flat NumPy array; waits for the device."""
     if not isinstance(array.buffer.address, int):
         raise RuntimeError(
             "the value is not known while a step is being recorded: do what needs its number on "
@@ -354,7 +366,7 @@ def download(array):
 
 
 def load(launch):
-    """The device's handle of a Launch's kernel, compiled and loaded when it is first asked for."""
+    """Return the device's handle of a Launch's kernel, compiled and loaded on first use."""
     if launch.unit not in _loaded:
         _loaded[launch.unit] = device().load(launch.unit)
     return _loaded[launch.unit][launch.name]

@@ -1,6 +1,6 @@
 """Softmax, cross-entropy and errors by kernels/cuda/loss.cu, in double.
 
-A pixel's scores lie side by side, and an image is one pixel after the other: rows of K.
+Memory holds rows of K: a pixel's scores side by side, pixel after pixel.
 """
 
 import math
@@ -18,7 +18,7 @@ THREADS = 32 * ROWS
 
 
 class Leaf(NamedTuple):
-    """How large a leaf of a sum over images is, in what is added up: rows, or elements."""
+    """Sizes of a leaf of a sum over images, in rows or elements."""
 
     threads: int
     smallest: int  # of images together, where one has less
@@ -29,7 +29,7 @@ OF_ROWS, OF_ELEMENTS = Leaf(THREADS, ROWS, 16 * ROWS), Leaf(256, 256, 4096)
 
 
 def _pixels_of(scores, name):
-    """(rows, pixels of an image, classes) of scores (B, K, 16) or (B, K, H, W, 16)."""
+    """Return (rows, pixels of an image, classes) of scores (B, K, 16) or (B, K, H, W, 16)."""
     if scores.ndim == 3:
         rows, classes = rows_of(scores, name)
         return rows, 1, classes
@@ -88,16 +88,16 @@ def _of_rows(kernel, logits, labels, counts, tree):
 
 
 def errors(y, target, power, counts, tree):
-    elements, near_stride, far_stride = _apart(y, target)
-    arrays, numbers = (y, target, counts), (near_stride, far_stride, power)
+    elements, inner, outer = _apart(y, target)
+    arrays, numbers = (y, target, counts), (inner, outer, power)
     return _summed("loss_errors", arrays, numbers, elements, OF_ELEMENTS, tree)
 
 
 def errors_dy(y, target, power, scale, counts):
-    elements, near_stride, far_stride = _apart(y, target)
+    elements, inner, outer = _apart(y, target)
     d, threads = array.empty_like(y), OF_ELEMENTS.threads
     blocks = min(-(-y.size // threads), 32 * launching.device().processors)
-    numbers = near_stride, far_stride, power, elements, y.size
+    numbers = inner, outer, power, elements, y.size
     launching.launch(
         "loss_errors_dy", blocks, threads, y, target, counts, *_scale(scale), d, *numbers
     )
@@ -105,7 +105,7 @@ def errors_dy(y, target, power, scale, counts):
 
 
 def _scale(scale):
-    """(factor, array or None) of a number or a Late."""
+    """Return (factor, array or None) of a number or a Late."""
     return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
 
@@ -116,17 +116,17 @@ def _labels(labels, name):
 
 
 def _by_image(value):
-    """Whether memory has one image after the other, as `array.lanes` puts them."""
+    """Return whether memory has one image after the other, as `array.lanes` puts them."""
     orders = value.order, array.order_of_lanes(value.dims)
     first, second = ([axis for axis in order if value.dims[axis] > 1] for order in orders)
     return first == second
 
 
 def _apart(y, target):
-    """(elements of an image, near, far): what y has of an image at k in memory, the target has at
-    k % near * far + k / near.
+    """Return (elements of an image, inner, outer), which relate the memory orders of y and target.
 
-    Images lie pixel by pixel, flattened or not, and numbers that never were images the other way.
+    Element k of an image of y is element k % inner * outer + k // inner of the target's. Images lie
+    pixel by pixel, flattened or not; values that never were images lie the other way.
     """
     elements = math.prod(y.dims[1:-1])
     of_y, of_target = _pixel_by_pixel(y), _pixel_by_pixel(target)
@@ -141,7 +141,7 @@ def _apart(y, target):
 
 
 def _pixel_by_pixel(value):
-    """(channels, pixels) of images; (elements, 1) of what has one order in memory."""
+    """Return (channels, pixels) of images; (elements, 1) of values with one order."""
     if not _by_image(value):
         raise ValueError(f"errors: expected values that lie image by image, got {value}")
     elements, channels = math.prod(value.dims[1:-1]), value.dims[1]
@@ -151,9 +151,9 @@ def _pixel_by_pixel(value):
 
 
 def _summed(kernel, arrays, numbers, size, leaf, tree):
-    """The Partial of a sum over images, and over `size` rows or elements of each.
+    """Return the Partial of a sum over images, and over `size` rows or elements of each.
 
-    A leaf of the sum has some images of a block, or a part of one, by `size` alone.
+    A leaf of the sum has some images of a block, or a part of one image, by `size` alone.
     """
     images, parts = 1, 1
     while images < LANES and images * size < leaf.smallest:

@@ -9,7 +9,7 @@ SHARED = 48 << 10  # bytes that every GPU gives a block
 
 
 def _norm(x, window, alpha, k):
-    """What both kernels take first."""
+    """Return the first arguments of both kernels."""
     rows, channels = rows_and_channels("cross_channel_norm", x)
     channels_before, channels_after = (
         min(side, channels - 1) for side in shapes.channel_window(window)

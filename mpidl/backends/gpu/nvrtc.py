@@ -1,8 +1,7 @@
-"""NVIDIA's compiler as a library: CUDA C in, a cubin out. It needs no GPU, no driver, no toolkit.
+"""NVIDIA's compiler as a library: CUDA C in, a cubin out. It needs no GPU, driver or toolkit.
 
 NVRTC comes as a pip package (nvidia-cuda-nvrtc of CUDA 13, nvidia-cuda-nvrtc-cu12) or with a CUDA
-toolkit. CUDA 13 compiles for sm_75 and later, CUDA 12 for sm_70 too. What was compiled is kept: see
-`cubins`.
+toolkit. CUDA 13 compiles for sm_75 and later, CUDA 12 for sm_70 too. `cubins` keeps the results.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ TOOLKITS = ("lib64", "lib", "targets/*/lib")
 
 
 class Nvrtc:
-    """One NVRTC. version: (13, 0); architectures: (75, 80, ...) that it compiles for."""
+    """One NVRTC: its version, (13, 0), and the architectures that it compiles for, (75, ...)."""
 
     def __init__(self, path):
         self.path = path
@@ -51,7 +50,7 @@ class Nvrtc:
             raise RuntimeError(f"{self.path}: {name}: {text}")
 
     def compile(self, text, options, name):
-        """(cubin, log) of a text; UserError with the lines that tell why it does not compile."""
+        """Return (cubin, log) of a text. Raises UserError with the compiler's errors."""
         program = ctypes.c_void_p()
         source, file = text.encode(), name.encode()
         self._call("nvrtcCreateProgram", byref(program), source, file, 0, None, None)
@@ -80,15 +79,15 @@ class Nvrtc:
 
 
 def cubin(unit, architecture):
-    """The cubin (bytes) of a `kernels.Unit` for "sm_90": kept from before, or compiled now.
+    """Return the cubin (bytes) of a `kernels.Unit` for an architecture such as "sm_90".
 
-    Raises UserError where there is no NVRTC, or where it does not compile.
+    Raises UserError if there is no NVRTC, or if the unit does not compile.
     """
     return compiled(unit, architecture)[0]
 
 
 def compiled(unit, architecture):
-    """The same with the compiler's log: (cubin, log)."""
+    """Return (cubin, log) as `cubin` does, with the compiler's log."""
     nvrtc = find(architecture)
     text, defines = unit.text, unit.defines
     parts = [repr(nvrtc.version), architecture, repr(OPTIONS), repr(tuple(defines)), text]
@@ -101,14 +100,16 @@ def compiled(unit, architecture):
 
 
 def compile(text, architecture, defines=(), name="kernels.cu"):
-    """(cubin, log) of a text of CUDA C, compiled now. defines: pairs of names and values."""
+    """Compile a text of CUDA C now; return (cubin, log). defines: pairs (name, value)."""
     words = [f"-D{key}={value}" for key, value in defines]
     return find(architecture).compile(text, [*OPTIONS, f"-arch={architecture}", *words], name)
 
 
 def find(architecture):
-    """The newest Nvrtc that compiles for "sm_90", and that the driver, where there is one, can run
-    the cubins of. Raises UserError where there is none."""
+    """Return the newest Nvrtc that compiles for an architecture such as "sm_90".
+
+    If there is a driver, it must be able to run the cubins. Raises UserError if there is none.
+    """
     return _find(int(re.sub(r"\D", "", architecture)), discovery.driver_version() // 1000)
 
 
@@ -141,8 +142,10 @@ def _find(architecture, driver):
 
 @functools.cache
 def installed():
-    """An Nvrtc of each version that is found: MPIDL_NVRTC's alone where it is set; else of pip's
-    packages, the toolkit that CUDA_PATH or CUDA_HOME names, and the system."""
+    """Return an Nvrtc of each version: of MPIDL_NVRTC alone if it is set, else of all places.
+
+    These are pip's packages, the toolkit of CUDA_PATH or CUDA_HOME, and the system.
+    """
     by_version = {}
     for path in _paths():
         try:

@@ -1,5 +1,8 @@
 """Steps of optimizers, all parameters in one launch (kernels/cuda/optimizer.cu, adaptive.cu), and
-clipping (clip.cu)."""
+clipping (clip.cu).
+
+Arrays are float32; those of a parameter have one layout.
+"""
 
 import functools
 import itertools
@@ -18,8 +21,13 @@ CHUNKS = 4 * THREADS, 32 * THREADS  # floats of a block of threads: of few, of m
 
 @functools.lru_cache(maxsize=16)
 def places(sizes):
-    """([first float of each], all floats): where in one array arrays of these sizes lie, in their
-    order, each aligned."""
+    """Return where arrays of these sizes lie in one array, each aligned.
+
+    Returns
+    -------
+    starts, total : list of int, int
+        The first float of each array, in order, and the floats of all.
+    """
     rounded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     starts = list(itertools.accumulate(rounded, initial=0))
     return starts[:-1], starts[-1]
@@ -27,7 +35,7 @@ def places(sizes):
 
 @functools.lru_cache(maxsize=16)
 def _blocks(sizes):
-    """(chunk, of each block of threads its parameter and the first float it steps)."""
+    """Return the chunk, and of each block of threads its parameter and first float."""
     chunk = CHUNKS[sum(sizes) > SMALL]
     blocks = [(i, first) for i, size in enumerate(sizes) for first in range(0, size, chunk)]
     return chunk, np.array(blocks, np.int32).reshape(-1, 2)
@@ -42,12 +50,10 @@ def from_numpy(value, like):
 
 
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
-    """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
+    """Return the new weights side by side in one array, each at its place of `places`.
 
-    Lists of float32 Arrays, those of a parameter in one layout; decays and factors (None: all 1)
-    lists of numbers. The new weights lie side by side in one array, each at its place of `places`:
-    where the old ones do so too, the new array can be put in the old one's place, as the kernel
-    reads a number before it writes one there.
+    If the old weights lie so too, the new array can take their place: the kernel reads a number
+    before it writes one there.
     """
     factors = [1.0] * len(weights) if factors is None else factors
     _check("sgdm", weights, gradient=gradients, velocity=velocities)
@@ -179,7 +185,7 @@ def _check(name, weights, **arrays_by_kind):
 
 
 def _side_by_side(weights):
-    """New arrays like the weights in one piece of memory, each at its place of `places`."""
+    """Return new arrays like the weights in one array, each at its place of `places`."""
     firsts, total = places(tuple(w.size for w in weights))
     flat = array.empty((total,))
     return [
@@ -193,5 +199,5 @@ def _table(*columns):
 
 
 def _layout(value):
-    """The extents of an Array, as memory orders them."""
+    """Return the extents of an Array as memory orders them."""
     return tuple(value.dims[axis] for axis in value.order if value.dims[axis] != 1)

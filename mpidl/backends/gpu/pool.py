@@ -14,14 +14,14 @@ WARP, MAX_THREADS = 32, 256  # threads of a CTA: as many as a row needs, up to M
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, size, stride, padding):
-    """The numbers that all kernels take, and (C, P, Q)."""
+    """Return the numbers that all kernels take, and (C, P, Q)."""
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     return (*x_shape, *output[1:], *size, *stride, top, left), output
 
 
 def _launch(name, rows, row, arrays, numbers):
-    """One CTA a row; row: numbers in one. Four channels a thread where that goes evenly."""
+    """Launch one CTA a row of `row` numbers, four channels a thread if they divide evenly."""
     width = 4 if numbers[0] % 4 == 0 else 1
     threads = min(MAX_THREADS, -(-row // (width * WARP)) * WARP)
     launching.launch(name, rows, threads, *arrays, *numbers, defines={"POOL_WIDTH": width})
@@ -38,7 +38,7 @@ def _forward(name, x, windows, with_argmax):
 
 
 def _backward(name, arrays, x, windows, tree):
-    """kept: dy, and of the maximum argmax."""
+    """Launch a backward pass of dy, and argmax if the maximum was taken."""
     like: Any = x.x if isinstance(x, Source) else x
     blocks, c, h, w, lanes = like.dims
     numbers, _ = _geometry((c, h, w), *windows)

@@ -32,10 +32,10 @@ class Kernel:
 
 
 class Exchange:
-    """A step in which the ranks add up their nodes through host memory: `target` gets the root.
+    """A step in which the ranks sum their nodes through host memory: `target` gets the root.
 
-    world.exchange(tree, matrix, combine) does it; the host waits for the device before, and goes on
-    as soon as the root is on its way back.
+    The host waits for the device, calls world.exchange(tree, matrix, combine), and continues as
+    soon as the upload of the root has started.
     """
 
     captured = False
@@ -68,9 +68,9 @@ class Between:
 
 
 class Program:
-    """A recorded step. `run` starts it, `results` waits for what it found.
+    """A recorded step: `run` starts it, `results` waits for its numbers.
 
-    nbytes: of its slab.
+    `nbytes` is the size of its slab of memory.
     """
 
     def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
@@ -87,23 +87,30 @@ class Program:
             ]
 
     def launches(self):
-        """The Launches, in order."""
+        """Return the Launches, in order."""
         return [s.launch for segment in self.segments for s in segment if isinstance(s, Kernel)]
 
     def _capture(self, segment):
         return self.device.capture(lambda: [step.play(self.device) for step in segment])
 
     def ready(self):
-        """Wait until fewer than ROWS steps are under way: what was prepared for the oldest may be
-        written to again. Returns the number of the next step."""
+        """Wait until fewer than ROWS steps are in progress; return the number of the next step.
+
+        The caller may then overwrite what it prepared for the oldest step.
+        """
         mark = self.marks[self.started % ROWS]
         if mark is not None:
             self.device.wait(mark)
         return self.started
 
     def run(self, **values):
-        """Start a step with these numbers, by the names `run.scalar` was given; those that are not
-        said are as they were recorded. Returns what `results` takes."""
+        """Start a step, and return its number, which `results` takes.
+
+        Parameters
+        ----------
+        **values
+            Numbers by their names in `launching.scalar`; the others stay as recorded.
+        """
         row = self.ready() % ROWS
         unknown = [name for name in values if name not in self.slots]
         if unknown:
@@ -123,7 +130,7 @@ class Program:
         return self.started - 1
 
     def results(self, started):
-        """{name: number} of a step: waits for it. At most ROWS steps later it is forgotten."""
+        """Return {name: number} of a step; waits for it. ROWS steps later it is gone."""
         if self.started - started > ROWS:
             raise ValueError(f"step {started} is too long ago, {self.started} were started")
         self.device.wait(self.marks[started % ROWS])

@@ -1,7 +1,7 @@
-"""A step recorded once and replayed: launches, with all of their memory planned beforehand.
+"""Records a step: its launches, with all of their memory planned beforehand.
 
-`Recorder` stands where launches are taken (`run.through`) while the step's Python runs once:
-nothing is computed, and every launch, with the arrays it takes, is written down. `finish` then
+A `Recorder` takes the launches (`launching.through`) while the step's Python runs once. Nothing is
+computed; every launch is written down with its arrays. `finish` then
 
 - gives each array that the step made a place in one slab, by how long it is needed;
 - puts numbers that change from step to step (how many images, which, the rate) into `controls`,
@@ -9,7 +9,7 @@ nothing is computed, and every launch, with the arrays it takes, is written down
 - cuts the launches into segments where the ranks exchange sums through host memory, and captures
   each segment as one CUDA graph.
 
-A replay allocates nothing, waits for nothing, and costs the host one launch a segment.
+A replay allocates nothing, waits for nothing, and costs the host one launch per segment.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Pr
 
 
 class Planned:
-    """Memory a step needs between its launches `first` and `last`; its address comes last."""
+    """Memory that a step needs between its launches `first` and `last`."""
 
     def __init__(self, nbytes):
         self.nbytes = -(-max(nbytes, 1) // launching.ALIGNED) * launching.ALIGNED
@@ -28,7 +28,7 @@ class Planned:
 
 
 class Recorder:
-    """Takes the launches of one step instead of the device; see the module."""
+    """A sink that writes down the launches of one step."""
 
     def __init__(self, device):
         self.device = device
@@ -71,17 +71,17 @@ class Recorder:
     # steps that are no kernels
 
     def exchange(self, world, tree, matrix, combine):
-        """The root of all ranks' nodes (nodes of this rank, width), as an Array (width,)."""
+        """Return the root of all ranks' nodes (nodes of this rank, width), (width,)."""
         target = launching.empty(matrix.shape[1:], matrix.dtype)
         self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
         return target
 
     def between(self, mover, source, target):
-        """Have all ranks' rows of `source` gathered in `target`."""
+        """Gather the rows of `source` of all ranks in `target`."""
         self._step(Between(mover, source, target), [source, target])
 
     def carry(self, new, old):
-        """The next step finds `new` where this one found `old`."""
+        """Make the next step find `new` where this one found `old`."""
         self.carried.append((new, old))
 
     def _step(self, step, arrays):
@@ -99,7 +99,15 @@ class Recorder:
     # the end
 
     def finish(self, outputs, graphs=True):
-        """The Program. outputs: {name: Array () float64} that the host is told after each step."""
+        """Return the Program.
+
+        Parameters
+        ----------
+        outputs : {name: Array () float64}
+            Numbers that the host gets after each step.
+        graphs : bool
+            Capture the segments as CUDA graphs.
+        """
         self._carry()
         ends = list(outputs.values())
         addresses = self.table([[array] for array in ends])
@@ -142,10 +150,10 @@ class Recorder:
         )
 
     def _carry(self):
-        """Let new arrays take the old ones' memory where nobody reads the old ones later.
+        """Let new arrays take the old ones' memory if nothing reads the old ones later.
 
-        All that lie in one piece of memory do so together: where one of them would lie beside its
-        old array, it would lie on another that stays as it is (a frozen weight).
+        All arrays in one piece of memory move together or not at all: a single one would overwrite
+        a neighbour that stays (a frozen weight).
         """
         pieces = {}
         for new, old in self.carried:
@@ -157,8 +165,10 @@ class Recorder:
                 self._step(Copy(old, new), [new, old])
 
     def _take_place(self, pairs):
-        """Give the buffer of new arrays the place of the old ones', if it has room for no others
-        and they lie there in the same places."""
+        """Give the buffer of new arrays the place of the old ones' buffer.
+
+        It must have room for no others, and they must lie there at the same offsets.
+        """
         buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
         if not isinstance(buffer, Planned) or buffer.address is not None:
             return
@@ -173,7 +183,7 @@ class Recorder:
             buffer.address = old_buffer.address
 
     def _plan(self):
-        """Give every planned buffer its address in one slab; returns the slab's owner and bytes.
+        """Give every planned buffer an address in one slab; return the slab's owner and bytes.
 
         Greedy by size (Pisarchyk and Lee, "Efficient memory management for deep neural net
         inference", 2020, section 5.3): the largest first, each at the lowest place that no buffer
@@ -199,19 +209,19 @@ class Recorder:
 
 
 def _place(array):
-    """Where an array lies, as far as it is known."""
+    """Return where an array lies, as far as that is known."""
     has_address = array.buffer.address is not None
     return array.address if has_address else (array.buffer, array.offset)
 
 
 def _as_device_array(pinned, dtype):
-    """Pinned host memory as kernels see it: at its own address."""
+    """Return pinned host memory as kernels see it: at its own address."""
     holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
     return Array(holder, dtype, pinned.shape)
 
 
 def _segments(steps):
-    """The steps as lists: those that can be captured together, and each other one by itself."""
+    """Return the steps as lists: runs that can be captured together, and single others."""
     segments = []
     for step in steps:
         if step.captured and segments and segments[-1][0].captured:

@@ -1,8 +1,8 @@
-"""Sums over the ranks whose terms lie on GPUs: what `World.gplus` does with them.
+"""Sums over the ranks whose terms lie on GPUs: the GPU part of `World.gplus`.
 
-Each rank has folded its share to its maximal nodes. One rank alone has the root already. Several
-exchange nodes, through pinned host memory and MPI or, where there is a mover (`comm.nccl`), from
-GPU to GPU; either way the same operands are combined in the same order: the same bytes.
+Each rank has folded its share to its maximal nodes; a single rank has the root already. Several
+ranks exchange nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to
+GPU. Either way the same operands are combined in the same order: the same bytes.
 """
 
 import numpy as np
@@ -17,21 +17,21 @@ GATHERED = 1 << 28
 
 
 class Counts:
-    """Says to ops on a GPU how many images there are: `blocks.Batch.device`.
+    """Tells ops on a GPU how many images there are: `blocks.Batch.device`.
 
-    count: of the mini-batch whose numbers are read; where None, that of the Batch itself.
+    `count` is that of the mini-batch whose numbers are read; None takes the Batch's own.
     """
 
     def __init__(self):
         self.count = None
 
     def valid(self, batch):
-        """How many images this rank's share holds: (1,) int32."""
+        """Return how many images this rank's share holds, (1,) int32."""
         first, last = batch.images
         return launching.scalar("valid", last - first, np.int32)
 
     def samples(self, batch):
-        """Epoch (1,) and sample numbers (blocks * 16,), int32, zero in unused images."""
+        """Return epoch (1,) and sample numbers (blocks * 16,), int32, 0 in unused images."""
         samples = np.zeros(batch.blocks * LANES, np.int32)
         samples[: len(batch.indices)] = batch.indices
         return launching.scalar("epoch", batch.epoch, np.int32), launching.scalar(
@@ -39,7 +39,7 @@ class Counts:
         )
 
     def per_image(self, batch):
-        """1 / count."""
+        """Return 1 / count, as a Late."""
         return Late(
             lambda: 1.0 / (self.count or batch.count),
             launching.scalar("per_image", 1.0 / batch.count, np.float64),
@@ -47,7 +47,7 @@ class Counts:
 
 
 class Pending:
-    """One number that is folded but not yet told to the host: float() waits for it."""
+    """One number that is folded but still on the device: float() waits for it."""
 
     shape, dtype = (), np.dtype(np.float64)
 
@@ -55,7 +55,7 @@ class Pending:
         self.partial, self.roots = partial, roots
 
     def finish(self, roots):
-        """The number, given those that the roots hold."""
+        """Return the number, given the numbers that the roots hold."""
         return float(self.partial.finish([np.float64(root) for root in roots]))
 
     def __float__(self):
@@ -63,8 +63,10 @@ class Pending:
 
 
 def gplus(partials, world):
-    """{name: sum over all ranks} of {name: Partial on this device}: an Array, or a Pending where it
-    is one number of the step's results. Collective."""
+    """Return {name: sum over all ranks} of {name: Partial on this device}. Collective.
+
+    A sum is an Array, or a Pending if it is one number of the step's results.
+    """
     roots, groups = {}, {}
     for name, partial in partials.items():
         for index, term in enumerate(partial.terms):
@@ -89,7 +91,7 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    """The root of all ranks' nodes."""
+    """Return the root of all ranks' nodes."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:
@@ -111,7 +113,7 @@ def _exchange(world, tree, matrix, combine):
 
 
 def _finish(name, partial, roots):
-    """What `Partial.finish` computes, on the device."""
+    """Compute `Partial.finish` on the device."""
     if partial.shape == ():
         return Pending(partial, roots)
     if not partial.terms:
