@@ -16,9 +16,9 @@ import numpy as np
 
 LINE = 64  # bytes, a cache line
 HUGE = 2 << 20  # bytes of a huge page
-REGION = 32 << 20  # bytes, the least that is asked of the system
+REGION = 32 << 20  # bytes, the least to take from the system
 SMALL = 1 << 14  # bytes below which NumPy's own allocator does well
-LARGE = 32 << 20  # bytes from which it always gives back to the system what is freed
+LARGE = 32 << 20  # bytes from which malloc returns freed memory to the system
 
 
 class Arena:

@@ -16,7 +16,7 @@ import warnings
 
 SIZES = struct.Struct("<QQ")  # bytes of the cubin and of the log; they stand before the hash
 HASH = 32
-DAYS = 90  # a file this old is removed; who needs it compiles it again
+DAYS = 90  # files this old are removed, and compiled again if needed
 
 _warned = False
 
@@ -120,7 +120,7 @@ def _locked(path):
         yield
     finally:
         if file is not None:
-            # who waits for this very file finds what was written; who comes later finds it too
+            # processes that wait for this very file find the result; later ones find it too
             with contextlib.suppress(OSError):
                 os.unlink(path)
             file.close()

@@ -110,7 +110,7 @@ class CudaDevice:
             matching[0]
         )
         self._threads, self._thread = threading.local(), threading.get_ident()
-        self._capturing, self._late = False, []  # what is to be given back later: (how, handle)
+        self._capturing, self._late = False, []  # to be given back later: (free, handle)
         self._pinned, self._modules = {}, []  # {address: bytes}, handles
         self._uploading, self._uploading_bytes = [], 0  # what uploads may still read
         try:

@@ -17,11 +17,11 @@ ALIGNED = 256  # bytes, as cudaMalloc aligns
 LARGE = 1 << 20  # words of 4 bytes from which on a kernel makes zeros
 
 THREADS = 256  # of a block of the kernels of elementwise.cu
-WORD = 4  # bytes, what is copied or set to zero at a time
+WORD = 4  # bytes that are copied or set to zero at a time
 KINDS = {"f4": "float", "f8": "double"}
 
 _device = None  # the Device of this process, once it is opened
-_sink = None  # who takes launches: Eager, or a Recorder
+_sink = None  # of launches: Eager or a Recorder
 
 
 class Block:

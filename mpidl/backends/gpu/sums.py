@@ -11,7 +11,7 @@ from mpidl.backends.gpu import elementwise, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
-# Bytes of nodes that a GPU gathers from all others; what is more goes through host memory, where
+# Bytes of nodes that a GPU gathers from all others; larger ones go through host memory, where
 # each rank adds up a part of it (`comm.exchange`).
 GATHERED = 1 << 28
 
