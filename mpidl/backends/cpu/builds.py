@@ -17,14 +17,14 @@ import numpy as np
 from mpidl.backends import settings
 from mpidl.errors import UserError
 
-# The builds, the best first, and the features of a CPU, as Linux names them, that each needs.
+# The builds, the best first, and the CPU features (their Linux names) that each needs.
 AVX2 = frozenset("avx2 fma bmi1 bmi2".split())
 AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
 ORDER = list(NEEDS)
 
-# What uses neither threads nor scratch of the library: a thread that reads ahead may call it while
-# a pass runs. All others run one at a time.
+# Functions without threads or scratch of the library: threads that read ahead may call them during
+# a pass. All others run one at a time.
 ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
@@ -180,7 +180,7 @@ def why_numpy():
     return f"none are compiled: {how_to_build()}"
 
 
-_progress = []  # the C callback in use, kept alive, and what it raised
+_progress = []  # the C callback in use, kept alive, and the exception it raised
 
 
 def watch(progress):
@@ -197,7 +197,7 @@ def watch(progress):
         try:
             if len(_progress) == 1:
                 progress()
-        except BaseException as error:  # no frame above could take it: it waits
+        except BaseException as error:  # no frame above can catch it: `watch` raises it later
             _progress.append(error)
 
     callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)

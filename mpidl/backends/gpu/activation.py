@@ -3,7 +3,7 @@
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import cotangent_like
 
-THREADS = 256  # of a block, as both have it
+THREADS = 256  # of a block, in both files
 
 
 def _by_element(name, *arrays, scale=()):

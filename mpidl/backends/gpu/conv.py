@@ -16,7 +16,7 @@ from mpidl.blocks import LANES
 
 STEP = 32  # k, or pixels, that lie in shared memory at once: BK of both kernels
 LARGEST = 1 << 27  # numbers of an image: offsets within 16 images are int
-USUAL = 8  # blocks of a mini-batch where nobody says how many
+USUAL = 8  # blocks of a mini-batch if there is no tree
 COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: of a warp}
 PRODUCTS = {"fp32": 3, "tf32": 1}  # TF32 products for each product, by `settings.precision`
 

@@ -26,7 +26,7 @@ OUT_OF_MEMORY = 2
 NOT_FOUND = 500
 NOT_READY = 600
 
-UPLOADING = 16 << 20  # bytes: of copies of host memory that uploads under way may still read
+UPLOADING = 16 << 20  # bytes of copies of host memory that pending uploads may still read
 
 
 class Memory:
@@ -94,7 +94,7 @@ class CudaDevice:
     """
 
     specialize = True  # a layer's shape goes into its kernels as constants
-    until = None  # until(ready, what) waits where other ranks' GPUs may keep this one waiting
+    until = None  # until(ready, name) waits if other ranks' GPUs may delay this one
     sharers = 1  # ranks that compute on this GPU, which `comm.devices` counts
 
     def __init__(self, index=0):
@@ -191,8 +191,7 @@ class CudaDevice:
         self._copy_pinned("uploading", array)
         kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
         if not pinned and array.nbytes <= UPLOADING:
-            # CUDA promises nothing of when it reads this, and where a GPU can read all of the
-            # host's memory that may be when the stream comes to it
+            # CUDA may read this late: a GPU that can read all host memory does so in stream order
             if self._uploading_bytes + array.nbytes > UPLOADING:
                 self.synchronize()
             array = array.copy()
@@ -300,7 +299,7 @@ class CudaDevice:
                 f"of shared memory: {error}"
             ) from error
 
-    # waiting, and what was captured
+    # waiting and capturing
 
     def synchronize(self):
         """Wait for all launches."""

@@ -20,7 +20,7 @@ LARGE = 2 * TILE  # images of a large one
 FEW = 16  # outputs that have kernels of their own, with tiles of as many
 CHUNKS = 128  # about as many CTAs have a tile's images, so that a small product fills a GPU
 SHORTEST = 128  # features that are worth a CTA
-# Of the kernels of the weights' gradient: tile (outputs, features), blocks of a range.
+# Kernels of the weights' gradient: tile (outputs, features), blocks of a range.
 FOLDS = {
     "dense_dweight_few": (FEW, 64, 64),
     "dense_dweight_short": (64, 64, 16),

@@ -145,7 +145,7 @@ class Array(DeviceArray):
         launch("zero_words", blocks_of_threads(words), THREADS, zeros, words)
         return Array(zeros.buffer, self.dtype, self.shape, self.dims, self.order)
 
-    __array_ufunc__ = None  # NumPy's arithmetic would copy it to the host unseen
+    __array_ufunc__ = None  # NumPy's arithmetic would silently copy it to the host
 
     def __repr__(self):
         return f"gpu.Array(shape={self.shape}, {self.dtype})"
@@ -285,9 +285,9 @@ def kind_of(x):
 
 def launch(name, grid, block, *arguments, shared=0, defines=None):
     """Run a kernel of kernels/cuda: its name, grid, block of threads and arguments."""
-    step = kernels.make(name, grid, block, arguments, shared, defines)
-    if 0 not in step.grid:  # an empty share
-        _sink.launch(step)
+    kernel_launch = kernels.make(name, grid, block, arguments, shared, defines)
+    if 0 not in kernel_launch.grid:  # an empty share
+        _sink.launch(kernel_launch)
 
 
 def scalar(name, value, dtype=np.float32):
@@ -332,16 +332,16 @@ def persistent(shape, dtype=np.float32):
     words = size * np.dtype(dtype).itemsize // 4
     if words < LARGE:
         return _uploaded(np.zeros(shape, dtype))
-    # a data set's worth of zeros is no affair of the host
+    # the host uploads no zeros of the size of a data set
     nbytes = size * np.dtype(dtype).itemsize
     owner = device().allocate(nbytes)
-    zeros_array = Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
-    as_words = Array(zeros_array.buffer, np.int32, (words,))
-    zeros = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
-    device().launch(load(zeros), zeros)
+    zeros = Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
+    as_words = Array(zeros.buffer, np.int32, (words,))
+    clearing = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
+    device().launch(load(clearing), clearing)
     rest = np.zeros(nbytes - 4 * words, np.uint8)
     device().upload(owner.address + 4 * words, rest)
-    return zeros_array
+    return zeros
 
 
 def upload(array, value):

@@ -18,7 +18,7 @@ from mpidl.backends.gpu import cubins, discovery
 from mpidl.errors import UserError
 
 # No contraction: kernels say fmaf where they want one rounding. Without -ftz and -use_fast_math,
-# denormals, quotients and roots are IEEE 754's. What ptxas says of registers goes into the log.
+# denormals, quotients and roots are IEEE 754's. The log has the registers that ptxas reports.
 OPTIONS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 WHEELS = ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12")
 TOOLKITS = ("lib64", "lib", "targets/*/lib")

@@ -4,7 +4,7 @@ import numpy as np
 
 from mpidl.backends.gpu import launching
 
-ROWS = 8  # steps that may be under way at a time
+ROWS = 8  # steps that may be in progress at a time
 
 
 class Copy:
@@ -51,7 +51,7 @@ class Exchange:
         if self.nodes.size:
             device.download(self.nodes, self.matrix.address)
         device.synchronize()
-        # a copy: the fold writes into what it is given, and may keep it
+        # a copy: the fold writes into its argument, and may keep it
         self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
         device.upload(self.target.address, self.root)
 

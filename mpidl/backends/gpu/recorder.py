@@ -37,7 +37,7 @@ class Recorder:
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
         self.touched = {}  # {id(buffer): (first step, last step)} of memory that stays
 
-    # what run's functions ask of it
+    # the functions of a sink
 
     def empty(self, nbytes):
         buffer = Planned(nbytes)
@@ -68,7 +68,7 @@ class Recorder:
         self.tables.append(table)
         return table
 
-    # steps that are no kernels
+    # steps other than kernels
 
     def exchange(self, world, tree, matrix, combine):
         """Return the root of all ranks' nodes (nodes of this rank, width), (width,)."""

@@ -12,7 +12,7 @@ from mpidl.blocks import LANES
 from mpidl.fold import Late
 
 # Bytes of nodes that a GPU gathers from all others; larger ones go through host memory, where
-# each rank adds up a part of it (`comm.exchange`).
+# each rank sums a part of them (`comm.exchange`).
 GATHERED = 1 << 28
 
 
