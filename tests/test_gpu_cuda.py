@@ -369,7 +369,7 @@ def test_what_was_uploaded_may_be_changed_at_once(device, standin, monkeypatch):
 
     monkeypatch.setattr(standin, "memcpyAsync", lambda *how: waiting.append(how), raising=False)
     monkeypatch.setattr(standin, "streamSynchronize", lambda stream: come(), raising=False)
-    monkeypatch.setattr(cuda_device, "HELD", 32)
+    monkeypatch.setattr(cuda_device, "UPLOADING", 32)
     memory, found = device.allocate(256), np.empty(16, np.float32)
     for size in (1, 3, 5, 2, 16):  # the fourth no longer fits, the last never does
         value = np.full(size, size, np.float32)
