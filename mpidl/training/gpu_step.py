@@ -5,7 +5,7 @@ from mpidl.backends.gpu.program import ROWS
 from mpidl.backends.gpu.sums import Pending
 
 
-class Step:
+class StepProgram:
     """gradient(net, images, labels) and the optimizer's step, as one program.
 
     gradient: what `value_and_grad` made, with its sums reduced; its value is a tuple of scalars.

@@ -21,6 +21,21 @@ class Position:
     all_images: int = 0  # of all epochs
     epoch_loss: float | None = None  # the mean over the images of the last epoch that was completed
 
+    def add(self, result):
+        """Count the result of a step."""
+        info = result.info
+        self.loss += result.loss * info.images
+        if result.correct is not None:
+            self.correct = (self.correct or 0.0) + result.correct
+        self.images += info.images
+        self.all_images += info.images
+
+    def end_epoch(self):
+        """Go on to the next epoch."""
+        self.epoch_loss = self.loss / self.images
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.loss, self.correct, self.images = 0.0, None, 0
+
     @property
     def accuracy(self):
         """Of the epoch under way; None where the loss classifies nothing."""
@@ -54,6 +69,17 @@ class Progress(NamedTuple):
     validation_accuracy: float | None
 
 
+class EpochSummary(NamedTuple):
+    """An epoch that has ended: means over its images, and their number per second."""
+
+    epoch: int
+    iteration: int  # its last one
+    loss: float
+    accuracy: float | None
+    learning_rate: float  # of its last iteration
+    images_per_second: float
+
+
 @dataclass
 class Result:
     """What a training run came to.
@@ -74,12 +100,3 @@ class Result:
     best_iteration: int | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
-
-
-class Shown(NamedTuple):
-    """A step as it will be reported: its iteration, images, learning rate, when it was started."""
-
-    iteration: int
-    count: int
-    learning_rate: float
-    started: float

@@ -16,7 +16,7 @@ from mpidl.data.loading import device_queue
 from mpidl.evaluation import evaluate
 from mpidl.training import trainer
 from mpidl.training.files.model_file import weights_sha256
-from mpidl.training.gpu_step import Step
+from mpidl.training.gpu_step import StepProgram
 
 
 class Paired(dl.data.Datastore):
@@ -214,7 +214,7 @@ def trained(world, store, net, loss, epochs=2, **how):
                 found.append(float(value[0]))
         return net, found
     queue = device_queue.DeviceQueue(store, 24, 3, world, "every-epoch", **how)
-    step = Step(net.to(world.device), sgdm, gradient, queue.reader(), world.counts)
+    step = StepProgram(net.to(world.device), sgdm, gradient, queue.reader(), world.counts)
     started = []
     for epoch in range(1, 1 + epochs):
         for feed, _ in queue.epoch(epoch):
@@ -361,7 +361,7 @@ def test_steps_before_a_wrong_label_are_done(world, monkeypatch):
     queue = device_queue.DeviceQueue(wrong(48, 30, 7), 24, 0, world, "never")
     gradient = dl.value_and_grad(losses.cross_entropy, reduce=world)
     net = classifier().to(world.device)
-    step = Step(net, dl.SGDM(1e-2), gradient, queue.reader(), world.counts)
+    step = StepProgram(net, dl.SGDM(1e-2), gradient, queue.reader(), world.counts)
     (first, _), (second, _) = queue.epoch(0)
     before = step.finish(step.start(first))[0]
     with pytest.raises(ValueError, match="got 0..7"):

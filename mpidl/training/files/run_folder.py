@@ -60,7 +60,7 @@ def _same(out, resumed):
     return resumed is not None and os.path.exists(out) and os.path.samefile(out, resumed)
 
 
-class Place:
+class RunFolder:
     """Where `dl.train` writes, and what it goes on from.
 
     out, resume, overwrite: as `dl.train` takes them. The attributes: out, the folder to write to or
@@ -89,24 +89,24 @@ class Place:
         os.makedirs(self.out, exist_ok=True)
 
 
-class Keeper:
+class RunWriter:
     """Writes a run's files on rank 0, in a folder that it makes; without one (None) it writes
     nothing.
 
-    place: a `Place`. cut: on resume, the checkpoint's iteration: see `Metrics`. What rank 0 cannot
-    write all ranks raise as UserError, that of a record at the next checkpoint. All methods but
+    folder: a `RunFolder`. cut: on resume, the checkpoint's iteration: see `Metrics`. If rank 0
+    cannot write, all ranks raise UserError, for a record at the next checkpoint. All methods but
     `record` and `advice` are collective.
     """
 
-    def __init__(self, place, world, cut=None):
-        self.out, self.world = place.out, world
+    def __init__(self, folder, world, cut=None):
+        self.out, self.world = folder.out, world
         self.metrics = self.problem = None  # problem: what rank 0 could not write
         self.drawn = -math.inf  # when progress.png was
-        if place.out is not None:
+        if folder.out is not None:
             error = None
             try:
                 if world.rank == 0:
-                    place.make()
+                    folder.make()
                 self.metrics = Metrics(os.path.join(self.out, "metrics.jsonl"), world.rank, cut=cut)
             except UserError as problem:
                 error = problem
