@@ -10,7 +10,8 @@ import numpy as np
 from mpidl import ops
 from mpidl.autodiff.tape import value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
-from mpidl.nn import fusion, graph
+from mpidl.nn import fusion, graph, more_layers
+from mpidl.nn import layers as layer_module
 from mpidl.nn.layers import At, Layer
 from mpidl.nn.more_layers import Softmax
 from mpidl.nn.summary import Analysis, times
@@ -351,21 +352,23 @@ class Network:
         return [layer.spec() for layer in self.layers]
 
     @classmethod
-    def from_spec(cls, specs, input_shape, **options):
-        """The network of a model file's list of layers, with initial learnables."""
-        from mpidl import nn  # the layers that there are, wherever they are defined
+    def from_spec(cls, specs, input_shape, layer_types=(), **options):
+        """Build the network of a model file's list of layers, with initial learnables.
 
-        made = []
+        `layer_types` are the user's layer classes that the list may name beside those of mpidl.
+        """
+        types = {kind.__name__: kind for kind in (*_layer_types(), *layer_types)}
+        layers = []
         for spec in specs:
             arguments = dict(spec)
-            kind = getattr(nn, arguments.pop("type", ""), None)
-            if not (isinstance(kind, type) and issubclass(kind, Layer)):
+            name = arguments.pop("type", None)
+            if name not in types:
                 raise ValueError(
-                    f"unknown layer type {spec.get('type')!r}: a file can name the layers of "
-                    "mpidl alone"
+                    f"unknown layer type {name!r}: expected a layer of mpidl or one that you name "
+                    "(dl.load_model(path, layers=[...]), predict --layers FILE.py)"
                 )
-            made.append(kind(**{k: _tuples(v) for k, v in arguments.items()}))
-        return cls(made, input_shape, **options)
+            layers.append(types[name](**{k: _tuples(v) for k, v in arguments.items()}))
+        return cls(layers, input_shape, **options)
 
     def table(self, kind="parameters"):
         """Rows (layer, name, shape, count) of "parameters" (learnables) or "state"."""
@@ -391,6 +394,12 @@ class Network:
             count = f"{counts[layer.name]:,}" if counts[layer.name] else ""
             rows.append((layer.name, type(layer).__name__, times(shape), count))
         return "\n".join([*aligned(rows, left=2), f"{sum(counts.values()):,} learnables"])
+
+
+def _layer_types():
+    """Return the layer classes of mpidl."""
+    names = {**vars(layer_module), **vars(more_layers)}
+    return [kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, Layer)]
 
 
 def _tuples(value):
