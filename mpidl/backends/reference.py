@@ -45,6 +45,7 @@ from mpidl.backends.reference_more import tanh_dx as tanh_dx
 from mpidl.backends.reference_optimizer import adam as adam
 from mpidl.backends.reference_optimizer import clip as clip
 from mpidl.backends.reference_optimizer import rmsprop as rmsprop
+from mpidl.backends.reference_optimizer import step_number as step_number
 from mpidl.backends.reference_statistics import batchnorm_factors as batchnorm_factors
 from mpidl.backends.reference_statistics import predict_scale as predict_scale
 from mpidl.backends.reference_statistics import running as running

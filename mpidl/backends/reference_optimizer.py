@@ -9,6 +9,11 @@ CHUNK, SUMS = 1 << 14, 16  # numbers whose squares are added up as one; sums sid
 METHODS = ("l2norm", "global-l2norm", "absolute-value")
 
 
+def step_number(name, value):
+    """A number of a step, as the functions below take it; see `gpu.optimizer.step_number`."""
+    return value
+
+
 def adam(
     weights,
     gradients,

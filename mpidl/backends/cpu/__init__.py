@@ -57,6 +57,7 @@ from mpidl.backends.reference import (
     running,
     source,
     statistics,
+    step_number,
 )
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "max_pool2d",
     "max_pool2d_dx",
     "moments",
+    "step_number",
     "planes",
     "predict_scale",
     "relu",

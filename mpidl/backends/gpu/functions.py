@@ -49,7 +49,7 @@ from mpidl.backends.gpu.more import (
     tanh,
     tanh_dx,
 )
-from mpidl.backends.gpu.optimizer import adam, clip, rmsprop, sgdm
+from mpidl.backends.gpu.optimizer import adam, clip, rmsprop, sgdm, step_number
 from mpidl.backends.gpu.pool import (
     average_pool2d,
     average_pool2d_dx,
@@ -96,6 +96,7 @@ __all__ = [
     "max_pool2d",
     "max_pool2d_dx",
     "moments",
+    "step_number",
     "placed",
     "predict_scale",
     "relu",

@@ -33,6 +33,16 @@ def _blocks(sizes):
     return chunk, np.array(blocks, np.int32).reshape(-1, 2)
 
 
+def step_number(name, value):
+    """A number of a step that replays of a recorded step may change, by its name."""
+    return launching.scalar(name, value)
+
+
+def _on_device(value):
+    """A number that kernels read from memory: of `step_number`, or one that never changes."""
+    return value if isinstance(value, Array) else launching.constant(np.array([value], np.float32))
+
+
 def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
     """The new weights, after v <- momentum * v - learning_rate * factor * (g + decay * w) in place.
 
@@ -56,8 +66,8 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factor
         launching.constant(blocks),
         launching.constant(np.array(decays, np.float32)),
         launching.constant(np.array(factors, np.float32)),
-        launching.scalar("learning_rate", learning_rate),
-        launching.scalar("momentum", momentum),
+        _on_device(learning_rate),
+        _on_device(momentum),
         chunk,
     )
     return stepped
@@ -114,7 +124,7 @@ def _adaptive(
         launching.constant(blocks),
         launching.constant(np.array(decays, np.float32)),
         launching.constant(np.array(factors, np.float32)),
-        launching.scalar("learning_rate", learning_rate),
+        _on_device(learning_rate),
         gradient_decay,
         1 - gradient_decay,
         square_decay,
