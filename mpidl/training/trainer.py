@@ -71,7 +71,7 @@ def train(
     input_pipeline.check(net, datastore, options)
     place = Place(out, resume, overwrite, world)
     backends.configure(winograd=options.winograd, precision=options.precision)
-    settled = world.asked is not None or world.device is not None
+    settled = world.device_request is not None or world.device is not None
     if options.device != "auto" or not settled:
         for line in world.use_device(options.device, options.gpus):
             print(line, file=sys.stderr)
@@ -215,7 +215,7 @@ class _Run:
         at.batch, at.iteration = at.batch + 1, at.iteration + 1
         self.optimizer.learning_rate = rate = self._rate(at.iteration)
         shown = Shown(at.iteration, images.batch.count, rate, began)
-        self.world.net.doing = f"epoch {at.epoch}, iteration {shown.iteration}"
+        self.world.transport.activity = f"epoch {at.epoch}, iteration {shown.iteration}"
         if self.recorded is not None:
             self._catch_up(AHEAD)
             self.under_way.append((self.recorded.start(images), shown))

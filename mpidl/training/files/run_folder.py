@@ -112,7 +112,7 @@ class Keeper:
                 error = problem
             except OSError as problem:
                 error = UserError(f"{self.out}: cannot be made: {problem.strerror or problem}")
-            world.together(error)
+            world.raise_if_any(error)
 
     def record(self, *facts):
         """Write to metrics.jsonl: what `Metrics.record` takes."""
@@ -136,7 +136,7 @@ class Keeper:
                 checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
             except UserError as problem:
                 error = problem
-        self.world.together(error)
+        self.world.raise_if_any(error)
 
     def plot(self, end=False):
         """Draw progress.png, which before the end is done every PLOT_SECONDS at most."""
@@ -147,7 +147,7 @@ class Keeper:
             except UserError as problem:
                 error = problem
             self.drawn = time.monotonic()
-        self.world.together(error)
+        self.world.raise_if_any(error)
 
     def close(self):
         if self.metrics:
