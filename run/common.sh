@@ -150,7 +150,8 @@ count_cores() { # count_cores [CGROUPS]: cores of this process, by affinity and 
         { read -r quota <"$cgroups/cpu/cpu.cfs_quota_us" &&
             read -r period <"$cgroups/cpu/cpu.cfs_period_us"; } 2>/dev/null || true
     # without a quota the first is "max" (version 2) or -1 (version 1)
-    if [[ $quota =~ ^[0-9]+$ && $period =~ ^[1-9][0-9]*$ ]] && [ $((quota / period)) -lt "$cores" ]; then
+    if [[ $quota =~ ^[0-9]+$ && $period =~ ^[1-9][0-9]*$ ]] &&
+        [ $((quota / period)) -lt "$cores" ]; then
         cores=$((quota / period))
     fi
     echo $((cores > 0 ? cores : 1))
