@@ -120,7 +120,7 @@ def here(chosen):
             f"  gradient exchange     {alone * 1e3:.2f} ms by itself, {wait * 1e3:.2f} ms of wait "
             f"after backward: {hidden * 100:.0f} % hidden"
         )
-    versions = configuration.versions_of(fixed.net.MPI.Get_library_version())
+    versions = configuration.versions_of(fixed.transport.MPI.Get_library_version())
     return machine.facts(chosen, versions) | {
         "processes": "these",
         **_described(chosen),

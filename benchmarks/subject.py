@@ -107,7 +107,7 @@ class Step:
                 times.wait.append(time.perf_counter() - began)
                 return sums
 
-        return Noting(self.world, watch=self.world.advance)
+        return Noting(self.world, kernel_hook=self.world.advance)
 
     def gplus(self, value):
         return self.world.gplus(value)

@@ -100,7 +100,7 @@ def on_rank_0(world, function):
             result = function()
         except UserError as e:
             error = e
-    world.together(error)
+    world.raise_if_any(error)
     return world.broadcast(result)
 
 

@@ -189,8 +189,8 @@ class Gops:
     def __init__(self, world):
         self.inner, self.rank, self.size = world, world.rank, world.size
 
-    def together(self, error):
-        self.inner.together(error)
+    def raise_if_any(self, error):
+        self.inner.raise_if_any(error)
 
     def gop(self, name, value):
         parts = self.inner.exchange(value)

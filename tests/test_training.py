@@ -242,8 +242,8 @@ class Pretended:
 
     def __init__(self, speeds, rank):
         self.speeds, self.rank, self.size = speeds, rank, len(speeds)
-        self.net = self
-        self.waited = 0.0
+        self.transport = self
+        self.wait_seconds = 0.0
 
     def gop(self, operation, mine):
         assert operation == "max" and mine[self.rank] == self.speeds[self.rank]
@@ -254,7 +254,7 @@ def test_loads_are_by_the_time_of_ones_own_work():
     world = Pretended([4.0, 0.0, 2.0, 1.0], 2)
     measured = Measured(world)
     measured.start(10.0)
-    world.waited += 3.0
+    world.wait_seconds += 3.0
     measured.stop(15.0, 4)  # 4 blocks in 2 seconds of its own
     assert measured.load() == (1000, 583, 500, 250)
     world.speeds = [0.0] * 4

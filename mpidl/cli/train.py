@@ -37,7 +37,7 @@ def _train(given, world, signals):
         world, lambda: configuration.resolve(given, config=given.get("config"), resumed=kept)
     )
     settings, run = chosen.options.for_ranks(world.size), chosen.run
-    world.net.timeout = settings.timeout
+    world.transport.timeout = settings.timeout
     lines = world.use_device(settings.device, settings.gpus)
     device = start.device_of(world)
 
@@ -227,7 +227,7 @@ def _announce(console, world, chosen, sets, net, on_what, out):
 
 
 def _write_options(out, chosen, world):
-    mpi = world.net.MPI.Get_library_version()
+    mpi = world.transport.MPI.Get_library_version()
     versions = configuration.versions_of(mpi)
     configuration.write_options(os.path.join(out, "options.toml"), chosen, versions)
 

@@ -59,7 +59,7 @@ def agreed(batches, world, signals=None):
         wanted = signals is not None and signals.name is not None
         level = world.gop("max", 2 if problem else int(wanted))
         if level == 2:
-            world.together(problem)
+            world.raise_if_any(problem)
         if level == 1:
             signals.agreed = True
             batches.close()

@@ -17,11 +17,11 @@ class Measured:
 
     def start(self, now):
         """A step begins."""
-        self.began = now - self.world.net.waited
+        self.began = now - self.world.transport.wait_seconds
 
     def stop(self, now, blocks):
         """It has ended; this rank held so many blocks."""
-        self.seconds += now - self.world.net.waited - self.began
+        self.seconds += now - self.world.transport.wait_seconds - self.began
         self.blocks += blocks
 
     def load(self):

@@ -144,7 +144,7 @@ def _learning_rate(optimizer):
 
 
 def _use_device(world, options):
-    is_settled = world.asked is not None or world.device is not None
+    is_settled = world.device_request is not None or world.device is not None
     if options.device != "auto" or not is_settled:
         for line in world.use_device(options.device, options.gpus):
             print(line, file=sys.stderr)
@@ -300,7 +300,7 @@ class Trainer:
         position, start_time = self.position, time.monotonic()
         position.batch, position.iteration = position.batch + 1, position.iteration + 1
         self.optimizer.learning_rate = rate = self.learning_rate(position.iteration)
-        self.world.net.doing = f"epoch {position.epoch}, iteration {position.iteration}"
+        self.world.transport.activity = f"epoch {position.epoch}, iteration {position.iteration}"
         return StepInfo(position.epoch, position.iteration, images, rate, start_time)
 
     def _report(self, results):

@@ -68,7 +68,7 @@ def digits(world=None, cache=None):
     """
     folder = on_rank_0(world, lambda: _drawn(cache))
     if world is not None:
-        world.together(None if os.path.isdir(folder) else _unseen(folder, world.host))
+        world.raise_if_any(None if os.path.isdir(folder) else _unseen(folder, world.host))
     found = Digits(folder, world)
     if len(found) != CLASSES * PER_CLASS:
         raise UserError(

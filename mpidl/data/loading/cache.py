@@ -30,7 +30,7 @@ class NodeCache(Datastore):
             tables.append((self.targets_shape, self.targets_dtype, read_targets))
         size = sum(int(np.prod(shape)) * dtype.itemsize + 1 for shape, dtype, _ in tables)
         if world is not None:
-            budget_bytes = min(budget_bytes, world.shared_room() // 2)
+            budget_bytes = min(budget_bytes, world.available_shared_bytes() // 2)
         fits = 0 if datastore.in_memory else max(0, int(budget_bytes) // size)
         self.capacity = min(len(datastore), fits)
         self.tables = [

@@ -38,7 +38,7 @@ def once_per_node(world, load, where):
             )
         return mine
 
-    if math.prod(shape) * np.dtype(dtype).itemsize > world.shared_room() // 2:
+    if math.prod(shape) * np.dtype(dtype).itemsize > world.available_shared_bytes() // 2:
         return _together(world, read), rest
     images = world.shared_array(shape, np.dtype(dtype))
     there = world.shared_array((1,), np.uint8)
@@ -61,5 +61,5 @@ def _together(world, function):
         result = function()
     except UserError as e:
         error = e
-    world.together(error)
+    world.raise_if_any(error)
     return result

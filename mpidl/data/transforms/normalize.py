@@ -159,7 +159,7 @@ def statistics(datastore, world=None):
         error = problem
     low, high, sums, squares = mine.low, mine.high, mine.sums, mine.squares
     if world.size > 1:
-        world.together(error)
+        world.raise_if_any(error)
         low, high = world.gop("min", low), world.gop("max", high)
         sums, squares = world.gop("sum", sums), world.gop("sum", squares)
     elif error is not None:

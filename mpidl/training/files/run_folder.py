@@ -146,7 +146,7 @@ class RunWriter:
             except OSError as os_error:
                 reason = os_error.strerror or os_error
                 error = UserError(f"{self.out}: cannot be made: {reason}")
-            world.together(error)
+            world.raise_if_any(error)
 
     def record(self, *numbers: Any) -> None:
         """Write a line of metrics.jsonl; the arguments are those of `Metrics.record`."""
@@ -183,7 +183,7 @@ class RunWriter:
                 checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
             except UserError as user_error:
                 error = user_error
-        self.world.together(error)
+        self.world.raise_if_any(error)
 
     def plot(self, end: bool = False) -> None:
         """Draw progress.png; before the end of a run at most every PLOT_SECONDS."""
@@ -194,7 +194,7 @@ class RunWriter:
             except UserError as user_error:
                 error = user_error
             self.plot_time = time.monotonic()
-        self.world.together(error)
+        self.world.raise_if_any(error)
 
     def close(self) -> None:
         if self.metrics:
