@@ -122,7 +122,8 @@ def test_a_chain_that_no_kernel_fuses_is_recorded(device, count):
         stepped = recorded.apply(there, slopes, recorded.numbers())
         for name, old in there.items():
             recorder.carry(stepped[name], old)
-    made = recorder.finish({}, graphs=False)
+        result = launching.scalar("result", 0.0, np.float64)  # a program has at least one
+    made = recorder.finish({"result": result}, graphs=False)
     for step in range(count):
         recorded.learning_rate = 0.1 / (1 + step)
         made.results(made.run(**recorded.advance(), result=1.0))
