@@ -265,9 +265,9 @@ def test_loads_are_by_the_time_of_ones_own_work():
 
 
 def test_each_rank_has_a_part_of_the_set():
-    order, shares = np.arange(100)[::-1], [partition.shares_of(n, 3, None) for n in (40, 40, 20)]
+    order, shares = np.arange(100)[::-1], [partition.image_shares(n, 3, None) for n in (40, 40, 20)]
     assert shares[0] == [(0, 16), (16, 32), (32, 40)] and shares[2] == [(0, 16), (16, 20), (20, 20)]
-    epochs = [partition.order_of(order, shares, 0, epoch) for epoch in (None, 1, 2)]
+    epochs = [partition.partition_order(order, shares, 0, epoch) for epoch in (None, 1, 2)]
     firsts = np.cumsum([0, 40, 40])
     parts = []
     for found in epochs:

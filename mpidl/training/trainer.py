@@ -13,7 +13,7 @@ from mpidl.autodiff.tape import value_and_grad
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.data.datastore import without_images
+from mpidl.data.checks import empty_classes_warning
 from mpidl.errors import Fault, UserError
 from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation, held_out
@@ -79,7 +79,7 @@ def train(
         world.use_threads(options.threads)
     how = {"verbose_every": options.verbose_every, "progress": options.verbose == "on"}
     with console or Console(world.rank, **how) as shown:
-        if (warning := without_images(datastore)) is not None:
+        if (warning := empty_classes_warning(datastore)) is not None:
             shown.line(warning)
         run = _Run(net, datastore, options, world, place, shown, dict(facts))
         with contextlib.nullcontext(signals) if signals else Signals() as held:
