@@ -19,10 +19,10 @@ from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation, held_out
 from mpidl.report import Console
 from mpidl.training import input_pipeline, memory_budget
-from mpidl.training.batchnorm_population import population
+from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.files.run_folder import Keeper, Place
-from mpidl.training.load_balancing import Measured
+from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.optimizers import of_options
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
 from mpidl.training.options.training_options import TrainingOptions
@@ -64,7 +64,7 @@ def train(
     iteration's, with the moving ones.
     """
     options = TrainingOptions() if options is None else options
-    input_pipeline.check_kinds(net, datastore, options)
+    input_pipeline.check_types(net, datastore, options)
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)
@@ -115,7 +115,7 @@ class _Run:
         self.minimized = losses.of(options.loss)
         self.gradient = value_and_grad(self.minimized, reduce=world)
         self.queue, self.recorded = MinibatchQueue(*shared, **how), None
-        self.measured = Measured(world) if options.worker_load == "measured" else None
+        self.measured = LoadBalancer(world) if options.worker_load == "measured" else None
         if world.device is not None:
             self._record(shared, how)
         self.began = time.monotonic() - self.at.seconds
@@ -324,10 +324,12 @@ class _Run:
         self.validation.give_best(self.net)
         if self.options.batchnorm_statistics == "population" and self.at.iteration:
             size = self.options.batch_size
-            how = {"shuffle": "never", "prefetch": self.options.prefetch, **self.net.seen()}
+            how = {"shuffle": "never", "prefetch": self.options.prefetch}
+            how |= self.net.seen()
             # in place of training's, whose memory goes
             self.queue = MinibatchQueue(self.datastore, size, world=self.world, **how)
-            state = population(self.net.on(self.world.device), self.queue, self.world, signals)
+            net = self.net.on(self.world.device)
+            state = population_state(net, self.queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
 
     def _blame(self, images, labels, loss, shown):
@@ -379,7 +381,7 @@ class _Run:
     def _restore(self, arrays, facts):
         now = resumable(self.options, self.net, self.datastore, self.world.size)
         changed_on_resume(facts, now, "the run of this checkpoint")
-        input_pipeline.changed(facts, self.options)
+        input_pipeline.check_unchanged(facts, self.options)
         self.net.parameters = model_file.matching(
             self.net.parameters, arrays["learnables"], checkpoint.CURRENT
         )
