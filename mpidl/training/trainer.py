@@ -325,7 +325,7 @@ class _Run:
         if self.options.batchnorm_statistics == "population" and self.at.iteration:
             size = self.options.batch_size
             how = {"shuffle": "never", "prefetch": self.options.prefetch}
-            how |= self.net.seen()
+            how |= self.net.input_transform()
             # in place of training's, whose memory goes
             self.queue = MinibatchQueue(self.datastore, size, world=self.world, **how)
             net = self.net.on(self.world.device)
