@@ -6,7 +6,8 @@ import numpy as np
 
 from mpidl import ops
 from mpidl.autodiff.tape import is_one_number
-from mpidl.data.datastore import check_classes, need_datastore
+from mpidl.data.checks import check_classes
+from mpidl.data.datastore import need_datastore
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.ops.loss import squeezed

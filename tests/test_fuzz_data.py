@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from images import grow, pixels_of, write_idx
 
 from mpidl.data import ArrayDatastore, ImageFolder, open_data, open_test_data, read_idx
-from mpidl.data.datastore import Datastore, read_images, read_targets
+from mpidl.data.checks import read_images, read_targets
+from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5_probe, packed, packing
 from mpidl.errors import UserError
 

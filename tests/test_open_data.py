@@ -17,7 +17,7 @@ from mpidl.data import (
     open_data,
     open_test_data,
 )
-from mpidl.data.datastore import check_classes
+from mpidl.data.checks import check_classes
 
 
 def test_open_data_takes_train_and_test_folders(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 from mpidl import backends, data, losses
 from mpidl.cli import arguments, start
 from mpidl.comm import World, failure
-from mpidl.data.datastore import read_targets
+from mpidl.data.checks import read_targets
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion

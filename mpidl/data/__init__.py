@@ -1,9 +1,9 @@
-"""Sets of images and the queue of mini-batches."""
+"""Image sets and the queue of mini-batches."""
 
 from mpidl.data.combined import combined
 from mpidl.data.datastore import ArrayDatastore, Datastore
 from mpidl.data.formats.cifar import cifar_folder
-from mpidl.data.formats.digits import digits  # the function takes the module's name here
+from mpidl.data.formats.digits import digits  # the function, not the module
 from mpidl.data.formats.folder import ImageFolder
 from mpidl.data.formats.hdf5 import HDF5Datastore
 from mpidl.data.formats.idx import idx_folder, read_idx

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from mpidl.data.datastore import MOST_CLASSES, checked_labels
+from mpidl.data.datastore import MOST_CLASSES, check_labels
 from mpidl.errors import UserError
 from mpidl.text import printable
 
@@ -16,11 +16,11 @@ def agreed(labels, names, classes, source):
     this set is the first. With both, labels are brought to `classes` by name. UserError where a
     label is none of them.
     """
-    labels = checked_labels(labels, len(labels), names, source)
+    labels = check_labels(labels, len(labels), names, source)
     if names is None:
         found = range(int(labels.max(initial=-1)) + 1)
         names = [str(i) for i in found] if classes is None else list(classes)
-        return checked_labels(labels, len(labels), names, source), names
+        return check_labels(labels, len(labels), names, source), names
     if classes is None or list(classes) == list(names):
         return labels, list(names)
     place = {name: i for i, name in enumerate(classes)}

@@ -336,8 +336,8 @@ class Network:
         images = from_images(images.astype(np.float32), batch)
         return ops.softmax(self.logits(images)).local()
 
-    def seen(self):
-        """What a `MinibatchQueue` is told to show images to this network as in its training."""
+    def input_transform(self):
+        """Return the `MinibatchQueue` keywords that show images to this network as in training."""
         return {"normalization": self.normalization, "crop": self.crop}
 
     def takes(self, shape):

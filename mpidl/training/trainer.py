@@ -16,7 +16,8 @@ from mpidl import backends
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.data.datastore import Datastore, without_images
+from mpidl.data.checks import empty_classes_warning
+from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation, held_out
@@ -24,10 +25,10 @@ from mpidl.nn import Network
 from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
 from mpidl.training import input_pipeline, memory_budget
-from mpidl.training.batchnorm_population import population
+from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.files.run_folder import RunFolder, RunWriter
-from mpidl.training.load_balancing import Measured
+from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.optimizers import of_options
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
 from mpidl.training.options.training_options import TrainingOptions
@@ -107,7 +108,7 @@ def train(
     options = TrainingOptions() if options is None else options
     if optimizer is not None:
         options = replace(options, learning_rate=_learning_rate(optimizer))
-    input_pipeline.check_kinds(net, datastore, options)
+    input_pipeline.check_types(net, datastore, options)
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)
@@ -117,7 +118,7 @@ def train(
     _use_device(world, options)
     arguments = {"verbose_every": options.verbose_every, "progress": options.verbose == "on"}
     with console or Console(world.rank, **arguments) as opened_console:
-        if (warning := without_images(datastore)) is not None:
+        if (warning := empty_classes_warning(datastore)) is not None:
             opened_console.line(warning)
         if optimizer is None:
             optimizer = of_options(options, **net.factors)
@@ -191,7 +192,7 @@ class Trainer:
             self._restore(*folder.resume)
         queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
         queue_options |= {"load": load, "sampling": options.sampling}
-        balancer = Measured(world) if options.worker_load == "measured" else None
+        balancer = LoadBalancer(world) if options.worker_load == "measured" else None
         self.queue, self.step = make_step(
             net, optimizer, options, world, self.datastore, queue_options, balancer, self._advice
         )
@@ -369,13 +370,17 @@ class Trainer:
         self.step.close()
         self.validation.give_best(self.net)
         if options.batchnorm_statistics == "population" and position.iteration:
-            queue_options = {"shuffle": "never", "prefetch": options.prefetch, **self.net.seen()}
+            queue_options = {
+                "shuffle": "never",
+                "prefetch": options.prefetch,
+                **self.net.input_transform(),
+            }
             # in place of training's queue, whose memory goes
             self.queue = MinibatchQueue(
                 self.datastore, options.batch_size, world=self.world, **queue_options
             )
             net = self.net.on(self.world.device)
-            state = population(net, self.queue, self.world, signals)
+            state = population_state(net, self.queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
 
     def _advice(self, learning_rate):
@@ -413,7 +418,7 @@ class Trainer:
     def _restore(self, arrays, facts):
         now = resumable(self.options, self.net, self.datastore, self.world.size)
         changed_on_resume(facts, now, "the run of this checkpoint")
-        input_pipeline.changed(facts, self.options)
+        input_pipeline.check_unchanged(facts, self.options)
         expected = type(self.optimizer).__name__
         if facts.get("optimizer", expected) != expected:  # absent from older checkpoints
             raise UserError(

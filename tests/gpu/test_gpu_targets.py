@@ -121,7 +121,7 @@ def told_as_the_cpu_reads(store, world, monkeypatch, resident=True, epochs=2, si
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     queue = device_queue.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **how)
     host = dl.MinibatchQueue(store, size, 3, **how)
-    told, mine = Told(queue), slice(*queue.whole.tree.run)
+    told, mine = Told(queue), slice(*queue.full_batch.tree.run)
     for epoch in range(1, 1 + epochs):
         for (feed, _), whole in zip(queue.epoch(epoch), host.epoch(epoch), strict=True):
             for found, expected in zip(told.tell(feed), whole, strict=True):

@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from mpidl.data.datastore import ArrayDatastore, checked_labels
+from mpidl.data.datastore import ArrayDatastore, check_labels
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
 from mpidl.text import printable
@@ -116,7 +116,7 @@ def idx_folder(folder, which="train", world=None, *, classes=None, labelled=True
                 )
         pixels = checked_images(images)
         if labels is not None:
-            labels = checked_labels(read_idx(labels), len(pixels), classes, printable(labels))
+            labels = check_labels(read_idx(labels), len(pixels), classes, printable(labels))
         return pixels, (images, labels)
 
     pixels, (path, labels) = once_per_node(world, load, folder)

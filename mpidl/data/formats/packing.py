@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from mpidl.data.datastore import read_images, read_targets
+from mpidl.data.checks import read_images, read_targets
 from mpidl.data.formats import hdf5, packed
 from mpidl.errors import UserError
 from mpidl.files import digest, unreadable
