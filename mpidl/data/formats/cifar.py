@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl.data.datastore import ArrayDatastore
+from mpidl.data.formats.format import format_of_parts
 from mpidl.data.labels import agreed
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
@@ -172,3 +173,21 @@ def read_names(path, count):
             f"{len(set(names))}"
         )
     return names
+
+
+def _recognizes(path: str, head: bytes, option: str) -> bool:
+    """Tell whether a folder holds CIFAR's binary files; UserError if it holds the pickled ones."""
+    if find(path) is not None:
+        return True
+    refuse_pickles(path, option)
+    return False
+
+
+FORMAT = format_of_parts(
+    "cifar",
+    recognizes=_recognizes,
+    open_part=lambda path, part, world, options: cifar_folder(
+        path, part, world, classes=options.classes
+    ),
+    parts=lambda path: [part for part in ("train", "test") if find(path, part) is not None],
+)

@@ -28,6 +28,7 @@ from mpidl import keyed
 from mpidl.data.datastore import counted
 from mpidl.data.formats.digit_glyphs import FACES, segments
 from mpidl.data.formats.folder import ImageFolder
+from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.text import printable
@@ -200,3 +201,17 @@ def _unseen(folder, host):
         f"{printable(folder)}: drawn by rank 0, but host {host} does not see it; "
         f"set MPIDL_CACHE to a folder that all hosts see"
     )
+
+
+def _open_part(text: str, part: str, world: World, options: OpenOptions) -> Digits:
+    """Open the set for `--data digits`; UserError if the classes are not the ten digits."""
+    store = digits(world)
+    if options.classes is not None and list(options.classes) != store.classes:
+        raise UserError(
+            f"{options.option} digits: expected the classes "
+            f"{', '.join(map(printable, options.classes))}, found {', '.join(store.classes)}"
+        )
+    return store
+
+
+FORMAT = format_of_parts("digits", lambda path, head, option: False, _open_part)

@@ -8,11 +8,14 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
+from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import KINDS, SUFFIXES, decode
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocessed
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, stamp
 from mpidl.text import did_you_mean, printable
+
+TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 class ImageFolder(Datastore):
@@ -201,6 +204,51 @@ def reason(error):
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def file_of_image(entry):
+def is_image_file(entry):
     """Whether a folder's entry is an image file, by its name."""
     return entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
+
+
+def _is_split(path: str, head: bytes, option: str) -> bool:
+    """Tell whether a folder has train/ and test/; UserError if it has the first without the second.
+
+    A class may be called "train", so nothing but such names may be in the folder.
+    """
+    names = sub_folders(path)
+    if "train" not in names or not set(names) <= {"train", *TEST_FOLDERS}:
+        return False
+    train = os.path.join(path, "train")
+    if not sub_folders(train) or any(is_image_file(entry) for entry in visible(train)):
+        return False
+    if "test" not in names:
+        hint = f" and --test-data {printable(path)}/{names[-1]}" if len(names) > 1 else ""
+        raise UserError(
+            f"{option} {printable(path)}: found train/ but no test/ beside it; name the "
+            f"folders themselves: --data {printable(train)}{hint}"
+        )
+    return True
+
+
+def _open_folder(folder: str, world: World, options: OpenOptions) -> ImageFolder:
+    return ImageFolder(
+        folder,
+        world,
+        classes=options.classes,
+        labelled=options.labelled,
+        preprocess=options.preprocess,
+    )
+
+
+TRAIN_AND_TEST = format_of_parts(
+    "train and test folders",
+    recognizes=_is_split,
+    open_part=lambda path, part, world, options: _open_folder(
+        os.path.join(path, part), world, options
+    ),
+    parts=lambda path: ["train", "test"],
+)
+CLASS_FOLDERS = format_of_parts(
+    "class folders",
+    recognizes=lambda path, head, option: True,
+    open_part=lambda path, part, world, options: _open_folder(path, world, options),
+)

@@ -10,6 +10,7 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
 from mpidl.data.formats import hdf5_probe
+from mpidl.data.formats.format import format_of_parts
 from mpidl.data.labels import agreed, check_int32, names_of, whole_numbers
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, stamp, unreadable
@@ -24,6 +25,7 @@ LAYOUTS = {
     "NCWH": (0, 1, 3, 2),
     "NWH": (0, 2, 1),
 }
+SIGNATURE = b"\x89HDF\r\n\x1a\n"  # first bytes of an HDF5 file
 MOST_OF_A_CHUNK = 256 << 20  # bytes: a chunk is read whole
 MOST_OF_A_READ = 16 << 20  # bytes read at once where nothing is chunked
 RATIO = 1032  # of what a dataset holds to what is stored of it: no deflate packs tighter
@@ -305,3 +307,14 @@ def attribute(holder, name):
     if int(np.prod(held.shape, dtype=object)) * held.dtype.itemsize > 1 << 26:
         raise UserError(f"{printable(holder.file.filename)}: attribute {name}: too large")
     return holder.attrs[name]
+
+
+FORMAT = format_of_parts(
+    "hdf5",
+    recognizes=lambda path, head, option: head == SIGNATURE,
+    open_part=lambda path, part, world, options: HDF5Datastore(
+        path, world, classes=options.classes, labelled=options.labelled
+    ),
+    noun="an HDF5 file",
+    suffixes=(".h5", ".hdf5"),
+)

@@ -8,6 +8,7 @@ import zlib
 import numpy as np
 
 from mpidl.data.datastore import ArrayDatastore, checked_labels
+from mpidl.data.formats.format import format_of_parts
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
 from mpidl.text import printable
@@ -135,3 +136,13 @@ def checked_images(path):
         )
     with np.errstate(over="ignore"):  # an infinity is told of when it is read
         return pixels if pixels.dtype == np.uint8 else pixels.astype(np.float32)
+
+
+FORMAT = format_of_parts(
+    "idx",
+    recognizes=lambda path, head, option: is_idx_folder(path),
+    open_part=lambda path, part, world, options: idx_folder(
+        path, part, world, classes=options.classes, labelled=options.labelled
+    ),
+    parts=lambda path: [part for part in PREFIX if is_idx_folder(path, part)],
+)

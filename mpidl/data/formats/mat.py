@@ -14,6 +14,7 @@ import numpy as np
 from mpidl.data.combined import combined
 from mpidl.data.datastore import ArrayDatastore
 from mpidl.data.formats import hdf5, mat5
+from mpidl.data.formats.format import format_of_parts
 from mpidl.data.formats.hdf5 import HDF5Datastore
 from mpidl.data.formats.mat5 import Variable
 from mpidl.data.labels import agreed, names_of, whole_numbers
@@ -346,3 +347,17 @@ def names_73(file, path, variable):
             raise UserError(f"{printable(path)}: {printable(variable.name)}: expected texts in it")
         names.append(text[()].astype("<u2").tobytes().decode("utf-16-le", "replace"))
     return names_of(names, printable(path))
+
+
+FORMAT = format_of_parts(
+    "mat",
+    recognizes=lambda path, head, option: (
+        head.startswith(b"MATLAB") or path.lower().endswith(".mat")
+    ),
+    open_part=lambda path, part, world, options: mat_file(
+        path, world, part, classes=options.classes, labelled=options.labelled
+    ),
+    parts=lambda path: ["train", "test"] if has_test_part(path) else ["train"],
+    noun="a .mat file",
+    suffixes=(".mat",),
+)

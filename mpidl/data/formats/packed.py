@@ -25,13 +25,14 @@ import numpy as np
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
 from mpidl.data.formats import hdf5
+from mpidl.data.formats.format import format_of_parts
 from mpidl.data.labels import agreed, names_of
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import RawFile, Stamp, on_rank_0, stamp
 from mpidl.text import printable
 
-FORMAT, VERSION = "mpidl packed", 1
+FORMAT_NAME, FORMAT_VERSION = "mpidl packed", 1
 PARTS = ("train", "test")
 SMALL = ("labels", "checksums", "names", "name_ends")  # what sha256 covers
 LARGE = ("images", "targets")  # what the checksums cover
@@ -161,7 +162,7 @@ def checksum(*arrays):
 def is_packed(path):
     """Whether an HDF5 file is a packed set."""
     with hdf5.opened(path) as file:
-        return text_of(hdf5.attribute(file, "format")) == FORMAT
+        return text_of(hdf5.attribute(file, "format")) == FORMAT_NAME
 
 
 def parts_of(path):
@@ -174,12 +175,12 @@ def parts_of(path):
 def check_format(file):
     """A UserError where an open HDF5 file is no packed one, or not the one that was written."""
     where = printable(file.filename)
-    if text_of(hdf5.attribute(file, "format")) != FORMAT:
+    if text_of(hdf5.attribute(file, "format")) != FORMAT_NAME:
         raise UserError(f"{where}: expected a file of python -m mpidl.pack, found another")
     version = hdf5.attribute(file, "format_version")
-    if version != VERSION:
+    if version != FORMAT_VERSION:
         text = printable(str(version)[:40])
-        raise UserError(f"{where}: its format_version is {text}, this mpidl reads {VERSION}")
+        raise UserError(f"{where}: its format_version is {text}, this mpidl reads {FORMAT_VERSION}")
     if text_of(hdf5.attribute(file, "sha256")) != content(file):
         raise UserError(
             f"{where}: expected what was packed, found another content: its checksum differs"
@@ -275,3 +276,13 @@ def content(file):
 
 def text_of(value):
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+FORMAT = format_of_parts(
+    "packed",
+    recognizes=lambda path, head, option: head == hdf5.SIGNATURE and is_packed(path),
+    open_part=lambda path, part, world, options: PackedDatastore(
+        path, world, part, classes=options.classes, labelled=options.labelled
+    ),
+    parts=parts_of,
+)

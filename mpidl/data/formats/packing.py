@@ -120,7 +120,8 @@ def _lay_out(path, parts, plan):
 
     with h5py.File(path, "w", libver=("v108", "v108"), locking=False) as file:
         classes = next(iter(parts.values())).classes
-        file.attrs["format"], file.attrs["format_version"] = packed.FORMAT, packed.VERSION
+        file.attrs["format"] = packed.FORMAT_NAME
+        file.attrs["format_version"] = packed.FORMAT_VERSION
         file.attrs["classes"] = json.dumps(list(classes), ensure_ascii=True)
         for part, store in parts.items():
             count, step = len(store), plan[part]["chunk_images"]
