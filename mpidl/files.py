@@ -12,6 +12,9 @@ from mpidl.errors import UserError
 from mpidl.text import printable
 
 
+MAX_REASON = 300  # characters of a library's error, which may quote the damaged file
+
+
 class Stamp(NamedTuple):
     """What tells a file from a changed one: its size in bytes, and when it was written last."""
 
@@ -40,7 +43,7 @@ def unreadable(path, error):
     if isinstance(error, IsADirectoryError):
         return UserError(f"{printable(path)}: expected a file, found a folder")
     lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()
-    text = f"{printable(path)}: the file cannot be read: {lines[0]}"
+    text = f"{printable(path)}: the file cannot be read: {lines[0][:MAX_REASON]}"
     return UserError("".join(c if c.isprintable() else "?" for c in text))
 
 
