@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidl.data.datastore import ArrayDatastore
 from mpidl.data.formats.format import format_of_parts
-from mpidl.data.labels import agreed
+from mpidl.data.labels import align_labels
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
 from mpidl.files import unreadable
@@ -124,7 +124,7 @@ def cifar_folder(folder, which="train", world=None, *, labels="fine", classes=No
         codes = np.concatenate([part[:, column] for part in records])
         count, name = kind.labels[labels]
         names = read_names(os.path.join(place, name), count)
-        codes, known = agreed(codes, names, classes, printable(place))
+        codes, known = align_labels(codes, names, classes, printable(place))
         return pixels.reshape(-1, *SHAPE), (f"{place}, {kind.name} {which}", codes, known)
 
     pixels, (source, codes, known) = once_per_node(world, load, folder)

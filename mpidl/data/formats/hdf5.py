@@ -11,7 +11,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.formats.format import format_of_parts
-from mpidl.data.labels import agreed, check_int32, names_of, whole_numbers
+from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, stamp, unreadable
 from mpidl.text import printable
@@ -139,10 +139,10 @@ def look(path, names, layout, classes, labelled):
             held = dataset(file, names[1])
             own = attribute(held, "classes")
             own = attribute(file, "classes") if own is None else own
-            own = None if own is None else names_of(own, printable(path))
+            own = None if own is None else parse_class_names(own, printable(path))
             hint = f"; numbers that are to be learned go into a dataset {names[2]}"
-            values = whole_numbers(held[()], count, f"{printable(path)}: {names[1]}", hint)
-            labels, classes = agreed(values, own, classes, f"{printable(path)}: {names[1]}")
+            values = integer_labels(held[()], count, f"{printable(path)}: {names[1]}", hint)
+            labels, classes = align_labels(values, own, classes, f"{printable(path)}: {names[1]}")
             return Found(stamp(os.stat(path)), count, images, labels, classes, None)
         targets = None
         if names[2] in file:

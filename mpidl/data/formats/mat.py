@@ -17,7 +17,7 @@ from mpidl.data.formats import hdf5, mat5
 from mpidl.data.formats.format import format_of_parts
 from mpidl.data.formats.hdf5 import HDF5Datastore
 from mpidl.data.formats.mat5 import Variable
-from mpidl.data.labels import agreed, names_of, whole_numbers
+from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, stamp, unreadable
@@ -118,7 +118,7 @@ def mat_file(
                 targets = _numbers(held, chosen)
             else:
                 names = chosen.classes and mat5.texts(path, chosen.classes)
-                names = names and names_of(names, printable(path))
+                names = names and parse_class_names(names, printable(path))
                 codes, known = _labels(path, chosen, held, names, classes)
         return _images_of(pixels), (codes, known, targets)
 
@@ -281,7 +281,7 @@ def _some(variables):
 def _labels(path, chosen, values, names, classes):
     """(labels from 0, class names) of the numbers that MATLAB stored as labels."""
     where = f"{printable(path)}: {printable(chosen.labels.name)}"
-    codes = whole_numbers(values, chosen.count, where)
+    codes = integer_labels(values, chosen.count, where)
     low, high = int(codes.min()), int(codes.max())
     if names is not None:
         first = 0 if low == 0 else 1
@@ -290,7 +290,7 @@ def _labels(path, chosen, values, names, classes):
                 f"{where}: expected labels from 1 to {len(names)}, as many as "
                 f"{chosen.classes.name} has, found {low} to {high}"
             )
-        return agreed(codes - first, names, classes, where)
+        return align_labels(codes - first, names, classes, where)
     if classes is not None:
         place = {name: i for i, name in enumerate(classes)}
         used = np.unique(codes)
@@ -306,7 +306,7 @@ def _labels(path, chosen, values, names, classes):
             f"{where}: expected labels that begin with 0 or 1, found {low} to {high}: it is "
             "unclear which classes they are; save a cell array classes too"
         )
-    codes, found = agreed(codes - low, None, None, where)
+    codes, found = align_labels(codes - low, None, None, where)
     return codes, [str(int(name) + low) for name in found]
 
 
@@ -346,7 +346,7 @@ def names_73(file, path, variable):
         ):
             raise UserError(f"{printable(path)}: {printable(variable.name)}: expected texts in it")
         names.append(text[()].astype("<u2").tobytes().decode("utf-16-le", "replace"))
-    return names_of(names, printable(path))
+    return parse_class_names(names, printable(path))
 
 
 FORMAT = format_of_parts(

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpidl.data.datastore import ArrayDatastore
 from mpidl.data.formats.format import World, format_of_parts
-from mpidl.data.labels import agreed, names_of, whole_numbers
+from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
 from mpidl.files import unreadable
@@ -74,7 +74,9 @@ def npz_file(
             images = _load_images(archive, path, images_name)
             names = None
             if _has(archive, CLASSES):
-                names = names_of(_load(archive, path, CLASSES, "US", "texts"), printable(path))
+                names = parse_class_names(
+                    _load(archive, path, CLASSES, "US", "texts"), printable(path)
+                )
             if not _has(archive, labels_name):
                 if labelled:
                     raise _missing(archive, path, labels_name)
@@ -86,8 +88,8 @@ def npz_file(
                     f"{source}: expected one label an image, ({len(images)},), found shape {shape}"
                 )
             values = _load(archive, path, labels_name, "biuf", "whole numbers")
-            return images, agreed(
-                whole_numbers(values, len(images), source), names, classes, source
+            return images, align_labels(
+                integer_labels(values, len(images), source), names, classes, source
             )
 
     images, (labels, class_names) = once_per_node(world, load, path)

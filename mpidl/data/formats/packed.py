@@ -26,7 +26,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
 from mpidl.data.formats import hdf5
 from mpidl.data.formats.format import format_of_parts
-from mpidl.data.labels import agreed, names_of
+from mpidl.data.labels import align_labels, parse_class_names
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import RawFile, Stamp, on_rank_0, stamp
@@ -203,10 +203,10 @@ def look(path, part, classes, labelled):
             raise UserError(f"{where}: {part}: expected images (n, C, H, W)")
         count = len(group["images"])
         labels = names = None
-        known = names_of(text_of(hdf5.attribute(file, "classes")), where)
+        known = parse_class_names(text_of(hdf5.attribute(file, "classes")), where)
         if "labels" in group:
             labels = hdf5.dataset(file, f"{part}/labels")[()]
-            labels, known = agreed(labels, known, classes, where)
+            labels, known = align_labels(labels, known, classes, where)
         elif labelled and "targets" not in rows:
             raise UserError(f"{where}: {part}: expected labels, found none")
         if "names" in group:
