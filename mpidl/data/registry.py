@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from mpidl.data.datastore import Datastore
-from mpidl.data.formats import FILES, FOLDERS, FORMATS, NAMED
+from mpidl.data.formats import FILES, FOLDERS, FORMATS, KEYWORDS
 from mpidl.data.formats.folder import check_folder
 from mpidl.data.formats.format import Format, OpenOptions, World, file_format
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, preprocessed
@@ -90,7 +90,7 @@ def open_test_data(
 
 def _format_of(text: str, world: World, option: str) -> Format:
     """Return the Format of a path. Collective."""
-    for candidate in NAMED:
+    for candidate in KEYWORDS:
         if text == candidate.name:
             return candidate
     name = on_rank_0(world, lambda: _recognized(text, option).name)

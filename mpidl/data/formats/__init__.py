@@ -23,8 +23,8 @@ FOLDERS = (
     folder.TRAIN_AND_TEST,
     folder.CLASS_FOLDERS,
 )
-NAMED = (digits.FORMAT,)  # chosen by name, not by a path
-FORMATS = (*NAMED, *FILES, *FOLDERS)
+KEYWORDS = (digits.FORMAT,)  # chosen by a word instead of a path
+FORMATS = (*KEYWORDS, *FILES, *FOLDERS)
 
 __all__ = [
     "HDF5Datastore",

@@ -256,8 +256,8 @@ def select_variables(
         labels = _labels_of(path, variables, images, count, labelled)
     if labels is not None and labels.kind not in (*NUMBERS, *FLOATS, "logical"):
         raise UserError(
-            f"{source}: {labels}: expected numbers as labels; in MATLAB, save double({labels.name}) "
-            f"and classes = categories({labels.name})"
+            f"{source}: {labels}: expected numbers as labels; in MATLAB, save "
+            f"double({labels.name}) and classes = categories({labels.name})"
         )
     if labels is not None and not _fits(labels, count):
         raise UserError(

@@ -127,8 +127,8 @@ def _has(archive: np.lib.npyio.NpzFile, name: str) -> bool:
 
 def _missing(archive: np.lib.npyio.NpzFile, path: str, name: str) -> UserError:
     names = [printable(file) for file in archive.files[:9]]
-    more = ", ..." if len(archive.files) > len(names) else ""
-    listing = ", ".join(names) + more if names else "nothing"
+    ellipsis = ", ..." if len(archive.files) > len(names) else ""
+    listing = ", ".join(names) + ellipsis if names else "nothing"
     return UserError(f"{printable(path)}: expected an array {name}; found {listing}")
 
 
