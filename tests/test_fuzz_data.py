@@ -261,6 +261,15 @@ def test_packed_headers(tmp_path_factory, attributes, arrays):
         attempt(found.verify)
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz(tmp_path, save):
+    labels = np.arange(5) % 3
+    images = pixels_of(0, 5, 4, 3)
+    arrays = {"images": images, "labels": labels, "images_test": images, "labels_test": labels}
+    save(tmp_path / "whole.npz", classes=["a", "b", "c"], **arrays)
+    fuzzed(tmp_path, "x.npz", b"PK\x03\x04", (tmp_path / "whole.npz").read_bytes())
+
+
 @pytest.mark.parametrize("compressed", [True, False])
 def test_mat5(tmp_path, compressed):
     path = datafiles.mat5(

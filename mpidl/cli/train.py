@@ -42,7 +42,7 @@ def _train(given, world, signals):
     device = start.device_of(world)
 
     how = start.preprocess(run)
-    train_set, test_set = data.open_data(run["data"], world, wanted=how)
+    train_set, test_set = data.open_data(run["data"], world, preprocess=how)
     train_set, test_set = start.with_test(
         run, train_set, test_set, world, seed=settings.seed, typed=given
     )
