@@ -128,7 +128,7 @@ class Blocked:
 
     @property
     def source(self):
-        """What a backend reads this value from: its lanes, or the Source of an Activation."""
+        """What a backend reads this value from: its lanes, or a DeferredInput."""
         return self.lanes
 
     @property
@@ -150,7 +150,7 @@ class Blocked:
         return Blocked(lanes, self.batch)
 
     def stored(self):
-        """This value with its lanes in memory: itself, unless it is an Activation."""
+        """This value with its lanes in memory: itself, unless it is a DeferredActivation."""
         return self
 
     def block(self, b):
@@ -176,7 +176,7 @@ class Blocked:
         return f"Blocked(shape={self.shape}, {self.batch.blocks} block(s) here, {self.dtype})"
 
 
-class Source(NamedTuple):
+class DeferredInput(NamedTuple):
     """An activation as a backend reads it: max(0, (x - mean) * scale + beta) by channel."""
 
     x: np.ndarray  # (blocks, C, ..., 16)
@@ -185,7 +185,7 @@ class Source(NamedTuple):
     beta: np.ndarray
 
 
-class Activation(Blocked):
+class DeferredActivation(Blocked):
     """ReLU of batch normalization of `source.x`, which alone is stored: who reads it normalizes.
 
     Its lanes are computed when they are asked for, and not kept.
@@ -219,19 +219,19 @@ class Activation(Blocked):
 
     def reshape(self, image_shape):
         """The same values with another image shape, still deferred."""
-        return Activation(self.deferred, self.batch, self.compute, image_shape)
+        return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
 
 
 def readable(value):
-    """What a backend reads a Blocked value from in its image shape: its Source where that has it,
-    else its lanes."""
-    if isinstance(value, Activation) and value.image_shape != value.deferred.x.shape[1:-1]:
+    """What a backend reads a Blocked value from in its image shape: a DeferredInput if that has
+    it, else its lanes."""
+    if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
         return value.lanes
     return value.source
 
 
-class Gradient(Blocked):
-    """The cotangent of an Activation with what batch normalization will ask of it.
+class GradientWithSums(Blocked):
+    """The cotangent of a DeferredActivation with what batch normalization will ask of it.
 
     sums: Partial (2C,) float64 of [sum of dz, sum of dz * (x - mean)], dz the part of the cotangent
     where the activation is > 0.

@@ -9,7 +9,7 @@ from alone import Alone, assert_slopes, blocked, finite_differences, numbers, wh
 from compiled import needed
 
 import mpidl as dl
-from mpidl.blocks import Activation
+from mpidl.blocks import DeferredActivation
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.nn import fusion, graph
@@ -215,7 +215,7 @@ def test_a_fused_activation_with_several_readers_stays_deferred(world):
     layers = [dl.Conv2D(3, 4), *(kind() for kind in ACTIVE), Look(name="a")]
     layers += [Look(name="b", after="relu1"), dl.Add(inputs=("a", "b"))]
     dl.Network(layers, SHAPE)(batch_of(world)[0])
-    assert len(seen) == 2 and seen[0] is seen[1] and isinstance(seen[0], Activation)
+    assert len(seen) == 2 and seen[0] is seen[1] and isinstance(seen[0], DeferredActivation)
 
 
 def test_a_plain_list_is_a_graph_of_single_steps():

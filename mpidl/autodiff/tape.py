@@ -153,7 +153,7 @@ def refuse_gpu(name, *values):
     """Raise the TypeError of an op that works on NumPy arrays where a value lies on a GPU."""
     for value in values:
         array = value.source if isinstance(value, Blocked) else value
-        if hasattr(getattr(array, "x", array), "backend"):  # (of a Source, its x)
+        if hasattr(getattr(array, "x", array), "backend"):  # (of a DeferredInput, its x)
             raise TypeError(
                 f"{name}: works on NumPy arrays, and its argument lies on a GPU, for which it has "
                 "no kernel: run with --device cpu"

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
-from mpidl.blocks import Activation, Gradient
+from mpidl.blocks import DeferredActivation, GradientWithSums
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 
@@ -134,7 +134,7 @@ def conv2d_batchnorm_relu(
     Only the convolution's output is stored: who reads the value normalizes on the way. Each block
     is read once forward (its input's activation, the convolution, the moments) and once backward
     (the gradient through ReLU and batch normalization, those of weight, bias and x, and the sums
-    that the batch normalization before it asks for). For backends that read an Activation.
+    that the batch normalization before it asks for). For backends that read a DeferredActivation.
     """
     how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     _check("conv2d_batchnorm_relu", len(weight), gamma, beta, scope, x.shape)
@@ -145,22 +145,22 @@ def conv2d_batchnorm_relu(
     value = backend.source(y, s.shift, s.scale, beta)
 
     def vjp(dy, needs):
-        sums = dy.sums if isinstance(dy, Gradient) else None
+        sums = dy.sums if isinstance(dy, GradientWithSums) else None
         if sums is None:
             sums = backend.activation_sums(dy.lanes, value, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
         return *_through(dy, x, value, weight, how, factors, needs[:3]), dgamma, dbeta
 
-    return Activation(value, batch, backend.activation), vjp
+    return DeferredActivation(value, batch, backend.activation), vjp
 
 
 def _through(dy, x, value, weight, how, factors, needs):
     """Cotangents of the convolution's images, weight and bias, of the cotangent of `value`, the
-    Source of the activation; factors: those of the batch normalization between."""
+    DeferredInput of the activation; factors: those of the batch normalization between."""
     if not any(needs):
         return None, None, None
     backend, batch = backends.of(x), x.batch
-    before = needs[0] and isinstance(x, Activation)
+    before = needs[0] and isinstance(x, DeferredActivation)
     dx, dweight, dbias, sums = backend.conv2d_backward(
         dy.lanes,
         x.source,
@@ -171,10 +171,10 @@ def _through(dy, x, value, weight, how, factors, needs):
         needs,
         behind=(value, *factors),
         sums=before,
-        reuse=isinstance(dy, Gradient),  # made by the op behind for this one alone
+        reuse=isinstance(dy, GradientWithSums),  # made by the op behind for this one alone
     )
     if before:
-        dx = Gradient(dx, batch, sums)
+        dx = GradientWithSums(dx, batch, sums)
     elif dx is not None:
         dx = x.like(dx)
     return dx, dweight, dbias
@@ -209,4 +209,4 @@ def conv2d_batchnorm_relu_predict(
         factors = scale, nothing, nothing
         return *_through(dy, x, value, weight, how, factors, needs[:3]), None, None, None, None
 
-    return Activation(value, x.batch, backend.activation), vjp
+    return DeferredActivation(value, x.batch, backend.activation), vjp

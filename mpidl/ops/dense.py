@@ -4,7 +4,7 @@ import math
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
-from mpidl.blocks import LANES, Activation, Gradient
+from mpidl.blocks import LANES, DeferredActivation, GradientWithSums
 from mpidl.ops import check
 
 
@@ -17,9 +17,13 @@ def flatten(x):
 
     def vjp(dy, needs):
         dx = dy.lanes.reshape(len(dy.lanes), *shape, LANES)
-        return (Gradient(dx, x.batch, dy.sums) if isinstance(dy, Gradient) else x.like(dx),)
+        return (
+            GradientWithSums(dx, x.batch, dy.sums)
+            if isinstance(dy, GradientWithSums)
+            else x.like(dx),
+        )
 
-    if isinstance(x, Activation):  # which stays what is not stored
+    if isinstance(x, DeferredActivation):  # which stays what is not stored
         return x.reshape((features,)), vjp
     return x.like(x.lanes.reshape(len(x.lanes), features, LANES)), vjp
 
@@ -44,7 +48,7 @@ def dense(x, weight, bias):
             dy.lanes, x.source, weight, x.batch.tree, needs
         )
         if dx is not None:
-            dx = x.like(dx) if sums is None else Gradient(dx, x.batch, sums)
+            dx = x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
         return dx, dweight, dbias
 
     return x.like(y), vjp

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from mpidl import backends
 from mpidl.autodiff.tape import op, value_of
 from mpidl.backends.reference import pool2d_shape
-from mpidl.blocks import Gradient
+from mpidl.blocks import GradientWithSums
 from mpidl.ops import check
 
 PLACES = 256  # what a byte can tell apart
@@ -39,7 +39,7 @@ def windows(name, image_shape, size, stride, padding, places=None):
 
 
 def _cotangent(x, dx, sums):
-    return x.like(dx) if sums is None else Gradient(dx, x.batch, sums)
+    return x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
 
 
 @op(blocks=True)
