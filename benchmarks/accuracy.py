@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import machine, modules, subject
 from mpidl import ops
-from mpidl.autodiff.tape import Var, op, value_and_grad
+from mpidl.autodiff import Var, op, value_and_grad
 from mpidl.backends import reference
 from mpidl.blocks import OneRank, from_images, share
 from mpidl.errors import Fault, UserError

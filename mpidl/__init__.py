@@ -16,7 +16,7 @@ if "numpy" in sys.modules:
     threadpoolctl.threadpool_limits(1, user_api="blas")
 
 from mpidl import data, nn, ops
-from mpidl.autodiff.tape import Var, check_vjp, op, value_and_grad
+from mpidl.autodiff import Var, check_vjp, op, value_and_grad
 from mpidl.backends import configure
 from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
 from mpidl.comm import World

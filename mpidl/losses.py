@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff.tape import is_one_number
+from mpidl.autodiff import is_one_number
 from mpidl.data.datastore import check_classes, need_datastore
 from mpidl.errors import UserError
 from mpidl.nn import Network

@@ -16,14 +16,12 @@ that fixed place of the tape before the vjp runs: a vjp is never applied to part
 
 import functools
 import itertools
-import numbers
 from typing import Any
 
 import numpy as np
 
-from mpidl import keyed
 from mpidl.blocks import Blocked, from_images
-from mpidl.fold import Counter, Partial, replicated
+from mpidl.fold import Counter, Partial
 
 _clock = itertools.count()
 
@@ -209,7 +207,7 @@ def _in_type(cotangent, dtype):
     return np.asarray(cotangent, dtype)
 
 
-def _zeros(array):
+def zeros_like(array):
     """Zeros like an array, where it lies."""
     backend = getattr(array, "backend", None)
     return np.zeros_like(array) if backend is None else backend.zeros_like(array)
@@ -236,7 +234,7 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
         gradient = cotangents.pop(leaf, None)
         if gradient is None:
             value = leaf.value
-            gradient = _zeros(value.lanes if isinstance(value, Blocked) else value)
+            gradient = zeros_like(value.lanes if isinstance(value, Blocked) else value)
             gradient = value.like(gradient) if isinstance(value, Blocked) else gradient
         if on_ready:
             on_ready(leaf, gradient)
@@ -286,130 +284,3 @@ def batch_of(*args):
         if isinstance(value, Blocked):
             return value.batch
     return None
-
-
-def _as_partial(value):
-    return value if isinstance(value, Partial) else replicated(value)
-
-
-def value_and_grad(f, *, reduce=None):
-    """`value_and_grad(f)(model, *args)` -> f's value, gradients (and the new state of a network).
-
-    model: a dict of named arrays, or a Network; f gets it with the learnables being differentiated
-    and returns a scalar loss, or a tuple (loss, *others) whose others are not differentiated.
-    Returns (value, gradients) for a dict, (value, gradients, state) for a Network; gradients is a
-    dict by name, without the learnables that are not trained (`Network.trainable`).
-
-    Without `reduce`, the loss and the gradients come back as Partials, for `world.gplus`: nothing
-    but batch-norm sums was exchanged. With `reduce=world` they are exchanged while backward runs
-    and come back added up.
-    """
-
-    def run(model, *args, **options):
-        network = hasattr(model, "bind")
-        learnables = model.trainable if network else model
-        leaves = {name: Var(value, name=name) for name, value in learnables.items()}
-        traced: Any = model.bind(leaves) if network else leaves
-        result = f(traced, *args, **options)
-        loss, *others = result if isinstance(result, tuple) else (result,)
-        value = [value_of(v) for v in (loss, *others)]
-        if not is_one_number(loss):
-            raise TypeError(
-                f"a loss must be one number, got {value[0]!r}; dl.mean makes one of a value per "
-                "image, (N,)"
-            )
-        batch = batch_of(*args)
-        world = batch.world if batch else reduce
-        reducer = reduce.reducer() if reduce is not None else None
-        found = {}
-        if isinstance(loss, Var):
-            found = backward(
-                loss,
-                np.ones((), value[0].dtype),
-                fold=world.gplus if world is not None else None,
-                on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
-                progress=reducer.progress if reducer else None,
-            )
-        if reducer:
-            found = {leaves.get(name): g for name, g in reducer.finish().items()}
-        gradients = {
-            name: found[leaf] if leaf in found else _zeros(leaf.value)
-            for name, leaf in leaves.items()
-        }
-        if reducer:
-            partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
-            for i, v in reduce.gplus(partials).items():
-                value[i] = v
-        else:
-            value[0] = _as_partial(value[0])
-            gradients = {name: _as_partial(g) for name, g in gradients.items()}
-        value = tuple(value) if isinstance(result, tuple) else value[0]
-        return (value, gradients, traced.state) if network else (value, gradients)
-
-    return run
-
-
-def is_one_number(value):
-    """Whether a loss may be this: a Partial of shape (), or a number."""
-    value = value_of(value)
-    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
-
-
-def check_vjp(f, *args, step=1e-6, tolerance=1e-6, seed=0):
-    """Check the vjp of `f(*args)` along one random direction: <v, J d> = <vjp(v), d>.
-
-    J d is the central difference of f at args +- step * d. Floating arguments (NumPy arrays and
-    Blocked values, float64 for the default step and tolerance) are varied together. Returns the
-    relative difference; AssertionError where it is above `tolerance`. Collective where an argument
-    is blocked.
-    """
-    batch = batch_of(*args)
-    world = batch.world if batch else None
-
-    def direction(i, value):
-        label = f"check_vjp {i}"
-        if isinstance(value, Blocked):
-            count = int(np.prod(value.shape))
-            whole = 2 * keyed.uniform(seed, label, count).reshape(value.shape) - 1
-            return from_images(whole[slice(*value.batch.images)], value.batch, value.dtype)
-        count = int(np.prod(np.shape(value)))
-        return (2 * keyed.uniform(seed, label, count) - 1).reshape(np.shape(value))
-
-    def added(value):
-        return world.gplus(value) if isinstance(value, Partial) else value
-
-    def inner(a, b):
-        if isinstance(a, Blocked):
-            mine = np.array([np.sum(a.local() * b.local(), dtype=np.float64)])
-            return float(world.gplus(mine)[0])
-        return float(np.sum(np.asarray(a) * np.asarray(b), dtype=np.float64))
-
-    def moved(value, d, t):
-        return (
-            value.like(value.lanes + t * d.lanes) if isinstance(value, Blocked) else value + t * d
-        )
-
-    floating = [i for i, a in enumerate(args) if np.dtype(getattr(a, "dtype", "O")).kind == "f"]
-    steps = {i: direction(i, args[i]) for i in floating}
-
-    def at(t):
-        shifted = [moved(a, steps[i], t) if i in steps else a for i, a in enumerate(args)]
-        return added(value_of(f(*shifted)))
-
-    y = f(*[Var(a, name=f"argument {i}") if i in steps else a for i, a in enumerate(args)])
-    v = direction("v", added(y.value))
-    high, low = at(step), at(-step)
-    slope = high.like(high.lanes - low.lanes) if isinstance(high, Blocked) else high - low
-    forward = inner(slope, v) / (2 * step)
-    reverse = 0.0
-    for i, d in steps.items():
-        leaf = [Var(a, name="x") if j == i else a for j, a in enumerate(args)]
-        found = backward(f(*leaf), v, fold=world.gplus if world else None)[leaf[i]]
-        reverse += inner(added(found), d)
-    difference = abs(forward - reverse) / max(abs(forward), abs(reverse), 1e-300)
-    if not difference <= tolerance:
-        raise AssertionError(
-            f"vjp of {getattr(f, '__name__', f)}: <v, J d> = {forward:.12g} by differences, "
-            f"<vjp(v), d> = {reverse:.12g}, relative difference {difference:.3g} > {tolerance:g}"
-        )
-    return difference

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff.tape import value_of
+from mpidl.autodiff import value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import fusion, graph
 from mpidl.nn.layers import At, Layer

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from mpidl import backends, losses
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
