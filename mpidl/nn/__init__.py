@@ -2,23 +2,21 @@
 
 from mpidl.nn import zoo
 from mpidl.nn.layers import (
+    Add,
     AveragePool2D,
     BatchNorm,
     Built,
+    Concat,
     Conv2D,
+    CrossChannelNorm,
     Dense,
+    Dropout,
     Flatten,
+    GlobalAveragePool2D,
     Layer,
+    LeakyReLU,
     MaxPool2D,
     ReLU,
-)
-from mpidl.nn.more_layers import (
-    Add,
-    Concat,
-    CrossChannelNorm,
-    Dropout,
-    GlobalAveragePool2D,
-    LeakyReLU,
     Sigmoid,
     Softmax,
     Tanh,

@@ -11,8 +11,7 @@ from mpidl import ops
 from mpidl.autodiff import value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import fusion, graph
-from mpidl.nn.layers import At, Layer
-from mpidl.nn.more_layers import Softmax
+from mpidl.nn.layers import At, Layer, Softmax
 from mpidl.nn.summary import Analysis, times
 from mpidl.ops import check
 from mpidl.text import aligned, did_you_mean

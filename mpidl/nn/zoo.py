@@ -1,7 +1,18 @@
 """The zoo: networks by name, each with its recipe (the options it was trained with)."""
 
-from mpidl.nn.layers import AveragePool2D, BatchNorm, Conv2D, Dense, Layer, MaxPool2D, ReLU
-from mpidl.nn.more_layers import Add, CrossChannelNorm, Dropout, GlobalAveragePool2D
+from mpidl.nn.layers import (
+    Add,
+    AveragePool2D,
+    BatchNorm,
+    Conv2D,
+    CrossChannelNorm,
+    Dense,
+    Dropout,
+    GlobalAveragePool2D,
+    Layer,
+    MaxPool2D,
+    ReLU,
+)
 from mpidl.nn.network import Network
 
 
