@@ -1,7 +1,10 @@
 """Values and gradients of a function of a network or of a dict of arrays."""
 
+from __future__ import annotations
+
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -9,21 +12,40 @@ from mpidl.autodiff.tape import Var, backward, batch_of, value_of, zeros_like
 from mpidl.fold import Partial, replicated
 
 
-def _as_partial(value):
-    return value if isinstance(value, Partial) else replicated(value)
+class Reducing(Protocol):
+    """What `value_and_grad` needs of a world that adds up gradients: `mpidl.World` provides it."""
+
+    def gplus(self, value: Any) -> Any:
+        """Add up Partials over the ranks."""
+
+    def reducer(self) -> Any:
+        """Return an object that exchanges gradients while backward runs."""
 
 
-def value_and_grad(f, *, reduce=None):
-    """`value_and_grad(f)(model, *args)` -> f's value, gradients (and the new state of a network).
+def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> Callable[..., Any]:
+    """Return a function that computes the value of `f` and its gradients.
 
-    model: a dict of named arrays, or a Network; f gets it with the learnables being differentiated
-    and returns a scalar loss, or a tuple (loss, *others) whose others are not differentiated.
-    Returns (value, gradients) for a dict, (value, gradients, state) for a Network; gradients is a
-    dict by name, without the learnables that are not trained (`Network.trainable`).
+    Parameters
+    ----------
+    f
+        A function f(model, *args, **options). It returns a scalar loss, or a tuple (loss, *others)
+        of which only the loss is differentiated. The model that it gets holds the learnables as
+        Vars; a network runs in training mode.
+    reduce
+        A `World` that exchanges the loss and the gradients while backward runs. Without it they are
+        Partials for `world.gplus`, and only batch-norm sums are exchanged.
 
-    Without `reduce`, the loss and the gradients come back as Partials, for `world.gplus`: nothing
-    but batch-norm sums was exchanged. With `reduce=world` they are exchanged while backward runs
-    and come back added up.
+    Returns
+    -------
+    callable
+        A function of (model, *args, **options). For a model that is a dict of arrays it returns
+        (value, gradients); for a Network, (value, gradients, state) with the new state. The
+        gradients are a dict by name of the learnables that are trained (`Network.trainable`).
+
+    Raises
+    ------
+    TypeError
+        By the returned function, if the loss is not one number.
     """
 
     def run(model, *args, **options):
@@ -32,8 +54,8 @@ def value_and_grad(f, *, reduce=None):
         leaves = {name: Var(value, name=name) for name, value in learnables.items()}
         traced: Any = model.bind(leaves) if network else leaves
         result = f(traced, *args, **options)
-        loss, *others = result if isinstance(result, tuple) else (result,)
-        value = [value_of(v) for v in (loss, *others)]
+        outputs = result if isinstance(result, tuple) else (result,)
+        loss, value = outputs[0], [value_of(v) for v in outputs]
         if not is_one_number(loss):
             raise TypeError(
                 f"a loss must be one number, got {value[0]!r}; dl.mean makes one of a value per "
@@ -42,9 +64,9 @@ def value_and_grad(f, *, reduce=None):
         batch = batch_of(*args)
         world = batch.world if batch else reduce
         reducer = reduce.reducer() if reduce is not None else None
-        found = {}
+        computed = {}
         if isinstance(loss, Var):
-            found = backward(
+            computed = backward(
                 loss,
                 np.ones((), value[0].dtype),
                 fold=world.gplus if world is not None else None,
@@ -52,9 +74,9 @@ def value_and_grad(f, *, reduce=None):
                 progress=reducer.progress if reducer else None,
             )
         if reducer:
-            found = {leaves.get(name): g for name, g in reducer.finish().items()}
+            computed = {leaves.get(name): g for name, g in reducer.finish().items()}
         gradients = {
-            name: found[leaf] if leaf in found else zeros_like(leaf.value)
+            name: computed[leaf] if leaf in computed else zeros_like(leaf.value)
             for name, leaf in leaves.items()
         }
         if reducer:
@@ -70,7 +92,11 @@ def value_and_grad(f, *, reduce=None):
     return run
 
 
-def is_one_number(value):
-    """Whether a loss may be this: a Partial of shape (), or a number."""
+def _as_partial(value):
+    return value if isinstance(value, Partial) else replicated(value)
+
+
+def is_one_number(value: Any) -> bool:
+    """Return whether a value can be a loss: a Partial or array of shape (), or a number."""
     value = value_of(value)
     return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
