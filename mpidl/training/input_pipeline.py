@@ -97,7 +97,7 @@ def check(net, datastore, options):
         if images is not None:
             losses.check(options.loss, net, images, training=images is datastore)
     if store is not None:
-        named = losses.names_known(options.loss, net, datastore)
+        named = losses.output_class_names(options.loss, net, datastore)
         losses.check_names(named, options.loss, net, store, "the training set")
 
 
@@ -116,11 +116,11 @@ def prepare(net, datastore, options, world, kept=None):
     net.normalization = found
     net.crop = None if augmenter is None else augmenter.crop
     net.preprocess = datastore.preprocess or net.preprocess
-    net.classes = losses.classes(options.loss, net, datastore)
+    net.classes = losses.trained_classes(options.loss, net, datastore)
     return {
         "augmenter": augmenter,
         "normalization": found,
-        "classes": losses.limit(options.loss, net),
+        "classes": losses.label_limit(options.loss, net),
         "workers": options.workers,
         "prefetch": options.prefetch,
     }

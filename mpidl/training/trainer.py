@@ -112,7 +112,7 @@ class _Run:
         kept = None if resume is None else resume[0]
         how = input_pipeline.prepare(net, self.datastore, options, world, kept)
         how |= {"load": load, "sampling": options.sampling}
-        self.minimized = losses.of(options.loss)
+        self.minimized = losses.loss_function(options.loss)
         self.gradient = value_and_grad(self.minimized, reduce=world)
         self.queue, self.recorded = MinibatchQueue(*shared, **how), None
         self.measured = Measured(world) if options.worker_load == "measured" else None
@@ -249,7 +249,7 @@ class _Run:
         at, count, accuracy = self.at, shown.count, None
         at.loss += loss * count
         if correct is not None:
-            correct /= losses.labels_of(self.datastore)
+            correct /= losses.labels_per_image(self.datastore)
             at.correct, accuracy = (at.correct or 0.0) + correct, correct / count
         at.images, at.all_images = at.images + count, at.all_images + count
         now = time.monotonic()
