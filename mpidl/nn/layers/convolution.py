@@ -8,7 +8,7 @@ from mpidl.backends.reference import conv2d_shape
 from mpidl.backends.reference_conv import transposed_conv2d_shape
 from mpidl.nn.layers.base import Built, Weighted, glorot_uniform
 from mpidl.ops import check
-from mpidl.ops.transposed import crops
+from mpidl.ops.transposed import same_or_crops
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Conv2D(Weighted):
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         r, s = check.pair("Conv2D", "size", self.size, 1)
-        check.whole(self.name, "filters", self.filters)
-        check.whole(self.name, "groups", self.groups)
+        check.integer(self.name, "filters", self.filters)
+        check.integer(self.name, "groups", self.groups)
         if shape[0] % self.groups or self.filters % self.groups:
             raise ValueError(
                 f"{self.name}: {shape[0]} channels and {self.filters} filters do not divide into "
@@ -84,9 +84,9 @@ class TransposedConv2D(Weighted):
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         r, s = check.pair("TransposedConv2D", "size", self.size, 1)
-        check.whole(self.name, "filters", self.filters)
+        check.integer(self.name, "filters", self.filters)
         stride = check.pair("TransposedConv2D", "stride", self.stride, 1)
-        cropping = crops("TransposedConv2D", self.cropping, (r, s), stride)
+        cropping = same_or_crops("TransposedConv2D", self.cropping, (r, s), stride)
         weight = (shape[0], self.filters, r, s)
         output = transposed_conv2d_shape(shape, weight, stride, cropping)
         if min(output) < 1:

@@ -22,7 +22,7 @@ class Dense(Weighted):
 
     def build(self, shape):
         features = int(np.prod(shape))
-        check.whole(self.name, "outputs", self.outputs)
+        check.integer(self.name, "outputs", self.outputs)
         return Built(
             (self.outputs,),
             {
