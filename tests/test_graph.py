@@ -208,9 +208,9 @@ def test_a_fused_activation_with_several_readers_stays_deferred(world):
     seen = []
 
     class Look(dl.Flatten):
-        def forward(self, x, at):
+        def forward(self, x, context):
             seen.append(x)
-            return super().forward(x, at)
+            return super().forward(x, context)
 
     layers = [dl.Conv2D(3, 4), *(kind() for kind in ACTIVE), Look(name="a")]
     layers += [Look(name="b", after="relu1"), dl.Add(inputs=("a", "b"))]
@@ -246,7 +246,7 @@ def test_outputs_are_kept_as_long_as_somebody_needs_them(world):
     class Watch(dl.Layer):
         """Notes how many of the arrays made so far are still there."""
 
-        def forward(self, x, at):
+        def forward(self, x, context):
             alive.append(sum(ref() is not None for ref in held))
             lanes = (x[0] if isinstance(x, tuple) else x).lanes + 1
             held.append(weakref.ref(lanes))

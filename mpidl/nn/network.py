@@ -11,7 +11,7 @@ from mpidl import ops
 from mpidl.autodiff import value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import fusion, graph
-from mpidl.nn.layers import At, Layer, Softmax
+from mpidl.nn.layers import Layer, LayerContext, Softmax
 from mpidl.nn.summary import Analysis, times
 from mpidl.ops import check
 from mpidl.text import aligned, did_you_mean
@@ -312,7 +312,7 @@ class Network:
 
     def _at(self, layer):
         training = self.training and layer.trainable
-        return At(layer, self._parameters, self._state, training, self.batchnorm)
+        return LayerContext(layer, self._parameters, self._state, training, self.batchnorm)
 
     def predict(self, images):
         """Class scores (softmax): Blocked for Blocked images, (n, K) for an (n, C, H, W) array.

@@ -1,11 +1,11 @@
-"""Layers: what a network is a list of, a file per family.
+"""Layers, one file per family.
 
-A layer is a frozen set of arguments. It says what learnables and state it needs for images of a
-shape (`build`) and applies its op (`forward`); the arrays belong to the network.
+A layer is a set of arguments. `build` returns the learnables and the state that it needs for images
+of a shape, and `forward` applies its op. The arrays belong to the network.
 """
 
 from mpidl.nn.layers.activation import LeakyReLU, ReLU, Sigmoid, Softmax, Tanh
-from mpidl.nn.layers.base import At, Built, Layer, Weighted, glorot_uniform
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Weighted, glorot_uniform
 from mpidl.nn.layers.convolution import Conv2D, TransposedConv2D
 from mpidl.nn.layers.dense import Dense
 from mpidl.nn.layers.dropout import Dropout
@@ -16,7 +16,6 @@ from mpidl.nn.layers.shape import Flatten
 
 __all__ = [
     "Add",
-    "At",
     "AveragePool2D",
     "BatchNorm",
     "Built",
@@ -28,6 +27,7 @@ __all__ = [
     "Flatten",
     "GlobalAveragePool2D",
     "Layer",
+    "LayerContext",
     "LeakyReLU",
     "MaxPool2D",
     "ReLU",

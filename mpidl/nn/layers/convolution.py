@@ -1,22 +1,34 @@
 """Convolution and transposed convolution."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
 from mpidl import ops
 from mpidl.backends.reference import conv2d_shape
 from mpidl.backends.reference_conv import transposed_conv2d_shape
-from mpidl.nn.layers.base import Built, Weighted, glorot_uniform
+from mpidl.nn.layers.base import Built, LayerContext, Shape, Value, Weighted, glorot_uniform
 from mpidl.ops import check
 from mpidl.ops.transposed import same_or_crops
 
 
 @dataclass
 class Conv2D(Weighted):
-    """Convolution with `filters` filters of `size` (an integer or (rows, columns)).
+    """Convolution with Glorot uniform initial weights and zero bias.
 
-    stride, padding, dilation, groups as in `ops.conv2d`. Glorot uniform weights, zero bias; their
-    factors: see `Weighted`.
+    Parameters
+    ----------
+    size
+        Size of the filters, an integer or (rows, columns).
+    filters
+        Number of filters.
+    stride, padding, dilation, groups
+        As in `ops.conv2d`.
+
+    Notes
+    -----
+    `Weighted` has the factors of learning rate and L2 regularization.
     """
 
     size: int | tuple[int, int]
@@ -27,7 +39,7 @@ class Conv2D(Weighted):
     groups: int = 1
     name: str | None = None
 
-    def build(self, shape):
+    def build(self, shape: Shape) -> Built:
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         r, s = check.pair("Conv2D", "size", self.size, 1)
@@ -50,28 +62,38 @@ class Conv2D(Weighted):
             output, {"weight": (weight, glorot_uniform(*fans)), "bias": ((self.filters,), 0.0)}
         )
 
-    def forward(self, x, at):
+    def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.conv2d(
             x,
-            at["weight"],
-            at["bias"],
+            context["weight"],
+            context["bias"],
             stride=self.stride,
             padding=self.padding,
             dilation=self.dilation,
             groups=self.groups,
         )
 
-    def multiply_adds(self, shape, output_shape):
+    def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         r, s = check.pair("Conv2D", "size", self.size, 1)
         return math.prod(output_shape) * (shape[0] // self.groups) * r * s
 
 
 @dataclass
 class TransposedConv2D(Weighted):
-    """Transposed convolution with `filters` filters of `size` (an integer or (rows, columns)).
+    """Transposed convolution with Glorot uniform initial weights and zero bias.
 
-    stride, cropping as in `ops.transposed_conv2d`. Glorot uniform weights, zero bias; their
-    factors: see `Weighted`.
+    Parameters
+    ----------
+    size
+        Size of the filters, an integer or (rows, columns).
+    filters
+        Number of filters.
+    stride, cropping
+        As in `ops.transposed_conv2d`.
+
+    Notes
+    -----
+    `Weighted` has the factors of learning rate and L2 regularization.
     """
 
     size: int | tuple[int, int]
@@ -80,7 +102,7 @@ class TransposedConv2D(Weighted):
     cropping: int | str | tuple = 0
     name: str | None = None
 
-    def build(self, shape):
+    def build(self, shape: Shape) -> Built:
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         r, s = check.pair("TransposedConv2D", "size", self.size, 1)
@@ -94,11 +116,11 @@ class TransposedConv2D(Weighted):
         initial = glorot_uniform(shape[0] * r * s, self.filters * r * s)
         return Built(output, {"weight": (weight, initial), "bias": ((self.filters,), 0.0)})
 
-    def forward(self, x, at):
+    def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.transposed_conv2d(
-            x, at["weight"], at["bias"], stride=self.stride, cropping=self.cropping
+            x, context["weight"], context["bias"], stride=self.stride, cropping=self.cropping
         )
 
-    def multiply_adds(self, shape, output_shape):
+    def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         r, s = check.pair("TransposedConv2D", "size", self.size, 1)
         return math.prod(shape) * self.filters * r * s

@@ -1,29 +1,34 @@
 """Layers with several inputs."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from mpidl import ops
-from mpidl.nn.layers.base import Built, Layer
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 
 
 @dataclass
 class Add(Layer):
-    """The sum of the outputs of two or more layers, of one shape.
+    """Sum of the outputs of two or more layers with equal shapes.
 
-    inputs: the names of those layers. `build` takes the tuple of their shapes, `forward` the tuple
-    of their values.
+    Parameters
+    ----------
+    inputs
+        The names of the layers. `build` gets the tuple of their shapes, `forward` the tuple of
+        their values.
     """
 
     inputs: tuple[str, ...] = ()
     name: str | None = None
 
-    def build(self, shape):
-        if len(shape) < 2 or any(one != shape[0] for one in shape):
+    def build(self, shape: tuple[Shape, ...]) -> Built:
+        if len(shape) < 2 or any(other != shape[0] for other in shape):
             raise ValueError(f"{self.name}: expected two or more inputs of one shape, got {shape}")
         return Built(shape[0])
 
-    def forward(self, x, at):
-        total = x[0]
+    def forward(self, x: tuple[Value, ...], context: LayerContext) -> Value:
+        total: Value = x[0]
         for value in x[1:]:
             total = ops.add(total, value)
         return total
@@ -31,21 +36,24 @@ class Add(Layer):
 
 @dataclass
 class Concat(Layer):
-    """The outputs of two or more layers one behind the other: along the channels.
+    """Concatenation of the outputs of two or more layers along the channels.
 
-    inputs: as in `Add`; shapes differ in the first axis alone.
+    Parameters
+    ----------
+    inputs
+        The names of the layers, as in `Add`. Their shapes may differ in the first axis.
     """
 
     inputs: tuple[str, ...] = ()
     name: str | None = None
 
-    def build(self, shape):
-        if len(shape) < 2 or any(one[1:] != shape[0][1:] for one in shape):
+    def build(self, shape: tuple[Shape, ...]) -> Built:
+        if len(shape) < 2 or any(other[1:] != shape[0][1:] for other in shape):
             raise ValueError(
                 f"{self.name}: expected two or more inputs that differ in their channels alone, "
                 f"got {shape}"
             )
-        return Built((sum(one[0] for one in shape), *shape[0][1:]))
+        return Built((sum(channels for channels, *_ in shape), *shape[0][1:]))
 
-    def forward(self, x, at):
+    def forward(self, x: tuple[Value, ...], context: LayerContext) -> Value:
         return ops.concat(*x)

@@ -1,20 +1,33 @@
 """Batch normalization and cross-channel normalization."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpidl import backends, ops
-from mpidl.nn.layers.base import Built, Layer
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 from mpidl.ops import check
 from mpidl.ops.lrn import check_window
 
 
 @dataclass
 class BatchNorm(Layer):
-    """Batch normalization; `decay` is the weight of a new mini-batch in the running state.
+    """Batch normalization.
 
-    The learning rate and the L2 regularization of gamma (the scale) and beta (the offset) are those
-    of the optimizer times the factors; with learning rates of 0 they are not differentiated, and
-    the mini-batch goes on to normalize by its own statistics.
+    Parameters
+    ----------
+    epsilon
+        Added to the variance.
+    decay
+        The weight of a new mini-batch in the running state, from 0 to 1.
+    scale_learn_rate_factor, offset_learn_rate_factor
+        Factors of the optimizer's learning rate for gamma (the scale) and beta (the offset). With a
+        factor of 0 a learnable is not differentiated; the mini-batch still normalizes by its own
+        statistics.
+    scale_l2_factor, offset_l2_factor
+        Factors of the optimizer's L2 regularization.
     """
 
     epsilon: float = 1e-5
@@ -26,10 +39,10 @@ class BatchNorm(Layer):
     scale_l2_factor: float = field(default=0.0, kw_only=True)
     offset_l2_factor: float = field(default=0.0, kw_only=True)
 
-    def factors(self, learnable):
+    def factors(self, learnable: str) -> tuple[float, float]:
         return super().factors({"gamma": "scale", "beta": "offset"}[learnable])
 
-    def build(self, shape):
+    def build(self, shape: Shape) -> Built:
         numbers = check.are_numbers(self.epsilon, self.decay)
         if not (numbers and self.epsilon > 0 and 0 <= self.decay <= 1):
             raise ValueError(
@@ -41,44 +54,50 @@ class BatchNorm(Layer):
             shape, {"gamma": (c, 1.0), "beta": (c, 0.0)}, {"mean": (c, 0.0), "variance": (c, 1.0)}
         )
 
-    def _keys(self):
+    def _keys(self) -> tuple[str, str]:
         return f"{self.name}.mean", f"{self.name}.variance"
 
-    def running(self, at):
-        """The running mean and variance."""
-        return tuple(at.state[key] for key in self._keys())
+    def running(self, context: LayerContext) -> tuple[Any, Any]:
+        """Return the running mean and variance."""
+        mean, variance = self._keys()
+        return context.state[mean], context.state[variance]
 
-    def recorder(self, at):
-        """What takes a mini-batch's mean and variance into the running state."""
+    def recorder(self, context: LayerContext) -> Callable[[Any, Any], None]:
+        """Return a function that adds a mini-batch's mean and variance to the running state."""
 
         def record(*statistics):
             keys = self._keys()
-            olds = [at.state[key] for key in keys]
+            olds = [context.state[key] for key in keys]
             news = backends.of_array(olds[0]).running(olds, statistics, self.decay)
-            at.state.update(zip(keys, news, strict=True))
+            context.state.update(zip(keys, news, strict=True))
 
         return record
 
-    def forward(self, x, at):
-        if not at.training:
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        if not context.training:
             return ops.batchnorm_predict(
-                x, *self.running(at), at["gamma"], at["beta"], epsilon=self.epsilon
+                x, *self.running(context), context["gamma"], context["beta"], epsilon=self.epsilon
             )
         return ops.batchnorm(
             x,
-            at["gamma"],
-            at["beta"],
+            context["gamma"],
+            context["beta"],
             epsilon=self.epsilon,
-            scope=at.batchnorm,
-            record=self.recorder(at),
+            scope=context.batchnorm,
+            record=self.recorder(context),
         )
 
 
 @dataclass
 class CrossChannelNorm(Layer):
-    """Cross-channel (local response) normalization, as `ops.cross_channel_norm`.
+    """Cross-channel (local response) normalization; see `ops.cross_channel_norm`.
 
-    window: how many channels a sum of squares goes over.
+    Parameters
+    ----------
+    window
+        Number of channels in a sum of squares.
+    alpha, beta, k
+        Constants of the formula.
     """
 
     window: int
@@ -87,9 +106,9 @@ class CrossChannelNorm(Layer):
     k: float = 2.0
     name: str | None = None
 
-    def build(self, shape):
+    def build(self, shape: Shape) -> Built:
         check_window(self.name, self.window, self.alpha, self.beta, self.k)
         return Built(shape)
 
-    def forward(self, x, at):
+    def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.cross_channel_norm(x, self.window, alpha=self.alpha, beta=self.beta, k=self.k)

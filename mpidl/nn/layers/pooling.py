@@ -1,17 +1,24 @@
 """Pooling."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from mpidl import ops
-from mpidl.nn.layers.base import Built, Layer
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 from mpidl.ops.pool import PLACES, windows
 
 
 @dataclass
 class MaxPool2D(Layer):
-    """The largest of each window of `size` pixels (an integer or (rows, columns)).
+    """Largest pixel of each window.
 
-    stride (the size where None), padding (a number of pixels, or "same") as in `ops.max_pool2d`.
+    Parameters
+    ----------
+    size
+        Size of the windows, an integer or (rows, columns).
+    stride, padding
+        As in `ops.max_pool2d`. The default stride is the size.
     """
 
     size: int | tuple[int, int]
@@ -19,20 +26,23 @@ class MaxPool2D(Layer):
     padding: int | str | tuple = 0
     name: str | None = None
 
-    def build(self, shape):
+    def build(self, shape: Shape) -> Built:
         return Built(windows(self.name, shape, self.size, self.stride, self.padding, PLACES).shape)
 
-    def forward(self, x, at):
+    def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.max_pool2d(x, self.size, stride=self.stride, padding=self.padding)
 
 
 @dataclass
 class AveragePool2D(Layer):
-    """The mean of each window of `size` pixels (an integer or (rows, columns)), in which padding
-    counts as zeros.
+    """Mean of each window, with padding counted as zeros.
 
-    stride (the size where None), padding (a number of pixels, or "same") as in
-    `ops.average_pool2d`.
+    Parameters
+    ----------
+    size
+        Size of the windows, an integer or (rows, columns).
+    stride, padding
+        As in `ops.average_pool2d`. The default stride is the size.
     """
 
     size: int | tuple[int, int]
@@ -40,23 +50,23 @@ class AveragePool2D(Layer):
     padding: int | str | tuple = 0
     name: str | None = None
 
-    def build(self, shape):
+    def build(self, shape: Shape) -> Built:
         return Built(windows(self.name, shape, self.size, self.stride, self.padding).shape)
 
-    def forward(self, x, at):
+    def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.average_pool2d(x, self.size, stride=self.stride, padding=self.padding)
 
 
 @dataclass
 class GlobalAveragePool2D(Layer):
-    """The mean of each channel over all of its pixels: (C, H, W) to (C, 1, 1)."""
+    """Mean of each channel over its pixels: (C, H, W) to (C, 1, 1)."""
 
     name: str | None = None
 
-    def build(self, shape):
+    def build(self, shape: Shape) -> Built:
         if len(shape) != 3:
             raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
         return Built((shape[0], 1, 1))
 
-    def forward(self, x, at):
+    def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.global_average_pool2d(x)
