@@ -104,7 +104,7 @@ def test_only_the_convolutions_output_is_stored(world):
     assert isinstance(value, DeferredActivation) and value.shape == (41, 20, 8, 8)
     assert type(value.stored()) is Blocked and (value.lanes >= 0).all()
     net = dl.nn.zoo.digits()
-    assert [len(run) for run in fusion.runs(net.layers, net.reads)] == [3, 3, 3, 1]
+    assert [len(run) for run in fusion.find_runs(net.layers, net.reads)] == [3, 3, 3, 1]
 
 
 def branches(fused):

@@ -182,9 +182,15 @@ def test_fused_layers_have_the_bytes_of_the_separate_ones(world, layers, count):
 
 def test_what_fuses():
     net = dl.Network(residual(), SHAPE)
-    assert [r for r in fusion.runs(net.layers, net.reads) if len(r) > 1] == [(0, 1, 2), (7, 8, 9)]
+    assert [r for r in fusion.find_runs(net.layers, net.reads) if len(r) > 1] == [
+        (0, 1, 2),
+        (7, 8, 9),
+    ]
     net = dl.Network(branches(), SHAPE)
-    assert [r for r in fusion.runs(net.layers, net.reads) if len(r) > 1] == [(0, 1, 2), (6, 7, 8)]
+    assert [r for r in fusion.find_runs(net.layers, net.reads) if len(r) > 1] == [
+        (0, 1, 2),
+        (6, 7, 8),
+    ]
     inner = [  # somebody else reads what is between the three
         dl.Conv2D(3, 4, padding=1, name="c"),
         dl.BatchNorm(name="b"),
@@ -196,11 +202,11 @@ def test_what_fuses():
         dl.Add(inputs=("s", "d")),
     ]
     net = dl.Network(inner, SHAPE)
-    assert all(len(run) == 1 for run in fusion.runs(net.layers, net.reads))
+    assert all(len(run) == 1 for run in fusion.find_runs(net.layers, net.reads))
     aside = [dl.Conv2D(1, 3), dl.BatchNorm(), dl.ReLU(after="conv1"), dl.Add(("relu1", "norm"))]
     aside[1].name = "norm"  # the ReLU stands behind the normalization, and does not read it
     net = dl.Network(aside, SHAPE)
-    assert all(len(run) == 1 for run in fusion.runs(net.layers, net.reads))
+    assert all(len(run) == 1 for run in fusion.find_runs(net.layers, net.reads))
 
 
 @needed

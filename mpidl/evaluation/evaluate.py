@@ -96,7 +96,7 @@ def evaluate(
     world = World() if world is None else world
     totals, n, among = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
-    how = {"shuffle": "never", "prefetch": prefetch, **net.seen()}
+    how = {"shuffle": "never", "prefetch": prefetch, **net.input_transform()}
     how["classes"] = losses.label_limit(loss, net)
     queue = MinibatchQueue(datastore, batch_size, world=world, **how)
     net, function = net.on(world.device), losses.loss_function(loss)
@@ -178,7 +178,9 @@ def regression_errors(net, datastore, *, world=None, batch_size=128):
         )
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
-    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
+    queue = MinibatchQueue(
+        datastore, batch_size, world=world, shuffle="never", **net.input_transform()
+    )
     net = net.on(world.device)
     for images, targets in agreed(queue.epoch(0), world):
         totals += world.gplus(_errors(net(images), targets))

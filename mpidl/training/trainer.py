@@ -324,7 +324,11 @@ class _Run:
         self.validation.give_best(self.net)
         if self.options.batchnorm_statistics == "population" and self.at.iteration:
             size = self.options.batch_size
-            how = {"shuffle": "never", "prefetch": self.options.prefetch, **self.net.seen()}
+            how = {
+                "shuffle": "never",
+                "prefetch": self.options.prefetch,
+                **self.net.input_transform(),
+            }
             # in place of training's, whose memory goes
             self.queue = MinibatchQueue(self.datastore, size, world=self.world, **how)
             state = population(self.net.on(self.world.device), self.queue, self.world, signals)
