@@ -10,7 +10,7 @@ import tempfile
 import numpy as np
 
 from benchmarks import machine, ours, subject, turns
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.training.options import configuration

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpidl import backends, keyed, ops
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.backends.cpu import builds
 from mpidl.blocks import from_images, share
 from mpidl.cli import start

@@ -295,7 +295,7 @@ class Shift(nn.Layer):
     def build(self, shape):
         return nn.Built(shape, {"bias": (shape, 1.0)})
 
-    def forward(self, x, at):
+    def forward(self, x, context):
         return x + self.amount
 
 

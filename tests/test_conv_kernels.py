@@ -5,7 +5,7 @@ import pytest
 from compiled import bytes_of, everywhere, needed
 
 from mpidl.backends import cpu, reference, settings
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree, split_blocks
 
 pytestmark = needed
@@ -63,7 +63,7 @@ class Case:
         self.behind = [rng.uniform(-0.5, 0.5, k) for _ in range(6)]
 
     def source(self, x, vectors):
-        return Source(x, *(np.asarray(v, np.float32) for v in vectors))
+        return DeferredInput(x, *(np.asarray(v, np.float32) for v in vectors))
 
     def backward(self, backend, dtype=np.float32, **options):
         arrays = (a.astype(dtype) for a in (self.dy, self.x, self.weight))

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import subject, turns
 from mpidl import backends, losses
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore
 from mpidl.training.optimizers import SGDM

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpidl.backends import reference, settings
 from mpidl.backends.cpu import builds
-from mpidl.blocks import Source
+from mpidl.blocks import DeferredInput
 
 WINOGRAD = ("auto", "off", "fast")
 PRECISION = ("fp32", "tf32")
@@ -17,7 +17,7 @@ PRECISION = ("fp32", "tf32")
 def of(x):
     """The backend for a Blocked value: by where its lanes lie, and their type."""
     lanes = x.source
-    return of_array(lanes.x if isinstance(lanes, Source) else lanes)
+    return of_array(lanes.x if isinstance(lanes, DeferredInput) else lanes)
 
 
 def of_array(array):

@@ -5,7 +5,7 @@ Part of `reference`, where they are found; the C backend uses them too.
 
 import numpy as np
 
-from mpidl.blocks import Source
+from mpidl.blocks import DeferredInput
 
 
 def statistics(moments, gamma, epsilon):
@@ -47,8 +47,8 @@ def predict_scale(gamma, variance, epsilon):
 
 
 def source(y, mean, scale, beta):
-    """The Source of an activation of y, its vectors in y's type."""
-    return Source(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))
+    """The DeferredInput of an activation of y, its vectors in y's type."""
+    return DeferredInput(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))
 
 
 def zeros_like(x):

@@ -95,7 +95,7 @@ def _outputs(given, world, net, images):
     how = {"world": world, "batch_size": given.batch_size}
     if classifies:
         found = evaluate.evaluate(net, images, confusion=bool(given.confusion), **how)
-        each = losses.labels_of(images)
+        each = losses.labels_per_image(images)
         text = f"Accuracy: {found.accuracy:.4f} ({found.images} images, {each} labels each)"
         if given.confusion:
             on_rank_0(world, lambda: found.confusion.save(given.confusion))

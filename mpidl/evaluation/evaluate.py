@@ -97,9 +97,9 @@ def evaluate(
     totals, n, among = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
     how = {"shuffle": "never", "prefetch": prefetch, **net.input_transform()}
-    how["classes"] = losses.limit(loss, net)
+    how["classes"] = losses.label_limit(loss, net)
     queue = MinibatchQueue(datastore, batch_size, world=world, **how)
-    net, function = net.on(world.device), losses.of(loss)
+    net, function = net.on(world.device), losses.loss_function(loss)
     for images, labels in agreed(queue.epoch(0), world, signals):
         if top_k or confusion:
             scores = net.logits(images)
@@ -121,7 +121,7 @@ def evaluate(
         del images, labels  # see `agreed`
     right = totals[1]
     return Evaluation(
-        None if right is None else right / max(n * losses.labels_of(datastore), 1),
+        None if right is None else right / max(n * losses.labels_per_image(datastore), 1),
         totals[0] / max(n, 1),
         n,
         world.gop("sum", among) / max(n, 1) if top_k else None,

@@ -108,7 +108,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
         if images is not None:
             losses.check(options.loss, net, images, training=images is datastore)
     if store is not None:
-        names = losses.names_known(options.loss, net, datastore)
+        names = losses.output_class_names(options.loss, net, datastore)
         losses.check_names(names, options.loss, net, store, "the training set")
 
 
@@ -150,11 +150,11 @@ def prepare(
     net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.crop
     net.preprocess = datastore.preprocess or net.preprocess
-    net.classes = losses.classes(options.loss, net, datastore)
+    net.classes = losses.trained_classes(options.loss, net, datastore)
     return {
         "augmenter": augmenter,
         "normalization": normalization,
-        "classes": losses.limit(options.loss, net),
+        "classes": losses.label_limit(options.loss, net),
         "workers": options.workers,
         "prefetch": options.prefetch,
     }

@@ -68,7 +68,7 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
         If an option does not work on a GPU.
     """
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
-    labels_per_image = losses.labels_of(datastore)
+    labels_per_image = losses.labels_per_image(datastore)
     if world.device is None:
         queue = MinibatchQueue(*arguments, **queue_options)
         return queue, EagerStep(
@@ -100,7 +100,7 @@ class EagerStep:
 
     def __init__(self, net, optimizer, loss, world, labels_per_image, balancer, advice):
         self.net, self.optimizer, self.world = net, optimizer, world
-        self.objective = losses.of(loss)
+        self.objective = losses.loss_function(loss)
         self.gradient = value_and_grad(self.objective, reduce=world)
         self.labels_per_image, self.balancer, self.advice = labels_per_image, balancer, advice
 
@@ -141,7 +141,7 @@ class RecordedStep:
 
         self.net, self.labels_per_image, self.advice = net, labels_per_image, advice
         self.pending: collections.deque = collections.deque()  # (handle, StepInfo)
-        gradient = value_and_grad(losses.of(loss), reduce=world)
+        gradient = value_and_grad(losses.loss_function(loss), reduce=world)
         net.to(world.device)
         try:
             self.program = StepProgram(net, optimizer, gradient, reader, world.counts, graphs)

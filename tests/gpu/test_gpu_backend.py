@@ -7,7 +7,7 @@ import pytest
 
 import mpidl as dl
 from mpidl import backends
-from mpidl.autodiff.tape import Var
+from mpidl.autodiff import Var
 from mpidl.backends import cpu
 from mpidl.backends.gpu import array, functions
 from mpidl.backends.gpu.sums import Counts

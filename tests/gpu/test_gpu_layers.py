@@ -7,7 +7,7 @@ import pytest
 import mpidl as dl
 from mpidl.backends import reference, settings
 from mpidl.backends.gpu import array, batchnorm, functions
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree
 from mpidl.training import trainer
 
@@ -71,7 +71,7 @@ def test_softmax_dx(device, shape, blocks):
 
 def source(name, blocks, *shape):
     vectors = np.random.default_rng(3).uniform(-1, 1, (3, shape[0])).astype(np.float32)
-    return Source(array.lanes(lanes(name, blocks, *shape)), *map(array.plain, vectors))
+    return DeferredInput(array.lanes(lanes(name, blocks, *shape)), *map(array.plain, vectors))
 
 
 @EACH

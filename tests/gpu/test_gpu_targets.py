@@ -294,7 +294,7 @@ LEARNED = {
 def test_a_step_learns_what_the_cpu_learns(world, what, resident, monkeypatch):
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     make, loss, shape, kind = LEARNED[what]
-    agrees_with_the_cpu(world, Paired(70, shape, kind), make, losses.of(loss))
+    agrees_with_the_cpu(world, Paired(70, shape, kind), make, losses.loss_function(loss))
 
 
 @pytest.mark.parametrize(

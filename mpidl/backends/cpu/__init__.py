@@ -1,6 +1,6 @@
 """C backend: the functions of `reference`, with the same arguments, by the compiled kernels.
 
-Those that read activations take an array or the Source of an Activation. What is not on the path
+Those that read activations take an array or a DeferredInput. What is not on the path
 of a training step is NumPy's here too.
 """
 

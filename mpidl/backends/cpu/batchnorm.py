@@ -45,7 +45,7 @@ def batchnorm(x, mean, scale, beta):
 
 
 def activation(source):
-    """max(0, (x - mean) * scale + beta) of a Source."""
+    """max(0, (x - mean) * scale + beta) of a DeferredInput."""
     x, mean, scale, beta = source_of(source)
     y = arenas.empty(x.shape)
     kernels().batchnorm(x, mean, scale, beta, y, 1, *sizes(x))

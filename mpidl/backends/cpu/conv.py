@@ -67,7 +67,7 @@ def plan(x, weight, stride, padding, dilation, groups):
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    """y = x * weight + bias (cross-correlation); x an array or the Source of an Activation."""
+    """y = x * weight + bias (cross-correlation); x an array or a DeferredInput."""
     return _forward(x, weight, bias, (stride, padding, dilation, groups))[0]
 
 
@@ -107,10 +107,10 @@ def conv2d_backward(
 ):
     """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
 
-    dweight, dbias: Partials. behind: (Source of y, a, b, c): dy is the gradient of the activation
-    of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
-    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then. reuse:
-    nobody needs dy any more, so that dx may take its place, block by block.
+    dweight, dbias: Partials. behind: (DeferredInput of y, a, b, c): dy is the gradient of the
+    activation of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
+    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a DeferredInput then.
+    reuse: nobody needs dy any more, so that dx may take its place, block by block.
     """
     source = source_of(x)
     blocks = len(source[0])

@@ -16,7 +16,7 @@ def _sizes(x):
 
 
 def dense(x, weight, bias):
-    """y = weight @ x + bias; x (B, F, 16) or the Source of an Activation with as many values an
+    """y = weight @ x + bias; x (B, F, 16) or a DeferredInput with as many values an
     image, weight (K, F), bias (K,), y (B, K, 16)."""
     source = source_of(x)
     y = arenas.empty((len(source[0]), len(weight), LANES))
@@ -57,7 +57,7 @@ def _dense_dbias(dy, tree):
 def dense_backward(dy, x, weight, tree, needs):
     """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
 
-    dx (B, F, 16); dweight, dbias: Partials. sums: where x is the Source of an Activation and dx is
+    dx (B, F, 16); dweight, dbias: Partials. sums: where x is a DeferredInput and dx is
     wanted, the Partial of dx's `activation_sums`.
     """
     source = source_of(x)

@@ -47,7 +47,7 @@ def sigmoid_dx(dy, y):
 
 
 def add(a, b):
-    """a + b, each an array or the Source of an Activation."""
+    """a + b, each an array or a DeferredInput."""
     a, b = source_of(a), source_of(b)
     y = arenas.empty(a[0].shape)
     kernels().add(*a, *b, y, *sizes(y))
@@ -56,7 +56,7 @@ def add(a, b):
 
 def concat(arrays):
     """Values (B, C1, ..., 16), (B, C2, ..., 16), ... as one, (B, C1 + C2 + ..., ..., 16); each an
-    array or the Source of an Activation."""
+    array or a DeferredInput."""
     sources = [source_of(a) for a in arrays]
     blocks, _, *rest = sources[0][0].shape
     y = arenas.empty((blocks, sum(s[0].shape[1] for s in sources), *rest))

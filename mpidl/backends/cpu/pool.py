@@ -42,12 +42,12 @@ def _backward(dy, argmax, x, how, tree):
 
 def max_pool2d(x, size, stride, padding):
     """(y, argmax): the largest pixel of each window, and its place in the window, counted row by
-    row, as uint8. x: an array or the Source of an Activation."""
+    row, as uint8. x: an array or a DeferredInput."""
     return _forward(x, (size, stride, padding), True)
 
 
 def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
-    """(gradient with respect to x, None), or where x is a Source, the Partial of its
+    """(gradient with respect to x, None), or where x is a DeferredInput, the Partial of its
     `activation_sums` too."""
     return _backward(dy, argmax, x, (size, stride, padding), tree)
 

@@ -8,7 +8,7 @@ import math
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import merge_moments
 
 THREADS = 256  # of batchnorm.cu
@@ -16,20 +16,20 @@ CHANNELS = 128  # the most that a block of threads takes
 PIXELS = 32  # a leaf has at least as many, or all images of a block
 
 
-class Read(Source):
-    """A Source whose activation is computed when it is first read, and kept."""
+class Read(DeferredInput):
+    """A DeferredInput whose activation is computed when it is first read, and kept."""
 
     stored = None
 
 
 def source(y, mean, scale, beta):
-    """The Source of an activation of y."""
+    """The DeferredInput of an activation of y."""
     return Read(y, mean, scale, beta)
 
 
 def read(x):
-    """The Array of a Source or of an Array. Must not be written to."""
-    if not isinstance(x, Source):
+    """The Array of a DeferredInput or of an Array. Must not be written to."""
+    if not isinstance(x, DeferredInput):
         return x
     if not isinstance(x, Read):
         return _normalized(*x, relu=1)
@@ -39,7 +39,7 @@ def read(x):
 
 
 def activation(source):
-    """max(0, (x - mean) * scale + beta) of a Source. Must not be written to."""
+    """max(0, (x - mean) * scale + beta) of a DeferredInput. Must not be written to."""
     return read(source)
 
 

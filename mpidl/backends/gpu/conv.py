@@ -77,7 +77,7 @@ def shape_of(image, weight_shape, stride, padding, dilation, groups):
 
 
 def conv2d(x, weight, bias, stride, padding, dilation, groups):
-    """y = x * weight + bias (cross-correlation); x an Array or the Source of an Activation."""
+    """y = x * weight + bias (cross-correlation); x an Array or a DeferredInput."""
     return _forward(x, weight, bias, (stride, padding, dilation, groups))
 
 
@@ -104,10 +104,10 @@ def conv2d_backward(
 ):
     """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
 
-    dweight, dbias: Partials. behind: (Source of y, a, b, c): dy is the gradient of the activation
-    of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
-    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a Source then. reuse:
-    nobody needs dy any more, so that the gradient of y may take its place.
+    dweight, dbias: Partials. behind: (DeferredInput of y, a, b, c): dy is the gradient of the
+    activation of the convolution's output y, and that of y is a * dz + b * (y - mean) + c (see
+    `ops.batchnorm`). sums: the Partial of dx's `activation_sums` too; x is a DeferredInput then.
+    reuse: nobody needs dy any more, so that the gradient of y may take its place.
     """
     how = stride, padding, dilation, groups
     images = batchnorm.read(x)

@@ -11,7 +11,7 @@ import numpy as np
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Partial, Term, add
 
 THREADS = 128  # of a block, as dense.cu has it
@@ -40,7 +40,7 @@ def rows_of(value, what):
 
 
 def dense(x, weight, bias):
-    """y = weight @ x + bias; x (B, F, 16) or the Source of an Activation with as many values an
+    """y = weight @ x + bias; x (B, F, 16) or a DeferredInput with as many values an
     image, weight (K, F), bias (K,), y (B, K, 16)."""
     x = _read(x)
     _check(x, weight)
@@ -174,14 +174,14 @@ def _cut(nodes, outputs, features, plain):
 def dense_backward(dy, x, weight, tree, needs):
     """(dx, dweight, dbias, sums): the gradients that `needs` wants, None for the others.
 
-    dx (B, F, 16); dweight, dbias: Partials. sums: where x is the Source of an Activation and dx is
+    dx (B, F, 16); dweight, dbias: Partials. sums: where x is a DeferredInput and dx is
     wanted, the Partial of dx's `activation_sums`.
     """
     values = _read(x)
     _check(values, weight)
     dx = dense_dx(dy, weight) if needs[0] else None
     sums = None
-    if needs[0] and isinstance(x, Source):
+    if needs[0] and isinstance(x, DeferredInput):
         sums = activation_sums(dx.reshape(x.x.shape), x, tree)
     return (
         dx,
@@ -192,7 +192,7 @@ def dense_backward(dy, x, weight, tree, needs):
 
 
 def _read(x):
-    return read(x) if isinstance(x, Source) else x
+    return read(x) if isinstance(x, DeferredInput) else x
 
 
 def _check(x, weight):

@@ -72,7 +72,7 @@ def _moved(name, part, whole, first):
 
 def concat(arrays):
     """Values (B, C1, ..., 16), (B, C2, ..., 16), ... as one, (B, C1 + C2 + ..., ..., 16); each an
-    Array or the Source of an Activation. ValueError for flattened images."""
+    Array or a DeferredInput. ValueError for flattened images."""
     parts = [read(a) for a in arrays]
     blocks, _, *rest = parts[0].shape
     y, first = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest)), 0
@@ -95,7 +95,7 @@ def split(x, channels):
 
 
 def add(a, b):
-    """a + b, each an Array or the Source of an Activation."""
+    """a + b, each an Array or a DeferredInput."""
     return elementwise.add(read(a), read(b))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.backends.reference import pool2d_shape
-from mpidl.blocks import Source
+from mpidl.blocks import DeferredInput
 
 WARP, MOST = 32, 256  # threads of a CTA: as many as a row needs, up to MOST
 
@@ -39,23 +39,23 @@ def _forward(name, x, how, kept):
 
 def _backward(name, kept, x, how, tree):
     """kept: dy, and of the maximum argmax."""
-    like: Any = x.x if isinstance(x, Source) else x
+    like: Any = x.x if isinstance(x, DeferredInput) else x
     blocks, c, h, w, lanes = like.dims
     numbers, _ = _geometry((c, h, w), *how)
     dx = array.empty_like(like)
     _launch(name, blocks * lanes * h, w * c, (*kept, dx), numbers)
-    return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, Source) else None
+    return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, DeferredInput) else None
 
 
 def max_pool2d(x, size, stride, padding):
     """(y, argmax): the largest pixel of each window, and its place in the window, counted row by
     row, as uint8. Of equal pixels the first; padding never; NaN where a pixel is NaN. x: an Array
-    (blocks, C, H, W, 16) or the Source of an Activation."""
+    (blocks, C, H, W, 16) or a DeferredInput."""
     return _forward("max_pool2d", x, (size, stride, padding), True)
 
 
 def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
-    """(gradient with respect to x, None), or where x is a Source, the Partial of its
+    """(gradient with respect to x, None), or where x is a DeferredInput, the Partial of its
     `activation_sums` too."""
     return _backward("max_pool2d_dx", (dy, argmax), x, (size, stride, padding), tree)
 
