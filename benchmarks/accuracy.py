@@ -17,12 +17,12 @@ import numpy as np
 
 from benchmarks import machine, modules, subject
 from mpidl import ops
-from mpidl.autodiff.tape import Var, op, value_and_grad
+from mpidl.autodiff import Var, op, value_and_grad
 from mpidl.backends import REFERENCE as reference
 from mpidl.blocks import OneRank, from_images, share
 from mpidl.errors import Fault, UserError
 from mpidl.nn import Network
-from mpidl.nn.layers import At
+from mpidl.nn.layers import LayerContext
 from mpidl.ops.pool import windows
 from mpidl.training.options import configuration
 
@@ -142,7 +142,8 @@ def decide(net, images, activations):
             found[layer.name] = activations[layer.name] > 0
         elif kind == "MaxPool2D":
             batch = share(len(images), OneRank())
-            *how, _ = windows(layer.name, below.shape[1:], layer.size, layer.stride, layer.padding)
+            pools = windows(layer.name, below.shape[1:], layer.size, layer.stride, layer.padding)
+            how = pools.size, pools.stride, pools.padding
             _, places = reference.max_pool2d(from_images(below, batch).lanes, *how)
             found[layer.name] = np.moveaxis(places, -1, 1).reshape(-1, *places.shape[1:-1])
             found[layer.name] = found[layer.name][: len(images)]
@@ -203,8 +204,8 @@ def our_truth(net, images, labels, decisions):
                 *how, _ = windows("", x.shape[1:], layer.size, layer.stride, layer.padding)
                 x = decided_max(x, places=decisions[layer.name], how=how)
             else:
-                at = At(layer, bound.parameters, bound.state, True, "global")
-                x = layer.forward(x, at)
+                context = LayerContext(layer, bound.parameters, bound.state, True, "global")
+                x = layer.forward(x, context)
             value = x.value if isinstance(x, Var) else x
             activations[layer.name] = value.local()
         return ops.softmax_cross_entropy(x, labels)

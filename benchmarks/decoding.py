@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import machine
 from mpidl import keyed
 from mpidl.data import Augmenter, ImageFolder
-from mpidl.data.formats.image_files import KEPT
+from mpidl.data.formats.image_files import MEMORY_BLOCKS
 from mpidl.data.loading.pipeline import fill_blocks
 from mpidl.errors import Fault
 
@@ -92,7 +92,7 @@ def round_of(folder, side):
     times = {name: [] for name in functions}
     for i in range(TURNS):
         for name in list(functions) if i % 2 else reversed(functions):
-            keep(0 if name == "pillow" else KEPT)
+            keep(0 if name == "pillow" else MEMORY_BLOCKS)
             functions[name]()  # its memory and its code as it leaves them
             began = time.process_time()
             functions[name]()

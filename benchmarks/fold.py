@@ -10,7 +10,7 @@ import tempfile
 import numpy as np
 
 from benchmarks import machine, ours, subject, turns
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.training.options import configuration
@@ -120,7 +120,7 @@ def here(chosen):
             f"  gradient exchange     {alone * 1e3:.2f} ms by itself, {wait * 1e3:.2f} ms of wait "
             f"after backward: {hidden * 100:.0f} % hidden"
         )
-    versions = configuration.versions_of(fixed.net.MPI.Get_library_version())
+    versions = configuration.versions_of(fixed.transport.MPI.Get_library_version())
     return machine.facts(chosen, versions) | {
         "processes": "these",
         **_described(chosen),

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import decoding, machine, memory, subject, turns
 from mpidl import keyed, losses
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
 from mpidl.data import Augmenter, ImageFolder, MinibatchQueue, PackedDatastore, digits
 from mpidl.data.datastore import ArrayDatastore

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks import machine, subject, turns
 from mpidl import backends
 from mpidl.backends.cpu import builds
-from mpidl.blocks import LANES, Blocked, OneRank, Source, share
+from mpidl.blocks import LANES, Blocked, DeferredInput, OneRank, share
 from mpidl.errors import UserError
 from mpidl.nn import Conv2D, Network
 from mpidl.ops import check
@@ -222,12 +222,12 @@ def _conv(backend, layer, x, dy, weights, batch):
     yield "forward", lambda: backend.conv2d(x, weight, bias, *how), flops, 0
     yield "dx", backward(True, False, False), flops, 0
     yield "dweight", backward(False, True, False), flops, 0
-    if not hasattr(backend, "conv2d_moments"):
+    if not backend.fuses_convolutions:
         return
 
     def source(values):
         channels = values.shape[1]
-        return Source(values, *(np.full(channels, v, np.float32) for v in (0.1, 1.1, 0.2)))
+        return DeferredInput(values, *(np.full(channels, v, np.float32) for v in (0.1, 1.1, 0.2)))
 
     below, above = source(x), source(dy.copy())
     factors = (np.ones(dy.shape[1], np.float32),) * 3

@@ -24,7 +24,7 @@ def main(argv=None):
     step = subject.Step(net, batch, world, what["batchnorm"])
 
     def about():
-        versions = configuration.versions_of(world.net.MPI.Get_library_version())
+        versions = configuration.versions_of(world.transport.MPI.Get_library_version())
         return {"versions": versions, "arithmetic": machine.arithmetic()}
 
     def losses(count):

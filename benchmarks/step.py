@@ -48,7 +48,7 @@ def parts(chosen):
     slowest = world.gop("max", np.array(times))
     if world.rank:
         return None
-    versions = configuration.versions_of(world.net.MPI.Get_library_version())
+    versions = configuration.versions_of(world.transport.MPI.Get_library_version())
     ms = {name: machine.summary(seconds, 1e3) for name, seconds in of_parts.items()}
     ms = {"step": machine.summary(slowest, 1e3), **ms}
     images = chosen.batch_size / machine.median(slowest)

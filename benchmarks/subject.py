@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mpidl import backends, keyed, ops
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.backends.cpu import builds
 from mpidl.blocks import from_images, share
 from mpidl.cli import start
@@ -107,7 +107,7 @@ class Step:
                 times.wait.append(time.perf_counter() - began)
                 return sums
 
-        return Noting(self.world, watch=self.world.advance)
+        return Noting(self.world, kernel_hook=self.world.advance)
 
     def gplus(self, value):
         return self.world.gplus(value)

@@ -6,8 +6,8 @@ The same seed, data and options give the same weights, byte for byte, on any num
 import os
 import sys
 
-# One BLAS thread, before NumPy loads: a BLAS may split a product by its number of threads, and
-# with it the order of additions.
+# Set one BLAS thread before NumPy loads: a BLAS may split a product among its threads, and the
+# number of threads would change the order of additions.
 for _name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS"):
     os.environ[_name] = "1"
 if "numpy" in sys.modules:
@@ -16,7 +16,7 @@ if "numpy" in sys.modules:
     threadpoolctl.threadpool_limits(1, user_api="blas")
 
 from mpidl import data, nn, ops
-from mpidl.autodiff.tape import Var, check_vjp, op, value_and_grad
+from mpidl.autodiff import Var, check_vjp, op, value_and_grad
 from mpidl.backends import configure
 from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
 from mpidl.comm import World

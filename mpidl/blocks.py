@@ -1,82 +1,146 @@
 """The block: 16 consecutive images of the global mini-batch.
 
-It is the layout (an array of per-image values is `(blocks, *image shape, 16)`, the 16 lanes being
-16 images), the unit of a rank's work, and the leaf of the tree that adds everything up.
+A block is the layout of per-image values, arrays `(blocks, *image shape, 16)` whose 16 lanes are 16
+images. It is also the unit of a rank's work and the leaf of the tree that adds everything up.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from mpidl import fold
 
 LANES = 16
 
 
-def blocks_of(count):
-    """How many blocks hold `count` images."""
+class Ranks(Protocol):
+    """What a mini-batch needs of a world: `mpidl.World` and `OneRank` provide it."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def gplus(self, value: Any) -> Any:
+        """Add up a Partial, or a table of them, over the ranks."""
+
+
+def blocks_of(count: int) -> int:
+    """Return the number of blocks that hold `count` images."""
     return -(-count // LANES)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One global mini-batch, and which part of it is this rank's."""
+    """One global mini-batch and the part of it that this rank holds (its share).
 
-    count: int  # images in the global mini-batch
-    tree: fold.Tree  # over its blocks
-    world: object  # what folds a Partial: `world.gplus`
-    indices: np.ndarray = field(repr=False)  # this share's sample indices in the data set
+    Parameters
+    ----------
+    count
+        Number of images in the global mini-batch.
+    tree
+        The tree over its blocks.
+    world
+        The ranks that share it; `world.gplus` folds a Partial.
+    indices
+        Indices in the dataset of this share's samples.
+    epoch, seed
+        Parts of the key of random numbers.
+    device
+        The object that keeps the counts on a GPU; None if the values lie in host memory.
+    """
+
+    count: int
+    tree: fold.Tree
+    world: Ranks
+    indices: np.ndarray
     epoch: int = 0
     seed: int = 0
-    device: Any = None  # what knows the counts on a GPU, where its values lie on one
+    device: Any = None
 
     @property
-    def blocks(self):
-        """How many blocks this rank holds."""
+    def blocks(self) -> int:
+        """Number of blocks that this rank holds."""
         return self.tree.run[1] - self.tree.run[0]
 
     @property
-    def images(self):
-        """The images this rank holds, as (first, one past the last) of the global mini-batch."""
-        return tuple(min(edge * LANES, self.count) for edge in self.tree.run)
+    def images(self) -> tuple[int, int]:
+        """This rank's images, as (first, one past the last) of the global mini-batch."""
+        first, stop = (min(edge * LANES, self.count) for edge in self.tree.run)
+        return first, stop
 
-    def valid(self, block):
-        """How many images this rank's block number `block` holds: 16 but for the last of all."""
+    def valid(self, block: int) -> int:
+        """Return the number of images in this rank's block number `block`.
+
+        It is 16, except for the last block of the mini-batch.
+        """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
-    def counts(self):
-        """`valid` of each of this rank's blocks, as int32; on a GPU that of the share, (1,)."""
+    def counts(self) -> Any:
+        """Return `valid` of each block of this rank, as int32; on a GPU their sum, (1,)."""
         if self.device is not None:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
 
-    def samples(self):
-        """(epoch, sample numbers): of each of this rank's images, in unused lanes 0, (blocks * 16,)
-        int64; on a GPU both lie there, (1,) and (blocks * 16,) int32."""
+    def samples(self) -> tuple[Any, Any]:
+        """Return the epoch and the sample numbers of this rank's images.
+
+        Returns
+        -------
+        epoch
+            An integer; on a GPU an int32 array (1,).
+        samples
+            (blocks * 16,) int64, on a GPU int32; 0 in unused lanes.
+        """
         if self.device is not None:
             return self.device.samples(self)
-        found = np.zeros(self.blocks * LANES, np.int64)
-        found[: len(self.indices)] = self.indices
-        return self.epoch, found
+        samples = np.zeros(self.blocks * LANES, np.int64)
+        samples[: len(self.indices)] = self.indices
+        return self.epoch, samples
 
     @property
-    def per_image(self):
-        """1 / count: a number, or Late where a GPU reads it from memory."""
+    def per_image(self) -> float | fold.Late:
+        """1 / count: a number, or a `Late` if a GPU reads it from memory."""
         return 1.0 / self.count if self.device is None else self.device.per_image(self)
+
+    def __repr__(self) -> str:
+        start, stop = self.tree.run
+        return (
+            f"Batch({self.count} images, blocks [{start}, {stop}) of {self.tree.leaves} on rank "
+            f"{self.tree.rank} of {len(self.tree.runs)}, epoch={self.epoch}, seed={self.seed})"
+        )
 
 
 class OneRank:
-    """The world of a rank by itself, whatever the others do: a sum over it is there at once."""
+    """A world with a single rank: every sum is complete at once."""
 
     rank, size, plain = 0, 1, False
 
-    def gplus(self, value):
-        """What `World.gplus` gives on one rank, for a Partial, a plain array or a table of them."""
+    def gplus(self, value: Any) -> Any:
+        """Return what `World.gplus` gives on one rank.
+
+        Parameters
+        ----------
+        value
+            A Partial, an array, or a dict, list or tuple of them.
+
+        Raises
+        ------
+        ValueError
+            If several ranks share the images of a Partial.
+        """
         if isinstance(value, dict):
-            return {name: self.gplus(item) for name, item in value.items()}
+            return {name: self.gplus(element) for name, element in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self.gplus(item) for item in value)
+            return type(value)(self.gplus(element) for element in value)
         if not isinstance(value, fold.Partial):
             return value
         for term in value.terms:
@@ -88,13 +152,36 @@ class OneRank:
         return value.finish([np.reshape(term.nodes[0], value.shape).copy() for term in value.terms])
 
 
-def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=None, device=None):
-    """This rank's Batch of a mini-batch of `count` images, which the ranks of `world` share.
+def share(
+    count: int,
+    world: Ranks,
+    *,
+    indices: ArrayLike | None = None,
+    epoch: int = 0,
+    seed: int = 0,
+    load: tuple[int, ...] | None = None,
+    plain: bool | None = None,
+    device: Any = None,
+) -> Batch:
+    """Return this rank's Batch of a mini-batch that the ranks of `world` share.
 
-    indices: (count,), the sample numbers of all its images in their order, the same on every rank;
-    0, 1, ... where not given. The Batch's own `indices` are those of this rank's images. epoch,
-    seed: with the samples, what random numbers (of dropout) are keyed by. load: see
-    `fold.split_blocks`; plain: see `fold.Tree`, the world's own where None; device: see `Batch`.
+    Parameters
+    ----------
+    count
+        Number of images in the global mini-batch.
+    world
+        The ranks.
+    indices
+        (count,) sample numbers of all images in their order, the same on every rank; by default
+        0, 1, ... The Batch keeps those of this rank's images.
+    epoch, seed
+        Parts of the key of random numbers such as dropout's, with the sample numbers.
+    load
+        The weight of each rank; see `fold.split_blocks`.
+    plain
+        See `fold.Tree`. By default, the setting of the world.
+    device
+        See `Batch`.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
@@ -107,14 +194,23 @@ def share(count, world, *, indices=None, epoch=0, seed=0, load=None, plain=None,
 class Blocked:
     """A value with one entry per image, held by the rank that owns the image's block.
 
-    lanes: (blocks, *image_shape, 16). Where the last block is not full, what lies in its unused
-    lanes has no meaning in a value, but is finite, and is zero in a cotangent, so that the sums of
-    products of the two need no mask.
+    Parameters
+    ----------
+    lanes
+        (blocks, *image_shape, 16), a NumPy array or an array on a GPU.
+    batch
+        The mini-batch.
+
+    Notes
+    -----
+    The last block of a mini-batch may have unused lanes. In a value they hold finite numbers
+    without meaning; in a cotangent they are zero. Sums of products of the two need no mask.
     """
 
     __slots__ = ("_lanes", "batch")
+    batch: Batch
 
-    def __init__(self, lanes, batch):
+    def __init__(self, lanes: Any, batch: Batch) -> None:
         if lanes.shape[0] != batch.blocks or lanes.shape[-1] != LANES:
             raise ValueError(
                 f"expected ({batch.blocks}, ..., {LANES}) lanes for this share, got {lanes.shape}"
@@ -122,49 +218,53 @@ class Blocked:
         self._lanes, self.batch = lanes, batch
 
     @property
-    def lanes(self):
-        """(blocks, *image_shape, 16)."""
+    def lanes(self) -> Any:
+        """The array (blocks, *image_shape, 16)."""
         return self._lanes
 
     @property
-    def source(self):
-        """What a backend reads this value from: its lanes, or the Source of an Activation."""
+    def source(self) -> Any:
+        """The operand that a backend reads: the lanes, or a DeferredInput."""
         return self.lanes
 
     @property
-    def image_shape(self):
-        """The shape of one image's entry."""
+    def image_shape(self) -> tuple[int, ...]:
+        """Shape of the entry of one image."""
         return self.lanes.shape[1:-1]
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         """(images in the global mini-batch, *image_shape): the same on every rank."""
         return (self.batch.count, *self.image_shape)
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
+        """Type of the entries."""
         return self.lanes.dtype
 
-    def like(self, lanes):
-        """Another value of the same images."""
+    def like(self, lanes: Any) -> Blocked:
+        """Return a Blocked value of the same images with other lanes."""
         return Blocked(lanes, self.batch)
 
-    def stored(self):
-        """This value with its lanes in memory: itself, unless it is an Activation."""
+    def stored(self) -> Blocked:
+        """Return this value with its lanes in memory; only a DeferredActivation is converted."""
         return self
 
-    def block(self, b):
-        """Block b as a plain C-ordered (n <= 16, *image_shape) array (always the same layout)."""
+    def block(self, b: int) -> np.ndarray:
+        """Return block `b` as a C-ordered array (n, *image_shape), n <= 16.
+
+        Every rank gets the same memory layout, because NumPy's order of summation depends on it.
+        """
         lanes = np.asarray(self.lanes)[b]
         return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
 
-    def local(self):
-        """This rank's images as a plain (n, *image_shape) array."""
+    def local(self) -> np.ndarray:
+        """Return this rank's images as an array (n, *image_shape)."""
         flat = np.moveaxis(np.asarray(self.lanes), -1, 1).reshape(-1, *self.image_shape)
         first, last = self.batch.images
         return np.ascontiguousarray(flat[: last - first])
 
-    def _refuse(self, *_, **__):
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             "each rank holds only its share of this value's images: use dl.mean(value) or "
             "dl.sum(value) for the mean or sum over all of them, value.local() for the share"
@@ -172,80 +272,129 @@ class Blocked:
 
     mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
 
-    def __repr__(self):
-        return f"Blocked(shape={self.shape}, {self.batch.blocks} block(s) here, {self.dtype})"
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, {self.batch.blocks} "
+            "block(s) on this rank)"
+        )
 
 
-class Source(NamedTuple):
-    """An activation as a backend reads it: max(0, (x - mean) * scale + beta) by channel."""
+class DeferredInput(NamedTuple):
+    """The operand from which a backend computes max(0, (x - mean) * scale + beta) by channel.
 
-    x: np.ndarray  # (blocks, C, ..., 16)
-    mean: np.ndarray  # (C,) float32, as the two others
+    Attributes
+    ----------
+    x
+        (blocks, C, ..., 16).
+    mean, scale, beta
+        (C,), in the type of x.
+    """
+
+    x: np.ndarray
+    mean: np.ndarray
     scale: np.ndarray
     beta: np.ndarray
 
 
-class Activation(Blocked):
-    """ReLU of batch normalization of `source.x`, which alone is stored: who reads it normalizes.
+class DeferredActivation(Blocked):
+    """ReLU of a batch normalization, of which only the normalization's input is stored.
 
-    Its lanes are computed when they are asked for, and not kept.
+    Readers normalize while they read `source`. `lanes` computes the activation on each access and
+    does not keep it.
+
+    Parameters
+    ----------
+    source
+        The stored input and the vectors of the normalization.
+    batch
+        The mini-batch.
+    compute
+        The backend's function that computes the lanes of a DeferredInput.
+    image_shape
+        Shape of one image's entry, if it differs from the one of `source.x`.
     """
 
     __slots__ = ("deferred", "compute", "shape_of_image")
 
-    def __init__(self, source, batch, compute, image_shape=None):
+    def __init__(
+        self,
+        source: DeferredInput,
+        batch: Batch,
+        compute: Callable[[DeferredInput], Any],
+        image_shape: tuple[int, ...] | None = None,
+    ) -> None:
         self.deferred, self.batch, self.compute = source, batch, compute
         self.shape_of_image = source.x.shape[1:-1] if image_shape is None else image_shape
 
     @property
-    def source(self):
+    def source(self) -> DeferredInput:
         return self.deferred
 
     @property
-    def lanes(self):
+    def lanes(self) -> Any:
         lanes = self.compute(self.deferred)
         return lanes.reshape(len(lanes), *self.shape_of_image, lanes.shape[-1])
 
     @property
-    def image_shape(self):
+    def image_shape(self) -> tuple[int, ...]:
         return self.shape_of_image
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return self.deferred.x.dtype
 
-    def stored(self):
+    def stored(self) -> Blocked:
         return self.like(self.lanes)
 
-    def reshape(self, image_shape):
-        """The same values with another image shape, still deferred."""
-        return Activation(self.deferred, self.batch, self.compute, image_shape)
+    def reshape(self, image_shape: tuple[int, ...]) -> DeferredActivation:
+        """Return the same values with another image shape, still deferred."""
+        return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
 
 
-def readable(value):
-    """What a backend reads a Blocked value from in its image shape: its Source where that has it,
-    else its lanes."""
-    if isinstance(value, Activation) and value.image_shape != value.deferred.x.shape[1:-1]:
+def readable(value: Blocked) -> Any:
+    """Return the operand that a backend reads in the value's image shape.
+
+    It is the DeferredInput if that has the shape, and the lanes otherwise.
+    """
+    if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
         return value.lanes
     return value.source
 
 
-class Gradient(Blocked):
-    """The cotangent of an Activation with what batch normalization will ask of it.
+class GradientWithSums(Blocked):
+    """The cotangent of a DeferredActivation with the sums that its batch normalization needs.
 
-    sums: Partial (2C,) float64 of [sum of dz, sum of dz * (x - mean)], dz the part of the cotangent
-    where the activation is > 0.
+    Parameters
+    ----------
+    sums
+        Partial (2C,) float64 of [sum of dz, sum of dz * (x - mean)]. dz is the part of the
+        cotangent where the activation is > 0.
     """
 
     __slots__ = ("sums",)
 
-    def __init__(self, lanes, batch, sums):
+    def __init__(self, lanes: Any, batch: Batch, sums: fold.Partial) -> None:
         super().__init__(lanes, batch)
         self.sums = sums
 
 
-def from_images(images, batch, dtype=None):
-    """A Blocked value of this share's plain (n, *image_shape) array; unused lanes are zero."""
+def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None) -> Blocked:
+    """Return a Blocked value of the images of this share, with zeros in unused lanes.
+
+    Parameters
+    ----------
+    images
+        (n, *image_shape), the images that this rank holds.
+    batch
+        The mini-batch.
+    dtype
+        Type of the value; by default the type of `images`.
+
+    Raises
+    ------
+    ValueError
+        If the share has another number of images.
+    """
     images = np.asarray(images)
     dtype = images.dtype if dtype is None else dtype
     lanes = np.zeros((batch.blocks, *images.shape[1:], LANES), dtype)
@@ -258,8 +407,8 @@ def from_images(images, batch, dtype=None):
     return Blocked(lanes, batch)
 
 
-def zero_unused(lanes, batch):
-    """Set the unused lanes to zero, in place: what every cotangent owes its readers."""
+def zero_unused(lanes: np.ndarray, batch: Batch) -> np.ndarray:
+    """Set the unused lanes to zero in place, as every cotangent must have them."""
     if batch.blocks and batch.valid(batch.blocks - 1) < LANES:
         lanes[-1, ..., batch.valid(batch.blocks - 1) :] = 0
     return lanes

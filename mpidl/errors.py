@@ -1,24 +1,36 @@
-"""Exceptions: what a user can mend, what stops a run, what happened on another rank."""
+"""Exceptions: what a user can correct, what stops a run, what happened on another rank."""
+
+from __future__ import annotations
 
 
 class UserError(Exception):
-    """Unusable options or data: one line naming the file or option, what was expected and found.
+    """Unusable options or data.
 
+    The message is one line that names the file or option, what was expected and what was found.
     The commands print it from rank 0, without a traceback, and end with exit code 2.
     """
 
 
 class Fault(Exception):
-    """A run that cannot go on, through no option's fault (a loss of NaN): one line, exit code 1."""
+    """A run that cannot continue, though its options are fine: a loss of NaN, for example.
+
+    The message is one line; the commands end with exit code 1.
+    """
 
 
 class RankError(Exception):
-    """An exception on a rank that `dl.launch` started, with its traceback as the text; it is raised
-    from the exception itself where that could be brought back.
+    """An exception on a rank that `dl.launch` started; the message is its traceback.
 
-    rank, host: where it was; None where a rank ended without an exception.
+    `__cause__` is the exception itself, if it could be brought back.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that failed; None if it ended without an exception.
+    host : str or None
+        The host of that rank; None if it ended without an exception.
     """
 
-    def __init__(self, text, rank=None, host=None):
+    def __init__(self, text: str, rank: int | None = None, host: str | None = None):
         super().__init__(text)
         self.rank, self.host = rank, host

@@ -1,74 +1,97 @@
-"""Reading and writing files: by one rank, whole or not at all, and never changed unnoticed."""
+"""Read and write files: on one rank, complete or not at all, and with changes noticed."""
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.text import printable
 
+T = TypeVar("T")
+MAX_REASON = 300  # characters of a library's error, which may quote the damaged file
+
 
 class Stamp(NamedTuple):
-    """What tells a file from a changed one: its size in bytes, and when it was written last."""
+    """Size and time of the last write of a file; they differ if the file has changed."""
 
-    size: int
+    size: int  # bytes
     written: int  # nanoseconds
 
 
-def stamp(status):
-    """The Stamp in what os.stat or os.fstat returned."""
+def stamp(status: os.stat_result) -> Stamp:
+    """Return the Stamp of a result of os.stat or os.fstat."""
     return Stamp(status.st_size, status.st_mtime_ns)
 
 
-def changed(path, before, now):
-    """The UserError of a file that is not what it was when the run began."""
-    what = f"{before.size} bytes then, {now.size} now" if before.size != now.size else "same size"
+def changed(path: str, before: Stamp, now: Stamp) -> UserError:
+    """Return the UserError for a file that has changed since the run began."""
+    difference = (
+        f"{before.size} bytes then, {now.size} now" if before.size != now.size else "same size"
+    )
     return UserError(
-        f"{printable(path)}: the file has changed since the run began ({what}): expected data that "
-        "stay as they are; start again"
+        f"{printable(path)}: the file has changed since the run began ({difference}): expected "
+        "data that stay as they are; start again"
     )
 
 
-def unreadable(path, error):
-    """The UserError of a file that cannot be opened or read."""
+def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
+    """Return the UserError for a file that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return UserError(f"{printable(path)}: no such file")
     if isinstance(error, IsADirectoryError):
         return UserError(f"{printable(path)}: expected a file, found a folder")
     lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()
-    text = f"{printable(path)}: the file cannot be read: {lines[0]}"
+    text = f"{printable(path)}: the file cannot be read: {lines[0][:MAX_REASON]}"
     return UserError("".join(c if c.isprintable() else "?" for c in text))
 
 
 class RawFile:
-    """A file read by place, through a descriptor that this process opens when it first reads."""
+    """A file whose bytes are read by offset; the process opens it when it first reads.
 
-    def __init__(self, path, before):
-        self.path, self.before, self.handle = path, before, None
-        self.opening = threading.Lock()
+    Parameters
+    ----------
+    path : str
+        The file.
+    expected : Stamp
+        Size and time that the file must still have.
+    """
 
-    def check(self):
-        """A UserError where the file has changed, or cannot be opened."""
+    def __init__(self, path: str, expected: Stamp):
+        self.path, self.expected = path, expected
+        self.descriptor: int | None = None
+        self.lock = threading.Lock()
+
+    def check(self) -> None:
+        """Open the file if it is not open yet; raise UserError if it fails or has changed."""
         try:
-            with self.opening:  # several threads may be the first
-                if self.handle is None:
-                    self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            now = stamp(os.fstat(self.handle))
+            with self.lock:  # several threads may read first
+                if self.descriptor is None:
+                    self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            now = stamp(os.fstat(self.descriptor))
         except OSError as e:
             raise unreadable(self.path, e) from None
-        if now != self.before:
-            raise changed(self.path, self.before, now)
+        if now != self.expected:
+            raise changed(self.path, self.expected, now)
 
-    def read_into(self, buffer, offset):
-        """Fill a writable buffer from a place in the file; check() has been called before."""
+    def read_into(self, buffer: Any, offset: int) -> None:
+        """Fill a writable buffer with the bytes from `offset` on; call check() first.
+
+        Raises
+        ------
+        UserError
+            The file ends early or cannot be read.
+        """
         view = memoryview(buffer).cast("B")
         try:
             while len(view):
-                count = os.preadv(self.handle, [view], offset)
+                count = os.preadv(self.descriptor, [view], offset)
                 if not count:
                     raise UserError(
                         f"{printable(self.path)}: expected {len(view)} more bytes at {offset}, "
@@ -78,19 +101,26 @@ class RawFile:
         except OSError as e:
             raise unreadable(self.path, e) from None
 
-    def close(self):
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            os.close(handle)
+    def close(self) -> None:
+        """Close the file if it is open."""
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def __del__(self):
         self.close()
 
 
-def on_rank_0(world, function):
-    """function()'s result on all ranks, computed on rank 0 alone; its UserError on all ranks.
+def on_rank_0(world: Any, function: Callable[[], T]) -> T:
+    """Call a function on rank 0 only and return its result on all ranks. Collective.
 
-    Collective. One rank asks the file system; a thousand would bring it down.
+    One rank asks the file system, because the requests of a thousand would overload it. Without a
+    world, this process calls the function.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if the function raises it.
     """
     if world is None:
         return function()
@@ -100,12 +130,15 @@ def on_rank_0(world, function):
             result = function()
         except UserError as e:
             error = e
-    world.together(error)
+    world.raise_if_any(error)
     return world.broadcast(result)
 
 
-def digest(*parts):
-    """SHA-256 in hex of texts, numbers, tuples and arrays; each part is told from the next."""
+def digest(*parts: object) -> str:
+    """Return the SHA-256, in hex, of texts, numbers, tuples and arrays.
+
+    The length of each part is hashed too, so that no two lists of parts run into one another.
+    """
     total = hashlib.sha256()
     for part in parts:
         if isinstance(part, np.ndarray):
@@ -117,11 +150,22 @@ def digest(*parts):
     return total.hexdigest()
 
 
-def write_whole(path, content, aside=None):
-    """Write bytes to `path` at once: afterwards it holds all of them, or is what it was before.
+def write_whole(path: str, content: bytes | memoryview, aside: str | None = None) -> None:
+    """Write a file so that it holds all the bytes afterwards, or is as it was before.
 
-    aside: the path that the file there before is renamed to, if it is to be kept. Raises UserError,
-    naming the path, where the disk is full or the folder cannot be written to.
+    Parameters
+    ----------
+    path : str
+        The file.
+    content : bytes
+        What to write.
+    aside : str, optional
+        Name to keep the previous file under.
+
+    Raises
+    ------
+    UserError
+        The disk is full, or the folder cannot be written to.
     """
     folder, name = os.path.split(os.path.abspath(path))
     part = os.path.join(folder, f".{name}.part")
@@ -141,9 +185,9 @@ def write_whole(path, content, aside=None):
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _sync_folder(folder):
-    """Make renames in this folder last; some file systems have no such call and need none."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync_folder(folder: str) -> None:
+    """Flush renames in a folder to disk; some file systems refuse the call and need none."""
+    descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
-        os.fsync(handle)
-    os.close(handle)
+        os.fsync(descriptor)
+    os.close(descriptor)

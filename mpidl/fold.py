@@ -1,10 +1,10 @@
-"""The tree that adds up a mini-batch in one order, however many ranks share it.
+"""The binary tree that adds up a mini-batch in one order, on any number of ranks.
 
 The leaves are the blocks of the global mini-batch, 0 .. leaves-1. A node of the tree is a range
-(start, stop) of blocks; a node of more than one block splits at the largest power of two below its
-length, so the tree depends on the number of blocks alone. A rank owns one run of blocks, folds
-what it owns into its maximal nodes, and the ranks exchange only those (`comm.exchange`): whoever
-combines them gets the same bytes, because every sum is made of the same two operands.
+(start, stop) of blocks. A node of more than one block splits at the largest power of two below its
+length, so the tree depends on the number of blocks alone. A rank owns one run of blocks and folds
+it into its maximal nodes. The ranks exchange only those nodes (`comm.exchange`). Every rank that
+combines them gets the same bytes, because every sum has the same two operands.
 
     leaves = 5              (0,5)
                        (0,4)     \\
@@ -12,28 +12,41 @@ combines them gets the same bytes, because every sum is made of the same two ope
                   0   1   2   3    4
 
 With two ranks owning 0-2 and 3-4, rank 0's nodes are (0,2), (2,3) and rank 1's are (3,4), (4,5).
-Arithmetic only: no MPI here.
+This module does arithmetic only: it does not call MPI.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpidl.device_array import is_device_array
 
+Range = tuple[int, int]  # (first block, one past the last block)
 
-def add(left, right):
-    """The combine operation of a plain sum. Writes into `left`, which the fold owns."""
+
+def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Combine the two operands of a plain sum. Writes into `left`, which the fold owns."""
     return np.add(left, right, out=left)
 
 
-def merge_moments(left, right):
-    """The combine operation of (count, mean, M2), packed as float64 [count, mean(C), M2(C)].
+def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Combine two packed moments. Writes into `left`, which the fold owns.
 
+    Parameters
+    ----------
+    left, right
+        float64 arrays [count, mean(C), M2(C)]. Moments with a count of zero change nothing.
+
+    Notes
+    -----
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979, equation 2.1. Never E[x^2] - E[x]^2, which cancels. What counts no image
-    changes nothing.
+    variances", 1979, equation 2.1. The formula E[x^2] - E[x]^2 would cancel.
     """
     channels = left.size // 2
     n, m = left[0], right[0]
@@ -50,11 +63,20 @@ def merge_moments(left, right):
 
 
 @lru_cache(maxsize=256)
-def split_blocks(leaves, ranks, load=None):
-    """Deal `leaves` blocks to `ranks` ranks in consecutive runs; returns ((start, stop), ...).
+def split_blocks(leaves: int, ranks: int, load: tuple[int, ...] | None = None) -> tuple[Range, ...]:
+    """Deal `leaves` blocks to `ranks` ranks in consecutive runs.
 
-    Equal shares, the remainder to the first ranks; or in proportion to `load`, a tuple of
-    non-negative weights, where 0 is an idle rank (largest remainders first, then lowest rank).
+    Parameters
+    ----------
+    load
+        One non-negative weight per rank; 0 leaves a rank idle. The shares are proportional to the
+        weights: largest remainders first, then the lowest rank. By default the shares are equal
+        and the first ranks get the remainder.
+
+    Returns
+    -------
+    tuple
+        The run (start, stop) of each rank.
     """
     load = load or (1,) * ranks
     total = sum(load)
@@ -66,68 +88,99 @@ def split_blocks(leaves, ranks, load=None):
     return tuple(zip(edges[:-1], edges[1:], strict=True))
 
 
-def is_node(start, stop, leaves):
-    """Whether the range [start, stop) is a node of the tree over `leaves` blocks."""
+def is_node(start: int, stop: int, leaves: int) -> bool:
+    """Return whether the range [start, stop) is a node of the tree over `leaves` blocks."""
     size = 1 << (stop - start - 1).bit_length()
     return start % size == 0 and (stop - start == size or stop == leaves)
 
 
 @lru_cache(maxsize=4096)
-def maximal_nodes(run, leaves):
-    """The fewest nodes that cover `run` = (start, stop), in order; none for an empty run."""
-    found = []
+def maximal_nodes(run: Range, leaves: int) -> tuple[Range, ...]:
+    """Return the fewest nodes that cover `run`, in order. An empty run has no nodes."""
+    nodes: list[Range] = []
     for leaf in range(*run):
-        found.append((leaf, leaf + 1))
-        while len(found) > 1 and is_node(found[-2][0], leaf + 1, leaves):
-            found[-2:] = [(found[-2][0], leaf + 1)]
-    return tuple(found)
+        nodes.append((leaf, leaf + 1))
+        while len(nodes) > 1 and is_node(nodes[-2][0], leaf + 1, leaves):
+            nodes[-2:] = [(nodes[-2][0], leaf + 1)]
+    return tuple(nodes)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The tree over `leaves` blocks, how the ranks share them, and which of them this rank is.
+    """The tree over the blocks of a mini-batch and its division among the ranks.
 
-    `plain` gives up the fixed order: each rank adds its run from left to right into one value.
-    That is what other tools do; it is here to be measured, and to show that the tests notice.
+    Parameters
+    ----------
+    leaves
+        Number of blocks.
+    runs
+        The run (start, stop) of blocks of each rank.
+    rank
+        The rank that holds this object.
+    plain
+        Give up the fixed order: each rank adds its run from left to right into one value, as other
+        libraries do. Benchmarks measure this, and negative controls of tests use it.
     """
 
     leaves: int
-    runs: tuple
+    runs: tuple[Range, ...]
     rank: int
     plain: bool = False
 
     @property
-    def run(self):
+    def run(self) -> Range:
         """This rank's (first block, one past its last block)."""
         return self.runs[self.rank]
 
     @cached_property
-    def nodes(self):
-        """Of each rank, the nodes it hands over."""
+    def nodes(self) -> tuple[tuple[Range, ...], ...]:
+        """The nodes that each rank contributes."""
         if self.plain:
             return tuple((run,) if run[0] < run[1] else () for run in self.runs)
         return tuple(maximal_nodes(run, self.leaves) for run in self.runs)
 
-    def joins(self, start, stop):
-        """Whether two neighbours may be combined into [start, stop) as soon as both are there."""
+    def joins(self, start: int, stop: int) -> bool:
+        """Return whether two neighbours that form [start, stop) may be combined."""
         return self.plain or is_node(start, stop, self.leaves)
 
 
 class Counter:
-    """Folds values that arrive in the order of their blocks; at most log2(leaves) stay alive.
+    """A binary counter that folds values in the order of their blocks.
 
-    It is a binary counter: a value that completes a node is combined with its left neighbour at
-    once, and that node with its own, as carries ripple. Values are leaves, or whole nodes when
-    `stop` says where they end.
+    A value that completes a node is combined with its left neighbour at once, and the resulting
+    node with its neighbour, as carries ripple. At most log2(leaves) values stay alive.
+
+    Parameters
+    ----------
+    tree
+        The tree over the mini-batch.
+    combine
+        The operation f(left, right); it may overwrite `left`.
+    start
+        The first block to fold. The default is the start of this rank's run.
     """
 
-    def __init__(self, tree, combine=add, start=None):
+    def __init__(
+        self,
+        tree: Tree,
+        combine: Callable[[np.ndarray, np.ndarray], np.ndarray] = add,
+        start: int | None = None,
+    ) -> None:
         self.tree, self.combine = tree, combine
-        self.next = tree.run[0] if start is None else start
-        self.starts, self.values = [], []
+        self.next: int = tree.run[0] if start is None else start
+        self.starts: list[int] = []
+        self.values: list[np.ndarray] = []
 
-    def push(self, value, stop=None):
-        """Take the next value, which the fold may overwrite."""
+    def push(self, value: Any, stop: int | None = None) -> None:
+        """Fold the next value, which the counter may overwrite.
+
+        Parameters
+        ----------
+        value
+            A leaf, or a whole node if `stop` is given.
+        stop
+            One past the last block of the node.
+        """
         self.starts.append(self.next)
         self.values.append(np.asarray(value))
         self.next = self.next + 1 if stop is None else stop
@@ -136,11 +189,22 @@ class Counter:
             self.starts.pop()
             self.values[-1] = self.combine(self.values[-1], right)
 
-    def partial(self, shape=(), dtype=np.float32):
-        """What was folded, as a Partial; shape and dtype say what it is where nothing was."""
+    def partial(self, shape: Sequence[int] = (), dtype: DTypeLike = np.float32) -> Partial:
+        """Return the folded sum as a Partial.
+
+        Parameters
+        ----------
+        shape, dtype
+            Shape and type of the sum. A rank without blocks has no other way to know them.
+
+        Raises
+        ------
+        ValueError
+            If blocks of this rank are missing, or if a value has another size or type.
+        """
         if self.next != self.tree.run[1]:
             raise ValueError(f"folded blocks up to {self.next}, this rank's end at {self.tree.run}")
-        for value in self.values:  # a rank without blocks knows them by shape and dtype alone
+        for value in self.values:
             if value.dtype != dtype or value.size != np.prod(shape, dtype=int):
                 raise ValueError(
                     f"folded values of shape {value.shape} and type {value.dtype}, said to be of "
@@ -151,8 +215,13 @@ class Counter:
         )
 
 
-def fold_nodes(tree, nodes, values, combine):
-    """Combine all nodes of all ranks, in order, into the root. Overwrites `values`."""
+def fold_nodes(
+    tree: Tree,
+    nodes: Sequence[Range],
+    values: Sequence[np.ndarray],
+    combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """Combine the nodes of all ranks, in order, into the root. Overwrites `values`."""
     counter = Counter(tree, combine, start=0)
     for (_, stop), value in zip(nodes, values, strict=True):
         counter.push(value, stop)
@@ -161,21 +230,30 @@ def fold_nodes(tree, nodes, values, combine):
 
 
 class Late:
-    """A factor that is known only when a sum is finished: 1 / (images of the mini-batch) in a step
-    that was recorded once and is replayed for mini-batches of other sizes.
+    """A factor that becomes known only after a sum is finished.
 
-    value(): the number as of now, without `factor`; array: where the device keeps it, (1,) float64.
+    A GPU step is recorded once and replayed for mini-batches of other sizes, so its factor
+    1 / (images of the mini-batch) changes from replay to replay.
+
+    Parameters
+    ----------
+    value
+        A function that returns the current number, without `factor`.
+    array
+        The (1,) float64 array in which the device keeps the number.
+    factor
+        A constant that multiplies the number.
     """
 
     __slots__ = ("value", "array", "factor")
 
-    def __init__(self, value, array, factor=1.0):
+    def __init__(self, value: Callable[[], float], array: Any, factor: float = 1.0) -> None:
         self.value, self.array, self.factor = value, array, factor
 
-    def __float__(self):
+    def __float__(self) -> float:
         return self.value() * self.factor
 
-    def __mul__(self, number):
+    def __mul__(self, number: Any) -> Late:
         return Late(self.value, self.array, self.factor * float(number))
 
     __rmul__ = __mul__
@@ -183,86 +261,117 @@ class Late:
 
 @dataclass
 class Term:
-    """One folded sum: this rank's nodes of it, their type, and a factor applied after the fold."""
+    """One sum of a Partial: this rank's nodes, their type, and the factor to apply after the fold.
+
+    Attributes
+    ----------
+    tree
+        The tree of the sum.
+    nodes
+        This rank's folded nodes.
+    combine
+        The operation that combines two nodes.
+    dtype
+        Type of the nodes.
+    scale
+        A number or a `Late`.
+    """
 
     tree: Tree
     nodes: list
-    combine: object
+    combine: Any
     dtype: np.dtype
-    scale: object = 1.0  # a number, or Late
+    scale: Any = 1.0
 
 
-PLAIN = (int, float, np.ndarray, np.generic)  # what a replicated number or array can be
+PLAIN = (int, float, np.ndarray, np.generic)  # types of a replicated number or array
 
 
 class Partial:
-    """A sum over the images of the mini-batch that is not added up over the ranks yet.
+    """A sum over the images of the mini-batch that is not yet added up over the ranks.
 
-    It is linear: it can be added to and scaled. What is added is kept as a separate term and each
-    term is folded by itself, then scaled, then the terms are added in order: adding or scaling node
-    by node would round at the nodes, and which nodes there are depends on the number of ranks.
-    `once` is the sum of the replicated addends (a penalty, say); it comes last, and once.
-    `World.gplus` makes it a number.
+    A Partial is linear: it can be added and scaled. `World.gplus` turns it into an array.
+
+    Parameters
+    ----------
+    terms
+        The sums. Each term is folded, then scaled; the terms are then added in order.
+    once
+        The sum of the replicated addends (for example a penalty), or None. It is added last, and
+        once rather than once per rank.
+    shape, dtype
+        Shape and type of the total.
+
+    Notes
+    -----
+    Adding two Partials keeps their terms apart. Adding or scaling node by node would round at the
+    nodes, and the set of nodes depends on the number of ranks.
     """
 
     __slots__ = ("terms", "once", "shape", "dtype")
 
-    def __init__(self, terms, once, shape, dtype):
+    def __init__(
+        self, terms: Sequence[Term], once: Any, shape: Sequence[int], dtype: DTypeLike
+    ) -> None:
         self.terms, self.once = terms, once
-        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype: np.dtype = np.dtype(dtype)
 
-    def __add__(self, other):
+    def __add__(self, other: Any) -> Partial:
         if isinstance(other, Partial):
             if other.shape != self.shape:
                 raise ValueError(
                     f"adding Partials of shapes {self.shape} and {other.shape}: dl.mean and dl.sum "
-                    "go over the images and leave the rest of a shape, (3,) of (N, 3); one number "
-                    "comes of one for each image, (N,), as an op of your own (@dl.op) makes them"
+                    "go over the images and leave the rest of a shape, (3,) of (N, 3); for one "
+                    "number per image, (N,), write a custom op (@dl.op)"
                 )
-            once = other.once if self.once is None else self.once
+            addend = other.once if self.once is None else self.once
             if self.once is not None and other.once is not None:
-                once = self.once + other.once
-            return Partial([*self.terms, *other.terms], once, self.shape, self.dtype)
+                addend = self.once + other.once
+            return Partial([*self.terms, *other.terms], addend, self.shape, self.dtype)
         if not isinstance(other, PLAIN):
-            return NotImplemented  # a value of the tape, which knows what to do
+            return NotImplemented  # for example a Var, which handles the addition
         if np.shape(other) not in ((), self.shape):
             raise ValueError(
                 f"adding an array of shape {np.shape(other)} to a Partial of shape {self.shape}"
             )
-        once = other if self.once is None else self.once + other
-        return Partial(self.terms, np.asarray(once, self.dtype), self.shape, self.dtype)
+        addend = other if self.once is None else self.once + other
+        return Partial(self.terms, np.asarray(addend, self.dtype), self.shape, self.dtype)
 
     __radd__ = __add__
 
-    def __mul__(self, factor):
+    def __mul__(self, factor: Any) -> Partial:
         if not isinstance(factor, (Partial, Late, *PLAIN)):
             return NotImplemented
         if isinstance(factor, Partial) or (not isinstance(factor, Late) and np.ndim(factor)):
             self._refuse()
         factor = factor if isinstance(factor, Late) else float(factor)
         terms = [replace(t, scale=t.scale * factor) for t in self.terms]
-        once = None if self.once is None else np.asarray(self.once * float(factor), self.dtype)
-        return Partial(terms, once, self.shape, self.dtype)
+        addend = None if self.once is None else np.asarray(self.once * float(factor), self.dtype)
+        return Partial(terms, addend, self.shape, self.dtype)
 
     __rmul__ = __mul__
 
-    def __neg__(self):
+    def __neg__(self) -> Partial:
         return self * -1.0
 
-    def __sub__(self, other):
+    def __sub__(self, other: Any) -> Partial:
         return self + (-other)
 
-    def __truediv__(self, divisor):
+    def __truediv__(self, divisor: Any) -> Partial:
         if not isinstance(divisor, (Partial, *PLAIN)):
             return NotImplemented
         return self * (1.0 / float(divisor))
 
-    def astype(self, dtype):
-        """The same sum, given in another type once it is folded."""
+    def astype(self, dtype: DTypeLike) -> Partial:
+        """Return the same sum, converted to another type after the fold."""
         return Partial(self.terms, self.once, self.shape, dtype)
 
-    def finish(self, roots):
-        """The value, given the root of each term: scaled, added in order, `once` last."""
+    def finish(self, roots: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the total, given the root of each term.
+
+        Each root is scaled, the terms are added in order, and the replicated addend comes last.
+        """
         total = None
         for term, root in zip(self.terms, roots, strict=True):
             value = root if term.scale == 1.0 else root * root.dtype.type(float(term.scale))
@@ -271,8 +380,8 @@ class Partial:
             total = self.once if total is None else total + self.once
         return np.asarray(total, self.dtype).reshape(self.shape)
 
-    def local(self):
-        """This rank's own part of a single sum, added up; zero where the rank has no block."""
+    def local(self) -> np.ndarray:
+        """Return this rank's part of a single sum, unscaled; zero if the rank has no block."""
         (term,) = self.terms
         parts = [np.array(value) for value in term.nodes] or [np.zeros(self.shape, self.dtype)]
         while len(parts) > 1:
@@ -280,7 +389,7 @@ class Partial:
             parts[-1] = term.combine(parts[-1], right)
         return parts[0]
 
-    def _refuse(self, *_):
+    def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
             "a Partial is not added up over the ranks yet, so only sums and multiples of it have a "
             "meaning: fold it first, with world.gplus(value)"
@@ -288,14 +397,18 @@ class Partial:
 
     __float__ = __bool__ = __len__ = __array__ = __pow__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __rtruediv__ = __abs__ = __format__ = _refuse
-    __array_ufunc__ = None  # so that array + partial asks the Partial, not NumPy
+    __array_ufunc__ = None  # array + partial calls Partial.__radd__
 
-    def __repr__(self):
-        terms = ", ".join(f"{len(t.nodes)} node(s) x {t.scale:g}" for t in self.terms)
-        return f"Partial(shape={self.shape}, terms=[{terms}], once={self.once is not None})"
+    def __repr__(self) -> str:
+        terms = ", ".join(f"{len(t.nodes)} node(s) x {float(t.scale):g}" for t in self.terms)
+        addend = "" if self.once is None else ", plus a replicated addend"
+        return f"Partial(shape={self.shape}, dtype={self.dtype}, terms=[{terms}]{addend})"
 
 
-def replicated(value):
-    """A Partial of a value that every rank has already: nothing to exchange, it counts once."""
-    value = value if is_device_array(value) else np.asarray(value)  # (one on a GPU stays there)
+def replicated(value: Any) -> Partial:
+    """Return a Partial of a value that every rank already has.
+
+    It counts once, and nothing is exchanged. An array on a GPU stays there.
+    """
+    value = value if is_device_array(value) else np.asarray(value)
     return Partial([], value, value.shape, value.dtype)

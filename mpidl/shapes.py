@@ -52,7 +52,10 @@ def transposed_conv2d_shape(
 
 
 def same_padding(
-    image_size: Sequence[int], size: Sequence[int], stride: Pair, dilation: Pair
+    image_size: Sequence[int],
+    size: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
 ) -> Pads:
     """Return the padding with which an (H, W) image gives ceil(H / stride) x ceil(W / stride).
 
@@ -66,7 +69,7 @@ def same_padding(
     return down, across
 
 
-def same_cropping(size: Sequence[int], stride: Pair) -> Pads:
+def same_cropping(size: Sequence[int], stride: Sequence[int]) -> Pads:
     """Return the cropping with which a transposed convolution makes images `stride` times as large.
 
     `size` is at least the stride. An odd pixel is cropped at the bottom or at the right.

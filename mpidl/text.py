@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-NAMES_IN_A_LINE = 10  # that `name_list` prints; it counts the others
+NAMES_IN_A_LINE = 10  # `name_list` prints these and counts the others
 
 
 def printable(path: str | bytes | os.PathLike) -> str:
@@ -21,8 +21,8 @@ def printable(path: str | bytes | os.PathLike) -> str:
 def name_list(names: Sequence[str]) -> str:
     """Join names with commas: "circle, square, triangle"; of many names the first ones."""
     rest = len(names) - NAMES_IN_A_LINE
-    more = f" and {rest} more" if rest > 0 else ""
-    return ", ".join(printable(name) for name in names[:NAMES_IN_A_LINE]) + more
+    tail = f" and {rest} more" if rest > 0 else ""
+    return ", ".join(printable(name) for name in names[:NAMES_IN_A_LINE]) + tail
 
 
 def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:

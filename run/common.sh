@@ -143,10 +143,14 @@ explain_pip() { # says in one line why pip failed, by its log, and exits
     die "pip failed: ${error:-$(tail -n 1 "$1")} (log: $1)"
 }
 
-count_cores() { # how many cores this process may use: affinity and the container's quota
-    local cores quota period
+count_cores() { # count_cores [CGROUPS]: cores of this process, by affinity and container quota
+    local cores quota="" period="" cgroups=${1:-/sys/fs/cgroup}
     cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
-    if { read -r quota period </sys/fs/cgroup/cpu.max; } 2>/dev/null && [ "$quota" != max ] &&
+    { read -r quota period <"$cgroups/cpu.max"; } 2>/dev/null || # control groups version 2, or 1
+        { read -r quota <"$cgroups/cpu/cpu.cfs_quota_us" &&
+            read -r period <"$cgroups/cpu/cpu.cfs_period_us"; } 2>/dev/null || true
+    # without a quota the first is "max" (version 2) or -1 (version 1)
+    if [[ $quota =~ ^[0-9]+$ && $period =~ ^[1-9][0-9]*$ ]] &&
         [ $((quota / period)) -lt "$cores" ]; then
         cores=$((quota / period))
     fi

@@ -69,12 +69,12 @@ def on_ranks(size, function, hosts=None):
         def broadcast(self, value, root=0):
             return self.exchange(value)[root]
 
-        def together(self, error):
+        def raise_if_any(self, error):
             errors = [e for e in self.exchange(error) if e is not None]
             if errors:
                 raise UserError(str(errors[0]))
 
-        def shared_room(self):
+        def available_shared_bytes(self):
             return 1 << 30
 
         def shared_array(self, shape, dtype):

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from mpidl import fold
-from mpidl.comm.reducer import Flight
+from mpidl.comm.reducer import PendingExchange
 
 
 class Request:
@@ -27,8 +27,8 @@ class Wire:
         self.rounds = 0  # the step in which the last message arrived
 
 
-class SimulatedNet:
-    """One rank's view of the wire: the methods of comm.net.Net that an exchange uses."""
+class SimulatedTransport:
+    """One rank's view of the wire: the methods of `Transport` that an exchange uses."""
 
     def __init__(self, wire, rank, size):
         self.wire, self.rank, self.size = wire, rank, size
@@ -57,28 +57,29 @@ class SimulatedNet:
 class Outcome:
     """What an exchange left: each rank's root, and what each rank sent."""
 
-    def __init__(self, roots, nets, rounds):
+    def __init__(self, roots, transports, rounds):
         self.roots, self.rounds = roots, rounds
-        self.messages = [net.messages for net in nets]
-        self.bytes = [net.bytes for net in nets]
+        self.messages = [transport.messages for transport in transports]
+        self.bytes = [transport.bytes for transport in transports]
 
 
 def exchange(way, trees, matrices, combine=fold.add, tag=7):
     """Run one exchange of all ranks' (nodes, width) matrices to its end."""
     wire, size = Wire(), len(trees)
-    nets = [SimulatedNet(wire, rank, size) for rank in range(size)]
-    flights = [
-        Flight(way(nets[r], tag, trees[r], matrices[r].copy(), combine)) for r in range(size)
+    transports = [SimulatedTransport(wire, rank, size) for rank in range(size)]
+    exchanges = [
+        PendingExchange(way(transports[r], tag, trees[r], matrices[r].copy(), combine))
+        for r in range(size)
     ]
-    while not all(f.done for f in flights):
+    while not all(e.is_complete for e in exchanges):
         wire.step += 1
         assert wire.step < 1000, "the exchange does not end"
-        for flight in flights:
+        for pending in exchanges:
             # all of them are tested: a receive later in the list completes as well
-            if not flight.done and all([request.test() for request in flight.requests]):
-                flight.advance()
+            if not pending.is_complete and all([request.test() for request in pending.requests]):
+                pending.advance()
     assert not any(wire.messages.values()), "a message was never received"
-    return Outcome([f.root for f in flights], nets, wire.rounds)
+    return Outcome([e.root for e in exchanges], transports, wire.rounds)
 
 
 def folded(trees, leaves, combine=fold.add):

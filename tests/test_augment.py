@@ -133,7 +133,7 @@ def test_whole_pixels_in_the_blocks_are_those_of_the_map(kind):
 def test_what_is_drawn_is_uniform_and_keyed():
     n = 4000
     augmenter = dl.Augmenter(**FULL, crop=(17, 24))
-    drawn = augmenter.drawn(1, 2, np.arange(n), SHAPE)
+    drawn = augmenter.draw(1, 2, np.arange(n), SHAPE)
     for name in ("reflect_x", "reflect_y"):
         assert abs(getattr(drawn, name).mean() - 0.5) < 0.04
     for name in ("rotation", "shear_x", "shear_y"):
@@ -153,10 +153,10 @@ def test_what_is_drawn_is_uniform_and_keyed():
         assert (abs(counts - n / len(values)) < 5 * np.sqrt(n / len(values)) + 1).all()
     # one by one, in any order, the same; of another epoch or seed, others
     order = np.array([17, 3, 3999])
-    for again, all_ in zip(augmenter.drawn(1, 2, order, SHAPE), drawn, strict=True):
+    for again, all_ in zip(augmenter.draw(1, 2, order, SHAPE), drawn, strict=True):
         assert np.array_equal(again, all_[order])
     for seed, epoch in ((1, 3), (2, 2)):
-        other = augmenter.drawn(seed, epoch, np.arange(n), SHAPE)
+        other = augmenter.draw(seed, epoch, np.arange(n), SHAPE)
         assert abs(np.corrcoef(other.rotation, drawn.rotation)[0, 1]) < 0.06
     for name in ("rotation", "scale_x", "shear_x", "translate_x"):
         together = np.corrcoef(drawn.reflect_x, getattr(drawn, name))[0, 1]

@@ -80,7 +80,7 @@ def test_cache_keeps_nothing_of_a_failed_read(tmp_path):
     assert refusal(cache.read, [0, 1]).startswith(f"{kept}: ")
     moved.rename(kept)
     assert np.array_equal(cache.read([0, 1]), cache.datastore.read([0, 1]))
-    assert cache.tables[0].there.tolist() == [1, 1] + [0] * 7
+    assert cache.tables[0].filled.tolist() == [1, 1] + [0] * 7
 
 
 def test_real_ranks_agree_on_a_set_and_share_a_cache(tmp_path, world):

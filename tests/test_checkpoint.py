@@ -1,5 +1,6 @@
 """Checkpoints and model files: what was saved comes back, and what is torn is never loaded."""
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -281,6 +282,34 @@ def test_models_whose_parts_do_not_fit(tmp_path):
     del attributes["classes"]
     write(net.parameters)
     with pytest.raises(UserError, match="it has no attribute 'classes'"):
+        model_file.load_model(path)
+
+
+@dataclasses.dataclass
+class Shift(nn.Layer):
+    """A user's layer, with learnables and an argument."""
+
+    amount: float = 0.0
+    name: str | None = None
+
+    def build(self, shape):
+        return nn.Built(shape, {"bias": (shape, 1.0)})
+
+    def forward(self, x, context):
+        return x + self.amount
+
+
+def test_a_model_with_layers_of_a_user(tmp_path):
+    path = tmp_path / "model.h5"
+    net = nn.Network([nn.Flatten(), Shift(0.5), nn.Dense(3)], (1, 4, 4), seed=1)
+    model_file.save_model(path, net, ["a", "b", "c"])
+    loaded, description = model_file.load_model(path, layers=[Shift])
+    assert [layer["type"] for layer in description["network"]] == ["Flatten", "Shift", "Dense"]
+    assert loaded.layers == net.layers and loaded["shift1"].amount == 0.5
+    assert model_file.weights_sha256(loaded) == model_file.weights_sha256(net)
+    images = np.arange(64, dtype=np.float32).reshape(4, 1, 4, 4) / 64
+    assert loaded.predict(images).tobytes() == net.predict(images).tobytes()
+    with pytest.raises(UserError, match="cannot be built: unknown layer type 'Shift': expected"):
         model_file.load_model(path)
 
 

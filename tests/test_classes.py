@@ -211,7 +211,7 @@ def test_what_is_no_network_set_or_options(world):
     for call in (dl.predict, dl.classify):
         with pytest.raises(dl.UserError, match="expected a network, found list"):
             call([], store, world=world)
-    input_pipeline.check_kinds(net, store, known())
+    input_pipeline.check_types(net, store, known())
 
 
 def test_arrays_in_a_loop_of_ones_own(world):

@@ -8,7 +8,7 @@ from mpidl import shapes
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree, split_blocks
 
 pytestmark = needed
@@ -66,7 +66,7 @@ class Case:
         self.behind = [rng.uniform(-0.5, 0.5, k) for _ in range(6)]
 
     def source(self, x, vectors):
-        return Source(x, *(np.asarray(v, np.float32) for v in vectors))
+        return DeferredInput(x, *(np.asarray(v, np.float32) for v in vectors))
 
     def backward(self, backend, dtype=np.float32, **options):
         arrays = (a.astype(dtype) for a in (self.dy, self.x, self.weight))

@@ -10,7 +10,7 @@ from images import grow, on_ranks, pixels_of, refusal, save
 from PIL import Image
 
 from mpidl.data import ArrayDatastore, ImageFolder, combined
-from mpidl.data.datastore import without_images
+from mpidl.data.checks import empty_classes_warning
 
 # Image folders
 
@@ -251,7 +251,7 @@ def test_arrays_say_what_they_expect():
 def test_classes_that_no_image_has():
     def told(labels, classes=None):
         images = np.zeros((len(labels), 2, 2), np.uint8)
-        return without_images(ArrayDatastore(images, labels, classes))
+        return empty_classes_warning(ArrayDatastore(images, labels, classes))
 
     assert told([0, 1, 2]) is told([1, 0], ["a", "b"]) is None
     assert told([1, 2, 10]).endswith(
@@ -261,7 +261,7 @@ def test_classes_that_no_image_has():
     assert told([1, 1], ["cat", "d\nog"]).endswith(" in 2 classes: no image of class cat (of 2)")
     assert told([0, 0], ["cat", "d\nog"]).endswith(": no image of class d\\nog (of 2)")
     bare = ArrayDatastore(np.zeros((3, 2, 2), np.uint8))
-    assert without_images(bare) is without_images(combined(bare, np.zeros(3))) is None
+    assert empty_classes_warning(bare) is empty_classes_warning(combined(bare, np.zeros(3))) is None
 
 
 def test_subset_of_a_subset():

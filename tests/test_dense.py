@@ -14,7 +14,7 @@ import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends.cpu import builds, dense
 from mpidl.backends.cpu.call import nodes_of, source_of, tree_of
-from mpidl.blocks import LANES, Activation, Source
+from mpidl.blocks import LANES, DeferredActivation, DeferredInput
 from mpidl.fold import Counter, Tree
 
 pytestmark = needed
@@ -42,7 +42,7 @@ class Layer:
         if channels:
             y = self.x.reshape(blocks, channels, features // channels, LANES)
             mean, beta = (draw(v, channels, low=-0.5, high=0.5) for v in ("mean", "beta"))
-            self.source = Source(y, mean, draw("scale", channels, low=0.5, high=1.5), beta)
+            self.source = DeferredInput(y, mean, draw("scale", channels, low=0.5, high=1.5), beta)
             self.x = cpu.activation(self.source).reshape(self.x.shape)
 
     def forward(self):
@@ -220,7 +220,7 @@ def test_arrays_need_not_be_aligned_nor_c_ordered():
 
     for other in (unaligned, np.asfortranarray):
         moved = Layer(20, 50, 2, channels=5)
-        moved.source = Source(*map(other, moved.source))
+        moved.source = DeferredInput(*map(other, moved.source))
         moved.dy, moved.weight, moved.bias = map(other, (moved.dy, moved.weight, moved.bias))
         same((moved.forward(), *moved.backward(where)), expected)
 
@@ -299,9 +299,13 @@ def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
 def test_flatten_leaves_an_activation_deferred(world):
     y = blocked(world, numbers("y", 40, 3, 2, 5, dtype=np.float32))
     vectors = (numbers(f"vector {i}", 3, dtype=np.float32) for i in range(3))
-    x = Activation(Source(y.lanes, *vectors), y.batch, cpu.activation)
+    x = DeferredActivation(DeferredInput(y.lanes, *vectors), y.batch, cpu.activation)
     found = dl.flatten(x)
-    assert isinstance(found, Activation) and found.source is x.source and found.shape == (40, 30)
+    assert (
+        isinstance(found, DeferredActivation)
+        and found.source is x.source
+        and found.shape == (40, 30)
+    )
     assert np.array_equal(found.lanes, x.lanes.reshape(found.lanes.shape))
 
     labels = blocked(world, np.arange(40) % 4, batch=y.batch)

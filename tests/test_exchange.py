@@ -58,7 +58,7 @@ def trees_of(leaves, ranks, layout, plain=False):
 
 def ways(tree):
     if len(tree.runs) == 1:
-        return [exchange.alone]
+        return [exchange.single_rank]
     general = [exchange.gather_nodes, exchange.up_and_down, exchange.segmented]
     return general + ([exchange.pairwise] if exchange._pairs_up(tree) else [])
 
@@ -67,7 +67,7 @@ def allowed(way, ranks, leaves, nodes, width):
     """Rounds, messages and values of one rank, at most: the table in exchange.py."""
     n, hops = len(nodes), math.ceil(math.log2(ranks))
     return {
-        exchange.alone: (0, 0, 0),
+        exchange.single_rank: (0, 0, 0),
         exchange.gather_nodes: (1, ranks - 1, (ranks - 1) * n * width),
         exchange.up_and_down: (
             math.ceil(math.log2(leaves)) + hops,
@@ -128,7 +128,7 @@ def test_moments_go_the_same_ways():
         for way in set(ways(trees[0])) - {exchange.segmented}:
             found = simulator.exchange(way, trees, matrices, fold.merge_moments)
             assert {root.tobytes() for root in found.roots} == {expected.tobytes()}
-        chosen = exchange.choose(trees[0], expected.nbytes, fold.merge_moments)
+        chosen = exchange.choose_algorithm(trees[0], expected.nbytes, fold.merge_moments)
         assert chosen is not exchange.segmented  # cutting it would tear mean from M2
 
 
@@ -137,28 +137,30 @@ def test_two_exchanges_under_way_do_not_mix():
     trees = trees_of(13, 5, "equal")
     first, second = wide(1, 13, WIDTH), wide(2, 13, WIDTH)
     wire = simulator.Wire()
-    nets = [simulator.SimulatedNet(wire, r, 5) for r in range(5)]
-    flights = []
+    transports = [simulator.SimulatedTransport(wire, r, 5) for r in range(5)]
+    exchanges = []
     for tag, values in ((7, first), (8, second)):
         matrices, _ = simulator.folded(trees, values)
-        flights += [
-            simulator.Flight(exchange.segmented(nets[r], tag, trees[r], matrices[r], fold.add))
+        exchanges += [
+            simulator.PendingExchange(
+                exchange.segmented(transports[r], tag, trees[r], matrices[r], fold.add)
+            )
             for r in range(5)
         ]
-    while not all(f.done for f in flights):
+    while not all(e.is_complete for e in exchanges):
         wire.step += 1
-        for flight in reversed(flights):
-            if not flight.done and all([request.test() for request in flight.requests]):
-                flight.advance()
-    for values, group in ((first, flights[:5]), (second, flights[5:])):
-        assert {f.root.tobytes() for f in group} == {tree_sum(values, 0, 13).tobytes()}
+        for pending in reversed(exchanges):
+            if not pending.is_complete and all([request.test() for request in pending.requests]):
+                pending.advance()
+    for values, group in ((first, exchanges[:5]), (second, exchanges[5:])):
+        assert {e.root.tobytes() for e in group} == {tree_sum(values, 0, 13).tobytes()}
 
 
 def test_the_way_is_chosen_by_layout_and_size_alone():
-    small, large = exchange.SMALL, exchange.SMALL + 1
+    small, large = exchange.SMALL_BYTES, exchange.SMALL_BYTES + 1
     table = [
         # blocks, ranks, bytes, combine, way
-        (8, 1, small, fold.add, exchange.alone),
+        (8, 1, small, fold.add, exchange.single_rank),
         (8, 4, small, fold.add, exchange.pairwise),
         (8, 4, large, fold.add, exchange.pairwise),
         (32, 16, small, fold.add, exchange.pairwise),
@@ -172,7 +174,7 @@ def test_the_way_is_chosen_by_layout_and_size_alone():
     for leaves, ranks, nbytes, combine, way in table:
         trees = trees_of(leaves, ranks, "equal")
         # every rank chooses the same, and again the same
-        assert {exchange.choose(t, nbytes, combine) for t in trees * 2} == {way}
+        assert {exchange.choose_algorithm(t, nbytes, combine) for t in trees * 2} == {way}
 
 
 def test_values_that_are_no_nodes_never_go_up_the_tree():
@@ -182,7 +184,7 @@ def test_values_that_are_no_nodes_never_go_up_the_tree():
     for ranks in (3, 12):
         trees = trees_of(29, ranks, "equal", plain=True)
         matrices, _ = simulator.folded(trees, values, fold.merge_moments)
-        way = exchange.choose(trees[0], 40, fold.merge_moments)
+        way = exchange.choose_algorithm(trees[0], 40, fold.merge_moments)
         found = simulator.exchange(way, trees, matrices, fold.merge_moments)
         assert found.roots[0][0] == 29
         np.testing.assert_allclose(found.roots[0][1:3], values[:, 1:3].mean(axis=0), rtol=1e-12)
@@ -239,7 +241,7 @@ def test_many_sums_under_way(world, bucket_bytes):
     for i, values in enumerate(leaves):
         expected = tree_sum(values, 0, 7) * np.float32(i + 1)
         assert sums[f"w{i}"].tobytes() == expected.tobytes()
-    assert not world.flying
+    assert not world.pending_exchanges
 
 
 def test_nodes_are_kept_no_longer_than_needed(world):

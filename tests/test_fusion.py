@@ -6,7 +6,7 @@ from compiled import needed
 
 import mpidl as dl
 from mpidl import ops
-from mpidl.blocks import Activation, Blocked
+from mpidl.blocks import Blocked, DeferredActivation
 from mpidl.nn import fusion
 
 pytestmark = needed
@@ -101,10 +101,10 @@ def test_only_the_convolutions_output_is_stored(world):
     images, _ = mini_batch(world)
     net = dl.Network(LAYERS["digits"][:3], (1, 12, 12))
     value = net(images)
-    assert isinstance(value, Activation) and value.shape == (41, 20, 8, 8)
+    assert isinstance(value, DeferredActivation) and value.shape == (41, 20, 8, 8)
     assert type(value.stored()) is Blocked and (value.lanes >= 0).all()
     net = dl.nn.zoo.digits()
-    assert [len(run) for run in fusion.runs(net.layers, net.reads)] == [3, 3, 3, 1]
+    assert [len(run) for run in fusion.find_runs(net.layers, net.reads)] == [3, 3, 3, 1]
 
 
 def branches(fused):

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from images import grow, pixels_of, write_idx
 
 from mpidl.data import ArrayDatastore, ImageFolder, open_data, open_test_data, read_idx
-from mpidl.data.datastore import Datastore, read_images, read_targets
+from mpidl.data.checks import read_images, read_targets
+from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5_probe, packed, packing
 from mpidl.errors import UserError
 
@@ -258,6 +259,15 @@ def test_packed_headers(tmp_path_factory, attributes, arrays):
     found = attempt(packed.PackedDatastore, path, labelled=False)
     if found is not None:
         attempt(found.verify)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz(tmp_path, save):
+    labels = np.arange(5) % 3
+    images = pixels_of(0, 5, 4, 3)
+    arrays = {"images": images, "labels": labels, "images_test": images, "labels_test": labels}
+    save(tmp_path / "whole.npz", classes=["a", "b", "c"], **arrays)
+    fuzzed(tmp_path, "x.npz", b"PK\x03\x04", (tmp_path / "whole.npz").read_bytes())
 
 
 @pytest.mark.parametrize("compressed", [True, False])

@@ -9,7 +9,7 @@ from alone import Alone, assert_slopes, blocked, finite_differences, numbers, wh
 from compiled import needed
 
 import mpidl as dl
-from mpidl.blocks import Activation
+from mpidl.blocks import DeferredActivation
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.nn import fusion, graph
@@ -182,9 +182,15 @@ def test_fused_layers_have_the_bytes_of_the_separate_ones(world, layers, count):
 
 def test_what_fuses():
     net = dl.Network(residual(), SHAPE)
-    assert [r for r in fusion.runs(net.layers, net.reads) if len(r) > 1] == [(0, 1, 2), (7, 8, 9)]
+    assert [r for r in fusion.find_runs(net.layers, net.reads) if len(r) > 1] == [
+        (0, 1, 2),
+        (7, 8, 9),
+    ]
     net = dl.Network(branches(), SHAPE)
-    assert [r for r in fusion.runs(net.layers, net.reads) if len(r) > 1] == [(0, 1, 2), (6, 7, 8)]
+    assert [r for r in fusion.find_runs(net.layers, net.reads) if len(r) > 1] == [
+        (0, 1, 2),
+        (6, 7, 8),
+    ]
     inner = [  # somebody else reads what is between the three
         dl.Conv2D(3, 4, padding=1, name="c"),
         dl.BatchNorm(name="b"),
@@ -196,11 +202,11 @@ def test_what_fuses():
         dl.Add(inputs=("s", "d")),
     ]
     net = dl.Network(inner, SHAPE)
-    assert all(len(run) == 1 for run in fusion.runs(net.layers, net.reads))
+    assert all(len(run) == 1 for run in fusion.find_runs(net.layers, net.reads))
     aside = [dl.Conv2D(1, 3), dl.BatchNorm(), dl.ReLU(after="conv1"), dl.Add(("relu1", "norm"))]
     aside[1].name = "norm"  # the ReLU stands behind the normalization, and does not read it
     net = dl.Network(aside, SHAPE)
-    assert all(len(run) == 1 for run in fusion.runs(net.layers, net.reads))
+    assert all(len(run) == 1 for run in fusion.find_runs(net.layers, net.reads))
 
 
 @needed
@@ -208,14 +214,14 @@ def test_a_fused_activation_with_several_readers_stays_deferred(world):
     seen = []
 
     class Look(dl.Flatten):
-        def forward(self, x, at):
+        def forward(self, x, context):
             seen.append(x)
-            return super().forward(x, at)
+            return super().forward(x, context)
 
     layers = [dl.Conv2D(3, 4), *(kind() for kind in ACTIVE), Look(name="a")]
     layers += [Look(name="b", after="relu1"), dl.Add(inputs=("a", "b"))]
     dl.Network(layers, SHAPE)(batch_of(world)[0])
-    assert len(seen) == 2 and seen[0] is seen[1] and isinstance(seen[0], Activation)
+    assert len(seen) == 2 and seen[0] is seen[1] and isinstance(seen[0], DeferredActivation)
 
 
 def test_a_plain_list_is_a_graph_of_single_steps():
@@ -246,7 +252,7 @@ def test_outputs_are_kept_as_long_as_somebody_needs_them(world):
     class Watch(dl.Layer):
         """Notes how many of the arrays made so far are still there."""
 
-        def forward(self, x, at):
+        def forward(self, x, context):
             alive.append(sum(ref() is not None for ref in held))
             lanes = (x[0] if isinstance(x, tuple) else x).lanes + 1
             held.append(weakref.ref(lanes))

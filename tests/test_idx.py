@@ -49,7 +49,7 @@ def test_idx_is_read_again_by_a_node_that_shares_a_host_name(tmp_path):
     assert all(np.array_equal(store.images[:, 0], images) for store in on_ranks(2, alone))
 
     def without_room(world):
-        world.shared_room, world.shared_array = lambda: 0, None
+        world.available_shared_bytes, world.shared_array = lambda: 0, None
         return idx_folder(tmp_path, "train", world)
 
     assert all(np.array_equal(store.images[:, 0], images) for store in on_ranks(2, without_room))

@@ -9,7 +9,7 @@ from compiled import everywhere, needed
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.reference.dropout import chances, philox
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree
 
 pytestmark = needed
@@ -108,11 +108,11 @@ def test_softmax_dx(classes):
 
 def source(name, shape, blocks=2):
     vectors = [numbers(f"{name} {i}", shape[0], dtype=np.float32) for i in range(3)]
-    return Source(lanes(name, shape, blocks), *vectors)
+    return DeferredInput(lanes(name, shape, blocks), *vectors)
 
 
 def stored(value):
-    return cpu.activation(value) if isinstance(value, Source) else value
+    return cpu.activation(value) if isinstance(value, DeferredInput) else value
 
 
 @EACH

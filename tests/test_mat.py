@@ -11,7 +11,7 @@ from images import on_ranks, pixels_of, refusal
 
 import mpidl as dl
 from mpidl.data import mat_file, open_data, open_test_data
-from mpidl.data.datastore import read_targets
+from mpidl.data.checks import read_targets
 from mpidl.data.formats import mat5
 
 

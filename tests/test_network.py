@@ -167,7 +167,7 @@ class Double(dl.Layer):
 
     name: str | None = None
 
-    def forward(self, x, at):
+    def forward(self, x, context):
         return 2 * x
 
 
@@ -238,7 +238,7 @@ def relu_masks(world, net, images, labels):
     """Which units of this rank are on, layer by layer, in training mode."""
     masks, x, bound = [], images, net.bind(net.parameters)
     for layer in net.layers:
-        x = layer.forward(x, dl.nn.layers.At(layer, net.parameters, bound.state, True, "global"))
+        x = layer.forward(x, dl.nn.LayerContext(layer, net.parameters, bound.state, True, "global"))
         if isinstance(layer, dl.ReLU):
             masks.append(x.local() > 0)
     return np.concatenate([m.ravel() for m in masks])

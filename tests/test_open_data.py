@@ -17,7 +17,7 @@ from mpidl.data import (
     open_data,
     open_test_data,
 )
-from mpidl.data.datastore import check_classes
+from mpidl.data.checks import check_classes
 
 
 def test_open_data_takes_train_and_test_folders(tmp_path):
@@ -47,7 +47,7 @@ def test_open_data_errors(tmp_path):
     text = refusal(open_test_data, str(tmp_path / "no"))
     assert text == f"--test-data {tmp_path}/no: no such folder"
     path = save(tmp_path / "1.png", pixels_of(0, 1, 4, 4))
-    expected = "expected a folder, an HDF5 file or a .mat file, found another file"
+    expected = "expected a folder, an HDF5 file, a .mat file or an .npz file, found another file"
     assert refusal(open_data, str(path)) == f"--data {path}: {expected}"
     for part in ("train", "val"):
         grow(tmp_path / "set" / part)
@@ -75,7 +75,9 @@ def test_open_data_names_files_it_cannot_use(tmp_path):
         path = tmp_path / name
         path.write_bytes(b"no data")
         text = refusal(open_data, str(path))
-        assert text.startswith(f"--data {path}: expected a folder, an HDF5 file or a .mat file")
+        assert text.startswith(
+            f"--data {path}: expected a folder, an HDF5 file, a .mat file or an .npz file"
+        )
         assert text.endswith(hint)
 
 

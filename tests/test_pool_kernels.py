@@ -10,7 +10,7 @@ from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.pool import _geometry
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree
 
 pytestmark = needed
@@ -93,7 +93,7 @@ def test_an_activation_is_read_as_its_values(case, blocks):
     """With the sums that batch normalization asks for, of the bytes they have by themselves."""
     y, (shape, *how) = images(case, blocks), CASES[case]
     channels = [numbers(f"{case} {i}", shape[0], dtype=np.float32) for i in range(3)]
-    source = Source(y, *channels)
+    source = DeferredInput(y, *channels)
     x = cpu.activation(source)
     assert blocks == 0 or 0.1 < (x > 0).mean() < 0.95
 

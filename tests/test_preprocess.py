@@ -148,7 +148,7 @@ def test_two_files_are_preprocessed_once(tmp_path):
         datafiles.hdf5(tmp_path / f"{part}.h5", pixels, [0, 1, 2] * 2)
     how = dl.Preprocess(size=(16, 16), cover=True, crop=(8, 8))
     expected = how.of_arrays(pixels.transpose(0, 3, 1, 2))
-    for store in dl.data.open_data(str(tmp_path), wanted=how):
+    for store in dl.data.open_data(str(tmp_path), preprocess=how):
         assert np.array_equal(store.read(range(6)), expected)
 
 
@@ -189,8 +189,8 @@ class Gops:
     def __init__(self, world):
         self.inner, self.rank, self.size = world, world.rank, world.size
 
-    def together(self, error):
-        self.inner.together(error)
+    def raise_if_any(self, error):
+        self.inner.raise_if_any(error)
 
     def gop(self, name, value):
         parts = self.inner.exchange(value)

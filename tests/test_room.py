@@ -108,7 +108,7 @@ def training(world, monkeypatch, **options):
         def __init__(self, *how):
             super().__init__(*how)
             tables = [t for t in self.tables if self.capacity]
-            caches.append(sum(t.kept.nbytes + t.there.nbytes for t in tables))
+            caches.append(sum(t.cache.nbytes + t.filled.nbytes for t in tables))
 
     monkeypatch.setattr(queue, "arenas", SimpleNamespace(Arena=Arena, empty=arenas.empty))
     monkeypatch.setattr(trainer, "NodeCache", Cache)

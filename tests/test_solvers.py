@@ -252,4 +252,4 @@ def test_values_that_cannot_be_used():
         with pytest.raises(UserError, match=text):
             call()
     assert (dl.Adam(None).learning_rate, dl.SGDM(None).learning_rate) == (0.001, 0.01)
-    assert dl.RMSProp(squared_gradient_decay_factor=None).squared_gradient_decay_factor == 0.9
+    assert dl.RMSProp(squared_gradient_decay_factor=None).transforms[2].square_decay == 0.9

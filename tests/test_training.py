@@ -15,7 +15,7 @@ from mpidl.errors import UserError
 from mpidl.report import Console
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
-from mpidl.training.load_balancing import Measured
+from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.options import configuration
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -207,10 +207,10 @@ def test_population_statistics_leave_out_dropout_and_what_is_frozen(world):
     twin = small(*(layer for layer in layers if not isinstance(layer, dl.Dropout)))
     assert net.state["still.mean"].tobytes() == twin.state["still.mean"].tobytes()
     twin.parameters, twin.state = net.parameters, dict(net.state)
-    from mpidl.training.batchnorm_population import population
+    from mpidl.training.batchnorm_population import population_state
 
     queue = dl.MinibatchQueue(pictures(100), 40, world=world, shuffle="never")
-    for state in (population(twin, queue, world), population(net, queue, world)):
+    for state in (population_state(twin, queue, world), population_state(net, queue, world)):
         for name, value in state.items():
             assert value.tobytes() == net.state[name].tobytes(), name
 
@@ -242,8 +242,8 @@ class Pretended:
 
     def __init__(self, speeds, rank):
         self.speeds, self.rank, self.size = speeds, rank, len(speeds)
-        self.net = self
-        self.waited = 0.0
+        self.transport = self
+        self.wait_seconds = 0.0
 
     def gop(self, operation, mine):
         assert operation == "max" and mine[self.rank] == self.speeds[self.rank]
@@ -252,9 +252,9 @@ class Pretended:
 
 def test_loads_are_by_the_time_of_ones_own_work():
     world = Pretended([4.0, 0.0, 2.0, 1.0], 2)
-    measured = Measured(world)
+    measured = LoadBalancer(world)
     measured.start(10.0)
-    world.waited += 3.0
+    world.wait_seconds += 3.0
     measured.stop(15.0, 4)  # 4 blocks in 2 seconds of its own
     assert measured.load() == (1000, 583, 500, 250)
     world.speeds = [0.0] * 4
@@ -265,9 +265,9 @@ def test_loads_are_by_the_time_of_ones_own_work():
 
 
 def test_each_rank_has_a_part_of_the_set():
-    order, shares = np.arange(100)[::-1], [partition.shares_of(n, 3, None) for n in (40, 40, 20)]
+    order, shares = np.arange(100)[::-1], [partition.image_shares(n, 3, None) for n in (40, 40, 20)]
     assert shares[0] == [(0, 16), (16, 32), (32, 40)] and shares[2] == [(0, 16), (16, 20), (20, 20)]
-    epochs = [partition.order_of(order, shares, 0, epoch) for epoch in (None, 1, 2)]
+    epochs = [partition.partition_order(order, shares, 0, epoch) for epoch in (None, 1, 2)]
     firsts = np.cumsum([0, 40, 40])
     parts = []
     for found in epochs:

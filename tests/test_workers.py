@@ -12,18 +12,18 @@ from limits import settled
 
 import mpidl as dl
 from mpidl import keyed
-from mpidl.data.loading.workers import Job, _Crew, ahead, in_turn
+from mpidl.data.loading.workers import Job, _WorkerPool, make_items, prefetch_items
 from mpidl.errors import UserError
 
 WAYS = [(0, 1), (1, 1), (2, 1), (2, 4), (5, 3)]
 
 
-def crew():
+def prefetch_threads():
     return [t for t in threading.enumerate() if t.name == "mpidl-prefetch"]
 
 
 def made(jobs, prefetch, workers):
-    return ahead(jobs, prefetch, workers) if prefetch else in_turn(jobs)
+    return prefetch_items(jobs, prefetch, workers) if prefetch else make_items(jobs)
 
 
 def jobs_of(count, tasks=3, broken=(), log=None):
@@ -51,7 +51,7 @@ def jobs_of(count, tasks=3, broken=(), log=None):
 def test_items_come_in_order(prefetch, workers, tasks):
     found = list(made(jobs_of(12, tasks), prefetch, workers))
     assert found == [[n * 10 + i for i in range(tasks)] for n in range(12)]
-    assert not crew()
+    assert not prefetch_threads()
 
 
 @pytest.mark.parametrize("prefetch, workers", WAYS)
@@ -62,7 +62,7 @@ def test_the_first_error_comes_at_its_item(prefetch, workers):
         for item in items:
             delivered.append(item[0])
     assert delivered == [0, 10, 20, 30] and list(items) == []
-    assert settled(crew, [])
+    assert settled(prefetch_threads, [])
 
 
 @pytest.mark.parametrize("prefetch, workers", WAYS[1:])
@@ -71,24 +71,24 @@ def test_an_error_of_the_plan_comes_after_what_was_planned(prefetch, workers):
         yield from jobs_of(3)
         raise UserError("no more")
 
-    items = ahead(jobs(), prefetch, workers)
+    items = prefetch_items(jobs(), prefetch, workers)
     assert [next(items)[0] for _ in range(3)] == [0, 10, 20]
     with pytest.raises(UserError, match="no more"):
         next(items)
-    assert settled(crew, [])
+    assert settled(prefetch_threads, [])
 
 
 @pytest.mark.parametrize("prefetch, workers", [(1, 1), (2, 4), (3, 2)])
 def test_no_farther_ahead_than_asked(prefetch, workers):
     log = []
-    items = ahead(jobs_of(20, log=log), prefetch, workers)
+    items = prefetch_items(jobs_of(20, log=log), prefetch, workers)
     for used in range(1, 4):
         next(items)
         assert settled(lambda used=used: len(log), 3 * (used + prefetch))
         time.sleep(0.02)
         assert len(log) == 3 * (used + prefetch)
     items.close()
-    assert not crew()
+    assert not prefetch_threads()
 
 
 def test_so_many_threads_work_at_once():
@@ -104,19 +104,19 @@ def test_so_many_threads_work_at_once():
             inside -= 1
 
     jobs = (Job([task] * 4, lambda: 1) for _ in range(3))
-    assert sum(ahead(jobs, 2, 4)) == 3 and most == 4
+    assert sum(prefetch_items(jobs, 2, 4)) == 3 and most == 4
 
 
 def test_threads_end_with_the_loop():
     for how in ("break", "raise", "close", "never started"):
-        items = ahead(jobs_of(50), 3, 4)
+        items = prefetch_items(jobs_of(50), 3, 4)
         if how == "close":
             next(items)
             items.close()
         elif how != "never started":
             try:
                 for _ in items:
-                    assert len(crew()) == 4
+                    assert len(prefetch_threads()) == 4
                     if how == "raise":
                         raise RuntimeError
                     break
@@ -124,7 +124,7 @@ def test_threads_end_with_the_loop():
                 pass
             items.close()
         del items
-        assert settled(crew, []), how
+        assert settled(prefetch_threads, []), how
 
 
 # a user's function
@@ -161,7 +161,7 @@ def test_a_function_is_given_a_block_at_a_time(world, prefetch, workers):
         batch = images.batch
         assert images.image_shape == (1, 3, 8) and images.dtype == np.float32
         assert targets.image_shape == (2,) and targets.dtype == np.float32
-        at = type("At", (), {"indices": batch.indices, "epoch": 2, "seed": 7})
+        at = type("SampleKeys", (), {"indices": batch.indices, "epoch": 2, "seed": 7})
         if len(batch.indices):
             known = noise(data.images[batch.indices], batch.indices % 3, at)
             assert np.array_equal(images.local(), known[0])
@@ -243,11 +243,11 @@ def test_a_thread_keeps_nothing_of_an_item_that_is_done():
         array[...] = 1
         ready.set()
 
-    crew = _Crew((job(np.zeros(3)) for _ in range(1)), 1)
-    crew.change = Change()
-    thread = threading.Thread(target=crew.work)
+    pool = _WorkerPool((job(np.zeros(3)) for _ in range(1)), 1)
+    pool.change = Change()
+    thread = threading.Thread(target=pool.work)
     thread.start()
-    item = crew.next().item()
+    item = pool.next().item()
     gone = weakref.ref(item)
     assert (item == 1).all()
     del item

@@ -126,6 +126,67 @@ def test_gplus_of_dicts_lists_and_tuples(world):
     assert world.gplus(total).tobytes() == expected
 
 
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("operation", PLAIN)
+def test_allreduce_is_gop(world, operation, kind):
+    value = VALUES[kind](world.rank)
+    with np.errstate(over="ignore"):
+        expected = PLAIN[operation]([np.asarray(VALUES[kind](r)) for r in range(world.size)])
+    reduced, by_gop = world.allreduce(value, op=operation), world.gop(operation, value)
+    if operation in ("and", "or"):
+        expected = np.asarray(expected, bool)  # of one rank as well
+    assert np.array_equal(reduced, expected) and np.array_equal(reduced, by_gop)
+    if kind == "list" and operation == "sum":  # item by item, as gplus
+        assert reduced == expected.tolist()
+    else:
+        assert type(reduced) is type(by_gop)
+        assert np.asarray(reduced).tobytes() == np.asarray(by_gop).tobytes()
+
+
+def test_allreduce_adds_by_default_as_gplus_does(world):
+    assert world.allreduce(world.rank) == sum(range(world.size))
+    batch = dl.share(37, world)
+    partial = dl.sum(dl.from_images(np.ones((batch.images[1] - batch.images[0], 3)), batch))
+    assert world.allreduce(partial).tobytes() == world.gplus(partial).tobytes()
+    values = {"sum": partial, "pair": (1, np.arange(2.0))}
+    reduced = world.allreduce(values)
+    assert reduced["sum"].tolist() == [37] * 3
+    assert reduced["pair"][0] == world.size
+    assert reduced["pair"][1].tolist() == [0, world.size]
+    assert world.allreduce(np.eye(2), op=np.matmul).tolist() == np.eye(2).tolist()
+    with pytest.raises(TypeError, match="gplus"):
+        world.allreduce(partial, op="max")
+    with pytest.raises(ValueError, match="expected one of .* got 'mean'"):
+        world.allreduce(1, op="mean")
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_allgather(world, kind):
+    gathered = world.allgather(VALUES[kind](world.rank))
+    assert type(gathered) is list and len(gathered) == world.size
+    for rank, value in enumerate(gathered):
+        expected = VALUES[kind](rank)
+        assert type(value) is type(expected)
+        assert np.asarray(value).dtype == np.asarray(expected).dtype
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_allgather_of_objects(world):
+    words = [{"rank": rank, "none": None} for rank in range(world.size)]
+    assert world.allgather(words[world.rank]) == words
+    assert world.allgather(f"rank {world.rank}")[world.size - 1] == f"rank {world.size - 1}"
+
+
+def test_a_world_shows_its_ranks(world):
+    small = World(world.transport.MPI.COMM_SELF, threads=None)
+    assert repr(small) == f"World(rank=0, size=1, host={small.host!r}, threads=None)"
+    small.threads = [2]
+    assert repr(small) == f"World(rank=0, size=1, host={small.host!r}, threads=2)"
+    assert f"<tr><td>0</td><td>{small.host}</td><td>2</td></tr>" in small._repr_html_()
+    assert repr(world).startswith(f"World(rank={world.rank}, size={world.size}, host=")
+    assert world._repr_html_().count("<tr>") == 1 + world.size
+
+
 @pytest.mark.parametrize("size", [0, 10, 3_000_000])
 def test_gather_and_broadcast(world, size):
     mine = {"rank": world.rank, "data": np.full(size, world.rank, np.uint8), "none": None}
@@ -143,14 +204,14 @@ def test_gather_and_broadcast(world, size):
         found["data"][:] = 1  # it is the rank's own, to be written to
 
 
-def test_together_raises_one_error_on_all_ranks(world):
-    world.together()
-    world.together(None)
+def test_raise_if_any_raises_one_error_on_all_ranks(world):
+    world.raise_if_any()
+    world.raise_if_any(None)
     for failing in ({0}, {world.size - 1}, set(range(world.size)), {world.size // 2}):
         error = OSError(f"file {world.rank}: torn") if world.rank in failing else None
         with pytest.raises(dl.UserError, match=f"^file {min(failing)}: torn$"):
-            world.together(error)
-    world.together()
+            world.raise_if_any(error)
+    world.raise_if_any()
 
 
 def test_every_message_has_arrived_at_the_barrier(world):
@@ -189,7 +250,7 @@ def test_messages_arrive_while_rank_0_works(world):
 def test_send_without_a_handler_is_told(world):
     if world.rank == 0:
         with pytest.raises(RuntimeError, match="after_each"):
-            World(world.net.MPI.COMM_SELF).send(1)
+            World(world.transport.MPI.COMM_SELF).send(1)
 
 
 def test_a_shared_array_is_shared_by_the_ranks_of_a_host(world):

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import subject, turns
 from mpidl import backends, losses
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore
 from mpidl.training.optimizers import SGDM
@@ -58,7 +58,7 @@ class Step:
 
     def __init__(self, world, network, batch, precision="fp32", graphs=True, image=None):
         from mpidl.data.loading.device_queue import DeviceQueue
-        from mpidl.training.gpu_step import Step as Recorded
+        from mpidl.training.gpu_step import StepProgram
 
         backends.configure(precision=precision)
         self.device = world.device
@@ -68,7 +68,7 @@ class Step:
         self.net.to(self.device)
         gradient = value_and_grad(losses.cross_entropy, reduce=world)
         sgdm = SGDM(subject.RATE, subject.MOMENTUM)
-        self.step = Recorded(self.net, sgdm, gradient, queue.reader(), world.counts, graphs)
+        self.step = StepProgram(self.net, sgdm, gradient, queue.reader(), world.counts, graphs)
         ((self.feed, _),) = queue.epoch(0)
 
     @property

@@ -183,7 +183,8 @@ def _relu(layer, net, shape, output, batch):
 
 
 def _pool(layer, net, shape, output, batch):
-    *how, _ = windows(layer.name, shape, layer.size, layer.stride, layer.padding)
+    pools = windows(layer.name, shape, layer.size, layer.stride, layer.padding)
+    how = pools.size, pools.stride, pools.padding
     x, dy = _lanes("x", shape, batch), _lanes("dy", output, batch, zero=True)
     if type(layer).__name__ == "MaxPool2D":
         yield Case(layer.name, "max_pool2d", batch.count, (x, *how))

@@ -64,7 +64,7 @@ def gpu_world():
 def cpu_world():
     """One beside it that computes on the CPU."""
     world = World()
-    world.asked = "cpu", None  # the device is the other one's, and stays open
+    world.device_request = "cpu", None  # the device is the other one's, and stays open
     return world
 
 

@@ -1,1 +1,7 @@
-"""Automatic differentiation: the tape and its ops."""
+"""Automatic differentiation: the tape of ops, gradients, and checks of a vjp."""
+
+from mpidl.autodiff.check import check_vjp
+from mpidl.autodiff.grad import is_one_number, value_and_grad
+from mpidl.autodiff.tape import Var, backward, op, value_of
+
+__all__ = ["Var", "backward", "check_vjp", "is_one_number", "op", "value_and_grad", "value_of"]

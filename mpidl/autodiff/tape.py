@@ -1,82 +1,136 @@
-"""Reverse-mode differentiation: a tape of ops, played back once.
+"""Reverse-mode differentiation: a tape of ops that is played back once.
 
 A value is *blocked* (`Blocked`: per image, on the rank that owns the image's block), *replicated*
-(a NumPy array, the same bytes on every rank: learnables, and what is computed from them alone) or a
-`Partial` (a sum over the images that is not added up over the ranks yet). Cotangents follow:
+(a NumPy array with the same bytes on every rank: learnables, and values computed from them alone)
+or a `Partial` (a sum over the images that is not yet added up over the ranks). Cotangents follow:
 
     value        its cotangent
     Blocked      Blocked, zero in unused lanes
     Partial      replicated
     replicated   a Partial from a blocked op, replicated from any other; their sum is a Partial
 
-A Partial reaches a learnable as it is and goes to whoever adds it up. Where it meets a replicated
-value that was itself computed (a tied weight, a normalized weight), it is folded over all ranks at
-that fixed place of the tape before the vjp runs: a vjp is never applied to parts of a sum.
+A Partial reaches a learnable unchanged, and the caller adds it up over the ranks. If it meets a
+replicated value that was itself computed (a tied or normalized weight), it is folded over all ranks
+at that fixed place of the tape, before the vjp runs. A vjp is never applied to parts of a sum.
 """
+
+from __future__ import annotations
 
 import functools
 import itertools
-import numbers
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias, overload
 
 import numpy as np
 
-from mpidl import keyed
-from mpidl.blocks import Blocked, from_images
+from mpidl.blocks import Batch, Blocked, from_images
 from mpidl.device_array import is_device_array
-from mpidl.fold import Counter, Partial, replicated
+from mpidl.fold import Counter, Partial
+
+Needs: TypeAlias = tuple[bool, ...]  # for each positional argument, whether to compute a cotangent
 
 _clock = itertools.count()
 
 
 class Var:
-    """A value that remembers the op that made it. Learnables are the ones without parents."""
+    """A value that remembers the op that computed it. A Var without parents is a leaf.
+
+    Parameters
+    ----------
+    value
+        A Blocked, a Partial or an array.
+    parents
+        The positional arguments of the op, Vars and others.
+    vjp
+        The function f(dy, needs) that returns a tuple with a cotangent per parent, or None.
+    name
+        The name of the op, or of the learnable.
+    """
 
     __slots__ = ("value", "parents", "vjp", "name", "index")
 
-    def __init__(self, value, parents=(), vjp=None, name=None):
+    def __init__(
+        self,
+        value: Any,
+        parents: Sequence[Any] = (),
+        vjp: Callable[[Any, Needs], Sequence[Any]] | None = None,
+        name: str | None = None,
+    ) -> None:
         self.value, self.parents, self.vjp, self.name = value, parents, vjp, name
         self.index = next(_clock)
 
-    shape = property(lambda self: self.value.shape)
-    dtype = property(lambda self: self.value.dtype)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return self.value.shape
 
-    def _refuse(self, *_, **__):
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the value."""
+        return self.value.dtype
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             f"{self.name!r} is being differentiated: combine it with dl's ops or with + - * / **, "
-            "or write an op of your own with @dl.op"
+            "or write a custom op with @dl.op"
         )
 
     __float__ = __bool__ = __len__ = __array__ = __iter__ = mean = sum = _refuse
 
-    def __repr__(self):
-        return f"Var({self.name}, {self.value!r})"
+    def __repr__(self) -> str:
+        if self.value is None:
+            return f"Var({self.name!r}, played back)"
+        kind = type(self.value).__name__
+        return f"Var({self.name!r}, {kind} of shape {self.shape}, dtype={self.dtype})"
 
 
-def value_of(x):
-    """The value of a Var, anything else as it is."""
+def value_of(x: Any) -> Any:
+    """Return the value of a Var, and any other object unchanged."""
     return x.value if isinstance(x, Var) else x
 
 
-def op(forward=None, *, blocks=False):
-    """Make an op of `forward(*arrays, **options) -> (y, vjp)`.
+Op: TypeAlias = Callable[..., Any]  # takes values, Vars among them, and returns a value or a Var
+Forward: TypeAlias = Callable[..., tuple[Any, Callable]]  # returns (y, vjp)
 
-    Without `blocks`, forward sees plain arrays: where any argument is blocked it is called once for
-    each block, with the block's images as C-ordered (n <= 16, ...) arrays and replicated arguments
-    whole, and returns y of shape (n, ...); otherwise it is called once. `vjp(dy)` returns a tuple
-    with one cotangent for each positional argument (None where there is nothing to say); those of
-    replicated arguments are folded over the blocks. A rank with no block calls forward on one image
-    of zeros to learn y's shape.
 
-    With `blocks=True`, forward sees Blocked values, whole shares, and `vjp(dy, needs)` returns
-    Partials for replicated arguments; needs[i] says whether argument i wants its cotangent.
+@overload
+def op(forward: Forward, *, blocks: bool = False) -> Op: ...
+@overload
+def op(forward: None = None, *, blocks: bool = False) -> Callable[[Forward], Op]: ...
+def op(forward: Forward | None = None, *, blocks: bool = False) -> Any:
+    """Make an op of a function `forward(*arrays, **options) -> (y, vjp)`.
+
+    Parameters
+    ----------
+    forward
+        Without `blocks`, a function of plain arrays. If any argument is blocked, it is called once
+        per block, with the images of the block as C-ordered arrays (n <= 16, ...) and with the full
+        replicated arguments, and returns y of shape (n, ...). Otherwise it is called once.
+        `vjp(dy)` returns a tuple with one cotangent per positional argument, or None for an
+        argument without one. Cotangents of replicated arguments are folded over the blocks.
+        A rank without a block calls forward on one image of zeros to learn y's shape.
+    blocks
+        If True, forward gets Blocked values with the whole share. `vjp(dy, needs)` returns Partials
+        for replicated arguments; needs[i] says whether argument i needs its cotangent.
+
+    Returns
+    -------
+    callable
+        The op. It returns a Var if an argument is a Var.
+
+    Raises
+    ------
+    TypeError
+        By the op without `blocks`, for a Partial or an array on a GPU.
+    ValueError
+        By the op, for results or cotangents of a wrong shape or number.
     """
     if forward is None:
         return functools.partial(op, blocks=blocks)
     name = forward.__name__
 
     @functools.wraps(forward)
-    def wrapped(*args, **options):
+    def wrapped(*args: Any, **options: Any) -> Any:
         values = [value_of(a) for a in args]
         y, vjp = (
             forward(*values, **options) if blocks else _by_block(name, forward, values, options)
@@ -100,7 +154,7 @@ def _by_block(name, forward, values, options):
     blocked = [v for v in values if isinstance(v, Blocked)]
     if not blocked:
         y, vjp = forward(*values, **options)
-        return np.asarray(y), lambda dy, needs: _checked(name, vjp(dy), values)
+        return np.asarray(y), lambda dy, needs: _check_cotangents(name, vjp(dy), values)
     batch = blocked[0].batch
     if any(v.batch is not batch for v in blocked):
         raise ValueError(f"{name}: its blocked arguments belong to different mini-batches")
@@ -126,9 +180,8 @@ def _by_block(name, forward, values, options):
                 columns.append(Counter(batch.tree))
         for b, block_vjp in enumerate(vjps):
             args = [v.block(b) if isinstance(v, Blocked) else v for v in values]
-            for column, v, d in zip(
-                columns, values, _checked(name, block_vjp(dy.block(b)), args), strict=True
-            ):
+            cotangents = _check_cotangents(name, block_vjp(dy.block(b)), args)
+            for column, v, d in zip(columns, values, cotangents, strict=True):
                 if column is None:
                     continue
                 if isinstance(v, Blocked):
@@ -150,11 +203,11 @@ def _by_block(name, forward, values, options):
     return from_images(local, batch), vjp
 
 
-def refuse_gpu(name, *values):
-    """Raise the TypeError of an op that works on NumPy arrays where a value lies on a GPU."""
+def refuse_gpu(name: str, *values: Any) -> None:
+    """Raise a TypeError if a value lies on a GPU, for an op `name` without a GPU kernel."""
     for value in values:
         array = value.source if isinstance(value, Blocked) else value
-        if is_device_array(getattr(array, "x", array)):  # (of a Source, its x)
+        if is_device_array(getattr(array, "x", array)):  # a DeferredInput holds its array in x
             raise TypeError(
                 f"{name}: works on NumPy arrays, and its argument lies on a GPU, for which it has "
                 "no kernel: run with --device cpu"
@@ -162,6 +215,7 @@ def refuse_gpu(name, *values):
 
 
 def _empty_result(name, forward, values, options):
+    """Return the result for no images, whose shape comes from one image of zeros."""
     args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
         y, _ = forward(*args, **options)
@@ -170,6 +224,7 @@ def _empty_result(name, forward, values, options):
 
 
 def _check_rows(name, y, rows):
+    """Raise a ValueError unless y has one row per image."""
     if np.ndim(y) == 0 or len(y) != rows:
         raise ValueError(
             f"{name}: expected one result per image, ({rows}, ...), got shape {np.shape(y)}; for "
@@ -177,12 +232,13 @@ def _check_rows(name, y, rows):
         )
 
 
-def _checked(name, cotangents, args):
+def _check_cotangents(name, cotangents, args):
+    """Return the cotangents; raise a ValueError if their number or a shape is wrong."""
     if not isinstance(cotangents, (tuple, list)) or len(cotangents) != len(args):
-        found = f"{len(cotangents)}" if isinstance(cotangents, (tuple, list)) else "no tuple"
+        count = f"{len(cotangents)}" if isinstance(cotangents, (tuple, list)) else "no tuple"
         raise ValueError(
             f"{name}: its vjp must return a tuple of {len(args)} cotangents, one for each "
-            f"positional argument; got {found}"
+            f"positional argument; got {count}"
         )
     for i, (d, a) in enumerate(zip(cotangents, args, strict=True)):
         if d is not None and np.shape(d) != np.shape(a):
@@ -193,12 +249,12 @@ def _checked(name, cotangents, args):
 
 
 def _accumulate(a, b):
-    """a + b of two cotangents: of blocked ones by the op, which asks their backend."""
+    """Return a + b of two cotangents; blocked ones are added by an op of their backend."""
     return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
 
 
 def _in_type(cotangent, dtype):
-    """A cotangent in the type of its value, so that the type does not depend on the path."""
+    """Convert a cotangent to the type of its value, so that its type does not depend on paths."""
     if isinstance(cotangent, Partial):
         return cotangent.astype(dtype)
     if isinstance(cotangent, Blocked):
@@ -206,21 +262,52 @@ def _in_type(cotangent, dtype):
             return cotangent
         return cotangent.like(cotangent.lanes.astype(dtype))
     if is_device_array(cotangent) and cotangent.dtype == dtype:
-        return cotangent  # on a GPU
+        return cotangent  # an array on a GPU
     return np.asarray(cotangent, dtype)
 
 
-def _zeros(array):
-    """Zeros like an array, where it lies."""
+def zeros_like(array: Any) -> Any:
+    """Return zeros like an array, in host memory or on the GPU as the array."""
     return array.zeros_like() if is_device_array(array) else np.zeros_like(array)
 
 
-def backward(root, seed, *, fold=None, on_ready=None, progress=None):
-    """Play the tape back from `root`, whose cotangent is `seed`; returns {leaf Var: gradient}.
+def backward(
+    root: Var,
+    seed: Any,
+    *,
+    fold: Callable[[Partial], Any] | None = None,
+    on_ready: Callable[[Var, Any], None] | None = None,
+    progress: Callable[[], None] | None = None,
+) -> dict[Var, Any]:
+    """Play the tape back from `root`, in the reverse order of the tape on every rank.
 
-    The order is the tape's, backwards: the same on every rank. `on_ready(leaf, gradient)` is called
-    as soon as a gradient is final, and takes it over: it is not returned. `progress()` is called
-    after each vjp. Saved arrays are freed as they are used, so that a tape can be played once only.
+    The tape can be played only once: it frees saved arrays as they are used.
+
+    Parameters
+    ----------
+    root
+        The value to differentiate.
+    seed
+        The cotangent of the root.
+    fold
+        Adds up a Partial over all ranks (`world.gplus`).
+    on_ready
+        Called as on_ready(leaf, gradient) as soon as a gradient is final. It takes the gradient
+        over, which is then not returned.
+    progress
+        Called after each vjp.
+
+    Returns
+    -------
+    dict
+        The gradient of each leaf.
+
+    Raises
+    ------
+    RuntimeError
+        If the tape was already played back.
+    TypeError
+        If a Partial must be folded and `fold` is None.
     """
     waiting, stack = {root: 0}, [root]
     while stack:
@@ -230,13 +317,14 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
                     waiting[parent] = 0
                     stack.append(parent)
                 waiting[parent] += 1
-    cotangents, gradients = {root: seed}, {}
+    cotangents: dict[Var, Any] = {root: seed}
+    gradients: dict[Var, Any] = {}
 
     def finish(leaf):
         gradient = cotangents.pop(leaf, None)
         if gradient is None:
             value = leaf.value
-            gradient = _zeros(value.lanes if isinstance(value, Blocked) else value)
+            gradient = zeros_like(value.lanes if isinstance(value, Blocked) else value)
             gradient = value.like(gradient) if isinstance(value, Blocked) else gradient
         if on_ready:
             on_ready(leaf, gradient)
@@ -279,137 +367,10 @@ def backward(root, seed, *, fold=None, on_ready=None, progress=None):
     return gradients
 
 
-def batch_of(*args):
-    """The Batch of the first blocked argument, None where there is none."""
+def batch_of(*args: Any) -> Batch | None:
+    """Return the Batch of the first blocked argument, or None."""
     for a in args:
         value = value_of(a)
         if isinstance(value, Blocked):
             return value.batch
     return None
-
-
-def _as_partial(value):
-    return value if isinstance(value, Partial) else replicated(value)
-
-
-def value_and_grad(f, *, reduce=None):
-    """`value_and_grad(f)(model, *args)` -> f's value, gradients (and the new state of a network).
-
-    model: a dict of named arrays, or a Network; f gets it with the learnables being differentiated
-    and returns a scalar loss, or a tuple (loss, *others) whose others are not differentiated.
-    Returns (value, gradients) for a dict, (value, gradients, state) for a Network; gradients is a
-    dict by name, without the learnables that are not trained (`Network.trainable`).
-
-    Without `reduce`, the loss and the gradients come back as Partials, for `world.gplus`: nothing
-    but batch-norm sums was exchanged. With `reduce=world` they are exchanged while backward runs
-    and come back added up.
-    """
-
-    def run(model, *args, **options):
-        network = hasattr(model, "bind")
-        learnables = model.trainable if network else model
-        leaves = {name: Var(value, name=name) for name, value in learnables.items()}
-        traced: Any = model.bind(leaves) if network else leaves
-        result = f(traced, *args, **options)
-        loss, *others = result if isinstance(result, tuple) else (result,)
-        value = [value_of(v) for v in (loss, *others)]
-        if not is_one_number(loss):
-            raise TypeError(
-                f"a loss must be one number, got {value[0]!r}; dl.mean makes one of a value per "
-                "image, (N,)"
-            )
-        batch = batch_of(*args)
-        world = batch.world if batch else reduce
-        reducer = reduce.reducer() if reduce is not None else None
-        found = {}
-        if isinstance(loss, Var):
-            found = backward(
-                loss,
-                np.ones((), value[0].dtype),
-                fold=world.gplus if world is not None else None,
-                on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
-                progress=reducer.progress if reducer else None,
-            )
-        if reducer:
-            found = {leaves.get(name): g for name, g in reducer.finish().items()}
-        gradients = {
-            name: found[leaf] if leaf in found else _zeros(leaf.value)
-            for name, leaf in leaves.items()
-        }
-        if reducer:
-            partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
-            for i, v in reduce.gplus(partials).items():
-                value[i] = v
-        else:
-            value[0] = _as_partial(value[0])
-            gradients = {name: _as_partial(g) for name, g in gradients.items()}
-        value = tuple(value) if isinstance(result, tuple) else value[0]
-        return (value, gradients, traced.state) if network else (value, gradients)
-
-    return run
-
-
-def is_one_number(value):
-    """Whether a loss may be this: a Partial of shape (), or a number."""
-    value = value_of(value)
-    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
-
-
-def check_vjp(f, *args, step=1e-6, tolerance=1e-6, seed=0):
-    """Check the vjp of `f(*args)` along one random direction: <v, J d> = <vjp(v), d>.
-
-    J d is the central difference of f at args +- step * d. Floating arguments (NumPy arrays and
-    Blocked values, float64 for the default step and tolerance) are varied together. Returns the
-    relative difference; AssertionError where it is above `tolerance`. Collective where an argument
-    is blocked.
-    """
-    batch = batch_of(*args)
-    world = batch.world if batch else None
-
-    def direction(i, value):
-        label = f"check_vjp {i}"
-        if isinstance(value, Blocked):
-            count = int(np.prod(value.shape))
-            whole = 2 * keyed.uniform(seed, label, count).reshape(value.shape) - 1
-            return from_images(whole[slice(*value.batch.images)], value.batch, value.dtype)
-        count = int(np.prod(np.shape(value)))
-        return (2 * keyed.uniform(seed, label, count) - 1).reshape(np.shape(value))
-
-    def added(value):
-        return world.gplus(value) if isinstance(value, Partial) else value
-
-    def inner(a, b):
-        if isinstance(a, Blocked):
-            mine = np.array([np.sum(a.local() * b.local(), dtype=np.float64)])
-            return float(world.gplus(mine)[0])
-        return float(np.sum(np.asarray(a) * np.asarray(b), dtype=np.float64))
-
-    def moved(value, d, t):
-        return (
-            value.like(value.lanes + t * d.lanes) if isinstance(value, Blocked) else value + t * d
-        )
-
-    floating = [i for i, a in enumerate(args) if np.dtype(getattr(a, "dtype", "O")).kind == "f"]
-    steps = {i: direction(i, args[i]) for i in floating}
-
-    def at(t):
-        shifted = [moved(a, steps[i], t) if i in steps else a for i, a in enumerate(args)]
-        return added(value_of(f(*shifted)))
-
-    y = f(*[Var(a, name=f"argument {i}") if i in steps else a for i, a in enumerate(args)])
-    v = direction("v", added(y.value))
-    high, low = at(step), at(-step)
-    slope = high.like(high.lanes - low.lanes) if isinstance(high, Blocked) else high - low
-    forward = inner(slope, v) / (2 * step)
-    reverse = 0.0
-    for i, d in steps.items():
-        leaf = [Var(a, name="x") if j == i else a for j, a in enumerate(args)]
-        found = backward(f(*leaf), v, fold=world.gplus if world else None)[leaf[i]]
-        reverse += inner(added(found), d)
-    difference = abs(forward - reverse) / max(abs(forward), abs(reverse), 1e-300)
-    if not difference <= tolerance:
-        raise AssertionError(
-            f"vjp of {getattr(f, '__name__', f)}: <v, J d> = {forward:.12g} by differences, "
-            f"<vjp(v), d> = {reverse:.12g}, relative difference {difference:.3g} > {tolerance:g}"
-        )
-    return difference

@@ -15,7 +15,7 @@ from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.backend import CPU
 from mpidl.backends.interface import Backend
 from mpidl.backends.reference.backend import REFERENCE
-from mpidl.blocks import Blocked, Source
+from mpidl.blocks import Blocked, DeferredInput
 from mpidl.device_array import is_device_array
 
 WINOGRAD = ("auto", "off", "fast")
@@ -25,7 +25,7 @@ PRECISION = ("fp32", "tf32")
 def of(x: Blocked) -> Backend:
     """Return the backend for a Blocked value."""
     lanes = x.source
-    return of_array(lanes.x if isinstance(lanes, Source) else lanes)
+    return of_array(lanes.x if isinstance(lanes, DeferredInput) else lanes)
 
 
 def of_array(array: Any) -> Backend:

@@ -11,7 +11,7 @@ Arrays
     number per channel. Results have the type of their lanes (float32; the reference takes float64
     too) unless stated otherwise, and belong to the caller.
 Readable
-    Lanes, or the Source of an activation that is not stored if `fuses_convolutions`.
+    Lanes or, if `fuses_convolutions`, a DeferredInput: an activation that is not stored.
 Unused lanes
     Lanes behind the last image. They are finite in values and zero in gradients. Functions that
     take `counts` leave them out of sums and set them to zero in results.
@@ -39,7 +39,7 @@ from mpidl.backends.training_interface import Array, Lanes, TrainingFunctions, V
 from mpidl.fold import Partial, Tree
 from mpidl.shapes import Pads, Pair
 
-Readable: TypeAlias = Any  # Lanes or a Source
+Readable: TypeAlias = Any  # Lanes or a DeferredInput
 Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None]
 
 # Functions that only a backend with `fuses_convolutions` has.
@@ -117,11 +117,11 @@ class Backend(TrainingFunctions, Protocol):
         ----------
         dy : Lanes
             Gradient of the output y, or of its activation if `activation_after` is given.
-        activation_after : (Source of y, a, b, c), optional
+        activation_after : (DeferredInput of y, a, b, c), optional
             Go back through ReLU and batch normalization first: the gradient of y is
             a * dz + b * (y - mean) + c, with dz = dy where the activation is > 0, else 0.
         sums : bool
-            Compute the `activation_sums` of dx too. x is a Source then.
+            Compute the `activation_sums` of dx too. x is a DeferredInput then.
         overwrite : bool
             The caller needs dy no more: its memory may hold a gradient.
 
@@ -178,7 +178,8 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Gradients:
         """Return (dx, dweight, dbias, sums) of `dense`.
 
-        dx is (B, F, 16). `sums` is the `activation_sums` of dx if x is a Source and dx is needed.
+        dx is (B, F, 16). `sums` is the `activation_sums` of dx if x is a DeferredInput and dx is
+        needed.
         """
 
     # batchnorm
@@ -229,13 +230,13 @@ class Backend(TrainingFunctions, Protocol):
         """Return gamma / sqrt(variance + epsilon), computed in float64."""
 
     def source(self, y: Lanes, mean: Vector, scale: Vector, beta: Vector) -> Any:
-        """Return the Source of an activation of y: max(0, batchnorm(y, mean, scale, beta))."""
+        """Return the DeferredInput of y's activation: max(0, batchnorm(y, mean, scale, beta))."""
 
     def activation(self, source: Any) -> Lanes:
-        """Return the activation of a Source. The caller must not write to it."""
+        """Return the activation of a DeferredInput. The caller must not write to it."""
 
     def activation_sums(self, dy: Lanes, source: Any, tree: Tree) -> Partial:
-        """Return the `batchnorm_sums` of a Source's x, with dy 0 where the activation is 0."""
+        """Return the `batchnorm_sums` of source.x, with dy 0 where the activation is 0."""
 
     # activation
 
@@ -284,7 +285,7 @@ class Backend(TrainingFunctions, Protocol):
         padding: Pads,
         tree: Tree,
     ) -> tuple[Lanes, Partial | None]:
-        """Return the gradient with respect to x, and its `activation_sums` if x is a Source.
+        """Return the gradient with respect to x, and its `activation_sums` if x is a DeferredInput.
 
         Of lanes x only shape and type are used.
         """
@@ -323,7 +324,7 @@ class Backend(TrainingFunctions, Protocol):
         x: Lanes,
         threshold: int,
         scale: float,
-        key: tuple[int, int],
+        key: tuple[int, ...],
         epoch: Any,
         samples: Array,
     ) -> Lanes:
@@ -334,7 +335,7 @@ class Backend(TrainingFunctions, Protocol):
 
         Parameters
         ----------
-        key : (int, int)
+        key : tuple of int
             Two 32-bit words.
         epoch, samples : int, (B * 16,) int64
             The sample number of each image; on a GPU int32 Arrays (1,) and (B * 16,), which a

@@ -61,6 +61,12 @@ class TrainingFunctions(Protocol):
 
     # optimizer: lists of arrays, one a parameter; new weights are new arrays
 
+    def step_number(self, name: str, value: float) -> Any:
+        """Return a number of a step as the optimizers take it.
+
+        Replays of a recorded step on a GPU may change it by its name.
+        """
+
     def zeros_like(self, x: Array) -> Array:
         """Return zeros of x's shape and type, laid out for the steps of optimizers."""
 
@@ -72,8 +78,8 @@ class TrainingFunctions(Protocol):
         weights: Sequence[Array],
         gradients: Sequence[Array],
         velocities: Sequence[Array],
-        learning_rate: float,
-        momentum: float,
+        learning_rate: Any,
+        momentum: Any,
         decays: Sequence[float],
         factors: Sequence[float] | None = None,
     ) -> list[Array]:
@@ -89,7 +95,7 @@ class TrainingFunctions(Protocol):
         gradients: Sequence[Array],
         means: Sequence[Array],
         squares: Sequence[Array],
-        learning_rate: float,
+        learning_rate: Any,
         gradient_decay: float,
         square_decay: float,
         epsilon: float,
@@ -107,7 +113,7 @@ class TrainingFunctions(Protocol):
         weights: Sequence[Array],
         gradients: Sequence[Array],
         squares: Sequence[Array],
-        learning_rate: float,
+        learning_rate: Any,
         square_decay: float,
         epsilon: float,
         decays: Sequence[float],
@@ -168,7 +174,7 @@ class TrainingFunctions(Protocol):
             Lanes to write to.
         """
 
-    def warp(self, pixels: Array, maps: Array, size: Pair, fill: Vector) -> Array:
+    def warp(self, pixels: Array, maps: Array, size: Sequence[int], fill: Vector) -> Array:
         """Return images (n, C, P, Q) of pixels (n, C, H, W), each by its affine map.
 
         Parameters
@@ -192,7 +198,5 @@ class TrainingFunctions(Protocol):
         The stride is 1, 3 or 4 bytes, of which C = 1 or 3 count. Rows may lie apart.
         """
 
-    def keyed_words(
-        self, seed: int, purpose: str, count: int, epoch: int, samples: Sequence[int]
-    ) -> Array:
+    def keyed_words(self, seed: int, purpose: str, count: int, epoch: int, samples: Array) -> Array:
         """Return the `keyed.words` of each sample, (len(samples), count) uint64."""

@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 
+from mpidl.data.formats import FILES
 from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.files import run_folder
@@ -261,8 +262,8 @@ def info(argv=None, quiet=False):
 
 DATA_HELP = (
     "digits; a folder with a sub-folder of images for each class, or one with train/ and test/; a "
-    "folder of IDX files or of CIFAR's binary files; an HDF5 file, a .mat file, or one made by "
-    "python -m mpidl.pack"
+    "folder of IDX files or of CIFAR's binary files; "
+    f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or one made by python -m mpidl.pack"
 )
 
 

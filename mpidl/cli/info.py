@@ -24,15 +24,15 @@ def main(argv=None):
     if asked.network is not None:
         on_rank_0(world, lambda: _show_network(asked))
         return 0
-    ranks = world.gather((world.host, thread_budget.cores()))
+    ranks = world.gather((world.host, thread_budget.available_cores()))
     warnings = start.arithmetic(world)
-    mine = devices.look(world.host)
+    mine = devices.find_gpus(world.host)
     known = nccl.version() if mine.gpus else 0
     seen = world.gather(mine)
-    able = world.gather(nccl.Able(world.host, "", known, nccl.cuda_aware()))
+    able = world.gather(nccl.Capabilities(world.host, "", known, nccl.cuda_aware()))
     if world.rank:
         return 0
-    threads = sorted(set(thread_budget.deal(ranks, 0)[0]))
+    threads = sorted(set(thread_budget.assign_threads(ranks, 0)[0]))
     package = os.path.dirname(os.path.dirname(__file__))
     facts = {
         "mpidl": f"{configuration.version_of('mpidl')}, {package}",
@@ -43,9 +43,9 @@ def main(argv=None):
         "threads": f"{' or '.join(map(str, threads))} a rank, where --threads does not say",
         "CPU": f"{cpu_model()}, {os.cpu_count()} cores",
         "CPU features": ", ".join(_features()) or "not known",
-        "MPI": _first_line(world.net.MPI.Get_library_version()),
+        "MPI": _first_line(world.transport.MPI.Get_library_version()),
         "mpi4py": configuration.version_of("mpi4py"),
-        "fabric": _fabric(world.net.MPI.Get_library_version()),
+        "fabric": _fabric(world.transport.MPI.Get_library_version()),
         "GPU": _gpus(seen[0]),
         "CuPy": _cupy(),
         "NVRTC": ", ".join(_nvrtc()) or "none",
@@ -137,7 +137,7 @@ def _fabric(library):
 def _gpus(seen):
     """The GPUs that rank 0 may use, or why none; what the driver counts beside them."""
     if not seen.gpus:
-        return f"none: {seen.why}"
+        return f"none: {seen.reason}"
     return "; ".join(
         f"{gpu.index}: {gpu.name}, {gpu.architecture}, {gpu.processors} processors, "
         f"{gpu.memory / 2**30:.0f} GB"
@@ -166,9 +166,9 @@ def _nvrtc():
 def _transport(seen, able):
     """How sums would travel between the GPUs of the ranks."""
     try:
-        taken = devices.deal(seen, "gpu").gpus
+        taken = devices.assign_gpus(seen, "gpu").gpus
         ranks = [a._replace(identity=gpu.identity) for a, gpu in zip(able, taken, strict=True)]
-        found = nccl.choose(ranks, os.environ.get(nccl.VARIABLE))
+        found = nccl.choose_transport(ranks, os.environ.get(nccl.VARIABLE))
     except UserError as error:
         return f"none: {error}" if any(rank.gpus for rank in seen) else "none"
     words = {"host": "through host memory", "mpi": "by MPI", "nccl": "by NCCL"}[found]

@@ -67,7 +67,7 @@ def run(chosen):
 
 
 def _pack(chosen, signals):
-    train, test = registry.open_data(chosen.source, option="SRC", wanted=chosen.wanted)
+    train, test = registry.open_data(chosen.source, option="SRC", preprocess=chosen.wanted)
     parts = {"train": train} if test is None else {"train": train, "test": test}
     if test is not None and test.image_shape != train.image_shape:
         raise UserError(

@@ -9,7 +9,7 @@ import numpy as np
 from mpidl import backends, data, losses
 from mpidl.cli import arguments, start
 from mpidl.comm import World, failure
-from mpidl.data.datastore import read_targets
+from mpidl.data.checks import read_targets
 from mpidl.errors import UserError
 from mpidl.evaluation import confusion, evaluate, predict
 from mpidl.evaluation.confusion import Confusion
@@ -95,7 +95,7 @@ def _outputs(given, world, net, images):
     how = {"world": world, "batch_size": given.batch_size}
     if classifies:
         found = evaluate.evaluate(net, images, confusion=bool(given.confusion), **how)
-        each = losses.labels_of(images)
+        each = losses.labels_per_image(images)
         text = f"Accuracy: {found.accuracy:.4f} ({found.images} images, {each} labels each)"
         if given.confusion:
             on_rank_0(world, lambda: found.confusion.save(given.confusion))

@@ -37,12 +37,12 @@ def _train(given, world, signals):
         world, lambda: configuration.resolve(given, config=given.get("config"), resumed=kept)
     )
     settings, run = chosen.options.for_ranks(world.size), chosen.run
-    world.net.timeout = settings.timeout
+    world.transport.timeout = settings.timeout
     lines = world.use_device(settings.device, settings.gpus)
     device = start.device_of(world)
 
     how = start.preprocess(run)
-    train_set, test_set = data.open_data(run["data"], world, wanted=how)
+    train_set, test_set = data.open_data(run["data"], world, preprocess=how)
     train_set, test_set = start.with_test(
         run, train_set, test_set, world, seed=settings.seed, typed=given
     )
@@ -227,7 +227,7 @@ def _announce(console, world, chosen, sets, net, on_what, out):
 
 
 def _write_options(out, chosen, world):
-    mpi = world.net.MPI.Get_library_version()
+    mpi = world.transport.MPI.Get_library_version()
     versions = configuration.versions_of(mpi)
     configuration.write_options(os.path.join(out, "options.toml"), chosen, versions)
 

@@ -1,4 +1,4 @@
-"""What goes between ranks. The only package that talks to MPI."""
+"""Communication between ranks. Only this package calls MPI."""
 
 from mpidl.comm.world import World
 

@@ -1,62 +1,100 @@
-"""Which GPU each rank takes, by its place among the ranks of its host and what it may use there."""
+"""Assigns a GPU to each rank, by its position among the ranks of its host."""
+
+from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpidl.backends.gpu import nvrtc
-from mpidl.backends.gpu.discovery import visible
+from mpidl.backends.gpu.discovery import Gpu, visible
 from mpidl.comm import nccl
 from mpidl.errors import UserError
 
+if TYPE_CHECKING:
+    from mpidl.backends.gpu.cuda_device import CudaDevice
+    from mpidl.comm.world import World
 
-class Seen(NamedTuple):
-    """What a rank tells the others.
 
-    gpus: those it may use; why: in words, where there are none; there: how many the driver counts,
-    which it may not be able to use; note: a line to show, or "".
-    """
+class RankGpus(NamedTuple):
+    """The GPUs that a rank may use, as it reports them to the others."""
 
     host: str
-    gpus: tuple
-    why: str = ""
-    there: int = 0
+    gpus: tuple[Gpu, ...]
+    reason: str = ""
+    """Why there are no GPUs, in words."""
+    driver_count: int = 0
+    """How many GPUs the driver counts; the rank may be unable to use them."""
     note: str = ""
+    """A line to print, or ""."""
 
 
-class Dealt(NamedTuple):
-    """The Gpu of each rank, or None where all compute on CPUs; lines to show."""
+class Assignment(NamedTuple):
+    """The GPU of each rank."""
 
-    gpus: Any
-    lines: list
+    gpus: list[Gpu] | None
+    """By rank; None if all ranks compute on CPUs."""
+    lines: list[str]
+    """Lines to print."""
 
 
-def settle(world, wanted, gpus=None):
-    """This rank's `visible.Gpu`, or None for the CPU; and the lines to show. Collective.
+def choose_device(
+    world: World, device: str, gpus: str | None = None
+) -> tuple[Gpu | None, list[str]]:
+    """Choose this rank's GPU; collective.
 
-    wanted: "auto", "cpu" or "gpu"; gpus: numbers such as "0,2", to restrict them and their order.
-    Raises UserError on all ranks where a GPU is asked for and some rank has none.
+    Parameters
+    ----------
+    world : World
+    device : {"auto", "cpu", "gpu"}
+    gpus : str, optional
+        Numbers of the GPUs to use, in order, such as "0,2".
+
+    Returns
+    -------
+    gpu : Gpu or None
+        None for the CPU.
+    lines : list of str
+        Lines to print.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if GPUs are requested and a rank has none.
     """
-    if wanted == "cpu":
+    if device == "cpu":
         if gpus is not None:
             raise UserError(f"--gpus {gpus}: expected --device gpu with it, found --device cpu")
         return None, []
-    dealt = deal(world.broadcast(world.gather(look(world.host))), wanted, gpus)
-    return (None if dealt.gpus is None else dealt.gpus[world.rank]), dealt.lines
+    assignment = assign_gpus(world.allgather(find_gpus(world.host)), device, gpus)
+    gpu = None if assignment.gpus is None else assignment.gpus[world.rank]
+    return gpu, assignment.lines
 
 
-def take(world, gpu):
-    """Have this process compute on a `visible.Gpu`, or where it is None on the CPU. Collective.
+def use_gpu(world: World, gpu: Gpu | None) -> None:
+    """Make this process compute on a GPU; collective.
 
-    Sets the world's `device`, `mover` and `counts`; where every rank has its GPU already, they stay
-    as they are, and with them what lies there. UserError, on all ranks, where one of them cannot
-    use its GPU.
+    It sets `device`, `mover` and `counts` of the world. If every rank uses its GPU already, nothing
+    changes, and arrays on the devices stay valid.
+
+    Parameters
+    ----------
+    world : World
+    gpu : Gpu or None
+        None for the CPU.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if a rank cannot use its GPU.
     """
     from mpidl.backends.gpu import launching
     from mpidl.backends.gpu.sums import Counts
 
-    has = gpu is not None and world.device is not None and world.device.identity == gpu.identity
-    # (another world may have opened it anew meanwhile)
-    if world.gop("and", has and getattr(launching.sink(), "device", None) is world.device):
+    is_open = gpu is not None and world.device is not None and world.device.identity == gpu.identity
+    # another world may have opened the GPU again since
+    is_open = is_open and getattr(launching.sink(), "device", None) is world.device
+    if world.gop("and", is_open):
         return
     if world.device is not None:
         launching.open(None)
@@ -66,54 +104,74 @@ def take(world, gpu):
         return
     device = error = None
     try:
-        device = opened(gpu)
+        device = open_gpu(gpu)
     except UserError as problem:
         error = UserError(f"{problem} (rank {world.rank} on {world.host})")
-    world.together(error)
+    world.raise_if_any(error)
     world.device, world.counts = launching.open(device), Counts()
-    taken = world.broadcast(world.gather((world.host, gpu.identity)))
-    device.sharers = taken.count((world.host, gpu.identity))
-    world.mover = nccl.mover(world)
+    device.sharers = world.allgather((world.host, gpu.identity)).count((world.host, gpu.identity))
+    world.mover = nccl.make_mover(world)
     if world.mover is not None and world.mover.captured:
-        device.until = world.net.until  # which names a rank that no longer answers
+        device.until = world.transport.wait_until  # it names a rank that no longer answers
 
 
-def opened(gpu):
-    """The Device of a `visible.Gpu`."""
+def open_gpu(gpu: Gpu) -> CudaDevice:
+    """Return the device of a GPU."""
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
     return CudaDevice(gpu.index)
 
 
-def look(host, environ=os.environ):
-    """What this process may use: what CUDA shows of what Slurm gave."""
-    found = visible()
-    gpus, note = given(found.gpus, host, environ)
+def find_gpus(host: str, environ: Mapping[str, str] = os.environ) -> RankGpus:
+    """Return the GPUs that this process may use: those of Slurm's that CUDA shows.
+
+    A GPU counts only if an installed NVRTC compiles for it.
+    """
+    visible_gpus = visible()
+    gpus, note = slurm_gpus(visible_gpus.gpus, host, environ)
     try:
         for architecture in sorted({gpu.architecture for gpu in gpus}):
             nvrtc.find(architecture)
     except UserError as error:
-        return Seen(host, (), str(error), found.driver_count)
-    return Seen(host, gpus, found.reason, found.driver_count, note)
+        return RankGpus(host, (), str(error), visible_gpus.driver_count)
+    return RankGpus(host, gpus, visible_gpus.reason, visible_gpus.driver_count, note)
 
 
-def given(gpus, host, environ):
-    """(Those of the visible GPUs that Slurm gave to this job, a line to show or "").
+def slurm_gpus(
+    gpus: tuple[Gpu, ...], host: str, environ: Mapping[str, str]
+) -> tuple[tuple[Gpu, ...], str]:
+    """Select the visible GPUs that Slurm gave to this job.
 
-    Slurm says it by CUDA_VISIBLE_DEVICES, which CUDA respects, by a cgroup, which hides the others,
-    or, on clusters that constrain nothing, by a list of numbers alone.
+    Slurm says so in one of three ways: by CUDA_VISIBLE_DEVICES, which CUDA respects; by a cgroup,
+    which hides the other GPUs; or, on clusters without constraints, only by a list of numbers.
+
+    Parameters
+    ----------
+    gpus : tuple of Gpu
+        Visible GPUs.
+    host : str
+        Name for messages.
+    environ : mapping
+        Environment variables.
+
+    Returns
+    -------
+    gpus : tuple of Gpu
+    note : str
+        A line to print, or "".
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
         return gpus, ""
     text = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
     try:
-        mine = numbers(text)
+        numbers = parse_ranges(text)
     except ValueError:
-        mine = []
-    if mine:
-        listed = tuple(gpu for gpu in gpus if gpu.index in mine)
-        # as many as there are, or other numbers: a cgroup hides the others, and CUDA counts anew
-        return (listed if len(mine) < len(gpus) and len(listed) == len(mine) else gpus), ""
+        numbers = []
+    if numbers:
+        listed = tuple(gpu for gpu in gpus if gpu.index in numbers)
+        # as many as are visible, or other numbers: a cgroup hides the rest, and CUDA renumbers
+        is_subset = len(numbers) < len(gpus) and len(listed) == len(numbers)
+        return (listed if is_subset else gpus), ""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
     if count.isdigit() and int(count) < len(gpus):
         return gpus, (
@@ -123,95 +181,112 @@ def given(gpus, host, environ):
     return gpus, ""
 
 
-def numbers(text):
-    """[0, 1, 2, 5] of "0-2,5"; ValueError where it is none such."""
-    found = []
+def parse_ranges(text: str) -> list[int]:
+    """Return [0, 1, 2, 5] for "0-2,5"; raise ValueError if the text is not of this form."""
+    numbers: list[int] = []
     for part in text.split(",") if text else []:
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
-def deal(ranks, wanted, gpus=None):
-    """The Dealt of ranks = [Seen, ...], for "auto" or "gpu" and --gpus. The same on all ranks.
+def parse_gpus(text: str) -> list[int]:
+    """Return the numbers in the value of --gpus, in its order; raise UserError if it is wrong."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1]
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise UserError(f"--gpus must be numbers of GPUs such as 0,2, each once, found {text}")
+    return numbers
 
-    The ranks of a host that see the same GPUs take one each; where they are more, consecutive ones
-    share a GPU. A rank that sees other ones than its neighbours (srun --gpus-per-task) takes of
-    those. GPUs are told apart by what they are, not by their number.
+
+def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None) -> Assignment:
+    """Assign a GPU to each rank; the result is the same on all ranks.
+
+    Ranks of a host that see the same GPUs take one each. If there are more ranks than GPUs,
+    consecutive ranks share one. A rank that sees other GPUs than its neighbours, as by
+    `srun --gpus-per-task`, takes one of its own. GPUs are told apart by identity, not by number.
+
+    Parameters
+    ----------
+    ranks : sequence of RankGpus
+    device : {"auto", "gpu"}
+    gpus : str, optional
+        Value of --gpus.
+
+    Returns
+    -------
+    Assignment
+
+    Raises
+    ------
+    UserError
+        If GPUs are requested and a rank has none, or lacks one of the numbers.
     """
-    without = [r for r, seen in enumerate(ranks) if not seen.gpus]
-    if without and (wanted == "gpu" or gpus is not None):
+    lacking = [r for r, report in enumerate(ranks) if not report.gpus]
+    if lacking and (device == "gpu" or gpus is not None):
         option = "--device gpu" if gpus is None else f"--gpus {gpus}"
         raise UserError(
             f"{option}: expected a GPU that mpidl can train on, found none on "
-            f"{_by_host((ranks[r].host, ranks[r].why) for r in without)}"
+            f"{_by_host((ranks[r].host, ranks[r].reason) for r in lacking)}"
         )
-    if without:
-        return Dealt(None, _why_cpu(ranks, without))
-    order = None if gpus is None else chosen(gpus)
-    lists = [_restricted(r, seen, order, gpus) for r, seen in enumerate(ranks)]
+    if lacking:
+        return Assignment(None, _lines_about_cpus(ranks, lacking))
+    order = None if gpus is None else parse_gpus(gpus)
+    candidates = [_candidates(rank, report, order, gpus) for rank, report in enumerate(ranks)]
     groups: dict = {}  # ranks that choose among the same GPUs
-    for rank, seen in enumerate(ranks):
-        same = frozenset(gpu.identity for gpu in lists[rank])
-        groups.setdefault((seen.host, same), []).append(rank)
-    taken: list = [None] * len(ranks)
+    for rank, report in enumerate(ranks):
+        identities = frozenset(gpu.identity for gpu in candidates[rank])
+        groups.setdefault((report.host, identities), []).append(rank)
+    assigned: list = [None] * len(ranks)
     for members in groups.values():
-        pool = lists[members[0]]
+        pool = candidates[members[0]]
         for place, rank in enumerate(members):
             if len(members) > len(pool):
                 place = place * len(pool) // len(members)
-            taken[rank] = next(g for g in lists[rank] if g.identity == pool[place].identity)
-    lines = list(dict.fromkeys(seen.note for seen in ranks if seen.note and gpus is None))
-    lines += _about_sharing(ranks, taken, gpus)
-    return Dealt(taken, lines + _about_kinds(ranks, taken))
+            identity = pool[place].identity
+            assigned[rank] = next(gpu for gpu in candidates[rank] if gpu.identity == identity)
+    lines = list(dict.fromkeys(report.note for report in ranks if report.note and gpus is None))
+    lines += _lines_about_sharing(ranks, assigned, gpus)
+    return Assignment(assigned, lines + _lines_about_kinds(ranks, assigned))
 
 
-def chosen(text):
-    """The numbers that --gpus names, in its order. Raises UserError."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [-1]
-    if min(found) < 0 or len(set(found)) < len(found):
-        raise UserError(f"--gpus must be numbers of GPUs such as 0,2, each once, found {text}")
-    return found
-
-
-def _restricted(rank, seen, order, text):
-    """The GPUs that a rank may choose from, in order."""
+def _candidates(rank, report, order, text):
+    """Return the GPUs that a rank may choose from, in order."""
     if order is None:
-        return seen.gpus
-    by_number = {gpu.index: gpu for gpu in seen.gpus}
+        return report.gpus
+    by_number = {gpu.index: gpu for gpu in report.gpus}
     missing = [number for number in order if number not in by_number]
     if missing:
         raise UserError(
             f"--gpus {text}: expected numbers among {', '.join(map(str, by_number))}, which rank "
-            f"{rank} on {seen.host} sees, found {missing[0]}"
+            f"{rank} on {report.host} sees, found {missing[0]}"
         )
     return tuple(by_number[number] for number in order)
 
 
-def _why_cpu(ranks, without):
-    """The line to show where not all ranks have a GPU, and some have, or could have."""
-    lacking = _by_host((ranks[r].host, ranks[r].why) for r in without)
-    if len(without) < len(ranks):
-        have = ", ".join(dict.fromkeys(seen.host for seen in ranks if seen.gpus))
-        return [f"note: all ranks compute on CPUs: there are GPUs on {have}, none on {lacking}"]
-    unused = any(seen.there for seen in ranks)
-    return [f"note: computes on CPUs: no GPU that can be used on {lacking}"] if unused else []
+def _lines_about_cpus(ranks, lacking):
+    """Return a line if only some ranks have a GPU, or if there are GPUs that cannot be used."""
+    reasons = _by_host((ranks[r].host, ranks[r].reason) for r in lacking)
+    if len(lacking) < len(ranks):
+        hosts = ", ".join(dict.fromkeys(report.host for report in ranks if report.gpus))
+        return [f"note: all ranks compute on CPUs: there are GPUs on {hosts}, none on {reasons}"]
+    is_unusable = any(report.driver_count for report in ranks)
+    return [f"note: computes on CPUs: no GPU that can be used on {reasons}"] if is_unusable else []
 
 
-def _about_sharing(ranks, taken, gpus):
-    """Lines about ranks that share a GPU, and GPUs that nobody takes."""
+def _lines_about_sharing(ranks, assigned, gpus):
+    """Return lines about ranks that share a GPU, and about GPUs that no rank uses."""
     crowded, idle = {}, {}
-    for host in dict.fromkeys(seen.host for seen in ranks):
-        here = [r for r, seen in enumerate(ranks) if seen.host == host]
-        used = {taken[r].identity for r in here}
-        there = {gpu.identity for r in here for gpu in ranks[r].gpus}
-        if len(used) < len(here):
-            crowded.setdefault((len(here), len(used)), []).append(host)
-        elif used < there:
-            idle.setdefault((len(used), len(there)), []).append(host)
+    for host in dict.fromkeys(report.host for report in ranks):
+        members = [r for r, report in enumerate(ranks) if report.host == host]
+        used = {assigned[r].identity for r in members}
+        usable = {gpu.identity for r in members for gpu in ranks[r].gpus}
+        if len(used) < len(members):
+            crowded.setdefault((len(members), len(used)), []).append(host)
+        elif used < usable:
+            idle.setdefault((len(used), len(usable)), []).append(host)
     lines = [
         f"warning: {n} ranks share {k} GPU(s) on {', '.join(hosts)}: one rank a GPU is faster"
         for (n, k), hosts in crowded.items()
@@ -224,21 +299,21 @@ def _about_sharing(ranks, taken, gpus):
     return lines
 
 
-def _about_kinds(ranks, taken):
-    """A line where the GPUs are not all of one kind."""
-    kinds = [f"{gpu.name} ({gpu.architecture}, {gpu.processors} processors)" for gpu in taken]
+def _lines_about_kinds(ranks, assigned):
+    """Return a line if the GPUs are not all of one kind."""
+    kinds = [f"{gpu.name} ({gpu.architecture}, {gpu.processors} processors)" for gpu in assigned]
     if len(set(kinds)) == 1:
         return []
-    mix = _by_host((seen.host, kind) for seen, kind in zip(ranks, kinds, strict=True))
+    mix = _by_host((report.host, kind) for report, kind in zip(ranks, kinds, strict=True))
     return [
         "warning: the ranks run different GPUs, so that the weights depend on who computes what: "
         f"{mix}"
     ]
 
 
-def _by_host(pairs):
-    """[(host, what), ...] as "host, host (what); host (what)"."""
-    hosts: dict = {}
-    for host, what in pairs:
-        hosts.setdefault(what, {})[host] = None
-    return "; ".join(f"{', '.join(found)} ({what})" for what, found in hosts.items())
+def _by_host(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return [(host, text), ...] as "host, host (text); host (text)"."""
+    hosts_by_text: dict = {}
+    for host, text in pairs:
+        hosts_by_text.setdefault(text, {})[host] = None
+    return "; ".join(f"{', '.join(hosts)} ({text})" for text, hosts in hosts_by_text.items())

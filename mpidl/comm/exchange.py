@@ -1,49 +1,85 @@
-"""Moves the nodes of a fold between ranks: several ways, one tree, the same bytes.
+"""Algorithms that fold nodes over the ranks: one tree, the same bytes by each.
 
-Each way is a generator that posts messages, yields the requests it waits for, and returns the root
-as a flat array on every rank. The caller decides how to wait: to the end, or a test now and then
-while other work goes on. All messages are point to point and carry the exchange's own tag, so that
-any number of exchanges can be under way without an order of completion.
+Each algorithm is a generator. It posts messages, yields the requests that it waits for, and returns
+the root, a flat array, on every rank. The caller decides how to wait: until the end, or by a test
+now and then while other work continues. All messages are point to point and carry the tag of their
+exchange, so any number of exchanges can be pending, and they can complete in any order.
 
-P ranks, L blocks, n nodes a rank, v bytes a value, logarithms rounded up. What one rank sends, at
-most (the tests count it):
+P ranks, L blocks, n nodes a rank, v bytes a value, logarithms rounded up. Upper bounds of what one
+rank sends (the tests count it):
 
-    way            rounds           messages    bytes              used for
+    algorithm      rounds           messages    bytes              used for
     gather_nodes   1                P-1         (P-1) n v          small values, few ranks
     up_and_down    log2 L + log2 P  n + log2 P  (n + log2 P) v     small values, many ranks
     pairwise       log2 P           log2 P      log2 P v           P = 2^k, one aligned node each
     segmented      2                2 (P-1)     (n + 1) v (P-1)/P  large values
     (recursive doubling: log2 P rounds of v; a ring: 2 (P-1) rounds, 2 v (P-1)/P bytes)
+
+All algorithms have the same parameters:
+
+transport : Transport
+    Sends and receives.
+tag : int
+    Tag of this exchange.
+tree : fold.Tree
+    Tree over the blocks, and the run of each rank.
+nodes : ndarray, shape (nodes, width)
+    This rank's maximal nodes.
+combine : callable
+    `fold.add` or `fold.merge_moments`.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpidl.fold import add, fold_nodes, is_node
+from mpidl.fold import Tree, add, fold_nodes, is_node
 
-SMALL = 16 * 1024  # bytes; below it the number of messages counts, above it their size
-FEW = 8  # ranks
+if TYPE_CHECKING:
+    from mpidl.comm.transport import Transport
+
+SMALL_BYTES = 16 * 1024  # up to here the number of messages counts, above it their size
+FEW_RANKS = 8
+
+Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Steps = Generator[Sequence[Any], None, np.ndarray]
+Algorithm = Callable[["Transport", int, Tree, np.ndarray, Combine], Steps]
 
 
-def choose(tree, nbytes, combine):
-    """The way for one exchange: a function of the layout and the size alone, never of timing."""
+def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
+    """Choose the algorithm of one exchange, by layout and size alone, never by timing.
+
+    Parameters
+    ----------
+    tree : fold.Tree
+    nbytes : int
+        Bytes of one node.
+    combine : callable
+
+    Returns
+    -------
+    callable
+        A generator function of this module.
+    """
     if len(tree.runs) == 1:
-        return alone
+        return single_rank
     if tree.plain and combine is add:
         return allreduce
-    small = nbytes <= SMALL
-    if _pairs_up(tree) and (small or len(tree.runs) <= FEW):
+    small = nbytes <= SMALL_BYTES
+    if _pairs_up(tree) and (small or len(tree.runs) <= FEW_RANKS):
         return pairwise
-    if small or combine is not add:  # (plain values are no nodes that could go up the tree)
-        return gather_nodes if tree.plain or len(tree.runs) <= FEW else up_and_down
+    if small or combine is not add:  # (plain values are not nodes, so they cannot go up the tree)
+        return gather_nodes if tree.plain or len(tree.runs) <= FEW_RANKS else up_and_down
     return segmented
 
 
 @lru_cache(maxsize=256)
 def _pairs_up(tree):
-    """Whether P = 2^k ranks have one node each and neighbours at distance 1, 2, 4, ... join."""
+    """Whether P = 2^k ranks have one node each and partners at distance 1, 2, 4, ... join."""
     ranks = len(tree.runs)
     if tree.plain or ranks & (ranks - 1) or any(len(nodes) != 1 for nodes in tree.nodes):
         return False
@@ -56,127 +92,147 @@ def _pairs_up(tree):
     return True
 
 
-def alone(net, tag, tree, nodes, combine):
-    """One rank: its nodes are the root already."""
+def single_rank(
+    transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
+) -> Steps:
+    """Fold the nodes of the only rank, without messages."""
     return fold_nodes(tree, tree.nodes[0], nodes, combine)
     yield
 
 
-def gather_nodes(net, tag, tree, nodes, combine):
-    """Everyone sends its nodes to everyone, and folds them all."""
-    inbox: list[Any] = [None] * net.size
-    inbox[net.rank] = nodes
+def gather_nodes(
+    transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
+) -> Steps:
+    """Send all nodes to all ranks, and fold them on each."""
+    inbox: list[np.ndarray | None] = [None] * transport.size
+    inbox[transport.rank] = nodes
     requests = []
-    for other in range(net.size):
-        if other != net.rank and tree.nodes[other]:
-            inbox[other] = np.empty((len(tree.nodes[other]), nodes.shape[1]), nodes.dtype)
-            requests.append(net.irecv(inbox[other], other, tag))
+    for rank in range(transport.size):
+        if rank != transport.rank and tree.nodes[rank]:
+            inbox[rank] = np.empty((len(tree.nodes[rank]), nodes.shape[1]), nodes.dtype)
+            requests.append(transport.irecv(inbox[rank], rank, tag))
     if len(nodes):
-        requests += [net.isend(nodes, r, tag) for r in range(net.size) if r != net.rank]
+        peers = [rank for rank in range(transport.size) if rank != transport.rank]
+        requests += [transport.isend(nodes, rank, tag) for rank in peers]
     yield requests
-    ranges = [node for own in tree.nodes for node in own]
-    values = [np.array(v) for box in inbox if box is not None for v in box]
+    ranges = [node for rank_nodes in tree.nodes for node in rank_nodes]
+    values = [np.array(node) for rows in inbox if rows is not None for node in rows]
     return fold_nodes(tree, ranges, values, combine)
 
 
 @lru_cache(maxsize=64)
 def _joins(runs, leaves):
-    """The tree's nodes that span ranks, children first: (start, owner, right start, right owner).
+    """Return the nodes that span ranks, children first, and the owner of the root.
 
-    A node's owner is the lowest rank that holds a block of it.
+    A node is (start, owner, start of its right half, owner of its right half). The owner of a node
+    is the lowest rank that holds one of its blocks.
     """
-    owner = [r for r, (start, stop) in enumerate(runs) for _ in range(start, stop)]
-    found = []
+    owner = [rank for rank, (start, stop) in enumerate(runs) for _ in range(start, stop)]
+    joins = []
 
     def visit(start, stop):
         if owner[start] != owner[stop - 1]:
             middle = start + (1 << (stop - start - 1).bit_length() - 1)
             visit(start, middle)
             visit(middle, stop)
-            found.append((start, owner[start], middle, owner[middle]))
+            joins.append((start, owner[start], middle, owner[middle]))
 
     visit(0, leaves)
-    return tuple(found), owner[0]
+    return tuple(joins), owner[0]
 
 
-def up_and_down(net, tag, tree, nodes, combine):
-    """Up the tree: a node's right half goes to its owner; then down: the root to everyone."""
-    joins, top = _joins(tree.runs, tree.leaves)
-    held = {start: np.array(v) for (start, _), v in zip(tree.nodes[net.rank], nodes, strict=True)}
+def up_and_down(
+    transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
+) -> Steps:
+    """Send the right half of each node to the owner of its left half; then send the root to all."""
+    joins, root_owner = _joins(tree.runs, tree.leaves)
+    values = {
+        start: np.array(node)
+        for (start, _), node in zip(tree.nodes[transport.rank], nodes, strict=True)
+    }
     sends = []
     for start, left, middle, right in joins:
-        if net.rank == right != left:
-            sends.append(net.isend(held.pop(middle), left, tag))
-        elif net.rank == left:
+        if transport.rank == right != left:
+            sends.append(transport.isend(values.pop(middle), left, tag))
+        elif transport.rank == left:
             if right == left:
-                other = held.pop(middle)
+                right_value = values.pop(middle)
             else:
-                other = np.empty(nodes.shape[1], nodes.dtype)
-                yield [net.irecv(other, right, tag)]
-            held[start] = combine(held[start], other)
-    root = held[0] if net.rank == top else np.empty(nodes.shape[1], nodes.dtype)
-    position = (net.rank - top) % net.size
+                right_value = np.empty(nodes.shape[1], nodes.dtype)
+                yield [transport.irecv(right_value, right, tag)]
+            values[start] = combine(values[start], right_value)
+    root = values[0] if transport.rank == root_owner else np.empty(nodes.shape[1], nodes.dtype)
+    position = (transport.rank - root_owner) % transport.size
     reach = 1
-    while reach < net.size:
+    while reach < transport.size:
         if position & (2 * reach - 1) == reach:
-            yield [net.irecv(root, (top + position - reach) % net.size, tag)]
+            yield [transport.irecv(root, (root_owner + position - reach) % transport.size, tag)]
             break
         reach *= 2
     while reach > 1:
         reach //= 2
-        if position + reach < net.size:
-            sends.append(net.isend(root, (top + position + reach) % net.size, tag))
+        if position + reach < transport.size:
+            sends.append(
+                transport.isend(root, (root_owner + position + reach) % transport.size, tag)
+            )
     yield sends
     return root
 
 
-def pairwise(net, tag, tree, nodes, combine):
-    """Exchange with the partner at distance 1, 2, 4, ...; both add in the order of their blocks."""
+def pairwise(
+    transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
+) -> Steps:
+    """Exchange with the partner at distance 1, 2, 4, ...; both add in the order of the blocks."""
     value = np.array(nodes[0])
     distance = 1
-    while distance < net.size:
-        partner = net.rank ^ distance
-        other = np.empty_like(value)
-        yield [net.irecv(other, partner, tag), net.isend(value, partner, tag)]
-        value = combine(value, other) if net.rank < partner else combine(other, value)
+    while distance < transport.size:
+        partner = transport.rank ^ distance
+        received = np.empty_like(value)
+        yield [transport.irecv(received, partner, tag), transport.isend(value, partner, tag)]
+        value = combine(value, received) if transport.rank < partner else combine(received, value)
         distance *= 2
     return value
 
 
-def segmented(net, tag, tree, nodes, combine):
-    """Cut the vector in P segments: rank s folds all nodes of segment s and hands out the sum."""
+def segmented(
+    transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
+) -> Steps:
+    """Cut the values into P segments: rank s folds segment s of all nodes and sends out the sum."""
     width = nodes.shape[1]
-    edges = [width * s // net.size for s in range(net.size + 1)]
-    low, high = edges[net.rank], edges[net.rank + 1]
-    others = [(net.rank + k) % net.size for k in range(1, net.size)]  # not all to rank 0 first
-    inbox = {net.rank: nodes[:, low:high].copy()}
+    edges = [width * s // transport.size for s in range(transport.size + 1)]
+    low, high = edges[transport.rank], edges[transport.rank + 1]
+    # each rank starts with its right neighbour, so that not all send to rank 0 first
+    peers = [(transport.rank + k) % transport.size for k in range(1, transport.size)]
+    inbox = {transport.rank: nodes[:, low:high].copy()}
     requests = []
-    for r in others:
+    for r in peers:
         if tree.nodes[r] and high > low:
             inbox[r] = np.empty((len(tree.nodes[r]), high - low), nodes.dtype)
-            requests.append(net.irecv(inbox[r], r, tag))
-    for r in others:
+            requests.append(transport.irecv(inbox[r], r, tag))
+    for r in peers:
         if len(nodes) and edges[r + 1] > edges[r]:
             part = np.ascontiguousarray(nodes[:, edges[r] : edges[r + 1]])
-            requests.append(net.isend(part, r, tag))
+            requests.append(transport.isend(part, r, tag))
     yield requests
     root = np.empty(width, nodes.dtype)
     requests = []
     if high > low:
-        ranges = [node for own in tree.nodes for node in own]
+        ranges = [node for rank_nodes in tree.nodes for node in rank_nodes]
         values = [v for r in sorted(inbox) for v in inbox[r]]
         root[low:high] = fold_nodes(tree, ranges, values, combine)
-        requests = [net.isend(root[low:high], r, tag) for r in others]
-    for r in others:
+        requests = [transport.isend(root[low:high], r, tag) for r in peers]
+    for r in peers:
         if edges[r + 1] > edges[r]:
-            requests.append(net.irecv(root[edges[r] : edges[r + 1]], r, tag))
+            requests.append(transport.irecv(root[edges[r] : edges[r + 1]], r, tag))
     yield requests
     return root
 
 
-def allreduce(net, tag, tree, nodes, combine):
-    """MPI's own sum, whose order is the library's affair: what `plain` asks for."""
-    mine = np.array(nodes[0]) if len(nodes) else np.zeros(nodes.shape[1], nodes.dtype)
-    root = np.empty_like(mine)
-    yield [net.iallreduce(mine, root)]
+def allreduce(
+    transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
+) -> Steps:
+    """Add by MPI's own sum, for `World(plain=True)`: the MPI library chooses the order."""
+    partial_sum = np.array(nodes[0]) if len(nodes) else np.zeros(nodes.shape[1], nodes.dtype)
+    root = np.empty_like(partial_sum)
+    yield [transport.iallreduce(partial_sum, root)]
     return root

@@ -1,4 +1,6 @@
-"""Ends a job on all its ranks, or on none: exceptions, signals, launchers of another MPI."""
+"""Ends a job on all its ranks: uncaught exceptions, signals, the launcher of another MPI."""
+
+from __future__ import annotations
 
 import atexit
 import math
@@ -8,12 +10,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidl.errors import Fault, UserError
 
-# what launchers say of the number of tasks, and of which one this is
+if TYPE_CHECKING:
+    from mpidl.comm.transport import Transport
+
+# {variable with the number of tasks: variable with the number of this task}, by launcher
 LAUNCHERS = {
     "PMI_SIZE": "PMI_RANK",
     "PMIX_SIZE": "PMIX_RANK",
@@ -22,8 +29,8 @@ LAUNCHERS = {
 }
 
 
-def launched_ranks():
-    """(variable, number) where a launcher says that it started more than one rank, else None."""
+def launched_ranks() -> tuple[str, int] | None:
+    """Return (variable, number) if a launcher started more than one rank, else None."""
     for variable in LAUNCHERS:
         tasks = os.environ.get(variable, "")
         if tasks.isdigit() and int(tasks) > 1:
@@ -31,8 +38,28 @@ def launched_ranks():
     return None
 
 
-def refuse_foreign_launcher(size, library):
-    """Stop N jobs of one rank, which is what the `mpirun` of another MPI makes of one of N."""
+def launched_rank() -> int:
+    """Return this process's rank from the launcher's variables; it needs no World. 0 without."""
+    return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
+
+
+def refuse_foreign_launcher(size: int, library: str) -> None:
+    """Refuse a job of one rank if its launcher started several.
+
+    The `mpirun` of another MPI starts N jobs of one rank instead of one job of N ranks.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks that MPI sees.
+    library : str
+        Version string of the MPI library.
+
+    Raises
+    ------
+    UserError
+        If MPI sees one rank and the launcher started more.
+    """
     started = launched_ranks()
     if size == 1 and started is not None:
         variable, tasks = started
@@ -43,115 +70,124 @@ def refuse_foreign_launcher(size, library):
         )
 
 
-_net = None  # the Net of the largest world of this process, once there is one
+_transport: Transport | None = None  # of the largest world of this process
 
 
-def watch(net):
-    """Have an uncaught exception on this rank end the job on all of them, within seconds."""
-    global _net
-    before = 0 if _net is None else _net.size
-    if net.size > before:  # a world of fewer ranks beside it does not take its place
-        _net = net
-    if net.size == 1 or before > 1:
+def abort_on_exception(transport: Transport) -> None:
+    """Make an uncaught exception on this rank end the job on all ranks, within seconds."""
+    global _transport
+    previous_size = 0 if _transport is None else _transport.size
+    if transport.size > previous_size:  # a smaller world does not replace a larger one
+        _transport = transport
+    if transport.size == 1 or previous_size > 1:
         return
 
     def hook(kind, error, trace):
-        if net.rank:
-            time.sleep(2)  # if all ranks fail alike, rank 0 speaks and ends the others
-        head = f"mpidl: rank {net.rank} on host {net.hosts[net.rank]} failed, {net.doing}:"
+        if transport.rank:
+            time.sleep(2)  # if all ranks fail alike, rank 0 prints and ends the others
+        head = (
+            f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} failed, "
+            f"{transport.activity}:"
+        )
         text = "".join(traceback.format_exception(kind, error, trace))
         print(f"{head}\n{text}", file=sys.stderr, end="", flush=True)
-        net.abort(1)
+        transport.abort(1)
 
     sys.excepthook = hook
     atexit.register(_leave_together)
 
 
 def _leave_together():
-    """At exit, wait for the other ranks; a rank that left alone would leave them waiting."""
-    net = _net
-    if net.MPI.Is_finalized() or net.left:
+    """Wait for the other ranks at exit; they would wait for a rank that left alone."""
+    transport = _transport
+    if transport.MPI.Is_finalized() or transport.has_left:
         return
-    net.doing = "leaving"
-    _meet(net)
+    transport.activity = "leaving"
+    _meet(transport)
 
 
-def run(main):
-    """Run a command's main() and end the process with the exit code it returns.
+def run(main: Callable[[], int]) -> None:
+    """Run a command's `main` and end the process with the exit code that it returns.
 
-    A UserError is one line on stderr and exit code 2, a Fault one and exit code 1. Most are raised
-    by all ranks, and rank 0 speaks; one that a single rank raised is told by that rank, which then
-    ends the job. A second INT is one line too, and ends it at once.
+    A UserError is one line on stderr and exit code 2, a Fault one line and exit code 1. If all
+    ranks raise it, rank 0 prints. If a single rank raises it, that rank prints and ends the job. A
+    second SIGINT is one line too, and ends the job at once.
     """
     try:
         code = main()
     except (UserError, Fault) as error:
         code = 2 if isinstance(error, UserError) else 1
-        rank = launched_rank() if _net is None else _net.rank
+        rank = launched_rank() if _transport is None else _transport.rank
         if rank == 0:
-            _say(str(error))
-        if _net is not None:
-            lowest = _meet(_net, failed=True, seconds=min(5.0, _net.timeout / 2))
+            _print_error(str(error))
+        if _transport is not None:
+            seconds = min(5.0, _transport.timeout / 2)
+            lowest = _meet(_transport, failed=True, seconds=seconds)
             if rank and lowest in (None, rank):
-                _say(f"rank {rank}: {error}")
+                _print_error(f"rank {rank}: {error}")
             if lowest is None:
-                _net.abort(code)
+                _transport.abort(code)
     except KeyboardInterrupt:
-        code, rank = 1, launched_rank() if _net is None else _net.rank
-        _say(f"rank {rank} was interrupted" if rank else "interrupted")
-        if _net is not None and _net.size > 1:
-            _net.abort(code)
+        code, rank = 1, launched_rank() if _transport is None else _transport.rank
+        _print_error(f"rank {rank} was interrupted" if rank else "interrupted")
+        if _transport is not None and _transport.size > 1:
+            _transport.abort(code)
     sys.exit(code)
 
 
-def _say(text):
+def _print_error(text):
     print(f"mpidl: {text}", file=sys.stderr, flush=True)
 
 
-def launched_rank():
-    """This process's rank before there is a world, as the launcher tells it."""
-    return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
+def _meet(transport, failed=False, seconds=math.inf):
+    """Wait for all ranks to leave; return the lowest rank that failed, or `size` if none did.
 
-
-def _meet(net, failed=False, seconds=math.inf):
-    """Wait for all ranks to leave; the lowest that failed, net.size where none did.
-
-    None where they have not all come after some seconds. A rank that leaves early has no time-out:
-    the others may have work to finish, and where they wait for it, theirs names it.
+    Return None if some ranks have not come after this many seconds. A rank that leaves early has
+    no time-out, because the others may have work to finish; their own time-outs name it.
     """
-    mine, lowest = np.array([net.rank if failed else net.size]), np.empty(1, int)
-    request = net.control.Iallreduce(mine, lowest, net.MPI.MIN)
+    failed_rank = np.array([transport.rank if failed else transport.size])
+    lowest = np.empty(1, int)
+    request = transport.control.Iallreduce(failed_rank, lowest, transport.MPI.MIN)
     deadline = time.monotonic() + seconds
 
-    def met():
-        net.left = net.left or request.Test()
-        return net.left or time.monotonic() > deadline
+    def is_over():
+        transport.has_left = transport.has_left or request.Test()
+        return transport.has_left or time.monotonic() > deadline
 
-    net.until(met, "the end of the program on all ranks", timeout=math.inf)
-    return int(lowest[0]) if net.left else None
+    transport.wait_until(is_over, "the end of the program on all ranks", timeout=math.inf)
+    return int(lowest[0]) if transport.has_left else None
 
 
 class Signals:
-    """While entered, USR1, TERM and INT ask for a stop instead of ending the process.
+    """Context manager: USR1, TERM and INT request a stop instead of ending the process.
 
-    `name` is the signal that came to this rank, or None; the ranks agree on it between steps. A
-    second INT interrupts at once.
+    A second INT interrupts at once.
+
+    Attributes
+    ----------
+    name : str or None
+        Signal that this rank received. The ranks agree on it between steps.
+    agreed : bool
+        Whether the ranks have agreed to stop; set by the training loop.
     """
 
-    def __init__(self):
-        self.name, self.agreed, self.before = None, False, {}
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.agreed = False
+        self._previous_handlers = {}
 
-    def __enter__(self):
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-                self.before[number] = signal.signal(number, self._note)
+                self._previous_handlers[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
+    def __exit__(self, *_) -> None:
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _note(self, number, frame):
+        """Record a signal; a second SIGINT interrupts."""
         if number == signal.SIGINT and self.name == "SIGINT":
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name

@@ -1,4 +1,6 @@
-"""Ranks from a notebook or a script: what MATLAB's parpool is there for."""
+"""Starts ranks from a notebook or a script, as MATLAB's parpool does."""
+
+from __future__ import annotations
 
 import codecs
 import collections
@@ -16,56 +18,90 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 from mpidl import errors
 from mpidl.comm import failure, launch_worker
 from mpidl.comm.launcher import environment, launcher
-from mpidl.comm.thread_budget import cores
+from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
 
-SHOWN = ("rank 0", "all", "none")
-MARK = "MPIDL_LAUNCHED"  # in the environment of ranks that were started here
-GRACE = 0.5  # seconds for the other ranks to tell of errors, too, and for what was printed
-ENDING = 5.0  # seconds for mpirun to end its ranks before it is killed, which ends them, too
-# Run by the ranks' Python: finds this package where this process has it.
-START = (
+SHOW_CHOICES = ("rank 0", "all", "none")
+SIZE_VARIABLE = "MPIDL_LAUNCHED"  # number of ranks, in the environment of ranks started here
+ERROR_GRACE = 0.5  # seconds for other ranks to report errors, too, and for output to arrive
+TERMINATION_GRACE = 5.0  # seconds for mpirun to end its ranks before it and they are killed
+# The ranks' program: imports this package from the same folder as this process.
+RANK_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from mpidl.comm.launch_worker import main; main(sys.argv.pop(1))"
 )
 
 
-def launch(function, *arguments, ranks=None, timeout=None, show="rank 0"):
-    """Run function(world, *arguments) on ranks that mpirun starts; returns what rank 0 returns.
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int | None = None,
+    timeout: float | None = None,
+    show: str = "rank 0",
+) -> Any:
+    """Run `function(world, *arguments)` on ranks that mpirun starts.
 
-    function: of a module, of the script that is running, or of a notebook; the last, lambdas and
-    functions in functions are sent by cloudpickle (pip install '.[notebook]'). A script is read
-    again by each rank, as by Python's multiprocessing, so its own work stands under
-    `if __name__ == "__main__":`. world: the rank's `World`. arguments: whatever can be pickled;
-    each rank gets its copy. ranks: by default the tasks of a Slurm allocation, else as many as this
-    process may use cores. timeout: seconds after which all ranks are ended (None: never). show:
-    whose output is shown, as it comes: "rank 0" and what the others write to stderr, "all" (the
-    others' lines headed by "rank 1: "), or "none".
+    Parameters
+    ----------
+    function : callable
+        Called on each rank with its `World` first. It may be defined in a module, in the running
+        script or in a notebook. Functions of a notebook, lambdas and nested functions need
+        cloudpickle (`pip install '.[notebook]'`).
+    *arguments
+        Any objects that can be pickled; each rank gets its own copy.
+    ranks : int, optional
+        Number of ranks. By default the number of tasks of a Slurm allocation, or else the number of
+        cores that this process may use.
+    timeout : float, optional
+        Seconds after which all ranks are ended; None for no limit.
+    show : {"rank 0", "all", "none"}
+        Whose output is shown, as it arrives. "rank 0" includes what the other ranks write to
+        stderr. With "all" the lines of the other ranks start with "rank 1: ".
 
-    An exception on any rank ends all of them, and is a `RankError` with that rank's traceback here,
-    a UserError or Fault one of these. Raises TimeoutError after `timeout` seconds. An interrupt
-    ends all ranks; so does the end of this process. Started inside a rank it is refused.
+    Returns
+    -------
+    object
+        The return value of rank 0.
 
-    Arguments and results travel as files in a folder that only this user can read: in the temporary
-    folder, on several hosts in $MPIDL_CACHE (~/.cache/mpidl), which all of them must see.
+    Raises
+    ------
+    UserError, Fault
+        If a rank raises one of these, or if this process is a rank itself.
+    RankError
+        If a rank raises another exception; it holds that rank's traceback.
+    TimeoutError
+        After `timeout` seconds.
+
+    Notes
+    -----
+    An exception on any rank ends all ranks. So do an interrupt and the end of this process.
+
+    Each rank reads a script again, as Python's multiprocessing does. The script's own work must
+    therefore stand under `if __name__ == "__main__":`.
+
+    Arguments and results travel as files in a folder that only this user can read. It lies in the
+    temporary folder or, on several hosts, in $MPIDL_CACHE (~/.cache/mpidl), which all hosts must
+    share.
     """
     _refuse_inside_a_rank()
-    if show not in SHOWN:
-        raise UserError(f"launch: show must be one of {', '.join(SHOWN)}, got {show!r}")
+    if show not in SHOW_CHOICES:
+        raise UserError(f"launch: show must be one of {', '.join(SHOW_CHOICES)}, got {show!r}")
     ranks = _default_ranks() if ranks is None else ranks
     if not isinstance(ranks, numbers.Integral) or isinstance(ranks, bool) or ranks < 1:
         raise UserError(f"launch: ranks must be a whole number, at least 1, got {ranks!r}")
     ranks = int(ranks)
     deadline = None if timeout is None else time.monotonic() + timeout
-    folder = tempfile.mkdtemp(prefix="mpidl-launch-", dir=_place())
+    folder = tempfile.mkdtemp(prefix="mpidl-launch-", dir=_parent_folder())
     try:
         _write_task(folder, function, arguments, show)
         package = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
-        command = [*launcher(ranks), sys.executable, "-c", START, package, folder]
+        command = [*launcher(ranks), sys.executable, "-c", RANK_PROGRAM, package, folder]
         job = _Job(command, ranks, folder, show)
         try:
             in_time = job.follow(deadline)
@@ -77,7 +113,7 @@ def launch(function, *arguments, ranks=None, timeout=None, show="rank 0"):
                 f"launch: the {ranks} rank(s) were not done after {timeout:g} s and were ended"
             )
         if job.process.returncode or not os.path.exists(os.path.join(folder, "result")):
-            raise RankError(job.epitaph())
+            raise RankError(job.describe_exit())
         with open(os.path.join(folder, "result"), "rb") as file:
             return launch_worker.load(file)
     finally:
@@ -85,9 +121,10 @@ def launch(function, *arguments, ranks=None, timeout=None, show="rank 0"):
 
 
 def _refuse_inside_a_rank():
+    """Raise UserError if this process is a rank."""
     started = failure.launched_ranks()
-    if MARK in os.environ or started is not None:
-        size = os.environ.get(MARK) or f"{started[1]} that {started[0]} tells of"
+    if SIZE_VARIABLE in os.environ or started is not None:
+        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} that {started[0]} tells of"
         raise UserError(
             f"launch: this process is a rank already, one of {size}, and ranks start no ranks; in "
             'a script, call it under if __name__ == "__main__":'
@@ -95,24 +132,27 @@ def _refuse_inside_a_rank():
 
 
 def _default_ranks():
+    """Return the number of tasks that Slurm allocated, or else of cores of this process."""
     tasks = os.environ.get("SLURM_NTASKS", "")
-    here = cores()
-    return int(tasks) if tasks.isdigit() else min(len(here.allowed), here.quota or sys.maxsize)
+    if tasks.isdigit():
+        return int(tasks)
+    cores = available_cores()
+    return min(len(cores.allowed), cores.quota or sys.maxsize)
 
 
-def _place():
-    """The folder for the folder: None for the temporary one."""
+def _parent_folder():
+    """Return where to create the folder of a launch; None for the temporary folder."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if not nodes.isdigit() or int(nodes) < 2:
         return None
-    general = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    place = os.environ.get("MPIDL_CACHE") or os.path.join(general, "mpidl")
-    os.makedirs(place, exist_ok=True)
-    return place
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.environ.get("MPIDL_CACHE") or os.path.join(cache, "mpidl")
+    os.makedirs(folder, exist_ok=True)
+    return folder
 
 
 def _main_program():
-    """How a rank reads what __main__ is here: (kind, name) for `launched`; None in a notebook."""
+    """Return (kind, name) by which a rank runs this __main__ again; None in a notebook."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None:
@@ -122,6 +162,7 @@ def _main_program():
 
 
 def _write_task(folder, function, arguments, show):
+    """Write the file that each rank reads at its start."""
     main = _main_program()
     by_value = main is None and getattr(function, "__module__", None) == "__main__"
     if by_value and launch_worker.cloudpickle() is None:
@@ -129,7 +170,7 @@ def _write_task(folder, function, arguments, show):
             "launch: what a notebook defines is sent by cloudpickle, which is not installed: "
             "pip install '.[notebook]', or put the function into a module"
         )
-    about = {
+    task = {
         "path": [os.path.abspath(entry) for entry in sys.path],  # "" is this folder
         "argv": list(sys.argv),
         "main": main,
@@ -137,7 +178,7 @@ def _write_task(folder, function, arguments, show):
         "host": platform.node(),
     }
     with open(os.path.join(folder, "task"), "wb") as file:
-        pickle.dump(about, file)
+        pickle.dump(task, file)
         try:
             launch_worker.dump((function, arguments), file, by_value=main is None)
         except Exception as error:
@@ -148,27 +189,29 @@ def _write_task(folder, function, arguments, show):
 
 
 class _Job:
-    """mpirun and its ranks, in a session of their own."""
+    """mpirun and its ranks, in a new process session."""
 
     def __init__(self, command, ranks, folder, show):
         self.ranks, self.folder, self.show = ranks, folder, show
-        self.lock = open(os.path.join(folder, launch_worker.LOCKED), "w")  # which the ranks watch
+        self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")  # ranks watch it
         with contextlib.suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_EX)
-        self.tail = collections.deque(maxlen=4096)  # of what was written to stderr
+        self.tail = collections.deque(maxlen=4096)  # last characters of stderr
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=environment() | {MARK: str(ranks), "PYTHONUNBUFFERED": "1"},
+            env=environment() | {SIZE_VARIABLE: str(ranks), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
 
     def follow(self, deadline):
-        """Show what the ranks write until they are done, or one of them tells of an error; False
-        where the deadline came first."""
-        decoders, told = {}, None
+        """Show the ranks' output until they end or one reports an error.
+
+        Return whether this happened before the deadline.
+        """
+        decoders, error_time = {}, None
         with selectors.DefaultSelector() as pipes:
             for pipe, name in ((self.process.stdout, "stdout"), (self.process.stderr, "stderr")):
                 pipes.register(pipe, selectors.EVENT_READ, name)
@@ -180,39 +223,40 @@ class _Job:
                         pipes.unregister(key.fileobj)
                     self._show(key.data, decoders[key.data].decode(data, final=not data))
                 now = time.monotonic()
-                if told is None and self.errors():
-                    told = now
-                if told is not None and now > told + GRACE:
+                if error_time is None and self.failed_ranks():
+                    error_time = now
+                if error_time is not None and now > error_time + ERROR_GRACE:
                     return True
                 if deadline is not None and now > deadline:
-                    return bool(self.errors())
+                    return bool(self.failed_ranks())
         while self.process.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
         return True
 
-    def errors(self):
-        """The ranks that told of an error."""
+    def failed_ranks(self):
+        """Return the ranks that reported an error, in order."""
         names = os.listdir(self.folder)
         return sorted(int(n[6:]) for n in names if n.startswith("error-") and n[6:].isdigit())
 
     def _show(self, name, text):
+        """Show text of the ranks' stream `name` and keep the last of stderr."""
         if name == "stderr":
             self.tail.extend(text)
         if text and self.show != "none":
-            stream = getattr(sys, name)  # a notebook's, where this is one
+            stream = getattr(sys, name)  # in a notebook, the one that shows output
             stream.write(text)
             stream.flush()
 
     def end(self):
-        """Leave nothing running."""
+        """End all processes of the job."""
         process = self.process
         try:
             if process.poll() is None:
                 self._signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(ENDING)
+                    process.wait(TERMINATION_GRACE)
         finally:
             self._signal(signal.SIGKILL)
             process.wait()
@@ -220,35 +264,36 @@ class _Job:
             process.stderr.close()
             self.lock.close()
 
-    def epitaph(self):
-        """How ranks ended that told of no error, in words."""
-        last = "".join(self.tail).strip()
-        said = f"; the last they wrote to stderr:\n{last}" if last else ""
+    def describe_exit(self):
+        """Say how ranks ended that reported no error."""
+        tail = "".join(self.tail).strip()
+        stderr = f"; the last they wrote to stderr:\n{tail}" if tail else ""
         code = self.process.returncode
-        return f"the {self.ranks} rank(s) ended with exit code {code} and no result{said}"
+        return f"the {self.ranks} rank(s) ended with exit code {code} and no result{stderr}"
 
     def _signal(self, number):
+        """Send a signal to all processes of the session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
 
 def _raise_error_of_a_rank(job):
-    """Raise the error of the lowest rank that told of one."""
-    failed = job.errors()
+    """Raise the error of the lowest rank that reported one."""
+    failed = job.failed_ranks()
     if not failed:
         return
     with open(os.path.join(job.folder, f"error-{failed[0]}"), "rb") as file:
-        told = pickle.load(file)
-    if told["kind"] in ("UserError", "Fault"):
-        raise getattr(errors, told["kind"])(told["line"])
-    others = f" (and {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
-    place = f"rank {told['rank']}{others} of {job.ranks} on {told['host'] or 'its host'}"
-    error = RankError(f"{place} failed:\n\n{told['text']}", told["rank"], told["host"])
-    raise error from _loaded(told["error"])
+        report = pickle.load(file)
+    if report["kind"] in ("UserError", "Fault"):
+        raise getattr(errors, report["kind"])(report["line"])
+    further = f" (and {', '.join(map(str, failed[1:]))})" if failed[1:] else ""
+    ranks = f"rank {report['rank']}{further} of {job.ranks} on {report['host'] or 'its host'}"
+    error = RankError(f"{ranks} failed:\n\n{report['text']}", report["rank"], report["host"])
+    raise error from _load_exception(report["error"])
 
 
-def _loaded(data):
-    """The exception itself, or None where it cannot be made again here."""
+def _load_exception(data):
+    """Return the exception itself, or None if it cannot be unpickled here."""
     try:
         return None if data is None else launch_worker.load(io.BytesIO(data))
     except Exception:

@@ -1,8 +1,10 @@
-"""What `launch` runs on each rank, and what travels between the two: files in a folder of theirs.
+"""The program that `launch` runs on each rank, and the files by which the two communicate.
 
-The folder is the launching process's own, of mode 0700, and these are the only pickles that are
-ever read. The files appear whole.
+The files lie in a folder of mode 0700 that the launching process creates. They are the only pickles
+that the package ever reads. Each file appears complete.
 """
+
+from __future__ import annotations
 
 import faulthandler
 import fcntl
@@ -18,128 +20,142 @@ import threading
 import time
 import traceback
 from types import ModuleType
+from typing import Any, BinaryIO
 
 from mpidl.comm import failure
 from mpidl.errors import UserError
 
-MAIN = "__mp_main__"  # what Python's own multiprocessing calls a main program that is read again
-LOCKED = "locked"  # the file on which the launching process has a lock as long as it lives
-PATIENCE = 20.0  # seconds that a rank which failed waits to be ended by the launching process
+MAIN = "__mp_main__"  # multiprocessing's name of a main program that is run again
+LOCK_FILE = "locked"  # the launching process holds a lock on this file as long as it lives
+FAILED_WAIT = 20.0  # seconds that a failed rank waits for the launching process to end it
 
 
-def main(folder):
-    """Run the function of a launch on this rank."""
+def main(folder: str) -> None:
+    """Run the function of a launch on this rank; folder: of the launching process."""
     faulthandler.enable()
     rank, host = failure.launched_rank(), ""
     try:
         with open(os.path.join(folder, "task"), "rb") as file:
-            about = pickle.load(file)
-            if about["host"] == platform.node():  # locks may mean nothing to other hosts
-                threading.Thread(target=_end_with_it, args=(folder,), daemon=True).start()
-            _speak(rank, about["show"])
-            sys.path[:], sys.argv[:] = about["path"], about["argv"]
+            task = pickle.load(file)
+            if task["host"] == platform.node():  # locks may not work across hosts
+                threading.Thread(target=_end_with_launcher, args=(folder,), daemon=True).start()
+            _redirect_output(rank, task["show"])
+            sys.path[:], sys.argv[:] = task["path"], task["argv"]
             from mpidl.comm.world import World
 
             world = World()
             rank, host = world.rank, world.host
-            _read_main(about["main"])
+            _run_main_program(task["main"])
             function, arguments = _load_task(file)
         result = function(world, *arguments)
         if rank == 0:
-            _send(result, os.path.join(folder, "result"))
+            _write_result(result, os.path.join(folder, "result"))
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, Headed):
+            if isinstance(stream, PrefixedStream):
                 stream.end_line()
-    except BaseException as error:  # SystemExit, too: what it ends is the launch
-        _tell(folder, rank, host, error)
-        time.sleep(PATIENCE)
+    except BaseException as error:  # SystemExit too ends the launch
+        _write_error(folder, rank, host, error)
+        time.sleep(FAILED_WAIT)
         os._exit(1)
 
 
-def dump(value, file, by_value=False):
-    """Pickle a value; what cannot be found by its name (a lambda, or with by_value what __main__
-    defines) goes as it is, where cloudpickle is installed."""
-    other = cloudpickle()
-    if by_value and other is not None:
-        other.dump(value, file, protocol=5)
+def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
+    """Pickle a value into a file.
+
+    cloudpickle, if installed, pickles what has no importable name, such as a lambda, by value.
+
+    Parameters
+    ----------
+    value : object
+    file : binary file
+    by_value : bool
+        Whether definitions of __main__ are pickled by value, too.
+    """
+    by_value_pickler = cloudpickle()
+    if by_value and by_value_pickler is not None:
+        by_value_pickler.dump(value, file, protocol=5)
         return
     start = file.tell()
     try:
         pickle.dump(value, file, protocol=5)
     except Exception:
-        if other is None:
+        if by_value_pickler is None:
             raise
         file.seek(start)
         file.truncate()
-        other.dump(value, file, protocol=5)
+        by_value_pickler.dump(value, file, protocol=5)
 
 
 class Unpickler(pickle.Unpickler):
-    """Finds what __main__ defines, by whichever name the sender knew it."""
+    """Finds definitions of __main__ under both names of that module."""
 
     def find_class(self, module, name):
         return super().find_class("__main__" if module == MAIN else module, name)
 
 
-def load(file):
-    """What `dump` wrote on a rank, where the launching process reads it."""
+def load(file: BinaryIO) -> Any:
+    """Return the value that `dump` wrote on a rank; for the launching process."""
     return Unpickler(file).load()
 
 
-def cloudpickle():
-    """The module of this name, or None where it is not installed."""
+def cloudpickle() -> ModuleType | None:
+    """Return the module cloudpickle, or None if it is not installed."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:
         return None
 
 
-def _send(result, path):
+def _write_result(result, path):
+    """Write rank 0's result."""
     try:
-        _write(path, result)
+        _write_complete(path, result)
     except Exception as error:
         raise TypeError(
             f"launch: rank 0's result, a {type(result).__name__}, cannot be brought back: {error}"
         ) from None
 
 
-def _write(path, value):
+def _write_complete(path, value):
+    """Write a pickle so that the file appears complete."""
     with open(f"{path}.part", "wb") as file:
         dump(value, file)
     os.replace(f"{path}.part", path)
 
 
-def _tell(folder, rank, host, error):
-    """Leave what happened, for `launch` to raise."""
+def _write_error(folder, rank, host, error):
+    """Write an exception for `launch` to raise."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
-        trace = trace.tb_next  # the frames that the launch itself put there
+        trace = trace.tb_next  # skip the frames of the launch itself
     text = "".join(traceback.format_exception(type(error), error, trace))
-    told = {"rank": rank, "host": host, "text": text, "line": str(error), "error": None}
-    told["kind"] = type(error).__name__ if type(error).__module__ == "mpidl.errors" else ""
+    report = {"rank": rank, "host": host, "text": text, "line": str(error), "error": None}
+    report["kind"] = type(error).__name__ if type(error).__module__ == "mpidl.errors" else ""
     try:
         file = io.BytesIO()
         dump(error, file)
-        told["error"] = file.getvalue()
+        report["error"] = file.getvalue()
     except Exception:
-        told["error"] = None  # an exception that cannot be pickled: its text is there
-    _write(os.path.join(folder, f"error-{rank}"), told)
+        report["error"] = None  # it cannot be pickled; its text remains
+    _write_complete(os.path.join(folder, f"error-{rank}"), report)
 
 
-def _read_main(how):
-    """Run what the launching process's main program defines, as a module that is not __main__ to
-    itself, so that the functions and classes in it are found; how: (kind, name), or None."""
-    if how is None:
+def _run_main_program(program):
+    """Run the launching process's main program under another name, for its definitions.
+
+    program: (kind, name) from `launch`, or None.
+    """
+    if program is None:
         return
-    kind, name = how
-    made = ModuleType(MAIN)
-    sys.modules["__main__"] = sys.modules[MAIN] = made
+    kind, name = program
+    module = ModuleType(MAIN)
+    sys.modules["__main__"] = sys.modules[MAIN] = module
     run = runpy.run_path if kind == "path" else runpy.run_module
-    vars(made).update(run(name, run_name=MAIN))
+    vars(module).update(run(name, run_name=MAIN))
 
 
 def _load_task(file):
-    """The function and its arguments; a UserError where the script, read again, lacks a name."""
+    """Return the function and its arguments; UserError if the script, run again, lacks a name."""
     try:
         return pickle.load(file)
     except AttributeError as error:
@@ -151,43 +167,46 @@ def _load_task(file):
         ) from error
 
 
-def _speak(rank, show):
-    """Rank 0 speaks as it is. The others' lines are headed by their rank; without `show` "all",
-    only what they say of errors."""
+def _redirect_output(rank, show):
+    """Prefix the lines of ranks above 0; unless show is "all", drop their stdout."""
     if rank == 0:
         return
     if show != "all":
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout, sys.stderr = Headed(f"rank {rank}: ", 1), Headed(f"rank {rank}: ", 2)
+    sys.stdout, sys.stderr = (
+        PrefixedStream(f"rank {rank}: ", 1),
+        PrefixedStream(f"rank {rank}: ", 2),
+    )
 
 
-class Headed(io.TextIOBase):
-    """Text whose lines are written whole, each after a heading."""
+class PrefixedStream(io.TextIOBase):
+    """A text stream that writes complete lines, each after a prefix, to a file descriptor."""
 
-    def __init__(self, heading, handle):
-        self.heading, self.handle, self.held = heading, handle, ""
+    def __init__(self, prefix: str, descriptor: int) -> None:
+        self.prefix, self.descriptor, self._partial_line = prefix, descriptor, ""
 
-    def writable(self):
+    def writable(self) -> bool:
         return True
 
-    def write(self, text):
-        *lines, self.held = (self.held + text).split("\n")
-        self._put(lines)
+    def write(self, text: str) -> int:
+        *lines, self._partial_line = (self._partial_line + text).split("\n")
+        self._write_lines(lines)
         return len(text)
 
-    def end_line(self):
-        if self.held:
+    def end_line(self) -> None:
+        """Write the last line if it has no line end yet."""
+        if self._partial_line:
             self.write("\n")
 
-    def _put(self, lines):
-        whole = "".join(f"{self.heading}{line}\n" for line in lines)
-        if whole:
-            os.write(self.handle, whole.encode("utf-8", "backslashreplace"))
+    def _write_lines(self, lines):
+        text = "".join(f"{self.prefix}{line}\n" for line in lines)
+        if text:
+            os.write(self.descriptor, text.encode("utf-8", "backslashreplace"))
 
 
-def _end_with_it(folder):
-    """End this rank when the launching process has gone, with which its lock on a file goes."""
-    with open(os.path.join(folder, LOCKED)) as file:
+def _end_with_launcher(folder):
+    """End this rank when the launching process ends, which releases its lock on a file."""
+    with open(os.path.join(folder, LOCK_FILE)) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -196,4 +215,4 @@ def _end_with_it(folder):
             except BlockingIOError:
                 time.sleep(0.5)
             except OSError:
-                return  # a file system without locks
+                return  # the file system has no locks

@@ -1,4 +1,4 @@
-"""The command line and the environment that start ranks from a process that is none."""
+"""The command line and the environment that start ranks from a process that is not a rank."""
 
 import os
 import shutil
@@ -9,24 +9,35 @@ from mpidl.errors import UserError
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_")
 
 
-def launcher(ranks):
-    """The command line that starts so many ranks: the mpirun beside this Python, else on PATH."""
-    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    found = beside if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    if found is None:
+def launcher(ranks: int) -> list[str]:
+    """Return the command line that starts this many ranks.
+
+    It runs the mpirun beside this Python, or else the first one on PATH.
+
+    Raises
+    ------
+    UserError
+        If there is no mpirun.
+    """
+    mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    path = mpirun if os.access(mpirun, os.X_OK) else shutil.which("mpirun")
+    if path is None:
         raise UserError("no mpirun beside this Python or on PATH: run/install puts one there")
-    return [found, "-n", str(ranks)]
+    return [path, "-n", str(ranks)]
 
 
-def environment():
-    """This process's environment without an MPI launcher's variables, more ranks than cores
-    allowed, and this Python first on PATH (mpirun would start another one)."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    kept["PATH"] = os.path.dirname(sys.executable) + os.pathsep + kept.get("PATH", "")
-    kept |= {
+def environment() -> dict[str, str]:
+    """Return this process's environment for ranks that it starts.
+
+    It lacks the variables of an MPI launcher and allows more ranks than cores. This Python comes
+    first on PATH; otherwise mpirun would start another one.
+    """
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    variables["PATH"] = os.path.dirname(sys.executable) + os.pathsep + variables.get("PATH", "")
+    variables |= {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    return kept
+    return variables

@@ -1,56 +1,110 @@
-"""Adds Partials up over the ranks, in buckets, while other work goes on."""
+"""Adds Partials up over the ranks, in buckets, while other work continues."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
 from mpidl.device_array import OnDevice
-from mpidl.fold import Partial
+from mpidl.fold import Partial, Tree
 
-BUCKET = 1 << 18  # bytes: the digits network's dense layer leaves as soon as its gradient is there
+if TYPE_CHECKING:
+    from mpidl.comm.transport import Transport
+    from mpidl.comm.world import World
+
+BUCKET_BYTES = 1 << 18  # the digits network's dense layer leaves as soon as its gradient is final
 
 
-class Flight:
-    """One exchange under way: a generator of requests, advanced whenever they are complete."""
+class PendingExchange:
+    """An exchange that has started: a generator that advances when its requests are complete.
 
-    def __init__(self, generator):
-        self.generator, self.requests, self.root, self.done = generator, [], None, False
+    Attributes
+    ----------
+    requests : sequence of mpi4py.MPI.Request
+        Requests that must complete before the next `advance`.
+    is_complete : bool
+        Whether the root has arrived.
+    root : ndarray, shape (width,), or None
+        Root of the tree, once complete.
+    """
+
+    def __init__(self, steps: exchange.Steps) -> None:
+        self._steps = steps
+        self.requests: Sequence[Any] = []
+        self.root: np.ndarray | None = None
+        self.is_complete = False
         self.advance()
 
-    def advance(self):
-        """Go on to the next requests; the present ones are complete."""
+    def advance(self) -> None:
+        """Run up to the next requests; the current ones must be complete."""
         try:
-            self.requests = next(self.generator)
+            self.requests = next(self._steps)
         except StopIteration as end:
-            self.root, self.done, self.requests = end.value, True, []
+            self.root, self.is_complete, self.requests = end.value, True, []
+
+
+def start_exchange(
+    transport: Transport, tag: int, tree: Tree, matrix: np.ndarray, combine: exchange.Combine
+) -> PendingExchange:
+    """Start to fold a (nodes, width) matrix by the algorithm for its layout and size."""
+    algorithm = exchange.choose_algorithm(tree, matrix.shape[1] * matrix.itemsize, combine)
+    return PendingExchange(algorithm(transport, tag, tree, matrix, combine))
 
 
 class Reducer:
-    """Takes named values as they become final; `finish` returns their sums.
+    """Adds named values up over the ranks as they become final.
 
-    Partials are packed into buckets of about `bucket_bytes` in the order they come, which is the
-    tape's and so the same on every rank; a full bucket leaves at once. Each term of a Partial is
-    folded by itself (see `Partial`). Terms of another tree, type or operation start a new bucket.
-    `watch()` is what long kernels call every now and then, until `finish`: it lets exchanges go on.
+    Partials are packed into buckets in the order of `push`, which is the tape's and so the same on
+    every rank. A full bucket is sent at once. Each term of a Partial is folded by itself (see
+    `Partial`). A term with another tree, dtype or operation starts a new bucket.
+
+    Parameters
+    ----------
+    world : World
+    bucket_bytes : float
+        Size from which a bucket is full.
+    kernel_hook : callable, optional
+        Called by long kernels about every millisecond until `finish`, so that exchanges advance.
     """
 
-    def __init__(self, world, bucket_bytes=BUCKET, watch=None):
+    def __init__(
+        self,
+        world: World,
+        bucket_bytes: float = BUCKET_BYTES,
+        kernel_hook: Callable[[], None] | None = None,
+    ) -> None:
         self.world, self.bucket_bytes = world, bucket_bytes
-        self.values, self.buckets = {}, []
-        self.watches = watch is not None and world.size > 1
-        if self.watches:
-            builds.watch(watch)
-        self.open, self.open_key, self.open_bytes = [], None, 0
+        self._values, self._buckets = {}, []
+        self._has_hook = kernel_hook is not None and world.size > 1
+        if self._has_hook:
+            builds.watch(kernel_hook)
+        self._bucket: list[tuple] = []
+        self._bucket_key: tuple | None = None
+        self._filled_bytes = 0
 
-    def push(self, name, value):
-        """Hand over one value: a Partial, or an array that every rank has already.
+    def push(self, name: str, value: Partial | Any) -> None:
+        """Add a named value.
 
-        A Partial's nodes are kept no longer than they are needed; on one rank the one node is the
-        sum, in the same memory.
+        The nodes of a Partial are released as soon as they are packed or sent. On one rank its only
+        node becomes the sum, in the same memory.
+
+        Parameters
+        ----------
+        name : str
+        value : Partial or ndarray
+            An array must be the same on all ranks already; `finish` returns it as it is.
+
+        Raises
+        ------
+        ValueError
+            If the Partial belongs to a world of another size.
         """
-        self.values[name] = value
+        self._values[name] = value
         if not isinstance(value, Partial) or not is_on_host(value):
             return
         for term in value.terms:
@@ -61,84 +115,79 @@ class Reducer:
                 )
         if self.world.size == 1:
             roots = [np.reshape(term.nodes[0], value.shape) for term in value.terms]
-            self.values[name] = value.finish(roots)
+            self._values[name] = value.finish(roots)
             return
         shells = [replace(term, nodes=[]) for term in value.terms]
-        self.values[name] = Partial(shells, value.once, value.shape, value.dtype)
+        self._values[name] = Partial(shells, value.once, value.shape, value.dtype)
         for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
-            if self.open and key != self.open_key:
-                self._post()
-            self.open_key = key
+            if self._bucket and key != self._bucket_key:
+                self._send_bucket()
+            self._bucket_key = key
             size = int(np.prod(value.shape))
-            self.open.append((name, index, term.nodes, size))
-            self.open_bytes += size * term.dtype.itemsize
-            if self.open_bytes >= self.bucket_bytes:
-                self._post()
+            self._bucket.append((name, index, term.nodes, size))
+            self._filled_bytes += size * term.dtype.itemsize
+            if self._filled_bytes >= self.bucket_bytes:
+                self._send_bucket()
 
-    def _post(self):
-        tree, combine, dtype = self.open_key
-        places = [(name, index, size) for name, index, _, size in self.open]
-        if len(self.open) == len(self.open[0][2]) == 1:  # a large one, as it lies
-            matrix = np.reshape(self.open[0][2][0], (1, -1))
+    def _send_bucket(self):
+        """Start the exchange of the current bucket."""
+        tree, combine, dtype = self._bucket_key
+        entries = [(name, index, size) for name, index, _, size in self._bucket]
+        if len(self._bucket) == len(self._bucket[0][2]) == 1:  # one node: sent without a copy
+            matrix = np.reshape(self._bucket[0][2][0], (1, -1))
         else:
-            width, at = sum(size for *_, size in self.open), 0
+            width, offset = sum(size for *_, size in self._bucket), 0
             matrix = np.empty((len(tree.nodes[tree.rank]), width), dtype)
-            for _, _, nodes, size in self.open:
+            for _, _, nodes, size in self._bucket:
                 for row, node in zip(matrix, nodes, strict=True):
-                    row[at : at + size] = np.reshape(node, -1)
-                at += size
-        self.buckets.append((places, self.world.fly(tree, matrix, combine)))
-        self.open, self.open_key, self.open_bytes = [], None, 0
+                    row[offset : offset + size] = np.reshape(node, -1)
+                offset += size
+        self._buckets.append((entries, self.world.start(tree, matrix, combine)))
+        self._bucket, self._bucket_key, self._filled_bytes = [], None, 0
 
-    def progress(self):
-        """Let the exchanges under way go on; never waits."""
+    def progress(self) -> None:
+        """Advance pending exchanges, without waiting."""
         self.world.progress()
 
-    def finish(self):
-        """Wait for all sums; returns {name: array}."""
-        if self.watches:
+    def finish(self) -> dict[str, Any]:
+        """Wait for all sums and return {name: array}."""
+        if self._has_hook:
             builds.watch(None)
-        if self.open:
-            self._post()
+        if self._bucket:
+            self._send_bucket()
         roots = {}
-        for places, flight in self.buckets:
-            self.world.land(flight)
-            at = 0
-            for name, index, size in places:
-                roots[name, index] = flight.root[at : at + size]
-                at += size
-        sums = self._on_devices()
-        for name, value in self.values.items():
+        for entries, pending in self._buckets:
+            self.world.wait(pending)
+            offset = 0
+            for name, index, size in entries:
+                roots[name, index] = pending.root[offset : offset + size]
+                offset += size
+        sums = self._sums_on_devices()
+        for name, value in self._values.items():
             if name in sums:
                 continue
             if isinstance(value, Partial):
-                found = [roots[name, i] for i in range(len(value.terms))]
-                value = value.finish([root.reshape(value.shape) for root in found])
+                terms = [roots[name, index] for index in range(len(value.terms))]
+                value = value.finish([root.reshape(value.shape) for root in terms])
             sums[name] = value
-        sums = {name: sums[name] for name in self.values}
-        self.values, self.buckets = {}, []
+        sums = {name: sums[name] for name in self._values}
+        self._values, self._buckets = {}, []
         return sums
 
-    def _on_devices(self):
-        """The sums of those whose terms lie on a GPU."""
-        there = {n: v for n, v in self.values.items() if not is_on_host(v)}
-        if not there:
+    def _sums_on_devices(self):
+        """Return the sums of the values on a GPU, {name: array}."""
+        values = {name: value for name, value in self._values.items() if not is_on_host(value)}
+        if not values:
             return {}
         from mpidl.backends.gpu import sums
 
-        return sums.gplus(there, self.world)
+        return sums.gplus(values, self.world)
 
 
-def is_on_host(value):
-    """Whether a value, or what a Partial's nodes are, is NumPy's."""
+def is_on_host(value: Any) -> bool:
+    """Return whether a value, or a Partial's nodes, are in host memory."""
     if not isinstance(value, Partial):
         return True
-    there = [*(term.nodes for term in value.terms), value.once]
-    return not any(isinstance(v, OnDevice) for v in there)
-
-
-def post(net, tag, tree, matrix, combine):
-    """Start the exchange of a (nodes, width) matrix by the way its layout and size call for."""
-    way = exchange.choose(tree, matrix.shape[1] * matrix.itemsize, combine)
-    return Flight(way(net, tag, tree, matrix, combine))
+    parts = [*(term.nodes for term in value.terms), value.once]
+    return not any(isinstance(part, OnDevice) for part in parts)

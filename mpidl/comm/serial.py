@@ -1,7 +1,9 @@
-"""MPI of one rank, for machines without mpi4py: as much of `mpi4py.MPI` as this package uses.
+"""A substitute for `mpi4py.MPI` on one rank, for machines without mpi4py.
 
-A rank alone sends nothing; what a collective call gives it is what it gave.
+It has only the names that this package uses. A collective call returns its own argument.
 """
+
+from __future__ import annotations
 
 import importlib
 import os
@@ -14,36 +16,47 @@ from mpidl.comm import failure
 from mpidl.errors import UserError
 
 
-def load():
-    """The module mpi4py.MPI, which initializes MPI; `MPI` below where there is no mpi4py or it
-    finds no MPI. UserError where a launcher started more ranks, which then could not meet."""
+def load() -> ModuleType | SimpleNamespace:
+    """Import `mpi4py.MPI`, which initializes MPI, or return the substitute for one rank.
+
+    Returns
+    -------
+    module
+        `mpi4py.MPI`; the substitute if mpi4py is not installed or finds no MPI library.
+
+    Raises
+    ------
+    UserError
+        If MPI cannot be loaded and a launcher started several tasks.
+    """
     try:
         import mpi4py
 
         mpi4py.rc.thread_level = "funneled"
         with warnings.catch_warnings():
-            # mpi4py's several lines about what the guard tells in one
+            # `failure.refuse_foreign_launcher` reports it in one line instead of several
             warnings.filterwarnings("ignore", "suspicious MPI execution environment")
             return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
-        why = _reason(error)
+        reason = _reason_of(error)
     started = failure.launched_ranks()
     if started is not None:
         raise UserError(
             f"the launcher started {started[1]} tasks ({started[0]}={started[1]}), and for more "
-            f"than one rank MPI is needed: {why}"
+            f"than one rank MPI is needed: {reason}"
         )
-    return _alone(why)
+    return _serial_mpi(reason)
 
 
-def _reason(error):
+def _reason_of(error):
+    """Say in words why mpi4py could not be imported."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "mpi4py":
         return "mpi4py is not installed (pip install '.[mpich]', or run/install)"
     return f"mpi4py cannot be used: {' '.join(str(error).split())[:200]}"
 
 
 class Request:
-    """Of a call that was done at once."""
+    """The request of an operation that is already complete."""
 
     def Test(self):
         return True
@@ -54,7 +67,7 @@ class Request:
 
 
 class Comm:
-    """A communicator of this rank alone."""
+    """A communicator of one rank."""
 
     rank, size = 0, 1
 
@@ -86,10 +99,10 @@ class Comm:
         os._exit(code)
 
 
-def _alone(why):
-    """What stands for the module mpi4py.MPI."""
-    library = f"one rank without MPI: {why}"
-    names: ModuleType | SimpleNamespace = SimpleNamespace(
+def _serial_mpi(reason):
+    """Return the substitute for `mpi4py.MPI`; reason: why it is needed."""
+    library = f"one rank without MPI: {reason}"
+    namespace = SimpleNamespace(
         COMM_WORLD=Comm(),
         COMM_SELF=Comm(),
         Request=Request,
@@ -99,5 +112,5 @@ def _alone(why):
         get_vendor=lambda: ("no MPI", (0, 0, 0)),
     )
     for operation in ("SUM", "MIN", "MAX", "LAND", "LOR"):
-        setattr(names, operation, operation)  # of one rank's values they all give the same
-    return names
+        setattr(namespace, operation, operation)  # of one value they all return the same
+    return namespace

@@ -1,74 +1,123 @@
-"""How many threads a rank runs, by the cores that it and its neighbours may use."""
+"""The number of threads of each rank, from the cores that it and its neighbours may use."""
+
+from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpidl import backends
 
+if TYPE_CHECKING:
+    from mpidl.comm.world import World
+
+CGROUP_FOLDER = "/sys/fs/cgroup"
+
 
 class Cores(NamedTuple):
-    """What a rank may use: the cores' numbers, and how many at a time its container may (None: all
-    of them)."""
+    """The CPU cores that a process may use."""
 
-    allowed: tuple
+    allowed: tuple[int, ...]
+    """Numbers of the cores in its affinity mask."""
     quota: int | None = None
+    """How many cores at a time its container may use; None for all of them."""
 
 
-def settle(world, wanted):
-    """Set this process's threads, `wanted` or as `deal` finds. Collective.
+def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:
+    """Set the number of threads of this process; collective.
 
-    Returns (threads of each rank, on every rank; lines to show of what may surprise).
+    Parameters
+    ----------
+    world : World
+    count : int
+        Threads of each rank; 0 for the number that `assign_threads` computes.
+
+    Returns
+    -------
+    threads : list of int
+        Threads of each rank, on every rank.
+    lines : list of str
+        Warnings to print.
     """
-    ranks = world.broadcast(world.gather((world.host, cores())))
-    threads, lines = deal(ranks, wanted)
+    threads, lines = assign_threads(world.allgather((world.host, available_cores())), count)
     backends.configure(threads=threads[world.rank])
     return threads, lines
 
 
-def cores():
-    """The Cores of this process."""
-    allowed = tuple(sorted(os.sched_getaffinity(0)))
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        return Cores(allowed, None if quota == "max" else max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return Cores(allowed)
+def available_cores(cgroup_folder: str | os.PathLike = CGROUP_FOLDER) -> Cores:
+    """Return the cores that this process may use.
 
-
-def deal(ranks, wanted):
-    """Threads of each rank, and warnings, for ranks = [(host, Cores), ...].
-
-    wanted: threads a rank; 0: each core is divided among the ranks that may use it, at least one
-    thread a rank. A quota holds for all ranks of its host together.
+    Parameters
+    ----------
+    cgroup_folder : path
+        Mount point of the container's control groups, version 1 or 2.
     """
-    by_host = {}
+    return Cores(tuple(sorted(os.sched_getaffinity(0))), _quota(cgroup_folder))
+
+
+def _quota(cgroup_folder):
+    """Return the CPU quota in whole cores, at least 1; None if there is none."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        try:
+            words = " ".join(_read(os.path.join(cgroup_folder, name)) for name in names).split()
+            quota, period = (-1 if word == "max" else int(word) for word in words)
+        except (OSError, ValueError):
+            continue  # no such file in this version of control groups
+        return None if quota < 0 or period <= 0 else max(1, quota // period)
+    return None
+
+
+def _read(path):
+    with open(path) as file:
+        return file.read()
+
+
+def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list[int], list[str]]:
+    """Compute the number of threads of each rank.
+
+    Parameters
+    ----------
+    ranks : sequence of (str, Cores)
+        Host and cores of each rank.
+    count : int
+        Threads of each rank. If 0, each core is divided among the ranks that may use it, and each
+        rank gets at least one thread. A quota applies to all ranks of its host together.
+
+    Returns
+    -------
+    threads : list of int
+        Threads of each rank.
+    lines : list of str
+        Warnings about hosts with more threads than cores, and about ranks bound to fewer cores
+        than they have threads.
+    """
+    by_host: dict[str, list[int]] = {}
     for rank, (host, _) in enumerate(ranks):
         by_host.setdefault(host, []).append(rank)
-    threads, lines = [wanted] * len(ranks), []
-    for host, here in by_host.items():
-        sharing = {}  # by core: how many ranks may use it
-        for rank in here:
+    threads, lines = [count] * len(ranks), []
+    for host, host_ranks in by_host.items():
+        users: dict[int, int] = {}  # by core: how many ranks may use it
+        for rank in host_ranks:
             for core in ranks[rank][1].allowed:
-                sharing[core] = sharing.get(core, 0) + 1
-        quotas = [ranks[rank][1].quota for rank in here if ranks[rank][1].quota is not None]
-        usable = min([len(sharing), *quotas])
-        for rank in here:
-            if wanted == 0:
-                part = sum(1 / sharing[core] for core in ranks[rank][1].allowed)
-                threads[rank] = max(1, int(part * usable / len(sharing) + 1e-9))
-        started = sum(threads[rank] for rank in here)
-        each = "/".join(map(str, sorted({threads[rank] for rank in here})))
-        narrow = [rank for rank in here if threads[rank] > len(ranks[rank][1].allowed)]
-        if started > usable:
+                users[core] = users.get(core, 0) + 1
+        quotas = [ranks[rank][1].quota for rank in host_ranks if ranks[rank][1].quota is not None]
+        usable = min([len(users), *quotas])
+        for rank in host_ranks:
+            if count == 0:
+                part = sum(1 / users[core] for core in ranks[rank][1].allowed)
+                threads[rank] = max(1, int(part * usable / len(users) + 1e-9))
+        total = sum(threads[rank] for rank in host_ranks)
+        counts = "/".join(map(str, sorted({threads[rank] for rank in host_ranks})))
+        narrow = [rank for rank in host_ranks if threads[rank] > len(ranks[rank][1].allowed)]
+        if total > usable:
             lines.append(
-                f"warning: {len(here)} rank(s) x {each} thread(s) on {host} share {usable} "
+                f"warning: {len(host_ranks)} rank(s) x {counts} thread(s) on {host} share {usable} "
                 "core(s), which slows all of them"
             )
         elif narrow:
-            own = len(ranks[narrow[0]][1].allowed)
+            core_count = len(ranks[narrow[0]][1].allowed)
             lines.append(
                 f"warning: rank {narrow[0]} on {host} runs {threads[narrow[0]]} threads but may "
-                f"use {own} core(s) alone: see mpirun's binding of ranks"
+                f"use {core_count} core(s) alone: see mpirun's binding of ranks"
             )
     return threads, lines

@@ -1,163 +1,227 @@
-"""One MPI communicator as the rest of comm sees it: messages, and a wait that does not hang.
+"""Messages over one MPI communicator, and waits that do not hang.
 
-Every wait is a loop of tests, so that signals are seen, exchanges under way go on, and a rank that
-stopped answering is found and named instead of being waited for.
+Every wait is a loop of tests. So signals are handled, pending exchanges advance, and a rank that
+stops answering is named instead of being waited for.
 """
+
+from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpidl.comm import serial
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from numpy.typing import DTypeLike
+
 PING, PONG = 1, 2  # tags of the control communicator
 
 
-class Net:
-    """Point-to-point messages of arrays over `comm`, and patient waiting.
+class Transport:
+    """Point-to-point messages of arrays over a communicator, and waits with a time-out.
 
-    timeout: seconds a wait may take before the missing ranks are named and the job is aborted.
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        Communicator. It is duplicated: once for arrays, once for control messages.
+    timeout : float
+        Seconds after which a wait names the missing ranks and aborts the job.
+
+    Attributes
+    ----------
+    MPI : module
+        `mpi4py.MPI`, or its substitute for one rank (`comm.serial`).
+    comm, control : mpi4py.MPI.Comm
+        Communicators for arrays, and for objects and pings.
+    rank, size : int
+        Rank of this process, and number of ranks.
+    hosts : list of str
+        Host name of each rank.
+    timeout : float
+        See above.
+    activity : str
+        What this rank is doing, for messages about errors.
+    wait_seconds : float
+        Total time that this rank has waited for other ranks.
+    has_left : bool
+        Whether this rank has completed the last meeting of all ranks.
     """
 
-    def __init__(self, comm, timeout):
-        MPI = serial.load()
-        self.MPI, self.comm, self.timeout = MPI, comm.Dup(), timeout
+    def __init__(self, comm: MPI.Comm, timeout: float) -> None:
+        self.MPI: ModuleType = serial.load()
+        self.comm, self.timeout = comm.Dup(), timeout
         self.control = comm.Dup()
-        self.rank, self.size = comm.rank, comm.size
-        self.hosts = comm.allgather(MPI.Get_processor_name())
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.hosts: list[str] = comm.allgather(self.MPI.Get_processor_name())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self.crowded = self.hosts.count(self.hosts[self.rank]) > cores
-        self.waited = 0.0  # seconds that this rank has waited for others
-        self.left = False  # whether this rank has taken leave of the others
-        self.doing = "starting"  # what this rank is at, for the message of a time-out
+        self._oversubscribed = self.hosts.count(self.hosts[self.rank]) > cores
+        self.wait_seconds = 0.0
+        self.has_left = False
+        self.activity = "starting"
 
-    def isend(self, array, dest, tag):
+    def isend(self, array: Any, dest: int, tag: int) -> MPI.Request:
+        """Start sending an array to rank `dest`; return the MPI request."""
         return self.comm.Isend(array, dest, tag)
 
-    def irecv(self, array, source, tag):
+    def irecv(self, array: Any, source: int, tag: int) -> MPI.Request:
+        """Start receiving into an array from rank `source`; return the MPI request."""
         return self.comm.Irecv(array, source, tag)
 
-    def iallreduce(self, array, out):
+    def iallreduce(self, array: np.ndarray, out: np.ndarray) -> MPI.Request:
+        """Start MPI's own sum of an array over all ranks; return the MPI request."""
         return self.comm.Iallreduce(array, out, self.MPI.SUM)
 
-    def wait(self, requests, what, progress=None):
-        """Return once all requests are complete."""
+    def wait(
+        self,
+        requests: Sequence[MPI.Request],
+        operation: str,
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait for all requests; see `wait_until` for the parameters."""
         testall = self.MPI.Request.Testall
-        self.until(lambda: testall(requests), what, progress)
+        self.wait_until(lambda: testall(requests), operation, progress)
 
-    def until(self, ready, what, progress=None, timeout=None):
-        """Return once ready() is true; `what` names the wait, progress() is called meanwhile.
+    def wait_until(
+        self,
+        is_ready: Callable[[], bool],
+        operation: str,
+        progress: Callable[[], None] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait until `is_ready()` is true.
 
-        timeout: seconds until the missing ranks are named; this Net's own where None.
+        Parameters
+        ----------
+        is_ready : callable
+            Tested again and again.
+        operation : str
+            What the wait is for, in messages about a time-out.
+        progress : callable, optional
+            Called between tests.
+        timeout : float, optional
+            Seconds after which the missing ranks are named and the job is aborted;
+            `self.timeout` by default.
         """
-        began = time.monotonic()
-        self._wait_until(ready, what, progress, timeout)
-        self.waited += time.monotonic() - began
+        start = time.monotonic()
+        self._poll(is_ready, operation, progress, self.timeout if timeout is None else timeout)
+        self.wait_seconds += time.monotonic() - start
 
-    def _wait_until(self, ready, what, progress, timeout):
-        timeout = self.timeout if timeout is None else timeout
-        spins, started, deadline, last = 0, None, None, None
-        while not ready():
-            spins += 1
+    def _poll(self, is_ready, operation, progress, timeout):
+        """Test until ready, with ever longer pauses."""
+        polls, start, deadline, previous = 0, None, None, None
+        while not is_ready():
+            polls += 1
             if progress:
                 progress()
-            if self.crowded and spins > 20:
-                time.sleep(5e-5)  # a yield would come back at once while the others compute
-            elif self.crowded or spins > 1000:
+            if self._oversubscribed and polls > 20:
+                time.sleep(5e-5)  # a yield would return at once while the others compute
+            elif self._oversubscribed or polls > 1000:
                 os.sched_yield()
-            if spins % 256:
+            if polls % 256:
                 continue
             now = time.monotonic()
-            if started is None:
-                started, deadline, last = now, now + timeout, now
-            if now - last > 1:  # this process was stopped for a while, and the others with it
-                deadline += now - last
-            last = now
-            if now - started > 0.02:
-                time.sleep(0.0005)  # a long wait: leave the core to whoever has work
-            if self._answer(what):
+            if start is None:
+                start, deadline, previous = now, now + timeout, now
+            if now - previous > 1:  # this process was stopped for a while, and the others with it
+                deadline += now - previous
+            previous = now
+            if now - start > 0.02:
+                time.sleep(0.0005)  # a long wait: leave the core to processes that have work
+            if self._answer_ping(operation):
                 deadline = max(deadline, now + 30)  # another rank is asking already
             if now > deadline:
-                self._name_the_missing(what)
+                self._abort_naming_the_missing(operation)
 
-    def _answer(self, what):
-        """Answer a rank that asks who is still there; True if one did."""
+    def _answer_ping(self, operation):
+        """Answer a rank that asks which ranks are alive; return whether one asked."""
         if not self.control.Iprobe(tag=PING):
             return False
         status = self.MPI.Status()
         self.control.recv(tag=PING, status=status)
-        self.control.isend(f"{self.doing}: waits for {what}", status.source, PONG)
+        self.control.isend(f"{self.activity}: waits for {operation}", status.source, PONG)
         return True
 
-    def _name_the_missing(self, what):
-        """Ask everyone, wait a few seconds for answers, say who is missing, end the job."""
-        others = [r for r in range(self.size) if r != self.rank]
-        for r in others:
-            self.control.isend("", r, PING)
+    def _abort_naming_the_missing(self, operation):
+        """Ping all ranks, collect answers for a few seconds, name the missing, abort the job."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        for rank in peers:
+            self.control.isend("", rank, PING)
         answers: dict[int, str] = {}
-        self._listen(what, answers, 5.0, lambda: len(answers) == len(others))
-        # Of several ranks that ask at once, the lowest speaks, and ends the others.
-        self._listen(what, answers, 0.3 * min(sum(r < self.rank for r in answers), 10))
+        self._collect_answers(operation, answers, 5.0, lambda: len(answers) == len(peers))
+        # If several ranks ask at once, the lowest prints and aborts the others.
+        pause = 0.3 * min(sum(rank < self.rank for rank in answers), 10)
+        self._collect_answers(operation, answers, pause)
         lines = [
-            f"mpidl: {self.doing}: {what} did not complete within {self.timeout:g} s (--timeout)."
+            f"mpidl: {self.activity}: {operation} did not complete within {self.timeout:g} s "
+            "(--timeout)."
         ]
-        for r in others:
-            if r not in answers:
-                lines.append(f"  rank {r} on host {self.hosts[r]} does not answer")
+        for rank in peers:
+            if rank not in answers:
+                lines.append(f"  rank {rank} on host {self.hosts[rank]} does not answer")
         if len(lines) == 1:
             lines.append("  all ranks answer, but they wait for different things:")
-            answers[self.rank] = f"{self.doing}: waits for {what}"
-            lines += [f"  rank {r}, {answers[r]}" for r in sorted(answers)]
+            answers[self.rank] = f"{self.activity}: waits for {operation}"
+            lines += [f"  rank {rank}, {answers[rank]}" for rank in sorted(answers)]
         print("\n".join(lines), file=sys.stderr, flush=True)
         self.abort(1)
 
-    def _listen(self, what, answers, seconds, enough=lambda: False):
-        """Answer those who ask and collect answers, {rank: text}, for some seconds."""
+    def _collect_answers(self, operation, answers, seconds, is_complete=lambda: False):
+        """Collect answers, {rank: text}, for some seconds, and answer pings meanwhile."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not enough():
+        while time.monotonic() < deadline and not is_complete():
             if self.control.Iprobe(tag=PONG):
                 status = self.MPI.Status()
                 answer = self.control.recv(tag=PONG, status=status)
                 answers[status.source] = answer
-            self._answer(what)
+            self._answer_ping(operation)
             time.sleep(0.001)
 
-    def abort(self, code):
-        """End the job on all ranks."""
+    def abort(self, code: int) -> NoReturn:
+        """End the job on all ranks with this exit code."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.comm.Abort(code)
 
 
-def node_room(net):
-    """How many bytes `node_array` may still take on this node.
+def free_shared_bytes(transport: Transport) -> int:
+    """Return how many bytes `allocate_shared` can still allocate on this host.
 
-    MPI libraries back the memory that ranks share by files in /dev/shm, and a process that touches
-    what does not fit there (64 MB in a container, unless told otherwise) is killed.
+    MPI libraries back shared memory by files in /dev/shm. A process that touches a page that does
+    not fit there is killed; a container has 64 MB by default.
     """
-    if net.size == 1:
+    if transport.size == 1:
         return sys.maxsize
     try:
-        free = os.statvfs("/dev/shm")
+        filesystem = os.statvfs("/dev/shm")
     except OSError:
         return sys.maxsize
-    return free.f_bavail * free.f_frsize
+    return filesystem.f_bavail * filesystem.f_frsize
 
 
-def node_array(net, shape, dtype):
-    """A zeroed array in memory shared by the ranks of this node, and the window that holds it."""
+def allocate_shared(
+    transport: Transport, shape: Sequence[int], dtype: DTypeLike
+) -> tuple[np.ndarray, MPI.Win | None]:
+    """Return a zeroed array that the ranks of this host share, and its MPI window; collective."""
     shape = tuple(int(n) for n in shape)
     count = int(np.prod(shape))
-    if net.size == 1:
+    if transport.size == 1:
         return np.zeros(shape, dtype), None
-    node = net.comm.Split_type(net.MPI.COMM_TYPE_SHARED)
+    host_comm = transport.comm.Split_type(transport.MPI.COMM_TYPE_SHARED)
     nbytes = max(count * np.dtype(dtype).itemsize, 1)
-    window = net.MPI.Win.Allocate_shared(nbytes if node.rank == 0 else 0, 1, comm=node)
+    window = transport.MPI.Win.Allocate_shared(
+        nbytes if host_comm.rank == 0 else 0, 1, comm=host_comm
+    )
     memory, _ = window.Shared_query(0)
     array = np.frombuffer(memory, dtype, count).reshape(shape)
-    if node.rank == 0:
+    if host_comm.rank == 0:
         array[...] = 0
-    node.Barrier()
+    host_comm.Barrier()
     return array, window

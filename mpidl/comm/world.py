@@ -1,8 +1,12 @@
-"""The world: this rank, of how many, and what they do together."""
+"""The world: this rank, how many there are, and what they do together."""
+
+from __future__ import annotations
 
 import functools
-import pickle
+import html
 import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,12 +14,21 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.blocks import OneRank
 from mpidl.comm import devices, failure, serial, thread_budget
-from mpidl.comm.reducer import Reducer, is_on_host, post
-from mpidl.comm.transport import Net, node_array, node_room
+from mpidl.comm.messaging import Messaging
+from mpidl.comm.reducer import Reducer, is_on_host
+from mpidl.comm.transport import Transport, allocate_shared, free_shared_bytes
 from mpidl.errors import UserError
 from mpidl.fold import Partial
 
-OPERATIONS = {
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from numpy.typing import DTypeLike
+
+    from mpidl.backends.gpu.cuda_device import CudaDevice
+    from mpidl.backends.gpu.sums import Counts
+    from mpidl.comm.nccl import MpiMover, NcclMover
+
+OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "and": np.logical_and,
     "or": np.logical_or,
     "min": np.minimum,
@@ -23,103 +36,197 @@ OPERATIONS = {
     "sum": np.add,
     "prod": np.multiply,
 }
-GATHER, SEND, TAGS = 3, 4, 10  # control tags; exchanges take the tags from TAGS on
+# Reductions by MPI itself, whose results do not depend on the order. It has no minimum of booleans.
+MPI_OF_INTEGERS: dict[object, str] = {"min": "MIN", "max": "MAX"}
+MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}
 
 
-class World:
-    """All ranks of the job. Every method is collective but `send`, `report` and `progress`.
+class World(Messaging):
+    """All ranks of the job.
 
-    comm: an mpi4py communicator, COMM_WORLD by default. timeout: seconds until a wait names the
-    ranks that do not answer and ends the job. plain: sums by MPI_Allreduce, whose result depends on
-    the number of ranks (for measurements and negative controls). threads: of each rank, in the
-    kernels; 0: the cores it may use, divided among the ranks that may use them, unless
-    `dl.configure` or a world before has said how many; None: `use_threads` says it later.
+    Every method is collective, except `send`, `report` and `progress`: all ranks call it, in the
+    same order. From the start all ranks run the same kernels, the best that each of them can.
 
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm, optional
+        Communicator; COMM_WORLD by default.
+    timeout : float, optional
+        Seconds after which a wait names the ranks that do not answer, and ends the job.
+    plain : bool, optional
+        Whether sums use MPI_Allreduce. Its result depends on the number of ranks; this is for
+        measurements and negative controls.
+    threads : int or None, optional
+        Threads of each rank in the kernels. 0 divides the cores among the ranks that may use them,
+        unless `dl.configure` or an earlier world has set a number. None leaves it to `use_threads`.
+
+    Attributes
+    ----------
+    rank, size : int
+        Rank of this process, and number of ranks.
+    host : str
+        Name of this rank's host.
+    hosts : list of str
+        Host of each rank.
+    threads : list of int
+        Threads of each rank; empty until they are set.
+    device : CudaDevice or None
+        GPU of this rank; None for the CPU.
+
+    Notes
+    -----
     Ranks are numbered in (host, rank) order, so that neighbours in the fold share a host; rank 0
-    stays rank 0. Where mpi4py is missing the world is this process alone (`comm.alone`). MPI is
+    stays rank 0. If mpi4py is missing, the world is this process alone (`comm.serial`). MPI is
     initialized FUNNELED: only the main thread may call these methods.
-    From then on all ranks run the same kernels, the best that each of them can.
     """
 
-    def __init__(self, comm=None, *, timeout=300.0, plain=False, threads=0):
-        MPI = serial.load()
-        comm = MPI.COMM_WORLD if comm is None else comm
-        failure.refuse_foreign_launcher(MPI.COMM_WORLD.size, MPI.Get_library_version())
-        hosts = comm.allgather(MPI.Get_processor_name())
-        place = sorted(range(comm.size), key=lambda r: (hosts.index(hosts[r]), r))
-        self.net = Net(comm.Split(0, place.index(comm.rank)), timeout)
-        self.rank, self.size, self.plain = self.net.rank, self.net.size, plain
-        self.hosts, self.host = self.net.hosts, self.net.hosts[self.rank]
-        self.flying, self.next_tag, self.windows = [], 0, {}
-        self.device = self.counts = self.mover = self.asked = None  # see `use_device`
-        self._alone = OneRank()  # does without messages what one rank can
-        self.handler, self.sent, self.received, self.outbox = None, 0, 0, []
-        failure.watch(self.net)
+    def __init__(
+        self,
+        comm: MPI.Comm | None = None,
+        *,
+        timeout: float = 300.0,
+        plain: bool = False,
+        threads: int | None = 0,
+    ) -> None:
+        mpi = serial.load()
+        comm = mpi.COMM_WORLD if comm is None else comm
+        failure.refuse_foreign_launcher(mpi.COMM_WORLD.size, mpi.Get_library_version())
+        hosts = comm.allgather(mpi.Get_processor_name())
+        order = sorted(range(comm.size), key=lambda rank: (hosts.index(hosts[rank]), rank))
+        super().__init__(Transport(comm.Split(0, order.index(comm.rank)), timeout))
+        self.plain = plain
+        self.hosts: list[str] = self.transport.hosts
+        self.host: str = self.hosts[self.rank]
+        self.device: CudaDevice | None = None  # see `devices.use_gpu`, also for these two
+        self.counts: Counts | None = None
+        self.mover: NcclMover | MpiMover | None = None
+        self.device_request: tuple[str, str | None] | None = None  # of the last `use_device`
+        self._one_rank = OneRank()  # sums of one rank, without messages
+        self._windows: dict[int, MPI.Win | None] = {}  # of shared arrays, by id
+        failure.abort_on_exception(self.transport)
         builds.settle(self)
-        self.threads = []  # of each rank, once it is settled
+        self.threads: list[int] = []
         if threads or (threads == 0 and not settings.threads_chosen):
             for line in self.use_threads(threads):
                 print(line, file=sys.stderr)
 
-    def use_threads(self, count):
-        """Run `count` threads a rank in the kernels (0: as the cores suggest); collective.
+    def __repr__(self) -> str:
+        threads = self.threads[self.rank] if self.threads else None
+        return f"World(rank={self.rank}, size={self.size}, host={self.host!r}, threads={threads})"
 
-        Returns, on rank 0, the lines to show where that does not fit the machine.
+    def _repr_html_(self) -> str:
+        threads: Sequence[int | str] = self.threads or [""] * self.size
+        rows = "".join(
+            f"<tr><td>{rank}</td><td>{html.escape(host)}</td><td>{count}</td></tr>"
+            for rank, (host, count) in enumerate(zip(self.hosts, threads, strict=True))
+        )
+        return f"<table><tr><th>rank</th><th>host</th><th>threads</th></tr>{rows}</table>"
+
+    def use_threads(self, count: int) -> list[str]:
+        """Set the number of threads in the kernels.
+
+        Parameters
+        ----------
+        count : int
+            Threads of each rank; 0 divides the cores among the ranks.
+
+        Returns
+        -------
+        list of str
+            On rank 0, lines to print if the threads do not fit the machine.
         """
-        self.threads, lines = thread_budget.settle(self, count)
+        self.threads, lines = thread_budget.set_threads(self, count)
         return lines if self.rank == 0 else []
 
-    def use_device(self, wanted, gpus=None):
-        """Compute on a GPU each, or on the CPU; collective.
+    def use_device(self, device: str, gpus: str | None = None) -> list[str]:
+        """Compute on one GPU per rank, or on the CPU, and set `device`.
 
-        wanted: "cpu", "gpu", or "auto": GPUs where every rank has one. gpus: numbers of those to
-        use, such as "0,2". `device` is this rank's then, None for the CPU. Returns, on rank 0, the
-        lines to show. Raises UserError, on all ranks, where a GPU that is asked for cannot be used.
+        Parameters
+        ----------
+        device : {"auto", "cpu", "gpu"}
+            "auto" takes GPUs if every rank has one.
+        gpus : str, optional
+            Numbers of the GPUs to use, such as "0,2".
+
+        Returns
+        -------
+        list of str
+            On rank 0, lines to print.
+
+        Raises
+        ------
+        UserError
+            On all ranks, if a requested GPU cannot be used.
         """
-        if self.asked == (wanted, gpus):
+        if self.device_request == (device, gpus):
             return []
-        gpu, lines = devices.settle(self, wanted, gpus)
-        devices.take(self, gpu)
-        self.asked = wanted, gpus
+        gpu, lines = devices.choose_device(self, device, gpus)
+        devices.use_gpu(self, gpu)
+        self.device_request = device, gpus
         return lines if self.rank == 0 else []
 
     # sums and other reductions
 
-    def gplus(self, value):
-        """Add up over all ranks; every rank gets the same bytes.
+    def gplus(self, value: Any) -> Any:
+        """Add a value up over all ranks; every rank gets the same bytes.
 
-        A Partial is folded: the result does not depend on the number of ranks. A dict, list or
-        tuple is done item by item, in one exchange where it can be. A number or plain array is
-        added in a fixed order of the ranks: repeatable, but dependent on how many there are.
+        Parameters
+        ----------
+        value : Partial, array_like, dict, list or tuple
+            The items of a dict, list or tuple are added up one by one, in one exchange if possible.
+
+        Returns
+        -------
+        ndarray, number, dict, list or tuple
+            The sum of a Partial does not depend on the number of ranks. A number or plain array is
+            added in the order of the ranks: the result is repeatable, but depends on their number.
         """
         if isinstance(value, dict):
             reducer = Reducer(self, bucket_bytes=float("inf"))
             for name, item in value.items():
                 # on one rank a copy: the Partial stays the caller's
-                simple = not isinstance(item, Partial) or self._has(item)
-                reducer.push(name, self.gplus(item) if simple else item)
+                is_simple = not isinstance(item, Partial) or self._is_complete(item)
+                reducer.push(name, self.gplus(item) if is_simple else item)
             return reducer.finish()
         if isinstance(value, (list, tuple)):
             return type(value)(self.gplus(dict(enumerate(value))).values())
         if isinstance(value, Partial):
-            return self._alone.gplus(value) if self._has(value) else self.gplus({"": value})[""]
+            if self._is_complete(value):
+                return self._one_rank.gplus(value)
+            return self.gplus({"": value})[""]
         return self.gop("sum", value)
 
-    def _has(self, partial):
-        """Whether a Partial's sum is here already."""
+    def _is_complete(self, partial):
+        """Whether this rank holds all nodes of a Partial in host memory."""
         return self.size == 1 and is_on_host(partial)
 
-    def gop(self, operation, value):
-        """Combine a number or array of all ranks with an operation; every rank gets the result.
+    def gop(self, operation: str | Callable[[Any, Any], Any], value: Any) -> Any:
+        """Combine the values of all ranks; every rank gets the result.
 
-        operation: "and", "or", "min", "max", "sum", "prod", or a function of two arrays. Applied
-        from rank 0 upwards.
+        Parameters
+        ----------
+        operation : {"and", "or", "min", "max", "sum", "prod"} or callable
+            A function takes two arrays. It is applied from rank 0 upwards.
+        value : array_like
+            Number or array, of the same shape and dtype on all ranks.
+
+        Returns
+        -------
+        ndarray or number
+            An array for an array, a Python number for a number.
+
+        Raises
+        ------
+        ValueError
+            If the operation is unknown.
+        TypeError
+            If the value is a Partial or not numeric.
         """
         if not callable(operation) and operation not in OPERATIONS:
             raise ValueError(
                 f"gop: expected one of {', '.join(OPERATIONS)} or a function, got {operation!r}"
             )
-        combine = OPERATIONS.get(operation, operation)
+        combine = operation if callable(operation) else OPERATIONS[operation]
         if isinstance(value, Partial):
             raise TypeError("gop: got a Partial; world.gplus(value) is what folds it")
         # a copy, so that the result is never the argument itself; in C order on every rank
@@ -129,203 +236,126 @@ class World:
         if operation in ("and", "or"):
             array = array.astype(bool)
         elif operation in ("sum", "prod") and array.dtype.kind in "biu":
-            # as wide as NumPy's own sums: how many are true, and no overflow of bytes
+            # as wide as NumPy's own sums: counts of true values, and no overflow of bytes
             array = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
-        if array.dtype == bool:  # MPI has no least and greatest of these
-            exact = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}.get(operation)
-        else:
-            exact = {"min": "MIN", "max": "MAX"}.get(operation)
-        if exact and array.dtype.kind in "iub":  # the same in any order: MPI's own will do
+        names = MPI_OF_BOOLEANS if array.dtype == bool else MPI_OF_INTEGERS
+        if array.dtype.kind in "iub" and operation in names:
             result = np.empty_like(array)
-            request = self.net.comm.Iallreduce(array, result, getattr(self.net.MPI, exact))
-            self._wait([request], f"gop {operation}")
-            return self._as_given(result, value)
+            mpi_operation = getattr(self.transport.MPI, names[operation])
+            request = self.transport.comm.Iallreduce(array, result, mpi_operation)
+            self._wait_for([request], f"gop {operation}")
+            return self._like(result, value)
         inbox = [np.empty_like(array) for _ in range(self.size)]
         inbox[self.rank] = array
-        self.swap(array, inbox, f"gop {getattr(operation, '__name__', operation)}")
-        return self._as_given(np.asarray(functools.reduce(combine, inbox)), value)
+        self.allgather_into(inbox, array, f"gop {getattr(operation, '__name__', operation)}")
+        return self._like(np.asarray(functools.reduce(combine, inbox)), value)
 
     @staticmethod
-    def _as_given(result, value):
-        """An array for an array, a Python number for a number."""
+    def _like(result, value):
+        """Return the result in the shape of the value: a Python number for a number."""
         result = result.reshape(np.shape(value))
         return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
 
-    def reducer(self):
-        """What `value_and_grad(f, reduce=world)` hands gradients to."""
-        return Reducer(self, watch=self.advance)
+    def allreduce(self, value: Any, op: str | Callable[[Any, Any], Any] = "sum") -> Any:
+        """Combine the values of all ranks, as MPI's allreduce; every rank gets the result.
 
-    # objects
+        Parameters
+        ----------
+        value : Partial, array_like, dict, list or tuple
+            All but numbers and arrays need the operation "sum".
+        op : {"sum", "prod", "min", "max", "and", "or"} or callable, optional
+            A function takes two arrays. It is applied from rank 0 upwards.
 
-    def broadcast(self, value, root=0):
-        """rank `root`'s value (any object that can be pickled) on all ranks."""
-        if self.size == 1:
-            return value
-        data = np.frombuffer(pickle.dumps(value) if self.rank == root else b"", np.uint8)
-        size = np.array([data.size])
-        self._wait([self.net.comm.Ibcast(size, root)], "broadcast")
-        data = data if self.rank == root else np.empty(size[0], np.uint8)
-        self._wait([self.net.comm.Ibcast(data, root)], "broadcast")
-        return value if self.rank == root else pickle.loads(data)
+        Returns
+        -------
+        ndarray, number, dict, list or tuple
+            `gplus(value)` for "sum", and `gop(op, value)` otherwise.
+        """
+        return self.gplus(value) if op == "sum" else self.gop(op, value)
 
-    def gather(self, value):
-        """The list of all ranks' values on rank 0, None elsewhere."""
-        if self.rank:
-            self._wait([self.net.control.isend(value, 0, GATHER)], "gather")
-            return None
-        found = [value]
-        for source in range(1, self.size):
-            message = None
+    def reducer(self) -> Reducer:
+        """Return the reducer to which `value_and_grad(f, reduce=world)` passes gradients."""
+        return Reducer(self, kernel_hook=self.advance)
 
-            def arrived(source=source):
-                nonlocal message
-                message = self.net.control.improbe(source, GATHER)
-                return message is not None
+    # agreement and reports
 
-            self.net.until(arrived, f"gather from rank {source}", self.progress)
-            found.append(message.recv())
-        return found
+    def barrier(self) -> None:
+        """Wait for all ranks and, on rank 0, for all messages that they have sent."""
+        sent_count = self.gop("sum", self._sent_count)
+        if self.rank == 0 and self._handler:
+            self.transport.wait_until(
+                lambda: self._received_count == sent_count,
+                "messages sent to rank 0",
+                self.progress,
+            )
+        self._wait_for([self.transport.comm.Ibarrier()], "barrier")
 
-    def barrier(self):
-        """Wait for all ranks, and on rank 0 for what they have sent."""
-        sent = self.gop("sum", self.sent)
-        if self.rank == 0 and self.handler:
-            self.net.until(lambda: self.received == sent, "messages sent to rank 0", self.progress)
-        self._wait([self.net.comm.Ibarrier()], "barrier")
+    def raise_if_any(self, error: BaseException | None = None) -> None:
+        """Raise a UserError on all ranks if any rank passes an error.
 
-    def together(self, error=None):
-        """Agree on an error: where any rank passes an exception, all ranks raise the first one's.
+        So an error that only one rank can notice, such as a corrupt image or a full disk, ends all
+        ranks at the same place.
 
-        What only one rank can notice (a corrupt image, a full disk) becomes one UserError that all
-        ranks raise at the same place.
+        Parameters
+        ----------
+        error : BaseException, optional
+            Error of this rank; None if there is none.
+
+        Raises
+        ------
+        UserError
+            With the text of the first rank's error.
         """
         if self.gop("max", int(error is not None)):
-            found = self.broadcast(self.gather(None if error is None else str(error)))
-            raise UserError(next(text for text in found if text is not None))
+            texts = self.allgather(None if error is None else str(error))
+            raise UserError(next(text for text in texts if text is not None))
 
-    # messages to rank 0 while work goes on
-
-    def after_each(self, handler):
-        """On rank 0, call handler(data) for each `send` of any rank (MATLAB's afterEach)."""
-        self.handler = handler
-
-    def send(self, data):
-        """Send data (anything that can be pickled) to the handler on rank 0, without waiting.
-
-        Rank 0 takes it while it waits in any collective method, at `progress()` and, at the latest,
-        at `barrier()`.
-        """
-        self.sent += 1
+    def report(self, **facts: Any) -> None:
+        """Print named values from rank 0, such as `Epoch: 1, Loss: 0.3071`; not collective."""
         if self.rank == 0:
-            self._handle(data)
-        else:
-            # a message must be kept until it has left
-            self.outbox = [request for request in self.outbox if not request.Test()]
-            self.outbox.append(self.net.control.isend(data, 0, SEND))
+            print(", ".join(_labelled(name, fact) for name, fact in facts.items()), flush=True)
 
-    def _handle(self, data):
-        self.received += 1
-        if self.handler is None:
-            raise RuntimeError("send: rank 0 has no handler; every rank calls after_each first")
-        self.handler(data)
+    # memory shared by a host
 
-    def report(self, **facts):
-        """Print `Epoch: 1, Loss: 0.3071` from rank 0."""
-        if self.rank == 0:
-            whole = int, np.integer
-            words = (
-                f"{name.replace('_', ' ').capitalize()}: "
-                + (
-                    f"{float(v):.4f}"
-                    if hasattr(v, "__float__") and not isinstance(v, whole)
-                    else str(v)
-                )
-                for name, v in facts.items()
-            )
-            print(", ".join(words), flush=True)
+    def available_shared_bytes(self) -> int:
+        """Return how many bytes `shared_array` can allocate on the host with the least memory."""
+        return self.gop("min", free_shared_bytes(self.transport))
 
-    # memory shared by a node
+    def shared_array(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+        """Allocate a zeroed array that the ranks of one host share.
 
-    def shared_room(self):
-        """How many bytes of shared arrays the host with the least room may still take."""
-        return self.gop("min", node_room(self.net))
+        Each rank sees the writes of the others.
 
-    def shared_array(self, shape, dtype):
-        """A zeroed array that the ranks of one host share; each sees the others' writes.
+        Parameters
+        ----------
+        shape : sequence of int
+        dtype : dtype_like
 
-        Raises UserError where there is no room for it.
+        Raises
+        ------
+        UserError
+            If a host has not enough shared memory.
         """
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        if nbytes > self.shared_room():
+        if nbytes > self.available_shared_bytes():
             raise UserError(
                 f"/dev/shm: expected {nbytes >> 20} MB free for an array that the ranks of a host "
-                f"share, found {self.shared_room() >> 20}; enlarge it (docker run --shm-size=2g)"
+                f"share, found {self.available_shared_bytes() >> 20}; enlarge it (docker run "
+                "--shm-size=2g)"
             )
-        array, window = node_array(self.net, shape, dtype)
-        self.windows[id(array)] = window
+        array, window = allocate_shared(self.transport, shape, dtype)
+        self._windows[id(array)] = window
         return array
 
-    def free(self, array):
-        """Give a shared array's memory back; nobody may use it any more."""
-        window = self.windows.pop(id(array))
+    def free(self, array: np.ndarray) -> None:
+        """Free the memory of a shared array; no rank may use it afterwards."""
+        window = self._windows.pop(id(array))
         if window is not None:
-            self.barrier()  # MPI's own wait would hang where a rank is missing
+            self.barrier()  # MPI's own wait would hang if a rank is missing
             window.Free()
 
-    # exchanges under way
 
-    def swap(self, mine, inbox, what):
-        """Receive what every other rank has in inbox[rank], and send them `mine`, all of one size.
-
-        They are arrays, or memory of a GPU where MPI takes that.
-        """
-        tag = self._tag()
-        others = [r for r in range(self.size) if r != self.rank]
-        requests = [self.net.irecv(inbox[r], r, tag) for r in others]
-        requests += [self.net.isend(mine, r, tag) for r in others]
-        self._wait(requests, what)
-
-    def exchange(self, tree, matrix, combine):
-        """The root, (width,), of all ranks' (nodes, width) matrices, which may be overwritten."""
-        flight = self.fly(tree, matrix, combine)
-        self.land(flight)
-        return flight.root
-
-    def fly(self, tree, matrix, combine):
-        """Start folding a (nodes, width) matrix; see `land`."""
-        flight = post(self.net, self._tag(), tree, matrix, combine)
-        if not flight.done:
-            self.flying.append(flight)
-        return flight
-
-    def land(self, flight):
-        """Wait until a flight has its root."""
-
-        def landed():
-            self.progress()  # which alone advances flights, this one among them
-            return flight.done
-
-        self.net.until(landed, "a sum over the ranks")
-
-    def progress(self):
-        """Let exchanges under way go on, and hand messages to rank 0's handler; never waits."""
-        self.advance()
-        if self.handler and self.rank == 0 and self.size > 1:
-            while (message := self.net.control.improbe(tag=SEND)) is not None:
-                self._handle(message.recv())
-
-    def advance(self):
-        """Let exchanges under way go on; never waits."""
-        testall = self.net.MPI.Request.Testall
-        for flight in list(self.flying):
-            if testall(flight.requests):
-                flight.advance()
-                if flight.done:
-                    self.flying.remove(flight)
-
-    def _wait(self, requests, what):
-        self.net.wait(requests, what, self.progress if self.flying or self.handler else None)
-
-    def _tag(self):
-        self.next_tag = (self.next_tag + 1) % 16384  # MPI promises tags up to 32767
-        return TAGS + self.next_tag
+def _labelled(name, value):
+    """Return "Learning rate: 0.0100" for ("learning_rate", 0.01)."""
+    is_real = hasattr(value, "__float__") and not isinstance(value, (int, np.integer))
+    return f"{name.replace('_', ' ').capitalize()}: {f'{float(value):.4f}' if is_real else value}"

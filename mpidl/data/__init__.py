@@ -1,15 +1,10 @@
-"""Sets of images and the queue of mini-batches."""
+"""Image sets and the queue of mini-batches."""
 
 from mpidl.data.combined import combined
 from mpidl.data.datastore import ArrayDatastore, Datastore
-from mpidl.data.formats.cifar import cifar_folder
+from mpidl.data.formats import *
+from mpidl.data.formats import __all__ as _formats
 from mpidl.data.formats.digits import digits  # the function takes the module's name here
-from mpidl.data.formats.folder import ImageFolder
-from mpidl.data.formats.hdf5 import HDF5Datastore
-from mpidl.data.formats.idx import idx_folder, read_idx
-from mpidl.data.formats.mat import mat_file
-from mpidl.data.formats.packed import PackedDatastore
-from mpidl.data.formats.packing import pack
 from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
 from mpidl.data.registry import open_data, open_test_data
@@ -21,23 +16,16 @@ __all__ = [
     "ArrayDatastore",
     "Augmenter",
     "Datastore",
-    "HDF5Datastore",
-    "ImageFolder",
     "MinibatchQueue",
     "NodeCache",
     "Normalization",
-    "PackedDatastore",
     "Preprocess",
-    "cifar_folder",
     "combined",
     "digits",
-    "idx_folder",
-    "mat_file",
     "normalization",
     "open_data",
     "open_test_data",
-    "pack",
     "preprocessed",
-    "read_idx",
     "statistics",
+    *_formats,
 ]

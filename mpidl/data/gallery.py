@@ -1,10 +1,14 @@
-"""A picture of what a network sees: images as they are, and beside each what augmentation makes."""
+"""A picture of the network's input: images as they are, and beside each its augmented variants."""
+
+from __future__ import annotations
 
 import io
 
 import numpy as np
 
-from mpidl.data.datastore import read_images
+from mpidl.data.checks import read_images
+from mpidl.data.datastore import Datastore
+from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
 
@@ -13,11 +17,38 @@ TEXT = 110  # pixels for a class name
 ROWS, VARIANTS = 10, 7
 
 
-def gallery(datastore, augmenter, seed=0, rows=ROWS, variants=VARIANTS):
-    """The bytes of a PNG: a row an image, first as it is, then as it will be in the first epochs.
+def gallery(
+    datastore: Datastore,
+    augmenter: Augmenter | None,
+    seed: int = 0,
+    rows: int = ROWS,
+    variants: int = VARIANTS,
+) -> bytes:
+    """Draw images with their augmented variants as a PNG.
 
-    Of each class as many images as there is room for, evenly from its first to its last.
-    augmenter: None shows the images alone. Raises UserError where the images cannot be drawn.
+    A row shows one image as it is, then as the first `variants` epochs augment it. The rows divide
+    evenly among the classes, and each class's images spread from its first to its last.
+
+    Parameters
+    ----------
+    datastore : Datastore
+        Images of 1 or 3 channels.
+    augmenter : Augmenter or None
+        None draws the images alone.
+    seed : int
+        Seed of the augmentation.
+    rows, variants : int
+        Number of images, and of variants of each.
+
+    Returns
+    -------
+    bytes
+        Content of the PNG file.
+
+    Raises
+    ------
+    UserError
+        If the set is empty, or its images cannot be drawn.
     """
     from PIL import Image, ImageDraw
 
@@ -26,16 +57,16 @@ def gallery(datastore, augmenter, seed=0, rows=ROWS, variants=VARIANTS):
             f"{datastore.describe()}: expected images of 1 or 3 channels to draw, found "
             f"{datastore.image_shape[0]}"
         )
-    indices = chosen(datastore, rows)
+    indices = select_images(datastore, rows)
     originals = read_images(datastore, indices)
-    drawn = [originals]
+    columns = [originals]
     if augmenter is not None:
-        drawn += [
+        columns += [
             augmenter.apply(originals, indices, epoch=epoch, seed=seed)
             for epoch in range(1, variants + 1)
         ]
-    factor = max(1, -(-CELL // max(originals.shape[2:])))  # of all, so that sizes compare
-    cells = [[_picture(Image, image, factor) for image in images] for images in drawn]
+    factor = max(1, -(-CELL // max(originals.shape[2:])))  # one for all: sizes stay comparable
+    cells = [[_enlarge(Image, image, factor) for image in images] for images in columns]
     widths = [column[0].width for column in cells]
     heights = max(column[0].height for column in cells)
     size = (
@@ -53,15 +84,15 @@ def gallery(datastore, augmenter, seed=0, rows=ROWS, variants=VARIANTS):
         left += width + (2 * GAP if number == 0 else GAP)
     for row, i in enumerate(indices):
         top = MARGIN + 16 + row * (heights + GAP)
-        pen.text((MARGIN, top + heights // 2 - 14), _class_of(datastore, i), fill="black")
+        pen.text((MARGIN, top + heights // 2 - 14), _class_text(datastore, i), fill="black")
         pen.text((MARGIN, top + heights // 2), f"image {i}", fill="gray")
     out = io.BytesIO()
     sheet.save(out, "PNG")
     return out.getvalue()
 
 
-def chosen(datastore, rows):
-    """Indices of `rows` images, as many of each class as of others, or nearly so."""
+def select_images(datastore: Datastore, rows: int) -> np.ndarray:
+    """Return the indices of up to `rows` images, spread evenly over the classes."""
     if not len(datastore):
         raise UserError(f"{datastore.describe()}: expected images to draw, found none")
     if datastore.labels is None:
@@ -71,16 +102,18 @@ def chosen(datastore, rows):
     if len(members) > rows:  # evenly over the classes
         members = [members[i] for i in np.linspace(0, len(members) - 1, rows).astype(int)]
     counts = [len(part) for part in np.array_split(np.arange(rows), len(members))]
-    found = [
+    selected = [
         part[np.unique(np.linspace(0, len(part) - 1, min(count, len(part))).astype(int))]
         for part, count in zip(members, counts, strict=True)
     ]
-    return np.concatenate(found)
+    return np.concatenate(selected)
 
 
-def _picture(Image, image, factor):
-    """A Pillow image of pixels (C, H, W), each shown as factor x factor; floats from their least to
-    their largest."""
+def _enlarge(Image, image, factor):
+    """Return pixels (C, H, W) as a Pillow image, enlarged by `factor`.
+
+    Floats are scaled from their least to their largest.
+    """
     if image.dtype != np.uint8:
         low, high = image.min(), image.max()
         image = ((image - low) / max(high - low, 1e-30) * 255).astype(np.uint8)
@@ -90,11 +123,12 @@ def _picture(Image, image, factor):
     return picture.resize(size, Image.Resampling.NEAREST)
 
 
-def _class_of(datastore, i):
+def _class_text(datastore, i):
+    """Return the class name of image i, shortened to 16 characters, or ""."""
     if datastore.labels is None:
         return ""
     label = int(datastore.labels[i])
     name = datastore.classes[label] if label < len(datastore.classes) else str(label)
     text = printable(name)
-    text = text.encode("ascii", "replace").decode()  # what Pillow's own font has
+    text = text.encode("ascii", "replace").decode()  # Pillow's built-in font is ASCII
     return text if len(text) <= 16 else text[:15] + "."

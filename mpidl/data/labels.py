@@ -1,41 +1,74 @@
-"""Labels and class names as files have them, brought to those that a network was trained on."""
+"""Labels and class names of a file, aligned with those that a network was trained on."""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl.data.datastore import MOST_CLASSES, checked_labels
+from mpidl.data.datastore import MOST_CLASSES, check_labels
 from mpidl.errors import UserError
 from mpidl.text import printable
 
 
-def agreed(labels, names, classes, source):
-    """(labels, classes): int64 (n,), and the names that they count by.
+def align_labels(
+    labels: np.ndarray, names: list[str] | None, classes: Sequence[str] | None, source: str
+) -> tuple[np.ndarray, list[str]]:
+    """Return labels, and the class names that they count by.
 
-    names: the file's own, None where it has none; classes: those of the set trained on, None where
-    this set is the first. With both, labels are brought to `classes` by name. UserError where a
-    label is none of them.
+    If both `names` and `classes` are given, labels are mapped to `classes` by name.
+
+    Parameters
+    ----------
+    labels : ndarray
+        Whole numbers from 0, (n,).
+    names : list of str or None
+        Class names of the file, or None if it has none.
+    classes : sequence of str or None
+        Class names of the training set, or None if this set is the first.
+    source : str
+        File and array, for messages.
+
+    Returns
+    -------
+    labels : ndarray
+        int64, (n,).
+    classes : list of str
+
+    Raises
+    ------
+    UserError
+        A label belongs to none of the classes.
     """
-    labels = checked_labels(labels, len(labels), names, source)
+    labels = check_labels(labels, len(labels), names, source)
     if names is None:
-        found = range(int(labels.max(initial=-1)) + 1)
-        names = [str(i) for i in found] if classes is None else list(classes)
-        return checked_labels(labels, len(labels), names, source), names
+        numbers = range(int(labels.max(initial=-1)) + 1)
+        names = [str(i) for i in numbers] if classes is None else list(classes)
+        return check_labels(labels, len(labels), names, source), names
     if classes is None or list(classes) == list(names):
         return labels, list(names)
-    place = {name: i for i, name in enumerate(classes)}
+    index = {name: i for i, name in enumerate(classes)}
     used = np.unique(labels)
-    strange = [names[i] for i in used if names[i] not in place]
-    if strange:
-        known = ", ".join(printable(name) for name in classes)
-        raise UserError(f"{source}: class {printable(strange[0])} is none of the classes ({known})")
+    unknown = [names[i] for i in used if names[i] not in index]
+    if unknown:
+        listing = ", ".join(printable(name) for name in classes)
+        raise UserError(
+            f"{source}: class {printable(unknown[0])} is none of the classes ({listing})"
+        )
     table = np.zeros(len(names), np.int64)
-    table[used] = [place[names[i]] for i in used]
+    table[used] = [index[names[i]] for i in used]
     return table[labels], list(classes)
 
 
-def names_of(value, source):
-    """Class names from what a file holds: a list of texts, or JSON of one. UserError else."""
+def parse_class_names(value: object, source: str) -> list[str]:
+    """Return class names as a file stores them: a list or array of texts, or JSON of one.
+
+    Raises
+    ------
+    UserError
+        The value is no list of texts, or a name occurs twice.
+    """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if isinstance(value, str):
@@ -51,13 +84,15 @@ def names_of(value, source):
     if not all(isinstance(name, str) and _is_text(name) for name in names):
         raise UserError(f"{source}: expected class names as a list of texts, found something else")
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{source}: expected different class names, found {printable(twice)} twice")
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(
+            f"{source}: expected different class names, found {printable(repeated)} twice"
+        )
     return names
 
 
-def _is_text(name):
-    """Whether a name can be written down; bytes of a file name that are no UTF-8 can be."""
+def _is_text(name: str) -> bool:
+    """Tell whether a name can be written to a file; it may stand for bytes that are not UTF-8."""
     try:
         name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -65,9 +100,15 @@ def _is_text(name):
     return True
 
 
-def whole_numbers(values, count, source, hint=""):
-    """Labels as files of floats have them too, as int64 (count,); UserError where they are none,
-    with a hint where they are fractions."""
+def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") -> np.ndarray:
+    """Return labels as int64 (count,); a file may store them as floats.
+
+    Raises
+    ------
+    UserError
+        There are not `count` labels, or they are no whole numbers. If they are fractions, the
+        message ends with `hint`.
+    """
     values = np.asarray(values)
     flat = values.reshape(-1)
     if len(flat) != count or max(values.shape, default=1) != count:
@@ -82,8 +123,8 @@ def whole_numbers(values, count, source, hint=""):
     return flat.astype(np.int64)
 
 
-def check_int32(values, source):
-    """A UserError where whole numbers do not fit the int32 that targets are."""
-    least, most = int(values.min(initial=0)), int(values.max(initial=0))
-    if least < -(1 << 31) or most >= 1 << 31:
-        raise UserError(f"{source}: expected targets that int32 holds, found {least} to {most}")
+def check_int32(values: np.ndarray, source: str) -> None:
+    """Raise UserError if whole numbers do not fit int32, the dtype of such targets."""
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    if low < -(1 << 31) or high >= 1 << 31:
+        raise UserError(f"{source}: expected targets that int32 holds, found {low} to {high}")

@@ -1,4 +1,8 @@
-"""Sampling as MATLAB's parallel loop does it: each rank has a part of the set to itself."""
+"""Sampling as in MATLAB's parallel training loop: each rank draws from its own part of the set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -7,12 +11,29 @@ from mpidl.blocks import LANES, blocks_of
 from mpidl.fold import split_blocks
 
 
-def order_of(order, shares, seed, epoch=None):
-    """`order`, a permutation of the samples, dealt out so that each rank's images of all
-    mini-batches come from one part of it.
+def partition_order(
+    order: np.ndarray,
+    shares: Sequence[Sequence[tuple[int, int]]],
+    seed: int,
+    epoch: int | None = None,
+) -> np.ndarray:
+    """Rearrange an order so that each rank takes all its images from one part of it.
 
-    shares: of each mini-batch, of each rank, its (first, one past the last) image. epoch: each part
-    is permuted by itself for this epoch; None: it is not.
+    Parameters
+    ----------
+    order : np.ndarray
+        A permutation of the samples, (n,).
+    shares : sequence of sequences of (int, int)
+        For each mini-batch, each rank's (first, stop) image.
+    seed : int
+        Seed of the permutations.
+    epoch : int, optional
+        Permute each part by itself for this epoch; None leaves the parts in order.
+
+    Returns
+    -------
+    np.ndarray
+        The new permutation, (n,).
     """
     counts = np.array([[stop - start for start, stop in runs] for runs in shares], np.int64)
     parts = np.split(order, np.cumsum(counts.sum(axis=0))[:-1])
@@ -30,7 +51,10 @@ def order_of(order, shares, seed, epoch=None):
     return np.concatenate(pieces)
 
 
-def shares_of(count, ranks, load):
-    """Of each rank, the (first, one past the last) image of a mini-batch of `count`."""
+def image_shares(count: int, ranks: int, load: tuple | None) -> list[tuple[int, ...]]:
+    """Return each rank's (first, stop) image of a mini-batch of `count` images.
+
+    `load` weights the shares, see `fold.split_blocks`.
+    """
     runs = split_blocks(blocks_of(count), ranks, load)
     return [tuple(min(edge * LANES, count) for edge in run) for run in runs]

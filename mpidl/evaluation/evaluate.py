@@ -59,7 +59,7 @@ def agreed(batches, world, signals=None):
         wanted = signals is not None and signals.name is not None
         level = world.gop("max", 2 if problem else int(wanted))
         if level == 2:
-            world.together(problem)
+            world.raise_if_any(problem)
         if level == 1:
             signals.agreed = True
             batches.close()
@@ -96,10 +96,10 @@ def evaluate(
     world = World() if world is None else world
     totals, n, among = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
-    how = {"shuffle": "never", "prefetch": prefetch, **net.seen()}
-    how["classes"] = losses.limit(loss, net)
+    how = {"shuffle": "never", "prefetch": prefetch, **net.input_transform()}
+    how["classes"] = losses.label_limit(loss, net)
     queue = MinibatchQueue(datastore, batch_size, world=world, **how)
-    net, function = net.on(world.device), losses.of(loss)
+    net, function = net.on(world.device), losses.loss_function(loss)
     for images, labels in agreed(queue.epoch(0), world, signals):
         if top_k or confusion:
             scores = net.logits(images)
@@ -121,7 +121,7 @@ def evaluate(
         del images, labels  # see `agreed`
     right = totals[1]
     return Evaluation(
-        None if right is None else right / max(n * losses.labels_of(datastore), 1),
+        None if right is None else right / max(n * losses.labels_per_image(datastore), 1),
         totals[0] / max(n, 1),
         n,
         world.gop("sum", among) / max(n, 1) if top_k else None,
@@ -178,7 +178,9 @@ def regression_errors(net, datastore, *, world=None, batch_size=128):
         )
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
-    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
+    queue = MinibatchQueue(
+        datastore, batch_size, world=world, shuffle="never", **net.input_transform()
+    )
     net = net.on(world.device)
     for images, targets in agreed(queue.epoch(0), world):
         totals += world.gplus(_errors(net(images), targets))

@@ -87,7 +87,9 @@ def by_batch(net, datastore, function, *, world, batch_size=128):
     function(net, images) gives an array, or a tuple of arrays, with an entry for each image of the
     share. The other ranks get (None, None). Collective: every rank must take all of them.
     """
-    queue = MinibatchQueue(datastore, batch_size, world=world, shuffle="never", **net.seen())
+    queue = MinibatchQueue(
+        datastore, batch_size, world=world, shuffle="never", **net.input_transform()
+    )
     net = net.on(world.device)
     for images, _ in agreed(queue.epoch(0), world):
         shares = world.gather((images.batch.indices, function(net, images)))

@@ -2,23 +2,22 @@
 
 from mpidl.nn import zoo
 from mpidl.nn.layers import (
+    Add,
     AveragePool2D,
     BatchNorm,
     Built,
+    Concat,
     Conv2D,
+    CrossChannelNorm,
     Dense,
+    Dropout,
     Flatten,
+    GlobalAveragePool2D,
     Layer,
+    LayerContext,
+    LeakyReLU,
     MaxPool2D,
     ReLU,
-)
-from mpidl.nn.more_layers import (
-    Add,
-    Concat,
-    CrossChannelNorm,
-    Dropout,
-    GlobalAveragePool2D,
-    LeakyReLU,
     Sigmoid,
     Softmax,
     Tanh,
@@ -41,6 +40,7 @@ __all__ = [
     "Flatten",
     "GlobalAveragePool2D",
     "Layer",
+    "LayerContext",
     "LeakyReLU",
     "MaxPool2D",
     "Network",

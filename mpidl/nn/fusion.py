@@ -1,65 +1,79 @@
-"""Which neighbouring layers run as one op: a peephole over the list of layers.
+"""Fusion of neighbouring layers into one op: a peephole over the list of layers.
 
-Convolution, batch normalization and ReLU become one op that stores the convolution's output alone;
-the layers behind it (convolution, pooling, dense) read that through the normalization and the ReLU.
-They stand side by side in the list, and nobody else reads what is between them; the op's output may
-have several readers, whose cotangents add up. The network, its learnables and its numbers are the
-same either way.
+Convolution, batch normalization and ReLU become one op that stores the convolution's output alone.
+Layers after it (convolution, pooling, dense) read that output through the normalization and the
+ReLU. The three layers must be neighbours in the list, and no other layer may read the values
+between them. The output of the op may have several readers; their cotangents add up. Fusion changes
+neither the network, nor its learnables, nor its numbers.
 """
 
+from __future__ import annotations
+
 import collections
+from collections.abc import Sequence
+from typing import Any
 
 from mpidl import backends, ops
-from mpidl.nn.layers import BatchNorm, Conv2D, ReLU
+from mpidl.nn.layers import BatchNorm, Conv2D, Layer, LayerContext, ReLU
+from mpidl.nn.layers.base import Value
 
 
-def runs(layers, reads):
-    """The numbers of the layers as a list of runs, each of which is applied at once.
+def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
+    """Group the numbers of the layers into runs, each of which is applied at once.
 
-    reads: of each layer, the names that it reads.
+    Parameters
+    ----------
+    layers
+        The layers.
+    reads
+        The names that each layer reads.
     """
     readers = collections.Counter(name for names in reads for name in names)
-    found, i = [], 0
+    runs, i = [], 0
     while i < len(layers):
         three = layers[i : i + 3]
-        kinds = tuple(type(layer) for layer in three)
-        alone = kinds == (Conv2D, BatchNorm, ReLU) and all(
+        types = tuple(type(layer) for layer in three)
+        fusible = types == (Conv2D, BatchNorm, ReLU) and all(
             reads[i + j + 1] == (three[j].name,) and readers[three[j].name] == 1 for j in (0, 1)
         )
-        count = 3 if alone else 1
-        found.append(tuple(range(i, i + count)))
+        count = 3 if fusible else 1
+        runs.append(tuple(range(i, i + count)))
         i += count
-    return found
+    return runs
 
 
-def fuses(x):
-    """Whether the backend of a value reads activations that are not stored."""
+def can_fuse(x: Any) -> bool:
+    """Return whether the backend of a value reads activations that are not stored."""
     return backends.of(x).fuses_convolutions
 
 
-def forward(run, x, places):
-    """The output of a run of three for x; `places`: the At of each layer."""
+def forward(run: Sequence[Layer], x: Any, contexts: Sequence[LayerContext]) -> Value:
+    """Return the output for x of a run of three layers, each with its context."""
+    conv: Any
+    norm: Any
     conv, norm, _ = run
-    at, norm_at, _ = places
-    how = {
+    context, norm_context, _ = contexts
+    options = {
         "stride": conv.stride,
         "padding": conv.padding,
         "dilation": conv.dilation,
         "groups": conv.groups,
         "epsilon": norm.epsilon,
     }
-    gamma, beta = norm_at["gamma"], norm_at["beta"]
-    if not norm_at.training:
+    weight, bias = context["weight"], context["bias"]
+    gamma, beta = norm_context["gamma"], norm_context["beta"]
+    if not norm_context.training:
+        mean, variance = norm.running(norm_context)
         return ops.conv2d_batchnorm_relu_predict(
-            x, at["weight"], at["bias"], *norm.running(norm_at), gamma, beta, **how
+            x, weight, bias, mean, variance, gamma, beta, **options
         )
     return ops.conv2d_batchnorm_relu(
         x,
-        at["weight"],
-        at["bias"],
+        weight,
+        bias,
         gamma,
         beta,
-        scope=at.batchnorm,
-        record=norm.recorder(norm_at),
-        **how,
+        scope=context.batchnorm,
+        record=norm.recorder(norm_context),
+        **options,
     )

@@ -1,47 +1,54 @@
-"""Who reads whose output: a list of layers as a graph.
+"""The graph of a list of layers: the outputs that each layer reads.
 
-The list is an order in which the layers can be computed: each reads layers before it.
+The list is an order in which the layers can be computed: each layer reads layers before it.
 """
 
-import copy
+from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpidl.nn.layers import Layer
 from mpidl.text import did_you_mean
 
-IMAGES = "images"  # what the network's own input is called
+IMAGES = "images"  # the name of the network's input
 
 
-def edges(layers):
-    """Of each named layer, a tuple of the names it reads.
+def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+    """Return the names that each named layer reads.
 
-    The layer before it, or the images for the first, where it does not say. Raises ValueError for
-    a name that is unknown or comes later, and for an output that nobody reads.
+    A layer that names no input reads the layer before it; the first layer reads the images.
+
+    Raises
+    ------
+    ValueError
+        If a name is unknown or comes later, or if nobody reads an output other than the last.
     """
     names = [layer.name for layer in layers]
-    found = []
+    reads_of_layers: list[tuple[str, ...]] = []
     for i, layer in enumerate(layers):
-        several = several_of(layer)
-        if several is None:
+        reads = input_names(layer)
+        if reads is None:
             before = names[i - 1] if i else IMAGES
             reads = (before if layer.after is None else layer.after,)
-        else:
-            reads = several
-            if layer.after is not None:
-                raise ValueError(f"{layer.name}: inputs say what it reads, so after is not for it")
+        elif layer.after is not None:
+            raise ValueError(f"{layer.name}: inputs say what it reads, so after is not for it")
         for name in reads:
             _check(layer.name, name, names[:i], names)
-        found.append(reads)
-    read = {name for reads in found for name in reads}
+        reads_of_layers.append(reads)
+    read_names = {name for reads in reads_of_layers for name in reads}
     for name in names[:-1]:
-        if name not in read:
+        if name not in read_names:
             raise ValueError(
                 f"{name}: no layer reads its output, and it is not the last layer, whose output is "
                 "the network's"
             )
-    return found
+    return reads_of_layers
 
 
-def several_of(layer):
-    """The names that a layer of several inputs reads; None for a layer of one input."""
+def input_names(layer: Layer) -> tuple[str, ...] | None:
+    """Return the names that a layer with several inputs reads, or None for one input."""
     inputs = getattr(layer, "inputs", None)
     if inputs is None:
         return None
@@ -50,17 +57,18 @@ def several_of(layer):
     return tuple(inputs)
 
 
-def with_names(layer, renamed):
-    """A copy of a layer that reads the new names, {old: new}."""
-    layer = copy.copy(layer)
-    layer.after = renamed.get(layer.after, layer.after)
-    several = several_of(layer)
-    if several is not None:
-        layer.inputs = tuple(renamed.get(name, name) for name in several)
-    return layer
+def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
+    """Return a copy of a layer that reads the new names, {old: new}."""
+    renamed: Any = copy.copy(layer)
+    renamed.after = new_names.get(layer.after, layer.after)
+    inputs = input_names(layer)
+    if inputs is not None:
+        renamed.inputs = tuple(new_names.get(name, name) for name in inputs)
+    return renamed
 
 
 def _check(reader, name, before, names):
+    """Raise a ValueError unless a name that a layer reads is before it in the list."""
     if name == IMAGES or name in before:
         return
     if name == reader:
@@ -71,11 +79,15 @@ def _check(reader, name, before, names):
     raise ValueError(f"{reader}: reads {name!r}, and no layer has that name{hint}")
 
 
-def last_readers(reads, runs):
-    """Of each run of layers (a list of numbers of layers), the names that nobody reads later."""
-    last = {}
-    for at, run in enumerate(runs):
+def last_readers(
+    reads: Sequence[tuple[str, ...]], runs: Sequence[tuple[int, ...]]
+) -> list[list[str]]:
+    """Return, for each run of layers (their numbers), the names that no later run reads."""
+    last: dict[str, int] = {}
+    for position, run in enumerate(runs):
         for i in run:
             for name in reads[i]:
-                last[name] = at
-    return [[name for name, end in last.items() if end == at] for at in range(len(runs))]
+                last[name] = position
+    return [
+        [name for name, end in last.items() if end == position] for position in range(len(runs))
+    ]

@@ -1,325 +1,367 @@
 """A network: its layers, their learnables and their state."""
 
+from __future__ import annotations
+
 import copy
-import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff.tape import value_of
+from mpidl.autodiff import Var, value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
-from mpidl.nn import fusion, graph
-from mpidl.nn.layers import At, Layer
-from mpidl.nn.more_layers import Softmax
-from mpidl.nn.summary import Analysis, times
+from mpidl.nn import construction, editing, fusion, graph
+from mpidl.nn.layers import Layer, LayerContext, Softmax
+from mpidl.nn.layers.base import Value
+from mpidl.nn.summary import Analysis, layer_table, times
 from mpidl.ops import check
-from mpidl.text import aligned, did_you_mean
+from mpidl.text import did_you_mean
+
+Arrays: TypeAlias = dict[str, Any]  # {"conv1.weight": NumPy array, array on a GPU, or Var}
 
 
 class _Run(NamedTuple):
     """Layers that are applied at once."""
 
-    layers: tuple
-    reads: tuple  # the names that the first one reads
-    done: list  # the names that nobody reads afterwards
+    layers: tuple[Layer, ...]
+    reads: tuple[str, ...]  # the names that the first layer reads
+    released: list[str]  # the names that no later run reads
 
 
 class Network:
-    """Layers, each of which reads the one before it in the list, or others that it names.
+    """A network of layers, each of which reads the layer before it or layers that it names.
 
-    layers: list of `Layer`s, the last of which gives the network's output; input_shape: (C, H, W)
-    of an image; seed: of the initial learnables, which depend on it and on the layers' names alone.
-    batchnorm: "global" or "local", whose statistics normalize in training; `dl.train` sets it from
-    its options. Raises ValueError where a layer reads a name that is not before it in the list or
-    images of a shape that do not fit, or where nobody reads what a layer gives.
+    Parameters
+    ----------
+    layers
+        The layers. The last one gives the network's output. The network copies them.
+    input_shape
+        (C, H, W) of an image.
+    seed
+        Seed of the initial learnables, which depend on it and on the names of the layers alone.
+    batchnorm
+        "global" or "local": the scope of batch normalization in training. `dl.train` sets it from
+        its options.
 
-    net["conv1"] is a layer; layer_names: all names.
+    Attributes
+    ----------
+    layers
+        The named layers; `net["conv1"]` is one of them.
+    layer_names
+        Their names.
+    parameters, state
+        The learnables and the state, {"conv1.weight": float32 array, ...} in the order of the
+        layers. Assign a new dict to change them.
+    training
+        Whether the network runs in training mode. Inside `value_and_grad` the function gets a
+        network in training mode whose learnables are being differentiated.
+    reads, output_shapes
+        For each layer, the names that it reads, and the shape of its output for one image.
+    normalization, crop, preprocess
+        The transforms that brought images to the network in training: a `Normalization` (None
+        divides uint8 pixels by 255), the (P, Q) to which larger images are cropped, and a
+        `Preprocess`. `dl.train` and the commands set them, files keep them, evaluation applies
+        them.
+    classes
+        The names of the classes that outputs (K, ...) score, a tuple of K. It is () for a network
+        that predicts numbers, and None if the names are unknown. Set and kept like the transforms.
+    fuse
+        Whether convolution, batch normalization and ReLU in a row run as one op, with the same
+        numbers.
 
-    normalization, crop, preprocess: how images were brought to the network in training, which
-    `dl.train` and the commands set, files keep and evaluation follows: a `Normalization` (None:
-    uint8 pixels / 255), the (P, Q) that larger images are cut to, a `Preprocess`.
-
-    classes: the names of the classes that its outputs (K, ...) are scores of, a tuple of K, set and
-    kept as these are; () where it was trained to give numbers, None where they are not known.
-
-    fuse: whether convolution, batch normalization and ReLU in a row run as one op (with the same
-    numbers).
-
-    parameters, state: {"conv1.weight": float32 array, ...}, in the order of the layers; assign a
-    new dict to change them. Inside `value_and_grad` the network it passes to your function is bound
-    to the learnables being differentiated and runs in training mode.
+    Raises
+    ------
+    ValueError
+        If a layer reads a name that is not before it in the list or images of a shape that it does
+        not take, or if no layer reads an output.
+    TypeError
+        If `layers` is not a list of layers.
     """
 
-    def __init__(self, layers, input_shape, seed=0, batchnorm="global"):
-        self.layers = _named(layers)
-        self.input_shape = tuple(int(n) for n in input_shape)
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        input_shape: Sequence[int],
+        seed: int = 0,
+        batchnorm: str = "global",
+    ) -> None:
+        self.layers: list[Any] = construction.name_layers(layers)
+        self.input_shape: tuple[int, ...] = tuple(int(n) for n in input_shape)
         self.seed, self.batchnorm, self.training, self.fuse = seed, batchnorm, False, True
-        self.reads = graph.edges(self.layers)
-        shapes, parameters, state = {graph.IMAGES: self.input_shape}, {}, {}
+        self.reads: list[tuple[str, ...]] = graph.edges(self.layers)
+        self._parameters: Arrays = {}
+        self._state: Arrays = {}
+        shapes = {graph.IMAGES: self.input_shape}
         for layer, names in zip(self.layers, self.reads, strict=True):
-            built = _built(layer, [(name, shapes[name]) for name in names])
-            for made, wanted in ((parameters, built.learnables), (state, built.state)):
-                for name, (size, initial) in wanted.items():
-                    key = f"{layer.name}.{name}"
-                    value = initial(seed, key, size) if callable(initial) else initial
-                    made[key] = np.full(size, value, np.float32)
-            for name in built.learnables:
-                _check_factors(layer, name)
+            built = construction.build_layer(layer, [(name, shapes[name]) for name in names])
+            self._parameters |= construction.initial_arrays(layer, built.learnables, seed)
+            self._state |= construction.initial_arrays(layer, built.state, seed)
             shapes[layer.name] = built.output_shape
-        self.output_shapes = [shapes[layer.name] for layer in self.layers]
-        self._parameters, self._state = parameters, state
-        self.normalization = self.crop = self.preprocess = self.classes = None
-        self._plan()
+        self.output_shapes: list[tuple[int, ...]] = [shapes[layer.name] for layer in self.layers]
+        self.normalization: Any = None
+        self.crop: tuple[int, int] | None = None
+        self.preprocess: Any = None
+        self.classes: tuple[str, ...] | None = None
+        self.plan_runs()
 
-    def _plan(self):
-        """Find the runs of layers, fused and one by one."""
-        self._runs = {}
-        singly = [(i,) for i in range(len(self.layers))]
-        for fused, runs in ((True, fusion.runs(self.layers, self.reads)), (False, singly)):
-            ends = graph.last_readers(self.reads, runs)
+    def plan_runs(self) -> None:
+        """Find the runs of layers, fused and one by one, after the layers have changed."""
+        self._runs: dict[bool, list[_Run]] = {}
+        single = [(i,) for i in range(len(self.layers))]
+        for fused, runs in ((True, fusion.find_runs(self.layers, self.reads)), (False, single)):
+            last_reads = graph.last_readers(self.reads, runs)
             self._runs[fused] = [
-                _Run(tuple(self.layers[i] for i in run), self.reads[run[0]], done)
-                for run, done in zip(runs, ends, strict=True)
+                _Run(tuple(self.layers[i] for i in run), self.reads[run[0]], released)
+                for run, released in zip(runs, last_reads, strict=True)
             ]
 
     @property
-    def layer_names(self):
-        """The layers' names, in the order of the list."""
+    def layer_names(self) -> list[str]:
+        """Names of the layers, in the order of the list."""
         return [layer.name for layer in self.layers]
 
-    def __getitem__(self, name):
-        """The layer of a name; KeyError where there is none."""
-        return self.layers[self._number(name)]
+    def __getitem__(self, name: str) -> Layer:
+        """Return the layer of a name; raise a KeyError if there is none."""
+        return self.layers[self.layer_number(name)]
 
-    def _number(self, name):
+    def layer_number(self, name: str) -> int:
+        """Return the number of a layer in the list; raise a KeyError for an unknown name."""
         if name not in self.layer_names:
             last = f": the last ones are {', '.join(self.layer_names[-5:])}"
             raise KeyError(f"no layer {name}{did_you_mean(name, self.layer_names) or last}")
         return self.layer_names.index(name)
 
     @property
-    def parameters(self):
+    def parameters(self) -> Arrays:
+        """The learnables, {"conv1.weight": array, ...}."""
         return self._parameters
 
     @parameters.setter
-    def parameters(self, values):
-        self._parameters = _same_names("parameters", self._parameters, values)
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        self._parameters = construction.checked_arrays("parameters", self._parameters, values)
 
     @property
-    def state(self):
+    def state(self) -> Arrays:
+        """The state, {"batchnorm1.mean": array, ...}."""
         return self._state
 
     @state.setter
-    def state(self, values):
-        self._state = _same_names("state", self._state, values)
+    def state(self, values: Mapping[str, Any]) -> None:
+        self._state = construction.checked_arrays("state", self._state, values)
 
     @property
-    def output_shape(self):
+    def output_shape(self) -> tuple[int, ...]:
         """Shape of the output for one image: (classes,) for a classifier."""
         return self.output_shapes[-1]
 
-    def to(self, device):
-        """Move the learnables and the state to a GPU (a world's `device`), or to this host's memory
-        (None); returns the network. What an op takes must lie where its images do."""
+    def to(self, device: Any) -> Network:
+        """Move the learnables and the state, and return the network.
+
+        Parameters
+        ----------
+        device
+            A GPU (a world's `device`), or None for host memory. Images of an op must lie where its
+            learnables do.
+        """
         if device is None:
             self._parameters = {name: np.asarray(a) for name, a in self._parameters.items()}
             self._state = {name: np.asarray(a) for name, a in self._state.items()}
             return self
         from mpidl.backends.gpu import array
 
-        self._parameters = array.together(self._parameters, self._image_shapes())
+        self._parameters = array.together(self._parameters, construction.image_shapes(self))
         self._state = array.together(self._state, {})
         return self
 
     @property
-    def on_device(self):
+    def on_device(self) -> bool:
         """Whether the learnables and the state lie on a GPU."""
         arrays = [*self._parameters.values(), *self._state.values()]
         return bool(arrays) and not isinstance(arrays[0], np.ndarray)
 
-    def on(self, device):
-        """This network where it lies there already, else a copy that was moved: see `to`."""
-        there = self.on_device == (device is not None)
-        return self if there else copy.copy(self).to(device)
+    def on(self, device: Any) -> Network:
+        """Return this network if it lies on the device already, else a moved copy; see `to`."""
+        return self if self.on_device == (device is not None) else copy.copy(self).to(device)
 
-    def _image_shapes(self):
-        """{learnable: shape of the images it goes with} of each layer.
+    @property
+    def trainable(self) -> Arrays:
+        """The learnables that are differentiated.
 
-        Flattened images lie on a GPU as they did before, through layers without learnables, too.
+        Learnables of frozen layers and those with a learning-rate factor of 0 are left out.
         """
-        own = {name.rsplit(".", 1)[0] for name in self._parameters}
-        shapes, befores = {graph.IMAGES: self.input_shape}, {}
-        for layer, reads, shape in zip(self.layers, self.reads, self.output_shapes, strict=True):
-            before = befores[layer.name] = shapes[reads[0]]
-            flat = len(shape) == 1 and shape[0] == math.prod(before) and layer.name not in own
-            shapes[layer.name] = before if flat else shape
-        return {name: befores[name.rsplit(".", 1)[0]] for name in self._parameters}
+        rates = self.factors["learning_rate_factors"]
+        return {name: value for name, value in self._parameters.items() if rates[name]}
 
     @property
-    def trainable(self):
-        """{name: array} of the learnables that are differentiated: all but those of frozen layers
-        and those whose learning-rate factor is 0."""
-        moving = self.factors["learning_rate_factors"]
-        return {name: value for name, value in self._parameters.items() if moving[name]}
-
-    @property
-    def factors(self):
-        """The layers' factors as an optimizer takes them: dl.SGDM(0.01, **net.factors)."""
-        found, layers = {}, {layer.name: layer for layer in self.layers}
+    def factors(self) -> dict[str, dict[str, float]]:
+        """The factors of all learnables for an optimizer: dl.SGDM(0.01, **net.factors)."""
+        factors, layers = {}, {layer.name: layer for layer in self.layers}
         for name in self._parameters:
             layer, learnable = name.rsplit(".", 1)
-            found[name] = layers[layer].factors(learnable)
+            factors[name] = layers[layer].factors(learnable)
         return {
-            "learning_rate_factors": {name: rate for name, (rate, _) in found.items()},
-            "l2_factors": {name: decay for name, (_, decay) in found.items()},
+            "learning_rate_factors": {name: rate for name, (rate, _) in factors.items()},
+            "l2_factors": {name: decay for name, (_, decay) in factors.items()},
         }
 
-    def freeze(self, *names):
-        """Freeze the layers of these names; returns the network.
+    def freeze(self, *names: str) -> Network:
+        """Freeze the layers of these names, and return the network.
 
-        A frozen layer keeps its learnables and its state: they are not differentiated, and it runs
-        as in prediction (a batch normalization by its running state). Backward stops where nothing
-        below is trained. KeyError for an unknown name.
+        A frozen layer keeps its learnables and its state. They are not differentiated, and the
+        layer runs as in prediction (a batch normalization by its running state). Backward stops at
+        a layer below which nothing is trained.
+
+        Raises
+        ------
+        KeyError
+            If a name is unknown.
         """
         return self._set_trainable(names, False)
 
-    def unfreeze(self, *names):
-        """Train the layers of these names again; returns the network."""
+    def unfreeze(self, *names: str) -> Network:
+        """Train the layers of these names again, and return the network."""
         return self._set_trainable(names, True)
 
     def _set_trainable(self, names, trainable):
         layers = list(self.layers)
-        for i in map(self._number, names):
+        for i in map(self.layer_number, names):
             layers[i] = copy.copy(layers[i])
             layers[i].trainable = trainable
         self.layers = layers
-        self._plan()
+        self.plan_runs()
         return self
 
-    def replace_layers(self, layers, seed=None):
-        """A new network with some layers replaced: {"dense1": dl.Dense(5)}.
+    def replace_layers(self, layers: Mapping[str, Layer], seed: int | None = None) -> Network:
+        """Return a new network with some layers replaced: {"dense1": dl.Dense(5)}.
 
-        All other layers keep their learnables and state, byte for byte; the new ones' are initial,
-        by the seed (None: the network's own). A new layer has the old one's name unless it has one
-        of its own, and reads what the old one read unless it says otherwise. It lies in host
-        memory, and keeps `classes` where it gives as many outputs. Raises KeyError for an unknown
-        name, TypeError for what is not one layer (a list of them, None) and ValueError where the
-        learnables of another layer would change their shapes.
+        The other layers keep their learnables and state, byte for byte. The new network lies in
+        host memory, and keeps `classes` if it has as many outputs.
+
+        Parameters
+        ----------
+        layers
+            A new layer for each name. Unless it says otherwise, it has the name of the old layer
+            and reads what the old layer read.
+        seed
+            Seed of the initial learnables of the new layers; by default the network's own.
+
+        Raises
+        ------
+        KeyError
+            If a name is unknown.
+        TypeError
+            If a value is not one layer.
+        ValueError
+            If learnables of another layer would change their shapes.
         """
-        made, renamed = list(self.layers), {}
-        for name, layer in layers.items():
-            i = self._number(name)
-            if not isinstance(layer, Layer):
-                raise TypeError(f"replace_layers: expected one layer for {name}, got {layer!r}")
-            made[i], old = copy.copy(layer), self.layers[i]
-            made[i].name = layer.name or name
-            renamed[name] = made[i].name
-            if getattr(layer, "inputs", None) == () and graph.several_of(old):
-                made[i].inputs = old.inputs
-            elif made[i].after is None and graph.several_of(made[i]) is None:
-                made[i].after = old.after
-        made = [graph.with_names(layer, renamed) for layer in made]
-        seed = self.seed if seed is None else seed
-        net = type(self)(made, self.input_shape, seed=seed, batchnorm=self.batchnorm)
-        net.fuse, net.normalization = self.fuse, self.normalization
-        net.crop, net.preprocess = self.crop, self.preprocess
-        as_many = net.output_shape[:1] == self.output_shape[:1]
-        net.classes = self.classes if as_many else None
-        for new, old in ((net._parameters, self._parameters), (net._state, self._state)):
-            kept = [name for name in old if name.rsplit(".", 1)[0] not in layers]
-            for name in kept:
-                if new[name].shape != old[name].shape:
-                    raise ValueError(
-                        f"replace_layers: {name} has shape {old[name].shape}, and needs "
-                        f"{new[name].shape} behind the new layers: replace its layer, too"
-                    )
-                new[name] = np.array(old[name])
-        return net
+        return editing.replace_layers(self, layers, seed)
 
-    def up_to(self, name):
-        """A network whose output is that of the layer of a name: of this one's layers those that it
-        depends on, with the same arrays. KeyError for an unknown name."""
-        last, part = self._number(name), copy.copy(self)
-        needed = {name}
-        part.classes = self.classes if last == len(self.layers) - 1 else None
-        for i in range(last, -1, -1):
-            if self.layers[i].name in needed:
-                needed.update(self.reads[i])
-        chosen = [i for i, layer in enumerate(self.layers) if layer.name in needed]
-        part.layers = [copy.copy(self.layers[i]) for i in chosen]
-        for i, layer in zip(chosen, part.layers, strict=True):
-            if layer.after is None and graph.several_of(layer) is None:
-                (layer.after,) = self.reads[i]  # the layer before it may not be there
-        part.reads = [self.reads[i] for i in chosen]
-        part.output_shapes = [self.output_shapes[i] for i in chosen]
-        for table in ("_parameters", "_state"):
-            arrays = getattr(self, table).items()
-            setattr(part, table, {k: v for k, v in arrays if k.rsplit(".", 1)[0] in needed})
-        part._plan()
-        return part
+    def up_to(self, name: str) -> Network:
+        """Return a network whose output is the output of a layer of this one.
 
-    def bind(self, learnables):
-        """A copy in training mode, with other values for some or all learnables; its state is its
-        own."""
+        It has the layers on which that layer depends, with the same arrays.
+
+        Raises
+        ------
+        KeyError
+            If the name is unknown.
+        """
+        return editing.up_to(self, name)
+
+    def bind(self, learnables: Mapping[str, Any]) -> Network:
+        """Return a copy in training mode with other values for some or all learnables.
+
+        The copy has its own state.
+        """
         bound = copy.copy(self)
-        bound._parameters, bound.training = self._parameters | learnables, True
+        bound._parameters, bound.training = self._parameters | dict(learnables), True
         bound._state = dict(self._state)
         return bound
 
-    def with_layers(self, layers):
-        """A copy in which these stand for the layers, one for one: other settings of the same
-        kinds, for the same arrays."""
-        made = copy.copy(self)
-        made.layers = list(layers)
-        made._plan()
-        return made
+    def with_layers(self, layers: Iterable[Layer]) -> Network:
+        """Return a copy with other settings of the layers, for the same arrays.
 
-    def __call__(self, images):
-        """The last layer's output for Blocked images: (N, *output_shape)."""
+        Parameters
+        ----------
+        layers
+            One layer of the same kind for each layer.
+        """
+        changed = copy.copy(self)
+        changed.layers = list(layers)
+        changed.plan_runs()
+        return changed
+
+    def __call__(self, images: Value) -> Any:
+        """Return the last layer's output, (N, *output_shape).
+
+        Parameters
+        ----------
+        images
+            (N, *input_shape), a Blocked value or a Var of one.
+
+        Returns
+        -------
+        Blocked or Var
+            A Var if a learnable or the images are being differentiated.
+        """
         if images.shape[1:] != self.input_shape:
             raise ValueError(
                 f"the network takes images of shape {self.input_shape}, got {images.shape[1:]}"
             )
         return self._apply(images, self._runs_of(images), self.layers[-1].name)
 
-    def logits(self, images):
-        """What losses take for Blocked images: the output, or what the Softmax reads that the
-        network ends in, because losses have it built in."""
+    def logits(self, images: Value) -> Any:
+        """Return the scores that losses take.
+
+        They are the output, or the input of a final Softmax layer, because losses include it.
+        """
         if not isinstance(self.layers[-1], Softmax):
             return self(images)
         return self._apply(images, self._runs_of(images)[:-1], *self.reads[-1])
 
     def _runs_of(self, images):
         check.images("a network", value_of(images))
-        return self._runs[self.fuse and fusion.fuses(images)]
+        return self._runs[self.fuse and fusion.can_fuse(images)]
 
-    def _apply(self, images, runs, wanted):
-        """The output of a layer that none of these runs is the last to read."""
-        outputs = {graph.IMAGES: images}
+    def _apply(self, images, runs, output_name):
+        """Apply the runs and return an output that the last of them leaves alive."""
+        outputs: dict[str, Blocked | Var] = {graph.IMAGES: images}
         for run in runs:
-            places = [self._at(layer) for layer in run.layers]
-            x = tuple(outputs[name] for name in run.reads)
-            x = x if graph.several_of(run.layers[0]) else x[0]
+            contexts = [self._context(layer) for layer in run.layers]
+            x: Any = tuple(outputs[name] for name in run.reads)
+            x = x if graph.input_names(run.layers[0]) else x[0]
             if len(run.layers) > 1:
-                x = fusion.forward(run.layers, x, places)
+                x = fusion.forward(run.layers, x, contexts)
             else:
-                x = run.layers[0].forward(x, places[0])
+                x = run.layers[0].forward(x, contexts[0])
             outputs[run.layers[-1].name] = x
-            for name in run.done:
+            for name in run.released:
                 outputs.pop(name, None)
-        return outputs[wanted]
+        return outputs[output_name]
 
-    def _at(self, layer):
+    def _context(self, layer):
         training = self.training and layer.trainable
-        return At(layer, self._parameters, self._state, training, self.batchnorm)
+        return LayerContext(layer, self._parameters, self._state, training, self.batchnorm)
 
-    def predict(self, images):
-        """Class scores (softmax): Blocked for Blocked images, (n, K) for an (n, C, H, W) array.
+    def predict(self, images: Blocked | np.ndarray) -> Any:
+        """Return class scores (softmax).
 
-        Arrays are normalized as in training: where nothing else was said, uint8 pixels are divided
-        by 255 and floats are left as they are.
+        Parameters
+        ----------
+        images
+            A Blocked value, or an array (n, C, H, W). An array is normalized as in training. By
+            default, uint8 pixels are divided by 255 and floats are not changed.
+
+        Returns
+        -------
+        Blocked or np.ndarray
+            Blocked scores for a Blocked value, (n, K) for an array.
+
+        Raises
+        ------
+        TypeError
+            For an array, if the network lies on a GPU.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))
@@ -327,125 +369,85 @@ class Network:
             raise TypeError(
                 "predict takes arrays where the network lies in host memory: net.to(None)"
             )
-        images = np.asarray(images)
+        pixels = np.asarray(images)
         if self.normalization is not None:
-            images = self.normalization(images)
-        images = images / np.float32(255) if images.dtype == np.uint8 else images
-        batch = share(len(images), OneRank())
-        images = from_images(images.astype(np.float32), batch)
-        return ops.softmax(self.logits(images)).local()
+            pixels = self.normalization(pixels)
+        pixels = pixels / np.float32(255) if pixels.dtype == np.uint8 else pixels
+        batch = share(len(pixels), OneRank())
+        return ops.softmax(self.logits(from_images(pixels.astype(np.float32), batch))).local()
 
-    def seen(self):
-        """What a `MinibatchQueue` is told to show images to this network as in its training."""
+    def input_transform(self) -> dict[str, Any]:
+        """Return the options of a `MinibatchQueue` that transforms images as in training."""
         return {"normalization": self.normalization, "crop": self.crop}
 
-    def takes(self, shape):
-        """Whether images (C, H, W) are as large as the network's, or larger where it saw windows of
-        larger ones in training."""
-        (c, *size), (own, *least) = shape, self.input_shape
-        larger = all(n >= m for n, m in zip(size, least, strict=True))
-        return c == own and (size == least or (self.crop is not None and larger))
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Return whether the network takes images (C, H, W).
 
-    def spec(self):
-        """The layers as a list of JSON-able dicts; see `from_spec`."""
+        A network that was trained on crops of larger images takes larger ones too.
+        """
+        (c, *size), (channels, *input_size) = shape, self.input_shape
+        larger = all(n >= m for n, m in zip(size, input_size, strict=True))
+        return c == channels and (size == input_size or (self.crop is not None and larger))
+
+    def spec(self) -> list[dict[str, Any]]:
+        """Return the layers as dicts for JSON; see `from_spec`."""
         return [layer.spec() for layer in self.layers]
 
     @classmethod
-    def from_spec(cls, specs, input_shape, **options):
-        """The network of a model file's list of layers, with initial learnables."""
-        from mpidl import nn  # the layers that there are, wherever they are defined
+    def from_spec(
+        cls,
+        specs: Iterable[Mapping[str, Any]],
+        input_shape: Sequence[int],
+        layer_types: Iterable[type[Layer]] = (),
+        **options: Any,
+    ) -> Network:
+        """Return a network, with initial learnables, of the layers of a model file.
 
-        made = []
-        for spec in specs:
-            arguments = dict(spec)
-            kind = getattr(nn, arguments.pop("type", ""), None)
-            if not (isinstance(kind, type) and issubclass(kind, Layer)):
-                raise ValueError(
-                    f"unknown layer type {spec.get('type')!r}: a file can name the layers of "
-                    "mpidl alone"
-                )
-            made.append(kind(**{k: _tuples(v) for k, v in arguments.items()}))
-        return cls(made, input_shape, **options)
+        Parameters
+        ----------
+        specs
+            The dicts of `spec`.
+        layer_types
+            The user's layer classes that the specs may name beside those of mpidl.
+        input_shape, options
+            Arguments of Network.
 
-    def table(self, kind="parameters"):
-        """Rows (layer, name, shape, count) of "parameters" (learnables) or "state"."""
+        Raises
+        ------
+        ValueError
+            If a layer is of another class.
+        """
+        return cls(construction.layers_of_spec(specs, layer_types), input_shape, **options)
+
+    def table(self, kind: str = "parameters") -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Return rows (layer, name, shape, count) of "parameters" (learnables) or "state"."""
         arrays = {"parameters": self._parameters, "state": self._state}[kind]
-        return [(*key.rsplit(".", 1), a.shape, int(np.prod(a.shape))) for key, a in arrays.items()]
+        rows = []
+        for key, a in arrays.items():
+            layer, name = key.rsplit(".", 1)
+            rows.append((layer, name, a.shape, int(np.prod(a.shape))))
+        return rows
 
-    def stored(self):
-        """The names of the layers whose outputs a training step stores; of a run of fused layers
-        the convolution's."""
+    def stored_layers(self) -> set[str]:
+        """Return the names of the layers whose outputs a training step stores.
+
+        A run of fused layers stores the output of its convolution.
+        """
         return {run.layers[0].name for run in self._runs[self.fuse]}
 
-    def analyze(self, batch_size=128):
-        """The `Analysis` of the layers: shapes, learnables, memory, operations."""
+    def analyze(self, batch_size: int = 128) -> Analysis:
+        """Return the `Analysis` of the layers: shapes, learnables, memory, operations."""
         return Analysis(self, batch_size)
 
-    def __str__(self):
-        counts = {layer.name: 0 for layer in self.layers}
-        for name, _, _, count in self.table():
-            counts[name] += count
-        rows = [("layer", "type", "output", "learnables")]
-        rows.append(("images", "", times(self.input_shape), ""))
-        for layer, shape in zip(self.layers, self.output_shapes, strict=True):
-            count = f"{counts[layer.name]:,}" if counts[layer.name] else ""
-            rows.append((layer.name, type(layer).__name__, times(shape), count))
-        return "\n".join([*aligned(rows, left=2), f"{sum(counts.values()):,} learnables"])
+    def __str__(self) -> str:
+        return layer_table(self)
 
-
-def _tuples(value):
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
-
-
-def _built(layer, reads):
-    """What a layer needs for [(name, shape)] that it reads."""
-    shapes = tuple(shape for _, shape in reads)
-    try:
-        return layer.build(shapes[0] if graph.several_of(layer) is None else shapes)
-    except ValueError as error:
-        what = ", ".join(f"{name}: {times(shape)}" for name, shape in reads)
-        raise ValueError(f"{error} ({layer.name} reads {what})") from error
-
-
-def _check_factors(layer, learnable):
-    for value in layer.factors(learnable):
-        if not (check.are_numbers(value) and value >= 0 and math.isfinite(value)):
-            raise ValueError(
-                f"{layer.name}: factors of learning rate and L2 are at least 0, got {value!r} for "
-                f"{learnable}"
-            )
-
-
-def _named(layers):
-    """Copies of the layers, those without a name called by type and number: conv1, relu2."""
-    named, counts = [], {}
-    if isinstance(layers, Layer):
-        raise TypeError(f"expected a list of layers, got a {type(layers).__name__} alone")
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise TypeError(f"expected a list of layers, got {layers!r}")
-    if not layers:
-        raise ValueError("a network has at least one layer")
-    for layer in layers:
-        if not isinstance(layer, Layer):
-            raise TypeError(f"expected a list of layers, got {layer!r} in it")
-        layer = copy.copy(layer)
-        kind = type(layer).__name__.lower().removesuffix("2d")
-        counts[kind] = counts.get(kind, 0) + 1
-        layer.name = layer.name or f"{kind}{counts[kind]}"
-        named.append(layer)
-    names: list[str] = [layer.name for layer in named]
-    for name in names:
-        if not isinstance(name, str) or names.count(name) > 1 or "." in name or "/" in name:
-            raise ValueError(f"layer names must be unique texts without '.' or '/', got {name!r}")
-        if name == graph.IMAGES:
-            raise ValueError(f"{name!r} is what a network is given: no layer can have that name")
-    return named
-
-
-def _same_names(what, old, new):
-    if list(old) != list(new) or any(old[k].shape != np.shape(new[k]) for k in old):
-        raise ValueError(
-            f"{what}: expected {', '.join(f'{k} {v.shape}' for k, v in old.items())}; got "
-            f"{', '.join(f'{k} {np.shape(v)}' for k, v in new.items())}"
+    def __repr__(self) -> str:
+        learnables = sum(count for *_, count in self.table())
+        return (
+            f"{type(self).__name__}({len(self.layers)} layers, input {times(self.input_shape)}, "
+            f"output {times(self.output_shape)}, {learnables:,} learnables)"
         )
-    return dict(new)
+
+    def _repr_html_(self) -> str:
+        return self.analyze()._repr_html_()

@@ -1,27 +1,47 @@
-"""What a network's layers come to: shapes, learnables, memory, operations."""
+"""A summary of a network's layers: shapes, learnables, memory, operations."""
 
+from __future__ import annotations
+
+import html
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpidl.blocks import LANES, blocks_of
 from mpidl.nn.layers import Flatten
 from mpidl.text import aligned
 
+if TYPE_CHECKING:
+    from mpidl.nn.network import Network
+
 FLOAT = 4  # bytes
 
 
 class Row(NamedTuple):
-    """A layer of a network.
+    """One layer of a network.
 
-    reads: the names of what it reads; learnables, state: how many numbers; memory: bytes of its
-    output for a mini-batch, 0 where it is not stored; flops: operations of forward for one image,
-    two for each product that is added up.
+    Attributes
+    ----------
+    name, type
+        Names of the layer and of its class.
+    reads
+        The names that it reads.
+    output_shape
+        Shape of the output for one image.
+    learnables, state
+        How many numbers the layer has of each.
+    memory
+        Bytes of its output for a mini-batch; 0 if a training step does not store it.
+    flops
+        Operations of forward for one image; a product that is added up counts as two.
+    trainable
+        False for a frozen layer.
     """
 
     name: str
     type: str
-    reads: tuple
-    output_shape: tuple
+    reads: tuple[str, ...]
+    output_shape: tuple[int, ...]
     learnables: int
     state: int
     memory: int
@@ -30,9 +50,22 @@ class Row(NamedTuple):
 
 
 class Analysis:
-    """A table of a network's layers: `rows` in their order, totals, as text `str(analysis)`."""
+    """A table of a network's layers; `str(analysis)` is the table as text.
 
-    def __init__(self, net, batch_size=128):
+    Parameters
+    ----------
+    net
+        The network.
+    batch_size
+        Images of a mini-batch, for the memory.
+
+    Attributes
+    ----------
+    rows
+        A `Row` per layer, in the order of the network.
+    """
+
+    def __init__(self, net: Network, batch_size: int = 128) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.input_shape, self.batch_size = net.input_shape, batch_size
@@ -40,11 +73,11 @@ class Analysis:
         counts = {kind: _by_layer(net.table(kind)) for kind in ("parameters", "state")}
         shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
         shapes["images"] = net.input_shape
-        stored = net.stored()
-        self.rows = []
+        stored = net.stored_layers()
+        self.rows: list[Row] = []
         for layer, reads in zip(net.layers, net.reads, strict=True):
             output = shapes[layer.name]
-            kept = layer.name in stored and not isinstance(layer, Flatten)  # which moves nothing
+            has_memory = layer.name in stored and not isinstance(layer, Flatten)  # Flatten: a view
             self.rows.append(
                 Row(
                     layer.name,
@@ -53,33 +86,34 @@ class Analysis:
                     output,
                     counts["parameters"].get(layer.name, 0),
                     counts["state"].get(layer.name, 0),
-                    FLOAT * images * math.prod(output) if kept else 0,
+                    FLOAT * images * math.prod(output) if has_memory else 0,
                     2 * layer.multiply_adds(shapes[reads[0]], output),
                     layer.trainable,
                 )
             )
 
     @property
-    def learnables(self):
-        """How many numbers are learnables, frozen ones included."""
+    def learnables(self) -> int:
+        """Number of learnables, including frozen ones."""
         return sum(row.learnables for row in self.rows)
 
     @property
-    def state(self):
-        """How many numbers the layers keep beside their learnables."""
+    def state(self) -> int:
+        """Number of elements of the state."""
         return sum(row.state for row in self.rows)
 
     @property
-    def memory(self):
-        """Bytes of all outputs that a training step stores for a mini-batch."""
+    def memory(self) -> int:
+        """Bytes of the outputs that a training step stores for a mini-batch."""
         return sum(row.memory for row in self.rows)
 
     @property
-    def flops(self):
+    def flops(self) -> int:
         """Operations of forward for one image; backward takes about twice as many."""
         return sum(row.flops for row in self.rows)
 
-    def __str__(self):
+    def _table(self):
+        """Return the header, the rows and the totals as texts."""
         head = ("layer", "type", "reads", "output", "learnables", "state", "memory", "MFLOP")
         lines = [head, ("images", "", "", times(self.input_shape), "", "", "", "")]
         before = "images"
@@ -99,20 +133,48 @@ class Analysis:
             before = row.name
         totals = self.learnables, self.state, _size(self.memory), f"{self.flops / 1e6:,.2f}"
         lines.append(("total", "", "", "", f"{totals[0]:,}", f"{totals[1]:,}", *totals[2:]))
-        below = (
+        return lines
+
+    def _footnote(self):
+        return (
             f"memory: of outputs that are stored, {self.batch_size} images; MFLOP: million "
             "operations of forward, one image"
         )
-        return "\n".join([*aligned(lines, left=3), below])
+
+    def __str__(self) -> str:
+        return "\n".join([*aligned(self._table(), left=3), self._footnote()])
+
+    def __repr__(self) -> str:
+        return f"Analysis({len(self.rows)} layers, batch_size={self.batch_size})"
+
+    def _repr_html_(self) -> str:
+        head, *lines = self._table()
+        rows = [_html_row(head, "th"), *(_html_row(line, "td") for line in lines)]
+        return f"<table>{''.join(rows)}</table><p>{html.escape(self._footnote())}</p>"
 
 
-def analyze(net, batch_size=128):
-    """The `Analysis` of a network for mini-batches of so many images."""
+def _html_row(cells, tag):
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def analyze(net: Network, batch_size: int = 128) -> Analysis:
+    """Return the `Analysis` of a network for mini-batches of `batch_size` images."""
     return Analysis(net, batch_size)
 
 
-def times(shape):
-    """(3, 32, 32) as 3x32x32."""
+def layer_table(net: Network) -> str:
+    """Return a table of the layers with their output shapes and numbers of learnables."""
+    counts = _by_layer(net.table())
+    rows = [("layer", "type", "output", "learnables")]
+    rows.append(("images", "", times(net.input_shape), ""))
+    for layer, shape in zip(net.layers, net.output_shapes, strict=True):
+        number = _number(counts.get(layer.name, 0))
+        rows.append((layer.name, type(layer).__name__, times(shape), number))
+    return "\n".join([*aligned(rows, left=2), f"{sum(counts.values()):,} learnables"])
+
+
+def times(shape: Sequence[int]) -> str:
+    """Format a shape: (3, 32, 32) as 3x32x32."""
     return "x".join(map(str, shape))
 
 

@@ -1,17 +1,36 @@
-"""The zoo: networks by name, each with its recipe (the options it was trained with)."""
+"""Networks by name, each with its recipe: the options that it was trained with."""
 
-from mpidl.nn.layers import AveragePool2D, BatchNorm, Conv2D, Dense, Layer, MaxPool2D, ReLU
-from mpidl.nn.more_layers import Add, CrossChannelNorm, Dropout, GlobalAveragePool2D
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpidl.nn.layers import (
+    Add,
+    AveragePool2D,
+    BatchNorm,
+    Conv2D,
+    CrossChannelNorm,
+    Dense,
+    Dropout,
+    GlobalAveragePool2D,
+    Layer,
+    MaxPool2D,
+    ReLU,
+)
 from mpidl.nn.network import Network
 
 
-def digits(input_shape=(1, 28, 28), classes=10, seed=0):
-    """Three convolutions with batch normalization and one fully connected layer.
+def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
+    """Return a network of three convolutions with batch normalization and a fully connected layer.
 
-    The network of MATLAB's "Train Network in Parallel with Custom Training Loop": 123,090
-    learnables for 28x28 gray images of 10 classes.
+    It has 123,090 learnables for 28x28 gray images of 10 classes.
+
+    Notes
+    -----
+    The network of MATLAB's "Train Network in Parallel with Custom Training Loop".
     """
-    layers = [
+    layers: list[Layer] = [
         Conv2D(5, 20),
         BatchNorm(),
         ReLU(),
@@ -26,18 +45,21 @@ def digits(input_shape=(1, 28, 28), classes=10, seed=0):
     return Network(layers, input_shape, seed=seed)
 
 
-def cifar(input_shape=(3, 32, 32), classes=10, seed=0):
-    """The network of MATLAB's documents on several GPUs, for images as those of CIFAR-10.
+def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
+    """Return the network of MATLAB's documents on several GPUs, for images like CIFAR-10's.
 
-    Four times 3x3 convolution, batch normalization and ReLU with 32 filters, max pooling by 2; the
-    same with 64, and with 128 and average pooling by 8; one fully connected layer: 677,610
-    learnables for 32x32 colour images of 10 classes. MATLAB counts 43 layers: these 40 and its
-    image input, softmax and classification output, which here are the mini-batch queue and the
-    loss.
+    It has three stages and a fully connected layer. A stage is four times 3x3 convolution, batch
+    normalization and ReLU, then pooling. The stages have 32, 64 and 128 filters; the first two
+    end in max pooling by 2, the last one in average pooling by 8. The network has 677,610
+    learnables for 32x32 colour images of 10 classes.
 
-    The recipe is that of the documents: images are mirrored at random and moved by up to 4 pixels.
+    Notes
+    -----
+    MATLAB counts 43 layers: these 40 and its image input, softmax and classification output. Here
+    the mini-batch queue and the loss take their place. The recipe comes from the same documents:
+    images are mirrored at random and moved by up to 4 pixels.
     """
-    layers = []
+    layers: list[Layer] = []
     for filters, pool in ((32, MaxPool2D(2)), (64, MaxPool2D(2)), (128, AveragePool2D(8))):
         for _ in range(4):
             layers += [Conv2D(3, filters, padding=1), BatchNorm(), ReLU()]
@@ -45,17 +67,21 @@ def cifar(input_shape=(3, 32, 32), classes=10, seed=0):
     return Network([*layers, Dense(classes)], input_shape, seed=seed)
 
 
-def resnet(input_shape=(3, 32, 32), classes=10, seed=0):
-    """The residual network of 20 layers for small images: 273,258 learnables for 32x32 colour
-    images of 10 classes.
+def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
+    """Return the residual network of 20 layers for small images.
 
-    He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, section 4.2: a
-    3x3 convolution; three stages of three blocks of two 3x3 convolutions, with 16, 32 and 64
-    filters, the second and third stage at half the rows and columns; the mean of each channel; one
-    fully connected layer. Where a block changes the shape, a 1x1 convolution with batch
-    normalization brings its input into the new one (the paper's option B). Convolutions have
-    biases, and weights are Glorot uniform. The recipe is that of MATLAB's "Train Residual Network
-    for Image Classification": images are mirrored at random and moved by up to 4 pixels.
+    It has 273,258 learnables for 32x32 colour images of 10 classes. A 3x3 convolution is followed
+    by three stages of three blocks of two 3x3 convolutions, with 16, 32 and 64 filters. The second
+    and the third stage halve the rows and columns. The mean of each channel and a fully connected
+    layer end the network. If a block changes the shape, a 1x1 convolution with batch normalization
+    converts the block's input (the paper's option B). Convolutions have biases, and weights are
+    Glorot uniform.
+
+    Notes
+    -----
+    He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, section 4.2. The
+    recipe comes from MATLAB's "Train Residual Network for Image Classification": images are
+    mirrored at random and moved by up to 4 pixels.
     """
     layers: list[Layer] = [
         Conv2D(3, 16, padding=1, name="conv1"),
@@ -66,43 +92,50 @@ def resnet(input_shape=(3, 32, 32), classes=10, seed=0):
     for stage in range(3):
         for _ in range(3):
             block += 1
-            own, wanted = f"block{block}", 16 << stage
-            stride, shortcut = (1, before) if wanted == filters else (2, f"{own}_shortcut_norm")
+            prefix, block_filters = f"block{block}", 16 << stage
+            same_shape = block_filters == filters
+            stride, shortcut = (1, before) if same_shape else (2, f"{prefix}_shortcut_norm")
             layers += [
-                Conv2D(3, wanted, stride=stride, padding=1, name=f"{own}_conv1"),
-                BatchNorm(name=f"{own}_norm1"),
-                ReLU(name=f"{own}_relu1"),
-                Conv2D(3, wanted, padding=1, name=f"{own}_conv2"),
-                BatchNorm(name=f"{own}_norm2"),
+                Conv2D(3, block_filters, stride=stride, padding=1, name=f"{prefix}_conv1"),
+                BatchNorm(name=f"{prefix}_norm1"),
+                ReLU(name=f"{prefix}_relu1"),
+                Conv2D(3, block_filters, padding=1, name=f"{prefix}_conv2"),
+                BatchNorm(name=f"{prefix}_norm2"),
             ]
-            if wanted != filters:
-                projection = f"{own}_shortcut"
+            if not same_shape:
+                projection = f"{prefix}_shortcut"
                 layers += [
-                    Conv2D(1, wanted, stride=stride, name=projection, after=before),
+                    Conv2D(1, block_filters, stride=stride, name=projection, after=before),
                     BatchNorm(name=shortcut),
                 ]
-            before, filters = f"{own}_relu2", wanted
+            before, filters = f"{prefix}_relu2", block_filters
             layers += [
-                Add(inputs=(f"{own}_norm2", shortcut), name=f"{own}_add"),
+                Add(inputs=(f"{prefix}_norm2", shortcut), name=f"{prefix}_add"),
                 ReLU(name=before),
             ]
     layers += [GlobalAveragePool2D(name="pool"), Dense(classes, name="dense1")]
     return Network(layers, input_shape, seed=seed)
 
 
-def alexnet(input_shape=(3, 227, 227), classes=1000, seed=0):
-    """The network of Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep
-    convolutional neural networks", 2012: 60,965,224 learnables for 227x227 colour images of 1000
-    classes.
+def alexnet(
+    input_shape: Sequence[int] = (3, 227, 227), classes: int = 1000, seed: int = 0
+) -> Network:
+    """Return AlexNet, with 60,965,224 learnables for 227x227 colour images of 1000 classes.
 
-    Five convolutions, the second, fourth and fifth in two groups; cross-channel normalization
-    behind the first two and overlapping max pooling behind the first two and the last; three fully
-    connected layers with dropout between them. Layers have the names that MATLAB's and Caffe's
-    model have, and the normalization's constant is theirs, 1 (the paper's: 2); weights are Glorot
-    uniform and biases zero. The recipe is that of MATLAB's "Deep Learning with MATLAB and Multiple
-    GPUs" for a pretrained AlexNet; its learning rate is low for a new one.
+    It has five convolutions, the second, fourth and fifth in two groups. Cross-channel
+    normalization follows the first two, and overlapping max pooling follows the first two and the
+    last. Three fully connected layers with dropout between them end the network. Weights are
+    Glorot uniform and biases zero.
+
+    Notes
+    -----
+    Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
+    networks", 2012. The names of the layers and the constant of the normalization, 1, are those in
+    MATLAB's and Caffe's models; the paper's constant is 2. The recipe comes from MATLAB's "Deep
+    Learning with MATLAB and Multiple GPUs" for a pretrained AlexNet. Its learning rate is low for
+    a new network.
     """
-    layers = [
+    layers: list[Layer] = [
         Conv2D(11, 96, stride=4, name="conv1"),
         ReLU(name="relu1"),
         CrossChannelNorm(5, k=1.0, name="norm1"),
@@ -129,9 +162,14 @@ def alexnet(input_shape=(3, 227, 227), classes=1000, seed=0):
     return Network(layers, input_shape, seed=seed)
 
 
-NETWORKS = {"digits": digits, "cifar": cifar, "resnet": resnet, "alexnet": alexnet}
+NETWORKS: dict[str, Callable[..., Any]] = {
+    "digits": digits,
+    "cifar": cifar,
+    "resnet": resnet,
+    "alexnet": alexnet,
+}
 
-RECIPES = {
+RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
         "epochs": 20,
         "batch_size": 128,

@@ -1,4 +1,4 @@
-"""The ops: each family in a file, forward and vjp side by side."""
+"""The ops: one file per family, with forward and vjp side by side."""
 
 from mpidl.ops.activation import leaky_relu, relu, sigmoid, softmax, tanh
 from mpidl.ops.arithmetic import (

@@ -1,31 +1,42 @@
 """Activations."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
+from mpidl.blocks import Blocked
 from mpidl.ops import check
 
 
 @op(blocks=True)
-def relu(x):
-    """max(x, 0), elementwise; the gradient at 0 is 0."""
+def relu(x: Blocked):
+    """Return max(x, 0), elementwise. The gradient at 0 is 0."""
     check.images("relu", x)
     backend = backends.of(x)
     y = backend.relu(x.lanes)
     return x.like(y), lambda dy, needs: (x.like(backend.relu_dx(dy.lanes, y)),)
 
 
-def check_scale(name, scale):
-    """ValueError for a scale that `leaky_relu` does not take."""
+def check_scale(name: str, scale: Any) -> None:
+    """Raise a ValueError unless `scale` is a finite number >= 0, as `leaky_relu` requires."""
     if not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
         raise ValueError(f"{name}: scale must be a number >= 0, got {scale!r}")
 
 
 @op(blocks=True)
-def leaky_relu(x, scale=0.01):
-    """x where it is > 0, else scale * x, elementwise; scale is a number >= 0; at 0 the gradient is
-    scale times that behind."""
+def leaky_relu(x: Blocked, scale: float = 0.01):
+    """Return x where x > 0 and scale * x elsewhere, elementwise.
+
+    Parameters
+    ----------
+    x
+        Blocked.
+    scale
+        A number >= 0. The derivative at 0 is `scale`.
+    """
     check.images("leaky_relu", x)
     check_scale("leaky_relu", scale)
     backend = backends.of(x)
@@ -38,8 +49,8 @@ def leaky_relu(x, scale=0.01):
 
 
 @op(blocks=True)
-def tanh(x):
-    """Hyperbolic tangent, elementwise."""
+def tanh(x: Blocked):
+    """Return the hyperbolic tangent, elementwise."""
     check.images("tanh", x)
     backend = backends.of(x)
     y = backend.tanh(x.lanes)
@@ -47,8 +58,8 @@ def tanh(x):
 
 
 @op(blocks=True)
-def sigmoid(x):
-    """1 / (1 + exp(-x)), elementwise."""
+def sigmoid(x: Blocked):
+    """Return 1 / (1 + exp(-x)), elementwise."""
     check.images("sigmoid", x)
     backend = backends.of(x)
     y = backend.sigmoid(x.lanes)
@@ -56,9 +67,19 @@ def sigmoid(x):
 
 
 @op(blocks=True)
-def softmax(x):
-    """exp(x) / sum of exp(x) over the K classes. x: (N, K) or (N, K, ...), of each pixel; returns
-    the same shape in x's type."""
+def softmax(x: Blocked):
+    """Return exp(x) / sum of exp(x) over the K classes, of each image or of each pixel.
+
+    Parameters
+    ----------
+    x
+        (N, K) or (N, K, ...).
+
+    Returns
+    -------
+    Blocked
+        The same shape, in x's type.
+    """
     check.images("softmax", x)
     if len(x.shape) < 2:
         raise ValueError(f"softmax: expected (N, K) or (N, K, ...), got {x.shape}")

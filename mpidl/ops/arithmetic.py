@@ -1,9 +1,12 @@
-"""Elementwise arithmetic, and what makes + - * / ** work on values that are differentiated.
+"""Elementwise arithmetic, and the operators + - * / ** of differentiated values.
 
-Written as a user would write an op: plain arrays, one block at a time. Shapes broadcast as in
-NumPy, where a blocked value counts its images first: (N, C, H, W) * (C, 1, 1).
+These ops work on plain arrays, one block at a time, as a custom op would. Shapes broadcast as in
+NumPy, and the first axis of a blocked value counts its images: (N, C, H, W) * (C, 1, 1).
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,8 @@ from mpidl.fold import Partial
 from mpidl.ops.loss import multiply_partial
 
 
-def _like(dy, x):
-    """Sum a cotangent over the axes along which x was broadcast."""
+def _sum_to(dy, x):
+    """Sum a cotangent over the axes along which x was broadcast, to the shape of x."""
     extra = np.ndim(dy) - np.ndim(x)
     dy = dy.sum(axis=tuple(range(extra))) if extra else dy
     stretched = tuple(i for i, n in enumerate(np.shape(x)) if n == 1 and dy.shape[i] != 1)
@@ -34,22 +37,26 @@ def _add_blocked(a, b):
 @op(blocks=True)
 def _add_partial(a, b):
     if not isinstance(a, Partial):
-        return b + a, lambda dy, needs: (_like(dy, a), dy)
-    return a + b, lambda dy, needs: (dy, dy if isinstance(b, Partial) else _like(dy, b))
+        return b + a, lambda dy, needs: (_sum_to(dy, a), dy)
+    return a + b, lambda dy, needs: (dy, dy if isinstance(b, Partial) else _sum_to(dy, b))
 
 
 @op
 def _add(a, b):
-    return a + b, lambda dy: (_like(dy, a), _like(dy, b))
+    return a + b, lambda dy: (_sum_to(dy, a), _sum_to(dy, b))
 
 
 @op
 def _multiply(a, b):
-    return a * b, lambda dy: (_like(dy * b, a), _like(dy * a, b))
+    return a * b, lambda dy: (_sum_to(dy * b, a), _sum_to(dy * a, b))
 
 
-def add(a, b):
-    """a + b. Two Partials stay apart until they are folded; a replicated addend counts once."""
+def add(a: Any, b: Any) -> Any:
+    """Return a + b.
+
+    Two Partials stay separate terms until they are folded. A replicated addend of a Partial counts
+    once.
+    """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
         return _add_partial(a, b)
@@ -59,8 +66,8 @@ def add(a, b):
     return _add(a, b)
 
 
-def multiply(a, b):
-    """a * b, elementwise. A Partial can be multiplied by a number that is replicated."""
+def multiply(a: Any, b: Any) -> Any:
+    """Return a * b, elementwise. A Partial can be multiplied by a replicated number."""
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
     if isinstance(value_of(b), Partial):
@@ -68,23 +75,23 @@ def multiply(a, b):
     return _multiply(a, b)
 
 
-def negative(a):
-    """-a."""
+def negative(a: Any) -> Any:
+    """Return -a."""
     return multiply(a, -1.0)
 
 
-def subtract(a, b):
-    """a - b."""
+def subtract(a: Any, b: Any) -> Any:
+    """Return a - b."""
     return add(a, negative(b))
 
 
 @op
 def _divide(a, b):
-    return a / b, lambda dy: (_like(dy / b, a), _like(-dy * a / (b * b), b))
+    return a / b, lambda dy: (_sum_to(dy / b, a), _sum_to(-dy * a / (b * b), b))
 
 
-def divide(a, b):
-    """a / b, elementwise. A Partial can be divided by a number that is replicated."""
+def divide(a: Any, b: Any) -> Any:
+    """Return a / b, elementwise. A Partial can be divided by a replicated number."""
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, _divide(1.0, b))
     return _divide(a, b)
@@ -92,26 +99,26 @@ def divide(a, b):
 
 @op
 def power(a, exponent):
-    """a ** exponent for a fixed number `exponent`."""
+    """Return a ** exponent for a constant number `exponent`."""
     return a**exponent, lambda dy: (dy * exponent * a ** (exponent - 1), None)
 
 
 @op
 def exp(a):
-    """e ** a, elementwise."""
+    """Return e ** a, elementwise."""
     y = np.exp(a)
     return y, lambda dy: (dy * y,)
 
 
 @op
 def log(a):
-    """Natural logarithm, elementwise."""
+    """Return the natural logarithm, elementwise."""
     return np.log(a), lambda dy: (dy / a,)
 
 
 @op
 def sqrt(a):
-    """Square root, elementwise."""
+    """Return the square root, elementwise."""
     y = np.sqrt(a)
     return y, lambda dy: (dy / (2 * y),)
 
@@ -125,10 +132,22 @@ def _total(a, axis):
     return a.sum(axis=axis), vjp
 
 
-def total(a, axis=None):
-    """The sum of a replicated array's elements, over `axis` or all: sum(w**2) of a penalty, say.
+def total(a: Any, axis: int | tuple[int, ...] | None = None) -> Any:
+    """Return the sum of a replicated array's elements, for example of w**2 in a penalty.
 
-    (`sum` is the sum over the images of the mini-batch.)
+    `sum` is the sum over the images of the mini-batch.
+
+    Parameters
+    ----------
+    a
+        A replicated array.
+    axis
+        The axis or axes to sum over; by default all.
+
+    Raises
+    ------
+    TypeError
+        For a blocked value or a Partial.
     """
     if isinstance(value_of(a), (Blocked, Partial)):
         raise TypeError("total sums a replicated array; dl.sum and dl.mean go over the images")
@@ -137,12 +156,12 @@ def total(a, axis=None):
 
 @op
 def _transpose(a, axes):
-    back = None if axes is None else tuple(np.argsort(axes))
-    return np.ascontiguousarray(a.transpose(axes)), lambda dy: (dy.transpose(back), None)
+    inverse = None if axes is None else tuple(np.argsort(axes))
+    return np.ascontiguousarray(a.transpose(axes)), lambda dy: (dy.transpose(inverse), None)
 
 
-def transpose(a, axes=None):
-    """A replicated array with its axes permuted (reversed by default)."""
+def transpose(a: Any, axes: Sequence[int] | None = None) -> Any:
+    """Return a replicated array with its axes permuted, by default reversed."""
     return _transpose(a, axes)
 
 
@@ -151,21 +170,21 @@ def _reshape(a, shape):
     return a.reshape(shape), lambda dy: (dy.reshape(a.shape), None)
 
 
-def reshape(a, shape):
-    """A replicated array in another shape."""
+def reshape(a: Any, shape: int | Sequence[int]) -> Any:
+    """Return a replicated array in another shape."""
     return _reshape(a, shape)
 
 
-_kind: Any
-for _kind in (Var, Blocked):
-    _kind.__add__ = add
-    _kind.__radd__ = lambda a, b: add(b, a)
-    _kind.__sub__ = subtract
-    _kind.__rsub__ = lambda a, b: subtract(b, a)
-    _kind.__mul__ = multiply
-    _kind.__rmul__ = lambda a, b: multiply(b, a)
-    _kind.__truediv__ = divide
-    _kind.__rtruediv__ = lambda a, b: divide(b, a)
-    _kind.__pow__ = power
-    _kind.__neg__ = negative
-    _kind.__array_ufunc__ = None  # so that array + value asks the value, not NumPy
+_operand_type: Any
+for _operand_type in (Var, Blocked):
+    _operand_type.__add__ = add
+    _operand_type.__radd__ = lambda a, b: add(b, a)
+    _operand_type.__sub__ = subtract
+    _operand_type.__rsub__ = lambda a, b: subtract(b, a)
+    _operand_type.__mul__ = multiply
+    _operand_type.__rmul__ = lambda a, b: multiply(b, a)
+    _operand_type.__truediv__ = divide
+    _operand_type.__rtruediv__ = lambda a, b: divide(b, a)
+    _operand_type.__pow__ = power
+    _operand_type.__neg__ = negative
+    _operand_type.__array_ufunc__ = None  # array + value calls the value's __radd__

@@ -1,43 +1,56 @@
-"""Batch normalization, by itself or in one pass with the convolution before and the ReLU behind."""
+"""Batch normalization, alone or fused with the convolution before it and the ReLU after it."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
-from mpidl.blocks import Activation, Gradient
+from mpidl.blocks import Blocked, DeferredActivation, GradientWithSums
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
-from mpidl.shapes import Pads, Pair
 
 
 class Statistics(NamedTuple):
-    """What a mini-batch is normalized by: float64, (C,) but for the count; see
-    `backends.interface`."""
+    """The statistics that normalize a mini-batch, from a backend's `statistics`.
+
+    Attributes
+    ----------
+    count
+        Number of pixels.
+    mean, rstd, variance
+        (C,) float64.
+    shift, scale
+        The mean and the scale in the form that the backend's `batchnorm` takes.
+    """
 
     count: float
     mean: np.ndarray
     rstd: np.ndarray
     variance: np.ndarray
-    shift: np.ndarray  # the mean and the scale as the backend's `batchnorm` takes them
+    shift: np.ndarray
     scale: np.ndarray
 
 
 def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
-    """Statistics of a Partial of moments; `record` gets those of the whole mini-batch."""
+    """Return the Statistics of a Partial of moments; `record` gets those of the mini-batch."""
     local = moments.local() if scope == "local" else None
-    whole = batch.world.gplus(moments)
-    s = Statistics(*backend.statistics(whole, gamma, epsilon))
+    s = Statistics(*backend.statistics(batch.world.gplus(moments), gamma, epsilon))
     if record:
         record(s.mean, s.variance)
     return s if local is None else Statistics(*backend.statistics(local, gamma, epsilon))
 
 
 def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, Any], Any, Any]:
-    """From the Partial of [sum of dy, sum of dy * (x - mean)]: the factors a, b, c of
-    dx = a * dy + b * (x - mean) + c, and the gradients of gamma and beta, which are replicated, not
-    Partials: their sums went over all ranks."""
+    """Return the factors of dx and the gradients of gamma and beta.
+
+    `sums` is the Partial of [sum of dy, sum of dy * (x - mean)]. The factors (a, b, c) give
+    dx = a * dy + b * (x - mean) + c. The gradients are replicated instead of Partials, because
+    their sums go over all ranks.
+    """
     if scope == "global":
         a, b, c, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
         return (a, b, c), dgamma, dbeta
@@ -48,6 +61,7 @@ def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, A
 
 
 def _check(name, channels, gamma, beta, scope, shape):
+    """Raise a ValueError for gamma or beta of a wrong shape and for an unknown scope."""
     if gamma.shape != (channels,) or beta.shape != (channels,):
         raise ValueError(
             f"{name}: expected gamma and beta ({channels},) for x {shape}, got {gamma.shape} and "
@@ -58,15 +72,40 @@ def _check(name, channels, gamma, beta, scope, shape):
 
 
 @op(blocks=True)
-def batchnorm(x, gamma, beta, *, epsilon=1e-5, scope="global", record=None):
+def batchnorm(
+    x: Blocked,
+    gamma: np.ndarray,
+    beta: np.ndarray,
+    *,
+    epsilon: float = 1e-5,
+    scope: str = "global",
+    record: Callable[[Any, Any], None] | None = None,
+):
     """Normalize by the statistics of the mini-batch: y = gamma * (x - mean) * rstd + beta.
 
-    x: (N, C, H, W) or (N, C); gamma, beta: (C,); rstd = 1 / sqrt(variance + epsilon), the variance
-    divided by the count (biased). Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1.
-    scope "global": statistics of the whole mini-batch over all ranks, forward and backward;
-    "local": each rank normalizes by those of its own share, so that the result depends on the
-    number of ranks. `record(mean, variance)` is called with the statistics of the whole mini-batch
-    (float64) either way, for the running state.
+    Parameters
+    ----------
+    x
+        (N, C, H, W) or (N, C).
+    gamma, beta
+        (C,).
+    epsilon
+        rstd = 1 / sqrt(variance + epsilon), with the biased variance (divided by the count).
+    scope
+        "global": forward and backward use statistics of the mini-batch over all ranks. "local":
+        each rank uses statistics of its share, so the result depends on the number of ranks.
+    record
+        Called as record(mean, variance) with the statistics of the global mini-batch (float64),
+        for the running state, in either scope.
+
+    Returns
+    -------
+    Blocked
+        The shape of x.
+
+    Notes
+    -----
+    Ioffe and Szegedy, "Batch normalization", 2015, algorithm 1.
     """
     check.images("batchnorm", x)
     _check("batchnorm", x.shape[1], gamma, beta, scope, x.shape)
@@ -86,10 +125,30 @@ def batchnorm(x, gamma, beta, *, epsilon=1e-5, scope="global", record=None):
 
 
 @op(blocks=True)
-def batchnorm_predict(x, mean, variance, gamma, beta, *, epsilon=1e-5):
-    """Normalize by the running state instead: what prediction does.
+def batchnorm_predict(
+    x: Blocked,
+    mean: np.ndarray,
+    variance: np.ndarray,
+    gamma: np.ndarray,
+    beta: np.ndarray,
+    *,
+    epsilon: float = 1e-5,
+):
+    """Normalize by the running state, as prediction does. Only x can be differentiated.
 
-    x: (N, C, H, W) or (N, C); mean, variance, gamma, beta: (C,). x alone can be differentiated.
+    Parameters
+    ----------
+    x
+        (N, C, H, W) or (N, C).
+    mean, variance, gamma, beta
+        (C,).
+    epsilon
+        Added to the variance.
+
+    Returns
+    -------
+    Blocked
+        The shape of x.
     """
     check.images("batchnorm_predict", x)
     backend, lanes = backends.of(x), x.lanes
@@ -97,16 +156,17 @@ def batchnorm_predict(x, mean, variance, gamma, beta, *, epsilon=1e-5):
     y = backend.batchnorm(lanes, mean, scale, beta)
 
     def vjp(dy, needs):
-        _only_images(needs[1:])
-        nothing = backend.zeros_like(scale)
-        factors = scale, nothing, nothing
+        _refuse_learnables(needs[1:])
+        zeros = backend.zeros_like(scale)
+        factors = scale, zeros, zeros
         dx = backend.batchnorm_dx(dy.lanes, lanes, mean, *factors, x.batch.counts())
         return x.like(dx), None, None, None, None
 
     return x.like(y), vjp
 
 
-def _only_images(needs):
+def _refuse_learnables(needs):
+    """Raise a TypeError if an argument other than the images needs a cotangent."""
     if any(needs):
         raise TypeError(
             "batch normalization by running statistics is differentiated with respect to its "
@@ -116,74 +176,81 @@ def _only_images(needs):
 
 @op(blocks=True)
 def conv2d_batchnorm_relu(
-    x,
-    weight,
-    bias,
-    gamma,
-    beta,
+    x: Blocked,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    gamma: np.ndarray,
+    beta: np.ndarray,
     *,
-    stride=1,
-    padding=0,
-    dilation=1,
-    groups=1,
-    epsilon=1e-5,
-    scope="global",
-    record=None,
+    stride: check.PairArgument = 1,
+    padding: check.PaddingArgument = 0,
+    dilation: check.PairArgument = 1,
+    groups: int = 1,
+    epsilon: float = 1e-5,
+    scope: str = "global",
+    record: Callable[[Any, Any], None] | None = None,
 ):
-    """relu(batchnorm(conv2d(x, weight, bias), gamma, beta)), with the bytes of the three ops.
+    """Return relu(batchnorm(conv2d(x, weight, bias), gamma, beta)), with the bytes of three ops.
 
-    Only the convolution's output is stored: who reads the value normalizes on the way. Each block
-    is read once forward (its input's activation, the convolution, the moments) and once backward
-    (the gradient through ReLU and batch normalization, those of weight, bias and x, and the sums
-    that the batch normalization before it asks for). For backends that read an Activation.
+    The arguments are as in `conv2d` and `batchnorm`. The backend must read a DeferredActivation.
+
+    Notes
+    -----
+    Only the convolution's output is stored, and readers of the value normalize while they read.
+    Each block is read once forward (for its input's activation, the convolution and the moments)
+    and once backward. Backward computes the gradient through ReLU and batch normalization, the
+    gradients of weight, bias and x, and the sums for the batch normalization before it.
     """
-    how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     _check("conv2d_batchnorm_relu", len(weight), gamma, beta, scope, x.shape)
     backend, batch = backends.of(x), x.batch
     counts, tree = batch.counts(), batch.tree
-    y, moments = backend.conv2d_moments(x.source, weight, bias, *how, counts, tree)
+    y, moments = backend.conv2d_moments(x.source, weight, bias, *conv_args, counts, tree)
     s = _statistics(backend, moments, batch, gamma, epsilon, scope, record)
     value = backend.source(y, s.shift, s.scale, beta)
 
     def vjp(dy, needs):
-        sums = dy.sums if isinstance(dy, Gradient) else None
+        sums = dy.sums if isinstance(dy, GradientWithSums) else None
         if sums is None:
             sums = backend.activation_sums(dy.lanes, value, tree)
         factors, dgamma, dbeta = _gradients(backend, sums, batch, scope, gamma, s)
-        return *_through(dy, x, value, weight, how, factors, needs[:3]), dgamma, dbeta
+        return *_conv2d_backward(dy, x, value, weight, conv_args, factors, needs[:3]), dgamma, dbeta
 
-    return Activation(value, batch, backend.activation), vjp
+    return DeferredActivation(value, batch, backend.activation), vjp
 
 
-def _through(
+def _conv2d_backward(
     dy,
     x,
-    value,
+    activation_after,
     weight,
-    how: tuple[Pair, Pads, Pair, int],
+    conv_args: tuple[check.Pair, check.Sides, check.Pair, int],
     factors: tuple[Any, Any, Any],
     needs,
 ):
-    """Cotangents of the convolution's images, weight and bias, of the cotangent of `value`, the
-    Source of the activation; factors: those of the batch normalization between."""
+    """Return the cotangents of the convolution's images, weight and bias.
+
+    dy is the cotangent of `activation_after`, a DeferredInput. The factors belong to the batch
+    normalization in between.
+    """
     if not any(needs):
         return None, None, None
     backend, batch = backends.of(x), x.batch
-    activation_before = needs[0] and isinstance(x, Activation)
+    activation_before = needs[0] and isinstance(x, DeferredActivation)
     dx, dweight, dbias, sums = backend.conv2d_backward(
         dy.lanes,
         x.source,
         weight,
-        *how,
+        *conv_args,
         batch.counts(),
         batch.tree,
         needs,
-        activation_after=(value, *factors),
+        activation_after=(activation_after, *factors),
         sums=activation_before,
-        overwrite=isinstance(dy, Gradient),  # made by the op behind for this one alone
+        overwrite=isinstance(dy, GradientWithSums),  # which has no other reader
     )
     if activation_before:
-        dx = Gradient(dx, batch, sums)
+        dx = GradientWithSums(dx, batch, sums)
     elif dx is not None:
         dx = x.like(dx)
     return dx, dweight, dbias
@@ -191,31 +258,40 @@ def _through(
 
 @op(blocks=True)
 def conv2d_batchnorm_relu_predict(
-    x,
-    weight,
-    bias,
-    mean,
-    variance,
-    gamma,
-    beta,
+    x: Blocked,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    mean: np.ndarray,
+    variance: np.ndarray,
+    gamma: np.ndarray,
+    beta: np.ndarray,
     *,
-    stride=1,
-    padding=0,
-    dilation=1,
-    groups=1,
-    epsilon=1e-5,
+    stride: check.PairArgument = 1,
+    padding: check.PaddingArgument = 0,
+    dilation: check.PairArgument = 1,
+    groups: int = 1,
+    epsilon: float = 1e-5,
 ):
-    """The same with the running state: what prediction does, and a frozen batch normalization."""
-    how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    """Normalize by the running state instead, as prediction and frozen layers do.
+
+    The arguments are as in `conv2d` and `batchnorm_predict`.
+    """
+    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)
-    y = backend.conv2d(x.source, weight, bias, *how)
+    y = backend.conv2d(x.source, weight, bias, *conv_args)
     scale = backend.predict_scale(gamma, variance, epsilon)
     value = backend.source(y, mean, scale, beta)
 
     def vjp(dy, needs):
-        _only_images(needs[3:])
-        nothing = backend.zeros_like(scale)
-        factors = scale, nothing, nothing
-        return *_through(dy, x, value, weight, how, factors, needs[:3]), None, None, None, None
+        _refuse_learnables(needs[3:])
+        zeros = backend.zeros_like(scale)
+        factors = scale, zeros, zeros
+        return (
+            *_conv2d_backward(dy, x, value, weight, conv_args, factors, needs[:3]),
+            None,
+            None,
+            None,
+            None,
+        )
 
-    return Activation(value, x.batch, backend.activation), vjp
+    return DeferredActivation(value, x.batch, backend.activation), vjp

@@ -1,4 +1,6 @@
-"""Values one behind the other."""
+"""Concatenation."""
+
+from __future__ import annotations
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
@@ -7,10 +9,23 @@ from mpidl.ops import check
 
 
 @op(blocks=True)
-def concat(*values):
-    """(N, C1, ...), (N, C2, ...), ... of one mini-batch as one value (N, C1 + C2 + ..., ...).
+def concat(*values: Blocked):
+    """Concatenate values of one mini-batch along the channels.
 
-    Concatenation along the channels: the axes behind must be the same.
+    Parameters
+    ----------
+    values
+        (N, C1, ...), (N, C2, ...), ... of one type, with equal axes after the channels.
+
+    Returns
+    -------
+    Blocked
+        (N, C1 + C2 + ..., ...).
+
+    Raises
+    ------
+    ValueError
+        If types, axes or mini-batches differ.
     """
     for value in values:
         check.images("concat", value)

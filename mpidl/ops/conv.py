@@ -1,24 +1,43 @@
 """Convolution."""
 
+from __future__ import annotations
+
 import functools
+from typing import Any
+
+import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
+from mpidl.blocks import Blocked
 from mpidl.ops import check
-from mpidl.shapes import Pads, Pair, conv2d_shape
+from mpidl.shapes import conv2d_shape
 
 
 def conv2d_arguments(
-    x, weight, bias, stride, padding, dilation, groups
-) -> tuple[Pair, Pads, Pair, int]:
-    """(stride, padding, dilation, groups) as backends take them, of arguments that fit together."""
+    x: Any,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    stride: check.PairArgument,
+    padding: check.PaddingArgument,
+    dilation: check.PairArgument,
+    groups: int,
+) -> tuple[check.Pair, check.Sides, check.Pair, int]:
+    """Return (stride, padding, dilation, groups) in the form that backends take.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the arguments of `conv2d` do not fit together.
+    """
     check.images("conv2d", x, 4)
-    how = (check.fixed(v) for v in (stride, padding, dilation))
-    return _arguments(x.shape[1:], weight.shape, bias.shape, *how, groups)
+    options = (check.fixed(v) for v in (stride, padding, dilation))
+    return _arguments(x.shape[1:], weight.shape, bias.shape, *options, groups)
 
 
 @functools.lru_cache(maxsize=256)
 def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
+    """Return the checked arguments; the cache spares the checks of each further mini-batch."""
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
     channels = image_shape[0]
@@ -39,23 +58,47 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
 
 
 @op(blocks=True)
-def conv2d(x, weight, bias, *, stride=1, padding=0, dilation=1, groups=1):
-    """2-D cross-correlation.
+def conv2d(
+    x: Blocked,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    *,
+    stride: check.PairArgument = 1,
+    padding: check.PaddingArgument = 0,
+    dilation: check.PairArgument = 1,
+    groups: int = 1,
+):
+    """Compute a 2-D cross-correlation.
 
-    x: (N, C, H, W); weight: (K, C/groups, R, S); bias: (K,); returns (N, K, P, Q) with
-    P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, Q likewise. stride and dilation
-    are integers or (down, across); padding is an integer, (down, across) or
-    ((top, bottom), (left, right)) pixels of zero, or "same", for P = ceil(H / stride), where of an
-    odd number of rows the one more is at the bottom, of columns at the right.
+    Parameters
+    ----------
+    x
+        (N, C, H, W).
+    weight
+        (K, C/groups, R, S).
+    bias
+        (K,).
+    stride, dilation
+        An integer or (down, across).
+    padding
+        An integer, (down, across) or ((top, bottom), (left, right)): pixels of zero. Or "same", for
+        P = ceil(H / stride); an odd row goes to the bottom, an odd column to the right.
+    groups
+        Number of groups of channels.
+
+    Returns
+    -------
+    Blocked
+        (N, K, P, Q) with P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, Q likewise.
     """
-    how = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
+    conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)
-    y = backend.conv2d(x.source, weight, bias, *how)
+    y = backend.conv2d(x.source, weight, bias, *conv_args)
 
     def vjp(dy, needs):
         batch = x.batch
         dx, dweight, dbias, _ = backend.conv2d_backward(
-            dy.lanes, x.source, weight, *how, batch.counts(), batch.tree, needs
+            dy.lanes, x.source, weight, *conv_args, batch.counts(), batch.tree, needs
         )
         return None if dx is None else x.like(dx), dweight, dbias
 

@@ -1,34 +1,51 @@
-"""Fully connected layers."""
+"""Flattening and fully connected layers."""
+
+from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from mpidl import backends
 from mpidl.autodiff.tape import op
-from mpidl.blocks import LANES, Activation, Gradient
+from mpidl.blocks import LANES, Blocked, DeferredActivation, GradientWithSums
 from mpidl.ops import check
 
 
 @op(blocks=True)
-def flatten(x):
-    """(N, C, H, W) -> (N, C*H*W), in that order."""
+def flatten(x: Blocked):
+    """Reshape (N, C, H, W) to (N, C*H*W), in that order."""
     check.images("flatten", x)
     shape = x.image_shape
     features = math.prod(shape)
 
     def vjp(dy, needs):
         dx = dy.lanes.reshape(len(dy.lanes), *shape, LANES)
-        return (Gradient(dx, x.batch, dy.sums) if isinstance(dy, Gradient) else x.like(dx),)
+        sums = dy.sums if isinstance(dy, GradientWithSums) else None
+        return (x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums),)
 
-    if isinstance(x, Activation):  # which stays what is not stored
+    if isinstance(x, DeferredActivation):  # stays deferred
         return x.reshape((features,)), vjp
     return x.like(x.lanes.reshape(len(x.lanes), features, LANES)), vjp
 
 
 @op(blocks=True)
-def dense(x, weight, bias):
-    """y = x @ weight.T + bias.
+def dense(x: Blocked, weight: np.ndarray, bias: np.ndarray):
+    """Return x @ weight.T + bias.
 
-    x: (N, F); weight: (K, F); bias: (K,); returns (N, K).
+    Parameters
+    ----------
+    x
+        (N, F).
+    weight
+        (K, F).
+    bias
+        (K,).
+
+    Returns
+    -------
+    Blocked
+        (N, K).
     """
     check.images("dense", x, 2)
     if weight.ndim != 2 or weight.shape[1] != x.shape[1] or bias.shape != weight.shape[:1]:
@@ -44,7 +61,7 @@ def dense(x, weight, bias):
             dy.lanes, x.source, weight, x.batch.tree, needs
         )
         if dx is not None:
-            dx = x.like(dx) if sums is None else Gradient(dx, x.batch, sums)
+            dx = x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
         return dx, dweight, dbias
 
     return x.like(y), vjp

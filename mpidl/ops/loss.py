@@ -1,20 +1,33 @@
 """Sums over the images of a mini-batch, and losses."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import op, refuse_gpu, value_of
 from mpidl.blocks import LANES, Blocked, zero_unused
+from mpidl.fold import Partial
 from mpidl.ops import check
 
 
 @op(blocks=True)
-def sum(x):
-    """The sum over the images of the global mini-batch, in float64.
+def sum(x: Blocked):
+    """Return the sum over the images of the global mini-batch, in float64.
 
-    x: (N, ...); returns a Partial of shape (...).
+    Parameters
+    ----------
+    x
+        (N, ...).
+
+    Returns
+    -------
+    Partial
+        Shape (...).
     """
     check.images("sum", x)
     refuse_gpu("sum", x)
@@ -28,17 +41,25 @@ def sum(x):
     return backends.of(x).image_sums(x.lanes, batch.counts(), batch.tree), vjp
 
 
-def mean(x):
-    """The mean over the images of the global mini-batch (however many ranks hold them).
+def mean(x: Any) -> Any:
+    """Return the mean over the images of the global mini-batch, for any number of ranks.
 
-    x: (N, ...); returns a Partial of shape (...): one number of (N,), three of (N, 3).
+    Parameters
+    ----------
+    x
+        (N, ...).
+
+    Returns
+    -------
+    Partial
+        Shape (...): one number for (N,), three numbers for (N, 3).
     """
     return multiply_partial(sum(x), 1.0 / x.shape[0])
 
 
 @op(blocks=True)
-def multiply_partial(x, factor):
-    """A Partial times a replicated number, which may itself be differentiated."""
+def multiply_partial(x: Partial, factor: Any):
+    """Multiply a Partial by a replicated number, which may itself be differentiated."""
     value = float(np.asarray(factor))
 
     def vjp(dy, needs):
@@ -52,11 +73,24 @@ def multiply_partial(x, factor):
     return x * value, vjp
 
 
-def labels_of(name, labels, scores):
-    """The lanes of labels that go with scores (N, K, ...): integers in 0..K-1, (N, ...), or of a
-    shape that differs from it by dimensions of 1 alone.
+def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
+    """Return the lanes of labels in the shape that fits scores.
 
-    TypeError for others than integers, ValueError for another shape and for labels beyond K - 1.
+    Parameters
+    ----------
+    name
+        The op that errors name.
+    labels
+        Integers in 0..K-1, (N, ...) or a shape that differs from it by dimensions of 1 alone.
+    scores
+        (N, K, ...).
+
+    Raises
+    ------
+    TypeError
+        If the labels are not integers.
+    ValueError
+        If their shape does not fit, or a label is outside of 0..K-1.
     """
     if not isinstance(labels, Blocked):
         raise TypeError(
@@ -86,62 +120,89 @@ def labels_of(name, labels, scores):
 
     if isinstance(lanes, np.ndarray):
         check_bounds(lanes.min(), lanes.max())
-    else:  # on a GPU: as the host knows them
+    else:  # the host checks the bounds of labels on a GPU later
         labels.lanes.bounds.hold(check_bounds)
     return lanes
 
 
-def squeezed(shape):
-    """A shape without its dimensions of 1."""
+def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without its dimensions of 1."""
     return tuple(n for n in shape if n != 1)
 
 
 @op(blocks=True)
-def softmax_cross_entropy(logits, labels):
-    """Mean over all images of the global mini-batch, and all their pixels, of
-    -log softmax(logits)[label], the softmax being over the K classes.
+def softmax_cross_entropy(logits: Blocked, labels: Blocked):
+    """Return the mean of -log softmax(logits)[label] over all images and all their pixels.
 
-    logits: (N, K) or (N, K, ...), scores of each pixel; labels: (N,) or (N, ...), integers in
-    0..K-1; returns a Partial, one number (float64).
+    The mean goes over the global mini-batch, the softmax over the K classes.
+
+    Parameters
+    ----------
+    logits
+        (N, K), or (N, K, ...) with scores of each pixel.
+    labels
+        (N,) or (N, ...), integers in 0..K-1.
+
+    Returns
+    -------
+    Partial
+        One number (float64).
     """
     _check_scores("softmax_cross_entropy", logits)
-    lanes = labels_of("softmax_cross_entropy", labels, logits)
+    lanes = label_lanes("softmax_cross_entropy", labels, logits)
     backend, batch = backends.of(logits), logits.batch
-    counts, each = batch.counts(), batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
+    counts, weight = batch.counts(), batch.per_image * (1.0 / math.prod(logits.image_shape[1:]))
     total = backend.cross_entropy(logits.lanes, lanes, counts, batch.tree)
 
     def vjp(dy, needs):
-        d = backend.cross_entropy_dlogits(logits.lanes, lanes, each * float(dy), counts)
+        d = backend.cross_entropy_dlogits(logits.lanes, lanes, weight * float(dy), counts)
         return logits.like(d), None
 
-    return total * each, vjp
+    return total * weight, vjp
 
 
 def _check_scores(name, scores):
+    """Raise an error unless the scores are blocked, (N, K) or (N, K, ...)."""
     check.images(name, scores)
     if len(scores.shape) < 2:
         raise ValueError(f"{name}: expected scores (N, K) or (N, K, ...), got {scores.shape}")
 
 
 @op(blocks=True)
-def mean_squared_error(y, target):
-    """Mean of (y - target)**2 over all elements of the global mini-batch.
+def mean_squared_error(y: Blocked, target: Blocked):
+    """Return the mean of (y - target)**2 over all elements of the global mini-batch.
 
-    y: (N, ...) floats; target: of the same shape, or of one that differs by dimensions of 1 alone
-    (a number an image, (N,), goes with outputs (N, 1)); returns a Partial, one number (float64).
-    (MATLAB's `mse` sums over an image's elements and halves.)
+    Parameters
+    ----------
+    y
+        (N, ...), floats.
+    target
+        The same shape, or one that differs by dimensions of 1 alone: one number per image, (N,),
+        fits outputs (N, 1).
+
+    Returns
+    -------
+    Partial
+        One number (float64).
+
+    Notes
+    -----
+    MATLAB's `mse` instead sums over the elements of an image and halves.
     """
     return _mean_error("mean_squared_error", y, target, 2)
 
 
 @op(blocks=True)
-def mean_absolute_error(y, target):
-    """Mean of |y - target| over all elements of the global mini-batch; where they are equal the
-    gradient is 0. y, target and result as of `mean_squared_error`."""
+def mean_absolute_error(y: Blocked, target: Blocked):
+    """Return the mean of |y - target| over all elements of the global mini-batch.
+
+    Arguments and result are as in `mean_squared_error`. The gradient is 0 where y equals target.
+    """
     return _mean_error("mean_absolute_error", y, target, 1)
 
 
 def _mean_error(name, y, target, power):
+    """Return the mean of |y - target|**power and its vjp."""
     check.images(name, y)
     check.images(f"{name}: target", target)
     fits = squeezed(target.shape[1:]) == squeezed(y.shape[1:])
@@ -150,31 +211,45 @@ def _mean_error(name, y, target, power):
     if target.dtype.kind != "f":
         raise TypeError(f"{name}: expected a target of floats, got {target.dtype}")
     backend, batch, lanes = backends.of(y), y.batch, y.lanes
-    wanted = target.lanes.reshape(lanes.shape)
-    wanted = wanted if wanted.dtype == y.dtype else wanted.astype(y.dtype)
-    counts, each = batch.counts(), batch.per_image * (1.0 / math.prod(y.image_shape))
-    total = backend.errors(lanes, wanted, power, counts, batch.tree)
+    target_lanes = target.lanes.reshape(lanes.shape)
+    if target_lanes.dtype != y.dtype:
+        target_lanes = target_lanes.astype(y.dtype)
+    counts, weight = batch.counts(), batch.per_image * (1.0 / math.prod(y.image_shape))
+    total = backend.errors(lanes, target_lanes, power, counts, batch.tree)
 
     def vjp(dy, needs):
-        def slope(one, other):
-            return backend.errors_dy(one, other, power, each * (power * float(dy)), counts)
+        def slope(a, b):
+            return backend.errors_dy(a, b, power, weight * (power * float(dy)), counts)
 
         return (
-            y.like(slope(lanes, wanted)) if needs[0] else None,
-            target.like(slope(wanted, lanes).reshape(target.lanes.shape)) if needs[1] else None,
+            y.like(slope(lanes, target_lanes)) if needs[0] else None,
+            target.like(slope(target_lanes, lanes).reshape(target.lanes.shape))
+            if needs[1]
+            else None,
         )
 
-    return total * each, vjp
+    return total * weight, vjp
 
 
-def correct_count(logits, labels):
-    """How many images', or pixels', largest score is their label's: a Partial. Not differentiable.
+def correct_count(logits: Any, labels: Blocked) -> Partial:
+    """Count the images, or pixels, of which the largest score is the score of the label.
 
-    logits: (N, K) or (N, K, ...); labels: (N,) or (N, ...). Among equal scores the first class
-    counts.
+    The count is not differentiable. Among equal scores the first class counts.
+
+    Parameters
+    ----------
+    logits
+        (N, K) or (N, K, ...).
+    labels
+        (N,) or (N, ...), integers in 0..K-1.
+
+    Returns
+    -------
+    Partial
+        One number.
     """
     logits = value_of(logits)
     _check_scores("correct_count", logits)
-    lanes = labels_of("correct_count", labels, logits)
+    lanes = label_lanes("correct_count", labels, logits)
     batch = logits.batch
     return backends.of(logits).correct_count(logits.lanes, lanes, batch.counts(), batch.tree)

@@ -1,13 +1,18 @@
 """Cross-channel (local response) normalization."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from mpidl import backends
 from mpidl.autodiff.tape import op
+from mpidl.blocks import Blocked
 from mpidl.ops import check
 
 
-def check_window(name, window, alpha, beta, k):
-    """ValueError for arguments that `cross_channel_norm` does not take."""
-    check.whole(name, "window", window)
+def check_window(name: str, window: Any, alpha: Any, beta: Any, k: Any) -> None:
+    """Raise a ValueError if `cross_channel_norm` does not take the arguments."""
+    check.integer(name, "window", window)
     if not (check.are_numbers(alpha, beta, k) and alpha >= 0 and beta >= 0 and k > 0):
         raise ValueError(
             f"{name}: expected alpha >= 0, beta >= 0 and k > 0, got {alpha!r}, {beta!r} and {k!r}"
@@ -15,24 +20,38 @@ def check_window(name, window, alpha, beta, k):
 
 
 @op(blocks=True)
-def cross_channel_norm(x, window, *, alpha=1e-4, beta=0.75, k=2.0):
-    """y = x / (k + alpha / window * S)**beta, S the sum of x**2 over `window` channels around.
+def cross_channel_norm(
+    x: Blocked, window: int, *, alpha: float = 1e-4, beta: float = 0.75, k: float = 2.0
+):
+    """Return x / (k + alpha / window * S)**beta, S the sum of x**2 over neighbouring channels.
 
-    x: (N, C, H, W) or (N, C); alpha, beta >= 0, k > 0. window: an integer >= 1; that of channel c
-    has the channels c - (window - 1) // 2 to c + window // 2, as far as there are such. As MATLAB's
-    crossChannelNormalizationLayer, which divides alpha by the window; so does PyTorch's
-    LocalResponseNorm, whose even windows have the one more before.
+    Parameters
+    ----------
+    x
+        (N, C, H, W) or (N, C).
+    window
+        An integer >= 1. The sum of channel c goes over the existing channels from
+        c - (window - 1) // 2 to c + window // 2.
+    alpha, beta
+        Numbers >= 0.
+    k
+        A number > 0.
+
+    Notes
+    -----
     Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
-    networks", 2012, section 3.3, where alpha is not divided.
+    networks", 2012, section 3.3, in which alpha is not divided by the window. MATLAB's
+    crossChannelNormalizationLayer and PyTorch's LocalResponseNorm divide it; the even windows of
+    PyTorch have the extra channel before c.
     """
     check.images("cross_channel_norm", x)
     check_window("cross_channel_norm", window, alpha, beta, k)
-    backend, how = backends.of(x), (window, float(alpha), float(beta), float(k))
+    backend, norm_args = backends.of(x), (window, float(alpha), float(beta), float(k))
     lanes = x.lanes
-    y = backend.cross_channel_norm(lanes, *how)
+    y = backend.cross_channel_norm(lanes, *norm_args)
 
     def vjp(dy, needs):
-        dx = backend.cross_channel_norm_dx(dy.lanes, lanes, *how)
+        dx = backend.cross_channel_norm_dx(dy.lanes, lanes, *norm_args)
         return (x.like(dx), None)[: len(needs)]
 
     return x.like(y), vjp

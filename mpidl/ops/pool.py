@@ -1,28 +1,64 @@
 """Pooling."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from mpidl import backends
 from mpidl.autodiff.tape import op, value_of
-from mpidl.blocks import Gradient
+from mpidl.blocks import Blocked, GradientWithSums
 from mpidl.ops import check
 from mpidl.shapes import pool2d_shape
 
-PLACES = 256  # what a byte can tell apart
+PLACES = 256  # positions in a window that one byte can number
 
 
 class Windows(NamedTuple):
-    """Where the windows lie, (down, across) and ((top, bottom), (left, right)); shape (C, P, Q)."""
+    """The windows of a pooling.
 
-    size: tuple
-    stride: tuple
-    padding: tuple
-    shape: tuple
+    Attributes
+    ----------
+    size, stride
+        (down, across).
+    padding
+        ((top, bottom), (left, right)).
+    shape
+        (C, P, Q) of the output.
+    """
+
+    size: check.Pair
+    stride: check.Pair
+    padding: check.Sides
+    shape: tuple[int, ...]
 
 
-def windows(name, image_shape, size, stride, padding, places=None):
-    """The Windows of pooling images of this shape; ValueError where there are none, or where one
-    has more than `places` pixels or could lie in the padding alone."""
+def windows(
+    name: str,
+    image_shape: Sequence[int],
+    size: check.PairArgument,
+    stride: check.PairArgument | None,
+    padding: check.PaddingArgument,
+    places: int | None = None,
+) -> Windows:
+    """Return the windows of a pooling.
+
+    Parameters
+    ----------
+    name
+        The op or layer that errors name.
+    image_shape
+        (C, H, W).
+    size, stride, padding
+        As in `max_pool2d`.
+    places
+        The largest number of pixels in a window, or None.
+
+    Raises
+    ------
+    ValueError
+        If no window fits, if one has too many pixels or could lie in the padding alone.
+    """
     if len(image_shape) != 3:
         raise ValueError(f"{name}: expected images (C, H, W), got {image_shape}")
     size = check.pair(name, "size", size, 1)
@@ -39,56 +75,94 @@ def windows(name, image_shape, size, stride, padding, places=None):
 
 
 def _cotangent(x, dx, sums):
-    return x.like(dx) if sums is None else Gradient(dx, x.batch, sums)
+    """Return the cotangent of x, with the sums that a backend computed for a DeferredInput."""
+    return x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
 
 
 @op(blocks=True)
-def max_pool2d(x, size, *, stride=None, padding=0):
-    """The largest pixel of each window.
+def max_pool2d(
+    x: Blocked,
+    size: check.PairArgument,
+    *,
+    stride: check.PairArgument | None = None,
+    padding: check.PaddingArgument = 0,
+):
+    """Return the largest pixel of each window.
 
-    x: (N, C, H, W); size: an integer or (rows, columns), at most 256 pixels in all; returns
-    (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, Q likewise. stride (the size
-    where None) is an integer or (down, across): smaller than the size, windows overlap. padding,
-    as in `conv2d` ("same" too) and smaller than the size, is never the largest. The gradient goes
-    to the largest pixel, of equal ones to the first, row by row.
+    Parameters
+    ----------
+    x
+        (N, C, H, W).
+    size
+        An integer or (rows, columns); at most 256 pixels per window.
+    stride
+        An integer or (down, across); by default the size. Windows overlap if it is smaller.
+    padding
+        As in `conv2d`, also "same", and smaller than the size. Padding is never the largest pixel.
+
+    Returns
+    -------
+    Blocked
+        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, Q likewise.
+
+    Notes
+    -----
+    The gradient goes to the largest pixel; among equal pixels, to the first one row by row.
     """
     check.images("max_pool2d", x, 4)
-    rows, stride, pads, _ = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
-    how = rows, stride, pads
+    pools = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
+    pool_args = pools.size, pools.stride, pools.padding
     backend = backends.of(x)
-    y, argmax = backend.max_pool2d(x.source, *how)
+    y, argmax = backend.max_pool2d(x.source, *pool_args)
 
     def vjp(dy, needs):
-        found = backend.max_pool2d_dx(dy.lanes, argmax, x.source, *how, x.batch.tree)
-        return (_cotangent(x, *found), None)[: len(needs)]
+        dx, sums = backend.max_pool2d_dx(dy.lanes, argmax, x.source, *pool_args, x.batch.tree)
+        return (_cotangent(x, dx, sums), None)[: len(needs)]
 
     return x.like(y), vjp
 
 
-def global_average_pool2d(x):
-    """The mean of each channel over all of its pixels. x: (N, C, H, W); returns (N, C, 1, 1)."""
+def global_average_pool2d(x: Any) -> Any:
+    """Return the mean of each channel over its pixels: (N, C, H, W) to (N, C, 1, 1)."""
     check.images("global_average_pool2d", value_of(x), 4)
     return average_pool2d(x, tuple(x.shape[2:]))
 
 
 @op(blocks=True)
-def average_pool2d(x, size, *, stride=None, padding=0):
-    """The mean of each window: its sum over `size`, in which padding counts as zeros.
+def average_pool2d(
+    x: Blocked,
+    size: check.PairArgument,
+    *,
+    stride: check.PairArgument | None = None,
+    padding: check.PaddingArgument = 0,
+):
+    """Return the mean of each window, with padding counted as zeros.
 
-    x: (N, C, H, W); size: an integer or (rows, columns); returns (N, C, P, Q) with
-    P = (H + top + bottom - rows) // stride + 1, Q likewise. stride (the size where None) is an
-    integer or (down, across): smaller than the size, windows overlap. padding as in `conv2d`
-    ("same" too), smaller than the size; it counts as MATLAB's PaddingValue 0 and PyTorch's
-    count_include_pad do.
+    Parameters
+    ----------
+    x
+        (N, C, H, W).
+    size
+        An integer or (rows, columns).
+    stride
+        An integer or (down, across); by default the size. Windows overlap if it is smaller.
+    padding
+        As in `conv2d`, also "same", and smaller than the size. The sum of a window is divided by
+        its full size, as with MATLAB's PaddingValue 0 and PyTorch's count_include_pad.
+
+    Returns
+    -------
+    Blocked
+        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, Q likewise.
     """
     check.images("average_pool2d", x, 4)
-    rows, stride, pads, _ = windows("average_pool2d", x.image_shape, size, stride, padding)
-    how = rows, stride, pads
+    pools = windows("average_pool2d", x.image_shape, size, stride, padding)
+    pool_args = pools.size, pools.stride, pools.padding
     backend = backends.of(x)
-    y = backend.average_pool2d(x.source, *how)
+    y = backend.average_pool2d(x.source, *pool_args)
 
     def vjp(dy, needs):
-        found = backend.average_pool2d_dx(dy.lanes, x.source, *how, x.batch.tree)
-        return (_cotangent(x, *found), None)[: len(needs)]
+        dx, sums = backend.average_pool2d_dx(dy.lanes, x.source, *pool_args, x.batch.tree)
+        return (_cotangent(x, dx, sums), None)[: len(needs)]
 
     return x.like(y), vjp

@@ -1,18 +1,36 @@
 """Transposed convolution."""
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Sequence
+
+import numpy as np
 
 from mpidl import backends
 from mpidl.autodiff.tape import op
+from mpidl.blocks import Blocked
 from mpidl.ops import check
-from mpidl.shapes import Pads, Pair, same_cropping, transposed_conv2d_shape
+from mpidl.shapes import same_cropping, transposed_conv2d_shape
 
 
-def crops(name, cropping, size, stride):
-    """Cropping given as `check.pads` takes it, or "same", as ((top, bottom), (left, right)).
+def same_or_crops(
+    name: str, cropping: check.PaddingArgument, size: Sequence[int], stride: Sequence[int]
+) -> check.Sides:
+    """Return cropping as ((top, bottom), (left, right)), also if it is given as "same".
 
-    "same": so that the output is stride times as large as the images; what is odd goes at the
-    bottom and at the right.
+    Parameters
+    ----------
+    cropping
+        As `check.pads` takes it, or "same": the output is then `stride` times as large as the
+        images. An odd row is cropped at the bottom, an odd column at the right.
+    size, stride
+        (down, across) of the filters.
+
+    Raises
+    ------
+    ValueError
+        For "same" with filters smaller than the stride, and for invalid values.
     """
     if cropping != "same":
         return check.pads(name, cropping, "cropping")
@@ -25,7 +43,10 @@ def crops(name, cropping, size, stride):
 
 
 @functools.lru_cache(maxsize=256)
-def _arguments(image_shape, weight_shape, bias_shape, stride, cropping) -> tuple[Pair, Pads]:
+def _arguments(
+    image_shape, weight_shape, bias_shape, stride, cropping
+) -> tuple[check.Pair, check.Sides]:
+    """Return the checked (stride, cropping); the cache spares further checks."""
     name = "transposed_conv2d"
     if len(weight_shape) != 4 or weight_shape[0] != image_shape[0]:
         raise ValueError(
@@ -35,7 +56,7 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, cropping) -> tuple
     if bias_shape != weight_shape[1:2]:
         raise ValueError(f"{name}: expected bias ({weight_shape[1]},), got {bias_shape}")
     stride = check.pair(name, "stride", stride, 1)
-    cropping = crops(name, cropping, weight_shape[2:], stride)
+    cropping = same_or_crops(name, cropping, weight_shape[2:], stride)
     size = transposed_conv2d_shape(image_shape, weight_shape, stride, cropping)
     if min(size) < 1:
         raise ValueError(f"{name}: cropping {cropping} leaves nothing of images {image_shape}")
@@ -43,25 +64,48 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, cropping) -> tuple
 
 
 @op(blocks=True)
-def transposed_conv2d(x, weight, bias, *, stride=1, cropping=0):
-    """Transposed convolution: the gradient of a convolution with respect to its images, forwards.
+def transposed_conv2d(
+    x: Blocked,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    *,
+    stride: check.PairArgument = 1,
+    cropping: check.PaddingArgument = 0,
+):
+    """Compute a transposed convolution: the gradient of a convolution with respect to its images.
 
-    x: (N, C, H, W); weight: (C, K, R, S), as PyTorch's ConvTranspose2d has it; bias: (K,); returns
-    (N, K, P, Q) with P = stride * (H - 1) + R - top - bottom, Q likewise: each pixel of x times a
-    filter is added to the output at `stride` times its place, of which `cropping` pixels are then
-    cut off. stride is an integer or (down, across); cropping is an integer, (down, across),
-    ((top, bottom), (left, right)), or "same", for P = stride * H (MATLAB's transposedConv2dLayer).
+    Each pixel of x times a filter is added to the output at `stride` times the pixel's position.
+    Then `cropping` pixels are cut off.
+
+    Parameters
+    ----------
+    x
+        (N, C, H, W).
+    weight
+        (C, K, R, S), as in PyTorch's ConvTranspose2d.
+    bias
+        (K,).
+    stride
+        An integer or (down, across).
+    cropping
+        An integer, (down, across), ((top, bottom), (left, right)) or "same", for P = stride * H
+        (MATLAB's transposedConv2dLayer).
+
+    Returns
+    -------
+    Blocked
+        (N, K, P, Q) with P = stride * (H - 1) + R - top - bottom, Q likewise.
     """
     check.images("transposed_conv2d", x, 4)
-    how = _arguments(
+    conv_args = _arguments(
         x.image_shape, weight.shape, bias.shape, check.fixed(stride), check.fixed(cropping)
     )
     backend, batch, lanes = backends.of(x), x.batch, x.lanes
-    y = backend.transposed_conv2d(lanes, weight, bias, *how)
+    y = backend.transposed_conv2d(lanes, weight, bias, *conv_args)
 
     def vjp(dy, needs):
         dx, dweight, dbias = backend.transposed_conv2d_backward(
-            dy.lanes, lanes, weight, *how, batch.counts(), batch.tree, needs
+            dy.lanes, lanes, weight, *conv_args, batch.counts(), batch.tree, needs
         )
         return None if dx is None else x.like(dx), dweight, dbias
 

@@ -1,27 +1,49 @@
 """Statistics of batch normalization over the whole training set, for the trained network."""
 
+from __future__ import annotations
+
 import copy
+from typing import Any
 
 import numpy as np
 
 from mpidl import backends
+from mpidl.data import MinibatchQueue
 from mpidl.evaluation.evaluate import agreed
 from mpidl.fold import merge_moments
-from mpidl.nn import BatchNorm
+from mpidl.nn import BatchNorm, Network
 
 
-def population(net, queue, world, signals=None):
-    """The network's state with the mean and variance of all images in place of the moving ones.
+def population_state(
+    net: Network, queue: MinibatchQueue, world: Any, signals: Any = None
+) -> dict[str, np.ndarray] | None:
+    """Return the network's state with population statistics in place of moving ones. Collective.
 
-    One pass over the queue in which batch normalization runs as in training and all else as in
-    prediction (no dropout); the mini-batches' (count, mean, M2) are merged in order, in float64.
-    Layers that are frozen keep their state. None where a signal ended it. Collective.
+    One pass over the queue computes the mean and variance of all images. Batch normalization runs
+    as in training, all other layers as in prediction (no dropout). The mini-batches'
+    (count, mean, M2) are merged in order, in float64. Frozen layers keep their state.
+
+    Parameters
+    ----------
+    net : Network
+        The trained network.
+    queue : MinibatchQueue
+        Delivers the training set.
+    world : World
+        The ranks.
+    signals : Signals, optional
+        A signal ends the pass.
+
+    Returns
+    -------
+    dict or None
+        The new state; None if a signal ended the pass.
     """
     norms = [layer for layer in net.layers if isinstance(layer, BatchNorm) and layer.trainable]
     if not norms:
         return net.state
     keys = [(f"{layer.name}.mean", f"{layer.name}.variance") for layer in norms]
-    measuring = _measuring(net)
+    measuring = _measuring_copy(net)
     blank = {name: _blank(net.state[name]) for pair in keys for name in pair}
     totals = None
     for images, _ in agreed(queue.epoch(0), world, signals):
@@ -29,16 +51,16 @@ def population(net, queue, world, signals=None):
         measuring(images)
         count = images.batch.count
         del images  # the next one may take its memory
-        found = [
+        moments = [
             np.concatenate([[count], mean, count * variance])
             for mean, variance in (
                 [np.asarray(measuring.state[name], np.float64) for name in pair] for pair in keys
             )
         ]
         if totals is None:
-            totals = found
+            totals = moments
         else:
-            totals = [merge_moments(*two) for two in zip(totals, found, strict=True)]
+            totals = [merge_moments(*pair) for pair in zip(totals, moments, strict=True)]
     if signals is not None and signals.agreed:
         return None
     state = {name: np.asarray(a) for name, a in net.state.items()}
@@ -49,8 +71,8 @@ def population(net, queue, world, signals=None):
     return state
 
 
-def _measuring(net):
-    """A copy whose state, after a call, is the statistics of that call's mini-batch."""
+def _measuring_copy(net):
+    """Return a copy whose state, after a call, holds the statistics of that mini-batch."""
     layers = []
     for layer in net.layers:
         layer = copy.copy(layer)
@@ -63,7 +85,7 @@ def _measuring(net):
 
 
 def _blank(array):
-    """Zeros where the running state lies; in float64 on the host, to lose no digit."""
+    """Return zeros of the shape and device of `array`; on the host float64, to lose no digit."""
     if isinstance(array, np.ndarray):
         return np.zeros(array.shape)
     return backends.of_array(array).zeros_like(array)

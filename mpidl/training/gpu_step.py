@@ -1,33 +1,60 @@
 """The training step on a GPU: recorded once, replayed for every mini-batch."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.program import ROWS
 from mpidl.backends.gpu.recorder import Recorder
-from mpidl.backends.gpu.sums import Pending
+from mpidl.backends.gpu.sums import Counts, Pending
+
+if TYPE_CHECKING:
+    from mpidl.data.loading.device_queue import Reader
+    from mpidl.nn import Network
 
 
-class Step:
-    """gradient(net, images, labels) and the optimizer's step, as one program.
+class StepProgram:
+    """The gradient and the optimizer's step as one program of the current device.
 
-    gradient: what `value_and_grad` made, with its sums reduced; its value is a tuple of scalars.
-    reader: gives the images and labels of the step, and takes those of each mini-batch
-    (`data.on_device.Reader`). The network's parameters and state, and the optimizer's, lie on the
-    device and are updated where they lie.
+    The learnables and state of the network, and the optimizer's arrays, lie on the device and are
+    updated in place.
+
+    Parameters
+    ----------
+    net : Network
+    optimizer : Optimizer
+    gradient : callable
+        Made by `value_and_grad` with its sums reduced; its value is a tuple of scalars.
+    reader : Reader
+        Gives the images and labels of the recorded step, and uploads those of each mini-batch.
+    counts : Counts
+        The number of images of the step, which sums over images need.
+    graphs : bool
+        Whether to capture the program as CUDA graphs.
     """
 
-    def __init__(self, net, optimizer, gradient, reader, counts, graphs=True):
+    def __init__(
+        self,
+        net: Network,
+        optimizer: Any,
+        gradient: Callable[..., Any],
+        reader: Reader,
+        counts: Counts,
+        graphs: bool = True,
+    ) -> None:
         self.optimizer, self.reader, self.counts = optimizer, reader, counts
         optimizer.prepare(net.parameters)
-        device = launching.device()
-        recorder = Recorder(device)
+        recorder = Recorder(launching.device())
         with launching.through(recorder):
             images, labels = reader.read()
             self.value, gradients, state = gradient(net, images, labels)
             parameters = optimizer.apply(net.parameters, gradients, optimizer.numbers())
-            for new, old in ((parameters, net.parameters), (state, net.state)):
-                for name, array in old.items():
-                    if new[name] is not array:
-                        recorder.carry(new[name], array)
+            for updated, arrays in ((parameters, net.parameters), (state, net.state)):
+                for name, array in arrays.items():
+                    if updated[name] is not array:
+                        recorder.carry(updated[name], array)
             outputs = {
                 f"{i}.{j}": root
                 for i, pending in enumerate(self.value)
@@ -35,26 +62,26 @@ class Step:
             }
             self.program = recorder.finish(outputs, graphs)
 
-    def start(self, feed):
-        """Start the step of a mini-batch; returns what `finish` takes. Does not wait."""
+    def start(self, feed: Any) -> tuple[int, int]:
+        """Start the step of a mini-batch without waiting; return the handle that `finish` takes."""
         row = self.program.ready() % ROWS
         values = self.reader.values(feed, row) | self.optimizer.advance()
         return self.program.run(**values), feed.batch.count
 
-    def finish(self, started):
-        """The value of a step: waits for it."""
-        number, count = started
-        found = self.program.results(number)
+    def finish(self, handle: tuple[int, int]) -> tuple:
+        """Wait for a step and return its value."""
+        number, count = handle
+        roots = self.program.results(number)
         self.counts.count = count
         value = tuple(
-            pending.finish([found[f"{i}.{j}"] for j in range(len(pending.roots))])
+            pending.finish([roots[f"{i}.{j}"] for j in range(len(pending.roots))])
             for i, pending in enumerate(self.value)
         )
         self.counts.count = None
         return value
 
 
-def _roots(pending):
+def _roots(pending: Any) -> Iterator:
     if not isinstance(pending, Pending):
         raise TypeError(f"a step on a GPU gives numbers summed over its images, got {pending!r}")
     return pending.roots

@@ -1,34 +1,44 @@
-"""What a network sees of images: augmented in training, and normalized."""
+"""The input of a network: how options augment and normalize images, and checks of both."""
+
+from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
+
+import numpy as np
 
 from mpidl import losses
-from mpidl.data.datastore import need_datastore
+from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.data.transforms import normalize
 from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
+from mpidl.nn import Network
 from mpidl.training.options.option_types import size_of
 from mpidl.training.options.training_options import TrainingOptions
 
 OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_crop")
 
 
-def augmenter_of(options):
-    """The Augmenter of these TrainingOptions, None where they leave images as they are.
+def augmenter_of(options: TrainingOptions) -> Augmenter | None:
+    """Return the Augmenter that the options describe, or None if they change no image.
 
-    Raises UserError where they have an augmenter and options in its place.
+    Raises
+    ------
+    UserError
+        If the options hold both an augmenter and options that describe one.
     """
-    said = [name for name in OPTIONS if getattr(options, name) != _default(options, name)]
+    changed = [name for name in OPTIONS if getattr(options, name) != _default(options, name)]
     if options.augmenter is not None:
         if not isinstance(options.augmenter, Augmenter):
             raise UserError(f"augmenter: expected an Augmenter, found {options.augmenter!r}")
-        if said:
-            raise UserError(f"augmenter and {', '.join(said)}: expected one of them")
+        if changed:
+            raise UserError(f"augmenter and {', '.join(changed)}: expected one of them")
         return options.augmenter
-    if not said:
+    if not changed:
         return None
-    scale = (1, 1) if options.scale is None else tuple(map(float, options.scale.split(",")))
+    scale: Any = (1, 1) if options.scale is None else tuple(map(float, options.scale.split(",")))
     try:
         return Augmenter(
             reflect_x="x" in options.flip,
@@ -42,21 +52,21 @@ def augmenter_of(options):
             fill=options.fill,
             crop=size_of(options.random_crop),
         )
-    except UserError as error:  # of what the options' own rules let through: a scale
+    except UserError as error:  # a scale that the options' types accept
         raise UserError(f"--{error}") from None
 
 
-def image_shape(options, shape):
-    """(C, P, Q) of the images that a network is trained on, of a set's (C, H, W)."""
+def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape (C, P, Q) of a network's training images, from a set's (C, H, W)."""
     augmenter = augmenter_of(options)
     if augmenter is None:
         return tuple(shape)
-    called = "crop" if options.random_crop is None else "--random-crop"
-    return augmenter.image_shape(shape, called)
+    label = "crop" if options.random_crop is None else "--random-crop"
+    return augmenter.image_shape(shape, label)
 
 
-def check_kinds(net, datastore, options):
-    """A UserError where `dl.train` was given something else than it takes."""
+def check_types(net: object, datastore: object, options: object) -> None:
+    """Raise UserError if an argument of `dl.train` has the wrong type."""
     losses.need_network(net)
     need_datastore(datastore, "images to train on")
     if not isinstance(options, TrainingOptions):
@@ -64,16 +74,17 @@ def check_kinds(net, datastore, options):
         raise UserError(f"expected TrainingOptions, found {type(options).__name__}{hint}")
 
 
-def check(net, datastore, options):
-    """A UserError where a network cannot be trained, or validated, on these images."""
+def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
+    """Raise UserError if the network cannot be trained or validated on these images."""
     if not len(datastore):
         raise UserError(f"{datastore.describe()}: expected images to train on, found none")
-    known = net.normalization
-    if known is not None and known.name != options.normalization:
+    normalization = net.normalization
+    if normalization is not None and normalization.name != options.normalization:
         raise UserError(
-            f"--normalization {options.normalization}: expected {known.name}, as the network was "
-            f'trained with (in Python TrainingOptions(normalization="{known.name}")); where '
-            "net.normalization = None is set before, another will do"
+            f"--normalization {options.normalization}: expected {normalization.name}, as the "
+            "network was trained with (in Python "
+            f'TrainingOptions(normalization="{normalization.name}")); '
+            "to use another, set net.normalization = None first"
         )
     shape = image_shape(options, datastore.image_shape)
     if shape != net.input_shape:
@@ -86,9 +97,9 @@ def check(net, datastore, options):
         need_datastore(store, "validation")
     if store is not None and not len(store):
         raise UserError(f"validation: {store.describe()}: expected images, found none")
-    augmenter, shown = augmenter_of(options), copy.copy(net)
-    shown.crop = None if augmenter is None else augmenter.crop
-    if store is not None and not shown.takes(store.image_shape):
+    augmenter, trained = augmenter_of(options), copy.copy(net)
+    trained.crop = None if augmenter is None else augmenter.crop
+    if store is not None and not trained.takes(store.image_shape):
         raise UserError(
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
             f"the network takes, found {store.image_shape}"
@@ -97,52 +108,75 @@ def check(net, datastore, options):
         if images is not None:
             losses.check(options.loss, net, images, training=images is datastore)
     if store is not None:
-        named = losses.names_known(options.loss, net, datastore)
-        losses.check_names(named, options.loss, net, store, "the training set")
+        names = losses.output_class_names(options.loss, net, datastore)
+        losses.check_names(names, options.loss, net, store, "the training set")
 
 
-def prepare(net, datastore, options, world, kept=None):
-    """Have the network know what it will see; returns what a training `MinibatchQueue` is told.
+def prepare(
+    net: Network,
+    datastore: Datastore,
+    options: TrainingOptions,
+    world: Any,
+    checkpoint_tables: dict[str, dict[str, np.ndarray]] | None = None,
+) -> dict[str, Any]:
+    """Set the input transform and the classes of the network for a training run. Collective.
 
-    The statistics are those of `datastore`, or of the tables of a checkpoint, `kept`. Collective.
+    Parameters
+    ----------
+    net : Network
+        Receives the normalization, crop, preprocessing and classes.
+    datastore : Datastore
+        The training set.
+    options : TrainingOptions
+        The options of the run.
+    world : World
+        The ranks.
+    checkpoint_tables : dict, optional
+        Tables of a checkpoint, which hold the statistics of the normalization. By default they are
+        computed from `datastore`.
+
+    Returns
+    -------
+    dict
+        Keywords of the training `MinibatchQueue`.
     """
     augmenter = augmenter_of(options)
-    if kept is not None:
-        arrays, channels = kept.get("normalization", {}), datastore.image_shape[0]
-        found = normalize.read(options.normalization, arrays, channels)
+    if checkpoint_tables is not None:
+        arrays, channels = checkpoint_tables.get("normalization", {}), datastore.image_shape[0]
+        normalization = normalize.read(options.normalization, arrays, channels)
     else:
-        found = normalize.normalization(options.normalization, datastore, world)
-    found = found.window(image_shape(options, datastore.image_shape)[1:])
-    net.normalization = found
+        normalization = normalize.normalization(options.normalization, datastore, world)
+    normalization = normalization.window(image_shape(options, datastore.image_shape)[1:])
+    net.normalization = normalization
     net.crop = None if augmenter is None else augmenter.crop
     net.preprocess = datastore.preprocess or net.preprocess
-    net.classes = losses.classes(options.loss, net, datastore)
+    net.classes = losses.trained_classes(options.loss, net, datastore)
     return {
         "augmenter": augmenter,
-        "normalization": found,
-        "classes": losses.limit(options.loss, net),
+        "normalization": normalization,
+        "classes": losses.label_limit(options.loss, net),
         "workers": options.workers,
         "prefetch": options.prefetch,
     }
 
 
-def facts(options):
-    """What a checkpoint keeps of an augmenter that no option tells of."""
+def facts(options: TrainingOptions) -> dict[str, Any]:
+    """Return the checkpoint's record of an augmenter given as an object, else {}."""
     return {} if options.augmenter is None else {"augmenter": options.augmenter.spec()}
 
 
-def changed(saved, options):
-    """A UserError where a run that goes on has another augmenter than its checkpoint says."""
+def check_unchanged(saved: dict[str, Any], options: TrainingOptions) -> None:
+    """Raise UserError if a resumed run has another augmenter than its checkpoint's facts."""
     old = saved.get("augmenter", {})
     new = {} if options.augmenter is None else options.augmenter.spec()
     if old != new:
         raise UserError(f"--resume: the augmenter was {old or 'none'}, is {new or 'none'}")
 
 
-def tables(net):
-    """The tables of a model file or a checkpoint: {} where they are the usual."""
-    found = {} if net.normalization is None else net.normalization.arrays()
-    return {"normalization": found} if found else {}
+def tables(net: Network) -> dict[str, dict[str, np.ndarray]]:
+    """Return the normalization's tables for a model file or checkpoint; {} without statistics."""
+    arrays = {} if net.normalization is None else net.normalization.arrays()
+    return {"normalization": arrays} if arrays else {}
 
 
 def _default(options, name):

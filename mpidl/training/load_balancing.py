@@ -1,31 +1,47 @@
-"""How much of a mini-batch each rank takes, where that is measured."""
+"""Shares of a mini-batch in proportion to the measured speed of the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
-PARTS = 1000  # of the fastest rank's load
+PARTS = 1000  # weight of the fastest rank
 
 
-class Measured:
-    """The time that a rank's own work takes, by which the next epoch's shares are dealt.
+class LoadBalancer:
+    """Measures how long this rank's own work takes, and weights the next epoch's shares by it.
 
-    Waits for other ranks do not count. What shares are dealt changes no byte of the result.
+    Waiting for other ranks does not count. The shares change no byte of the result.
+
+    Parameters
+    ----------
+    world : World
+        The ranks.
     """
 
-    def __init__(self, world):
+    def __init__(self, world: Any):
         self.world = world
-        self.blocks, self.seconds, self.began = 0, 0.0, None
+        self.blocks, self.seconds = 0, 0.0
+        self.started: float | None = None  # when the current step began, less all waiting before
 
-    def start(self, now):
-        """A step begins."""
-        self.began = now - self.world.net.waited
+    def start(self, now: float) -> None:
+        """Start timing a step at `now` seconds."""
+        self.started = now - self.world.transport.wait_seconds
 
-    def stop(self, now, blocks):
-        """It has ended; this rank held so many blocks."""
-        self.seconds += now - self.world.net.waited - self.began
+    def stop(self, now: float, blocks: int) -> None:
+        """Stop timing the step, in which this rank held `blocks` blocks."""
+        self.seconds += now - self.world.transport.wait_seconds - self.started
         self.blocks += blocks
 
-    def load(self):
-        """The weights of the next epoch, one a rank; counting begins anew. Collective."""
+    def load(self) -> tuple[int, ...] | None:
+        """Return each rank's weight for the next epoch and restart the measurement. Collective.
+
+        Returns
+        -------
+        tuple of int or None
+            One weight per rank, at most PARTS; None if no rank measured any work.
+        """
         speeds = np.zeros(self.world.size)
         if self.blocks and self.seconds > 0:
             speeds[self.world.rank] = self.blocks / self.seconds
@@ -33,6 +49,6 @@ class Measured:
         speeds = self.world.gop("max", speeds)
         if not speeds.any():
             return None
-        # one that had no work yet is taken to be as fast as the others
+        # A rank without work so far counts as fast as the others on average.
         speeds[speeds == 0] = speeds[speeds > 0].mean()
         return tuple(max(1, round(PARTS * speed)) for speed in (speeds / speeds.max()).tolist())

@@ -1,46 +1,77 @@
-"""How far a run has come: what checkpoints keep of it, what output functions are told, its end."""
+"""The state of a training run: its position, what hooks and output functions see, its result."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # what may end a run early
+if TYPE_CHECKING:
+    from mpidl.training.steps import StepResult
+
+OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons to end a run early
 
 
 @dataclass
 class Position:
-    """How far a run has come; what of it a checkpoint keeps."""
+    """How far a run has come. Checkpoints keep it."""
 
-    epoch: int = 1  # the epoch under way, from 1
-    batch: int = 0  # mini-batches of it that are done
-    iteration: int = 0  # mini-batches done in all
-    loss: float = 0.0  # sum over this epoch's images so far
-    correct: float | None = None  # images of this epoch classified right, where any can be
-    images: int = 0  # of this epoch so far
-    seconds: float = 0.0  # spent training, resumed runs included
+    epoch: int = 1  # the current epoch, from 1
+    batch: int = 0  # its mini-batches that were submitted
+    iteration: int = 0  # mini-batches of all epochs that were submitted
+    loss: float = 0.0  # sum over the images of this epoch
+    correct: float | None = None  # images of this epoch classified right; None without classes
+    images: int = 0  # of this epoch
+    seconds: float = 0.0  # of training, with those of resumed runs
     all_images: int = 0  # of all epochs
-    epoch_loss: float | None = None  # the mean over the images of the last epoch that was completed
+    epoch_loss: float | None = None  # mean over the images of the last complete epoch
+
+    def add(self, result: StepResult) -> None:
+        """Add the loss and the images of a step."""
+        info = result.info
+        self.loss += result.loss * info.images
+        if result.correct is not None:
+            self.correct = (self.correct or 0.0) + result.correct
+        self.images += info.images
+        self.all_images += info.images
+
+    def end_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch_loss = self.loss / self.images
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.loss, self.correct, self.images = 0.0, None, 0
 
     @property
-    def accuracy(self):
-        """Of the epoch under way; None where the loss classifies nothing."""
+    def accuracy(self) -> float | None:
+        """Accuracy of the current epoch; None if the loss has no classes."""
         return None if self.correct is None else self.correct / self.images
 
     @property
-    def mean_loss(self):
-        """Of the epoch under way, of the one before where it has not begun, NaN where none has."""
+    def mean_loss(self) -> float:
+        """Mean loss of the current epoch; before its first mini-batch, of the previous one."""
         if self.images:
             return self.loss / self.images
         return math.nan if self.epoch_loss is None else self.epoch_loss
 
 
 class Progress(NamedTuple):
-    """What an output function is told.
+    """The argument of an output function.
 
-    state: "start" before the first iteration, "iteration" after each, "epoch" after each epoch,
-    "done" at the end. epoch, iteration: from 1; 0 before the first. loss, accuracy: of the
-    iteration's mini-batch, or the means over the epoch's images; None where there is none yet, as
-    for those of the last validation. learning_rate: the iteration's. seconds: since the start.
+    Attributes
+    ----------
+    state : str
+        "start" before the first iteration, "iteration" after each, "epoch" after each epoch, "done"
+        at the end.
+    epoch, iteration : int
+        From 1; iteration is 0 before the first.
+    loss, accuracy : float or None
+        Of the iteration's mini-batch, or means over the images of the epoch.
+    learning_rate : float
+        Of the iteration.
+    seconds : float
+        Since the start.
+    validation_loss, validation_accuracy : float or None
+        Of the last validation.
     """
 
     state: str
@@ -54,15 +85,35 @@ class Progress(NamedTuple):
     validation_accuracy: float | None
 
 
+class EpochSummary(NamedTuple):
+    """An epoch that has ended: means over its images, and their number per second."""
+
+    epoch: int
+    iteration: int  # its last one
+    loss: float
+    accuracy: float | None
+    learning_rate: float  # of its last iteration
+    images_per_second: float
+
+
 @dataclass
 class Result:
-    """What a training run came to.
+    """The result of a training run.
 
-    stopped: what ended it early, or None: a signal's name, "output_function" or
-    "validation_patience". epochs: completed; loss: mean over the images of the last one that was
-    begun. best_iteration: that of the least validation loss, where there was validation;
-    validation_loss, validation_accuracy: of the last one, or, where the network is that of the
-    least loss, of that one; None where there was none, or the loss classifies nothing.
+    Attributes
+    ----------
+    stopped : str or None
+        What ended the run early: the name of a signal, "output_function" or "validation_patience".
+    epochs : int
+        Complete epochs.
+    iterations : int
+    loss : float
+        Mean over the images of the last epoch that has begun.
+    images_per_second, train_seconds : float
+    best_iteration : int or None
+        The iteration of the least validation loss.
+    validation_loss, validation_accuracy : float or None
+        Of the last validation, or of the best network if the run ends with that one.
     """
 
     stopped: str | None
@@ -74,12 +125,3 @@ class Result:
     best_iteration: int | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
-
-
-class Shown(NamedTuple):
-    """A step as it will be reported: its iteration, images, learning rate, when it was started."""
-
-    iteration: int
-    count: int
-    learning_rate: float
-    started: float

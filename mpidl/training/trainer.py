@@ -1,358 +1,396 @@
-"""The training loop: what `dl.train` and the command `train` run."""
+"""Training: the loop that `dl.train` and the command `train` run."""
 
-import collections
+from __future__ import annotations
+
 import contextlib
 import math
 import sys
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from mpidl import backends, losses
-from mpidl.autodiff.tape import value_and_grad
+from mpidl import backends
 from mpidl.comm import World
 from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue, NodeCache
-from mpidl.data.datastore import without_images
-from mpidl.errors import Fault, UserError
+from mpidl.data.checks import empty_classes_warning
+from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import agreed
 from mpidl.evaluation.validation import Validation, held_out
+from mpidl.nn import Network
 from mpidl.report import Console
+from mpidl.training import hooks as hook_classes
 from mpidl.training import input_pipeline, memory_budget
-from mpidl.training.batchnorm_population import population
+from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint, model_file
-from mpidl.training.files.run_folder import Keeper, Place
-from mpidl.training.load_balancing import Measured
+from mpidl.training.files.run_folder import RunFolder, RunWriter
+from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.optimizers import of_options
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
 from mpidl.training.options.training_options import TrainingOptions
-from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Progress, Result, Shown
+from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position, Result
 from mpidl.training.schedules import rate_of
-
-AHEAD = 4  # steps of a GPU that may be under way while the host prepares the next
+from mpidl.training.steps import StepInfo, make_step
 
 
 def train(
-    net,
-    datastore,
-    options=None,
+    net: Network,
+    datastore: Datastore,
+    options: TrainingOptions | None = None,
     *,
-    world=None,
-    out=None,
-    console=None,
-    resume=None,
-    overwrite=False,
-    facts=(),
-    signals=None,
-):
+    world: World | None = None,
+    out: str | None = None,
+    console: Console | None = None,
+    resume: str | tuple | None = None,
+    overwrite: bool = False,
+    optimizer: Any = None,
+    hooks: Iterable[Any] = (),
+    facts: Mapping[str, Any] | None = None,
+    signals: Signals | None = None,
+) -> Result:
     """Train a network; its parameters and state change in place. Collective.
 
-    datastore: labelled images, or images with targets, as the options' loss wants them. options:
-    TrainingOptions. world: all ranks by default. out: folder for metrics.jsonl, progress.png and
-    the checkpoints (None: that of `resume`, else nothing is written); UserError where it holds
-    another run, unless overwrite says that it is to be replaced. resume: the folder of a run to go
-    on with, or (arrays, facts) of its checkpoint; UserError where it is of other options, network
-    or images. facts: more to keep in the checkpoints. signals: entered `Signals`, where the caller
-    watches for them before and after the training as well.
+    Parameters
+    ----------
+    net : Network
+    datastore : Datastore
+        Labelled images, or images with targets, as the options' loss needs them.
+    options : TrainingOptions, optional
+    world : World, optional
+        The ranks that train; by default all.
+    out : path, optional
+        Folder for metrics.jsonl, progress.png and the checkpoints. By default the folder of
+        `resume`; without either, nothing is written.
+    console : Console, optional
+        Prints progress; by default one with the options' `verbose`.
+    resume : path or (arrays, facts), optional
+        Folder of the run to resume, or its loaded checkpoint.
+    overwrite : bool
+        Whether to replace another run in `out`.
+    optimizer : optional
+        A built-in optimizer (`SGDM(0.05)`), or an object with `learning_rate`,
+        `__call__(parameters, gradients)`, which returns new parameters, and `state()` and
+        `load_state(state)` for the arrays that checkpoints keep. It replaces the one that
+        the options name, with its `l2`, `gradient_threshold` and the like; schedules start from its
+        learning rate. On a GPU it needs the methods of `Optimizer`.
+    hooks : iterable
+        Objects with some of the methods that `mpidl.training.hooks` describes.
+    facts : mapping, optional
+        More facts to keep in the checkpoints.
+    signals : Signals, optional
+        Entered, if the caller watches for signals before and after the training as well.
 
-    USR1, TERM or INT on any rank ends the run after the present mini-batch, on all ranks, with a
-    checkpoint; the result says so. An output function that returns True on any rank does so too.
-    Raises Fault where the loss or the weights are not finite; the last good checkpoint is kept.
+    Returns
+    -------
+    Result
+        It tells what ended the run early: USR1, TERM or INT on any rank, or a stop that a hook or
+        output function asked for. The run then ends after the current mini-batch, on all ranks,
+        with a checkpoint.
 
-    The network ends as that of the last iteration or of the least validation loss, with the
-    statistics of batch normalization that the options ask for; checkpoints hold the last
-    iteration's, with the moving ones.
+    Raises
+    ------
+    UserError
+        If `out` holds another run, or if the run to resume has other options, another network or
+        other images.
+    Fault
+        If the loss or the weights are not finite. The last good checkpoint is kept.
+
+    Notes
+    -----
+    The network ends as the options ask: that of the last iteration or of the least validation loss,
+    with moving or population statistics of batch normalization. Checkpoints hold the last
+    iteration's network, with the moving ones.
     """
     options = TrainingOptions() if options is None else options
-    input_pipeline.check_kinds(net, datastore, options)
+    if optimizer is not None:
+        options = replace(options, learning_rate=_learning_rate(optimizer))
+    input_pipeline.check_types(net, datastore, options)
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
     datastore, options = held_out(datastore, options)
     input_pipeline.check(net, datastore, options)
-    place = Place(out, resume, overwrite, world)
+    folder = RunFolder(out, resume, overwrite, world)
     backends.configure(winograd=options.winograd, precision=options.precision)
-    settled = world.asked is not None or world.device is not None
-    if options.device != "auto" or not settled:
+    _use_device(world, options)
+    arguments = {"verbose_every": options.verbose_every, "progress": options.verbose == "on"}
+    with console or Console(world.rank, **arguments) as opened_console:
+        if (warning := empty_classes_warning(datastore)) is not None:
+            opened_console.line(warning)
+        if optimizer is None:
+            optimizer = of_options(options, **net.factors)
+        with contextlib.nullcontext(signals) if signals else Signals() as watched:
+            trainer = Trainer(
+                net, datastore, options, world, folder, opened_console, optimizer, hooks, watched
+            )
+            trainer.facts = dict(facts or {})
+            return trainer.run()
+
+
+def _learning_rate(optimizer):
+    missing = [
+        name
+        for name in ("learning_rate", "__call__", "state", "load_state")
+        if not hasattr(optimizer, name)
+    ]
+    if missing:
+        raise UserError(
+            f"optimizer: expected an object with learning_rate, __call__, state and load_state, "
+            f"found {type(optimizer).__name__} without {', '.join(missing)}"
+        )
+    return optimizer.learning_rate
+
+
+def _use_device(world, options):
+    is_settled = world.device_request is not None or world.device is not None
+    if options.device != "auto" or not is_settled:
         for line in world.use_device(options.device, options.gpus):
             print(line, file=sys.stderr)
     if options.threads and options.threads != max(world.threads, default=0):
         world.use_threads(options.threads)
-    how = {"verbose_every": options.verbose_every, "progress": options.verbose == "on"}
-    with console or Console(world.rank, **how) as shown:
-        if (warning := without_images(datastore)) is not None:
-            shown.line(warning)
-        run = _Run(net, datastore, options, world, place, shown, dict(facts))
-        with contextlib.nullcontext(signals) if signals else Signals() as held:
-            return run.go(held)
 
 
-def stopped_by(signals, world):
-    """The name of the signal that the ranks agreed to stop on, or None. Collective."""
+def stopped_by(signals: Signals, world: World) -> str | None:
+    """Return the name of the signal that the ranks agreed to stop on, or None. Collective."""
     if not signals.agreed:
         return None
     return next(name for name in world.broadcast(world.gather(signals.name)) if name)
 
 
-class _Run:
-    def __init__(self, net, datastore, options, world, place, console, facts):
-        resume = place.resume
-        self.net, self.options, self.world, self.signals = net, options, world, None
-        self.console, self.facts = console, facts
+class Trainer:
+    """A training run, as its hooks see it.
+
+    Attributes
+    ----------
+    net, datastore, options, world, console, optimizer
+        As given to `train`; the datastore with its cache.
+    queue : MinibatchQueue
+    step : EagerStep or RecordedStep
+    position : Position
+    validation : Validation
+    writer : RunWriter
+        Writes the files of the run.
+    signals : Signals
+    """
+
+    def __init__(
+        self, net, datastore, options, world, folder, console, optimizer, hooks, signals
+    ) -> None:
+        self.net, self.options, self.world, self.signals = net, options, world, signals
+        self.console, self.optimizer, self.facts = console, optimizer, {}
         load = options.load(world.size)
-        self.datastore = NodeCache(
-            datastore, world, memory_budget.for_images(options, datastore, world)
-        )
-        self.optimizer = of_options(options, **net.factors)
-        self.at, self.validation = Position(), Validation(options, world)
-        self.under_way = collections.deque()  # steps of a GPU that were started: (handle, Shown)
+        cache_bytes = memory_budget.for_images(options, datastore, world)
+        self.datastore = NodeCache(datastore, world, cache_bytes)
+        self.position, self.validation = Position(), Validation(options, world)
         net.batchnorm = options.batchnorm
-        if resume is not None:
-            self._restore(*resume)
-        shared = self.datastore, options.batch_size, options.seed, world, options.shuffle
-        kept = None if resume is None else resume[0]
-        how = input_pipeline.prepare(net, self.datastore, options, world, kept)
-        how |= {"load": load, "sampling": options.sampling}
-        self.minimized = losses.of(options.loss)
-        self.gradient = value_and_grad(self.minimized, reduce=world)
-        self.queue, self.recorded = MinibatchQueue(*shared, **how), None
-        self.measured = Measured(world) if options.worker_load == "measured" else None
-        if world.device is not None:
-            self._record(shared, how)
-        self.began = time.monotonic() - self.at.seconds
-        self.keeper = Keeper(place, world, None if resume is None else self.at.iteration)
+        arrays = None
+        if folder.resume is not None:
+            arrays = folder.resume[0]
+            self._restore(*folder.resume)
+        queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
+        queue_options |= {"load": load, "sampling": options.sampling}
+        balancer = LoadBalancer(world) if options.worker_load == "measured" else None
+        self.queue, self.step = make_step(
+            net, optimizer, options, world, self.datastore, queue_options, balancer, self._advice
+        )
+        self.start_time = time.monotonic() - self.position.seconds
+        last_iteration = None if folder.resume is None else self.position.iteration
+        self.writer = RunWriter(folder, world, last_iteration)
+        self.hooks = hook_classes.Hooks(
+            [
+                hook_classes.MetricsHook(),
+                hook_classes.ValidationHook(),
+                hook_classes.ConsoleHook(),
+                hook_classes.OutputFunctionsHook(),
+                *hooks,
+                *([hook_classes.BalanceHook(balancer)] if balancer else []),
+                hook_classes.CheckpointHook(),
+                *([hook_classes.PlotHook()] if options.plots != "none" else []),
+            ]
+        )
 
-    def _record(self, shared, how):
-        """Have the step recorded for this world's GPU, and a queue that feeds it."""
-        from mpidl.data.loading.device_queue import DeviceQueue
-        from mpidl.training.gpu_step import Step
+    @property
+    def max_iterations(self) -> float:
+        return self.options.max_iterations or math.inf
 
-        if self.options.batchnorm == "local":
-            raise UserError("--batchnorm local: on GPUs statistics are global; use --device cpu")
-        if self.measured:
-            raise UserError(
-                "--worker-load measured: on GPUs shares stay as the step was recorded; give "
-                "numbers, or use --device cpu"
-            )
-        self.queue = DeviceQueue(*shared, **how)
-        self.net.to(self.world.device)
-        try:
-            self.recorded = Step(
-                self.net,
-                self.optimizer,
-                self.gradient,
-                self.queue.reader(),
-                self.world.counts,
-                self.options.graphs != "off",
-            )
-        finally:
-            if self.recorded is None:  # no room, say: with a smaller mini-batch there may be
-                self.net.to(None)
+    @property
+    def total_iterations(self) -> float:
+        """Iterations of the whole run, if nothing stops it."""
+        return min(self.options.epochs * len(self.queue), self.max_iterations)
 
-    def go(self, signals):
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the last mini-batch of the epoch is done."""
+        return self.position.batch == len(self.queue)
+
+    @property
+    def leaves_epoch(self) -> bool:
+        """Whether no further mini-batch of this epoch will be taken."""
+        is_last = self.position.iteration >= self.max_iterations or self.at_epoch_end
+        return is_last or not self._continues()
+
+    def learning_rate(self, iteration: int) -> float:
+        """Return the learning rate of an iteration of the current epoch."""
+        return rate_of(self.options, self.position.epoch, iteration, len(self.queue))
+
+    def stop(self) -> None:
+        """End the run after the current mini-batch, on all ranks, with a checkpoint."""
+        self.signals.name = self.signals.name or OUTPUT_FUNCTION
+
+    def run(self) -> Result:
+        """Train to the end; return the result. Collective."""
         try:
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                return self._go(signals)
+                return self._run()
         finally:
-            if self.recorded is not None:
-                self.net.to(None)
+            self.step.close()
 
-    def _go(self, signals):
-        at, options, self.signals = self.at, self.options, signals
-        limit = options.max_iterations or math.inf
-        total = min(options.epochs * len(self.queue), limit)
-        self.console.start(options.epochs, total, at.iteration)
-        self._tell("start", self._rate(max(at.iteration, 1)))
+    def _run(self):
+        position, options = self.position, self.options
+        self.hooks.start(self)
         if self.validation.owed:
-            self._validate(signals)
-        while at.epoch <= options.epochs and at.iteration < limit and self._goes_on():
-            batches = self.queue.epoch(at.epoch, start=at.batch)
-            started, images = time.monotonic(), at.images
-            with contextlib.closing(batches):
-                for batch in agreed(batches, self.world, signals):
-                    self._step(*batch)
-                    del batch  # the next one may take its memory
-                    if self.validation.due(at.iteration):
-                        self._validate(signals)
-                    ended = at.iteration >= limit or at.batch == len(self.queue)
-                    if ended or not self._goes_on():
-                        break
-                    if self._checkpoint_is_due():
-                        self._save()
-            self._catch_up()
-            if at.batch == len(self.queue):
-                self._end_epoch((at.images - images) / (time.monotonic() - started))
-                self._save()
-                self._plot()
-        if at.batch:
-            self.console.last_iteration()
-        if signals.agreed or at.batch:
-            self._save()
-        stopped = stopped_by(signals, self.world)
-        if stopped is None and signals.name == OUTPUT_FUNCTION:
-            signals.name = None  # it asked when no step was left: what ends the run goes on
-        if stopped is None and self.validation.exhausted:
-            stopped = PATIENCE
-        if stopped in (None, OUTPUT_FUNCTION, PATIENCE):
-            self._finish(None if stopped == OUTPUT_FUNCTION else signals)
-            stopped = stopped or stopped_by(signals, self.world)
-        self._plot(end=True)
-        self._tell("done", self.optimizer.learning_rate, at.mean_loss)
-        self.keeper.close()
+            self.validate(announce=not self.at_epoch_end)
+        while (
+            position.epoch <= options.epochs
+            and position.iteration < self.max_iterations
+            and self._continues()
+        ):
+            self._run_epoch()
+        self.hooks.finish(self)
+        reason = self._finish()
+        self.hooks.end(self)
+        self.writer.close()
         self.datastore.close()
-        rate = at.all_images / max(at.seconds, 1e-9)
-        done = stopped, at.epoch - 1, at.iteration, at.mean_loss, rate, at.seconds
-        return Result(*done, self.validation.iteration or None, *self.validation.of_the_result())
+        return Result(
+            reason,
+            position.epoch - 1,
+            position.iteration,
+            position.mean_loss,
+            position.all_images / max(position.seconds, 1e-9),
+            position.seconds,
+            self.validation.iteration or None,
+            *self.validation.of_the_result(),
+        )
 
-    def _goes_on(self):
+    def _run_epoch(self):
+        position = self.position
+        batches = self.queue.epoch(position.epoch, start=position.batch)
+        start_time, images_before = time.monotonic(), position.images
+        with contextlib.closing(batches):
+            for images, targets in agreed(batches, self.world, self.signals):
+                info = self._next_step(images.batch.count)
+                self._report(self.step.submit(images, targets, info))
+                del images, targets  # the next mini-batch may take their memory
+                self.hooks.step(self)
+                if self.leaves_epoch:
+                    break
+        self.wait()
+        if self.at_epoch_end:
+            speed = (position.images - images_before) / (time.monotonic() - start_time)
+            loss, rate = position.loss / position.images, self.optimizer.learning_rate
+            summary = EpochSummary(
+                position.epoch, position.iteration, loss, position.accuracy, rate, speed
+            )
+            position.end_epoch()
+            self.hooks.epoch(self, summary)
+
+    def _next_step(self, images):
+        position, start_time = self.position, time.monotonic()
+        position.batch, position.iteration = position.batch + 1, position.iteration + 1
+        self.optimizer.learning_rate = rate = self.learning_rate(position.iteration)
+        self.world.transport.activity = f"epoch {position.epoch}, iteration {position.iteration}"
+        return StepInfo(position.epoch, position.iteration, images, rate, start_time)
+
+    def _report(self, results):
+        for result in results:
+            self.position.add(result)
+            self.position.seconds = time.monotonic() - self.start_time
+            self.hooks.iteration(self, result)
+
+    def wait(self) -> None:
+        """Wait for the submitted steps, and report them. Before it the network may lag behind."""
+        self._report(self.step.drain())
+
+    def _continues(self):
         return not self.signals.agreed and not self.validation.exhausted
 
-    def _rate(self, iteration):
-        """The learning rate of an iteration of the present epoch."""
-        return rate_of(self.options, self.at.epoch, iteration, len(self.queue))
+    def validate(self, announce: bool = True, interruptible: bool = True) -> None:
+        """Evaluate the network on the validation set. Collective.
 
-    def _step(self, images, labels):
-        at, began = self.at, time.monotonic()
-        at.batch, at.iteration = at.batch + 1, at.iteration + 1
-        self.optimizer.learning_rate = rate = self._rate(at.iteration)
-        shown = Shown(at.iteration, images.batch.count, rate, began)
-        self.world.net.doing = f"epoch {at.epoch}, iteration {shown.iteration}"
-        if self.recorded is not None:
-            self._catch_up(AHEAD)
-            self.under_way.append((self.recorded.start(images), shown))
-            return
-        if self.measured:
-            self.measured.start(began)
-        value, gradients, state = self.gradient(self.net, images, labels)
-        loss, *correct = map(float, value)
-        if not math.isfinite(loss):
-            self._blame(images, labels, loss, shown)
-        self.net.state = state
-        self.net.parameters = self.optimizer(self.net.parameters, gradients)
-        if self.measured:
-            self.measured.stop(time.monotonic(), images.batch.blocks)
-        self._account(shown, loss, *correct)
-
-    def _catch_up(self, left=0):
-        """Take the results of the steps under way on a GPU, but for the last `left`."""
-        while len(self.under_way) > left:
-            handle, shown = self.under_way.popleft()
-            loss, *correct = self.recorded.finish(handle)
-            if not math.isfinite(loss):
-                raise Fault(
-                    f"the loss is {loss} at epoch {self.at.epoch}, iteration {shown.iteration}; "
-                    f"{self.keeper.advice(shown.learning_rate)}"
-                )
-            self._account(shown, loss, *correct)
-
-    def _account(self, shown, loss, correct=None):
-        """Add a step's results to the sums and show them."""
-        at, count, accuracy = self.at, shown.count, None
-        at.loss += loss * count
-        if correct is not None:
-            correct /= losses.labels_of(self.datastore)
-            at.correct, accuracy = (at.correct or 0.0) + correct, correct / count
-        at.images, at.all_images = at.images + count, at.all_images + count
-        now = time.monotonic()
-        at.seconds = now - self.began
-        rate = count / (now - shown.started)
-        self.console.iteration(at.epoch, shown.iteration, loss, rate, accuracy)
-        how = loss, shown.learning_rate, rate, at.seconds, accuracy
-        self.keeper.record("iteration", at.epoch, shown.iteration, *how)
-        self._tell("iteration", shown.learning_rate, loss, accuracy, shown.iteration)
-
-    def _tell(self, state, learning_rate, loss=None, accuracy=None, iteration=None):
-        """Call the output functions; one that returns True asks for a stop."""
-        at, found = self.at, self.validation.last
-        info = Progress(
-            state,
-            at.epoch,
-            at.iteration if iteration is None else iteration,
-            loss,
-            accuracy,
-            learning_rate,
-            at.seconds,
-            found.loss if found else None,
-            found.accuracy if found else None,
-        )
-        for function in self.options.output_functions:
-            asked = function(info)
-            if isinstance(asked, bool | np.bool_) and asked:
-                self.signals.name = self.signals.name or OUTPUT_FUNCTION
-
-    def _validate(self, signals):
-        """Evaluate the network as it is on the validation set, and take note of it, unless signals
-        end it. An output function that asked for a stop lets it come to its end."""
-        self._catch_up()
-        at, asked = self.at, self.signals.name == OUTPUT_FUNCTION
-        if asked and signals is not None:
+        Parameters
+        ----------
+        announce : bool
+            Whether to print a line; the line of an epoch tells its own validation.
+        interruptible : bool
+            Whether a signal may end it; a stop that a hook asked for never does.
+        """
+        signals = self.signals if interruptible else None
+        self.wait()
+        position, stop_requested = self.position, self.signals.name == OUTPUT_FUNCTION
+        if stop_requested and signals is not None:
             signals.name = None
-        found = self.validation.run(self.net, at.iteration, signals)
-        if asked:
-            self.signals.name = self.signals.name or OUTPUT_FUNCTION
-        if found is None:
+        evaluation = self.validation.run(self.net, position.iteration, signals)
+        if stop_requested:
+            self.stop()
+        if evaluation is None:
             return
-        how = found.loss, self.optimizer.learning_rate, None, at.seconds, found.accuracy
-        epoch = at.epoch if at.batch else at.epoch - 1  # at its end the next one is under way
-        self.keeper.record("validation", epoch, at.iteration, *how)
-        if at.batch < len(self.queue):  # else the line of the epoch, which ends here, has it
-            self.console.validation(at.iteration, found)
+        rate, seconds = self.optimizer.learning_rate, position.seconds
+        numbers = evaluation.loss, rate, None, seconds, evaluation.accuracy
+        epoch = position.epoch if position.batch else position.epoch - 1
+        self.writer.record("validation", epoch, position.iteration, *numbers)
+        if announce:
+            self.console.validation(position.iteration, evaluation)
 
-    def _end_epoch(self, rate):
-        at, learning_rate = self.at, self.optimizer.learning_rate
-        loss, accuracy = at.loss / at.images, at.accuracy
-        how = loss, learning_rate, rate, at.seconds, accuracy
-        self.keeper.record("epoch", at.epoch, at.iteration, *how)
-        if self.validation.due_at_end():
-            self._validate(self.signals)
-        found = self.validation.last if self.validation.at == at.iteration else None
-        self.console.epoch(at.epoch, loss, rate, at.seconds, accuracy, found)
-        self._tell("epoch", learning_rate, loss, accuracy)
-        at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, None, 0
-        at.epoch_loss = loss
-        if self.measured:
-            self.queue.load = self.measured.load()
+    def _finish(self):
+        """Make the network final; return what ended the run early, or None.
 
-    def _finish(self, signals):
-        """Make the network what the options ask for, now that the last checkpoint is written: a run
-        that goes on from there does not know that it was ended. Signals leave it as it is."""
-        if self.validation.store is not None and self.validation.at != self.at.iteration:
-            self._validate(signals)
+        This follows the last checkpoint: a resumed run continues as if it had never stopped.
+        """
+        signals = self.signals
+        reason = stopped_by(signals, self.world)
+        if reason is None and signals.name == OUTPUT_FUNCTION:
+            signals.name = None  # a stop when no step was left: the run ends by itself
+        if reason is None and self.validation.exhausted:
+            reason = PATIENCE
+        if reason not in (None, OUTPUT_FUNCTION, PATIENCE):
+            return reason
+        self._finalize_network(None if reason == OUTPUT_FUNCTION else signals)
+        return reason or stopped_by(signals, self.world)
+
+    def _finalize_network(self, signals):
+        """Take the best network and the population's statistics; signals leave it as it is."""
+        position, options = self.position, self.options
+        if self.validation.store is not None and self.validation.at != position.iteration:
+            self.validate(interruptible=signals is not None)
             if self.validation.owed:
                 return
-        if self.recorded is not None:
-            self.net.to(None)
+        self.step.close()
         self.validation.give_best(self.net)
-        if self.options.batchnorm_statistics == "population" and self.at.iteration:
-            size = self.options.batch_size
-            how = {"shuffle": "never", "prefetch": self.options.prefetch, **self.net.seen()}
-            # in place of training's, whose memory goes
-            self.queue = MinibatchQueue(self.datastore, size, world=self.world, **how)
-            state = population(self.net.on(self.world.device), self.queue, self.world, signals)
+        if options.batchnorm_statistics == "population" and position.iteration:
+            queue_options = {
+                "shuffle": "never",
+                "prefetch": options.prefetch,
+                **self.net.input_transform(),
+            }
+            # in place of training's queue, whose memory goes
+            self.queue = MinibatchQueue(
+                self.datastore, options.batch_size, world=self.world, **queue_options
+            )
+            net = self.net.on(self.world.device)
+            state = population_state(net, self.queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
 
-    def _blame(self, images, labels, loss, shown):
-        """Raise the Fault of a loss that is not finite, naming the ranks whose images made it."""
-        (own, *_), _, _ = value_and_grad(self.minimized)(self.net, images, labels)
-        ranks = self.world.gather(not np.isfinite(own.local()).all())
-        guilty = [str(r) for r, bad in enumerate(self.world.broadcast(ranks)) if bad]
-        where = f"rank {', '.join(guilty)}" if len(guilty) < self.world.size else "all ranks"
-        raise Fault(
-            f"the loss is {loss} at epoch {self.at.epoch}, iteration {shown.iteration}, on "
-            f"{where}; {self.keeper.advice(shown.learning_rate)}"
-        )
+    def _advice(self, learning_rate):
+        return self.writer.advice(learning_rate)
 
-    def _checkpoint_is_due(self):
-        every = self.options.checkpoint_every
-        return every and self.at.iteration % every == 0
-
-    def _plot(self, end=False):
-        if self.options.plots != "none":
-            self.keeper.plot(end)
-
-    def _save(self):
-        if self.keeper.out is None:
+    def save(self) -> None:
+        """Write a checkpoint, if the run has a folder. Collective."""
+        if self.writer.out is None:
             return
-        self._catch_up()
+        self.wait()
         tables = {
             "learnables": {name: np.asarray(a) for name, a in self.net.parameters.items()},
             "state": {name: np.asarray(a) for name, a in self.net.state.items()},
@@ -368,22 +406,29 @@ class _Run:
             "crop": self.net.crop,
             "preprocess": self.net.preprocess,
             "options": self.options.as_dict(),
+            "optimizer": type(self.optimizer).__name__,
             "validation": self.validation.facts(),
             "fingerprint": self.datastore.fingerprint(),
             "shares": shares(self.options, self.world.size),
             **input_pipeline.facts(self.options),
             **self.facts,
         }
-        self.keeper.save(tables, self.at, facts, self.optimizer.learning_rate)
+        self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
 
     def _restore(self, arrays, facts):
         now = resumable(self.options, self.net, self.datastore, self.world.size)
         changed_on_resume(facts, now, "the run of this checkpoint")
-        input_pipeline.changed(facts, self.options)
+        input_pipeline.check_unchanged(facts, self.options)
+        expected = type(self.optimizer).__name__
+        if facts.get("optimizer", expected) != expected:  # absent from older checkpoints
+            raise UserError(
+                f"optimizer: expected {facts['optimizer']}, as the run of this checkpoint, found "
+                f"{expected}"
+            )
         self.net.parameters = model_file.matching(
             self.net.parameters, arrays["learnables"], checkpoint.CURRENT
         )
         self.net.state = model_file.matching(self.net.state, arrays["state"], checkpoint.CURRENT)
         self.optimizer.load_state(arrays["optimizer"])
         self.validation.restore(arrays, facts)
-        self.at = Position(**facts["position"])
+        self.position = Position(**facts["position"])

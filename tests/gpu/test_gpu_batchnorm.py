@@ -7,7 +7,7 @@ from mpidl import fold
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import activation as activations
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 
 # (C, H, W) or (C,) of an image
 SHAPES = [(1, 5, 7), (3, 1, 1), (4, 6, 6), (20, 3, 5), (5, 4, 4), (132, 2, 3), (129, 1, 2), (6,)]
@@ -123,7 +123,10 @@ def test_sums(device, shape, blocks):
     y = centred * scale.reshape(column) + beta.reshape(column)
     for found, dz in (
         (batchnorm.batchnorm_sums(*on_gpu[:3], tree(blocks)), dy),
-        (batchnorm.activation_sums(on_gpu[0], Source(*on_gpu[1:]), tree(blocks)), dy * (y > 0)),
+        (
+            batchnorm.activation_sums(on_gpu[0], DeferredInput(*on_gpu[1:]), tree(blocks)),
+            dy * (y > 0),
+        ),
     ):
         assert found.shape == (2 * shape[0],) and found.dtype == np.float64
         parts = dz, dz * centred
@@ -139,7 +142,7 @@ def test_what_is_computed_pixel_by_pixel(device, shape, images, blocks):
     counts, valid = counts_of(images, blocks)
     mean, scale, beta, a, b, c = vectors(shape[0], "msbABC")
     on_gpu = [array.lanes(x), *map(array.plain, (mean, scale, beta))]
-    source, factors = Source(*on_gpu), [array.plain(v) for v in (a, b, c)]
+    source, factors = DeferredInput(*on_gpu), [array.plain(v) for v in (a, b, c)]
     wide = [v.astype("f8") for v in (x, mean, scale, beta)]
 
     y = batchnorm.batchnorm(*on_gpu)
@@ -175,7 +178,7 @@ def test_a_small_device_goes_through_all(emulated, shape):
         with emulated(0, processors=processors):
             on_gpu = array.lanes(x), array.lanes(dy)
             mean, scale, beta, *factors = map(array.plain, vectors(shape[0], "msbABC"))
-            source, (_, valid) = Source(on_gpu[0], mean, scale, beta), counts_of(13, 1)
+            source, (_, valid) = DeferredInput(on_gpu[0], mean, scale, beta), counts_of(13, 1)
             made = [
                 batchnorm.activation(source),
                 batchnorm.activation_dx(on_gpu[1], source, *factors, valid),
@@ -204,7 +207,9 @@ def test_any_number_of_ranks_gives_the_same_bytes(device, shape):
                     batchnorm.moments(own[0], valid, mine),
                     batchnorm.channel_sums(own[1], mine),
                     batchnorm.batchnorm_sums(own[1], own[0], mean, mine),
-                    batchnorm.activation_sums(own[1], Source(own[0], mean, scale, beta), mine),
+                    batchnorm.activation_sums(
+                        own[1], DeferredInput(own[0], mean, scale, beta), mine
+                    ),
                 ]
             )
         roots = b""
@@ -226,7 +231,7 @@ def test_any_schedule_gives_the_same_bytes(emulated):
             with emulated(order):
                 on_gpu, on_gpu_dy = array.lanes(x), array.lanes(dy)
                 mean, scale, beta, *factors = map(array.plain, vector)
-                source, (_, valid) = Source(on_gpu, mean, scale, beta), counts_of(13, 1)
+                source, (_, valid) = DeferredInput(on_gpu, mean, scale, beta), counts_of(13, 1)
                 partials = [
                     batchnorm.moments(on_gpu, valid, tree(1)),
                     batchnorm.channel_sums(on_gpu_dy, tree(1)),
@@ -252,7 +257,7 @@ def test_nan_stays(device):
 def test_an_activation_is_computed_once(device):
     x, (mean, scale, beta) = array.lanes(drawn(0, 1, 4, 2, 2, LANES)), vectors(4, "msb")
     source = batchnorm.source(x, *map(array.plain, (mean, scale, beta)))
-    assert isinstance(source, Source) and source.x is x and device.launched == []
+    assert isinstance(source, DeferredInput) and source.x is x and device.launched == []
     first = batchnorm.read(source)
     assert batchnorm.read(source) is first is batchnorm.activation(source)
     assert device.launched == ["batchnorm"]

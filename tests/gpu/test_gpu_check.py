@@ -142,7 +142,7 @@ def sets():
 def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     monkeypatch.setitem(zoo.RECIPES["digits"], "batch_size", 16)
     cpu = World(threads=1)
-    cpu.asked = "cpu", None
+    cpu.device_request = "cpu", None
     report = Report("training")
     training.parity(report, cpu, gpu, sets(), epochs=1)
     found = {c["what"]: c for c in report.found["checks"]}

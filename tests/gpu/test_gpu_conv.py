@@ -264,7 +264,7 @@ def test_any_shares_give_the_same_bytes(device, name, ranks):
 
 @pytest.mark.parametrize("reuse", [False, True])
 def test_between_activations(device, reuse):
-    """Reading a Source, and backward through the activation behind and to the one before."""
+    """Reading a DeferredInput, and backward through the activation behind and to the one before."""
     case = Case("digits 2", 2)
     rng = np.random.default_rng(7)
     c, k = case.x.shape[1], case.dy.shape[1]

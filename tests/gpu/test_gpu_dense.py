@@ -9,7 +9,7 @@ from alone import numbers
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, batchnorm, dense, launching
 from mpidl.backends.gpu.array import Array
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Counter, Tree, add, fold_nodes, split_blocks
 
 ALL = True, True, True
@@ -71,12 +71,12 @@ class Layer:
         return reference.dense(x, weight, bias), dx, *(p.terms[0].nodes for p in (dweight, dbias))
 
     def uploaded(self, blocks=slice(None)):
-        """(x or Source, dy, weight, bias) on the device."""
+        """(x or DeferredInput, dy, weight, bias) on the device."""
         x = array.lanes(self.x[blocks])
         if self.vectors is None:
             x = x.reshape(x.dims[0], *self.flat[1:])
         else:
-            x = Source(x, *map(array.plain, self.vectors))
+            x = DeferredInput(x, *map(array.plain, self.vectors))
         weight = array.filters(self.weight, self.image)
         return x, array.lanes(self.dy[blocks]), weight, array.plain(self.bias)
 

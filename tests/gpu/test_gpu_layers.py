@@ -9,7 +9,7 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, batchnorm
 from mpidl.backends.gpu.backend import GPU as functions
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree
 from mpidl.training import trainer
 
@@ -73,7 +73,7 @@ def test_softmax_dx(device, shape, blocks):
 
 def source(name, blocks, *shape):
     vectors = np.random.default_rng(3).uniform(-1, 1, (3, shape[0])).astype(np.float32)
-    return Source(array.lanes(lanes(name, blocks, *shape)), *map(array.plain, vectors))
+    return DeferredInput(array.lanes(lanes(name, blocks, *shape)), *map(array.plain, vectors))
 
 
 @EACH

@@ -111,11 +111,11 @@ def test_population_statistics_are_the_cpus(world):
     found, _ = trained(world, batchnorm_statistics="population")
     host = small()
     host.parameters = found.parameters
-    from mpidl.training.batchnorm_population import population
+    from mpidl.training.batchnorm_population import population_state
 
     alone = dl.World(threads=1)
     queue = dl.MinibatchQueue(pictures(80), 40, world=alone, shuffle="never")
-    for name, value in population(host, queue, alone).items():
+    for name, value in population_state(host, queue, alone).items():
         np.testing.assert_allclose(found.state[name], value, rtol=1e-5)
         assert isinstance(found.state[name], np.ndarray)
 

@@ -5,7 +5,7 @@ import pytest
 
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, batchnorm, pool
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree
 
 NONE = ((0, 0), (0, 0))
@@ -110,7 +110,7 @@ def test_an_activation_is_read_as_its_values(device, case, blocks):
     """With the sums that batch normalization asks for."""
     shape, *how = CASES[case]
     channels = np.random.default_rng(2).uniform(-1, 1, (3, shape[0])).astype(np.float32)
-    source = Source(array.lanes(images(case, blocks)), *map(array.plain, channels))
+    source = DeferredInput(array.lanes(images(case, blocks)), *map(array.plain, channels))
     x = batchnorm.read(source)
     y, argmax = pool.max_pool2d(source, *how)
     expected, places = pool.max_pool2d(x, *how)

@@ -5,7 +5,9 @@ import pytest
 from alone import numbers
 
 from mpidl.backends import REFERENCE as reference
-from mpidl.backends.gpu import array, optimizer
+from mpidl.backends.gpu import array, launching, optimizer
+from mpidl.backends.gpu.recorder import Recorder
+from mpidl.training.optimizers import AdamMoments, Clip, Optimizer, Rate, WeightDecay
 
 LEARNABLES = [(5,), (4, 3, 3, 2), (), (7, 12), (1025,), (64,), (3, 2, 4, 4), (0,), (2050,)]
 DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
@@ -97,3 +99,35 @@ def test_what_does_not_go_together_is_refused(device):
         optimizer.rmsprop([weight], [weight], [plain], 0.1, 0.9, 1e-8, [0], [1])
     with pytest.raises(ValueError, match="clip: a gradient lies in memory"):
         optimizer.clip([weight], [plain], [0], "l2norm", 1.0)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_chain_that_no_kernel_fuses_is_recorded(device, count):
+    """Its numbers change from replay to replay, and its constants do not."""
+
+    def chain():
+        return Optimizer(0.1, Clip(2.0), AdamMoments(), WeightDecay(0.01), Rate())
+
+    names = [f"layer{i}.weight" for i in range(len(LEARNABLES))]
+    weights, gradients = (dict(zip(names, draws(w), strict=True)) for w in ("weight", "gradient"))
+    expected, ours = weights, chain()
+    for step in range(count):
+        ours.learning_rate = 0.1 / (1 + step)
+        expected = ours(expected, gradients)
+
+    recorded, there = chain(), {name: layout(w) for name, w in weights.items()}
+    slopes = {name: layout(g) for name, g in gradients.items()}
+    recorded.prepare(there)
+    recorder = Recorder(device)
+    with launching.through(recorder):
+        stepped = recorded.apply(there, slopes, recorded.numbers())
+        for name, old in there.items():
+            recorder.carry(stepped[name], old)
+        result = launching.scalar("result", 0.0, np.float64)  # a program has at least one
+    made = recorder.finish({"result": result}, graphs=False)
+    for step in range(count):
+        recorded.learning_rate = 0.1 / (1 + step)
+        made.results(made.run(**recorded.advance(), result=1.0))
+    device.synchronize()
+    for name, weight in there.items():
+        np.testing.assert_allclose(weight.numpy(), expected[name], rtol=2e-6, atol=2e-6)

@@ -17,7 +17,7 @@ from mpidl.data.loading import device_queue
 from mpidl.evaluation import evaluate
 from mpidl.training import trainer
 from mpidl.training.files.model_file import weights_sha256
-from mpidl.training.gpu_step import Step
+from mpidl.training.gpu_step import StepProgram
 
 
 class Paired(dl.data.Datastore):
@@ -122,7 +122,7 @@ def told_as_the_cpu_reads(store, world, monkeypatch, resident=True, epochs=2, si
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     queue = device_queue.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **how)
     host = dl.MinibatchQueue(store, size, 3, **how)
-    told, mine = Told(queue), slice(*queue.whole.tree.run)
+    told, mine = Told(queue), slice(*queue.full_batch.tree.run)
     for epoch in range(1, 1 + epochs):
         for (feed, _), whole in zip(queue.epoch(epoch), host.epoch(epoch), strict=True):
             for found, expected in zip(told.tell(feed), whole, strict=True):
@@ -215,7 +215,7 @@ def trained(world, store, net, loss, epochs=2, **how):
                 found.append(float(value[0]))
         return net, found
     queue = device_queue.DeviceQueue(store, 24, 3, world, "every-epoch", **how)
-    step = Step(net.to(world.device), sgdm, gradient, queue.reader(), world.counts)
+    step = StepProgram(net.to(world.device), sgdm, gradient, queue.reader(), world.counts)
     started = []
     for epoch in range(1, 1 + epochs):
         for feed, _ in queue.epoch(epoch):
@@ -295,7 +295,7 @@ LEARNED = {
 def test_a_step_learns_what_the_cpu_learns(world, what, resident, monkeypatch):
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     make, loss, shape, kind = LEARNED[what]
-    agrees_with_the_cpu(world, Paired(70, shape, kind), make, losses.of(loss))
+    agrees_with_the_cpu(world, Paired(70, shape, kind), make, losses.loss_function(loss))
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_steps_before_a_wrong_label_are_done(world, monkeypatch):
     queue = device_queue.DeviceQueue(wrong(48, 30, 7), 24, 0, world, "never")
     gradient = dl.value_and_grad(losses.cross_entropy, reduce=world)
     net = classifier().to(world.device)
-    step = Step(net, dl.SGDM(1e-2), gradient, queue.reader(), world.counts)
+    step = StepProgram(net, dl.SGDM(1e-2), gradient, queue.reader(), world.counts)
     (first, _), (second, _) = queue.epoch(0)
     before = step.finish(step.start(first))[0]
     with pytest.raises(ValueError, match="got 0..7"):

@@ -13,8 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 
-def opened(gpu):
-    """The Device of a Gpu, in place of `devices.opened`."""
+def open_gpu(gpu):
+    """The Device of a Gpu, in place of `devices.open_gpu`."""
     from emulator import EmulatedDevice
 
     device = EmulatedDevice()
@@ -39,7 +39,7 @@ def main():
     from mpidl.data.loading import device_queue
 
     replaced = [
-        (devices, "opened", opened),
+        (devices, "open_gpu", open_gpu),
         (devices, "visible", visible),
         (nccl, "cuda_aware", lambda: True),  # memory of the device is the host's
         (sums, "GATHERED", int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))),

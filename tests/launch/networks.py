@@ -74,25 +74,25 @@ def raises_on_rank_1(input_shape, classes):
 
 
 class Sleep(dl.ReLU):
-    def forward(self, x, at):
+    def forward(self, x, context):
         print("in the first step", flush=True)
         time.sleep(60)
-        return super().forward(x, at)
+        return super().forward(x, context)
 
 
 class SleepInTest(dl.ReLU):
-    def forward(self, x, at):
-        if not at.training:
+    def forward(self, x, context):
+        if not context.training:
             print("testing", flush=True)
             time.sleep(0.5)
-        return super().forward(x, at)
+        return super().forward(x, context)
 
 
 class Break(dl.ReLU):
-    def forward(self, x, at):
+    def forward(self, x, context):
         if dl.World().rank == 1:
             raise ArithmeticError("this network breaks on rank 1")
-        return super().forward(x, at)
+        return super().forward(x, context)
 
 
 def convolutions(input_shape, classes):

@@ -20,7 +20,7 @@ def serve(folder):
     with open(folder / f"commands-{rank}") as commands:
         for line in commands:
             number, words, env, cwd = json.loads(line)
-            failure._net = None  # each command has a world of its own
+            failure._transport = None  # each command has a world of its own
             vars(settings).update(defaults)
             if builds.kernels() is not None:
                 builds.kernels().set_threads(settings.threads)

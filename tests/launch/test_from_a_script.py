@@ -164,7 +164,7 @@ def test_an_exception_comes_back_with_its_rank(on, capsys):
     text = str(caught.value)
     assert caught.value.rank in on and caught.value.host == os.uname().nodename
     assert text.startswith(f"rank {caught.value.rank}") and "of 3 on " in text
-    assert 'raise ValueError("what a value")' in text and "launched.py" not in text
+    assert 'raise ValueError("what a value")' in text and "launch_worker.py" not in text
     assert isinstance(caught.value.__cause__, ValueError)
     assert "Traceback" not in capsys.readouterr().err
 
@@ -272,7 +272,7 @@ def test_how_many_ranks(monkeypatch):
 def test_several_hosts_meet_in_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("MPIDL_CACHE", str(tmp_path / "cache"))
-    assert launching._place() == str(tmp_path / "cache") and (tmp_path / "cache").is_dir()
+    assert launching._parent_folder() == str(tmp_path / "cache") and (tmp_path / "cache").is_dir()
 
 
 SCRIPT = """
@@ -360,7 +360,7 @@ def test_a_notebook():
 
 @MORE
 def test_a_notebook_without_cloudpickle():
-    text = "from mpidl.comm import launched; launched.cloudpickle = lambda: None\n"
+    text = "from mpidl.comm import launch_worker; launch_worker.cloudpickle = lambda: None\n"
     done = run("-c", text + SCRIPT + "\nmain(work)\n")
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "pip install '.[notebook]'" in last

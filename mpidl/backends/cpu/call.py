@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from mpidl.blocks import Source
+from mpidl.blocks import DeferredInput
 from mpidl.fold import Partial, Term, add
 
 
@@ -15,8 +15,8 @@ def tree_of(tree):
 
 
 def source_of(x):
-    """Return the four arrays of a struct source, of a Source or of an array."""
-    if isinstance(x, Source):
+    """Return the four arrays of a struct source, of a DeferredInput or of an array."""
+    if isinstance(x, DeferredInput):
         return tuple(np.ascontiguousarray(v) for v in x)
     return np.ascontiguousarray(x), None, None, None
 

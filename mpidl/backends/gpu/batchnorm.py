@@ -7,7 +7,7 @@ import math
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.fold import partial_of_leaves
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import add, merge_moments
 
 THREADS = 256  # of batchnorm.cu
@@ -15,8 +15,8 @@ CHANNELS = 128  # the most that a block of threads takes
 PIXELS = 32  # a leaf has at least as many, or all images of a block
 
 
-class Read(Source):
-    """A Source that computes its activation when it is first read, and keeps it."""
+class Read(DeferredInput):
+    """A DeferredInput that computes its activation when it is first read, and keeps it."""
 
     stored = None
 
@@ -26,8 +26,8 @@ def source(y, mean, scale, beta):
 
 
 def read(x):
-    """Return the Array of a Source or an Array. The caller must not write to it."""
-    if not isinstance(x, Source):
+    """Return the Array of a DeferredInput or an Array. The caller must not write to it."""
+    if not isinstance(x, DeferredInput):
         return x
     if not isinstance(x, Read):
         return _normalized(*x, relu=1)

@@ -11,7 +11,7 @@ import numpy as np
 from mpidl.backends.gpu import array, fold, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
-from mpidl.blocks import LANES, Source
+from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Partial, Term, add
 
 THREADS = 128  # of a block, as dense.cu has it
@@ -173,7 +173,7 @@ def dense_backward(dy, x, weight, tree, needs):
     _check(values, weight)
     dx = dense_dx(dy, weight) if needs[0] else None
     sums = None
-    if needs[0] and isinstance(x, Source):
+    if needs[0] and isinstance(x, DeferredInput):
         sums = activation_sums(dx.reshape(x.x.shape), x, tree)
     return (
         dx,
@@ -184,7 +184,7 @@ def dense_backward(dy, x, weight, tree, needs):
 
 
 def _read(x):
-    return read(x) if isinstance(x, Source) else x
+    return read(x) if isinstance(x, DeferredInput) else x
 
 
 def _check(x, weight):

@@ -41,6 +41,15 @@ def _blocks(sizes):
     return chunk, np.array(blocks, np.int32).reshape(-1, 2)
 
 
+def step_number(name, value):
+    return launching.scalar(name, value)
+
+
+def _on_device(value):
+    """Return a number that kernels read from memory: of `step_number`, or a constant."""
+    return value if isinstance(value, Array) else launching.constant(np.array([value], np.float32))
+
+
 def zeros_like(x):
     return x.zeros_like()
 
@@ -70,8 +79,8 @@ def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factor
         launching.constant(blocks),
         launching.constant(np.array(decays, np.float32)),
         launching.constant(np.array(factors, np.float32)),
-        launching.scalar("learning_rate", learning_rate),
-        launching.scalar("momentum", momentum),
+        _on_device(learning_rate),
+        _on_device(momentum),
         chunk,
     )
     return stepped
@@ -126,7 +135,7 @@ def _adaptive(
         launching.constant(blocks),
         launching.constant(np.array(decays, np.float32)),
         launching.constant(np.array(factors, np.float32)),
-        launching.scalar("learning_rate", learning_rate),
+        _on_device(learning_rate),
         gradient_decay,
         1 - gradient_decay,
         square_decay,

@@ -7,7 +7,7 @@ import numpy as np
 
 from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
-from mpidl.blocks import Source
+from mpidl.blocks import DeferredInput
 
 WARP, MAX_THREADS = 32, 256  # threads of a CTA: as many as a row needs, up to MAX_THREADS
 
@@ -39,12 +39,12 @@ def _forward(name, x, windows, with_argmax):
 
 def _backward(name, arrays, x, windows, tree):
     """Launch a backward pass of dy, and argmax if the maximum was taken."""
-    like: Any = x.x if isinstance(x, Source) else x
+    like: Any = x.x if isinstance(x, DeferredInput) else x
     blocks, c, h, w, lanes = like.dims
     numbers, _ = _geometry((c, h, w), *windows)
     dx = array.empty_like(like)
     _launch(name, blocks * lanes * h, w * c, (*arrays, dx), numbers)
-    return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, Source) else None
+    return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, DeferredInput) else None
 
 
 def max_pool2d(x, size, stride, padding):

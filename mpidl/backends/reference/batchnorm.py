@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.blocks import Source
+from mpidl.blocks import DeferredInput
 from mpidl.fold import Counter, merge_moments
 
 
@@ -97,4 +97,4 @@ def predict_scale(gamma, variance, epsilon):
 
 
 def source(y, mean, scale, beta):
-    return Source(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))
+    return DeferredInput(y, *(np.ascontiguousarray(v, y.dtype) for v in (mean, scale, beta)))

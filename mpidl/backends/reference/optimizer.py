@@ -6,6 +6,10 @@ CHUNK, SUMS = 1 << 14, 16  # numbers whose squares are added up as one; sums sid
 METHODS = ("l2norm", "global-l2norm", "absolute-value")
 
 
+def step_number(name, value):
+    return value
+
+
 def zeros_like(x):
     return np.zeros(np.shape(x), x.dtype)
 

@@ -1,1 +1,39 @@
-"""File formats: a module for each that `--data` reads."""
+"""File formats that `--data` reads, a module for each, and the table of them.
+
+To add one, write a module with a `FORMAT` and list it here, in FILES or FOLDERS.
+"""
+
+from mpidl.data.formats import cifar, digits, folder, hdf5, idx, mat, npz, packed
+from mpidl.data.formats.cifar import cifar_folder
+from mpidl.data.formats.folder import ImageFolder
+from mpidl.data.formats.hdf5 import HDF5Datastore
+from mpidl.data.formats.idx import idx_folder, read_idx
+from mpidl.data.formats.mat import mat_file
+from mpidl.data.formats.npz import npz_file
+from mpidl.data.formats.packed import PackedDatastore
+from mpidl.data.formats.packing import pack
+from mpidl.data.formats.split_files import split_files
+
+# The first format that recognizes a path opens it, so the order matters.
+FILES = (packed.FORMAT, hdf5.FORMAT, mat.FORMAT, npz.FORMAT)
+FOLDERS = (
+    idx.FORMAT,
+    cifar.FORMAT,
+    split_files(FILES),
+    folder.TRAIN_AND_TEST,
+    folder.CLASS_FOLDERS,
+)
+KEYWORDS = (digits.FORMAT,)  # chosen by a word instead of a path
+FORMATS = (*KEYWORDS, *FILES, *FOLDERS)
+
+__all__ = [
+    "HDF5Datastore",
+    "ImageFolder",
+    "PackedDatastore",
+    "cifar_folder",
+    "idx_folder",
+    "mat_file",
+    "npz_file",
+    "pack",
+    "read_idx",
+]

@@ -1,16 +1,20 @@
-"""CIFAR-10 and CIFAR-100 in their binary form: a label or two, then 3 x 32 x 32 bytes, an image.
+"""CIFAR-10 and CIFAR-100 in binary form: each image is one or two labels and 3 x 32 x 32 bytes.
 
 Alex Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009;
 https://www.cs.toronto.edu/~kriz/cifar.html describes the files.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mpidl.data.datastore import ArrayDatastore
-from mpidl.data.labels import agreed
+from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.labels import align_labels
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
 from mpidl.files import unreadable
@@ -18,24 +22,33 @@ from mpidl.text import printable
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
-# Of the pickled versions for Python: no such file is ever read.
+# Files of the pickled versions for Python, which are never read.
 PICKLED = ("data_batch_1", "test_batch", "batches.meta", "train", "test", "meta")
 
 
 class Kind(NamedTuple):
-    """One of the two sets: its files, and of each of its labels the classes and their names' file.
+    """One of the two data sets.
 
-    folder: what its archive unpacks to.
+    Attributes
+    ----------
+    name : str
+        "CIFAR-10" or "CIFAR-100".
+    folder : str
+        Folder that its archive unpacks to.
+    train, test : tuple of str
+        Names of its files.
+    labels : dict
+        Number of classes, and the file of their names, by label, in the order of a record's bytes.
     """
 
     name: str
     folder: str
-    train: tuple
-    test: tuple
-    labels: dict  # in the order of the bytes of a record
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    labels: dict[str, tuple[int, str]]
 
     @property
-    def record(self):
+    def record_bytes(self) -> int:
         """Bytes of an image with its labels."""
         return len(self.labels) + PIXELS
 
@@ -58,30 +71,42 @@ KINDS = (
 )
 
 
-def find(folder, which=None):
-    """(folder of the files, Kind, {"train": paths, "test": paths}), or None where there are none.
+def find_files(
+    folder: str, part: str | None = None
+) -> tuple[str, Kind, dict[str, list[str]]] | None:
+    """Find CIFAR's files in a folder, or in the sub-folder that the archive unpacks to.
 
-    The files may lie in the sub-folder that the archive unpacks to. which: "train" or "test" must
-    be there; else one of the two.
+    Parameters
+    ----------
+    folder : str
+        Where to look.
+    part : {"train", "test"}, optional
+        Part that must exist; without it, either part will do.
+
+    Returns
+    -------
+    tuple or None
+        The folder of the files, their Kind, and the paths that exist, by part; None if there are
+        none.
     """
     for kind in KINDS:
-        for place in (folder, os.path.join(folder, kind.folder)):
-            parts = {}
-            for part, names in (("train", kind.train), ("test", kind.test)):
-                paths = [os.path.join(place, name) for name in names]
-                parts[part] = [path for path in paths if os.path.isfile(path)]
-            if parts[which] if which else any(parts.values()):
-                return place, kind, parts
+        for root in (folder, os.path.join(folder, kind.folder)):
+            files = {}
+            for key, names in (("train", kind.train), ("test", kind.test)):
+                paths = [os.path.join(root, name) for name in names]
+                files[key] = [path for path in paths if os.path.isfile(path)]
+            if files[part] if part else any(files.values()):
+                return root, kind, files
     return None
 
 
-def refuse_pickles(folder, option="--data"):
-    """A UserError where the folder holds CIFAR as Python pickles."""
-    for place in (
+def refuse_pickles(folder: str, option: str = "--data") -> None:
+    """Raise UserError if a folder holds CIFAR as Python pickles."""
+    for root in (
         folder,
         *(os.path.join(folder, f"cifar-{n}") for n in ("10-batches-py", "100-python")),
     ):
-        pickled = [name for name in PICKLED if os.path.isfile(os.path.join(place, name))]
+        pickled = [name for name in PICKLED if os.path.isfile(os.path.join(root, name))]
         if len(pickled) >= 2:
             raise UserError(
                 f"{option} {printable(folder)}: found {pickled[0]}, CIFAR as Python pickles, which "
@@ -90,74 +115,96 @@ def refuse_pickles(folder, option="--data"):
             )
 
 
-def cifar_folder(folder, which="train", world=None, *, labels="fine", classes=None):
-    """The training or test images of CIFAR-10 or CIFAR-100, as an ArrayDatastore.
+def cifar_folder(
+    folder: str | os.PathLike,
+    part: str = "train",
+    world: World = None,
+    *,
+    labels: str = "fine",
+    classes: Sequence[str] | None = None,
+) -> ArrayDatastore:
+    """Open the training or test images of CIFAR-10 or CIFAR-100. Collective with a world.
 
-    which: "train" (data_batch_*.bin, train.bin) or "test" (test_batch.bin, test.bin). labels:
-    "fine", or of CIFAR-100 "coarse". classes: names that labels are brought to, those of the file
-    of names where not given (numbers where there is no such file). With a world it is collective,
-    and the pixels lie in memory once per node.
+    Parameters
+    ----------
+    folder : path-like
+        Folder of the binary files, or the one that contains their folder.
+    part : {"train", "test"}
+        data_batch_*.bin or train.bin; test_batch.bin or test.bin.
+    world : World, optional
+        The ranks that open the files. The pixels lie in memory once per node.
+    labels : {"fine", "coarse"}
+        Which labels to take; only CIFAR-100 has coarse ones.
+    classes : sequence of str, optional
+        Class names to map the labels to. By default those of the file of names, or numbers if
+        there is no such file.
+
+    Raises
+    ------
+    UserError
+        A file is missing, cut short or damaged, or a label belongs to none of the classes.
     """
-    if which not in ("train", "test"):
-        raise UserError(f'{printable(folder)}: which set must be "train" or "test", got {which!r}')
+    if part not in ("train", "test"):
+        raise UserError(f'{printable(folder)}: which set must be "train" or "test", got {part!r}')
+    folder = os.fspath(folder)
 
     def load():
-        found = find(folder, which)
-        if found is None:
-            names = " or ".join(getattr(kind, which)[0] for kind in KINDS)
-            raise UserError(f"{printable(folder)}: expected {names}; found no such file")
-        place, kind, parts = found
+        files = find_files(folder, part)
+        if files is None:
+            expected = " or ".join(getattr(kind, part)[0] for kind in KINDS)
+            raise UserError(f"{printable(folder)}: expected {expected}; found no such file")
+        root, kind, paths = files
         if labels not in kind.labels:
-            known = " or ".join(f'"{name}"' for name in kind.labels)
+            expected = " or ".join(f'"{name}"' for name in kind.labels)
             raise UserError(
-                f"{printable(place)}: labels of {kind.name}: expected {known}, got {labels!r}"
+                f"{printable(root)}: labels of {kind.name}: expected {expected}, got {labels!r}"
             )
-        missing = [n for n in getattr(kind, which) if os.path.join(place, n) not in parts[which]]
+        missing = [n for n in getattr(kind, part) if os.path.join(root, n) not in paths[part]]
         if missing:
             raise UserError(
-                f"{printable(place)}: expected {missing[0]} beside the others; it is missing"
+                f"{printable(root)}: expected {missing[0]} beside the others; it is missing"
             )
-        records = [read_records(path, kind) for path in parts[which]]
-        pixels = np.concatenate([part[:, len(kind.labels) :] for part in records])
+        records = [read_records(path, kind) for path in paths[part]]
+        pixels = np.concatenate([rows[:, len(kind.labels) :] for rows in records])
         column = list(kind.labels).index(labels)
-        codes = np.concatenate([part[:, column] for part in records])
+        codes = np.concatenate([rows[:, column] for rows in records])
         count, name = kind.labels[labels]
-        names = read_names(os.path.join(place, name), count)
-        codes, known = agreed(codes, names, classes, printable(place))
-        return pixels.reshape(-1, *SHAPE), (f"{place}, {kind.name} {which}", codes, known)
+        names = read_names(os.path.join(root, name), count)
+        codes, names = align_labels(codes, names, classes, printable(root))
+        return pixels.reshape(-1, *SHAPE), (f"{root}, {kind.name} {part}", codes, names)
 
-    pixels, (source, codes, known) = once_per_node(world, load, folder)
-    return ArrayDatastore(pixels, codes, known, source=printable(source))
+    pixels, (source, codes, names) = once_per_node(world, load, folder)
+    return ArrayDatastore(pixels, codes, names, source=printable(source))
 
 
-def read_records(path, kind):
-    """The records of a file, uint8 (n, labels + 3072); UserError where they are not whole."""
+def read_records(path: str, kind: Kind) -> np.ndarray:
+    """Return the records of a file, uint8 (n, labels + 3072); UserError if it is damaged."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if not size or size % kind.record:
+            if not size or size % kind.record_bytes:
                 raise UserError(
-                    f"{printable(path)}: expected records of {kind.record} bytes ({kind.name}), "
-                    f"found {size} bytes: the file is cut short, or no such file"
+                    f"{printable(path)}: expected records of {kind.record_bytes} bytes "
+                    f"({kind.name}), found {size} bytes: the file is cut short, or no such file"
                 )
             data = file.read(size)
     except (OSError, MemoryError) as e:
         raise unreadable(path, e) from None
     if len(data) != size:
         raise UserError(f"{printable(path)}: expected {size} bytes, found {len(data)}")
-    records = np.frombuffer(data, np.uint8).reshape(-1, kind.record)
+    records = np.frombuffer(data, np.uint8).reshape(-1, kind.record_bytes)
     for column, (name, (count, _)) in enumerate(kind.labels.items()):
-        wrong = np.nonzero(records[:, column] >= count)[0]
-        if len(wrong):
+        invalid = np.nonzero(records[:, column] >= count)[0]
+        if len(invalid):
             raise UserError(
-                f"{printable(path)}: image {wrong[0]}: expected a {name} label below {count}, "
-                f"found {records[wrong[0], column]}"
+                f"{printable(path)}: image {invalid[0]}: expected a {name} label below {count}, "
+                f"found {records[invalid[0], column]}"
             )
     return records
 
 
-def read_names(path, count):
-    """The class names in a text file, a line each; numbers where there is no such file."""
+def read_names(path: str, count: int) -> list[str]:
+    """Return the class names in a text file, a line each; numbers if there is no such file."""
     if not os.path.isfile(path):
         return [str(i) for i in range(count)]
     try:
@@ -172,3 +219,21 @@ def read_names(path, count):
             f"{len(set(names))}"
         )
     return names
+
+
+def _recognizes(path: str, head: bytes, option: str) -> bool:
+    """Tell whether a folder holds CIFAR's binary files; UserError if it holds the pickled ones."""
+    if find_files(path) is not None:
+        return True
+    refuse_pickles(path, option)
+    return False
+
+
+FORMAT = format_of_parts(
+    "cifar",
+    recognizes=_recognizes,
+    open_part=lambda path, part, world, options: cifar_folder(
+        path, part, world, classes=options.classes
+    ),
+    parts=lambda path: [part for part in ("train", "test") if find_files(path, part) is not None],
+)

@@ -1,6 +1,6 @@
-"""The type faces of the embedded digit set: skeleton strokes, ours, so that no font is needed.
+"""Type faces of the embedded digit set, as skeleton strokes, so that no font is needed.
 
-A glyph is a path in a box 100 units high, y down, of the commands
+A glyph is a path of commands in a box 100 units high, with y pointing down:
 
     M x y                move to            L x y            line to
     h x y                quarter of an ellipse to (x, y), leaving horizontally
@@ -12,6 +12,8 @@ makes thick stems and thin bars) and a roundness, the length of the control arms
 0.55 is an ellipse, more is squarer.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +24,9 @@ STEPS = 5  # line segments for one curve
 class Face(NamedTuple):
     """A type face: its ten glyphs, in the order of the digits, and how they are drawn."""
 
-    glyphs: tuple
+    glyphs: tuple[str, ...]
     slant: float = 0.0
-    pen: tuple = (1.0, 1.0)
+    pen: tuple[float, float] = (1.0, 1.0)
     roundness: float = 0.55
 
 
@@ -163,34 +165,41 @@ FACES = {
 }
 
 
-def segments(face, digit):
-    """The glyph as line segments, float64 (n, 2, 2): n pairs of points (x, y).
+def segments(face: Face, digit: int) -> np.ndarray:
+    """Return a glyph as line segments.
 
-    Centred on the middle of its bounding box, one unit high, before the face's slant. Only sums,
-    products and quotients of float64 lead here, so every machine finds the same bits.
+    Returns
+    -------
+    ndarray
+        float64, (n, 2, 2): n pairs of points (x, y), one unit high, centred on the middle of the
+        bounding box, before the face's slant.
+
+    Notes
+    -----
+    Every machine gets the same bits, because only sums, products and quotients of float64 occur.
     """
-    found = []
+    pairs = []
     tokens = face.glyphs[digit].split()
-    at = np.zeros(2)
-    place = 0
-    while place < len(tokens):
-        command = tokens[place]
+    pen = np.zeros(2)
+    position = 0
+    while position < len(tokens):
+        command = tokens[position]
         count = 6 if command == "C" else 2
-        points = np.array(tokens[place + 1 : place + 1 + count], np.float64).reshape(-1, 2)
-        place += 1 + count
+        points = np.array(tokens[position + 1 : position + 1 + count], np.float64).reshape(-1, 2)
+        position += 1 + count
         if command == "L":
-            found.append((at, points[0]))
+            pairs.append((pen, points[0]))
         elif command != "M":
-            curve = _curve(command, at, points, face.roundness)
-            found.extend(zip(curve[:-1], curve[1:], strict=True))
-        at = points[-1]
-    lines = np.array(found)
+            curve = _curve(command, pen, points, face.roundness)
+            pairs.extend(zip(curve[:-1], curve[1:], strict=True))
+        pen = points[-1]
+    lines = np.array(pairs)
     middle = (lines.min(axis=(0, 1)) + lines.max(axis=(0, 1))) / 2
     return (lines - middle) / 100
 
 
 def _curve(command, start, points, roundness):
-    """The points of a curve, STEPS + 1 of them; `points` as the command "C", "h" or "v" has it."""
+    """Return the STEPS + 1 points of a curve; `points` are those of the command "C", "h" or "v"."""
     if command != "C":
         end = points[0]
         keep = np.array([0.0, 1.0] if command == "h" else [1.0, 0.0])

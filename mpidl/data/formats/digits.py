@@ -1,21 +1,23 @@
-"""The embedded digit set: 10,000 gray images of 28 x 28, 1,000 a class, white on black.
+"""The embedded digit set: 10,000 gray images of 28 x 28, 1,000 per class, white on black.
 
-Eight type faces of our own (faces.py), each image turned by up to 30 degrees, shifted, scaled,
-sheared, drawn with a thin or a thick stroke, bright or dim, under noise. Every number is keyed by
-the image's index, and pixels come of float64 sums, products, quotients and square roots alone,
-which IEEE 754 fixes to the last bit: no font, no drawing library, no sine. So any machine draws
-the same bytes, and SHA256 says which.
+The images use the eight type faces of `digit_glyphs`. Each is turned by up to 30 degrees, shifted,
+scaled and sheared, drawn with a thin or a thick stroke, bright or dim, and covered with noise.
+Every random number is keyed by the image's index. Pixels result from float64 sums, products,
+quotients and square roots only, which IEEE 754 defines to the last bit: there is no font, no
+drawing library, no sine. So any machine draws the same bytes, those of SHA256.
 
-How hard it is: test accuracy after a seeded split into 9,000 images for training and 1,000 for
-the test; the lowest and the highest over the seeds 0 to 5, for the network 0 to 4:
+Test accuracy after a seeded split into 9,000 training and 1,000 test images, lowest and highest
+over the seeds 0 to 5 (0 to 4 for the network):
 
     nearest class mean              0.62 to 0.65
     linear softmax                  0.88 to 0.90
     1-nearest neighbour             0.978 to 0.990
     the digits network, 20 epochs   0.9990 to 1.0000
 
-The set is frozen: published figures and hashes of weights rest on these bytes.
+The set never changes: published figures and hashes of weights depend on these bytes.
 """
+
+from __future__ import annotations
 
 import hashlib
 import os
@@ -28,6 +30,7 @@ from mpidl import keyed
 from mpidl.data.datastore import counted
 from mpidl.data.formats.digit_glyphs import FACES, segments
 from mpidl.data.formats.folder import ImageFolder
+from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.text import printable
@@ -40,7 +43,7 @@ CLASSES = 10
 PER_CLASS = 1000
 SEED = 0
 
-# How the images of one glyph differ: each value is uniform in its range.
+# Variation between the images of one glyph; each value is uniform in its range.
 TURN = (-0.27, 0.27)  # the tangent of half the angle: 30 degrees either way
 HEIGHT = (13.5, 15)  # of a digit, in pixels
 WIDEN = (0.95, 1.05)  # width, relative to the face's
@@ -52,36 +55,58 @@ NOISE = (5, 25)  # standard deviation, in gray levels
 
 
 class Digits(ImageFolder):
-    """The folder of the drawn digits, which describes itself by its name."""
+    """The folder of the drawn digits; messages call it "digits"."""
 
     def describe(self):
         return f"digits: {counted(self)}"
 
 
-def digits(world=None, cache=None):
-    """The digit set as an ImageFolder over PNG files, drawn when first asked for. Collective.
+def digits(world: World = None, cache: str | os.PathLike | None = None) -> Digits:
+    """Open the digit set as a folder of PNG files, drawn on first use. Collective.
 
-    It lies in the folder `cache`, else $MPIDL_CACHE, else $XDG_CACHE_HOME/mpidl, else
-    ~/.cache/mpidl, all as rank 0 sees them; the hosts of all ranks must see that folder. Rank 0
-    draws, the others wait. Jobs that draw at the same time do not disturb each other. A UserError
-    where the folder cannot be written or is not seen.
+    Parameters
+    ----------
+    world : World, optional
+        The ranks that open the set. Rank 0 draws while the others wait.
+    cache : path-like, optional
+        Folder to keep the set in, which the hosts of all ranks must see. By default $MPIDL_CACHE,
+        else $XDG_CACHE_HOME/mpidl, else ~/.cache/mpidl, as rank 0 sees them.
+
+    Raises
+    ------
+    UserError
+        The folder cannot be written, or a host does not see it.
+
+    Notes
+    -----
+    Jobs may draw the set at the same time: each draws to a folder of its own and renames it.
     """
     folder = on_rank_0(world, lambda: _drawn(cache))
     if world is not None:
-        world.together(None if os.path.isdir(folder) else _unseen(folder, world.host))
-    found = Digits(folder, world)
-    if len(found) != CLASSES * PER_CLASS:
+        world.raise_if_any(None if os.path.isdir(folder) else _unseen(folder, world.host))
+    store = Digits(folder, world)
+    if len(store) != CLASSES * PER_CLASS:
         raise UserError(
-            f"{printable(folder)}: expected {CLASSES * PER_CLASS} images, found {len(found)}; "
+            f"{printable(folder)}: expected {CLASSES * PER_CLASS} images, found {len(store)}; "
             f"remove the folder, and it is drawn anew"
         )
-    return found
+    return store
 
 
-def draw():
-    """(images, labels): uint8 (10000, 28, 28) and int64 (10000,), by class, then by index.
+def draw() -> tuple[np.ndarray, np.ndarray]:
+    """Draw the set.
 
-    Warns where the bytes are not those of SHA256.
+    Returns
+    -------
+    images : ndarray
+        uint8, (10000, 28, 28), sorted by class, then by index.
+    labels : ndarray
+        int64, (10000,).
+
+    Warns
+    -----
+    UserWarning
+        The bytes differ from those of SHA256.
     """
     images = np.empty((CLASSES * PER_CLASS, SIZE, SIZE), np.uint8)
     labels = np.repeat(np.arange(CLASSES, dtype=np.int64), PER_CLASS)
@@ -97,15 +122,15 @@ def draw():
     return images, labels
 
 
-def sha256(images, labels):
-    """The hex digest that SHA256 is compared with."""
+def sha256(images: np.ndarray, labels: np.ndarray) -> str:
+    """Return the hex digest to compare with SHA256."""
     return hashlib.sha256(images.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
 
 
 def _glyph(face, digit):
-    """(face, x, y, u, v): its line segments from (x, y) to (x + u, y + v), each array (n, 1).
+    """Return (face, x, y, u, v): line segments from (x, y) to (x + u, y + v), each array (n, 1).
 
-    In units of the pen's width and height, so that the pen is round there.
+    The unit is the pen's width and height, so that the pen is round.
     """
     start, end = np.moveaxis(segments(face, digit) / face.pen, 1, 0)
     return face, *start.T[:, :, None], *(end - start).T[:, :, None]
@@ -127,14 +152,14 @@ def _image(glyphs, i):
     cosine = (1 - turn * turn) / (1 + turn * turn)
     sine = 2 * turn / (1 + turn * turn)
 
-    # Each pixel's centre as the glyph has it: shift, rotation, scale, shear and pen undone.
+    # Map each pixel's centre to the glyph: undo shift, rotation, scale, shear and pen.
     centre = np.arange(SIZE) - (SIZE - 1) / 2
     px, py = centre[None, :] - shift * right, centre[:, None] - shift * down
     gy = (cosine * py - sine * px) / height
     gx = (cosine * px + sine * py) / (height * widen) + shear * gy
     gx, gy = gx.reshape(-1) / face.pen[0], gy.reshape(-1) / face.pen[1]
 
-    # Its distance to the nearest segment, in pixels, says how much of it the stroke covers.
+    # The distance to the nearest segment, in pixels, tells how much of a pixel the stroke covers.
     along = np.clip(((gx - x) * u + (gy - y) * v) / (u * u + v * v), 0, 1)
     dx, dy = gx - x - along * u, gy - y - along * v
     distance = np.sqrt((dx * dx + dy * dy).min(axis=0)) * height
@@ -148,13 +173,13 @@ def _image(glyphs, i):
 
 
 def _drawn(cache):
-    """The folder of the set, absolute; drawn and written if it is not there yet."""
+    """Return the absolute path of the set's folder; draw the set if the folder is missing."""
     root = os.path.abspath(cache or _default_cache())
     folder = os.path.join(root, f"digits-{SHA256[:12]}")
     if not os.path.isdir(folder):
         try:
             os.makedirs(root, exist_ok=True)
-            # Whole or not at all: what a killed job leaves never has the set's name.
+            # Only a complete set gets the name; a killed job leaves a temporary folder.
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=root) as temporary:
                 written = os.path.join(temporary, "digits")
                 _write(written)
@@ -168,9 +193,9 @@ def _drawn(cache):
 
 
 def _default_cache():
-    own = os.environ.get("MPIDL_CACHE")
-    general = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return own or os.path.join(general, "mpidl")
+    cache = os.environ.get("MPIDL_CACHE")
+    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return cache or os.path.join(user_cache, "mpidl")
 
 
 def _write(folder):
@@ -180,8 +205,8 @@ def _write(folder):
     for label in range(CLASSES):
         os.makedirs(os.path.join(folder, str(label)))
     for i, (image, label) in enumerate(zip(images, labels, strict=True)):
-        # Not compressed: files, and with them the datastore's fingerprint, are of the same size
-        # whatever zlib Pillow was built with.
+        # Not compressed, so that file sizes, and with them the datastore's fingerprint, do not
+        # depend on Pillow's zlib.
         name = os.path.join(folder, str(label), f"{i:05d}.png")
         Image.fromarray(image).save(name, compress_level=0)
 
@@ -192,7 +217,7 @@ def _rename(written, folder):
     except OSError:
         if not os.path.isdir(folder):
             raise
-        # Another job was faster: its images are the same.
+        # Another job was faster and drew the same images.
 
 
 def _unseen(folder, host):
@@ -200,3 +225,17 @@ def _unseen(folder, host):
         f"{printable(folder)}: drawn by rank 0, but host {host} does not see it; "
         f"set MPIDL_CACHE to a folder that all hosts see"
     )
+
+
+def _open_part(text: str, part: str, world: World, options: OpenOptions) -> Digits:
+    """Open the set for `--data digits`; UserError if the classes are not the ten digits."""
+    store = digits(world)
+    if options.classes is not None and list(options.classes) != store.classes:
+        raise UserError(
+            f"{options.option} digits: expected the classes "
+            f"{', '.join(map(printable, options.classes))}, found {', '.join(store.classes)}"
+        )
+    return store
+
+
+FORMAT = format_of_parts("digits", lambda path, head, option: False, _open_part)

@@ -1,74 +1,107 @@
-"""A folder of images, one sub-folder a class."""
+"""Folders of image files, a sub-folder per class; and folders with train/ and test/."""
+
+from __future__ import annotations
 
 import copy
 import os
 import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
+from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import KINDS, SUFFIXES, decode
-from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocessed
+from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, stamp
 from mpidl.text import did_you_mean, printable
 
+TEST_FOLDERS = ("test", "val", "valid", "validation")
+
 
 class ImageFolder(Datastore):
-    """Image files; an image's label is the sub-folder of `folder` that it lies in.
+    """Image files, each labelled by the sub-folder of `folder` that contains it.
 
-    PNG, JPEG, BMP and TIFF (of several pages the first), by their names (.png, .jpg, .jpeg, .bmp,
-    .tif, .tiff) and their content.
+    With a world, construction is collective: rank 0 lists the files and decodes the first image,
+    and broadcasts the outcome.
 
-    The sub-folders may have sub-folders. Files are sorted by the bytes of their relative paths,
-    classes by the bytes of their names. Hidden files and files of other kinds are passed over.
-    With a world it is collective: rank 0 lists and looks at the first image, the others are told.
+    Parameters
+    ----------
+    folder : path-like
+        The folder. Its sub-folders may have sub-folders.
+    world : World, optional
+        The ranks that open the folder.
+    classes : sequence of str, optional
+        Class names that the labels must count by, those of the training set. By default the names
+        of the sub-folders.
+    labelled : bool
+        False accepts images outside of class sub-folders, and sub-folders that are no classes.
+        The labels are then None.
+    preprocess : Preprocess or None
+        Size and colour to bring the images to; for a trained network, ``net.preprocess``. None
+        leaves them as they are, and all images must then have the size and colour of the first.
 
-    classes: the names that labels count by, where another set (the one trained on) has fixed them.
-    labelled=False accepts images outside of class sub-folders, and other sub-folders than the
-    classes; the labels are then not known (None), and `unlabelled` says why, None where there are
-    no sub-folders or the labels are known.
+    Attributes
+    ----------
+    files : list of str
+        Paths relative to `folder`.
+    sizes, written : ndarray
+        Bytes of each file, and when it was last written, in nanoseconds.
+    unlabelled : str or None
+        Why there are no labels; None if there are, or if the folder has no sub-folders.
 
-    Images are gray (C = 1; from gray, gray with alpha, black and white; of 16 bits the high 8) or
-    RGB (C = 3; from RGB, RGB with alpha, palette, CMYK, YCbCr). Alpha is dropped and the
-    orientation a camera noted is not applied. All images are of the first one's size and kind,
-    unless preprocess, a `Preprocess`, resizes and converts them (None: as they are; of a trained
-    network, net.preprocess).
+    Raises
+    ------
+    UserError
+        There are no images, or the labels are unclear. `read` raises it for a file that was removed
+        or changed after it was listed.
 
-    A file that is removed or changed after it was listed is a UserError when it is read.
+    Notes
+    -----
+    PNG, JPEG, BMP and TIFF files are recognized by their names (.png, .jpg, .jpeg, .bmp, .tif,
+    .tiff) and decoded by their content; a TIFF of several pages gives the first. Hidden files and
+    other files are ignored. Files are sorted by the bytes of their relative paths, classes by the
+    bytes of their names.
+
+    Images become gray (C = 1) if they are gray, gray with alpha, or black and white; 16 bits keep
+    the high 8. They become RGB (C = 3) if they are RGB, RGB with alpha, palette, CMYK or YCbCr.
+    Alpha is dropped, and the orientation that a camera stored is not applied.
     """
 
     def __init__(
         self,
-        folder,
-        world=None,
+        folder: str | os.PathLike,
+        world: World = None,
         *,
-        classes=None,
-        labelled=True,
-        preprocess=AS_IT_IS,
+        classes: Sequence[str] | None = None,
+        labelled: bool = True,
+        preprocess: Preprocess | None = AS_IT_IS,
     ):
         self.folder = os.fspath(folder)
-        self.wanted = preprocess or AS_IT_IS
-        self.preprocess = self.wanted or None
-        found = on_rank_0(world, lambda: listing(self.folder, classes, labelled, self.wanted))
-        self.files, self.sizes, self.written, *found = found
-        self.labels, self.classes, self.image_shape, self.unlabelled = found
+        self.conversion = preprocess or AS_IT_IS
+        self.preprocess = self.conversion or None
+        listing = on_rank_0(
+            world, lambda: list_images(self.folder, classes, labelled, self.conversion)
+        )
+        self.files, self.sizes, self.written = listing[:3]
+        self.labels, self.classes, self.image_shape, self.unlabelled = listing[3:]
 
     def __len__(self):
         return len(self.files)
 
     def read(self, indices):
-        # in the arena: of new memory, clearing the pages would cost a fifth of decoding
+        # in the arena: clearing pages of new memory would cost a fifth of decoding
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
             path = os.path.join(self.folder, self.files[i])
-            pixels, now = decode(path, self.wanted, self.image_shape, image)
+            pixels, now = decode(path, self.conversion, self.image_shape, image)
             if now != (self.sizes[i], self.written[i]):
                 before = Stamp(int(self.sizes[i]), int(self.written[i]))
                 raise changed(path, before, now)
             if isinstance(pixels, tuple):
-                raise UserError(self._other_shape(path, pixels))
+                raise UserError(self._shape_error(path, pixels))
         return images
 
     def name(self, i):
@@ -78,43 +111,65 @@ class ImageFolder(Datastore):
         return f"{printable(self.folder)}: {counted(self)}"
 
     def fingerprint(self):
-        # Relative paths: the same files in another place are the same set.
-        found = digest(super().fingerprint(), *self.files, self.sizes)
-        return found if self.wanted == AS_IT_IS else digest(found, self.wanted)
+        # Paths are relative, so that the same files in another folder are the same set.
+        files_digest = digest(super().fingerprint(), *self.files, self.sizes)
+        if self.conversion == AS_IT_IS:
+            return files_digest
+        return digest(files_digest, self.conversion)
 
-    def preprocessed(self, preprocess):
-        """These files after a `Preprocess`, of whatever sizes they are: see `data.preprocessed`."""
+    def preprocessed(self, preprocess: Preprocess) -> Datastore:
+        """Return these files, which may differ in size, after a `Preprocess`.
+
+        See `mpidl.data.preprocessed`.
+        """
         if self.preprocess is not None:
             return Preprocessed(self, preprocess)
-        found = copy.copy(self)
-        found.wanted = found.preprocess = preprocess
-        found.image_shape = preprocess.image_shape(self.image_shape)
-        return found
+        store = copy.copy(self)
+        store.conversion = store.preprocess = preprocess
+        store.image_shape = preprocess.image_shape(self.image_shape)
+        return store
 
-    def _other_shape(self, path, found):
-        expected, found = (
-            f"{shape[2]}x{shape[1]} {KINDS[shape[0]]}" for shape in (self.image_shape, found)
+    def _shape_error(self, path, shape):
+        """Return the message for an image of another shape than the first one's."""
+        expected, actual = (
+            f"{shape[2]}x{shape[1]} {KINDS[shape[0]]}" for shape in (self.image_shape, shape)
         )
         return (
             f"{printable(path)}: expected a {expected} image like the first one "
-            f"({printable(self.files[0])}), found {found}; all images must have one size and be "
+            f"({printable(self.files[0])}), found {actual}; all images must have one size and be "
             "all gray or all RGB: --resize HxW and --colour rgb make them so (in Python preprocess="
             "dl.Preprocess(...), for a trained network preprocess=net.preprocess)"
         )
 
 
-def listing(folder, classes=None, labelled=True, wanted=AS_IT_IS):
-    """(files, sizes in bytes, when written, labels or None, classes, image_shape, why there are no
-    labels or None) of a folder."""
+def list_images(
+    folder: str,
+    classes: Sequence[str] | None = None,
+    labelled: bool = True,
+    preprocess: Preprocess = AS_IT_IS,
+) -> tuple:
+    """List the images of a folder and derive their labels.
+
+    Returns
+    -------
+    tuple
+        Relative paths, sizes in bytes, times of the last write in nanoseconds, labels or None,
+        classes, shape of an image, and why there are no labels or None.
+
+    Raises
+    ------
+    UserError
+        There are no images, or `labelled` and the labels are unclear.
+    """
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
-    found = sorted(images_below(folder), key=lambda item: os.fsencode(item[0]))
+    entries = sorted(images_below(folder), key=lambda entry: os.fsencode(entry[0]))
     folders = sub_folders(folder)
-    if not found:
+    if not entries:
         empty = "an empty folder" if not visible(folder) else "no such file"
         raise UserError(f"{printable(folder)}: {needs}; found {empty}")
-    files = [file for file, _ in found]
-    sizes, written = np.array([when for _, when in found], np.int64).T
+    files = [file for file, _ in entries]
+    sizes, written = np.array([status for _, status in entries], np.int64).T
     stray = [file for file in files if os.sep not in file]
     names = [file.split(os.sep)[0] for file in files if os.sep in file]
     problem = None
@@ -123,12 +178,12 @@ def listing(folder, classes=None, labelled=True, wanted=AS_IT_IS):
     elif stray:
         problem = f"{printable(stray[0])} lies outside of the class sub-folders: move it into one"
     elif classes is None and set(folders) - set(names):
-        bare = [name for name in folders if name not in names]
-        problem = f"sub-folder {printable(bare[0])} has no images: fill it, or remove it"
-    elif classes is not None and (other := sorted(set(names) - set(classes), key=os.fsencode)):
+        empty_folders = [name for name in folders if name not in names]
+        problem = f"sub-folder {printable(empty_folders[0])} has no images: fill it, or remove it"
+    elif classes is not None and (unknown := sorted(set(names) - set(classes), key=os.fsencode)):
         problem = (
-            f"sub-folder {printable(other[0])} is none of the classes "
-            f"({', '.join(printable(name) for name in classes)}){did_you_mean(other[0], classes)}"
+            f"sub-folder {printable(unknown[0])} is none of the classes "
+            f"({', '.join(printable(name) for name in classes)}){did_you_mean(unknown[0], classes)}"
         )
     if problem and labelled:
         raise UserError(f"{printable(folder)}: {problem}")
@@ -138,20 +193,22 @@ def listing(folder, classes=None, labelled=True, wanted=AS_IT_IS):
     if not problem:
         label = {name: i for i, name in enumerate(classes)}
         labels = np.array([label[name] for name in names], np.int64)
-    pixels, _ = decode(os.path.join(folder, files[0]), wanted)
-    why = problem if names else None
-    return files, sizes, written, labels, list(classes), pixels.shape, why
+    pixels, _ = decode(os.path.join(folder, files[0]), preprocess)
+    unlabelled = problem if names else None
+    return files, sizes, written, labels, list(classes), pixels.shape, unlabelled
 
 
-def images_below(folder, inside="", ancestors=()):
+def images_below(
+    folder: str, prefix: str = "", ancestors: tuple[tuple[int, int], ...] = ()
+) -> Iterator[tuple[str, Stamp]]:
     """Yield (path relative to the first `folder`, Stamp) of each image file, unsorted."""
     try:
-        here = os.stat(folder)
-        if (here.st_dev, here.st_ino) in ancestors:  # a link back up
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in ancestors:  # a link to a folder above
             return
-        ancestors = (*ancestors, (here.st_dev, here.st_ino))
+        ancestors = (*ancestors, (status.st_dev, status.st_ino))
         for entry in visible(folder):
-            relative = os.path.join(inside, entry.name)
+            relative = os.path.join(prefix, entry.name)
             if entry.is_dir():
                 yield from images_below(entry.path, relative, ancestors)
             elif entry.name.lower().endswith(SUFFIXES):
@@ -163,31 +220,33 @@ def images_below(folder, inside="", ancestors=()):
         raise UserError(f"{printable(folder)}: the folder cannot be read: {reason(e)}") from None
 
 
-def visible(folder):
-    """The entries of a folder but for hidden ones (.DS_Store, ._x, ...)."""
+def visible(folder: str) -> list[os.DirEntry]:
+    """Return the entries of a folder except hidden ones (.DS_Store, ._x, ...)."""
     with os.scandir(folder) as entries:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
-def sub_folders(folder):
-    """The names of a folder's sub-folders, sorted by bytes."""
+def sub_folders(folder: str) -> list[str]:
+    """Return the names of a folder's sub-folders, sorted by bytes."""
     return sorted((e.name for e in visible(folder) if e.is_dir()), key=os.fsencode)
 
 
-def check_folder(folder, option=None):
-    """A UserError where `folder` is none that can be listed, with the nearest name there is."""
+def check_folder(folder: str, option: str | None = None) -> None:
+    """Raise UserError if a folder cannot be listed; the message suggests the nearest name."""
     prefix = f"{option} {printable(folder)}" if option else printable(folder)
     if not os.path.exists(folder):
         if re.match(r"\w+://", str(folder)):
-            what = "S3 is" if str(folder).startswith("s3:") else "URLs are"
-            raise UserError(f"{prefix}: {what} not supported yet: expected files of this machine")
+            subject = "S3 is" if str(folder).startswith("s3:") else "URLs are"
+            raise UserError(
+                f"{prefix}: {subject} not supported yet: expected files of this machine"
+            )
         parent, name = os.path.split(os.path.abspath(folder))
         try:
-            others = [entry.name for entry in visible(parent) if entry.is_dir()]
+            candidates = [entry.name for entry in visible(parent) if entry.is_dir()]
         except OSError:
-            others = []
-        others += ["digits"] if option else []
-        raise UserError(f"{prefix}: no such folder{did_you_mean(name, others)}")
+            candidates = []
+        candidates += ["digits"] if option else []
+        raise UserError(f"{prefix}: no such folder{did_you_mean(name, candidates)}")
     if not os.path.isdir(folder):
         raise UserError(f"{prefix}: expected a folder, found a file")
     try:
@@ -196,11 +255,56 @@ def check_folder(folder, option=None):
         raise UserError(f"{prefix}: the folder cannot be read: {reason(e)}") from None
 
 
-def reason(error):
-    """What went wrong, without the path and the number that an OSError's text has."""
+def reason(error: Exception) -> str:
+    """Return what went wrong, without the path and number in the text of an OSError."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def file_of_image(entry):
-    """Whether a folder's entry is an image file, by its name."""
+def is_image_file(entry: os.DirEntry) -> bool:
+    """Tell by its name whether an entry of a folder is an image file."""
     return entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
+
+
+def _is_split(path: str, head: bytes, option: str) -> bool:
+    """Tell whether a folder has train/ and test/; UserError if it has the first without the second.
+
+    A class may be called "train", so nothing but such names may be in the folder.
+    """
+    names = sub_folders(path)
+    if "train" not in names or not set(names) <= {"train", *TEST_FOLDERS}:
+        return False
+    train = os.path.join(path, "train")
+    if not sub_folders(train) or any(is_image_file(entry) for entry in visible(train)):
+        return False
+    if "test" not in names:
+        hint = f" and --test-data {printable(path)}/{names[-1]}" if len(names) > 1 else ""
+        raise UserError(
+            f"{option} {printable(path)}: found train/ but no test/ beside it; name the "
+            f"folders themselves: --data {printable(train)}{hint}"
+        )
+    return True
+
+
+def _open_folder(folder: str, world: World, options: OpenOptions) -> ImageFolder:
+    return ImageFolder(
+        folder,
+        world,
+        classes=options.classes,
+        labelled=options.labelled,
+        preprocess=options.preprocess,
+    )
+
+
+TRAIN_AND_TEST = format_of_parts(
+    "train and test folders",
+    recognizes=_is_split,
+    open_part=lambda path, part, world, options: _open_folder(
+        os.path.join(path, part), world, options
+    ),
+    parts=lambda path: ["train", "test"],
+)
+CLASS_FOLDERS = format_of_parts(
+    "class folders",
+    recognizes=lambda path, head, option: True,
+    open_part=lambda path, part, world, options: _open_folder(path, world, options),
+)

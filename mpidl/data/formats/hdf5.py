@@ -1,21 +1,28 @@
-"""HDF5 files of images and labels, read a mini-batch at a time and never whole."""
+"""HDF5 files of images and labels, read a mini-batch at a time."""
+
+from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
 from mpidl.data.formats import hdf5_probe
-from mpidl.data.labels import agreed, check_int32, names_of, whole_numbers
+from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
 from mpidl.errors import UserError
 from mpidl.files import Stamp, changed, digest, on_rank_0, stamp, unreadable
 from mpidl.text import printable
 
-# How a dataset's dimensions lie, and what order of them is (n, C, H, W), or (n, H, W) of gray ones.
+if TYPE_CHECKING:
+    import h5py
+
+# By layout of a dataset, the order of its dimensions that gives (n, C, H, W), or (n, H, W) if gray.
 # The last two are MATLAB's H x W x C x N as HDF5 sees it.
 LAYOUTS = {
     "NCHW": (0, 1, 2, 3),
@@ -24,97 +31,137 @@ LAYOUTS = {
     "NCWH": (0, 1, 3, 2),
     "NWH": (0, 2, 1),
 }
-MOST_OF_A_CHUNK = 256 << 20  # bytes: a chunk is read whole
-MOST_OF_A_READ = 16 << 20  # bytes read at once where nothing is chunked
-RATIO = 1032  # of what a dataset holds to what is stored of it: no deflate packs tighter
+SIGNATURE = b"\x89HDF\r\n\x1a\n"  # first bytes of an HDF5 file
+MAX_CHUNK = 256 << 20  # bytes: HDF5 decodes a chunk as a unit
+MAX_READ = 16 << 20  # bytes read at once from a dataset without chunks
+RATIO = 1032  # largest ratio of bytes to bytes that deflate stores
 
 
 class Rows(NamedTuple):
-    """A dataset of an entry an image: its name, an entry's shape, its type, how it is read.
+    """A dataset with a row per image.
 
-    together: how many rows are read at once.
+    Attributes
+    ----------
+    name : str
+        Name in the file.
+    shape : tuple of int
+        Shape of a row as it is returned.
+    dtype : dtype
+        Type that it is returned in.
+    layout : str or None
+        Key of LAYOUTS; None for targets.
+    rows_per_read : int
+        How many rows are read at once.
     """
 
     name: str
-    shape: tuple
+    shape: tuple[int, ...]
     dtype: np.dtype
-    layout: str
-    together: int
+    layout: str | None
+    rows_per_read: int
 
 
-class Found(NamedTuple):
-    """What an HDF5 file holds, as rank 0 found it."""
+class Contents(NamedTuple):
+    """Contents of an HDF5 file, as rank 0 finds them."""
 
     stamp: Stamp
     count: int
     images: Rows
     labels: np.ndarray | None
-    classes: list
+    classes: list[str]
     targets: Rows | None
 
 
 class HDF5Datastore(Datastore):
-    """Images in an HDF5 file: a dataset `images`, and `labels` or `targets` beside it.
+    """Images in an HDF5 file, with labels or targets.
 
-    images: the name of a dataset of uint8 (pixels 0..255) or floats, (n, H, W, C), (n, C, H, W), or
-    (n, H, W) of gray ones. layout: "NHWC" or "NCHW", else the dataset's or the file's attribute
-    `layout`, else whichever puts 1 or 3 channels where they can be. labels: the name of (n,) whole
-    numbers from 0, with the attribute `classes` of theirs or of the file, a list of texts. targets:
-    the name of an array an image, where there are no labels. classes: the names that labels are
-    brought to, where another set has fixed them. labelled=False: labels may be missing.
+    With a world, construction is collective: rank 0 inspects the file and broadcasts the contents.
 
-    With a world it is collective: rank 0 looks, the others are told. Each rank opens the file when
-    it first reads, without a lock, and reads by chunks, in their order; a chunk is decoded for
-    each mini-batch that has an image of it, so chunks of one image, or of few, are best.
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    world : World, optional
+        The ranks that open the file.
+    images : str
+        Name of a dataset of uint8 (pixels 0 to 255) or floats, (n, H, W, C), (n, C, H, W), or
+        (n, H, W) if gray.
+    labels : str
+        Name of a dataset of n whole numbers from 0. Its attribute `classes`, or the file's, may
+        list the class names.
+    targets : str
+        Name of a dataset with an array per image, used if there are no labels.
+    layout : {"NHWC", "NCHW"}, optional
+        Order of the dimensions of `images`. By default the attribute `layout` of the dataset or
+        the file, else the order that gives 1 or 3 channels.
+    classes : sequence of str, optional
+        Class names to map the labels to, those of the training set.
+    labelled : bool
+        False accepts a file without labels.
+
+    Raises
+    ------
+    UserError
+        The file is damaged, lacks a dataset, or a dataset has another type or shape. `read` raises
+        it if the file has changed.
+
+    Notes
+    -----
+    Each rank opens the file when it first reads, without a lock, and reads chunks in their stored
+    order. A chunk is decoded for each mini-batch that needs an image of it, so chunks of one image,
+    or of few, are best.
     """
 
     def __init__(
         self,
-        path,
-        world=None,
+        path: str | os.PathLike,
+        world: World = None,
         *,
-        images="images",
-        labels="labels",
-        targets="targets",
-        layout=None,
-        classes=None,
-        labelled=True,
+        images: str = "images",
+        labels: str = "labels",
+        targets: str = "targets",
+        layout: str | None = None,
+        classes: Sequence[str] | None = None,
+        labelled: bool = True,
     ):
         self.path = os.fspath(path)
         names = images, labels, targets
-        found = on_rank_0(world, lambda: look(self.path, names, layout, classes, labelled))
-        self._take(found)
+        self._set_contents(
+            on_rank_0(world, lambda: inspect_file(self.path, names, layout, classes, labelled))
+        )
 
-    def _take(self, found):
-        self.found, self._file, self._opening = found, None, threading.Lock()
-        self.image_shape, self.dtype = found.images.shape, found.images.dtype
-        self.labels, self.classes = found.labels, found.classes
-        if found.targets is not None:
-            self.targets_shape, self.targets_dtype = found.targets.shape, found.targets.dtype
+    def _set_contents(self, contents: Contents) -> None:
+        self.contents, self._lock = contents, threading.Lock()
+        self._file: Any = None
+        self.image_shape, self.dtype = contents.images.shape, contents.images.dtype
+        self.labels, self.classes = contents.labels, contents.classes
+        if contents.targets is not None:
+            self.targets_shape = contents.targets.shape
+            self.targets_dtype = contents.targets.dtype
 
     def __len__(self):
-        return self.found.count
+        return self.contents.count
 
     def read(self, indices):
-        return self._rows(self.found.images, indices)
+        return self._rows(self.contents.images, indices)
 
     def targets(self, indices):
-        return self._rows(self.found.targets, indices)
+        return self._rows(self.contents.targets, indices)
 
     def _rows(self, rows, indices):
         with failing(self.path):
             return read_rows(self._opened()[rows.name], rows, indices)
 
     def _opened(self):
-        """The open file; a UserError where it has changed."""
-        with self._opening:  # several threads may be the first
+        """Return the open file; raise UserError if it has changed."""
+        with self._lock:  # several threads may read first
             if self._file is None:
                 import h5py
 
                 self._file = h5py.File(self.path, "r", locking=False)
         now = stamp(os.fstat(self._file.id.get_vfd_handle()))
-        if now != self.found.stamp:
-            raise changed(self.path, self.found.stamp, now)
+        if now != self.contents.stamp:
+            raise changed(self.path, self.contents.stamp, now)
         return self._file
 
     def located(self, i):
@@ -124,43 +171,53 @@ class HDF5Datastore(Datastore):
         return f"{printable(self.path)}: {counted(self)}"
 
     def fingerprint(self):
-        # The size tells most changed files apart; times differ between copies of one file.
-        return digest(super().fingerprint(), self.found.stamp.size, self.found.images.layout)
+        # The size reveals most changes; the time differs between copies of one file.
+        return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
 
 
-def look(path, names, layout, classes, labelled):
-    """Found, of an HDF5 file; names: of its images, labels and targets."""
+def inspect_file(
+    path: str,
+    names: tuple[str, str, str],
+    layout: str | None,
+    classes: Sequence[str] | None,
+    labelled: bool,
+) -> Contents:
+    """Return the Contents of an HDF5 file; `names` are those of images, labels and targets."""
     with opened(path) as file:
         images = rows_of(dataset(file, names[0]), names[0], layout_of(file, names[0], layout))
         count = len(dataset(file, names[0]))
         if names[1] in file:
-            held = dataset(file, names[1])
-            own = attribute(held, "classes")
-            own = attribute(file, "classes") if own is None else own
-            own = None if own is None else names_of(own, printable(path))
+            stored = dataset(file, names[1])
+            file_classes = attribute(stored, "classes")
+            if file_classes is None:
+                file_classes = attribute(file, "classes")
+            if file_classes is not None:
+                file_classes = parse_class_names(file_classes, printable(path))
             hint = f"; numbers that are to be learned go into a dataset {names[2]}"
-            values = whole_numbers(held[()], count, f"{printable(path)}: {names[1]}", hint)
-            labels, classes = agreed(values, own, classes, f"{printable(path)}: {names[1]}")
-            return Found(stamp(os.stat(path)), count, images, labels, classes, None)
+            source = f"{printable(path)}: {names[1]}"
+            values = integer_labels(stored[()], count, source, hint)
+            labels, classes = align_labels(values, file_classes, classes, source)
+            return Contents(stamp(os.stat(path)), count, images, labels, classes, None)
         targets = None
         if names[2] in file:
-            held = dataset(file, names[2])
-            if len(held) != count:
+            stored = dataset(file, names[2])
+            if len(stored) != count:
                 raise UserError(
-                    f"{printable(path)}: expected {count} targets, one an image, found {len(held)}"
+                    f"{printable(path)}: expected {count} targets, one an image, found "
+                    f"{len(stored)}"
                 )
-            targets = rows_of(held, names[2], None)
+            targets = rows_of(stored, names[2], None)
         elif labelled:
             raise UserError(
                 f"{printable(path)}: expected a dataset {names[1]}, or {names[2]}, beside "
                 f"{names[0]}; found {listed(file)}"
             )
-        return Found(stamp(os.stat(path)), count, images, None, list(classes or []), targets)
+        return Contents(stamp(os.stat(path)), count, images, None, list(classes or []), targets)
 
 
 @contextlib.contextmanager
-def failing(path):
-    """Whatever HDF5 makes of a damaged file, as a UserError that names it."""
+def failing(path: str | os.PathLike) -> Iterator[None]:
+    """Convert any exception of HDF5 on a damaged file to a UserError that names the file."""
     try:
         yield
     except UserError:
@@ -170,10 +227,13 @@ def failing(path):
 
 
 @contextlib.contextmanager
-def opened(path):
-    """The HDF5 file, opened without a lock; a UserError naming it where that fails.
+def opened(path: str | os.PathLike) -> Iterator[h5py.File]:
+    """Open an HDF5 file without a lock, after a helper process has read it without a crash.
 
-    It has been tried out by a process beside this one before.
+    Raises
+    ------
+    UserError
+        The file cannot be opened or read.
     """
     import h5py
 
@@ -185,123 +245,140 @@ def opened(path):
         yield file
 
 
-def listed(file):
-    """The names in a file or group, for a message."""
+def listed(file: h5py.Group) -> str:
+    """Return the names in a file or group, for a message."""
     names = [printable(name) for _, name in zip(range(9), file, strict=False)]
-    more = ", ..." if len(file) > len(names) else ""
-    return ", ".join(names) + more if names else "nothing"
+    ellipsis = ", ..." if len(file) > len(names) else ""
+    return ", ".join(names) + ellipsis if names else "nothing"
 
 
-def dataset(file, name):
-    """The dataset of this name, its numbers in the file itself. UserError else."""
+def dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    """Return a dataset of numbers that this file itself stores; raise UserError otherwise."""
     import h5py
 
-    where = printable(file.filename)
-    held = file
+    source = printable(file.filename)
+    stored = file
     for step in name.split("/"):
-        link = held.get(step, getlink=True) if isinstance(held, h5py.Group) else None
+        link = stored.get(step, getlink=True) if isinstance(stored, h5py.Group) else None
         if link is None:
-            raise UserError(f"{where}: expected a dataset {name}; found {listed(file)}")
+            raise UserError(f"{source}: expected a dataset {name}; found {listed(file)}")
         if not isinstance(link, h5py.HardLink):  # it may lead to any other file
-            raise UserError(f"{where}: {name}: expected a dataset, found a link")
-        held = held[step]
-    if not isinstance(held, h5py.Dataset):
-        raise UserError(f"{where}: {name}: expected a dataset, found a group")
-    plan = held.id.get_create_plist()
-    if held.is_virtual or plan.get_external_count():
-        raise UserError(f"{where}: {name}: expected the numbers in this file, found another's")
-    if held.shape is None or held.dtype.kind not in "biuf" or held.dtype.subdtype:
-        raise UserError(f"{where}: {name}: expected numbers, found {held.dtype}")
-    if held.nbytes > RATIO * held.id.get_storage_size() + (1 << 16):
+            raise UserError(f"{source}: {name}: expected a dataset, found a link")
+        stored = stored[step]
+    if not isinstance(stored, h5py.Dataset):
+        raise UserError(f"{source}: {name}: expected a dataset, found a group")
+    creation = stored.id.get_create_plist()
+    if stored.is_virtual or creation.get_external_count():
+        raise UserError(f"{source}: {name}: expected the numbers in this file, found another's")
+    if stored.shape is None or stored.dtype.kind not in "biuf" or stored.dtype.subdtype:
+        raise UserError(f"{source}: {name}: expected numbers, found {stored.dtype}")
+    if stored.nbytes > RATIO * stored.id.get_storage_size() + (1 << 16):
         raise UserError(
-            f"{where}: {name}: expected {held.nbytes} bytes of numbers, found "
-            f"{held.id.get_storage_size()} stored: it was not written to its end"
+            f"{source}: {name}: expected {stored.nbytes} bytes of numbers, found "
+            f"{stored.id.get_storage_size()} stored: it was not written to its end"
         )
-    return held
+    return stored
 
 
-def layout_of(file, name, layout=None):
-    """How the dimensions of a dataset of images lie: a key of LAYOUTS."""
-    held = dataset(file, name)
-    where = f"{printable(file.filename)}: {name}"
-    for holder in (held, file):
+def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
+    """Return the layout of a dataset of images, a key of LAYOUTS; UserError if it is unclear."""
+    stored = dataset(file, name)
+    source = f"{printable(file.filename)}: {name}"
+    for holder in (stored, file):
         layout = attribute(holder, "layout") if layout is None else layout
     layout = layout.decode("ascii", "replace") if isinstance(layout, bytes) else layout
-    known = [text for text in ("NHWC", "NCHW", "NHW") if len(text) == held.ndim]
-    if not known:
+    candidates = [text for text in ("NHWC", "NCHW", "NHW") if len(text) == stored.ndim]
+    if not candidates:
         raise UserError(
-            f"{where}: expected (n, H, W, C), (n, C, H, W) or (n, H, W), found {held.shape}"
+            f"{source}: expected (n, H, W, C), (n, C, H, W) or (n, H, W), found {stored.shape}"
         )
-    if layout is not None and layout not in known:
+    if layout is not None and layout not in candidates:
         raise UserError(
-            f"{where}: expected {' or '.join(known)} as the layout of {held.shape}, got "
+            f"{source}: expected {' or '.join(candidates)} as the layout of {stored.shape}, got "
             f"{printable(str(layout)[:40])}"
         )
     if layout is None:
-        fits = [text for text in known if "C" not in text or held.shape[text.index("C")] in (1, 3)]
+        fits = [
+            text
+            for text in candidates
+            if "C" not in text or stored.shape[text.index("C")] in (1, 3)
+        ]
         if len(fits) != 1:
             raise UserError(
-                f"{where}: {held.shape} may be NHWC or NCHW: say which by the attribute layout of "
-                f'{name} (file["{name}"].attrs["layout"] = "NHWC")'
+                f"{source}: {stored.shape} may be NHWC or NCHW: say which by the attribute layout "
+                f'of {name} (file["{name}"].attrs["layout"] = "NHWC")'
             )
         layout = fits[0]
     return layout
 
 
-def rows_of(held, name, layout):
-    """Rows, of a dataset of images (layout), or of targets (None)."""
-    where = f"{printable(held.file.filename)}: {name}"
-    if not held.ndim or (layout and not held.size):
-        raise UserError(f"{where}: expected an entry an image, found {held.shape}")
-    whole = held.dtype.kind in "biu"
-    if layout and whole and held.dtype != np.uint8:
-        raise UserError(f"{where}: expected uint8 (pixels 0 to 255) or floats, found {held.dtype}")
-    shape = tuple(int(size) for size in held.shape[1:])
+def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
+    """Return the Rows of a dataset of images, or of targets (layout None)."""
+    source = f"{printable(stored.file.filename)}: {name}"
+    if not stored.ndim or (layout and not stored.size):
+        raise UserError(f"{source}: expected an entry an image, found {stored.shape}")
+    is_integer = stored.dtype.kind in "biu"
+    if layout and is_integer and stored.dtype != np.uint8:
+        raise UserError(
+            f"{source}: expected uint8 (pixels 0 to 255) or floats, found {stored.dtype}"
+        )
+    shape = tuple(int(size) for size in stored.shape[1:])
     if layout:
         order = LAYOUTS[layout]
-        shape = tuple(int(held.shape[at]) for at in order[1:])
+        shape = tuple(int(stored.shape[axis]) for axis in order[1:])
         shape = (1, *shape) if len(shape) == 2 else shape
     dtype = np.dtype(np.float32)
-    if whole:
+    if is_integer:
         dtype = np.dtype(np.uint8 if layout else np.int32)
-    size = max(1, int(np.prod(held.shape[1:])) * held.dtype.itemsize)
-    together = max(1, MOST_OF_A_READ // size)
-    if held.chunks:
-        chunk = int(np.prod([int(n) for n in held.chunks], dtype=object)) * held.dtype.itemsize
-        if chunk > MOST_OF_A_CHUNK:
+    row_bytes = max(1, int(np.prod(stored.shape[1:])) * stored.dtype.itemsize)
+    rows_per_read = max(1, MAX_READ // row_bytes)
+    if stored.chunks:
+        chunk = int(np.prod([int(n) for n in stored.chunks], dtype=object)) * stored.dtype.itemsize
+        if chunk > MAX_CHUNK:
             raise UserError(
-                f"{where}: expected chunks of {MOST_OF_A_CHUNK >> 20} MB at most, found "
+                f"{source}: expected chunks of {MAX_CHUNK >> 20} MB at most, found "
                 f"{chunk >> 20} MB: write smaller ones (h5repack -l), or python -m mpidl.pack"
             )
-        together = max(1, min(int(held.chunks[0]), MOST_OF_A_CHUNK // size))
-    return Rows(name, shape, dtype, layout, together)
+        rows_per_read = max(1, min(int(stored.chunks[0]), MAX_CHUNK // row_bytes))
+    return Rows(name, shape, dtype, layout, rows_per_read)
 
 
-def read_rows(held, rows, indices):
-    """The entries of these indices, (n, *rows.shape) of rows.dtype, read in their stored order."""
+def read_rows(stored: h5py.Dataset, rows: Rows, indices: np.ndarray) -> np.ndarray:
+    """Return rows by index, (n, *rows.shape) of rows.dtype, read in their stored order."""
     indices = np.asarray(indices, np.int64)
-    found = arenas.to_read((len(indices), *rows.shape), rows.dtype)
+    result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
     order = np.argsort(indices, kind="stable")
     sorted_ = indices[order]
-    groups = np.split(order, np.nonzero(np.diff(sorted_ // rows.together))[0] + 1)
+    groups = np.split(order, np.nonzero(np.diff(sorted_ // rows.rows_per_read))[0] + 1)
     for group in groups if len(indices) else ():
-        wanted = indices[group]
-        first = int(wanted[0])
-        part = held[first : int(wanted[-1]) + 1][wanted - first]
+        members = indices[group]
+        first = int(members[0])
+        part = stored[first : int(members[-1]) + 1][members - first]
         if rows.layout:
             part = part.transpose(LAYOUTS[rows.layout]).reshape(len(group), *rows.shape)
         elif rows.dtype == np.int32 and part.dtype.itemsize > 2:
-            check_int32(part, f"{printable(held.file.filename)}: {rows.name}")
-        with np.errstate(over="ignore"):  # an infinity is told of where images are checked
-            found[group] = part
-    return found
+            check_int32(part, f"{printable(stored.file.filename)}: {rows.name}")
+        with np.errstate(over="ignore"):  # the check of the images reports an infinity
+            result[group] = part
+    return result
 
 
-def attribute(holder, name):
-    """An attribute's value, None where there is none; a UserError where it is too large."""
+def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
+    """Return the value of an attribute, or None if it is missing; UserError if it is too large."""
     if name not in holder.attrs:
         return None
-    held = holder.attrs.get_id(name)
-    if int(np.prod(held.shape, dtype=object)) * held.dtype.itemsize > 1 << 26:
+    stored = holder.attrs.get_id(name)
+    if int(np.prod(stored.shape, dtype=object)) * stored.dtype.itemsize > 1 << 26:
         raise UserError(f"{printable(holder.file.filename)}: attribute {name}: too large")
     return holder.attrs[name]
+
+
+FORMAT = format_of_parts(
+    "hdf5",
+    recognizes=lambda path, head, option: head == SIGNATURE,
+    open_part=lambda path, part, world, options: HDF5Datastore(
+        path, world, classes=options.classes, labelled=options.labelled
+    ),
+    noun="an HDF5 file",
+    suffixes=(".h5", ".hdf5"),
+)

@@ -1,13 +1,15 @@
-"""Has HDF5 files tried out by another process, before this one reads them.
+"""Try HDF5 files in a helper process before this one reads them.
 
-The HDF5 library trusts a file's inner structure: of a damaged one it may crash or never return,
-and no exception handler can help. So a helper process, which this file is the program of, first
-takes the same steps: it walks the file, reads its attributes, and the first and the last rows of
-what it holds. Should it crash or not come to an end, the file is refused by name.
+The HDF5 library trusts a file's inner structure: on a damaged file it may crash or never return,
+and no exception handler can help. So a helper process, which runs this file, takes the same steps
+first: it walks the file, and reads attributes and the first and last rows of datasets. If the
+helper crashes or does not finish, the file is refused by name.
 
-The helper is started when it is first needed, by rank 0 alone, and ends by itself when there has
-been nothing to do for a while. It imports h5py and NumPy, and nothing of mpidl.
+Only rank 0 starts the helper, on first use. The helper ends after some idle seconds. It imports
+h5py and NumPy, and nothing of mpidl.
 """
+
+from __future__ import annotations
 
 import os
 import select
@@ -15,34 +17,45 @@ import signal
 import subprocess
 import sys
 
-SECONDS = 60.0  # that a file may take
-IDLE = 3.0  # seconds after which the helper ends
-OBJECTS = 2000  # of a file that are looked at
-LARGEST = 64 << 20  # bytes of an attribute, of a small dataset, or of a row that is read
-# A launcher's variables, by which a helper that loads an MPI would take itself for a rank.
+SECONDS = 60.0  # limit per file
+IDLE = 3.0  # seconds without work after which the helper ends
+OBJECTS = 2000  # limit of objects that the helper reads in a file
+MAX_BYTES = 64 << 20  # of an attribute, of a small dataset, or of a row that the helper reads
+# Variables of launchers; with them, a helper that loads an MPI would believe to be a rank.
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
 
 _helper = None
-_known: dict = {}  # what was found of a (path, size, time); the last few
+_problems: dict = {}  # by (path, stamp), of the last few files
 
 
-def problem_of(path, stamp):
-    """What is wrong with an HDF5 file, in words, or None. stamp: what tells it from a changed one.
+def problem_of(path: str | os.PathLike, stamp: object) -> str | None:
+    """Return what is wrong with an HDF5 file, or None if the helper can read it.
 
-    Where no helper can be started the answer is None.
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    stamp : hashable
+        A value that differs once the file has changed.
+
+    Returns
+    -------
+    str or None
+        None also if no helper can be started.
     """
     key = os.path.abspath(path), stamp
-    if key not in _known:
-        while len(_known) >= 16:
-            del _known[next(iter(_known))]
-        _known[key] = _ask(key[0])
-    return _known[key]
+    if key not in _problems:
+        while len(_problems) >= 16:
+            del _problems[next(iter(_problems))]
+        _problems[key] = _ask(key[0])
+    return _problems[key]
 
 
 def _ask(path):
+    """Send a path to the helper and wait for its answer; return the problem or None."""
     global _helper
     request = os.fsencode(path).hex().encode() + b"\n"
-    for _ in range(2):  # the first may have ended in this moment
+    for _ in range(2):  # an idle helper may end at this moment
         if _helper is None or _helper.poll() is not None:
             try:
                 _helper = _start()
@@ -64,26 +77,26 @@ def _ask(path):
             return f"the HDF5 library came to no end of it in {SECONDS:g} s: it is damaged"
         if code < 0:
             return f"the HDF5 library failed on it ({signal.Signals(-code).name}): it is damaged"
-        if code > 0:  # without h5py, say, which this process will find out by itself
+        if code > 0:  # without h5py, for example; this process will meet the same error
             return None
     return None
 
 
 def _start():
-    kept = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environment = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS)}
     return subprocess.Popen(
         [sys.executable, os.path.abspath(__file__), str(IDLE)],
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=kept,
-        start_new_session=True,  # what a terminal's Ctrl-C says is for the ranks
+        env=environment,
+        start_new_session=True,  # a terminal's Ctrl-C is for the ranks
     )
 
 
 def _end():
-    """The exit code of the helper, which has ended or will not go on."""
+    """Wait for a helper that has ended or been killed; return its exit code."""
     global _helper
     helper, _helper = _helper, None
     helper.stdin.close()
@@ -96,22 +109,22 @@ def _end():
 
 
 def main(idle):
-    """Read paths from stdin, a line each in hex, and answer each with a byte once it is walked."""
+    """Read paths from stdin, one per line in hex; answer with a byte after walking each file."""
     import h5py
 
     data = b""
     while True:
         while b"\n" not in data:
             ready, _, _ = select.select([0], [], [], idle)
-            more = os.read(0, 1 << 16) if ready else b""
-            if not more:
+            received = os.read(0, 1 << 16) if ready else b""
+            if not received:
                 return
-            data += more
+            data += received
         line, _, data = data.partition(b"\n")
         try:
             with h5py.File(os.fsdecode(bytes.fromhex(line.decode())), "r", locking=False) as file:
                 _walk(file)
-        except Exception:  # which the process that asked will meet as well, and tell
+        except Exception:  # the other process will meet and report it as well
             pass
         os.write(1, b".")
 
@@ -119,22 +132,22 @@ def main(idle):
 def _walk(file):
     import h5py
 
-    waiting, seen = [file], 0
-    while waiting and seen < OBJECTS:
-        held = waiting.pop()
-        seen += 1
-        for step in (_attributes, _links if isinstance(held, h5py.Group) else _numbers):
+    waiting, count = [file], 0
+    while waiting and count < OBJECTS:
+        stored = waiting.pop()
+        count += 1
+        for step in (_attributes, _links if isinstance(stored, h5py.Group) else _numbers):
             try:
-                step(held, waiting)
+                step(stored, waiting)
             except Exception:
                 pass
 
 
-def _attributes(held, _):
-    for name in held.attrs:
-        known = held.attrs.get_id(name)
-        if _bytes(known.shape, known.dtype) <= LARGEST:
-            held.attrs[name]
+def _attributes(stored, _):
+    for name in stored.attrs:
+        attribute = stored.attrs.get_id(name)
+        if _bytes(attribute.shape, attribute.dtype) <= MAX_BYTES:
+            stored.attrs[name]
 
 
 def _links(group, waiting):
@@ -147,27 +160,27 @@ def _links(group, waiting):
             return
 
 
-def _numbers(held, _):
-    """The first and the last rows of a dataset, all of a small one."""
-    plan = held.id.get_create_plist()
-    if held.is_virtual or plan.get_external_count() or held.shape is None:
+def _numbers(stored, _):
+    """Read the first, middle and last row of a dataset, or all of a small one."""
+    creation = stored.id.get_create_plist()
+    if stored.is_virtual or creation.get_external_count() or stored.shape is None:
         return
-    chunk = _bytes(held.chunks, held.dtype) if held.chunks else 0
-    stored = held.id.get_storage_size()
-    size = _bytes(held.shape, held.dtype)
-    if size > 1032 * stored + (1 << 16) or chunk > 4 * LARGEST:  # which is refused by its sizes
+    chunk = _bytes(stored.chunks, stored.dtype) if stored.chunks else 0
+    stored_bytes = stored.id.get_storage_size()
+    size = _bytes(stored.shape, stored.dtype)
+    if size > 1032 * stored_bytes + (1 << 16) or chunk > 4 * MAX_BYTES:  # refused by its sizes
         return
-    if held.chunks:
-        held.id.get_num_chunks()
-    if size <= LARGEST or not held.shape:
-        found = held[()]
-        for reference in found.reshape(-1)[:OBJECTS] if held.dtype.kind == "O" else ():
+    if stored.chunks:
+        stored.id.get_num_chunks()
+    if size <= MAX_BYTES or not stored.shape:
+        values = stored[()]
+        for reference in values.reshape(-1)[:OBJECTS] if stored.dtype.kind == "O" else ():
             if reference:
-                held.file[reference][()]
+                stored.file[reference][()]
         return
-    if _bytes(held.shape[1:], held.dtype) <= LARGEST:
-        for row in (0, len(held) // 2, len(held) - 1):
-            held[row]
+    if _bytes(stored.shape[1:], stored.dtype) <= MAX_BYTES:
+        for row in (0, len(stored) // 2, len(stored) - 1):
+            stored[row]
 
 
 def _bytes(shape, dtype):

@@ -1,28 +1,35 @@
-"""MATLAB's .mat files: H x W x C x N images and their labels or targets, of version 7.3 or 5.
+"""MATLAB's .mat files of version 7.3 or 5: H x W x C x N images and their labels or targets.
 
-A file of version 7.3 is HDF5 and is read a mini-batch at a time; an older one (`mat5`: save -v7,
--v6) is read whole, once per node. Only numbers, and class names as a cell array of texts, are taken
-out of it: objects, function handles and categorical arrays are never made sense of.
+A file of version 7.3 is HDF5 and is read a mini-batch at a time. An older one (save -v7, -v6; see
+`mat5`) is read completely, once per node. Only numbers, and class names in a cell array of texts,
+are read; objects, function handles and categorical arrays are never interpreted.
 """
+
+from __future__ import annotations
 
 import math
 import os
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpidl.data.combined import combined
-from mpidl.data.datastore import ArrayDatastore
+from mpidl.data.datastore import ArrayDatastore, Datastore
 from mpidl.data.formats import hdf5, mat5
+from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.formats.hdf5 import HDF5Datastore
 from mpidl.data.formats.mat5 import Variable
-from mpidl.data.labels import agreed, names_of, whole_numbers
+from mpidl.data.labels import align_labels, integer_labels, parse_class_names
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
 from mpidl.files import on_rank_0, stamp, unreadable
 from mpidl.text import printable
 
-# The names that are looked for first, in this order, without regard to capitals.
+if TYPE_CHECKING:
+    import h5py
+
+# Names of variables to try first, in this order, ignoring case.
 IMAGES = {"train": ("xtrain", "images", "x"), "test": ("xtest",)}
 LABELS = {
     "xtrain": ("ytrain", "ttrain", "labelstrain"),
@@ -33,11 +40,11 @@ LABELS = {
 CLASSES = ("classes", "classnames", "categories", "labelnames", "label_names")
 NUMBERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 FLOATS = ("single", "double")
-MOST_OF_A_NAME = 4096  # characters
+MAX_NAME = 4096  # characters of a class name
 
 
-class Chosen(NamedTuple):
-    """Which variables are the images, their labels and the class names (the last two or None)."""
+class Selection(NamedTuple):
+    """The variables of images, labels and class names; the last two may be None."""
 
     images: Variable
     labels: Variable | None
@@ -48,108 +55,148 @@ class Chosen(NamedTuple):
 class Mat73(HDF5Datastore):
     """The images of a .mat file of version 7.3."""
 
-    def __init__(self, path, found):
+    def __init__(self, path: str, contents: hdf5.Contents):
         self.path = path
-        self._take(found)
+        self._set_contents(contents)
 
 
 def mat_file(
-    path, world=None, which="train", *, images=None, labels=None, classes=None, labelled=True
-):
-    """The images of a .mat file as a datastore. Collective with a world.
+    path: str | os.PathLike,
+    world: World = None,
+    part: str = "train",
+    *,
+    images: str | None = None,
+    labels: str | None = None,
+    classes: Sequence[str] | None = None,
+    labelled: bool = True,
+) -> Datastore:
+    """Open the images of a .mat file. Collective with a world.
 
-    images: the name of a variable of uint8, single or double, H x W x C x N, or H x W x N of gray
-    images; labels: that of N numbers. Where they are not given: XTrain and YTrain, or TTrain
-    (which="test": XTest and YTest, or TTest), images and labels, X and Y; else the only variables
-    of such sizes. Labels that begin with 0 or with 1 count classes, called by their number, or by a
-    cell array `classes` (classNames, categories, labelNames) of texts, whose first is label 1, or 0
-    where one is 0. classes: the names to bring labels to. labelled=False: labels may be missing.
-    UserError where it is unclear which variable is what, or what a label means.
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    world : World, optional
+        The ranks that open the file.
+    part : {"train", "test"}
+        Which of the default names to use.
+    images : str, optional
+        Name of a variable of uint8, single or double, H x W x C x N, or H x W x N if gray.
+    labels : str, optional
+        Name of the variable of N labels, or of the targets.
+    classes : sequence of str, optional
+        Class names to map the labels to, those of the training set; empty if that set has targets.
+    labelled : bool
+        False accepts a file without labels.
 
-    Such a variable has targets, as float32, where it holds fractions, N x R numbers (R an image) or
-    an image each, H x W x C x N of single or double; whole numbers, too, where classes is empty, as
-    it is of a set with targets.
+    Returns
+    -------
+    Datastore
+
+    Raises
+    ------
+    UserError
+        The file is damaged, or it is unclear which variable holds what or what a label means.
+
+    Notes
+    -----
+    The default names are XTrain with YTrain or TTrain (for the test part XTest with YTest or
+    TTest), then images with labels, and X with Y. If there are none, the only variables of such
+    sizes are used.
+
+    Labels begin with 0 or 1, and classes are called by their numbers. A cell array `classes`
+    (classNames, categories, labelNames) of texts names them, the first text for label 1, or for
+    label 0 if there is one.
+
+    The labels' variable holds targets, which become float32, if it has fractions, N x R numbers (R
+    per image), or an image each (H x W x C x N of single or double). Whole numbers are targets if
+    `classes` is empty.
     """
     path = os.fspath(path)
-    named = images, labels
+    names = images, labels
 
-    def look():
+    def inspect():
         if version(path) == "5":
             return None
         with hdf5.opened(path) as file:
-            chosen = choose(path, variables_73(file), which, named, labelled)
+            selection = select_variables(path, variables_73(file), part, names, labelled)
             rows = hdf5.rows_of(
-                hdf5.dataset(file, chosen.images.name),
-                chosen.images.name,
-                "NCWH" if len(chosen.images.shape) == 4 else "NWH",
+                hdf5.dataset(file, selection.images.name),
+                selection.images.name,
+                "NCWH" if len(selection.images.shape) == 4 else "NWH",
             )
-            codes, known, numbers, images_as_targets = None, list(classes or []), None, None
-            if chosen.labels is not None and len(chosen.labels.shape) == 4:
-                name = chosen.labels.name
+            codes, class_names, numbers, images_as_targets = None, list(classes or []), None, None
+            if selection.labels is not None and len(selection.labels.shape) == 4:
+                name = selection.labels.name
                 images_as_targets = hdf5.rows_of(hdf5.dataset(file, name), name, "NCWH")
-            elif chosen.labels is not None:
-                values = hdf5.dataset(file, chosen.labels.name)[()].T
-                if _are_targets(values, chosen, classes):
-                    numbers = _numbers(values, chosen)
+            elif selection.labels is not None:
+                values = hdf5.dataset(file, selection.labels.name)[()].T
+                if _are_targets(values, selection, classes):
+                    numbers = _numbers(values, selection)
                 else:
-                    names = chosen.classes and names_73(file, path, chosen.classes)
-                    codes, known = _labels(path, chosen, values, names, classes)
+                    texts = selection.classes and names_73(file, path, selection.classes)
+                    codes, class_names = _labels(path, selection, values, texts, classes)
             now = stamp(os.stat(path))
-            found = hdf5.Found(now, chosen.count, rows, codes, known, images_as_targets)
-            return found, numbers
+            contents = hdf5.Contents(
+                now, selection.count, rows, codes, class_names, images_as_targets
+            )
+            return contents, numbers
 
-    held = on_rank_0(world, look)
-    if held is not None:
-        found, numbers = held
-        return Mat73(path, found) if numbers is None else combined(Mat73(path, found), numbers)
+    inspected = on_rank_0(world, inspect)
+    if inspected is not None:
+        contents, numbers = inspected
+        store = Mat73(path, contents)
+        return store if numbers is None else combined(store, numbers)
 
     def load():
-        chosen = choose(path, mat5.variables(path), which, named, labelled)
-        values = mat5.load(path, [v for v in chosen[:2] if v is not None])
-        pixels = values[chosen.images.name]
+        selection = select_variables(path, mat5.variables(path), part, names, labelled)
+        values = mat5.load(path, [v for v in selection[:2] if v is not None])
+        pixels = values[selection.images.name]
         pixels = pixels if pixels.ndim == 4 else pixels[:, :, None]
-        codes, known, targets = None, list(classes or []), None
-        if chosen.labels is not None:
-            held = values[chosen.labels.name]
-            if held.ndim == 4:
-                targets = _images_of(held)
-            elif _are_targets(held, chosen, classes):
-                targets = _numbers(held, chosen)
+        codes, class_names, targets = None, list(classes or []), None
+        if selection.labels is not None:
+            numbers = values[selection.labels.name]
+            if numbers.ndim == 4:
+                targets = _images_of(numbers)
+            elif _are_targets(numbers, selection, classes):
+                targets = _numbers(numbers, selection)
             else:
-                names = chosen.classes and mat5.texts(path, chosen.classes)
-                names = names and names_of(names, printable(path))
-                codes, known = _labels(path, chosen, held, names, classes)
-        return _images_of(pixels), (codes, known, targets)
+                texts = selection.classes and mat5.texts(path, selection.classes)
+                texts = texts and parse_class_names(texts, printable(path))
+                codes, class_names = _labels(path, selection, numbers, texts, classes)
+        return _images_of(pixels), (codes, class_names, targets)
 
-    pixels, (codes, known, targets) = once_per_node(world, load, path)
-    images = ArrayDatastore(pixels, codes, known or None, source=printable(path))
-    return images if targets is None else combined(images, targets)
+    pixels, (codes, class_names, targets) = once_per_node(world, load, path)
+    store = ArrayDatastore(pixels, codes, class_names or None, source=printable(path))
+    return store if targets is None else combined(store, targets)
 
 
 def _images_of(pixels):
-    """(n, C, H, W), uint8 or float32, of H x W x C x N."""
+    """Return H x W x C x N as (n, C, H, W), uint8 or float32."""
     if pixels.dtype != np.uint8:
-        with np.errstate(over="ignore"):  # an infinity is told of when it is read
+        with np.errstate(over="ignore"):  # reading reports an infinity with its image
             pixels = pixels.astype(np.float32)
     return np.ascontiguousarray(pixels.transpose(3, 2, 0, 1))
 
 
-def _are_targets(values, chosen, classes):
-    """Whether numbers beside the images are targets: fractions, several an image, or those of a set
-    that goes with one that has targets."""
+def _are_targets(values, selection, classes):
+    """Tell whether the labels' variable holds targets.
+
+    It does if it has fractions or several numbers per image, or if the training set has targets.
+    """
     fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
-    return fractions or values.size != chosen.count or (classes is not None and not len(classes))
+    return fractions or values.size != selection.count or (classes is not None and not len(classes))
 
 
-def _numbers(values, chosen):
-    """(n,) or (n, R) float32 of numbers as MATLAB has them: a row or a column, or N x R."""
+def _numbers(values, selection):
+    """Return MATLAB's row, column or N x R numbers as float32 (n,) or (n, R)."""
     with np.errstate(over="ignore"):
         values = values.astype(np.float32)
-    return values.reshape(-1) if values.size == chosen.count else values
+    return values.reshape(-1) if values.size == selection.count else values
 
 
-def version(path):
-    """ "7.3" or "5", by the first 128 bytes of a .mat file; UserError where they say neither."""
+def version(path: str) -> str:
+    """Return "7.3" or "5" from the first 128 bytes of a .mat file; UserError if it is neither."""
     try:
         with open(path, "rb") as file:
             head = file.read(128)
@@ -165,8 +212,8 @@ def version(path):
     )
 
 
-def has_test_part(path):
-    """Whether a .mat file holds XTest beside its training images."""
+def has_test_part(path: str) -> bool:
+    """Tell whether a .mat file holds XTest as well as XTrain."""
     if version(path) == "5":
         variables = mat5.variables(path)
     else:
@@ -176,45 +223,62 @@ def has_test_part(path):
     return "xtest" in names and "xtrain" in names
 
 
-def choose(path, variables, which, named, labelled):
-    """Chosen, of a file's variables; named: (images, labels) as the caller calls them, or None."""
-    where = printable(path)
-    images = _named(path, variables, named[0]) if named[0] else _images(path, variables, which)
+def select_variables(
+    path: str,
+    variables: list[Variable],
+    part: str,
+    names: tuple[str | None, str | None],
+    labelled: bool,
+) -> Selection:
+    """Select images, labels and class names among a file's variables.
+
+    Parameters
+    ----------
+    names : tuple
+        Names of the images and labels that the caller asks for, or None.
+
+    Raises
+    ------
+    UserError
+        A variable is missing or has another type or size, or it is unclear which to use.
+    """
+    source = printable(path)
+    images = _find(path, variables, names[0]) if names[0] else _images(path, variables, part)
     if images.kind not in ("uint8", *FLOATS) or len(images.shape) not in (3, 4):
         raise UserError(
-            f"{where}: expected uint8, single or double H x W x C x N as images, found {images}"
+            f"{source}: expected uint8, single or double H x W x C x N as images, found {images}"
         )
     count = images.shape[-1]
     labels = None
-    if named[1]:
-        labels = _named(path, variables, named[1])
-    elif which == "test" or labelled or len(variables) > 1:
+    if names[1]:
+        labels = _find(path, variables, names[1])
+    elif part == "test" or labelled or len(variables) > 1:
         labels = _labels_of(path, variables, images, count, labelled)
     if labels is not None and labels.kind not in (*NUMBERS, *FLOATS, "logical"):
         raise UserError(
-            f"{where}: {labels}: expected numbers as labels; in MATLAB, save double({labels.name}) "
-            f"and classes = categories({labels.name})"
+            f"{source}: {labels}: expected numbers as labels; in MATLAB, save "
+            f"double({labels.name}) and classes = categories({labels.name})"
         )
     if labels is not None and not _fits(labels, count):
         raise UserError(
-            f"{where}: expected one label an image, {count} as the last dimension of {images}, or "
+            f"{source}: expected one label an image, {count} as the last dimension of {images}, or "
             f"targets: {count} x R numbers, or H x W x C x {count} of single or double; found "
             f"{labels}"
         )
-    # Without labels only the number of channels tells H x W x C x N from other orders.
+    # Without labels, only the number of channels distinguishes H x W x C x N from other orders.
     clear = images.shape[2] in (1, 3) if len(images.shape) == 4 else count not in (1, 3)
     if labels is None and not clear:
         raise UserError(
-            f"{where}: {images}: expected H x W x C x N with C of 1 or 3; it is unclear"
+            f"{source}: {images}: expected H x W x C x N with C of 1 or 3; it is unclear"
         )
     if not math.prod(images.shape):
-        raise UserError(f"{where}: expected images, found none in {images}")
-    names = [v for v in variables if v.name.lower() in CLASSES and v.kind == "cell"]
-    return Chosen(images, labels, names[0] if len(names) == 1 else None, count)
+        raise UserError(f"{source}: expected images, found none in {images}")
+    classes = [v for v in variables if v.name.lower() in CLASSES and v.kind == "cell"]
+    return Selection(images, labels, classes[0] if len(classes) == 1 else None, count)
 
 
 def _fits(labels, count):
-    """Whether a variable has a label, a row of numbers or an image for each of `count` images."""
+    """Tell whether a variable has a label, a row of numbers or an image per image."""
     shape = labels.shape
     if len(shape) == 4:
         return shape[-1] == count and labels.kind in FLOATS
@@ -223,36 +287,37 @@ def _fits(labels, count):
     )
 
 
-def _named(path, variables, name):
+def _find(path, variables, name):
+    """Return the variable of a name; UserError if it is missing."""
     for variable in variables:
         if variable.name == name:
             return variable
-    raise UserError(f"{printable(path)}: expected a variable {name}, found {_some(variables)}")
+    raise UserError(f"{printable(path)}: expected a variable {name}, found {_listing(variables)}")
 
 
-def _images(path, variables, which):
-    """The variable of images, where no name was given."""
+def _images(path, variables, part):
+    """Return the variable of images, if the caller gives no name."""
     by_name = {variable.name.lower(): variable for variable in variables}
-    for name in IMAGES[which]:
+    for name in IMAGES[part]:
         if name in by_name:
             return by_name[name]
     fits = [v for v in variables if len(v.shape) in (3, 4) and v.kind in ("uint8", *FLOATS)]
-    if len(fits) != 1 or which == "test":
+    if len(fits) != 1 or part == "test":
         raise UserError(
             f"{printable(path)}: expected one variable of images, H x W x C x N of uint8, single "
-            f"or double, or the name {IMAGES[which][0].replace('xt', 'XT')}; found "
-            f"{_some(variables)}"
+            f"or double, or the name {IMAGES[part][0].replace('xt', 'XT')}; found "
+            f"{_listing(variables)}"
         )
     return fits[0]
 
 
 def _labels_of(path, variables, images, count, labelled):
-    """The variable of the labels of these images, where no name was given; or None."""
+    """Return the variable of labels, if the caller gives no name; or None."""
     by_name = {variable.name.lower(): variable for variable in variables}
     for name in LABELS.get(images.name.lower(), ()):
         if name in by_name:
             return by_name[name]
-    known = {name for names in LABELS.values() for name in names}
+    label_names = {name for names in LABELS.values() for name in names}
     numeric = (*NUMBERS, *FLOATS, "logical")
     fits = [
         v
@@ -263,86 +328,97 @@ def _labels_of(path, variables, images, count, labelled):
     ]
     if len(fits) == 1:
         return fits[0]
-    others = [v for v in variables if v.kind not in numeric and v.name.lower() in known]
-    if len(fits) > 1 or (labelled and not others):
+    unusable = [v for v in variables if v.kind not in numeric and v.name.lower() in label_names]
+    if len(fits) > 1 or (labelled and not unusable):
         raise UserError(
             f"{printable(path)}: expected one variable of {count} labels for {images}, found "
-            f"{_some(fits or variables)}"
+            f"{_listing(fits or variables)}"
         )
-    return others[0] if others and labelled else None
+    return unusable[0] if unusable and labelled else None  # the caller refuses it by name
 
 
-def _some(variables):
+def _listing(variables):
+    """Return the first variables, for a message."""
     texts = [str(variable) for variable in variables[:6]]
     return (", ".join(texts) + (", ..." if len(variables) > 6 else "")) or "nothing"
 
 
-def _labels(path, chosen, values, names, classes):
-    """(labels from 0, class names) of the numbers that MATLAB stored as labels."""
-    where = f"{printable(path)}: {printable(chosen.labels.name)}"
-    codes = whole_numbers(values, chosen.count, where)
+def _labels(path, selection, values, names, classes):
+    """Return (labels from 0, class names) for the numbers that MATLAB stored as labels."""
+    source = f"{printable(path)}: {printable(selection.labels.name)}"
+    codes = integer_labels(values, selection.count, source)
     low, high = int(codes.min()), int(codes.max())
     if names is not None:
         first = 0 if low == 0 else 1
         if low < 0 or high >= len(names) + first:
             raise UserError(
-                f"{where}: expected labels from 1 to {len(names)}, as many as "
-                f"{chosen.classes.name} has, found {low} to {high}"
+                f"{source}: expected labels from 1 to {len(names)}, as many as "
+                f"{selection.classes.name} has, found {low} to {high}"
             )
-        return agreed(codes - first, names, classes, where)
+        return align_labels(codes - first, names, classes, source)
     if classes is not None:
-        place = {name: i for i, name in enumerate(classes)}
+        index = {name: i for i, name in enumerate(classes)}
         used = np.unique(codes)
-        strange = [int(code) for code in used[:100000] if str(code) not in place]
-        if strange:
+        unknown = [int(code) for code in used[:100000] if str(code) not in index]
+        if unknown:
             raise UserError(
-                f"{where}: label {strange[0]} is none of the classes "
+                f"{source}: label {unknown[0]} is none of the classes "
                 f"({', '.join(printable(name) for name in classes)}): save a cell array classes too"
             )
-        return np.array([place[str(c)] for c in used])[np.searchsorted(used, codes)], list(classes)
+        return np.array([index[str(c)] for c in used])[np.searchsorted(used, codes)], list(classes)
     if low not in (0, 1):
         raise UserError(
-            f"{where}: expected labels that begin with 0 or 1, found {low} to {high}: it is "
+            f"{source}: expected labels that begin with 0 or 1, found {low} to {high}: it is "
             "unclear which classes they are; save a cell array classes too"
         )
-    codes, found = agreed(codes - low, None, None, where)
-    return codes, [str(int(name) + low) for name in found]
+    codes, numbers = align_labels(codes - low, None, None, source)
+    return codes, [str(int(number) + low) for number in numbers]
 
 
-def variables_73(file):
-    """The variables of an open file of version 7.3."""
+def variables_73(file: h5py.File) -> list[Variable]:
+    """Return the variables of an open file of version 7.3."""
     import h5py
 
-    found = []
+    variables = []
     for name in file:
         link = file.get(name, getlink=True)
         if name.startswith("#") or not isinstance(link, h5py.HardLink):
             continue
-        held = file[name]
-        if isinstance(held, h5py.Dataset) and held.shape is not None:
-            kind = hdf5.attribute(held, "MATLAB_class")
+        stored = file[name]
+        if isinstance(stored, h5py.Dataset) and stored.shape is not None:
+            kind = hdf5.attribute(stored, "MATLAB_class")
             kind = printable(kind[:40]) if isinstance(kind, bytes) else "unknown"
-            found.append(Variable(name, tuple(int(n) for n in held.shape[::-1]), kind))
-    return found
+            variables.append(Variable(name, tuple(int(n) for n in stored.shape[::-1]), kind))
+    return variables
 
 
-def names_73(file, path, variable):
-    """Class names in a cell array of texts, each a dataset that the cell refers to."""
+def names_73(file: h5py.File, path: str, variable: Variable) -> list[str]:
+    """Return the class names in a cell array of texts, each a dataset that a cell refers to."""
     import h5py
 
-    held = file[variable.name]
-    if variable.kind != "cell" or held.dtype != h5py.ref_dtype or held.size > 1 << 16:
+    stored = file[variable.name]
+    if variable.kind != "cell" or stored.dtype != h5py.ref_dtype or stored.size > 1 << 16:
         raise UserError(
             f"{printable(path)}: expected class names as a cell array, found {variable}"
         )
     names = []
-    for reference in held[()].reshape(-1):
+    for reference in stored[()].reshape(-1):
         text = file[reference]
-        if (
-            not isinstance(text, h5py.Dataset)
-            or text.dtype != np.uint16
-            or text.size > MOST_OF_A_NAME
-        ):
+        if not isinstance(text, h5py.Dataset) or text.dtype != np.uint16 or text.size > MAX_NAME:
             raise UserError(f"{printable(path)}: {printable(variable.name)}: expected texts in it")
         names.append(text[()].astype("<u2").tobytes().decode("utf-16-le", "replace"))
-    return names_of(names, printable(path))
+    return parse_class_names(names, printable(path))
+
+
+FORMAT = format_of_parts(
+    "mat",
+    recognizes=lambda path, head, option: (
+        head.startswith(b"MATLAB") or path.lower().endswith(".mat")
+    ),
+    open_part=lambda path, part, world, options: mat_file(
+        path, world, part, classes=options.classes, labelled=options.labelled
+    ),
+    parts=lambda path: ["train", "test"] if has_test_part(path) else ["train"],
+    noun="a .mat file",
+    suffixes=(".mat",),
+)

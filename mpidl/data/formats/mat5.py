@@ -1,15 +1,18 @@
-"""Files of MATLAB of version 5 (save -v7, -v6), read element by element.
+"""Read MATLAB's files of version 5 (save -v7, -v6) element by element.
 
-SciPy reads them too, but crashes on some damaged files, and makes arrays of whatever sizes a cell
-array claims. Here nothing is made that the file has not the bytes for. The form is that of
-"MAT-File Format", The MathWorks: elements of a tag (type, bytes) and a value; a variable is a
-matrix, an element of elements, which may be compressed as a whole.
+SciPy reads them too, but crashes on some damaged files, and allocates arrays of any size that a
+cell array claims. This module allocates only what the file has bytes for. "MAT-File Format", The
+MathWorks, describes the files: an element is a tag (type, bytes) and a value. A variable is a
+matrix, an element made of elements, which may be compressed.
 """
+
+from __future__ import annotations
 
 import itertools
 import math
 import os
 import zlib
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,52 +21,52 @@ from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
 
-RATIO = 1032  # of bytes to compressed bytes, at most
-MOST_OF_TEXTS = 1 << 24  # bytes of a cell array
+RATIO = 1032  # largest ratio of bytes to compressed bytes
+MAX_TEXTS = 1 << 24  # bytes of a cell array
 MOST_DIMENSIONS = 8
-HEAD = 1 << 12  # bytes in which a matrix says its class, its size and its name
+HEAD = 1 << 12  # bytes that contain the class, size and name of a matrix
 Order = Literal["little", "big"]
-MATRIX, COMPRESSED = 14, 15  # types of elements; the numbers that a matrix's value may be of:
+MATRIX, COMPRESSED = 14, 15  # types of elements; then the types of a matrix's numbers
 NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8"}
 NUMBERS |= {13: "u8"}
-# Classes of matrices. One of doubles may be stored as bytes, where its values are.
+# Classes of matrices. Doubles may be stored as bytes if their values allow it.
 CLASSES = ["", "cell", "struct", "object", "char", "sparse", "double", "single", "int8", "uint8"]
 CLASSES += ["int16", "uint16", "int32", "uint32", "int64", "uint64", "function", "opaque"]
 
 
 class Variable(NamedTuple):
-    """A variable of a .mat file: its name, its size as MATLAB has it, its class."""
+    """A variable of a .mat file: its name, its size in MATLAB's order, its class."""
 
     name: str
-    shape: tuple
+    shape: tuple[int, ...]
     kind: str
 
     def __str__(self):
         return f"{printable(self.name)} ({'x'.join(map(str, self.shape))} {self.kind})"
 
 
-def variables(path):
-    """The variables of a file; no values are read for it."""
-    found = []
-    for place in _top(path):
-        variable = _variable(path, place)
+def variables(path: str | os.PathLike) -> list[Variable]:
+    """Return the variables of a file without reading their values."""
+    result = []
+    for element in _top(path):
+        variable = _variable(path, element)
         if variable is not None and variable.name:
-            found.append(variable)
-    return found
+            result.append(variable)
+    return result
 
 
-def load(path, wanted):
-    """{name: array} of variables that are numbers, of the sizes they were said to have."""
-    return {variable.name: _found(path, variable, _numbers) for variable in wanted}
+def load(path: str | os.PathLike, numeric: Sequence[Variable]) -> dict[str, np.ndarray]:
+    """Return numeric variables as arrays, by name; UserError if their sizes differ."""
+    return {variable.name: _read(path, variable, _numbers) for variable in numeric}
 
 
-def texts(path, variable):
-    """The texts of a cell array of row vectors of characters."""
-    return _found(path, variable, _texts)
+def texts(path: str | os.PathLike, variable: Variable) -> list[str]:
+    """Return the texts of a cell array whose cells are row vectors of characters."""
+    return _read(path, variable, _texts)
 
 
-class _Place(NamedTuple):
-    """An element of a file: the byte order, its type, where its value begins, how long it is."""
+class _Element(NamedTuple):
+    """An element of a file: byte order, type, offset of the value, length in bytes."""
 
     order: Order
     kind: int
@@ -72,105 +75,105 @@ class _Place(NamedTuple):
 
 
 def _top(path):
-    """The elements of a file; UserError where it is cut short."""
-    found = []
+    """Return the elements of a file; UserError if it is cut short."""
+    elements = []
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             order: Order = "little" if file.read(128)[126:] == b"IM" else "big"
-            at = 128
-            while at < size:
-                file.seek(at)
+            offset = 128
+            while offset < size:
+                file.seek(offset)
                 head = file.read(8)
                 kind, length = (int.from_bytes(head[i : i + 4], order) for i in (0, 4))
-                if len(head) < 8 or at + 8 + length > size:
+                if len(head) < 8 or offset + 8 + length > size:
                     raise UserError(
-                        f"{printable(path)}: expected {length} bytes at {at}, found the end of the "
-                        "file: it is cut short"
+                        f"{printable(path)}: expected {length} bytes at {offset}, found the end "
+                        "of the file: it is cut short"
                     )
-                found.append(_Place(order, kind, at + 8, length))
-                at += 8 + length
+                elements.append(_Element(order, kind, offset + 8, length))
+                offset += 8 + length
     except OSError as e:
         raise unreadable(path, e) from None
-    return found
+    return elements
 
 
-def _value(path, place, most):
-    """The first `most` bytes of a matrix's elements, and whether there are no more."""
+def _value(path, element, max_bytes):
+    """Return the first `max_bytes` of a matrix's elements, and whether these are all."""
     try:
         with open(path, "rb") as file:
-            file.seek(place.start)
-            if place.kind != COMPRESSED:
-                return file.read(min(place.length, most)), place.length <= most
+            file.seek(element.start)
+            if element.kind != COMPRESSED:
+                return file.read(min(element.length, max_bytes)), element.length <= max_bytes
             stream = zlib.decompressobj()
-            data = stream.decompress(file.read(place.length), most + 8)
-            return data[8:], stream.eof  # behind the tag of the matrix
+            data = stream.decompress(file.read(element.length), max_bytes + 8)
+            return data[8:], stream.eof  # without the tag of the matrix
     except (OSError, MemoryError, zlib.error) as e:
         raise unreadable(path, e) from None
 
 
-def _variable(path, place):
-    """The Variable at a place; None where there is something else."""
-    if place.kind not in (MATRIX, COMPRESSED):
+def _variable(path, element):
+    """Return the Variable of an element, or None if it is none."""
+    if element.kind not in (MATRIX, COMPRESSED):
         return None
-    data, _ = _value(path, place, HEAD)
+    data, _ = _value(path, element, HEAD)
     try:
-        return _matrix(data, place.order)[0]
+        return _matrix(data, element.order)[0]
     except ValueError:
         raise UserError(
-            f"{printable(path)}: expected a variable at {place.start}, found none"
+            f"{printable(path)}: expected a variable at {element.start}, found none"
         ) from None
 
 
-def _found(path, variable, read):
-    """What `read` makes of a variable's bytes; UserError where it is not what it was said to be."""
-    for place in _top(path):
-        if _variable(path, place) != variable:
+def _read(path, variable, read):
+    """Apply `read` to a variable's bytes; UserError if the file holds something else."""
+    for element in _top(path):
+        if _variable(path, element) != variable:
             continue
-        most = math.prod(variable.shape) * 8 if read is _numbers else MOST_OF_TEXTS
-        if most > 8 * RATIO * place.length and read is _numbers:
+        max_bytes = math.prod(variable.shape) * 8 if read is _numbers else MAX_TEXTS
+        if max_bytes > 8 * RATIO * element.length and read is _numbers:
             break
-        data, whole = _value(path, place, most + HEAD)
+        data, complete = _value(path, element, max_bytes + HEAD)
         try:
-            if whole:
-                return read(data, place.order)
+            if complete:
+                return read(data, element.order)
         except (ValueError, LookupError, MemoryError):
             break
-    what = "class names as a cell array of texts" if read is _texts else "as many numbers"
-    raise UserError(f"{printable(path)}: {variable}: expected {what}, found others")
+    expected = "class names as a cell array of texts" if read is _texts else "as many numbers"
+    raise UserError(f"{printable(path)}: {variable}: expected {expected}, found others")
 
 
 def _elements(data, order):
-    """Yield (type, value) of the elements that some bytes are made of."""
-    at, data = 0, memoryview(data)
-    while at + 8 <= len(data):
-        word, length = (int.from_bytes(data[at + i : at + i + 4], order) for i in (0, 4))
-        if word >> 16:  # up to four bytes in the tag itself
+    """Yield (type, value) of each element in a matrix's bytes."""
+    offset, data = 0, memoryview(data)
+    while offset + 8 <= len(data):
+        word, length = (int.from_bytes(data[offset + i : offset + i + 4], order) for i in (0, 4))
+        if word >> 16:  # the tag itself holds a value of up to four bytes
             length = word >> 16
-            yield word & 0xFFFF, data[at + 4 : at + 4 + min(length, 4)]
-            at += 8
+            yield word & 0xFFFF, data[offset + 4 : offset + 4 + min(length, 4)]
+            offset += 8
         else:
-            yield word, data[at + 8 : at + 8 + length]
-            at += 8 + -(-length // 8) * 8
+            yield word, data[offset + 8 : offset + 8 + length]
+            offset += 8 + -(-length // 8) * 8
 
 
 def _matrix(data, order):
-    """(Variable, the elements that follow) of a matrix; ValueError where it is none."""
-    found = _elements(data, order)
-    first = [bytes(value) for _, value in itertools.islice(found, 3)]
+    """Return (Variable, iterator over the further elements); ValueError if this is no matrix."""
+    elements = _elements(data, order)
+    first = [bytes(value) for _, value in itertools.islice(elements, 3)]
     if len(first) < 3 or len(first[0]) != 8:
         raise ValueError("cut short")
     flags = int.from_bytes(first[0][:4], order)
     kind = CLASSES[flags & 0xFF] if flags & 0xFF < len(CLASSES) else "unknown"
-    if kind == "opaque":  # which has a name in place of a size
-        return Variable(_name(first[1]), (), kind), found
+    if kind == "opaque":  # with a name in element of a size
+        return Variable(_name(first[1]), (), kind), elements
     if len(first[1]) % 4 or not 8 <= len(first[1]) <= 4 * MOST_DIMENSIONS:
         raise ValueError("too many dimensions")
     sizes = np.frombuffer(first[1], "<i4" if order == "little" else ">i4").tolist()
     if min(sizes) < 0:
         raise ValueError("negative sizes")
     kind = "logical" if flags & 0x0200 else "complex" if flags & 0x0800 else kind
-    return Variable(_name(first[2]), tuple(sizes), kind), found
+    return Variable(_name(first[2]), tuple(sizes), kind), elements
 
 
 def _name(data):
@@ -178,32 +181,35 @@ def _name(data):
 
 
 def _numbers(data, order):
+    """Return the array in the bytes of a numeric matrix; ValueError if its size differs."""
     variable, rest = _matrix(data, order)
     coding, value = next(rest, (0, b""))
     stored = np.dtype(NUMBERS[coding]).newbyteorder(order[0])
     if len(value) != math.prod(variable.shape) * stored.itemsize:
         raise ValueError("another size")
-    held = {"double": "f8", "single": "f4", "logical": "u1"}.get(variable.kind, variable.kind)
+    dtype = {"double": "f8", "single": "f4", "logical": "u1"}.get(variable.kind, variable.kind)
     with np.errstate(invalid="ignore"):
-        found = np.frombuffer(value, stored).astype(held, copy=False)
-    return found.reshape(variable.shape, order="F")
+        flat = np.frombuffer(value, stored).astype(dtype, copy=False)
+    return flat.reshape(variable.shape, order="F")
 
 
 def _texts(data, order):
+    """Return the texts in the bytes of a cell array; ValueError if it holds something else."""
     variable, cells = _matrix(data, order)
     if variable.kind != "cell":
         raise ValueError("no cell array")
-    found = [_text(value, order) for _, value in cells]
-    if len(found) != math.prod(variable.shape):
+    result = [_text(value, order) for _, value in cells]
+    if len(result) != math.prod(variable.shape):
         raise ValueError("another size")
-    return found
+    return result
 
 
 def _text(data, order):
+    """Return the text in the bytes of a matrix of characters."""
     variable, rest = _matrix(data, order)
     if variable.kind != "char":
         raise ValueError("no characters")
-    # Characters are bytes of UTF-8, or UTF-16 or UTF-32; a text of none may have no value at all.
+    # Characters are UTF-8, UTF-16 or UTF-32; an empty text may have no value.
     coding, value = next(rest, (1, b""))
     wide = {4: "utf-16", 17: "utf-16", 18: "utf-32"}.get(coding)
     return bytes(value).decode("utf-8" if wide is None else f"{wide}-{order[0]}e")

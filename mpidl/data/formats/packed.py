@@ -1,67 +1,79 @@
-"""Packed sets: one HDF5 file whose images lie one after the other, read by os.pread.
+"""Packed sets: one HDF5 file with contiguous images, read by os.pread.
 
-Of each of the groups `train` and `test`, of which the second may be missing:
+The group `train`, and the optional group `test`, hold
 
     images      (n, C, H, W) uint8 or float32, contiguous
-    labels      (n,) int64, or targets (n, ...) float32 or int32, contiguous; or neither
-    checksums   (chunks, 32) uint8: SHA-256 of the images, then of the targets, of each chunk
-    names       uint8: the names of the images one after the other, and name_ends (n,) int64
-                where each ends; or neither
-    attributes  fingerprint, that of the set that was packed; chunk_images; preprocess, as JSON,
-                where its images came through a `Preprocess`
+    labels      (n,) int64; or targets, (n, ...) float32 or int32, contiguous; or neither
+    checksums   (chunks, 32) uint8: SHA-256 of each chunk's images, followed by its targets
+    names       uint8: the concatenated names of the images, and name_ends, (n,) int64, where each
+                ends; optional
+    attributes  fingerprint, of the set that was packed; chunk_images; preprocess, as JSON, if its
+                images came through a `Preprocess`
 
-The root's attributes are format, format_version, classes and sha256: that of all but images and
-targets, which the checksums cover. `mpidl.data.formats.packing` writes such files.
+The root's attributes are format, format_version, classes and sha256. The last covers everything
+except images and targets, which the checksums cover. `mpidl.data.formats.packing` writes the files.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.datastore import Datastore, counted
 from mpidl.data.formats import hdf5
-from mpidl.data.labels import agreed, names_of
+from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.labels import align_labels, parse_class_names
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import RawFile, Stamp, on_rank_0, stamp
 from mpidl.text import printable
 
-FORMAT, VERSION = "mpidl packed", 1
+if TYPE_CHECKING:
+    import h5py
+
+FORMAT_NAME, FORMAT_VERSION = "mpidl packed", 1
 PARTS = ("train", "test")
-SMALL = ("labels", "checksums", "names", "name_ends")  # what sha256 covers
-LARGE = ("images", "targets")  # what the checksums cover
+SMALL = ("labels", "checksums", "names", "name_ends")  # covered by sha256
+LARGE = ("images", "targets")  # covered by the checksums
 
 
 class Rows(NamedTuple):
-    """Entries that lie one after the other: where the first is, their shape and type."""
+    """Contiguous rows in the file: offset of the first, their shape and type."""
 
     offset: int
-    shape: tuple
+    shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
-    def nbytes(self):
-        """Bytes of an entry."""
+    def nbytes(self) -> int:
+        """Bytes of a row."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-class Found(NamedTuple):
-    """A part of a packed file, as rank 0 found it.
+class Contents(NamedTuple):
+    """Contents of a part of a packed file, as rank 0 finds them.
 
-    names: where their bytes begin, and where in them each ends.
+    Attributes
+    ----------
+    rows : dict
+        Rows of "images", and of "targets" if there are any.
+    names : tuple or None
+        Offset of the names in the file, and an array of where each ends, relative to that.
     """
 
     stamp: Stamp
     count: int
-    rows: dict  # of "images" and, where there are any, "targets"
+    rows: dict[str, Rows]
     labels: np.ndarray | None
-    classes: list
-    names: tuple | None
+    classes: list[str]
+    names: tuple[int, np.ndarray] | None
     fingerprint: str
     chunk_images: int
     checksums: np.ndarray
@@ -69,28 +81,53 @@ class Found(NamedTuple):
 
 
 class PackedDatastore(Datastore):
-    """One part of a file of `python -m mpidl.pack`: the same images, labels and fingerprint as of
-    the set that was packed, so that training on it gives the same weights.
+    """One part of a file that `python -m mpidl.pack` wrote.
 
-    part: "train" or "test". classes: the names that labels are brought to, where another set has
-    fixed them. labelled=False: labels may be missing. With a world it is collective: rank 0 looks,
-    and checks all but the images; the others are told. Each rank opens the file when it first
-    reads, and reads no more than the images it is asked for.
+    Images, labels and fingerprint are those of the set that was packed, so that training on it
+    gives the same weights. With a world, construction is collective: rank 0 checks everything
+    except images and targets, and broadcasts the contents.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    world : World, optional
+        The ranks that open the file. Each opens it when it first reads, and reads only the images
+        that it needs.
+    part : {"train", "test"}
+        Which part to open.
+    classes : sequence of str, optional
+        Class names to map the labels to, those of the training set.
+    labelled : bool
+        False accepts a part without labels.
+
+    Raises
+    ------
+    UserError
+        The file is damaged or lacks the part. `read` raises it if the file has changed.
     """
 
-    def __init__(self, path, world=None, part="train", *, classes=None, labelled=True):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        world: World = None,
+        part: str = "train",
+        *,
+        classes: Sequence[str] | None = None,
+        labelled: bool = True,
+    ):
         self.path, self.part = os.fspath(path), part
-        self.found = on_rank_0(world, lambda: look(self.path, part, classes, labelled))
-        self.labels, self.classes = self.found.labels, self.found.classes
-        self.preprocess = self.found.preprocess
-        images, targets = (self.found.rows.get(name) for name in LARGE)
+        self.contents = on_rank_0(world, lambda: inspect_part(self.path, part, classes, labelled))
+        self.labels, self.classes = self.contents.labels, self.contents.classes
+        self.preprocess = self.contents.preprocess
+        images, targets = (self.contents.rows.get(name) for name in LARGE)
         self.image_shape, self.dtype = images.shape, images.dtype
         if targets is not None:
             self.targets_shape, self.targets_dtype = targets.shape, targets.dtype
-        self._file = RawFile(self.path, self.found.stamp)
+        self._file = RawFile(self.path, self.contents.stamp)
 
     def __len__(self):
-        return self.found.count
+        return self.contents.count
 
     def read(self, indices):
         return self._rows("images", indices)
@@ -99,21 +136,21 @@ class PackedDatastore(Datastore):
         return self._rows("targets", indices)
 
     def _rows(self, name, indices):
-        rows, indices = self.found.rows[name], np.asarray(indices, np.int64)
-        found = arenas.to_read((len(indices), *rows.shape), rows.dtype)
+        rows, indices = self.contents.rows[name], np.asarray(indices, np.int64)
+        result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
         self._file.check()
         if rows.nbytes:
             edges = [0, *(np.nonzero(np.diff(indices) != 1)[0] + 1), len(indices)]
             for first, last in zip(edges[:-1], edges[1:], strict=True):
-                if first < last:  # images in a row are read at once
-                    place = rows.offset + int(indices[first]) * rows.nbytes
-                    self._file.read_into(found[first:last], place)
-        return found
+                if first < last:  # one read for consecutive images
+                    offset = rows.offset + int(indices[first]) * rows.nbytes
+                    self._file.read_into(result[first:last], offset)
+        return result
 
     def name(self, i):
-        if self.found.names is None:
+        if self.contents.names is None:
             return super().name(i)
-        start, ends = self.found.names
+        start, ends = self.contents.names
         first = int(ends[i - 1]) if i else 0
         text = bytearray(int(ends[i]) - first)
         self._file.check()
@@ -128,20 +165,27 @@ class PackedDatastore(Datastore):
         return f"{printable(self.path)}{part}: {counted(self)}"
 
     def fingerprint(self):
-        return self.found.fingerprint
+        return self.contents.fingerprint
 
-    def verify(self, progress=None):
-        """Compare all images and targets with their checksums; UserError where one differs.
+    def verify(self, progress: Callable[[int], object] | None = None) -> None:
+        """Compare all images and targets with their checksums.
 
-        progress(count): called after each chunk with the number of its images.
+        Parameters
+        ----------
+        progress : callable, optional
+            Called after each chunk with the number of its images.
+
+        Raises
+        ------
+        UserError
+            A checksum differs.
         """
-        step = self.found.chunk_images
-        for number, expected in enumerate(self.found.checksums):
+        step = self.contents.chunk_images
+        for number, expected in enumerate(self.contents.checksums):
             first, last = number * step, min((number + 1) * step, len(self))
             indices = np.arange(first, last)
-            if checksum(*(self._rows(name, indices) for name in self.found.rows)) != bytes(
-                expected
-            ):
+            arrays = [self._rows(name, indices) for name in self.contents.rows]
+            if checksum(*arrays) != bytes(expected):
                 raise UserError(
                     f"{printable(self.path)}: images {first} to {last - 1} of {self.part} are not "
                     "what was packed: their checksum differs; pack them again"
@@ -150,128 +194,144 @@ class PackedDatastore(Datastore):
                 progress(last - first)
 
 
-def checksum(*arrays):
-    """SHA-256 of the bytes of C-ordered arrays, one after the other."""
+def checksum(*arrays: np.ndarray) -> bytes:
+    """Return the SHA-256 of the concatenated bytes of C-ordered arrays."""
     total = hashlib.sha256()
     for array in arrays:
         total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return total.digest()
 
 
-def is_packed(path):
-    """Whether an HDF5 file is a packed set."""
+def is_packed(path: str) -> bool:
+    """Tell whether an HDF5 file is a packed set."""
     with hdf5.opened(path) as file:
-        return text_of(hdf5.attribute(file, "format")) == FORMAT
+        return text_of(hdf5.attribute(file, "format")) == FORMAT_NAME
 
 
-def parts_of(path):
-    """Which of "train" and "test" a packed file has."""
+def parts_of(path: str) -> list[str]:
+    """Return which of "train" and "test" a packed file has."""
     with hdf5.opened(path) as file:
         check_format(file)
         return [part for part in PARTS if part in file]
 
 
-def check_format(file):
-    """A UserError where an open HDF5 file is no packed one, or not the one that was written."""
-    where = printable(file.filename)
-    if text_of(hdf5.attribute(file, "format")) != FORMAT:
-        raise UserError(f"{where}: expected a file of python -m mpidl.pack, found another")
+def check_format(file: h5py.File) -> None:
+    """Raise UserError if an open HDF5 file is no packed set, or differs from what was written."""
+    source = printable(file.filename)
+    if text_of(hdf5.attribute(file, "format")) != FORMAT_NAME:
+        raise UserError(f"{source}: expected a file of python -m mpidl.pack, found another")
     version = hdf5.attribute(file, "format_version")
-    if version != VERSION:
+    if version != FORMAT_VERSION:
         text = printable(str(version)[:40])
-        raise UserError(f"{where}: its format_version is {text}, this mpidl reads {VERSION}")
+        raise UserError(
+            f"{source}: its format_version is {text}, this mpidl reads {FORMAT_VERSION}"
+        )
     if text_of(hdf5.attribute(file, "sha256")) != content(file):
         raise UserError(
-            f"{where}: expected what was packed, found another content: its checksum differs"
+            f"{source}: expected what was packed, found another content: its checksum differs"
         )
 
 
-def look(path, part, classes, labelled):
-    """Found, of a part of a packed file."""
-    where = printable(path)
+def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: bool) -> Contents:
+    """Return the Contents of a part of a packed file."""
+    source = printable(path)
     if part not in PARTS:
-        raise UserError(f'{where}: which part must be "train" or "test", got {part!r}')
+        raise UserError(f'{source}: which part must be "train" or "test", got {part!r}')
     with hdf5.opened(path) as file:
         check_format(file)
         if part not in file:
-            raise UserError(f"{where}: expected a part {part}; found {hdf5.listed(file)}")
+            raise UserError(f"{source}: expected a part {part}; found {hdf5.listed(file)}")
         now = stamp(os.stat(path))
         group = file[part]
         rows = {name: _rows(file, part, name, now) for name in LARGE if name in group}
         if "images" not in rows or len(rows["images"].shape) != 3:
-            raise UserError(f"{where}: {part}: expected images (n, C, H, W)")
+            raise UserError(f"{source}: {part}: expected images (n, C, H, W)")
         count = len(group["images"])
         labels = names = None
-        known = names_of(text_of(hdf5.attribute(file, "classes")), where)
+        class_names = parse_class_names(text_of(hdf5.attribute(file, "classes")), source)
         if "labels" in group:
             labels = hdf5.dataset(file, f"{part}/labels")[()]
-            labels, known = agreed(labels, known, classes, where)
+            labels, class_names = align_labels(labels, class_names, classes, source)
         elif labelled and "targets" not in rows:
-            raise UserError(f"{where}: {part}: expected labels, found none")
+            raise UserError(f"{source}: {part}: expected labels, found none")
         if "names" in group:
-            held = hdf5.dataset(file, f"{part}/names")
+            stored = hdf5.dataset(file, f"{part}/names")
             ends = hdf5.dataset(file, f"{part}/name_ends")[()]
-            right = held.id.get_offset() is not None and ends.shape == (count,)
-            if not right or ends[-1] != held.nbytes or (np.diff(ends, prepend=0) < 0).any():
-                raise UserError(f"{where}: {part}: expected the names of {count} images")
-            names = int(held.id.get_offset()), ends
+            valid = stored.id.get_offset() is not None and ends.shape == (count,)
+            if not valid or ends[-1] != stored.nbytes or (np.diff(ends, prepend=0) < 0).any():
+                raise UserError(f"{source}: {part}: expected the names of {count} images")
+            names = int(stored.id.get_offset()), ends
         step = int(hdf5.attribute(group, "chunk_images"))
         sums = hdf5.dataset(file, f"{part}/checksums")[()]
         if sums.shape != (-(-count // step), 32) or (labels is not None and len(labels) != count):
-            raise UserError(f"{where}: {part}: expected checksums and labels of {count} images")
+            raise UserError(f"{source}: {part}: expected checksums and labels of {count} images")
         fingerprint = text_of(hdf5.attribute(group, "fingerprint"))
         if not isinstance(fingerprint, str) or not re.fullmatch("[0-9a-f]{64}", fingerprint):
-            raise UserError(f"{where}: {part}: expected a fingerprint of 64 digits")
-        how = _preprocess(group, f"{where}: {part}")
-        return Found(now, count, rows, labels, known, names, fingerprint, step, sums, how)
+            raise UserError(f"{source}: {part}: expected a fingerprint of 64 digits")
+        preprocess = _preprocess(group, f"{source}: {part}")
+        return Contents(
+            now, count, rows, labels, class_names, names, fingerprint, step, sums, preprocess
+        )
 
 
-def _preprocess(group, where):
+def _preprocess(group, source):
+    """Return the Preprocess that the images came through, or None."""
     text = text_of(hdf5.attribute(group, "preprocess"))
     if text is None:
         return None
     try:
         return Preprocess(**json.loads(text))
     except (TypeError, ValueError, UserError):
-        raise UserError(f"{where}: expected a description of preprocessing as JSON") from None
+        raise UserError(f"{source}: expected a description of preprocessing as JSON") from None
 
 
 def _rows(file, part, name, now):
-    held = hdf5.dataset(file, f"{part}/{name}")
-    offset = held.id.get_offset()
-    known = ("uint8", "float32") if name == "images" else ("float32", "int32")
-    if offset is None or held.dtype.name not in known or not held.dtype.isnative:
+    """Return the Rows of "images" or "targets"; UserError if they are not in one piece."""
+    stored = hdf5.dataset(file, f"{part}/{name}")
+    offset = stored.id.get_offset()
+    dtypes = ("uint8", "float32") if name == "images" else ("float32", "int32")
+    source = f"{printable(file.filename)}: {part}/{name}"
+    if offset is None or stored.dtype.name not in dtypes or not stored.dtype.isnative:
+        raise UserError(f"{source}: expected {' or '.join(dtypes)} in one piece")
+    if offset + stored.nbytes > now.size or not len(stored):
         raise UserError(
-            f"{printable(file.filename)}: {part}/{name}: expected {' or '.join(known)} in one piece"
-        )
-    if offset + held.nbytes > now.size or not len(held):
-        raise UserError(
-            f"{printable(file.filename)}: {part}/{name}: expected {held.nbytes} bytes at {offset}, "
+            f"{source}: expected {stored.nbytes} bytes at {offset}, "
             f"found a file of {now.size}: it is cut short"
         )
-    return Rows(int(offset), tuple(int(n) for n in held.shape[1:]), held.dtype)
+    return Rows(int(offset), tuple(int(n) for n in stored.shape[1:]), stored.dtype)
 
 
-def content(file):
-    """SHA-256, in hex, of all that an open packed file holds but images and targets."""
+def content(file: h5py.File) -> str:
+    """Return the SHA-256, in hex, of an open packed file without images and targets."""
     total = hashlib.sha256()
     parts = [part for part in PARTS if part in file]
     facts = [text_of(hdf5.attribute(file, "classes"))]
     for part in parts:
-        held = {name: [] for name in (*SMALL, *LARGE) if name in file[part]}
-        for name in held:
+        headers = {name: [] for name in (*SMALL, *LARGE) if name in file[part]}
+        for name in headers:
             rows = hdf5.dataset(file, f"{part}/{name}")
-            held[name] = [rows.dtype.str, *rows.shape]
+            headers[name] = [rows.dtype.str, *rows.shape]
             if name in SMALL:
                 total.update(np.ascontiguousarray(rows[()]).reshape(-1).view(np.uint8))
         group = file[part]
         fingerprint = text_of(hdf5.attribute(group, "fingerprint"))
-        facts.append([part, fingerprint, int(hdf5.attribute(group, "chunk_images")), held])
+        facts.append([part, fingerprint, int(hdf5.attribute(group, "chunk_images")), headers])
         if "preprocess" in group.attrs:
             facts[-1].append(text_of(hdf5.attribute(group, "preprocess")))
     total.update(json.dumps(facts).encode())
     return total.hexdigest()
 
 
-def text_of(value):
+def text_of(value: Any) -> Any:
+    """Return bytes as text, and any other value as it is."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+FORMAT = format_of_parts(
+    "packed",
+    recognizes=lambda path, head, option: head == hdf5.SIGNATURE and is_packed(path),
+    open_part=lambda path, part, world, options: PackedDatastore(
+        path, world, part, classes=options.classes, labelled=options.labelled
+    ),
+    parts=parts_of,
+)

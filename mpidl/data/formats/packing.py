@@ -1,10 +1,12 @@
-"""Writing packed sets: `python -m mpidl.pack`. The form of the file is that of `packed`.
+"""Write packed sets, for `python -m mpidl.pack`; `packed` describes the file.
 
-The file is made under another name, `.NAME.part`: HDF5 lays it out, labels and names are written,
-and every image has its place before the first is read. Then chunks of images are read, written to
-their places and, after them, their checksums. What an interruption leaves is gone on with: a chunk
-whose checksum fits is kept. At the end all is flushed to disk and the file gets its name.
+The unfinished file is called `.NAME.part`. HDF5 lays it out with labels and names, so that every
+image has an offset before the first is read. Then chunks of images are read and written to their
+offsets, each followed by its checksum. After an interruption the next call continues: it keeps a
+chunk whose checksum matches. At the end the file is flushed to disk and renamed.
 """
+
+from __future__ import annotations
 
 import collections
 import concurrent.futures
@@ -13,26 +15,54 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 import numpy as np
 
-from mpidl.data.datastore import read_images, read_targets
+from mpidl.data.checks import read_images, read_targets
+from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5, packed
 from mpidl.errors import UserError
 from mpidl.files import digest, unreadable
 from mpidl.text import printable
 
-CHUNK = 4 << 20  # bytes, nearly
+CHUNK = 4 << 20  # bytes, approximately
 
 
-def pack(parts, path, *, threads=1, progress=None, stop=None):
-    """Write datastores to a packed file; whether it was done, or stop() ended it early.
+def pack(
+    parts: Mapping[str, Datastore],
+    path: str | os.PathLike,
+    *,
+    threads: int = 1,
+    progress: Callable[[int], object] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> bool:
+    """Write datastores to a packed file.
 
-    parts: {"train": datastore, "test": datastore}, the second of which may be missing; both with
-    the same classes. progress(count): called with the number of images after each chunk of them.
-    stop(): asked after each chunk. Raises UserError, naming the file or the image. What was written
-    before an interruption or an error is kept for the next call.
+    Parameters
+    ----------
+    parts : mapping
+        Datastores by part, "train" and optionally "test", with the same classes.
+    path : path-like
+        The file, which must not exist. An unfinished one from an earlier call is continued.
+    threads : int
+        Threads that read images.
+    progress : callable, optional
+        Called after each chunk with the number of its images.
+    stop : callable, optional
+        Called after each chunk; True ends the call early.
+
+    Returns
+    -------
+    bool
+        Whether the file is complete; False if `stop` ended the call.
+
+    Raises
+    ------
+    UserError
+        The file cannot be written, or an image cannot be read; the message names it. The next call
+        continues with what was written.
     """
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
@@ -45,15 +75,15 @@ def pack(parts, path, *, threads=1, progress=None, stop=None):
         if not len(store):
             raise UserError(f"{store.describe()}: expected images to pack as {part}, found none")
     try:
-        with _locked(part_path) as handle:
+        with _locked(part_path) as descriptor:
             plan = _plan(parts)
-            places = _places(part_path, plan)
-            if places is None:
+            offsets = _offsets(part_path, plan)
+            if offsets is None:
                 _lay_out(part_path, parts, plan)
-                places = _places(part_path, plan)
-            if not _fill(handle, parts, plan, places, threads, progress or _nothing, stop):
+                offsets = _offsets(part_path, plan)
+            if not _fill(descriptor, parts, plan, offsets, threads, progress or _nothing, stop):
                 return False
-            _finish(part_path, path, handle)
+            _finish(part_path, path, descriptor)
     except OSError as e:
         raise UserError(f"{printable(path)}: cannot be written: {e.strerror or e}") from None
     return True
@@ -65,22 +95,22 @@ def _nothing(count):
 
 @contextlib.contextmanager
 def _locked(path):
-    """The descriptor of the unfinished file, which no other process has meanwhile."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Open the unfinished file, locked against other processes; yield its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{printable(path)}: another process is packing to this file") from None
         except OSError:
             pass  # a file system without locks
-        yield handle
+        yield descriptor
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def _plan(parts):
-    """What the unfinished file must be of to be gone on with; JSON keeps it there."""
+    """Describe what is packed; only an unfinished file with the same plan is continued."""
     plan = {}
     for part, store in parts.items():
         size = int(np.prod(store.image_shape)) * store.dtype.itemsize
@@ -98,14 +128,14 @@ def _plan(parts):
 
 
 def _lay_out(path, parts, plan):
-    """Make the file with everything in it but images, targets and checksums, which have places."""
+    """Write the file without images, targets and checksums, which only get their offsets."""
     import h5py
 
-    needed = sum(p["count"] * p["size"] for p in plan.values())
+    total_bytes = sum(p["count"] * p["size"] for p in plan.values())
     free = shutil.disk_usage(os.path.dirname(path)).free
-    if needed > free:
+    if total_bytes > free:
         raise UserError(
-            f"{printable(path)}: expected {needed >> 20} MB free for it, found {free >> 20} MB"
+            f"{printable(path)}: expected {total_bytes >> 20} MB free for it, found {free >> 20} MB"
         )
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -114,13 +144,14 @@ def _lay_out(path, parts, plan):
     creation.set_obj_track_times(False)
 
     def place(group, name, shape, dtype):
-        """A dataset whose numbers are written past HDF5."""
+        """Create a dataset whose numbers are written without HDF5."""
         space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(np.dtype(dtype))
         h5py.h5d.create(group.id, name.encode(), kind, space, creation)
 
     with h5py.File(path, "w", libver=("v108", "v108"), locking=False) as file:
         classes = next(iter(parts.values())).classes
-        file.attrs["format"], file.attrs["format_version"] = packed.FORMAT, packed.VERSION
+        file.attrs["format"] = packed.FORMAT_NAME
+        file.attrs["format_version"] = packed.FORMAT_VERSION
         file.attrs["classes"] = json.dumps(list(classes), ensure_ascii=True)
         for part, store in parts.items():
             count, step = len(store), plan[part]["chunk_images"]
@@ -145,8 +176,8 @@ def _lay_out(path, parts, plan):
         file.attrs["plan"] = json.dumps(plan)
 
 
-def _places(path, plan):
-    """{part: {dataset: offset}} of the unfinished file; None where it is of another plan."""
+def _offsets(path, plan):
+    """Return the offsets of the unfinished file, by part and dataset; None if its plan differs."""
     try:
         with hdf5.opened(path) as file:
             if packed.text_of(hdf5.attribute(file, "plan")) != json.dumps(plan):
@@ -159,18 +190,18 @@ def _places(path, plan):
                 }
                 for part in plan
             }
-    except UserError:  # empty, or torn in the laying out
+    except UserError:  # empty, or interrupted in the layout
         return None
 
 
-def _fill(handle, parts, plan, places, threads, progress, stop):
-    """Write all chunks that are not there yet; False where stop() ended it."""
+def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
+    """Write all missing chunks; return False if stop() ended it."""
 
     def chunk(part, number):
         store, step = parts[part], plan[part]["chunk_images"]
         first = number * step
         last = min(first + step, len(store))
-        if not _is_there(handle, store, places[part], number, first, last):
+        if not _is_written(descriptor, store, offsets[part], number, first, last):
             indices = np.arange(first, last)
             arrays = {"images": read_images(store, indices).astype(store.dtype, copy=False)}
             if store.targets_shape is not None:
@@ -178,9 +209,9 @@ def _fill(handle, parts, plan, places, threads, progress, stop):
             for name, array in arrays.items():
                 array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
                 entry = array.nbytes // len(array)
-                _write(handle, array, places[part][name] + first * entry)
+                _write(descriptor, array, offsets[part][name] + first * entry)
             total = np.frombuffer(packed.checksum(*arrays.values()), np.uint8)
-            _write(handle, total, places[part]["checksums"] + 32 * number)
+            _write(descriptor, total, offsets[part]["checksums"] + 32 * number)
         return last - first
 
     jobs = [
@@ -188,26 +219,26 @@ def _fill(handle, parts, plan, places, threads, progress, stop):
         for part, store in parts.items()
         for number in range(-(-len(store) // plan[part]["chunk_images"]))
     ]
-    under_way = collections.deque()
+    pending = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         try:
             for job in jobs:
-                under_way.append(pool.submit(chunk, *job))
-                while len(under_way) > threads:
-                    progress(under_way.popleft().result())
+                pending.append(pool.submit(chunk, *job))
+                while len(pending) > threads:
+                    progress(pending.popleft().result())
                 if stop is not None and stop():
                     return False
-            while under_way:
-                progress(under_way.popleft().result())
+            while pending:
+                progress(pending.popleft().result())
         finally:
-            for future in under_way:
+            for future in pending:
                 future.cancel()
     return True
 
 
-def _is_there(handle, store, places, number, first, last):
-    """Whether a chunk was written before: its checksum fits."""
-    expected = _read(handle, 32, places["checksums"] + 32 * number)
+def _is_written(descriptor, store, offsets, number, first, last):
+    """Tell whether a chunk was written before: its checksum matches."""
+    expected = _read(descriptor, 32, offsets["checksums"] + 32 * number)
     if not any(expected):
         return False
     arrays = []
@@ -216,38 +247,38 @@ def _is_there(handle, store, places, number, first, last):
         tables["targets"] = store.targets_shape, store.targets_dtype
     for name, (shape, dtype) in tables.items():
         entry = int(np.prod(shape)) * dtype.itemsize
-        data = _read(handle, (last - first) * entry, places[name] + first * entry)
+        data = _read(descriptor, (last - first) * entry, offsets[name] + first * entry)
         arrays.append(np.frombuffer(data, np.uint8))
     return packed.checksum(*arrays) == bytes(expected)
 
 
-def _read(handle, count, offset):
+def _read(descriptor, count, offset):
     data = bytearray(count)
     view = memoryview(data)
-    while len(view) and (done := os.preadv(handle, [view], offset)):
-        view, offset = view[done:], offset + done
+    while len(view) and (count := os.preadv(descriptor, [view], offset)):
+        view, offset = view[count:], offset + count
     return data
 
 
-def _write(handle, array, offset):
+def _write(descriptor, array, offset):
     view = memoryview(array.reshape(-1).view(np.uint8))
     while len(view):
-        done = os.pwrite(handle, view, offset)
-        view, offset = view[done:], offset + done
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
 
 
-def _finish(part_path, path, handle):
-    """Check the whole by its sum, and give the file its name once it is on disk."""
+def _finish(part_path, path, descriptor):
+    """Store the checksum of the content, flush the file to disk, and rename it."""
     import h5py
 
-    os.fsync(handle)
+    os.fsync(descriptor)
     try:
         with h5py.File(part_path, "r+", libver=("v108", "v108"), locking=False) as file:
             del file.attrs["plan"]
             file.attrs["sha256"] = packed.content(file)
     except OSError as e:
         raise unreadable(part_path, e) from None
-    os.fsync(handle)
+    os.fsync(descriptor)
     os.replace(part_path, path)
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     with contextlib.suppress(OSError):  # some file systems have no such call and need none

@@ -1,1 +1,1 @@
-"""From a datastore to mini-batches: worker threads, the pixel pipeline, caches, the GPU's queue."""
+"""From a datastore to mini-batches: caches, the pixel pipeline, worker threads, the GPU's queue."""

@@ -1,25 +1,38 @@
-"""Decoded images, kept once for all ranks of a node."""
+"""Decoded images in memory that all ranks of a node share."""
+
+from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, read_images, read_targets
+from mpidl.data.checks import read_images, read_targets
+from mpidl.data.datastore import Datastore
 
 GIB = 1 << 30
 
 
 class NodeCache(Datastore):
-    """Another datastore whose images are read and decoded once per node, as far as memory goes.
+    """Another datastore, each of whose images is read and decoded once per node.
 
-    The first images by index are kept, as many as fit in `budget_bytes` of memory a node, with
-    their targets where the set has any; the others are read anew each time. It takes half of the
-    room for shared memory at most (which may be little in a container). A datastore that lies in
-    memory is passed through. Making one is collective over `world` (None: one rank).
+    The cache holds the first images by index, with their targets if the set has any, as many as
+    fit. Further images are read anew each time, and so is a datastore that is in memory already.
+    Creating a cache is collective over `world`.
+
+    Parameters
+    ----------
+    datastore : Datastore
+        The images.
+    world : World, optional
+        The ranks; by default one.
+    budget_bytes : int
+        Memory per node. The cache takes at most half of the free shared memory, which may be little
+        in a container.
     """
 
-    def __init__(self, datastore, world=None, budget_bytes=GIB):
+    def __init__(self, datastore: Datastore, world: Any = None, budget_bytes: int = GIB):
         self.datastore = datastore
         self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
         self.classes, self.labels = datastore.classes, datastore.labels
@@ -30,17 +43,17 @@ class NodeCache(Datastore):
             tables.append((self.targets_shape, self.targets_dtype, read_targets))
         size = sum(int(np.prod(shape)) * dtype.itemsize + 1 for shape, dtype, _ in tables)
         if world is not None:
-            budget_bytes = min(budget_bytes, world.shared_room() // 2)
+            budget_bytes = min(budget_bytes, world.available_shared_bytes() // 2)
         fits = 0 if datastore.in_memory else max(0, int(budget_bytes) // size)
-        self.capacity = min(len(datastore), fits)
+        self.capacity = min(len(datastore), fits)  # images that the cache holds
         self.tables = [
             _Table(datastore, read, shape, dtype, self.capacity, world)
             for shape, dtype, read in tables
         ]
         self.world = world
 
-    def close(self):
-        """Give the memory back; the images are read anew from then on. Collective."""
+    def close(self) -> None:
+        """Free the memory; further reads bypass the cache. Collective."""
         self.capacity = 0
         for table in self.tables:
             table.close(self.world)
@@ -68,54 +81,55 @@ class NodeCache(Datastore):
 
 
 class _Table:
-    """The images of a datastore, or its targets, of which the first `capacity` are kept."""
+    """The images or the targets of a datastore, of which the first `capacity` are cached."""
 
     def __init__(self, datastore, read, shape, dtype, capacity, world):
         self.datastore, self.read, self.shape, self.dtype = datastore, read, shape, dtype
         self.capacity = capacity
         allocate = np.zeros if world is None else world.shared_array
         if capacity:
-            self.kept = allocate((capacity, *shape), dtype)
-            self.there = allocate((capacity,), np.uint8)
+            self.cache = allocate((capacity, *shape), dtype)
+            self.filled = allocate((capacity,), np.uint8)  # whether a row of `cache` is valid
         self._fence = threading.Lock()
 
     def close(self, world):
+        """Free the memory. Collective."""
         if self.capacity and world is not None:
-            world.free(self.kept)
-            world.free(self.there)
-        self.capacity, self.kept, self.there = 0, None, None
+            world.free(self.cache)
+            world.free(self.filled)
+        self.capacity, self.cache, self.filled = 0, None, None
 
     def rows(self, indices):
+        """Return the rows of `indices`, reading those that are not cached."""
         if not self.capacity:
             return self.read(self.datastore, indices)
         if len(indices) and indices.min() < 0:
             raise IndexError(f"expected indices from 0, got {indices.min()}")
-        (cached,) = np.nonzero(indices < self.capacity)
-        known = np.zeros(len(indices), bool)
-        known[cached] = self.there[indices[cached]] != 0
+        (cacheable,) = np.nonzero(indices < self.capacity)
+        hits = np.zeros(len(indices), bool)
+        hits[cacheable] = self.filled[indices[cacheable]] != 0
         self._order_memory()
-        if known.all():
-            return _taken(self.kept, indices)
-        found = self.read(self.datastore, indices[~known])
-        if known.any():
-            read, found = found, arenas.to_read((len(indices), *self.shape), self.dtype)
-            found[~known] = read
-            del read  # there are two copies at most
-            found[known] = _taken(self.kept, indices[known])
-        # Two ranks, or two threads, may be filling the same place. No harm comes of it: they write
-        # the same bytes, decoded from the same file, so whoever wins, or half wins, the place ends
-        # up right. A reader looks at the flag first, and the flag is written after the pixels.
-        fresh = cached[~known[cached]]
+        if hits.all():
+            return _take_rows(self.cache, indices)
+        rows = self.read(self.datastore, indices[~hits])
+        if hits.any():
+            misses, rows = rows, arenas.to_read((len(indices), *self.shape), self.dtype)
+            rows[~hits] = misses
+            del misses  # at most two copies exist
+            rows[hits] = _take_rows(self.cache, indices[hits])
+        # Two ranks or threads may fill one row at once. That is harmless: both decode the same file
+        # and write the same bytes. Readers test the flag, which is written after the pixels.
+        fresh = cacheable[~hits[cacheable]]
         for i in fresh:
-            self.kept[indices[i]] = found[i]
+            self.cache[indices[i]] = rows[i]
         self._order_memory()
-        self.there[indices[fresh]] = 1
-        return found
+        self.filled[indices[fresh]] = 1
+        return rows
 
     def _order_memory(self):
-        """Keep the processor from moving accesses across this point, as ARM's and POWER's may.
+        """Keep the processor from moving accesses across this call, as ARM and POWER may.
 
-        Giving back and taking a lock does that; Python has no fence of its own.
+        Releasing and acquiring a lock is a fence; Python has no other.
         """
         with self._fence:
             pass
@@ -123,7 +137,7 @@ class _Table:
             pass
 
 
-def _taken(rows, indices):
-    """rows[indices], of indices that are there."""
-    found = arenas.to_read((len(indices), *rows.shape[1:]), rows.dtype)
-    return np.take(rows, indices, 0, found, "clip")  # another mode would make a second copy
+def _take_rows(rows, indices):
+    """Return rows[indices]; the indices must be valid."""
+    out = arenas.to_read((len(indices), *rows.shape[1:]), rows.dtype)
+    return np.take(rows, indices, 0, out, "clip")  # another mode would make a second copy

@@ -1,6 +1,10 @@
-"""Sets that are read whole: their images lie in memory once per node."""
+"""Arrays of which a node holds one copy, shared by its ranks."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -9,57 +13,79 @@ from mpidl.files import on_rank_0
 from mpidl.text import printable
 
 
-def once_per_node(world, load, where):
-    """(images, rest) of load(), the images in memory that the ranks of a node share. Collective.
+def once_per_node(
+    world: Any, load: Callable[[], tuple[np.ndarray, Any]], path: str
+) -> tuple[np.ndarray, Any]:
+    """Load images into memory that the ranks of a node share. Collective.
 
-    where: the path, for a message.
-    The first rank of each host loads, the others would only repeat it; `rest` is rank 0's. Should
-    two nodes go by one host name, the flag says that the second is still without, and its ranks
-    load too: all of them write the same bytes. Where the node has no room to share, each rank has a
-    copy to itself.
+    The first rank of each host loads. If a node has too little shared memory, each rank loads its
+    own copy.
+
+    Parameters
+    ----------
+    world : World or None
+        The ranks; None for one rank.
+    load : callable
+        Returns (images, rest).
+    path : str
+        Path of the data, for messages.
+
+    Returns
+    -------
+    images : np.ndarray
+        The images.
+    rest
+        The rest as loaded on rank 0.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if `load` raises it on any, or if two nodes load images of different shapes.
     """
     if world is None:
         return load()
-    own = {}
+    loaded: dict[str, np.ndarray] = {}
 
     def load_and_keep():
-        own["images"], rest = load()
-        return own["images"].shape, own["images"].dtype.str, rest
+        loaded["images"], rest = load()
+        return loaded["images"].shape, loaded["images"].dtype.str, rest
 
     shape, dtype, rest = on_rank_0(world, load_and_keep)
 
     def read():
-        mine = own.pop("images", None)
-        mine = load()[0] if mine is None else mine
-        if mine.shape != shape:
+        images = loaded.pop("images", None)
+        images = load()[0] if images is None else images
+        if images.shape != shape:
             raise UserError(
-                f"{printable(where)}: images of shape {mine.shape} on {world.host}, {shape} on "
+                f"{printable(path)}: images of shape {images.shape} on {world.host}, {shape} on "
                 f"{world.hosts[0]}"
             )
-        return mine
+        return images
 
-    if math.prod(shape) * np.dtype(dtype).itemsize > world.shared_room() // 2:
-        return _together(world, read), rest
+    if math.prod(shape) * np.dtype(dtype).itemsize > world.available_shared_bytes() // 2:
+        return _call_together(world, read), rest
     images = world.shared_array(shape, np.dtype(dtype))
-    there = world.shared_array((1,), np.uint8)
+    filled = world.shared_array((1,), np.uint8)
 
     def fill():
-        if not there[0]:
+        if not filled[0]:
             images[...] = read()
-            there[0] = 1
+            filled[0] = 1
 
     first = world.hosts.index(world.host) == world.rank
-    _together(world, fill if first else lambda: None)
-    _together(world, fill)
+    _call_together(world, fill if first else lambda: None)
+    # If two nodes share one host name, the second is still unfilled: all its ranks load and write
+    # the same bytes.
+    _call_together(world, fill)
     return images, rest
 
 
-def _together(world, function):
-    """function() on this rank; where any rank's raises UserError, all raise it."""
+def _call_together(world, function):
+    """Return function(); if it raises UserError on any rank, raise it on all. Collective."""
     result = error = None
     try:
         result = function()
-    except UserError as e:
-        error = e
-    world.together(error)
+    except UserError as raised:
+        error = raised
+    world.raise_if_any(error)
     return result

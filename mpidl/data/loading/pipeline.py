@@ -1,22 +1,36 @@
-"""What happens to images between a datastore and a network: augmentation, normalization, blocks."""
+"""The steps between a datastore and mini-batches: reading, augmentation, the user's function."""
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.blocks import LANES
-from mpidl.data.datastore import check_below, check_finite, read_images, read_targets
-from mpidl.data.transforms.augment import centred
+from mpidl.data.checks import check_below, check_finite, read_images, read_targets
+from mpidl.data.datastore import Datastore
+from mpidl.data.transforms.augment import Augmenter, centred
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 
-SPAN = 1 << 20  # bytes of pixels that one task reads, at least, where there are as many
+SPAN = 1 << 20  # least bytes of pixels that one task reads, if there are as many
 
 
-class At(NamedTuple):
-    """Which images a user's function gets: their sample indices in the datastore, by which random
-    numbers are to be keyed, with the epoch and the seed (see `mpidl.keyed`)."""
+class SampleKeys(NamedTuple):
+    """Keys of the images that a user's function receives.
+
+    Random numbers must be keyed by these (see `mpidl.keyed`).
+
+    Attributes
+    ----------
+    indices : np.ndarray
+        Sample indices in the datastore, (n,).
+    epoch, seed : int
+        Epoch and seed of the mini-batch.
+    """
 
     indices: np.ndarray
     epoch: int
@@ -24,69 +38,90 @@ class At(NamedTuple):
 
 
 class Pipeline:
-    """From sample indices to what a mini-batch is made of.
+    """Turns sample indices into the pixels and labels of a mini-batch.
 
-    augmenter: an `Augmenter`, or None. crop: (P, Q), cut from the centre of images that are not
-    augmented. normalization: a `Normalization`, "rescale-zero-one" where None. function: see
-    `MinibatchQueue`. image_shape, dtype: of the images that reach the normalization; labels_shape,
-    labels_dtype: of what goes with an image, None where that is nothing. classes: see
-    `MinibatchQueue`.
+    Parameters
+    ----------
+    datastore : Datastore
+        The images.
+    augmenter : Augmenter, optional
+        Changes the images at random.
+    normalization : Normalization, optional
+        "rescale-zero-one" by default.
+    crop : tuple of int, optional
+        (P, Q) of the window cut from the centre of images, if there is no augmenter.
+    function, classes
+        See `MinibatchQueue`.
+
+    Attributes
+    ----------
+    image_shape, dtype
+        Shape (C, P, Q) and type of the images that reach the normalization.
+    labels_shape, labels_dtype
+        Shape and type of each image's label or target; both None if images have none.
+
+    Raises
+    ------
+    UserError
+        If the crop or the statistics do not fit the images, the function returns something
+        unusable for image 0, or the augmenter would move images but not their targets.
+    TypeError
+        If `normalization` is not a Normalization.
     """
 
     def __init__(
         self,
-        datastore,
-        augmenter=None,
-        normalization=None,
-        crop=None,
-        function=None,
-        classes=None,
+        datastore: Datastore,
+        augmenter: Augmenter | None = None,
+        normalization: Normalization | None = None,
+        crop: tuple[int, int] | None = None,
+        function: Callable | None = None,
+        classes: int | None = None,
     ):
         self.datastore, self.augmenter, self.function = datastore, augmenter, function
         self.classes = classes
         shape, self.dtype = tuple(datastore.image_shape), np.dtype(datastore.dtype)
+        self.image_shape: tuple[int, ...] = shape
+        self.labels_shape: tuple[int, ...] | None = None
+        self.labels_dtype: np.dtype | None = None
         self.crop = crop if augmenter is None else None
+        self.fill: np.ndarray | None = None
         if augmenter is not None:
             self.image_shape = augmenter.image_shape(shape)
-            self.fill = augmenter.filling(shape, self.dtype)
+            self.fill = augmenter.fill_values(shape, self.dtype)
             if datastore.targets_shape is not None and len(datastore.targets_shape) > 1:
                 raise UserError(
                     f"an augmenter moves images and not their targets, which "
                     f"{datastore.describe()} has: give MinibatchQueue a function that moves both"
                 )
-        else:
-            self.image_shape, self.fill = shape, None
-            if self.crop is not None:
-                self._check_crop(shape)
-                self.image_shape = (shape[0], *self.crop)
+        elif self.crop is not None:
+            self._check_crop(shape)
+            self.image_shape = (shape[0], *self.crop)
         if datastore.targets_shape is not None:
             self.labels_shape, self.labels_dtype = datastore.targets_shape, datastore.targets_dtype
         elif datastore.labels is not None:
             self.labels_shape, self.labels_dtype = (), np.dtype(np.int32)
-        else:
-            self.labels_shape = self.labels_dtype = None
         if function is not None and len(datastore):
             self._try_function()
-        self.normalization = Normalization() if normalization is None else normalization
-        if not isinstance(self.normalization, Normalization):
+        normalization = Normalization() if normalization is None else normalization
+        if not isinstance(normalization, Normalization):
             raise TypeError(
                 f"normalization: expected a Normalization, got {normalization!r}; "
                 "dl.data.normalization(name, datastore, world) makes the one of a name"
             )
-        self.normalization = self.normalization.window(self.image_shape[1:])
+        self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
 
     @property
-    def late(self):
-        """Whether pixels are changed on the host before they become blocks: by an affine map or by
-        a user's function."""
+    def changes_pixels(self) -> bool:
+        """Whether the host computes new pixels, by an affine map or the user's function."""
         warps = self.augmenter is not None and self.augmenter.warps
         return warps or self.function is not None
 
     @property
-    def read_shape(self):
+    def read_shape(self) -> tuple[int, ...]:
         """(C, H, W) of the pixels that `read` returns."""
-        return tuple(self.image_shape if self.late else self.datastore.image_shape)
+        return tuple(self.image_shape if self.changes_pixels else self.datastore.image_shape)
 
     def _check_crop(self, shape):
         if self.crop[0] > shape[1] or self.crop[1] > shape[2]:
@@ -95,34 +130,56 @@ class Pipeline:
                 f"got {shape[1]}x{shape[2]} ({self.datastore.describe()})"
             )
 
-    def moves(self, indices, epoch, seed):
-        """What `backends.images` is to do beside normalizing: {} or size, mirrored, top, left,
-        fill; after `read` of images that are not `late`."""
-        if self.late:
+    def moves(self, indices: np.ndarray, epoch: int, seed: int) -> dict:
+        """Return the keywords by which `backends.images` moves pixels that `read` returned.
+
+        Returns
+        -------
+        dict
+            Some of size, mirrored, top, left and fill. Empty if `read` has already changed the
+            pixels, or nothing is to be moved.
+        """
+        if self.changes_pixels:
             return {}
         shape = self.datastore.image_shape
         if self.augmenter is not None:
-            found = self.augmenter.moves(seed, epoch, indices, shape)
-            found["fill"] = self.fill if self.fill.any() else None
-            return {"size": self.image_shape[1:], **found}
+            moves = self.augmenter.moves(seed, epoch, indices, shape)
+            moves["fill"] = self.fill if self.fill.any() else None
+            return {"size": self.image_shape[1:], **moves}
         if self.crop is None or self.crop == shape[1:]:
             return {}
         edges = centred(shape, self.crop)
         top, left = (np.full(len(indices), edge, np.int32) for edge in edges)
         return {"size": self.crop, "top": top, "left": left}
 
-    def numbers(self):
-        """What `backends.images` normalizes by: {} or centre and divisor."""
-        return self.normalization.arrays()
+    def tasks(
+        self, read: Callable[[int, int], None], blocks: int, workers: int
+    ) -> list[Callable[[], None]]:
+        """Return tasks that together call ``read(first, stop)`` on runs of `blocks` blocks."""
+        block_bytes = int(np.prod(self.datastore.image_shape)) * self.dtype.itemsize * LANES
+        span = blocks_per_task(block_bytes, blocks, workers)
+        return [
+            functools.partial(read, first, min(first + span, blocks))
+            for first in range(0, blocks, span)
+        ]
 
-    def span(self, blocks, workers):
-        """How many blocks one task reads, see `span_of`."""
-        size = int(np.prod(self.datastore.image_shape)) * self.dtype.itemsize * LANES
-        return span_of(size, blocks, workers)
+    def read(
+        self, indices: np.ndarray, epoch: int, seed: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Read images with their labels or targets.
 
-    def read(self, indices, epoch, seed):
-        """(pixels, labels or None) of these images, as plain arrays: pixels (n, C, H, W), still to
-        be moved (`moves`) and normalized."""
+        Returns
+        -------
+        pixels : np.ndarray
+            (n, C, H, W) of `dtype`, still to be moved (see `moves`) and normalized.
+        labels : np.ndarray or None
+            (n, *labels_shape) of `labels_dtype`.
+
+        Raises
+        ------
+        UserError
+            If the data are unusable: a wrong shape or type, a NaN, a label that is no class.
+        """
         pixels, labels = self._read(indices, epoch, seed)
         if self.classes is not None and labels is not None:
             check_below(self.classes, labels, self.datastore, indices)
@@ -136,39 +193,42 @@ class Pipeline:
             labels = self.datastore.labels[indices].astype(np.int32)
         else:
             labels = None
-        if self.augmenter is not None and self.late:
+        if self.augmenter is not None and self.changes_pixels:
             pixels = self.augmenter.apply(pixels, indices, epoch=epoch, seed=seed)
         if self.function is None:
             return pixels, labels
         if self.crop is not None:
             top, left = centred(pixels.shape[1:], self.crop)
             pixels = pixels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
-        parts = []
-        for first in range(0, len(indices), LANES):  # a block at a time, whoever reads it
-            part = slice(first, first + LANES)
-            given = None if labels is None else labels[part]
-            at = At(indices[part], epoch, seed)
-            parts.append(self._called(np.ascontiguousarray(pixels[part]), given, at))
-        pixels = np.concatenate([p for p, _ in parts])
-        labels = None if parts[0][1] is None else np.concatenate([v for _, v in parts])
+        outputs = []
+        # Block by block: the function's input must not depend on how tasks divide the images.
+        for first in range(0, len(indices), LANES):
+            block = slice(first, first + LANES)
+            block_labels = None if labels is None else labels[block]
+            keys = SampleKeys(indices[block], epoch, seed)
+            outputs.append(
+                self._call_function(np.ascontiguousarray(pixels[block]), block_labels, keys)
+            )
+        pixels = np.concatenate([p for p, _ in outputs])
+        labels = None if outputs[0][1] is None else np.concatenate([v for _, v in outputs])
         return pixels, labels
 
     def _try_function(self):
-        """Learn on image 0 what the function makes of images and labels."""
-        self.result = None
-        found, labels = self.read(np.arange(1), 0, 0)
-        self.result = found.shape[1:], found.dtype, _kind(labels)
-        self.image_shape, self.dtype = found.shape[1:], found.dtype
+        """Determine from image 0 the shapes and types that the function returns."""
+        self.output_kind = None
+        images, labels = self.read(np.arange(1), 0, 0)
+        self.output_kind = images.shape[1:], images.dtype, _label_kind(labels)
+        self.image_shape, self.dtype = images.shape[1:], images.dtype
         if labels is None:
             self.labels_shape = self.labels_dtype = None
         else:
             self.labels_shape, self.labels_dtype = labels.shape[1:], labels.dtype
 
-    def _called(self, pixels, labels, at):
-        """The function's (images, labels), checked."""
+    def _call_function(self, pixels, labels, keys):
+        """Return the function's (images, labels), checked."""
         n = len(pixels)
-        found: Any = self.function(pixels, labels, at)
-        images, labels = found if isinstance(found, tuple) else (found, labels)
+        output: Any = self.function(pixels, labels, keys)
+        images, labels = output if isinstance(output, tuple) else (output, labels)
         images = np.asarray(images)
         if images.dtype != np.uint8:
             images = images.astype(np.float32) if images.dtype.kind == "f" else images
@@ -185,34 +245,49 @@ class Pipeline:
                     f"shape {labels.shape}"
                 )
             labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int32)
-            check_finite(labels, self.datastore, at.indices, "targets")
-        check_finite(images, self.datastore, at.indices, "pixels")
-        got = images.shape[1:], images.dtype, _kind(labels)
-        if self.result is not None and got != self.result:
+            check_finite(labels, self.datastore, keys.indices, "targets")
+        check_finite(images, self.datastore, keys.indices, "pixels")
+        kind = images.shape[1:], images.dtype, _label_kind(labels)
+        if self.output_kind is not None and kind != self.output_kind:
             raise UserError(
-                f"function: expected the same as of image 0 ({_words(self.result)}), "
-                f"got {_words(got)} of {self.datastore.located(int(at.indices[0]))}"
+                f"function: expected the same as of image 0 ({_kind_text(self.output_kind)}), "
+                f"got {_kind_text(kind)} of {self.datastore.located(int(keys.indices[0]))}"
             )
         return images, labels
 
 
-def span_of(size, blocks, workers):
-    """How many of a rank's blocks one task reads, of `size` bytes of pixels each: enough to be
-    worth it, few enough for all workers."""
+def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
+    """Return how many of a rank's blocks one task reads.
+
+    A task reads at least `SPAN` bytes, to be worth its overhead, but at most a worker's share.
+
+    Parameters
+    ----------
+    block_bytes : int
+        Bytes of pixels in a block.
+    blocks, workers : int
+        The rank's blocks and threads.
+    """
     share = blocks if workers == 1 else -(-blocks // workers)
-    return max(1, min(share, -(-SPAN // max(size, 1))))
+    return max(1, min(share, -(-SPAN // max(block_bytes, 1))))
 
 
-def fill_blocks(pixels, moves, numbers, lanes):
-    """Write pixels (n, C, H, W) to these lanes: moved and normalized, unused ones zero."""
-    backends.of_type(np.float32).images(pixels, **moves, **numbers, out=lanes)
+def fill_blocks(
+    pixels: np.ndarray, moves: dict, statistics: dict[str, Any], lanes: np.ndarray
+) -> None:
+    """Write pixels (n, C, H, W) to `lanes`, moved and normalized; zero the unused lanes.
+
+    moves: see `Pipeline.moves`. statistics: see `Normalization.arrays`.
+    """
+    backends.of_type(np.float32).images(pixels, **moves, **statistics, out=lanes)
 
 
-def _kind(labels):
+def _label_kind(labels):
     return None if labels is None else (labels.shape[1:], labels.dtype)
 
 
-def _words(kind):
+def _kind_text(kind):
+    """Return in words the shapes and types of a function's output."""
     shape, dtype, labels = kind
     images = f"{dtype} images of {'x'.join(map(str, shape))}"
     if labels is None:

@@ -1,1 +1,1 @@
-"""Changes to images: preprocessing, augmentation, normalization."""
+"""Transforms of images: preprocessing, augmentation, normalization."""

@@ -1,9 +1,12 @@
-"""Augmentation: images mirrored, turned, scaled, sheared, shifted and cut at random.
+"""Random augmentation: reflection, rotation, scale, shear, translation and crop.
 
-What is done to an image is keyed by (seed, epoch, sample index), so that it does not depend on
-ranks, threads, workers, or on what was read before.
+The transformation of an image is keyed by (seed, epoch, sample index). It does not depend on
+ranks, threads, workers, or earlier reads.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -13,8 +16,9 @@ from mpidl import backends
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 
-PURPOSE, DRAWS = "augment", 12  # of the keys; the numbers drawn for an image, used or not
-# What MATLAB's imageDataAugmenter calls them.
+PURPOSE = "augment"  # of the random keys
+DRAWS = 12  # random numbers per image, used or not
+# Option names of MATLAB's imageDataAugmenter.
 MATLAB = {
     "FillValue": "fill",
     "RandRotation": "rotation",
@@ -29,11 +33,11 @@ MATLAB = {
     "RandYTranslation": "translate_y",
 }
 DEGREE = 0.017453292519943295
-_TERMS = 11  # of the series of sine and cosine: below 45 degrees the next one changes no bit
+_TERMS = 11  # of the sine and cosine series: up to 45 degrees the next one changes no bit
 
 
-class Drawn(NamedTuple):
-    """What is done to each of n images, (n,) each; see `Augmenter`."""
+class TransformParameters(NamedTuple):
+    """The transformation of each of n images, as arrays (n,); see `Augmenter`."""
 
     reflect_x: np.ndarray  # bool
     reflect_y: np.ndarray
@@ -44,44 +48,63 @@ class Drawn(NamedTuple):
     shear_y: np.ndarray
     translate_x: np.ndarray  # whole pixels
     translate_y: np.ndarray
-    top: np.ndarray  # pixel of the image that the crop begins at
+    top: np.ndarray  # first row and column of the crop, whole pixels
     left: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augmenter:
-    """Random transformations of images, by range: MATLAB's imageDataAugmenter.
+    """Random transformations of images, as MATLAB's imageDataAugmenter.
 
-    In this order, each about the image's centre: reflection, rotation, scale, shear, translation;
-    then the crop. x goes right, y goes down.
+    The order is reflection, rotation, scale, shear and translation, each about the image's centre,
+    then the crop. x points right, y points down. Values are uniform in their range; whole pixels
+    are equally likely. A number r for a range of degrees or pixels means (-r, r).
 
-    reflect_x, reflect_y: left to right, and top to bottom, each for half of the images.
-    rotation: (low, high) degrees, clockwise. scale: (low, high) factors, the same both ways;
-    scale_x, scale_y: further ones of each. shear_x, shear_y: (low, high) degrees, between -90 and
-    90: of shear_x, rows move right by the tangent times their distance below the centre; of
-    shear_y, columns move down. translate_x, translate_y: (low, high) whole pixels, right and down.
-    A number r for such a range of degrees or pixels means (-r, r); numbers are uniform in a range,
-    and whole pixels are equally likely. crop: (height, width) of a window that is cut at random; a
-    set that is not augmented, as for validation, is cut in the centre. fill: what lies outside of
-    the image, as pixels have it (0 to 255 in uint8 ones): a number, or one a channel.
+    Parameters
+    ----------
+    reflect_x, reflect_y : bool
+        Mirror half of the images left to right, and half of them top to bottom.
+    rotation : (float, float) or float
+        Degrees, clockwise.
+    scale : (float, float)
+        Factors, the same in both directions.
+    scale_x, scale_y : (float, float)
+        Further factors of one direction.
+    shear_x, shear_y : (float, float) or float
+        Degrees between -90 and 90. shear_x moves rows right by its tangent times their distance
+        below the centre; shear_y moves columns down.
+    translate_x, translate_y : (int, int) or int
+        Whole pixels, right and down.
+    crop : (int, int), optional
+        (height, width) of a window cut at random. Sets that are not augmented, as for validation,
+        are cut in the centre.
+    fill : float or tuple of float
+        Value of pixels outside of the image (0 to 255 for uint8): a number, or one per channel.
 
-    Reflections, whole pixels and crops cost nothing beside reading the image. With a range of
-    rotation, scale or shear each image is moved by one affine map, bilinearly, and uint8 pixels are
-    rounded. Raises UserError for ranges that cannot be used.
+    Raises
+    ------
+    UserError
+        If a name is unknown or a range is unusable.
+
+    Notes
+    -----
+    Reflections, translations and crops are free beside reading the image. With rotation, scale or
+    shear, one affine map moves each image bilinearly, and uint8 pixels are rounded.
     """
 
     reflect_x: bool = False
     reflect_y: bool = False
+    # Ranges may be given as numbers; __post_init__ stores all of them as (low, high).
     rotation: Any = (0, 0)
-    scale: tuple = (1, 1)
-    scale_x: tuple = (1, 1)
-    scale_y: tuple = (1, 1)
+    scale: tuple[float, float] = (1, 1)
+    scale_x: tuple[float, float] = (1, 1)
+    scale_y: tuple[float, float] = (1, 1)
     shear_x: Any = (0, 0)
     shear_y: Any = (0, 0)
     translate_x: Any = (0, 0)
     translate_y: Any = (0, 0)
-    crop: tuple | None = None
-    fill: float | tuple = 0
+    crop: tuple[int, int] | None = None
+    fill: float | Sequence[float] = 0
 
     def __new__(cls, **keywords):
         for name in keywords:
@@ -101,8 +124,8 @@ class Augmenter:
             low, high = getattr(self, name)
             if not -90 < low <= high < 90:
                 raise UserError(f"{name}: expected degrees between -90 and 90, got {(low, high)}")
-        both = [x + y for x, y in zip(self.shear_x, self.shear_y, strict=True)]
-        if not -90 < both[0] <= both[1] < 90:  # at 90 the two leave nothing of an image
+        sums = [x + y for x, y in zip(self.shear_x, self.shear_y, strict=True)]
+        if not -90 < sums[0] <= sums[1] < 90:  # at 90 the two collapse the image to a line
             raise UserError(
                 "shear_x and shear_y: expected less than 90 degrees together, got "
                 f"{self.shear_x} and {self.shear_y}"
@@ -117,63 +140,83 @@ class Augmenter:
             raise UserError(f"fill: expected a number, or one a channel, got {self.fill}")
 
     @property
-    def warps(self):
-        """Whether images are moved by an affine map, not by whole pixels alone."""
-        turned = (self.rotation, self.shear_x, self.shear_y)
-        scaled = (self.scale, self.scale_x, self.scale_y)
-        return any(r != (0, 0) for r in turned) or any(r != (1, 1) for r in scaled)
+    def warps(self) -> bool:
+        """Whether images need an affine map, rather than moves by whole pixels."""
+        angles = (self.rotation, self.shear_x, self.shear_y)
+        factors = (self.scale, self.scale_x, self.scale_y)
+        return any(r != (0, 0) for r in angles) or any(r != (1, 1) for r in factors)
 
-    def spec(self):
-        """{name: value} of what is not its default, as JSON has it."""
+    def spec(self) -> dict[str, Any]:
+        """Return the values that differ from their defaults, {name: value}, ready for JSON."""
         return {
             f.name: value
             for f in fields(self)
             if (value := _plain(getattr(self, f.name))) != _plain(f.default)
         }
 
-    def image_shape(self, shape, called="crop"):
-        """(C, P, Q) of what becomes of images (C, H, W). UserError where the crop, `called` so,
-        does not fit."""
+    def image_shape(self, shape: Sequence[int], label: str = "crop") -> tuple[int, ...]:
+        """Return the shape (C, P, Q) of augmented images.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            (C, H, W) of the images.
+        label : str
+            Name of the crop in the message.
+
+        Raises
+        ------
+        UserError
+            If the crop is larger than the images.
+        """
         if self.crop is None:
             return tuple(shape)
         if self.crop[0] > shape[1] or self.crop[1] > shape[2]:
             raise UserError(
-                f"{called} {self.crop[0]}x{self.crop[1]}: expected at most the size of the images, "
+                f"{label} {self.crop[0]}x{self.crop[1]}: expected at most the size of the images, "
                 f"found {shape[1]}x{shape[2]}"
             )
         return (shape[0], *self.crop)
 
-    def drawn(self, seed, epoch, indices, shape):
-        """What is Drawn for samples `indices` (n,), of images (C, H, W), in this epoch."""
+    def draw(
+        self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
+    ) -> TransformParameters:
+        """Draw the transformations of the samples `indices` (n,), images of `shape` (C, H, W)."""
         backend = backends.of_type(np.float32)
         words = backend.keyed_words(seed, PURPOSE, DRAWS, epoch, indices)
         u = ((words >> np.uint64(11)) * 2.0**-53).T
         _, p, q = self.image_shape(shape)
 
-        def between(low_high, u):
+        def uniform(low_high, u):
             return low_high[0] + (low_high[1] - low_high[0]) * u
 
-        def whole(low_high, u):
+        def pixels(low_high, u):
             low, high = (int(edge) for edge in low_high)
             return low + np.floor((high - low + 1) * u).astype(np.int32)
 
-        both = between(self.scale, u[3])
-        return Drawn(
+        scale = uniform(self.scale, u[3])
+        return TransformParameters(
             (u[0] < 0.5) & self.reflect_x,
             (u[1] < 0.5) & self.reflect_y,
-            between(self.rotation, u[2]),
-            both * between(self.scale_x, u[4]),
-            both * between(self.scale_y, u[5]),
-            between(self.shear_x, u[6]),
-            between(self.shear_y, u[7]),
-            whole(self.translate_x, u[8]),
-            whole(self.translate_y, u[9]),
-            whole((0, shape[1] - p), u[10]),
-            whole((0, shape[2] - q), u[11]),
+            uniform(self.rotation, u[2]),
+            scale * uniform(self.scale_x, u[4]),
+            scale * uniform(self.scale_y, u[5]),
+            uniform(self.shear_x, u[6]),
+            uniform(self.shear_y, u[7]),
+            pixels(self.translate_x, u[8]),
+            pixels(self.translate_y, u[9]),
+            pixels((0, shape[1] - p), u[10]),
+            pixels((0, shape[2] - q), u[11]),
         )
 
-    def filling(self, shape, dtype):
-        """What lies outside of images (C, H, W), as an array (C,) of the pixels' type."""
+    def fill_values(self, shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
+        """Return `fill` as an array (C,) of the pixels' type, for images of `shape` (C, H, W).
+
+        Raises
+        ------
+        UserError
+            If the number of values is not 1 or C, or a value is not a uint8 for uint8 pixels.
+        """
         fill = np.atleast_1d(np.asarray(self.fill, np.float64))
         if len(fill) not in (1, shape[0]):
             raise UserError(
@@ -184,32 +227,45 @@ class Augmenter:
             raise UserError(f"fill: expected whole numbers from 0 to 255, got {self.fill}")
         return np.broadcast_to(fill, shape[0]).astype(dtype)
 
-    def moves(self, seed, epoch, indices, shape):
-        """What `backends.images` does to these images, {"mirrored": ..., "top": ..., "left": ...},
-        where no map is needed: see `warps`."""
-        d = self.drawn(seed, epoch, indices, shape)
+    def moves(
+        self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """Return the moves of images by whole pixels, as keywords of `backends.images`.
+
+        They apply only if `warps` is False.
+
+        Returns
+        -------
+        dict
+            mirrored (1: left to right, plus 2: top to bottom), top and left, each int32 (n,).
+        """
+        d = self.draw(seed, epoch, indices, shape)
         return {
             "mirrored": (d.reflect_x + 2 * d.reflect_y).astype(np.int32),
             "top": d.top - d.translate_y,
             "left": d.left - d.translate_x,
         }
 
-    def maps(self, seed, epoch, indices, shape):
-        """The affine map of each image, (n, 6) float64, as `backends.warp` takes them: from pixels
-        of the result to those of the image."""
-        d = self.drawn(seed, epoch, indices, shape)
-        # Forward, of (x, y) from the centre: shear * scale * rotation * reflection, then the shift.
-        # sine and cosine are made of products and sums, which any machine rounds alike
+    def affine_maps(
+        self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
+    ) -> np.ndarray:
+        """Return each image's affine map, float64 (n, 6), for `backends.warp`.
+
+        A map takes pixels of the result to pixels of the image.
+        """
+        d = self.draw(seed, epoch, indices, shape)
+        # Forward, for (x, y) from the centre: shear * scale * rotation * reflection, then the
+        # shift. Sine and cosine use products and sums, which every machine rounds alike.
         sine, cosine = _sine_cosine(d.rotation)
         across, down = _tangent(d.shear_x), _tangent(d.shear_y)
         fx, fy = 1.0 - 2.0 * d.reflect_x, 1.0 - 2.0 * d.reflect_y
         a, b = d.scale_x * (cosine * fx), d.scale_x * (-sine * fy)
         c, e = d.scale_y * (sine * fx), d.scale_y * (cosine * fy)
-        # a shear each way: x by the rows of the image as it was scaled, then y by x as it was
+        # Both shears read the scaled image: x moves by its y, and y by its x.
         a, b, c, e = a + across * c, b + across * e, c + down * a, e + down * b
         determinant = a * e - b * c
         m0, m1, m3, m4 = e / determinant, -b / determinant, -c / determinant, a / determinant
-        # the result's pixel (p, q) lies at (q + left - shift - centre) of the transformed image
+        # The result's pixel (p, q) lies at (q + left - shift - centre) of the transformed image
         cx, cy = (shape[2] - 1) / 2, (shape[1] - 1) / 2
         x, y = d.left - d.translate_x - cx, d.top - d.translate_y - cy
         return np.stack(
@@ -217,27 +273,41 @@ class Augmenter:
             axis=1,
         )
 
-    def apply(self, images, indices, *, epoch=0, seed=0):
-        """Augmented images (n, C, P, Q) of (n, C, H, W), uint8 or float, of these sample indices.
+    def apply(
+        self, images: np.ndarray, indices: np.ndarray, *, epoch: int = 0, seed: int = 0
+    ) -> np.ndarray:
+        """Augment images as a `MinibatchQueue` with this augmenter does in that epoch.
 
-        The same as a `MinibatchQueue` with this augmenter makes of them in that epoch.
+        Parameters
+        ----------
+        images : np.ndarray
+            (n, C, H, W), uint8 or float.
+        indices : np.ndarray
+            Sample indices of the images, (n,).
+        epoch, seed : int
+            Further keys of the transformations.
+
+        Returns
+        -------
+        np.ndarray
+            (n, C, P, Q), uint8 or float32.
         """
         images = np.asarray(images)
         images = images if images.dtype == np.uint8 else images.astype(np.float32)
         shape = images.shape[1:]
         size = self.image_shape(shape)[1:]
-        fill = self.filling(shape, images.dtype)
-        maps = self.maps(seed, epoch, indices, shape)  # exact, where all that is said is whole
+        fill = self.fill_values(shape, images.dtype)
+        maps = self.affine_maps(seed, epoch, indices, shape)  # exact for moves by whole pixels
         return backends.of_type(np.float32).warp(images, maps, size, fill)
 
 
-def centred(shape, crop):
-    """(top, left) of a window `crop` (P, Q) in the centre of images (C, H, W)."""
+def centred(shape: Sequence[int], crop: Sequence[int]) -> tuple[int, int]:
+    """Return (top, left) of a window `crop` (P, Q) centred in images of `shape` (C, H, W)."""
     return (shape[1] - crop[0]) // 2, (shape[2] - crop[1]) // 2
 
 
 def _sine_cosine(degrees):
-    """Sine and cosine of angles in degrees, by their series after a turn by right angles."""
+    """Return the sine and cosine of degrees, by Taylor series after removing right angles."""
     quarters = np.rint(degrees / 90.0)
     x = (degrees - 90.0 * quarters) * DEGREE  # at most 45 degrees
     square, sine, cosine = x * x, np.ones_like(x), np.ones_like(x)
@@ -258,7 +328,7 @@ def _tangent(degrees):
 
 
 def _range(name, value, symmetric=False):
-    """(low, high) of what was given for a range. Raises UserError."""
+    """Return a range as (low, high). Raises UserError if it is none."""
     words = "(low, high)" + (" or a number" if symmetric else "")
     try:
         edges = (-abs(value), abs(value)) if symmetric and np.ndim(value) == 0 else tuple(value)
@@ -271,6 +341,7 @@ def _range(name, value, symmetric=False):
 
 
 def _size(value):
+    """Return a crop as (height, width). Raises UserError if it is none."""
     try:
         height, width = (int(n) for n in value)
     except (TypeError, ValueError):
@@ -281,4 +352,5 @@ def _size(value):
 
 
 def _plain(value):
+    """Return a range or crop as a list of floats, and any other value unchanged."""
     return [float(v) for v in value] if isinstance(value, tuple) else value

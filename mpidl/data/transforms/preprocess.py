@@ -1,40 +1,58 @@
-"""Preprocessing: images of any size and kind become what a network takes.
+"""Preprocessing: fixed changes of colour and size that fit images to a network.
 
-Nothing here is random. Sizes are changed by Pillow's
-bilinear filter, which averages over all the pixels that shrink into one (a triangle as wide as
-that), for files and arrays alike: of bytes in its whole-number arithmetic, of floats in float32.
+Files and arrays are resized alike, by Pillow's bilinear filter. When shrinking, its triangle is
+as wide as the pixels that become one. uint8 uses Pillow's integer arithmetic, floats float32.
 """
 
+from __future__ import annotations
+
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
-from mpidl.data.datastore import Datastore, made_of, read_images
+from mpidl.data.checks import read_images
+from mpidl.data.datastore import Datastore, describe_derived
 from mpidl.errors import UserError
 from mpidl.files import digest
 
+if TYPE_CHECKING:
+    from PIL import Image as Pillow
+
 COLOURS = {"gray": 1, "rgb": 3}
-GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, which Pillow and MATLAB take too
+GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as in Pillow and MATLAB
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What is done to each image: colour, then size, then crop.
+    """Convert the colour of images, then resize, then crop them.
 
-    size: (height, width) that images are resized to, whatever their own proportions; with
-    cover=True to the least size of their own proportions that holds it. colour: "gray" or "rgb",
-    None to keep what is there; gray is 0.299 R + 0.587 G + 0.114 B, RGB repeats it. crop: (height,
-    width) from the centre of images that are at least as large then.
+    Parameters
+    ----------
+    size : (int, int), optional
+        (height, width) of the resized images, whatever their proportions.
+    colour : {"gray", "rgb"}, optional
+        Gray is 0.299 R + 0.587 G + 0.114 B; RGB repeats gray. None keeps the channels.
+    cover : bool
+        Keep the proportions: resize to the least size that covers `size`.
+    crop : (int, int), optional
+        (height, width) of a window cut from the centre. It must fit in the resized images.
+
+    Raises
+    ------
+    UserError
+        If a value is unusable.
     """
 
-    size: tuple | None = None
+    size: tuple[int, int] | None = None
     colour: str | None = None
     cover: bool = False
-    crop: tuple | None = None
+    crop: tuple[int, int] | None = None
 
     def __post_init__(self):
         if self.colour not in (None, *COLOURS):
@@ -47,8 +65,14 @@ class Preprocess:
     def __bool__(self):
         return any((self.colour, self.size, self.crop))
 
-    def image_shape(self, shape):
-        """(C, P, Q) of what becomes of an image (C, H, W). UserError where it is too small."""
+    def image_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape (C, P, Q) of preprocessed images, from (C, H, W).
+
+        Raises
+        ------
+        UserError
+            If the image is smaller than the crop, or its colour cannot be converted.
+        """
         channels = COLOURS.get(self.colour, shape[0])
         if channels != shape[0] and {channels, shape[0]} != {1, 3}:
             raise UserError(
@@ -65,25 +89,28 @@ class Preprocess:
             size = self.crop
         return (channels, *size)
 
-    def resized(self, height, width):
-        """(height, width) that an image of this size is brought to before the crop."""
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return (height, width) of an image after resizing, before the crop."""
         if self.size is None:
             return height, width
         if not self.cover:
             return self.size
         down, across = self.size
-        if down * width >= across * height:  # the height decides
+        if down * width >= across * height:  # the height limits
             return down, max(across, (width * down + height // 2) // height)
         return max(down, (height * across + width // 2) // width), across
 
-    def of_picture(self, picture, out=None):
-        """(C, P, Q) uint8 of a Pillow image of mode "L" or "RGB"; in `out` where that is given."""
+    def of_picture(self, picture: Pillow.Image, out: np.ndarray | None = None) -> np.ndarray:
+        """Return a Pillow image of mode "L" or "RGB" as preprocessed uint8 (C, P, Q).
+
+        Writes to `out` if given.
+        """
         from PIL import Image
 
         if not self:
             return planes_of(picture, out)
         channels = len(picture.getbands())
-        self.image_shape((channels, picture.height, picture.width))  # or an error
+        self.image_shape((channels, picture.height, picture.width))  # raises UserError
         if self.colour is not None and COLOURS[self.colour] < channels:
             picture = picture.convert("L")
         size = self.resized(picture.height, picture.width)
@@ -91,24 +118,27 @@ class Preprocess:
             picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
         if self.crop is not None:
             picture = picture.crop(_box(size, self.crop))
-        fewest = len(picture.getbands())
-        wanted = COLOURS.get(self.colour, fewest)
-        if wanted == fewest:
+        bands = len(picture.getbands())
+        channels = COLOURS.get(self.colour, bands)
+        if channels == bands:
             return planes_of(picture, out)
-        out = np.empty((wanted, picture.height, picture.width), np.uint8) if out is None else out
+        out = np.empty((channels, picture.height, picture.width), np.uint8) if out is None else out
         out[...] = planes_of(picture)
         return out
 
-    def of_arrays(self, images):
-        """(n, C, P, Q) of images (n, C, H, W), uint8 or float32: as `of_picture` treats each."""
+    def of_arrays(self, images: np.ndarray) -> np.ndarray:
+        """Return images (n, C, H, W), uint8 or float32, preprocessed as `of_picture` does.
+
+        The result is (n, C, P, Q) of the same type.
+        """
         images = np.asarray(images)
         shape = self.image_shape(images.shape[1:])
         size = self.resized(*images.shape[2:])
-        channels = min(shape[0], images.shape[1])  # fewest while the size is changed
+        channels = min(shape[0], images.shape[1])  # resize as few as possible
         if channels < images.shape[1]:
             images = _gray(images)
         if size != images.shape[2:]:
-            images = _resized(images, size)
+            images = _resize(images, size)
         if self.crop is not None:
             left, top, right, bottom = _box(size, self.crop)
             images = images[:, :, top:bottom, left:right]
@@ -129,9 +159,9 @@ AS_IT_IS = Preprocess()
 
 
 class Preprocessed(Datastore):
-    """Another datastore's images after a Preprocess; labels and targets are unchanged."""
+    """Another datastore with preprocessed images; labels and targets are unchanged."""
 
-    def __init__(self, datastore, preprocess):
+    def __init__(self, datastore: Datastore, preprocess: Preprocess):
         self.datastore, self.preprocess = datastore, preprocess
         self.image_shape = preprocess.image_shape(datastore.image_shape)
         self.dtype, self.in_memory = datastore.dtype, False
@@ -154,38 +184,52 @@ class Preprocessed(Datastore):
         return self.datastore.located(i)
 
     def describe(self):
-        return made_of(self.datastore, self.preprocess, self)
+        return describe_derived(self.datastore, self.preprocess, self)
 
     def fingerprint(self):
         return digest(self.datastore.fingerprint(), self.preprocess)
 
 
-def preprocessed(datastore, preprocess):
-    """A datastore of these images after a Preprocess: files are treated as they are decoded, so
-    that they may be of any sizes; arrays as they are read. Images that came through it already stay
-    as they are."""
+def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
+    """Return a datastore with preprocessed images.
+
+    Files are preprocessed as they are decoded, so their sizes may differ; arrays as they are read.
+    Images with this Preprocess already are returned unchanged.
+
+    Parameters
+    ----------
+    datastore : Datastore
+        The images. It may define a method ``preprocessed(preprocess)`` to do this itself.
+    preprocess : Preprocess
+        The changes.
+
+    Raises
+    ------
+    UserError
+        If the images are too small or of an unsuitable colour.
+    """
     if not preprocess or datastore.preprocess == preprocess:
         return datastore
-    own = getattr(datastore, "preprocessed", None)
+    method = getattr(datastore, "preprocessed", None)
     try:
-        return Preprocessed(datastore, preprocess) if own is None else own(preprocess)
+        return Preprocessed(datastore, preprocess) if method is None else method(preprocess)
     except UserError as error:
         raise UserError(f"{datastore.describe()}: {error}") from None
 
 
-def planes_of(picture, out=None):
-    """(C, H, W) uint8 of a Pillow image of mode "L" (C = 1) or "RGB" (C = 3), in `out` if given.
+def planes_of(picture: Pillow.Image, out: np.ndarray | None = None) -> np.ndarray:
+    """Return a Pillow image of mode "L" (C = 1) or "RGB" (C = 3) as uint8 (C, H, W).
 
-    Without a copy between where Pillow shows its memory, whose RGB pixels have 4 bytes.
+    Writes to `out` if given. Avoids a further copy if Pillow exposes its memory.
     """
     if builds.kernels() is not None:
         picture.load()
         try:
-            capsule = picture.im.__arrow_c_array__()  # which keeps the memory
+            capsule = picture.im.__arrow_c_array__()  # owns the memory
         except (AttributeError, ValueError):  # an older Pillow; an image in several pieces
             pass
         else:
-            stride = 4 if picture.mode == "RGB" else 1
+            stride = 4 if picture.mode == "RGB" else 1  # bytes per pixel
             address = _address(capsule, b"arrow_array")
             return planes_of_arrow(address, picture.height, picture.width, stride, out)
     rows = np.asarray(picture)
@@ -198,33 +242,35 @@ _address.restype, _address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 
 
 def _gray(images):
-    """(n, 1, H, W) of RGB images, rounded as Pillow does where they are bytes."""
+    """Return RGB images as gray ones (n, 1, H, W); uint8 is rounded as in Pillow."""
     if images.dtype != np.uint8:
         return np.tensordot(images, GRAY, axes=([1], [0]))[:, None]
     red, green, blue = (images[:, c].astype(np.uint32) for c in range(3))
-    # Pillow's weights: 16 bits behind the point, half a step added
-    found = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
-    return found.astype(np.uint8)[:, None]
+    # Pillow's weights in 16.16 fixed point, plus a half to round
+    gray = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return gray.astype(np.uint8)[:, None]
 
 
-def _resized(images, size):
+def _resize(images, size):
+    """Return images (n, C, H, W) resized to (height, width)."""
     from PIL import Image
 
     out = np.empty((*images.shape[:2], *size), images.dtype)
-    for image, result in zip(images, out, strict=True):
-        for plane, to in zip(image, result, strict=True):
+    for image, out_image in zip(images, out, strict=True):
+        for plane, out_plane in zip(image, out_image, strict=True):
             picture = Image.fromarray(np.ascontiguousarray(plane))  # mode "L" or "F"
-            to[...] = np.asarray(picture.resize(size[::-1], Image.Resampling.BILINEAR))
+            out_plane[...] = np.asarray(picture.resize(size[::-1], Image.Resampling.BILINEAR))
     return out
 
 
 def _box(size, crop):
-    """(left, top, right, bottom) of a window in the centre."""
+    """Return (left, top, right, bottom) of a centred window."""
     top, left = ((n - m) // 2 for n, m in zip(size, crop, strict=True))
     return left, top, left + crop[1], top + crop[0]
 
 
 def _size(name, value):
+    """Return a size as (height, width). Raises UserError if it is none."""
     try:
         height, width = (int(n) for n in value)
     except (TypeError, ValueError):

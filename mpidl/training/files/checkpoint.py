@@ -1,73 +1,106 @@
 """Two generations of checkpoints: checkpoint.h5 and checkpoint-previous.h5.
 
-Each is a whole HDF5 file (see `modelfile`) with all that a run needs to go on, on any number of
-ranks. At every instant at least one of them can be loaded: the new one is written and flushed under
-another name, the one before it takes the place of the previous one, the new one takes its own.
+Each is a whole HDF5 file (see `model_file`) with all that a run needs to resume, on any number of
+ranks. At every instant one of them can be loaded: the new file is written and flushed under another
+name, then the current one becomes the previous one, then the new one takes its name.
 """
+
+from __future__ import annotations
 
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from mpidl.errors import UserError
+from mpidl.files import write_whole
 from mpidl.training.files import model_file
 
 CURRENT, PREVIOUS = "checkpoint.h5", "checkpoint-previous.h5"
 DESCRIPTION = ("network", "classes", "input_shape", "normalization")
+OPTIONAL_DESCRIPTION = ("crop", "preprocess")
 
 
-def save(folder, arrays, facts):
-    """Write a checkpoint; the one before it becomes the previous one.
+def save(
+    folder: str, arrays: Mapping[str, Mapping[str, np.ndarray]], facts: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint; the current one becomes the previous one.
 
-    arrays: {"learnables": {"conv1.weight": array, ...}, "state": {...}, "optimizer": {...}, ...}.
-    facts: whatever else JSON can hold (position, seed, options, running sums), with "network" (the
-    list of layers), "classes", "input_shape" and "normalization". Floats keep every bit. Raises
-    UserError, naming the path, where it cannot be written; what was there before stays there.
+    Parameters
+    ----------
+    folder : path
+    arrays : dict
+        {"learnables": {"conv1.weight": array, ...}, "state": {...}, "optimizer": {...}, ...}
+    facts : dict
+        Values for JSON: position, seed, options, running sums and the like, and "network" (the list
+        of layers), "classes", "input_shape" and "normalization". Floats keep every bit.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written; the checkpoints stay as they were.
     """
-    seen = {name: facts.get(name) for name in ("crop", "preprocess")}
-    attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **seen)
-    known = (*DESCRIPTION, *seen)
-    rest = {name: value for name, value in facts.items() if name not in known}
-    attributes["facts"] = json.dumps(rest, default=_plain)
+    optional = {name: facts.get(name) for name in OPTIONAL_DESCRIPTION}
+    attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **optional)
+    described = (*DESCRIPTION, *OPTIONAL_DESCRIPTION)
+    others = {name: value for name, value in facts.items() if name not in described}
+    attributes["facts"] = json.dumps(others, default=_python_number)
     current = os.path.join(folder, CURRENT)
-    # A torn one, as a crash may have left it, must not take the place of a whole one.
-    aside = os.path.join(folder, PREVIOUS) if _is_whole(current) else None
-    model_file.write_whole(current, model_file.pack(arrays, attributes), aside)
+    # A torn file, as a crash may leave it, must not replace a whole one.
+    previous = os.path.join(folder, PREVIOUS) if _is_whole(current) else None
+    write_whole(current, model_file.pack(arrays, attributes), previous)
 
 
-def load(folder, warn=None):
-    """(arrays, facts) of the newest checkpoint that is whole, as `save` was given them.
+def load(
+    folder: str, warn: Callable[[str], Any] | None = None
+) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    """Load the newest whole checkpoint.
 
-    warn(line) is told where that is not checkpoint.h5; by default it prints to stderr. Raises
-    UserError where there is none.
+    Parameters
+    ----------
+    folder : path
+    warn : callable, optional
+        Receives a line if checkpoint.h5 is torn and the previous one is loaded; by default the line
+        goes to stderr.
+
+    Returns
+    -------
+    arrays, facts : dict
+        As `save` took them.
+
+    Raises
+    ------
+    UserError
+        If the folder has no checkpoint that can be loaded.
     """
-    torn = []
+    problems = []
     for name in (CURRENT, PREVIOUS):
         path = os.path.join(folder, name)
         try:
             arrays, attributes = model_file.read(path)
         except model_file.Torn as error:
-            torn.append(f"{path}: {error}")
+            problems.append(f"{path}: {error}")
             continue
         facts = {**json.loads(attributes["facts"]), **model_file.described(attributes)}
-        if torn:
-            line = f"warning: {torn[0]}; going on from {name}"
+        if problems:
+            line = f"warning: {problems[0]}; going on from {name}"
             print(line, file=sys.stderr, flush=True) if warn is None else warn(line)
         return arrays, facts
     if not exists(folder):
         raise UserError(f"--resume {folder}: expected a folder with {CURRENT}, found none")
-    raise UserError(f"--resume {folder}: no checkpoint can be loaded: {'; '.join(torn)}")
+    raise UserError(f"--resume {folder}: no checkpoint can be loaded: {'; '.join(problems)}")
 
 
-def exists(folder):
-    """Whether there is a checkpoint here, whole or torn."""
+def exists(folder: str) -> bool:
+    """Return whether the folder has a checkpoint, whole or torn."""
     return any(os.path.lexists(os.path.join(folder, name)) for name in (CURRENT, PREVIOUS))
 
 
 def _is_whole(path):
-    # Reading it all back costs less than writing and flushing the new one did.
+    # Reading it all back costs less than writing and flushing the new one.
     try:
         model_file.read(path)
     except model_file.Torn:
@@ -75,8 +108,7 @@ def _is_whole(path):
     return True
 
 
-def _plain(value):
-    """NumPy's numbers as Python's."""
+def _python_number(value):
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a checkpoint's facts hold texts and numbers, not {type(value).__name__}")

@@ -1,16 +1,20 @@
-"""model.h5, and the way all HDF5 files of a run are written and read.
+"""Model files, and the HDF5 format of all files of a run.
 
-A file holds tables of arrays, `<table>/<layer>/<name>`, in the order given, and root attributes.
-Its attribute `sha256` covers both. It is put together in memory, written under another name,
-flushed to disk, then renamed: it is there as a whole or not at all, and a full disk is an ordinary
-error. It is read through Python's own file object, so that HDF5's file locks, which the file
-systems of some clusters refuse, play no part. Nothing is ever unpickled.
+A file holds tables of arrays, `<table>/<layer>/<name>`, in a fixed order, and root attributes; its
+attribute `sha256` covers both. The bytes are made in memory and written by `write_whole`, so a file
+is there as a whole or not at all, and a full disk is an ordinary error. Files are read through
+Python's own file object: HDF5's file locks, which some clusters' file systems refuse, are not used.
+Nothing is ever unpickled.
 """
+
+from __future__ import annotations
 
 import hashlib
 import io
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +22,27 @@ from mpidl.data.transforms import normalize
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.files import write_whole
+from mpidl.nn import Layer, Network
 from mpidl.text import name_list
 
 FORMAT_VERSION = 1
 
 
 class Torn(Exception):
-    """A file that is not the whole of what was written; the text says what is wrong with it."""
+    """A file that is missing, damaged or not written to its end; the text says how."""
 
 
-def pack(tables, attributes):
-    """The bytes of an HDF5 file: the same for the same content.
+def pack(
+    tables: Mapping[str, Mapping[str, np.ndarray]], attributes: Mapping[str, Any]
+) -> memoryview:
+    """Return the bytes of an HDF5 file. The same content gives the same bytes.
 
-    tables: {"learnables": {"conv1.weight": array, ...}, ...}; attributes: {name: text, whole number
-    or list of whole numbers}.
+    Parameters
+    ----------
+    tables : dict
+        {"learnables": {"conv1.weight": array, ...}, ...}
+    attributes : dict
+        Texts, whole numbers and lists of whole numbers by name.
     """
     import h5py
 
@@ -58,8 +69,8 @@ def pack(tables, attributes):
     return buffer.getbuffer()
 
 
-def read(path):
-    """(tables, attributes) of a file that `pack` made; raises Torn."""
+def read(path: str) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    """Return the tables and attributes of a file that `pack` made. Raises Torn."""
     import h5py
 
     try:
@@ -86,7 +97,7 @@ def read(path):
 
 
 def _content(file):
-    """({table: {name: array}}, {attribute: value}) of an open file, but for its checksum."""
+    """Return the tables and attributes of an open file, without its checksum."""
     tables = {table: dict(_arrays(group, "")) for table, group in file.items()}
     attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "sha256"}
     return tables, attributes
@@ -116,47 +127,65 @@ def _digest(tables, attributes):
     return digest.hexdigest()
 
 
-def describe(layers, classes, input_shape, normalization, crop=None, preprocess=None):
-    """The root attributes that say what the network is; `layers`: the list of their specs.
-
-    classes, crop, preprocess: what a network knows of what it was trained on, see `Network`.
-    """
-    found = {
+def describe(
+    layers: list[dict],
+    classes: Sequence[str] | None,
+    input_shape: Sequence[int],
+    normalization: str,
+    crop: Sequence[int] | None = None,
+    preprocess: Preprocess | None = None,
+) -> dict[str, Any]:
+    """Return the root attributes that describe a network: its layers' specs and its input."""
+    attributes: dict[str, Any] = {
         "network": json.dumps(layers),
         "classes": json.dumps(None if classes is None else list(classes)),
         "input_shape": [int(n) for n in input_shape],
         "normalization": normalization,
     }
     if crop is not None:
-        found["crop"] = [int(n) for n in crop]
+        attributes["crop"] = [int(n) for n in crop]
     if preprocess:
-        found["preprocess"] = json.dumps(asdict(preprocess))
-    return found
+        attributes["preprocess"] = json.dumps(asdict(preprocess))
+    return attributes
 
 
-def described(attributes):
-    """`describe` undone: {"network", "classes", "input_shape", "normalization"}, and "crop" and
-    "preprocess" where there are any."""
-    found = {
+def described(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description in root attributes: the arguments of `describe` by name."""
+    description = {
         "network": json.loads(attributes["network"]),
         "classes": json.loads(attributes["classes"]),
         "input_shape": tuple(attributes["input_shape"]),
         "normalization": attributes["normalization"],
     }
     if "crop" in attributes:
-        found["crop"] = tuple(attributes["crop"])
+        description["crop"] = tuple(attributes["crop"])
     if "preprocess" in attributes:
-        found["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
-    return found
+        description["preprocess"] = Preprocess(**json.loads(attributes["preprocess"]))
+    return description
 
 
-def save_model(path, net, classes=None, normalization=None):
-    """Write a trained network, with what it was told of the images.
+def save_model(
+    path: str,
+    net: Network,
+    classes: Iterable[str] | None = None,
+    normalization: str | None = None,
+) -> None:
+    """Write a trained network with its class names and the preprocessing of its images.
 
-    classes: the names of the classes that its outputs are scores of, [] of outputs that are
-    numbers; the network's own where not given, which `dl.train` sets. normalization:
-    "rescale-zero-one", where the network does not know it. Raises UserError where there are not as
-    many classes as outputs, or the file cannot be written.
+    Parameters
+    ----------
+    path : path
+    net : Network
+    classes : iterable of str, optional
+        Names of the classes that its outputs score, or [] for outputs that are numbers; by default
+        the network's own, which `dl.train` sets.
+    normalization : str, optional
+        For a network that has none: "rescale-zero-one" by default.
+
+    Raises
+    ------
+    UserError
+        If there are not as many classes as outputs, or if the file cannot be written.
     """
     classes = net.classes if classes is None else tuple(map(str, classes))
     if classes and net.output_shape[:1] != (len(classes),):
@@ -164,31 +193,50 @@ def save_model(path, net, classes=None, normalization=None):
             f"{path}: classes: expected a name for each output of the network, of shape "
             f"{net.output_shape}, found {len(classes)} ({name_list(classes)})"
         )
-    how, tables = normalization or normalize.USUAL, {}
+    normalization, tables = normalization or normalize.USUAL, {}
     if net.normalization is not None:
-        how, tables["normalization"] = net.normalization.name, net.normalization.arrays()
-    attributes = describe(net.spec(), classes, net.input_shape, how, net.crop, net.preprocess)
+        normalization = net.normalization.name
+        tables["normalization"] = net.normalization.arrays()
+    attributes = describe(
+        net.spec(), classes, net.input_shape, normalization, net.crop, net.preprocess
+    )
     tables = {name: arrays for name, arrays in tables.items() if arrays}
     tables = {"learnables": net.parameters, "state": net.state, **tables}
     write_whole(path, pack(tables, attributes))
 
 
-def load_model(path):
-    """(net, {"classes", "input_shape", "normalization", "network"}). Raises UserError.
+def load_model(path: str, layers: Iterable[type[Layer]] = ()) -> tuple[Network, dict[str, Any]]:
+    """Load a trained network.
 
-    The network normalizes, and cuts, as it did in training, and knows its classes' names.
+    Parameters
+    ----------
+    path : path
+    layers : iterable of Layer classes
+        The user's layer classes that the network has beside those of mpidl.
+
+    Returns
+    -------
+    net : Network
+        It preprocesses images as in training and has the names of its classes.
+    description : dict
+        "network" (the list of layers), "classes", "input_shape", "normalization".
+
+    Raises
+    ------
+    UserError
+        If the file is damaged or no model, or if a layer's class is unknown.
     """
-    from mpidl.nn import Network
-
     try:
         tables, attributes = read(path)
-        info = described(attributes)
-        net = Network.from_spec(info["network"], info["input_shape"])
+        description = described(attributes)
+        net = Network.from_spec(
+            description["network"], description["input_shape"], layer_types=layers
+        )
         arrays, channels = tables.get("normalization", {}), net.input_shape[0]
-        net.normalization = normalize.read(info["normalization"], arrays, channels)
+        net.normalization = normalize.read(description["normalization"], arrays, channels)
         net.normalization.check(net.input_shape)
-        net.crop, net.preprocess = info.get("crop"), info.get("preprocess")
-        net.classes = None if info["classes"] is None else tuple(info["classes"])
+        net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
+        net.classes = None if description["classes"] is None else tuple(description["classes"])
     except Torn as error:
         raise UserError(f"{path}: not a model that can be loaded: {error}") from error
     except KeyError as error:
@@ -197,22 +245,26 @@ def load_model(path):
         raise UserError(f"{path}: its network cannot be built: {error}") from error
     net.parameters = matching(net.parameters, tables.get("learnables", {}), path)
     net.state = matching(net.state, tables.get("state", {}), path)
-    return net, info
+    return net, description
 
 
-def matching(expected, found, path):
-    """`found` in the order of `expected`; UserError where a name or a shape differs."""
-    for name in [*expected, *found]:
-        old = expected[name].shape if name in expected else "nothing"
-        new = found[name].shape if name in found else "nothing"
-        if old != new:
-            raise UserError(f"{path}: {name}: the network has {old}, the file {new}")
-    return {name: found[name] for name in expected}
+def matching(
+    expected: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], path: str
+) -> dict[str, np.ndarray]:
+    """Return a file's arrays in the network's order; raise UserError if a name or shape differs."""
+    for name in [*expected, *arrays]:
+        network_shape = expected[name].shape if name in expected else "nothing"
+        file_shape = arrays[name].shape if name in arrays else "nothing"
+        if network_shape != file_shape:
+            raise UserError(
+                f"{path}: {name}: the network has {network_shape}, the file {file_shape}"
+            )
+    return {name: arrays[name] for name in expected}
 
 
-def weights_sha256(net):
-    """SHA-256 over all learnables, then all state, in table order, as little-endian float32."""
-    digest = hashlib.sha256()
+def weights_sha256(net: Network) -> str:
+    """Return the SHA-256 of all learnables and state, in table order, as little-endian float32."""
+    sha256 = hashlib.sha256()
     for array in (*net.parameters.values(), *net.state.values()):
-        digest.update(np.ascontiguousarray(array, "<f4"))
-    return digest.hexdigest()
+        sha256.update(np.ascontiguousarray(array, "<f4"))
+    return sha256.hexdigest()

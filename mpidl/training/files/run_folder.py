@@ -1,20 +1,26 @@
-"""What a run leaves in its folder while it goes on: metrics.jsonl, checkpoints, progress.png."""
+"""The folder of a run: metrics.jsonl, checkpoints, progress.png."""
+
+from __future__ import annotations
 
 import hashlib
 import math
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
+from mpidl.comm import World
 from mpidl.errors import Fault, UserError
 from mpidl.files import on_rank_0
 from mpidl.report import Metrics, plots
 from mpidl.training.files import checkpoint
+from mpidl.training.progress import Position
 
-# What a run leaves in its folder, and a later one that overwrites it removes.
+# Files of a run that a later run in the same folder removes.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -24,30 +30,35 @@ RESULTS = (
     "progress.png",
     "summary.json",
 )
-PLOT_SECONDS = 10.0  # between two drawings of progress.png, while which training waits
-# How the command line and Python say: where to, go on with it, replace it.
-COMMAND = ("--out {}", "--resume {}", "--overwrite")
-PYTHON = ("out={}", "resume={}", "overwrite=True")
+PLOT_SECONDS = 10.0  # between two drawings of progress.png, while training waits
+# How the command line and Python spell the folder, a resume and a replacement.
+COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
+PYTHON_WORDS = ("out={}", "resume={}", "overwrite=True")
 
 
-def refuse_a_run(out, resumed=None, words=COMMAND):
-    """UserError where the folder holds the checkpoint of a run other than that in `resumed`."""
-    if not checkpoint.exists(out) or _same(out, resumed):
+def refuse_a_run(
+    out: str, resumed: str | None = None, words: tuple[str, str, str] = COMMAND_WORDS
+) -> None:
+    """Raise UserError if the folder holds the checkpoint of a run other than the resumed one."""
+    if not checkpoint.exists(out) or _is_same_folder(out, resumed):
         return
-    place, go_on, replace = (text.format(out) for text in words)
+    folder, resume, overwrite = (text.format(out) for text in words)
     try:
         iteration = checkpoint.load(out, warn=lambda line: None)[1]["position"]["iteration"]
         run = f"a run (iteration {iteration})"
     except UserError:
         run = "a run, whose checkpoint cannot be loaded"
-    raise UserError(f"{place}: it holds {run}: {go_on} goes on with it, {replace} replaces it")
+    raise UserError(f"{folder}: it holds {run}: {resume} goes on with it, {overwrite} replaces it")
 
 
-def make_folder(out, resumed=None):
-    """Make the folder for a run's files, and remove an earlier run's. The folder of the run that
-    goes on is left as it is; into another one its records are copied. Raises OSError."""
+def make_folder(out: str, resumed: str | None = None) -> None:
+    """Make the folder for a run's files, and remove an earlier run's.
+
+    The folder of a resumed run stays as it is; a run that resumes in another folder copies its
+    metrics there. Raises OSError.
+    """
     os.makedirs(out, exist_ok=True)
-    if _same(out, resumed):
+    if _is_same_folder(out, resumed):
         return
     for path in (os.path.join(out, name) for name in RESULTS):
         if os.path.lexists(path):
@@ -56,124 +67,159 @@ def make_folder(out, resumed=None):
         shutil.copyfile(metrics, os.path.join(out, "metrics.jsonl"))
 
 
-def _same(out, resumed):
+def _is_same_folder(out, resumed):
     return resumed is not None and os.path.exists(out) and os.path.samefile(out, resumed)
 
 
-class Place:
-    """Where `dl.train` writes, and what it goes on from.
+class RunFolder:
+    """Where `dl.train` writes, and the checkpoint that it resumes from. Collective.
 
-    out, resume, overwrite: as `dl.train` takes them. The attributes: out, the folder to write to or
-    None; resume, (arrays, facts) or None. Raises UserError, on all ranks, where `out` holds another
-    run that is not to be overwritten, having touched nothing. Collective.
+    Parameters
+    ----------
+    out, resume, overwrite
+        As `dl.train` takes them.
+    world : World
+
+    Attributes
+    ----------
+    out : path or None
+        The folder to write to.
+    resume : (arrays, facts) or None
+        The loaded checkpoint.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if `out` holds another run and `overwrite` is false. Nothing was touched then.
     """
 
-    def __init__(self, out, resume, overwrite, world):
-        known = resume is None or isinstance(resume, str | os.PathLike)
-        if not known and not isinstance(resume, tuple):
+    def __init__(self, out: Any, resume: Any, overwrite: bool, world: World) -> None:
+        is_folder = resume is None or isinstance(resume, str | os.PathLike)
+        if not is_folder and not isinstance(resume, tuple):
             kind = type(resume).__name__
             raise UserError(f"resume: expected the folder of a run, found {kind}")
-        self.resumed = resume if known else None  # the folder, where it is known
+        self.resumed = resume if is_folder else None
         self.out, self.resume = self.resumed if out is None else out, resume
-        # Who has read the checkpoint, as the command has, has seen to the folder too.
-        self.clears = known and (overwrite or resume is not None)
-        if known and self.out is not None and not overwrite:
-            on_rank_0(world, lambda: refuse_a_run(self.out, resume, PYTHON))
+        # A caller that loaded the checkpoint itself has already prepared the folder.
+        self.is_to_be_cleared = is_folder and (overwrite or resume is not None)
+        if is_folder and self.out is not None and not overwrite:
+            on_rank_0(world, lambda: refuse_a_run(self.out, resume, PYTHON_WORDS))
         if self.resumed is not None:
             self.resume = on_rank_0(world, lambda: checkpoint.load(resume))
 
-    def make(self):
+    def make(self) -> None:
         """Make the folder, without an earlier run's files. Raises OSError."""
-        if self.clears:
+        if self.is_to_be_cleared:
             make_folder(self.out, self.resumed)
         os.makedirs(self.out, exist_ok=True)
 
 
-class Keeper:
-    """Writes a run's files on rank 0, in a folder that it makes; without one (None) it writes
-    nothing.
+class RunWriter:
+    """Writes the files of a run, on rank 0; without a folder it writes nothing.
 
-    place: a `Place`. cut: on resume, the checkpoint's iteration: see `Metrics`. What rank 0 cannot
-    write all ranks raise as UserError, that of a record at the next checkpoint. All methods but
-    `record` and `advice` are collective.
+    All methods but `record` and `advice` are collective. If rank 0 cannot write, all ranks raise
+    UserError; for a record they do so at the next checkpoint.
+
+    Parameters
+    ----------
+    folder : RunFolder
+        It is made here.
+    world : World
+    last_iteration : int, optional
+        Of the checkpoint that a run resumes from: later records of metrics.jsonl are cut off.
     """
 
-    def __init__(self, place, world, cut=None):
-        self.out, self.world = place.out, world
-        self.metrics = self.problem = None  # problem: what rank 0 could not write
-        self.drawn = -math.inf  # when progress.png was
-        if place.out is not None:
+    def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
+        self.out, self.world = folder.out, world
+        self.metrics: Metrics | None = None
+        self.record_error: UserError | None = None
+        self.plot_time = -math.inf
+        if folder.out is not None:
             error = None
             try:
                 if world.rank == 0:
-                    place.make()
-                self.metrics = Metrics(os.path.join(self.out, "metrics.jsonl"), world.rank, cut=cut)
-            except UserError as problem:
-                error = problem
-            except OSError as problem:
-                error = UserError(f"{self.out}: cannot be made: {problem.strerror or problem}")
-            world.together(error)
+                    folder.make()
+                path = os.path.join(self.out, "metrics.jsonl")
+                self.metrics = Metrics(path, world.rank, cut=last_iteration)
+            except UserError as user_error:
+                error = user_error
+            except OSError as os_error:
+                reason = os_error.strerror or os_error
+                error = UserError(f"{self.out}: cannot be made: {reason}")
+            world.raise_if_any(error)
 
-    def record(self, *facts):
-        """Write to metrics.jsonl: what `Metrics.record` takes."""
-        if self.metrics is None or self.problem:
+    def record(self, *numbers: Any) -> None:
+        """Write a line of metrics.jsonl; the arguments are those of `Metrics.record`."""
+        if self.metrics is None or self.record_error:
             return
         try:
-            self.metrics.record(*facts)
-        except UserError as problem:
-            self.problem = problem
+            self.metrics.record(*numbers)
+        except UserError as error:
+            self.record_error = error
 
-    def save(self, tables, position, facts, learning_rate):
-        """Write a checkpoint, having seen that all ranks hold the same weights, and finite ones."""
+    def save(
+        self,
+        tables: Mapping[str, Mapping[str, np.ndarray]],
+        position: Position,
+        facts: Mapping[str, Any],
+        learning_rate: float,
+    ) -> None:
+        """Write a checkpoint.
+
+        Raises
+        ------
+        Fault
+            If the ranks hold different weights, or weights that are not finite: from those no run
+            can go on, so the checkpoint before stays.
+        """
         if self.out is None:
             return
-        error = self.problem
+        error = self.record_error
         self._compare(tables, position.iteration)
         self._check_finite(tables, position.iteration, learning_rate)
         if self.world.rank == 0 and error is None:
             try:
                 self.metrics.flush()
                 checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
-            except UserError as problem:
-                error = problem
-        self.world.together(error)
+            except UserError as user_error:
+                error = user_error
+        self.world.raise_if_any(error)
 
-    def plot(self, end=False):
-        """Draw progress.png, which before the end is done every PLOT_SECONDS at most."""
-        error, due = None, end or time.monotonic() - self.drawn >= PLOT_SECONDS
-        if self.out is not None and self.world.rank == 0 and due:
+    def plot(self, end: bool = False) -> None:
+        """Draw progress.png; before the end of a run at most every PLOT_SECONDS."""
+        error, is_due = None, end or time.monotonic() - self.plot_time >= PLOT_SECONDS
+        if self.out is not None and self.world.rank == 0 and is_due:
             try:
                 plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
-            except UserError as problem:
-                error = problem
-            self.drawn = time.monotonic()
-        self.world.together(error)
+            except UserError as user_error:
+                error = user_error
+            self.plot_time = time.monotonic()
+        self.world.raise_if_any(error)
 
-    def close(self):
+    def close(self) -> None:
         if self.metrics:
             self.metrics.close()
 
-    def advice(self, learning_rate):
-        """What a user may do where numbers are not finite."""
-        kept = self.out and checkpoint.exists(self.out)
+    def advice(self, learning_rate: float) -> str:
+        """Return what a user may do about numbers that are not finite."""
+        has_checkpoint = self.out and checkpoint.exists(self.out)
         return f"lower --learning-rate (now {learning_rate:g}) or look at the images" + (
-            f"; the last checkpoint is in {self.out}" if kept else ""
+            f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
         )
 
     def _compare(self, tables, iteration):
-        digest = hashlib.sha256()
+        sha256 = hashlib.sha256()
         for arrays in tables.values():
             for array in arrays.values():
-                digest.update(np.ascontiguousarray(array))
-        mine = np.frombuffer(digest.digest(), np.int64)
-        if not np.array_equal(self.world.gop("max", mine), self.world.gop("min", mine)):
+                sha256.update(np.ascontiguousarray(array))
+        digest = np.frombuffer(sha256.digest(), np.int64)
+        if not np.array_equal(self.world.gop("max", digest), self.world.gop("min", digest)):
             raise Fault(
                 f"the ranks' weights differ at iteration {iteration}: expected the same bytes on "
                 "all ranks (python -m mpidl.info shows what each runs on)"
             )
 
     def _check_finite(self, tables, iteration, learning_rate):
-        """Keep the checkpoint before: from weights that are not finite no run can go on."""
         for arrays in tables.values():
             for name, array in arrays.items():
                 if not np.isfinite(array).all():

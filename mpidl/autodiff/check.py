@@ -1,0 +1,100 @@
+"""Checks of a vjp against differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidl import keyed
+from mpidl.autodiff.tape import Var, backward, batch_of, value_of
+from mpidl.blocks import Blocked, from_images
+from mpidl.fold import Partial
+
+
+def check_vjp(
+    f: Callable[..., Any],
+    *args: Any,
+    step: float = 1e-6,
+    tolerance: float = 1e-6,
+    seed: int = 0,
+) -> float:
+    """Check the vjp of `f(*args)` along one random direction d: <v, J d> = <vjp(v), d>.
+
+    The check is collective if an argument is blocked.
+
+    Parameters
+    ----------
+    f
+        The function.
+    args
+        Its arguments. All floating ones (NumPy arrays and Blocked values) are varied together. They
+        are float64 for the default step and tolerance.
+    step
+        J d is the central difference of f at args +- step * d.
+    tolerance
+        The largest relative difference.
+    seed
+        Seed of the direction d and of v.
+
+    Returns
+    -------
+    float
+        The relative difference.
+
+    Raises
+    ------
+    AssertionError
+        If the relative difference is above the tolerance.
+    """
+    batch = batch_of(*args)
+    world = batch.world if batch else None
+
+    def direction(i, value):
+        label = f"check_vjp {i}"
+        if isinstance(value, Blocked):
+            count = int(np.prod(value.shape))
+            entries = 2 * keyed.uniform(seed, label, count).reshape(value.shape) - 1
+            return from_images(entries[slice(*value.batch.images)], value.batch, value.dtype)
+        count = int(np.prod(np.shape(value)))
+        return (2 * keyed.uniform(seed, label, count) - 1).reshape(np.shape(value))
+
+    def fold(value):
+        return world.gplus(value) if isinstance(value, Partial) else value
+
+    def inner(a, b):
+        if isinstance(a, Blocked):
+            local = np.array([np.sum(a.local() * b.local(), dtype=np.float64)])
+            return float(world.gplus(local)[0])
+        return float(np.sum(np.asarray(a) * np.asarray(b), dtype=np.float64))
+
+    def shift(value, d, t):
+        return (
+            value.like(value.lanes + t * d.lanes) if isinstance(value, Blocked) else value + t * d
+        )
+
+    floating = [i for i, a in enumerate(args) if np.dtype(getattr(a, "dtype", "O")).kind == "f"]
+    directions = {i: direction(i, args[i]) for i in floating}
+
+    def shifted_value(t):
+        shifted = [shift(a, directions[i], t) if i in directions else a for i, a in enumerate(args)]
+        return fold(value_of(f(*shifted)))
+
+    y = f(*[Var(a, name=f"argument {i}") if i in directions else a for i, a in enumerate(args)])
+    v = direction("v", fold(y.value))
+    high, low = shifted_value(step), shifted_value(-step)
+    slope = high.like(high.lanes - low.lanes) if isinstance(high, Blocked) else high - low
+    forward = inner(slope, v) / (2 * step)
+    reverse = 0.0
+    for i, d in directions.items():
+        traced = [Var(a, name="x") if j == i else a for j, a in enumerate(args)]
+        gradient = backward(f(*traced), v, fold=world.gplus if world else None)[traced[i]]
+        reverse += inner(fold(gradient), d)
+    difference = abs(forward - reverse) / max(abs(forward), abs(reverse), 1e-300)
+    if not difference <= tolerance:
+        raise AssertionError(
+            f"vjp of {getattr(f, '__name__', f)}: <v, J d> = {forward:.12g} by differences, "
+            f"<vjp(v), d> = {reverse:.12g}, relative difference {difference:.3g} > {tolerance:g}"
+        )
+    return difference

@@ -1,0 +1,102 @@
+"""Values and gradients of a function of a network or of a dict of arrays."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpidl.autodiff.tape import Var, backward, batch_of, value_of, zeros_like
+from mpidl.fold import Partial, replicated
+
+
+class Reducing(Protocol):
+    """What `value_and_grad` needs of a world that adds up gradients: `mpidl.World` provides it."""
+
+    def gplus(self, value: Any) -> Any:
+        """Add up Partials over the ranks."""
+
+    def reducer(self) -> Any:
+        """Return an object that exchanges gradients while backward runs."""
+
+
+def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> Callable[..., Any]:
+    """Return a function that computes the value of `f` and its gradients.
+
+    Parameters
+    ----------
+    f
+        A function f(model, *args, **options). It returns a scalar loss, or a tuple (loss, *others)
+        of which only the loss is differentiated. The model that it gets holds the learnables as
+        Vars; a network runs in training mode.
+    reduce
+        A `World` that exchanges the loss and the gradients while backward runs. Without it they are
+        Partials for `world.gplus`, and only batch-norm sums are exchanged.
+
+    Returns
+    -------
+    callable
+        A function of (model, *args, **options). For a model that is a dict of arrays it returns
+        (value, gradients); for a Network, (value, gradients, state) with the new state. The
+        gradients are a dict by name of the learnables that are trained (`Network.trainable`).
+
+    Raises
+    ------
+    TypeError
+        By the returned function, if the loss is not one number.
+    """
+
+    def run(model, *args, **options):
+        network = hasattr(model, "bind")
+        learnables = model.trainable if network else model
+        leaves = {name: Var(value, name=name) for name, value in learnables.items()}
+        traced: Any = model.bind(leaves) if network else leaves
+        result = f(traced, *args, **options)
+        outputs = result if isinstance(result, tuple) else (result,)
+        loss, value = outputs[0], [value_of(v) for v in outputs]
+        if not is_one_number(loss):
+            raise TypeError(
+                f"a loss must be one number, got {value[0]!r}; dl.mean makes one of a value per "
+                "image, (N,)"
+            )
+        batch = batch_of(*args)
+        world = batch.world if batch else reduce
+        reducer = reduce.reducer() if reduce is not None else None
+        computed = {}
+        if isinstance(loss, Var):
+            computed = backward(
+                loss,
+                np.ones((), value[0].dtype),
+                fold=world.gplus if world is not None else None,
+                on_ready=(lambda leaf, g: reducer.push(leaf.name, g)) if reducer else None,
+                progress=reducer.progress if reducer else None,
+            )
+        if reducer:
+            computed = {leaves.get(name): g for name, g in reducer.finish().items()}
+        gradients = {
+            name: computed[leaf] if leaf in computed else zeros_like(leaf.value)
+            for name, leaf in leaves.items()
+        }
+        if reducer:
+            partials = {i: v for i, v in enumerate(value) if isinstance(v, Partial)}
+            for i, v in reduce.gplus(partials).items():
+                value[i] = v
+        else:
+            value[0] = _as_partial(value[0])
+            gradients = {name: _as_partial(g) for name, g in gradients.items()}
+        value = tuple(value) if isinstance(result, tuple) else value[0]
+        return (value, gradients, traced.state) if network else (value, gradients)
+
+    return run
+
+
+def _as_partial(value):
+    return value if isinstance(value, Partial) else replicated(value)
+
+
+def is_one_number(value: Any) -> bool:
+    """Return whether a value can be a loss: a Partial or array of shape (), or a number."""
+    value = value_of(value)
+    return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()

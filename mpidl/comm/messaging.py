@@ -1,0 +1,224 @@
+"""Pending exchanges of a world, messages to its rank 0, and the waits that advance both."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from mpidl.comm.reducer import PendingExchange, start_exchange
+from mpidl.comm.transport import Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpidl.comm.exchange import Combine
+    from mpidl.fold import Tree
+
+T = TypeVar("T")
+
+GATHER, SEND, FIRST_TAG = 3, 4, 10  # control tags; exchanges take the tags from FIRST_TAG on
+TAGS = 16384  # MPI guarantees tags up to 32767
+
+
+class Messaging:
+    """The part of `World` that moves objects and nodes.
+
+    Parameters
+    ----------
+    transport : Transport
+
+    Attributes
+    ----------
+    transport : Transport
+    rank, size : int
+        Rank of this process, and number of ranks.
+    pending_exchanges : list of PendingExchange
+        Exchanges that have started and are not complete.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.pending_exchanges: list[PendingExchange] = []
+        self._next_tag = 0
+        self._handler: Callable[[Any], object] | None = None
+        self._sent_count = self._received_count = 0
+        self._outbox: list[MPI.Request] = []
+
+    # objects
+
+    def broadcast(self, value: T, root: int = 0) -> T:
+        """Return the value of rank `root` on all ranks; collective.
+
+        Parameters
+        ----------
+        value : object
+            Any object that can be pickled; ignored on the other ranks.
+        root : int, optional
+        """
+        if self.size == 1:
+            return value
+        data = np.frombuffer(pickle.dumps(value) if self.rank == root else b"", np.uint8)
+        size = np.array([data.size])
+        comm = self.transport.comm
+        self._wait_for([comm.Ibcast(size, root)], "broadcast")
+        data = data if self.rank == root else np.empty(size[0], np.uint8)
+        self._wait_for([comm.Ibcast(data, root)], "broadcast")
+        return value if self.rank == root else pickle.loads(data)
+
+    def gather(self, value: T) -> list[T] | None:
+        """Return the values of all ranks on rank 0, in order, and None elsewhere; collective.
+
+        Parameters
+        ----------
+        value : object
+            Any object that can be pickled.
+        """
+        control = self.transport.control
+        if self.rank:
+            self._wait_for([control.isend(value, 0, GATHER)], "gather")
+            return None
+        values = [value]
+        for source in range(1, self.size):
+            message = None
+
+            def has_arrived(source=source):
+                nonlocal message
+                message = control.improbe(source, GATHER)
+                return message is not None
+
+            self.transport.wait_until(has_arrived, f"gather from rank {source}", self.progress)
+            values.append(message.recv())
+        return values
+
+    def allgather(self, value: T) -> list[T]:
+        """Return the values of all ranks on every rank, in order of the ranks; collective.
+
+        Parameters
+        ----------
+        value : object
+            Any object that can be pickled, such as a number, string or array.
+
+        See Also
+        --------
+        gather : The same list on rank 0 only.
+        """
+        return self.broadcast(self.gather(value))
+
+    # messages to rank 0 while other work continues
+
+    def after_each(self, handler: Callable[[Any], object]) -> None:
+        """Call `handler(data)` on rank 0 for each `send` of any rank, as MATLAB's afterEach."""
+        self._handler = handler
+
+    def send(self, data: Any) -> None:
+        """Send data to the handler on rank 0 without waiting; not collective.
+
+        Rank 0 handles messages while it waits in a collective method, in `progress` and, at the
+        latest, in `barrier`.
+
+        Parameters
+        ----------
+        data : object
+            Any object that can be pickled.
+
+        Raises
+        ------
+        RuntimeError
+            On rank 0, if it has no handler.
+        """
+        self._sent_count += 1
+        if self.rank == 0:
+            self._handle(data)
+        else:
+            # a message must be kept until it has left
+            self._outbox = [request for request in self._outbox if not request.Test()]
+            self._outbox.append(self.transport.control.isend(data, 0, SEND))
+
+    def _handle(self, data):
+        self._received_count += 1
+        if self._handler is None:
+            raise RuntimeError("send: rank 0 has no handler; every rank calls after_each first")
+        self._handler(data)
+
+    # exchanges
+
+    def allgather_into(self, inbox: Sequence[Any], buffer: Any, operation: str) -> None:
+        """Send a buffer to all other ranks, and receive theirs; collective.
+
+        Parameters
+        ----------
+        inbox : sequence
+            By rank, where to receive its buffer. This rank's own entry is not touched.
+        buffer : ndarray or DeviceBytes
+            Of the same size on all ranks; in a GPU's memory if MPI reads that.
+        operation : str
+            What the wait is for, in messages about a time-out.
+        """
+        tag = self._new_tag()
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        requests = [self.transport.irecv(inbox[rank], rank, tag) for rank in peers]
+        requests += [self.transport.isend(buffer, rank, tag) for rank in peers]
+        self._wait_for(requests, operation)
+
+    def exchange(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> np.ndarray:
+        """Fold the nodes of all ranks and return the root; collective.
+
+        Parameters
+        ----------
+        tree : fold.Tree
+        matrix : ndarray, shape (nodes, width)
+            This rank's nodes; they may be overwritten.
+        combine : callable
+            `fold.add` or `fold.merge_moments`.
+
+        Returns
+        -------
+        ndarray, shape (width,)
+        """
+        pending = self.start(tree, matrix, combine)
+        self.wait(pending)
+        return pending.root
+
+    def start(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> PendingExchange:
+        """Start an exchange, as `exchange`, and return it at once for `wait`; collective."""
+        pending = start_exchange(self.transport, self._new_tag(), tree, matrix, combine)
+        if not pending.is_complete:
+            self.pending_exchanges.append(pending)
+        return pending
+
+    def wait(self, pending: PendingExchange) -> None:
+        """Wait until an exchange has its root."""
+
+        def is_complete():
+            self.progress()  # which alone advances exchanges, this one among them
+            return pending.is_complete
+
+        self.transport.wait_until(is_complete, "a sum over the ranks")
+
+    def progress(self) -> None:
+        """Advance pending exchanges, and pass messages to rank 0's handler; never waits."""
+        self.advance()
+        if self._handler and self.rank == 0 and self.size > 1:
+            while (message := self.transport.control.improbe(tag=SEND)) is not None:
+                self._handle(message.recv())
+
+    def advance(self) -> None:
+        """Advance pending exchanges; never waits."""
+        testall = self.transport.MPI.Request.Testall
+        for pending in list(self.pending_exchanges):
+            if testall(pending.requests):
+                pending.advance()
+                if pending.is_complete:
+                    self.pending_exchanges.remove(pending)
+
+    def _wait_for(self, requests, operation):
+        progress = self.progress if self.pending_exchanges or self._handler else None
+        self.transport.wait(requests, operation, progress)
+
+    def _new_tag(self):
+        self._next_tag = (self._next_tag + 1) % TAGS
+        return FIRST_TAG + self._next_tag

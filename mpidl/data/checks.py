@@ -1,0 +1,138 @@
+"""Checks of image sets: of their classes, and of all that is read from them."""
+
+import numpy as np
+
+from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
+from mpidl.text import printable
+
+MAX_NAMES = 3  # class names in one warning
+
+
+def check_classes(datastore: Datastore) -> None:
+    """Raise `UserError` if a set cannot train a classifier: no labels, or only one class."""
+    if datastore.labels is None:
+        raise UserError(
+            f"{datastore.describe()}: expected labels to train a classifier, found none"
+        )
+    labels = np.unique(datastore.labels)
+    if len(labels) == 1:
+        only = datastore.classes[labels[0]] if len(datastore.classes) > labels[0] else labels[0]
+        raise UserError(
+            f"{datastore.describe()}: expected images of two classes at least to train a "
+            f"classifier, found those of one ({printable(str(only))})"
+        )
+
+
+def empty_classes_warning(datastore: Datastore) -> str | None:
+    """Return a warning that names classes without images.
+
+    Returns
+    -------
+    str or None
+        One line, or None if every class has an image or the set is not labelled.
+    """
+    if datastore.labels is None or datastore.targets_shape is not None:
+        return None
+    classes = datastore.classes
+    empty = np.setdiff1d(np.arange(len(classes)), datastore.labels)
+    if not len(empty):
+        return None
+    names = ", ".join(printable(classes[i]) for i in empty[:MAX_NAMES])
+    rest = f" and {len(empty) - MAX_NAMES} more" if len(empty) > MAX_NAMES else ""
+    line = (
+        f"warning: {datastore.describe()}: no image of class{'es' if len(empty) > 1 else ''} "
+        f"{names}{rest} (of {len(classes)})"
+    )
+    numbers = empty[0] == 0 and list(classes) == [str(i) for i in range(len(classes))]
+    return line + ": labels count from 0" * bool(numbers)
+
+
+def read_images(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
+    """Read images and check them.
+
+    Returns
+    -------
+    np.ndarray
+        (len(indices), C, H, W) of the datastore's `dtype`.
+
+    Raises
+    ------
+    UserError
+        If `datastore.read` returns another shape or kind, or a NaN or infinity.
+    """
+    images = np.asarray(datastore.read(indices))
+    expected = (len(indices), *datastore.image_shape)
+    right = images.dtype == np.uint8 if datastore.dtype == np.uint8 else images.dtype.kind == "f"
+    if images.shape != expected or not right:
+        raise UserError(
+            f"{type(datastore).__name__}.read: expected {datastore.dtype} of shape {expected}, got "
+            f"{images.dtype} of shape {images.shape}"
+        )
+    images = images.astype(datastore.dtype, copy=False)
+    check_finite(images, datastore, indices, "pixels")
+    return images
+
+
+def read_targets(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
+    """Read targets and check them.
+
+    Returns
+    -------
+    np.ndarray
+        (len(indices), *targets_shape) of the datastore's `targets_dtype`.
+
+    Raises
+    ------
+    UserError
+        If `datastore.targets` returns another shape or kind, or a NaN or infinity.
+    """
+    targets = np.asarray(datastore.targets(indices))
+    expected = (len(indices), *datastore.targets_shape)
+    kinds = "iub" if datastore.targets_dtype.kind in "iu" else "f"
+    if targets.shape != expected or targets.dtype.kind not in kinds:
+        raise UserError(
+            f"{type(datastore).__name__}.targets: expected {datastore.targets_dtype} of shape "
+            f"{expected}, got {targets.dtype} of shape {targets.shape}"
+        )
+    targets = targets.astype(datastore.targets_dtype, copy=False)
+    check_finite(targets, datastore, indices, "targets")
+    return targets
+
+
+def check_finite(arrays: np.ndarray, datastore: Datastore, indices: np.ndarray, kind: str) -> None:
+    """Raise `UserError` for the first image whose array has a NaN or infinity.
+
+    Parameters
+    ----------
+    arrays : np.ndarray
+        (n, ...), one array per image of `indices`.
+    kind : str
+        What the arrays hold, for the message: "pixels" or "targets".
+    """
+    if arrays.dtype.kind != "f":
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(arrays.sum()):  # much faster; a sum that overflows falls through
+            return
+    for i, array in zip(indices, arrays, strict=True):
+        bad = array[~np.isfinite(array)]
+        if bad.size:
+            raise UserError(
+                f"{datastore.located(int(i))}: expected finite {kind}, found {bad.flat[0]} "
+                f"({bad.size} of {array.size})"
+            )
+
+
+def check_below(
+    classes: int, labels: np.ndarray, datastore: Datastore, indices: np.ndarray
+) -> None:
+    """Raise `UserError` for the first image with a label outside 0..classes-1."""
+    if labels.size and not 0 <= labels.min() <= labels.max() < classes:
+        rows = labels.reshape(len(labels), -1)
+        bad = (rows < 0) | (rows >= classes)
+        i = int(np.argmax(bad.any(axis=1)))
+        raise UserError(
+            f"{datastore.located(int(indices[i]))}: expected labels from 0 to {classes - 1}, found "
+            f"{rows[i][bad[i]][0]}"
+        )

@@ -1,0 +1,127 @@
+"""What a data format is: how a path of it is recognized and how its sets are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from mpidl.data.datastore import Datastore
+from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess
+from mpidl.errors import UserError
+from mpidl.files import on_rank_0, unreadable
+from mpidl.text import printable
+
+World = Any  # mpidl.comm.World or None; this package may not import it
+HEAD_BYTES = 8  # first bytes of a file by which formats recognize it
+
+
+class OpenOptions(NamedTuple):
+    """What the caller asks of the sets that a format opens.
+
+    Attributes
+    ----------
+    option : str
+        Command-line option that named the path, for messages.
+    classes : sequence of str or None
+        Class names that labels must count by; None takes those of the data.
+    labelled : bool
+        Whether labels are required.
+    preprocess : Preprocess
+        Conversion that a format may apply as it decodes; the others ignore it.
+    """
+
+    option: str = "--data"
+    classes: Sequence[str] | None = None
+    labelled: bool = True
+    preprocess: Preprocess = AS_IT_IS
+
+
+class Format(NamedTuple):
+    """A data format that `--data` and `--test-data` take.
+
+    Attributes
+    ----------
+    name : str
+        Unique name.
+    recognizes : callable
+        ``recognizes(path, head, option)`` tells whether the path has this format. `head` holds the
+        first `HEAD_BYTES` bytes of a file, and is empty for a folder. Runs on rank 0 only.
+    open_data : callable
+        ``open_data(path, world, options)`` returns the training set and its own test set or None.
+        Collective.
+    open_test_data : callable
+        ``open_test_data(path, world, options)`` returns one set to test or predict on: the test
+        part, or all of the data. Collective.
+    noun : str
+        What messages call such a file ("an HDF5 file"); "" leaves the format out of them.
+    suffixes : tuple of str
+        Endings of file names by which a folder's train and test file are found.
+    """
+
+    name: str
+    recognizes: Callable[[str, bytes, str], bool]
+    open_data: Callable[[str, World, OpenOptions], tuple[Datastore, Datastore | None]]
+    open_test_data: Callable[[str, World, OpenOptions], Datastore]
+    noun: str = ""
+    suffixes: tuple[str, ...] = ()
+
+
+def only_train(path: str) -> list[str]:
+    """Return the parts of a format that holds no test set."""
+    return ["train"]
+
+
+def format_of_parts(
+    name: str,
+    recognizes: Callable[[str, bytes, str], bool],
+    open_part: Callable[[str, str, World, OpenOptions], Datastore],
+    parts: Callable[[str], Sequence[str]] = only_train,
+    noun: str = "",
+    suffixes: tuple[str, ...] = (),
+) -> Format:
+    """Return a Format whose training and test set are parts of one path.
+
+    Parameters
+    ----------
+    open_part : callable
+        ``open_part(path, part, world, options)`` opens "train" or "test". Collective.
+    parts : callable
+        ``parts(path)`` lists the parts that exist. Runs on rank 0 only.
+    name, recognizes, noun, suffixes
+        As the attributes of `Format`.
+    """
+
+    def open_data(path, world, options):
+        train = open_part(path, "train", world, options)
+        if "test" not in on_rank_0(world, lambda: parts(path)):
+            return train, None
+        return train, open_part(path, "test", world, options._replace(classes=train.classes))
+
+    def open_test_data(path, world, options):
+        has_test = "test" in on_rank_0(world, lambda: parts(path))
+        return open_part(path, "test" if has_test else "train", world, options)
+
+    return Format(name, recognizes, open_data, open_test_data, noun, suffixes)
+
+
+def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
+    """Return the first of the formats that recognizes a file.
+
+    Raises
+    ------
+    UserError
+        The file cannot be read, or no format recognizes it.
+    """
+    formats = list(formats)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as e:
+        raise unreadable(path, e) from None
+    for candidate in formats:
+        if candidate.recognizes(path, head, option):
+            return candidate
+    *nouns, last = ["a folder", *(fmt.noun for fmt in formats if fmt.noun)]
+    expected = f"{', '.join(nouns)} or {last}"
+    hint = "; unpack it first" if path.endswith((".gz", ".tar", ".tgz", ".zip")) else ""
+    raise UserError(f"{option} {printable(path)}: expected {expected}, found another file{hint}")

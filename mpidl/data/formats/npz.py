@@ -1,0 +1,208 @@
+"""NumPy's .npz files: arrays `images` and `labels`, read once per node.
+
+Arrays of Python objects are pickled and are never read. An array is loaded only after its header
+and the sizes in the archive agree, so that a damaged file takes no more memory than it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mpidl.data.datastore import ArrayDatastore
+from mpidl.data.formats.format import World, format_of_parts
+from mpidl.data.labels import align_labels, integer_labels, parse_class_names
+from mpidl.data.loading.node_memory import once_per_node
+from mpidl.errors import UserError
+from mpidl.files import unreadable
+from mpidl.text import printable
+
+ARRAYS = {"train": ("images", "labels"), "test": ("images_test", "labels_test")}
+CLASSES = "classes"
+ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")  # of an archive, and of an empty one
+DEFLATE_RATIO = 1032  # largest ratio of bytes to compressed bytes
+HEADER_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+def npz_file(
+    path: str | os.PathLike,
+    world: World = None,
+    part: str = "train",
+    *,
+    classes: Sequence[str] | None = None,
+    labelled: bool = True,
+) -> ArrayDatastore:
+    """Open the images of an .npz file. Collective with a world.
+
+    The file holds `images`, (n, C, H, W) or (n, H, W) of uint8 or floats, and `labels`, n whole
+    numbers from 0. `images_test` and `labels_test` hold a test set. An optional array of texts,
+    `classes`, names the classes by label; without it they are called "0", "1" and so on.
+
+    Parameters
+    ----------
+    path : path-like
+        The file, as `numpy.savez` or `numpy.savez_compressed` writes it.
+    world : World, optional
+        The ranks that open the file. The pixels lie in memory once per node.
+    part : {"train", "test"}
+        Which images to open.
+    classes : sequence of str, optional
+        Class names that the labels must count by, those of the training set.
+    labelled : bool
+        False accepts a file without labels.
+
+    Raises
+    ------
+    UserError
+        The file is damaged, lacks an array, or an array has another type or shape.
+    """
+    path = os.fspath(path)
+    if part not in ARRAYS:
+        raise UserError(f'{printable(path)}: which part must be "train" or "test", got {part!r}')
+    images_name, labels_name = ARRAYS[part]
+
+    def load():
+        with _opened(path) as archive:
+            images = _load_images(archive, path, images_name)
+            names = None
+            if _has(archive, CLASSES):
+                names = parse_class_names(
+                    _load(archive, path, CLASSES, "US", "texts"), printable(path)
+                )
+            if not _has(archive, labels_name):
+                if labelled:
+                    raise _missing(archive, path, labels_name)
+                return images, (None, list(classes or names or []))
+            source = f"{printable(path)}: {labels_name}"
+            shape, _ = _header(archive, path, labels_name)
+            if math.prod(shape) != len(images):
+                raise UserError(
+                    f"{source}: expected one label an image, ({len(images)},), found shape {shape}"
+                )
+            values = _load(archive, path, labels_name, "biuf", "whole numbers")
+            return images, align_labels(
+                integer_labels(values, len(images), source), names, classes, source
+            )
+
+    images, (labels, class_names) = once_per_node(world, load, path)
+    source = printable(path) + (", test" if part == "test" else "")
+    return ArrayDatastore(images, labels, class_names or None, source=source)
+
+
+def parts_of(path: str) -> list[str]:
+    """Return which of "train" and "test" an .npz file holds."""
+    with _opened(path) as archive:
+        return [part for part, (images, _) in ARRAYS.items() if _has(archive, images)]
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[np.lib.npyio.NpzFile]:
+    """Open an archive of arrays; whatever a damaged one raises becomes a UserError."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(4) not in ZIP_SIGNATURES:
+                raise UserError(
+                    f"{printable(path)}: expected an .npz file, a zip archive of arrays, found "
+                    "another file"
+                )
+        with np.load(path, allow_pickle=False) as archive:
+            yield archive
+    except UserError:
+        raise
+    except Exception as e:  # OSError, BadZipFile, zlib.error, ValueError, MemoryError, ...
+        raise unreadable(path, e) from None
+
+
+def _has(archive: np.lib.npyio.NpzFile, name: str) -> bool:
+    return f"{name}.npy" in archive.zip.namelist()
+
+
+def _missing(archive: np.lib.npyio.NpzFile, path: str, name: str) -> UserError:
+    names = [printable(file) for file in archive.files[:9]]
+    ellipsis = ", ..." if len(archive.files) > len(names) else ""
+    listing = ", ".join(names) + ellipsis if names else "nothing"
+    return UserError(f"{printable(path)}: expected an array {name}; found {listing}")
+
+
+def _header(
+    archive: np.lib.npyio.NpzFile, path: str, name: str
+) -> tuple[tuple[int, ...], np.dtype]:
+    """Return the shape and dtype of an array, checked against the sizes in the archive."""
+    source = f"{printable(path)}: {name}"
+    if not _has(archive, name):
+        raise _missing(archive, path, name)
+    info = archive.zip.getinfo(f"{name}.npy")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise UserError(f"{source}: expected an array stored or deflated, found another coding")
+    with archive.zip.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        if version not in HEADER_READERS:
+            raise UserError(f"{source}: expected numbers or texts, found other entries")
+        shape, _, dtype = HEADER_READERS[version](member)
+        header_bytes = member.tell()
+    if dtype.hasobject:
+        raise UserError(
+            f"{source}: expected numbers or texts, found Python objects, which are pickled and "
+            "never read, as a pickle may run any program"
+        )
+    expected = header_bytes + math.prod(shape) * dtype.itemsize
+    stored = min(info.compress_size, os.stat(path).st_size)
+    if min(shape, default=0) < 0 or expected != info.file_size:
+        raise UserError(
+            f"{source}: expected {expected} bytes for its shape {shape}, found {info.file_size}"
+        )
+    if expected > DEFLATE_RATIO * stored + 4096:
+        raise UserError(
+            f"{source}: expected {expected} bytes for its shape {shape}, found {stored} stored: "
+            "the file is cut short"
+        )
+    return shape, dtype
+
+
+def _load(archive: np.lib.npyio.NpzFile, path: str, name: str, kinds: str, noun: str) -> np.ndarray:
+    """Return an array whose dtype has one of the kinds; `noun` names them in the message."""
+    _, dtype = _header(archive, path, name)
+    if dtype.kind not in kinds:
+        raise UserError(f"{printable(path)}: {name}: expected {noun}, found {dtype}")
+    return archive[name]
+
+
+def _load_images(archive: np.lib.npyio.NpzFile, path: str, name: str) -> np.ndarray:
+    """Return the images, (n, C, H, W) of uint8 or float32 in C order."""
+    source = f"{printable(path)}: {name}"
+    shape, dtype = _header(archive, path, name)
+    if dtype != np.uint8 and dtype.kind != "f":
+        raise UserError(f"{source}: expected uint8 (pixels 0 to 255) or floats, found {dtype}")
+    if len(shape) not in (3, 4):
+        raise UserError(f"{source}: expected (n, C, H, W) or (n, H, W), found {shape}")
+    if len(shape) == 4 and shape[3] in (1, 3) and shape[1] not in (1, 3):
+        raise UserError(
+            f"{source}: expected (n, C, H, W), found {shape}, which seems to be (n, H, W, C): save "
+            "images.transpose(0, 3, 1, 2)"
+        )
+    if not math.prod(shape):
+        raise UserError(f"{source}: expected images, found none (shape {shape})")
+    images = archive[name]
+    images = images[:, None] if images.ndim == 3 else images
+    with np.errstate(over="ignore"):  # reading reports an infinity with its image
+        return np.ascontiguousarray(images, None if dtype == np.uint8 else np.float32)
+
+
+FORMAT = format_of_parts(
+    "npz",
+    recognizes=lambda path, head, option: path.lower().endswith(".npz"),
+    open_part=lambda path, part, world, options: npz_file(
+        path, world, part, classes=options.classes, labelled=options.labelled
+    ),
+    parts=parts_of,
+    noun="an .npz file",
+    suffixes=(".npz",),
+)

@@ -1,0 +1,122 @@
+"""Mini-batches as the host hands them to a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidl.blocks import LANES, Batch, Blocked, blocks_of
+from mpidl.data.loading.pipeline import Pipeline
+from mpidl.data.loading.workers import Job
+
+
+class Feed(NamedTuple):
+    """This rank's part of a mini-batch, in host memory.
+
+    Attributes
+    ----------
+    batch : Batch
+        The mini-batch.
+    indices : np.ndarray
+        Sample indices of this rank's images, (n,).
+    pixels, labels : np.ndarray or None
+        (n, C, H, W) and (n, *labels_shape), as `Pipeline.read` returns them. None if they are
+        already on the device, or if the set has no labels.
+    bounds : tuple of int or None
+        (least, largest) of labels that are whole numbers.
+    moves : dict
+        See `Pipeline.moves`.
+    """
+
+    batch: Batch
+    indices: np.ndarray
+    pixels: np.ndarray | None
+    labels: np.ndarray | None
+    bounds: tuple[int, int] | None
+    moves: dict
+
+
+class FeedBuilder:
+    """Makes a Feed.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+        Reads the images.
+    batch : Batch
+        The mini-batch.
+    indices : np.ndarray
+        Sample indices of this rank's images.
+    read : bool
+        Whether to read pixels and labels; False if they are on the device.
+    """
+
+    def __init__(self, pipeline: Pipeline, batch: Batch, indices: np.ndarray, read: bool = True):
+        self.pipeline, self.batch, self.indices = pipeline, batch, indices
+        self.pixels = self.labels = None
+        self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each run of blocks
+        self.moves: dict = {}
+        self.blocks = blocks_of(len(indices)) if read else 0
+        if read:
+            p, n = pipeline, len(indices)
+            self.pixels = np.empty((n, *p.read_shape), p.dtype)
+            if p.labels_shape is not None:
+                self.labels = np.empty((n, *p.labels_shape), p.labels_dtype)
+
+    def job(self, workers: int) -> Job:
+        """Return the Job whose item is (Feed, None)."""
+        return Job(
+            [self._plan, *self.pipeline.tasks(self._read, self.blocks, workers)], self._result
+        )
+
+    def _plan(self):
+        batch = self.batch
+        self.moves = self.pipeline.moves(self.indices, batch.epoch, batch.seed)
+
+    def _read(self, first, stop):
+        """Read blocks first..stop-1."""
+        batch, run = self.batch, slice(first * LANES, stop * LANES)
+        pixels, labels = self.pipeline.read(self.indices[run], batch.epoch, batch.seed)
+        self.pixels[run] = pixels
+        if self.labels is not None:
+            self.labels[run] = labels
+            self.run_bounds.append(label_bounds(labels))
+
+    def _result(self):
+        runs = [pair for pair in self.run_bounds if pair is not None]
+        bounds = (min(a for a, _ in runs), max(b for _, b in runs)) if runs else None
+        return Feed(self.batch, self.indices, self.pixels, self.labels, bounds, self.moves), None
+
+
+def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
+    """Return (least, largest) of integer labels; None for floats, None or an empty array."""
+    if labels is None or labels.dtype.kind == "f" or not labels.size:
+        return None
+    return int(labels.min()), int(labels.max())
+
+
+def upload_feeds(
+    feeds: Generator[tuple[Feed, None]], pipeline: Pipeline
+) -> Generator[tuple[Blocked, Blocked | None]]:
+    """Generate (images, labels) on the GPU from each (Feed, None), in the calling thread."""
+    # Loaded late: only ranks with a GPU import its backend.
+    from mpidl.backends.gpu import array
+    from mpidl.backends.gpu import images as gpu_images
+
+    with contextlib.closing(feeds):
+        for feed, _ in feeds:
+            batch = feed.batch
+            layout = {"counts": batch.counts(), "blocks": batch.blocks}
+            options = {
+                name: array.plain(value) if isinstance(value, np.ndarray) else value
+                for name, value in (feed.moves | pipeline.normalization.arrays()).items()
+            }
+            images, labels = gpu_images.images(array.plain(feed.pixels), **options, **layout), None
+            if feed.labels is not None:
+                lanes = gpu_images.targets(array.plain(feed.labels), **layout)
+                lanes.bounds = array.Bounds(feed.bounds)
+                labels = Blocked(lanes, batch)
+            yield Blocked(images, batch), labels

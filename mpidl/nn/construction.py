@@ -1,0 +1,152 @@
+"""Steps in the construction of a network: names, shapes, checks, and layers of a model file."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.nn import graph, layers
+from mpidl.nn.layers import Built, Layer
+from mpidl.nn.summary import times
+from mpidl.ops import check
+
+if TYPE_CHECKING:
+    from mpidl.nn.network import Network
+
+
+def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
+    """Return copies of the layers; those without a name get type and number: conv1, relu2.
+
+    Raises
+    ------
+    TypeError
+        If the argument is not a list of layers.
+    ValueError
+        If the list is empty, or a name is not unique or not allowed.
+    """
+    if isinstance(unnamed, Layer):
+        raise TypeError(f"expected a list of layers, got a {type(unnamed).__name__} alone")
+    if isinstance(unnamed, str) or not isinstance(unnamed, Iterable):
+        raise TypeError(f"expected a list of layers, got {unnamed!r}")
+    if not unnamed:
+        raise ValueError("a network has at least one layer")
+    copies: list[Any] = []
+    counts: dict[str, int] = {}
+    for layer in unnamed:
+        if not isinstance(layer, Layer):
+            raise TypeError(f"expected a list of layers, got {layer!r} in it")
+        layer = copy.copy(layer)
+        kind = type(layer).__name__.lower().removesuffix("2d")
+        counts[kind] = counts.get(kind, 0) + 1
+        layer.name = layer.name or f"{kind}{counts[kind]}"
+        copies.append(layer)
+    names: list[str] = [layer.name for layer in copies]
+    for name in names:
+        if not isinstance(name, str) or names.count(name) > 1 or "." in name or "/" in name:
+            raise ValueError(f"layer names must be unique texts without '.' or '/', got {name!r}")
+        if name == graph.IMAGES:
+            raise ValueError(f"{name!r} is what a network is given: no layer can have that name")
+    return copies
+
+
+def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> Built:
+    """Build a layer for the (name, shape) pairs that it reads, and check its factors.
+
+    Raises
+    ------
+    ValueError
+        If the layer does not take the shapes, or a factor is negative or not finite.
+    """
+    shapes = tuple(shape for _, shape in reads)
+    try:
+        built = layer.build(shapes[0] if graph.input_names(layer) is None else shapes)
+    except ValueError as error:
+        inputs = ", ".join(f"{name}: {times(shape)}" for name, shape in reads)
+        raise ValueError(f"{error} ({layer.name} reads {inputs})") from error
+    for learnable in built.learnables:
+        for value in layer.factors(learnable):
+            if not (check.are_numbers(value) and value >= 0 and math.isfinite(value)):
+                raise ValueError(
+                    f"{layer.name}: factors of learning rate and L2 are at least 0, got {value!r} "
+                    f"for {learnable}"
+                )
+    return built
+
+
+def initial_arrays(
+    layer: Layer, needs: Mapping[str, tuple[tuple[int, ...], Any]], seed: int
+) -> dict[str, np.ndarray]:
+    """Return {"layer.name": initial float32 array} of a layer's learnables or state."""
+    arrays = {}
+    for name, (size, initial) in needs.items():
+        key = f"{layer.name}.{name}"
+        value = initial(seed, key, size) if callable(initial) else initial
+        arrays[key] = np.full(size, value, np.float32)
+    return arrays
+
+
+def layers_of_spec(
+    specs: Iterable[Mapping[str, Any]], layer_types: Iterable[type[Layer]] = ()
+) -> list[Layer]:
+    """Return the layers of a model file's list, of mpidl's classes and of `layer_types`.
+
+    Raises
+    ------
+    ValueError
+        If a type is neither.
+    """
+    types = {name: kind for name, kind in vars(layers).items() if _is_layer_type(kind)}
+    types |= {kind.__name__: kind for kind in layer_types}
+    result = []
+    for spec in specs:
+        arguments = dict(spec)
+        name = arguments.pop("type", None)
+        if name not in types:
+            raise ValueError(
+                f"unknown layer type {name!r}: expected a layer of mpidl or one that you name "
+                "(dl.load_model(path, layers=[...]), predict --layers FILE.py)"
+            )
+        result.append(types[name](**{key: _tuples(value) for key, value in arguments.items()}))
+    return result
+
+
+def _is_layer_type(kind):
+    return isinstance(kind, type) and issubclass(kind, Layer)
+
+
+def _tuples(value):
+    """Convert lists to tuples."""
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the new arrays; raise a ValueError unless names, order and shapes are the old ones."""
+    if list(old) != list(new) or any(old[k].shape != np.shape(new[k]) for k in old):
+        raise ValueError(
+            f"{kind}: expected {', '.join(f'{k} {v.shape}' for k, v in old.items())}; got "
+            f"{', '.join(f'{k} {np.shape(v)}' for k, v in new.items())}"
+        )
+    return dict(new)
+
+
+def layer_of(key: str) -> str:
+    """Return "conv1", the name of the layer, of a key "conv1.weight"."""
+    return key.rsplit(".", 1)[0]
+
+
+def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
+    """Return {learnable: shape of the images that its layer reads}.
+
+    Flattened images keep their layout on a GPU, also through layers without learnables.
+    """
+    with_learnables = {layer_of(key) for key in net.parameters}
+    shapes, inputs = {graph.IMAGES: net.input_shape}, {}
+    for layer, reads, shape in zip(net.layers, net.reads, net.output_shapes, strict=True):
+        before = inputs[layer.name] = shapes[reads[0]]
+        flat = len(shape) == 1 and shape[0] == math.prod(before)
+        shapes[layer.name] = before if flat and layer.name not in with_learnables else shape
+    return {key: inputs[layer_of(key)] for key in net.parameters}

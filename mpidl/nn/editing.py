@@ -1,0 +1,72 @@
+"""Networks made from parts of another network: replaced layers, a network up to a layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.nn import construction, graph
+from mpidl.nn.layers import Layer
+
+if TYPE_CHECKING:
+    from mpidl.nn.network import Network
+
+
+def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | None) -> Network:
+    """Return a network with some layers replaced; see `Network.replace_layers`."""
+    layers: list[Any] = list(net.layers)
+    new_names = {}
+    for name, layer in replacements.items():
+        i = net.layer_number(name)
+        if not isinstance(layer, Layer):
+            raise TypeError(f"replace_layers: expected one layer for {name}, got {layer!r}")
+        layers[i], old_layer = copy.copy(layer), layers[i]
+        layers[i].name = layer.name or name
+        new_names[name] = layers[i].name
+        if getattr(layer, "inputs", None) == () and graph.input_names(old_layer):
+            layers[i].inputs = old_layer.inputs
+        elif layers[i].after is None and graph.input_names(layers[i]) is None:
+            layers[i].after = old_layer.after
+    layers = [graph.rename_inputs(layer, new_names) for layer in layers]
+    seed = net.seed if seed is None else seed
+    edited = type(net)(layers, net.input_shape, seed=seed, batchnorm=net.batchnorm)
+    edited.fuse, edited.normalization = net.fuse, net.normalization
+    edited.crop, edited.preprocess = net.crop, net.preprocess
+    same_outputs = edited.output_shape[:1] == net.output_shape[:1]
+    edited.classes = net.classes if same_outputs else None
+    for new, old in ((edited._parameters, net._parameters), (edited._state, net._state)):
+        for name in (name for name in old if construction.layer_of(name) not in replacements):
+            if new[name].shape != old[name].shape:
+                raise ValueError(
+                    f"replace_layers: {name} has shape {old[name].shape}, and needs "
+                    f"{new[name].shape} behind the new layers: replace its layer, too"
+                )
+            new[name] = np.array(old[name])
+    return edited
+
+
+def up_to(net: Network, name: str) -> Network:
+    """Return the part of a network that computes the output of a layer; see `Network.up_to`."""
+    last, part = net.layer_number(name), copy.copy(net)
+    ancestors = {name}
+    part.classes = net.classes if last == len(net.layers) - 1 else None
+    for i in range(last, -1, -1):
+        if net.layers[i].name in ancestors:
+            ancestors.update(net.reads[i])
+    numbers = [i for i, layer in enumerate(net.layers) if layer.name in ancestors]
+    part.layers = [copy.copy(net.layers[i]) for i in numbers]
+    for i, layer in zip(numbers, part.layers, strict=True):
+        if layer.after is None and graph.input_names(layer) is None:
+            (layer.after,) = net.reads[i]  # the layer before it in the list may be left out
+    part.reads = [net.reads[i] for i in numbers]
+    part.output_shapes = [net.output_shapes[i] for i in numbers]
+    for table in ("_parameters", "_state"):
+        arrays = getattr(net, table).items()
+        setattr(
+            part, table, {key: a for key, a in arrays if construction.layer_of(key) in ancestors}
+        )
+    part.plan_runs()
+    return part

@@ -1,0 +1,67 @@
+"""Activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpidl import ops
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.ops.activation import check_scale
+
+
+@dataclass
+class ReLU(Layer):
+    """Rectified linear unit, max(x, 0)."""
+
+    name: str | None = None
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.relu(x)
+
+
+@dataclass
+class LeakyReLU(Layer):
+    """Leaky rectified linear unit: x where x > 0 and scale * x elsewhere, scale >= 0."""
+
+    scale: float = 0.01
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        check_scale(self.name, self.scale)
+        return Built(shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.leaky_relu(x, self.scale)
+
+
+@dataclass
+class Tanh(Layer):
+    """Hyperbolic tangent."""
+
+    name: str | None = None
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.tanh(x)
+
+
+@dataclass
+class Sigmoid(Layer):
+    """Logistic function, 1 / (1 + exp(-x))."""
+
+    name: str | None = None
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.sigmoid(x)
+
+
+@dataclass
+class Softmax(Layer):
+    """exp(x) / sum of exp(x) over the K features of an image.
+
+    For images (K, H, W), the sum goes over the channels of each pixel.
+    """
+
+    name: str | None = None
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.softmax(x)

@@ -1,0 +1,125 @@
+"""Convolution and transposed convolution."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mpidl import ops
+from mpidl.nn.layers.base import Built, LayerContext, Shape, Value, Weighted, glorot_uniform
+from mpidl.ops import check
+from mpidl.ops.transposed import same_or_crops
+from mpidl.shapes import conv2d_shape, transposed_conv2d_shape
+
+
+@dataclass
+class Conv2D(Weighted):
+    """Convolution with Glorot uniform initial weights and zero bias.
+
+    Parameters
+    ----------
+    size
+        Size of the filters, an integer or (rows, columns).
+    filters
+        Number of filters.
+    stride, padding, dilation, groups
+        As in `ops.conv2d`.
+
+    Notes
+    -----
+    `Weighted` has the factors of learning rate and L2 regularization.
+    """
+
+    size: int | tuple[int, int]
+    filters: int
+    stride: int | tuple[int, int] = 1
+    padding: int | str | tuple = 0
+    dilation: int | tuple[int, int] = 1
+    groups: int = 1
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        if len(shape) != 3:
+            raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
+        r, s = check.pair("Conv2D", "size", self.size, 1)
+        check.integer(self.name, "filters", self.filters)
+        check.integer(self.name, "groups", self.groups)
+        if shape[0] % self.groups or self.filters % self.groups:
+            raise ValueError(
+                f"{self.name}: {shape[0]} channels and {self.filters} filters do not divide into "
+                f"{self.groups} groups"
+            )
+        weight = (self.filters, shape[0] // self.groups, r, s)
+        stride = check.pair("Conv2D", "stride", self.stride, 1)
+        dilation = check.pair("Conv2D", "dilation", self.dilation, 1)
+        padding = check.same_or_pads("Conv2D", self.padding, shape[1:], (r, s), stride, dilation)
+        output = conv2d_shape(shape, weight, stride, padding, dilation)
+        if min(output) < 1:
+            raise ValueError(f"{self.name}: filters {weight} leave nothing of images {shape}")
+        fans = weight[1] * r * s, self.filters // self.groups * r * s
+        return Built(
+            output, {"weight": (weight, glorot_uniform(*fans)), "bias": ((self.filters,), 0.0)}
+        )
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.conv2d(
+            x,
+            context["weight"],
+            context["bias"],
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+
+    def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
+        r, s = check.pair("Conv2D", "size", self.size, 1)
+        return math.prod(output_shape) * (shape[0] // self.groups) * r * s
+
+
+@dataclass
+class TransposedConv2D(Weighted):
+    """Transposed convolution with Glorot uniform initial weights and zero bias.
+
+    Parameters
+    ----------
+    size
+        Size of the filters, an integer or (rows, columns).
+    filters
+        Number of filters.
+    stride, cropping
+        As in `ops.transposed_conv2d`.
+
+    Notes
+    -----
+    `Weighted` has the factors of learning rate and L2 regularization.
+    """
+
+    size: int | tuple[int, int]
+    filters: int
+    stride: int | tuple[int, int] = 1
+    cropping: int | str | tuple = 0
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        if len(shape) != 3:
+            raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
+        r, s = check.pair("TransposedConv2D", "size", self.size, 1)
+        check.integer(self.name, "filters", self.filters)
+        stride = check.pair("TransposedConv2D", "stride", self.stride, 1)
+        cropping = same_or_crops("TransposedConv2D", self.cropping, (r, s), stride)
+        weight = (shape[0], self.filters, r, s)
+        output = transposed_conv2d_shape(shape, weight, stride, cropping)
+        if min(output) < 1:
+            raise ValueError(f"{self.name}: cropping {cropping} leaves nothing of images {shape}")
+        initial = glorot_uniform(shape[0] * r * s, self.filters * r * s)
+        return Built(output, {"weight": (weight, initial), "bias": ((self.filters,), 0.0)})
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.transposed_conv2d(
+            x, context["weight"], context["bias"], stride=self.stride, cropping=self.cropping
+        )
+
+    def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
+        r, s = check.pair("TransposedConv2D", "size", self.size, 1)
+        return math.prod(shape) * self.filters * r * s

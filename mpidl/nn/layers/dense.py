@@ -1,0 +1,50 @@
+"""Fully connected layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpidl import ops
+from mpidl.nn.layers.base import Built, LayerContext, Shape, Value, Weighted, glorot_uniform
+from mpidl.ops import check
+
+
+@dataclass
+class Dense(Weighted):
+    """Fully connected layer with Glorot uniform initial weights and zero bias.
+
+    Images are flattened first.
+
+    Parameters
+    ----------
+    outputs
+        Number of outputs per image.
+
+    Notes
+    -----
+    `Weighted` has the factors of learning rate and L2 regularization.
+    """
+
+    outputs: int
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        features = int(np.prod(shape))
+        check.integer(self.name, "outputs", self.outputs)
+        return Built(
+            (self.outputs,),
+            {
+                "weight": ((self.outputs, features), glorot_uniform(features, self.outputs)),
+                "bias": ((self.outputs,), 0.0),
+            },
+        )
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        x = ops.flatten(x) if len(x.shape) > 2 else x
+        return ops.dense(x, context["weight"], context["bias"])
+
+    def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
+        return math.prod(shape) * self.outputs

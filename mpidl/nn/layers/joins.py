@@ -1,0 +1,59 @@
+"""Layers with several inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpidl import ops
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+
+
+@dataclass
+class Add(Layer):
+    """Sum of the outputs of two or more layers with equal shapes.
+
+    Parameters
+    ----------
+    inputs
+        The names of the layers. `build` gets the tuple of their shapes, `forward` the tuple of
+        their values.
+    """
+
+    inputs: tuple[str, ...] = ()
+    name: str | None = None
+
+    def build(self, shape: tuple[Shape, ...]) -> Built:
+        if len(shape) < 2 or any(other != shape[0] for other in shape):
+            raise ValueError(f"{self.name}: expected two or more inputs of one shape, got {shape}")
+        return Built(shape[0])
+
+    def forward(self, x: tuple[Value, ...], context: LayerContext) -> Value:
+        total: Value = x[0]
+        for value in x[1:]:
+            total = ops.add(total, value)
+        return total
+
+
+@dataclass
+class Concat(Layer):
+    """Concatenation of the outputs of two or more layers along the channels.
+
+    Parameters
+    ----------
+    inputs
+        The names of the layers, as in `Add`. Their shapes may differ in the first axis.
+    """
+
+    inputs: tuple[str, ...] = ()
+    name: str | None = None
+
+    def build(self, shape: tuple[Shape, ...]) -> Built:
+        if len(shape) < 2 or any(other[1:] != shape[0][1:] for other in shape):
+            raise ValueError(
+                f"{self.name}: expected two or more inputs that differ in their channels alone, "
+                f"got {shape}"
+            )
+        return Built((sum(channels for channels, *_ in shape), *shape[0][1:]))
+
+    def forward(self, x: tuple[Value, ...], context: LayerContext) -> Value:
+        return ops.concat(*x)

@@ -1,0 +1,114 @@
+"""Batch normalization and cross-channel normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpidl import backends, ops
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.ops import check
+from mpidl.ops.lrn import check_window
+
+
+@dataclass
+class BatchNorm(Layer):
+    """Batch normalization.
+
+    Parameters
+    ----------
+    epsilon
+        Added to the variance.
+    decay
+        The weight of a new mini-batch in the running state, from 0 to 1.
+    scale_learn_rate_factor, offset_learn_rate_factor
+        Factors of the optimizer's learning rate for gamma (the scale) and beta (the offset). With a
+        factor of 0 a learnable is not differentiated; the mini-batch still normalizes by its own
+        statistics.
+    scale_l2_factor, offset_l2_factor
+        Factors of the optimizer's L2 regularization.
+    """
+
+    epsilon: float = 1e-5
+    decay: float = 0.1
+    name: str | None = None
+
+    scale_learn_rate_factor: float = field(default=1.0, kw_only=True)
+    offset_learn_rate_factor: float = field(default=1.0, kw_only=True)
+    scale_l2_factor: float = field(default=0.0, kw_only=True)
+    offset_l2_factor: float = field(default=0.0, kw_only=True)
+
+    def factors(self, learnable: str) -> tuple[float, float]:
+        return super().factors({"gamma": "scale", "beta": "offset"}[learnable])
+
+    def build(self, shape: Shape) -> Built:
+        numbers = check.are_numbers(self.epsilon, self.decay)
+        if not (numbers and self.epsilon > 0 and 0 <= self.decay <= 1):
+            raise ValueError(
+                f"{self.name}: expected epsilon > 0 and a decay from 0 to 1, got {self.epsilon!r} "
+                f"and {self.decay!r}"
+            )
+        c = (shape[0],)
+        return Built(
+            shape, {"gamma": (c, 1.0), "beta": (c, 0.0)}, {"mean": (c, 0.0), "variance": (c, 1.0)}
+        )
+
+    def _keys(self) -> tuple[str, str]:
+        return f"{self.name}.mean", f"{self.name}.variance"
+
+    def running(self, context: LayerContext) -> tuple[Any, Any]:
+        """Return the running mean and variance."""
+        mean, variance = self._keys()
+        return context.state[mean], context.state[variance]
+
+    def recorder(self, context: LayerContext) -> Callable[[Any, Any], None]:
+        """Return a function that adds a mini-batch's mean and variance to the running state."""
+
+        def record(*statistics):
+            keys = self._keys()
+            olds = [context.state[key] for key in keys]
+            news = backends.of_array(olds[0]).running(olds, statistics, self.decay)
+            context.state.update(zip(keys, news, strict=True))
+
+        return record
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        if not context.training:
+            return ops.batchnorm_predict(
+                x, *self.running(context), context["gamma"], context["beta"], epsilon=self.epsilon
+            )
+        return ops.batchnorm(
+            x,
+            context["gamma"],
+            context["beta"],
+            epsilon=self.epsilon,
+            scope=context.batchnorm,
+            record=self.recorder(context),
+        )
+
+
+@dataclass
+class CrossChannelNorm(Layer):
+    """Cross-channel (local response) normalization; see `ops.cross_channel_norm`.
+
+    Parameters
+    ----------
+    window
+        Number of channels in a sum of squares.
+    alpha, beta, k
+        Constants of the formula.
+    """
+
+    window: int
+    alpha: float = 1e-4
+    beta: float = 0.75
+    k: float = 2.0
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        check_window(self.name, self.window, self.alpha, self.beta, self.k)
+        return Built(shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.cross_channel_norm(x, self.window, alpha=self.alpha, beta=self.beta, k=self.k)

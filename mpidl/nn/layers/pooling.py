@@ -1,0 +1,72 @@
+"""Pooling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpidl import ops
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.ops.pool import PLACES, windows
+
+
+@dataclass
+class MaxPool2D(Layer):
+    """Largest pixel of each window.
+
+    Parameters
+    ----------
+    size
+        Size of the windows, an integer or (rows, columns).
+    stride, padding
+        As in `ops.max_pool2d`. The default stride is the size.
+    """
+
+    size: int | tuple[int, int]
+    stride: int | tuple[int, int] | None = None
+    padding: int | str | tuple = 0
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        return Built(windows(self.name, shape, self.size, self.stride, self.padding, PLACES).shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.max_pool2d(x, self.size, stride=self.stride, padding=self.padding)
+
+
+@dataclass
+class AveragePool2D(Layer):
+    """Mean of each window, with padding counted as zeros.
+
+    Parameters
+    ----------
+    size
+        Size of the windows, an integer or (rows, columns).
+    stride, padding
+        As in `ops.average_pool2d`. The default stride is the size.
+    """
+
+    size: int | tuple[int, int]
+    stride: int | tuple[int, int] | None = None
+    padding: int | str | tuple = 0
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        return Built(windows(self.name, shape, self.size, self.stride, self.padding).shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.average_pool2d(x, self.size, stride=self.stride, padding=self.padding)
+
+
+@dataclass
+class GlobalAveragePool2D(Layer):
+    """Mean of each channel over its pixels: (C, H, W) to (C, 1, 1)."""
+
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        if len(shape) != 3:
+            raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
+        return Built((shape[0], 1, 1))
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.global_average_pool2d(x)

@@ -1,0 +1,23 @@
+"""Layers that change the shape of an image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpidl import ops
+from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+
+
+@dataclass
+class Flatten(Layer):
+    """Reshape (C, H, W) to C*H*W features."""
+
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        return Built((int(np.prod(shape)),))
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.flatten(x)

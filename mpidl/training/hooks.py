@@ -1,0 +1,178 @@
+"""Hooks: what a run does beside its steps, each in a class of its own.
+
+A hook is an object with some of these methods; the trainer calls those that it has, in the order of
+the hooks, on every rank, so hooks may be collective:
+
+    start(trainer)              before the first iteration
+    iteration(trainer, result)  for the `StepResult` of each iteration, in order; on a GPU up to
+                                four steps after it was submitted
+    step(trainer)               after each submitted mini-batch; on a GPU, `trainer.wait()` first if
+                                the hook reads the network
+    epoch(trainer, summary)     after the last mini-batch of an epoch: an `EpochSummary`
+    finish(trainer)             after the last mini-batch, before what is done to the network at
+                                the end (the best network, statistics of the population)
+    end(trainer)                when the network is final
+
+`trainer.stop()` ends the run after the current mini-batch, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from mpidl.training.progress import Progress
+
+EVENTS = ("start", "iteration", "step", "epoch", "finish", "end")
+
+
+class Hooks:
+    """The hooks of a run: `hooks.step(trainer)` calls `step` of each hook that has it."""
+
+    start: Callable[..., None]
+    iteration: Callable[..., None]
+    step: Callable[..., None]
+    epoch: Callable[..., None]
+    finish: Callable[..., None]
+    end: Callable[..., None]
+
+    def __init__(self, hooks: Iterable[Any]) -> None:
+        hooks = list(hooks)
+        for event in EVENTS:
+            methods = [getattr(hook, event) for hook in hooks if hasattr(hook, event)]
+            setattr(self, event, _call_each(methods))
+
+
+def _call_each(methods):
+    def call(*arguments):
+        for method in methods:
+            method(*arguments)
+
+    return call
+
+
+class MetricsHook:
+    """Writes metrics.jsonl."""
+
+    def iteration(self, trainer, result):
+        info, seconds = result.info, trainer.position.seconds
+        numbers = result.loss, info.learning_rate, result.images_per_second, seconds
+        numbers += (result.accuracy,)
+        trainer.writer.record("iteration", info.epoch, info.iteration, *numbers)
+
+    def epoch(self, trainer, summary):
+        numbers = summary.loss, summary.learning_rate, summary.images_per_second
+        numbers += trainer.position.seconds, summary.accuracy
+        trainer.writer.record("epoch", summary.epoch, summary.iteration, *numbers)
+
+
+class ValidationHook:
+    """Validates every so many iterations, or at the end of each epoch."""
+
+    def step(self, trainer):
+        if trainer.validation.due(trainer.position.iteration):
+            trainer.validate(announce=not trainer.at_epoch_end)
+
+    def epoch(self, trainer, summary):
+        if trainer.validation.due_at_end():
+            trainer.validate(announce=False)
+
+
+class ConsoleHook:
+    """Prints progress on rank 0."""
+
+    def start(self, trainer):
+        trainer.console.start(
+            trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
+        )
+
+    def iteration(self, trainer, result):
+        info, numbers = result.info, (result.loss, result.images_per_second, result.accuracy)
+        trainer.console.iteration(info.epoch, info.iteration, *numbers)
+
+    def epoch(self, trainer, summary):
+        validation, seconds = trainer.validation, trainer.position.seconds
+        evaluation = validation.last if validation.at == summary.iteration else None
+        numbers = summary.loss, summary.images_per_second, seconds, summary.accuracy
+        trainer.console.epoch(summary.epoch, *numbers, evaluation)
+
+    def finish(self, trainer):
+        if trainer.position.batch:
+            trainer.console.last_iteration()
+
+
+class OutputFunctionsHook:
+    """Calls the output functions of the options; one that returns True on any rank ends the run."""
+
+    def start(self, trainer):
+        rate = trainer.learning_rate(max(trainer.position.iteration, 1))
+        self._call(trainer, "start", trainer.position.epoch, trainer.position.iteration, rate)
+
+    def iteration(self, trainer, result):
+        info, numbers = result.info, (result.loss, result.accuracy)
+        self._call(trainer, "iteration", info.epoch, info.iteration, info.learning_rate, *numbers)
+
+    def epoch(self, trainer, summary):
+        numbers = summary.learning_rate, summary.loss, summary.accuracy
+        self._call(trainer, "epoch", summary.epoch, summary.iteration, *numbers)
+
+    def end(self, trainer):
+        position, rate = trainer.position, trainer.optimizer.learning_rate
+        numbers = position.iteration, rate, position.mean_loss
+        self._call(trainer, "done", position.epoch, *numbers)
+
+    def _call(self, trainer, state, epoch, iteration, learning_rate, loss=None, accuracy=None):
+        last = trainer.validation.last
+        progress = Progress(
+            state,
+            epoch,
+            iteration,
+            loss,
+            accuracy,
+            learning_rate,
+            trainer.position.seconds,
+            last.loss if last else None,
+            last.accuracy if last else None,
+        )
+        for function in trainer.options.output_functions:
+            answer = function(progress)
+            if isinstance(answer, bool | np.bool_) and answer:
+                trainer.stop()
+
+
+class BalanceHook:
+    """Deals the shares of the next epoch by the measured speed of each rank."""
+
+    def __init__(self, balancer):
+        self.balancer = balancer
+
+    def epoch(self, trainer, summary):
+        trainer.queue.load = self.balancer.load()
+
+
+class CheckpointHook:
+    """Writes a checkpoint every so many iterations, after each epoch, and when a run stops."""
+
+    def step(self, trainer):
+        interval = trainer.options.checkpoint_every
+        if interval and trainer.position.iteration % interval == 0 and not trainer.leaves_epoch:
+            trainer.save()
+
+    def epoch(self, trainer, summary):
+        trainer.save()
+
+    def finish(self, trainer):
+        if trainer.signals.agreed or trainer.position.batch:
+            trainer.save()
+
+
+class PlotHook:
+    """Draws progress.png."""
+
+    def epoch(self, trainer, summary):
+        trainer.writer.plot()
+
+    def end(self, trainer):
+        trainer.writer.plot(end=True)

@@ -1,0 +1,276 @@
+"""Optimizers as chains of transforms: replicated parameters and gradients in, new parameters out.
+
+Every rank computes the same step from the same bytes, element by element; nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpidl import backends
+from mpidl.text import did_you_mean
+from mpidl.training.optimizers.transforms import (
+    AdamMoments,
+    Momentum,
+    Rate,
+    RMSPropMoment,
+    Tables,
+    Transform,
+    Updates,
+    backend_of,
+)
+
+
+class Optimizer:
+    """A chain of transforms whose last updates are added to the parameters.
+
+    `Optimizer(0.1, Clip(1.0), WeightDecay(1e-4), Momentum(0.9), Rate())` is gradient descent in
+    PyTorch's form; SGDM, Adam and RMSProp are such chains. Pairs that the kernels fuse run as one:
+    (Rate, Momentum), (AdamMoments, Rate), (RMSPropMoment, Rate) at the end of a chain.
+
+    Parameters
+    ----------
+    learning_rate : float
+    *transforms : Transform
+        In the order in which they change the gradients.
+    learning_rate_factors : dict, optional
+        {name: factor} by which a parameter's learning rate is multiplied, 1 by default. A parameter
+        of factor 0 stays as it is and needs no gradient. `net.factors` has those of a network's
+        layers: SGDM(0.01, **net.factors).
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        *transforms: Transform,
+        learning_rate_factors: Mapping[str, float] | None = None,
+    ) -> None:
+        self.learning_rate, self.transforms = learning_rate, transforms
+        self.learning_rate_factors = dict(learning_rate_factors or {})
+        tables = [table for transform in transforms for table in transform.tables]
+        if len(set(tables)) < len(tables):
+            raise ValueError(f"two transforms keep a table of the same name: {', '.join(tables)}")
+        self.kept: Tables = {table: {} for table in tables}
+        self.steps = 0
+        self._fused = _fused_kernel(transforms)
+
+    def __call__(
+        self, parameters: Mapping[str, Any], gradients: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the parameters after a step; the arguments stay as they are.
+
+        Parameters
+        ----------
+        parameters, gradients : dict
+            {name: array}. The arithmetic has the parameters' precision, float32.
+
+        Raises
+        ------
+        ValueError
+            If names or shapes do not match.
+        """
+        return self.apply(parameters, gradients, self.advance())
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the next step that may differ from step to step, by name."""
+        if self._fused is not None:
+            return self._fused.numbers(self.learning_rate, self.steps + 1)
+        numbers: dict[str, float] = {}
+        for transform in self.transforms:
+            numbers |= transform.numbers(self.learning_rate, self.steps + 1)
+        return numbers
+
+    def advance(self) -> dict[str, float]:
+        """Count a step; return its `numbers`."""
+        numbers = self.numbers()
+        self.steps += 1
+        return numbers
+
+    def apply(
+        self,
+        parameters: Mapping[str, Any],
+        gradients: Mapping[str, Any],
+        numbers: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """Return the parameters after a step by these numbers; a GPU may only record it."""
+        self._check_names(parameters)
+        moving = self._moving(parameters)
+        match("gradients", gradients, moving, parameters)
+        for table, arrays in self.kept.items():
+            if arrays:
+                match(f"{table} arrays", arrays, moving, parameters)
+        self.prepare(parameters)
+        names, weights = list(moving), list(moving.values())
+        kept = {table: [arrays[n] for n in names] for table, arrays in self.kept.items()}
+        backend = backend_of([*weights, *(array for arrays in kept.values() for array in arrays)])
+        updates = Updates(
+            backend,
+            names,
+            weights,
+            [gradients[name] for name in names],
+            [self.learning_rate_factors.get(name, 1.0) for name in names],
+        )
+        values = {name: backend.step_number(name, value) for name, value in numbers.items()}
+        transforms = self.transforms if self._fused is None else self.transforms[:-2]
+        for transform in transforms:
+            transform.apply(updates, [kept[table] for table in transform.tables], values)
+        if self._fused is not None:
+            weights = self._fused.step(updates, list(kept.values()), values)
+        else:
+            weights = _added(updates)
+        return {**parameters, **dict(zip(names, weights, strict=True))}
+
+    def _check_names(self, parameters):
+        tables = {"learning_rate_factors": self.learning_rate_factors}
+        for transform in self.transforms:
+            if hasattr(transform, "factors"):
+                tables["l2_factors"] = transform.factors
+        for table, factors in tables.items():
+            for name in factors:
+                if name not in parameters:
+                    hint = did_you_mean(name, parameters)
+                    raise ValueError(f"{table}: unknown parameter {name}{hint}")
+
+    def _moving(self, parameters):
+        """Return the parameters that are stepped at all."""
+        factors = self.learning_rate_factors
+        return {name: w for name, w in parameters.items() if factors.get(name, 1.0) != 0}
+
+    def prepare(self, parameters: Mapping[str, Any]) -> None:
+        """Place the kept arrays where the parameters lie: zeros before the first step."""
+        for arrays in self.kept.values():
+            for name, w in self._moving(parameters).items():
+                if name not in arrays:
+                    arrays[name] = backends.of_array(w).zeros_like(w)
+                elif isinstance(arrays[name], np.ndarray) and not isinstance(w, np.ndarray):
+                    arrays[name] = backends.of_array(w).from_numpy(arrays[name], w)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return the arrays that a checkpoint needs beside the options, by name."""
+        arrays = {
+            f"{table}.{name}": np.array(array)
+            for table, arrays in self.kept.items()
+            for name, array in arrays.items()
+        }
+        if any(transform.counts_steps for transform in self.transforms):
+            return {"steps": np.array(self.steps, np.int64), **arrays}
+        return arrays
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take what `state` returned. Raises ValueError for anything else."""
+        state = dict(state)
+        kept: Tables = {table: {} for table in self.kept}
+        steps = 0
+        if any(transform.counts_steps for transform in self.transforms):
+            steps = int(state.pop("steps", 0))
+        for name, array in state.items():
+            table, _, parameter = name.partition(".")
+            if table not in kept or not parameter:
+                tables = " and ".join(kept)
+                raise ValueError(f"the state of {type(self).__name__} is {tables}, found {name}")
+            kept[table][parameter] = np.array(array, order="C")
+        self.kept, self.steps = kept, steps
+
+
+class _RateMomentum:
+    """v <- momentum * v - rate * g, w <- w + v by one kernel."""
+
+    def __init__(self, rate: Rate, momentum: Momentum) -> None:
+        self.momentum = momentum
+
+    def numbers(self, learning_rate, step):
+        return {"learning_rate": learning_rate, "momentum": self.momentum.momentum}
+
+    def step(self, updates, kept, values):
+        decays, factors = updates.take_decays(), updates.rate_factors
+        numbers = values["learning_rate"], values["momentum"]
+        return updates.backend.sgdm(
+            updates.weights, updates.arrays, *kept, *numbers, decays, factors
+        )
+
+
+class _AdamRate:
+    """Adam's step by one kernel."""
+
+    def __init__(self, moments: AdamMoments, rate: Rate) -> None:
+        self.moments = moments
+
+    def numbers(self, learning_rate, step):
+        return {"learning_rate": self.moments.correction(learning_rate, step)}
+
+    def step(self, updates, kept, values):
+        moments, decays = self.moments, updates.take_decays()
+        numbers = moments.gradient_decay, moments.square_decay, moments.epsilon
+        return updates.backend.adam(
+            updates.weights,
+            updates.arrays,
+            *kept,
+            values["learning_rate"],
+            *numbers,
+            decays,
+            updates.rate_factors,
+        )
+
+
+class _RMSPropRate:
+    """RMSProp's step by one kernel."""
+
+    def __init__(self, moment: RMSPropMoment, rate: Rate) -> None:
+        self.moment = moment
+
+    def numbers(self, learning_rate, step):
+        return {"learning_rate": learning_rate}
+
+    def step(self, updates, kept, values):
+        numbers = values["learning_rate"], self.moment.square_decay, self.moment.epsilon
+        decays, factors = updates.take_decays(), updates.rate_factors
+        return updates.backend.rmsprop(
+            updates.weights, updates.arrays, *kept, *numbers, decays, factors
+        )
+
+
+FUSED: dict[tuple[type[Transform], type[Transform]], Any] = {
+    (Rate, Momentum): _RateMomentum,
+    (AdamMoments, Rate): _AdamRate,
+    (RMSPropMoment, Rate): _RMSPropRate,
+}
+
+
+def _fused_kernel(transforms):
+    """Return the kernel of the last two transforms, if the others keep no arrays."""
+    pair = tuple(type(transform) for transform in transforms[-2:])
+    if pair not in FUSED or any(transform.tables for transform in transforms[:-2]):
+        return None
+    return FUSED[pair](*transforms[-2:])
+
+
+def _added(updates):
+    """Return weights + updates, by the kernel of a step of rate -1 without momentum."""
+    updates.add_decays()
+    ones, decays = [1.0] * len(updates.names), updates.take_decays()
+    return updates.backend.sgdm(
+        updates.weights, updates.arrays, updates.zeros(), -1.0, 0.0, decays, ones
+    )
+
+
+def match(
+    label: str,
+    arrays: Mapping[str, Any],
+    moving: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+) -> None:
+    """Raise ValueError unless there is an array of the right shape for each moving parameter."""
+    missing = [name for name in moving if name not in arrays]
+    unknown = [name for name in arrays if name not in parameters]
+    if missing or unknown:
+        problems = [f"missing {n}" for n in missing] + [f"unknown {n}" for n in unknown]
+        frozen = " (where its layer is frozen, give the optimizer **net.factors)"
+        hint = frozen if missing and label == "gradients" else ""
+        raise ValueError(f"{label} do not match the parameters: {', '.join(problems)}{hint}")
+    for name, weight in moving.items():
+        shape = np.shape(arrays[name])
+        if shape != weight.shape:
+            raise ValueError(f"{label} of {name}: expected shape {weight.shape}, found {shape}")

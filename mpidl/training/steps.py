@@ -1,0 +1,190 @@
+"""One training step, on the host or recorded for a GPU, behind the same three methods.
+
+`submit` starts the step of a mini-batch and returns the results that are ready, `drain` waits for
+the others, `close` gives the device back. On the host each step is done when `submit` returns. On a
+GPU the host prepares up to `STEPS_AHEAD` steps while earlier ones run.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpidl import losses
+from mpidl.autodiff.tape import value_and_grad
+from mpidl.data import MinibatchQueue
+from mpidl.errors import Fault, UserError
+
+STEPS_AHEAD = 4  # that a GPU may have to do while the host prepares the next one
+
+
+class StepInfo(NamedTuple):
+    """A submitted step."""
+
+    epoch: int
+    iteration: int
+    images: int  # of the mini-batch, on all ranks
+    learning_rate: float
+    start: float  # seconds, of time.monotonic()
+
+
+class StepResult(NamedTuple):
+    """A step that is done: its `StepInfo` and what it gave.
+
+    `correct` is the number of images classified right, as a fraction where an image has several
+    labels; None if the loss has no classes.
+    """
+
+    info: StepInfo
+    loss: float
+    correct: float | None
+    images_per_second: float
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.correct is None else self.correct / self.info.images
+
+
+def make_step(net, optimizer, options, world, datastore, queue_options, balancer, advice):
+    """Return the mini-batch queue and the step for this world's device.
+
+    Parameters
+    ----------
+    queue_options : dict
+        Arguments of `MinibatchQueue` beside the datastore, batch size, seed, world and order.
+    balancer : LoadBalancer or None
+        Measures each rank's time per block.
+    advice : Callable[[float], str]
+        Returns, for a learning rate, what a user may do about a loss that is not finite.
+
+    Raises
+    ------
+    UserError
+        If an option does not work on a GPU.
+    """
+    arguments = datastore, options.batch_size, options.seed, world, options.shuffle
+    labels_per_image = losses.labels_per_image(datastore)
+    if world.device is None:
+        queue = MinibatchQueue(*arguments, **queue_options)
+        return queue, EagerStep(
+            net, optimizer, options.loss, world, labels_per_image, balancer, advice
+        )
+    from mpidl.data.loading.device_queue import DeviceQueue  # GPU code loads only for a GPU
+
+    if options.batchnorm == "local":
+        raise UserError("--batchnorm local: on GPUs statistics are global; use --device cpu")
+    if balancer:
+        raise UserError(
+            "--worker-load measured: on GPUs shares stay as the step was recorded; give numbers, "
+            "or use --device cpu"
+        )
+    if not hasattr(optimizer, "apply"):
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} has no method apply(parameters, gradients, "
+            "numbers), which a GPU records; use --device cpu"
+        )
+    queue = DeviceQueue(*arguments, **queue_options)
+    graphs = options.graphs != "off"
+    return queue, RecordedStep(
+        net, optimizer, options.loss, world, labels_per_image, queue.reader(), advice, graphs
+    )
+
+
+class EagerStep:
+    """The step whose ops run as the tape calls them."""
+
+    def __init__(self, net, optimizer, loss, world, labels_per_image, balancer, advice):
+        self.net, self.optimizer, self.world = net, optimizer, world
+        self.objective = losses.loss_function(loss)
+        self.gradient = value_and_grad(self.objective, reduce=world)
+        self.labels_per_image, self.balancer, self.advice = labels_per_image, balancer, advice
+
+    def submit(self, images, targets, info: StepInfo) -> list[StepResult]:
+        """Compute the loss and gradients of a mini-batch and update the network. Collective."""
+        if self.balancer:
+            self.balancer.start(info.start)
+        value, gradients, state = self.gradient(self.net, images, targets)
+        loss, *correct = map(float, value)
+        if not math.isfinite(loss):
+            self._raise_fault(images, targets, loss, info)
+        self.net.state = state
+        self.net.parameters = self.optimizer(self.net.parameters, gradients)
+        if self.balancer:
+            self.balancer.stop(time.monotonic(), images.batch.blocks)
+        return [_result(info, loss, correct, self.labels_per_image)]
+
+    def drain(self) -> list[StepResult]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def _raise_fault(self, images, targets, loss, info):
+        """Name the ranks whose own images made the loss not finite."""
+        (own_loss, *_), _, _ = value_and_grad(self.objective)(self.net, images, targets)
+        flags = self.world.gather(not np.isfinite(own_loss.local()).all())
+        ranks = [str(rank) for rank, flag in enumerate(self.world.broadcast(flags)) if flag]
+        place = f"rank {', '.join(ranks)}" if len(ranks) < self.world.size else "all ranks"
+        raise Fault(_not_finite(loss, info, f", on {place}", self.advice))
+
+
+class RecordedStep:
+    """The step as a program of a GPU: recorded once, replayed for every mini-batch."""
+
+    def __init__(self, net, optimizer, loss, world, labels_per_image, reader, advice, graphs: bool):
+        from mpidl.training.gpu_step import StepProgram
+
+        self.net, self.labels_per_image, self.advice = net, labels_per_image, advice
+        self.pending: collections.deque = collections.deque()  # (handle, StepInfo)
+        gradient = value_and_grad(losses.loss_function(loss), reduce=world)
+        net.to(world.device)
+        try:
+            self.program = StepProgram(net, optimizer, gradient, reader, world.counts, graphs)
+        except BaseException:
+            net.to(None)  # a caller may try again, with smaller mini-batches for example
+            raise
+
+    def submit(self, images, targets, info: StepInfo) -> list[StepResult]:
+        """Start the step of a mini-batch; return the results of steps more than `STEPS_AHEAD` ago.
+
+        images : Feed
+            The mini-batch as `DeviceQueue` delivers it; its labels lie with it, `targets` is None.
+        """
+        results = self._results(STEPS_AHEAD)
+        self.pending.append((self.program.start(images), info))
+        return results
+
+    def drain(self) -> list[StepResult]:
+        """Wait for all submitted steps."""
+        return self._results(0)
+
+    def close(self) -> None:
+        """Bring the network back to host memory."""
+        self.net.to(None)
+
+    def _results(self, max_pending: int) -> list[StepResult]:
+        results = []
+        while len(self.pending) > max_pending:
+            handle, info = self.pending.popleft()
+            loss, *correct = self.program.finish(handle)
+            if not math.isfinite(loss):
+                raise Fault(_not_finite(loss, info, "", self.advice))
+            results.append(_result(info, loss, correct, self.labels_per_image))
+        return results
+
+
+def _result(info, loss, correct, labels_per_image):
+    speed = info.images / (time.monotonic() - info.start)
+    return StepResult(info, loss, correct[0] / labels_per_image if correct else None, speed)
+
+
+def _not_finite(loss, info, place, advice: Callable[[float], str]):
+    return (
+        f"the loss is {loss} at epoch {info.epoch}, iteration {info.iteration}{place}; "
+        f"{advice(info.learning_rate)}"
+    )

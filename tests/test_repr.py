@@ -1,0 +1,59 @@
+"""What values and networks print: one readable line, and a table in a notebook."""
+
+import numpy as np
+from alone import Alone
+
+import mpidl as dl
+from mpidl import fold
+from mpidl.autodiff import backward
+from mpidl.nn import zoo
+
+
+def batch():
+    return dl.share(41, Alone(), epoch=2, seed=7)
+
+
+def test_batch():
+    assert repr(batch()) == ("Batch(41 images, blocks [0, 3) of 3 on rank 0 of 1, epoch=2, seed=7)")
+
+
+def test_blocked():
+    images = dl.from_images(np.zeros((41, 3, 8, 8), "f4"), batch())
+    expected = "Blocked(shape=(41, 3, 8, 8), dtype=float32, 3 block(s) on this rank)"
+    assert repr(images) == expected
+
+
+def test_partial():
+    loss = dl.mean(dl.from_images(np.ones((41, 2)), batch()))
+    text = "Partial(shape=(2,), dtype=float64, terms=[1 node(s) x 0.0243902]"
+    assert repr(loss) == f"{text})"
+    assert repr(loss + np.ones(2)) == f"{text}, plus a replicated addend)"
+
+
+def test_partial_whose_factor_is_known_late():
+    factor = fold.Late(lambda: 0.25, None)
+    assert "node(s) x 0.25]" in repr(dl.sum(dl.from_images(np.ones(41), batch())) * factor)
+
+
+def test_var():
+    weight = dl.Var(np.zeros((4, 3), "f4"), name="dense1.weight")
+    assert repr(weight) == "Var('dense1.weight', ndarray of shape (4, 3), dtype=float32)"
+    loss = dl.total(weight * weight)
+    backward(loss, np.ones((), "f4"))
+    assert repr(loss) == "Var('_total', played back)"
+
+
+def test_network():
+    expected = "Network(10 layers, input 1x28x28, output 10, 123,090 learnables)"
+    assert repr(zoo.digits()) == expected
+
+
+def test_networks_are_tables_in_notebooks():
+    net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(2, name="<&>")], (3, 8, 8))
+    html = net._repr_html_()
+    assert html == net.analyze()._repr_html_()
+    assert html.startswith("<table><tr><th>layer</th><th>type</th>")
+    assert html.count("<tr>") == 1 + 1 + 3 + 1  # the header, the images, the layers, the totals
+    assert "<td>conv1</td><td>Conv2D</td><td></td><td>4x6x6</td><td>112</td>" in html
+    assert "<td>&lt;&amp;&gt;</td>" in html
+    assert repr(net.analyze()) == "Analysis(3 layers, batch_size=128)"
