@@ -14,7 +14,7 @@ from mpidl.errors import UserError
 from mpidl.nn import zoo
 from mpidl.training.files import run_folder
 from mpidl.training.options import configuration, training_options
-from mpidl.training.options.option_types import checked
+from mpidl.training.options.option_types import check_value
 
 STOPPED = 75  # the exit code that asks for another run
 EXIT_CODES = """\
@@ -81,12 +81,12 @@ class Parser(argparse.ArgumentParser):
     def add(self, name, text, default=None):
         """A flag for what `configuration` has a rule of."""
         rule = configuration.RULES[name]
-        choices = "|".join([*rule.choices, *([rule.shape] if rule.pattern else [])])
+        choices = "|".join([*rule.choices, *([rule.metavar] if rule.pattern else [])])
         if len(choices) > LONGEST:
             text, choices = f"{text}: {choices.replace('|', ', ')}", "NAME"
         self.add_argument(
             training_options.flag(name),
-            type=lambda value: checked(rule, value, training_options.flag(name), text=True),
+            type=lambda value: check_value(rule, value, training_options.flag(name), text=True),
             metavar=choices or {int: "N", float: "X"}[rule.kind],
             help=f"{text} ({'none' if default is None else default})",
             default=argparse.SUPPRESS,
