@@ -100,8 +100,8 @@ def _outputs(given, world, net, images):
         if given.confusion:
             on_rank_0(world, lambda: found.confusion.save(given.confusion))
     elif images.targets_shape is not None:
-        found = evaluate.regression_errors(net, images, **how)
-        text = f"RMSE: {found.rmse:.6g}, MAE: {found.mae:.6g} ({found.images} images)"
+        errors = evaluate.regression_errors(net, images, **how)
+        text = f"RMSE: {errors.rmse:.6g}, MAE: {errors.mae:.6g} ({errors.images} images)"
     if world.rank == 0:
         print(text)
         for what, path in (("Confusion matrix", given.confusion), ("Outputs", given.out)):

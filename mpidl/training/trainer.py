@@ -304,7 +304,7 @@ class _Run:
         self.keeper.record("epoch", at.epoch, at.iteration, *how)
         if self.validation.due_at_end():
             self._validate(self.signals)
-        found = self.validation.last if self.validation.at == at.iteration else None
+        found = self.validation.last if self.validation.last_iteration == at.iteration else None
         self.console.epoch(at.epoch, loss, rate, at.seconds, accuracy, found)
         self._tell("epoch", learning_rate, loss, accuracy)
         at.epoch, at.batch, at.loss, at.correct, at.images = at.epoch + 1, 0, 0.0, None, 0
@@ -315,7 +315,8 @@ class _Run:
     def _finish(self, signals):
         """Make the network what the options ask for, now that the last checkpoint is written: a run
         that goes on from there does not know that it was ended. Signals leave it as it is."""
-        if self.validation.store is not None and self.validation.at != self.at.iteration:
+        last = self.validation.last_iteration
+        if self.validation.store is not None and last != self.at.iteration:
             self._validate(signals)
             if self.validation.owed:
                 return
