@@ -261,7 +261,7 @@ def terminal_width(stream: TextIO | None) -> int:
     try:
         handle = stream.fileno()
         terminal = os.isatty(handle)
-        # Without a terminal, look past scripts no further: they may filter the output.
+        # A script that reads this pipe may filter the output, so the search stops at it.
         launcher = _launcher(os.getppid(), past_scripts=terminal) if handle <= 2 else None
         if launcher is None or stat.S_ISREG(os.fstat(handle).st_mode):
             return os.get_terminal_size(handle).columns or 80 if terminal else 0
