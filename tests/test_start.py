@@ -158,7 +158,7 @@ def test_user_functions(tmp_path):
 )
 def test_where_a_resumed_run_is_and_what_trains_on(position, options, text):
     position = dict(zip(("epoch", "iteration"), position, strict=True))
-    assert train._describe(position, dl.TrainingOptions(epochs=2, **options)) == text
+    assert train._describe_position(position, dl.TrainingOptions(epochs=2, **options)) == text
 
 
 @pytest.mark.usefixtures("world")

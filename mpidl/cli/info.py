@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
         "kernels": _kernels(),
-        "threads": f"{' or '.join(map(str, threads))} a rank, where --threads does not say",
+        "threads": f"{' or '.join(map(str, threads))} per rank unless --threads is given",
         "CPU": f"{cpu_model()}, {os.cpu_count()} cores",
         "CPU features": ", ".join(_features()) or "not known",
         "MPI": _first_line(world.net.MPI.Get_library_version()),

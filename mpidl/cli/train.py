@@ -92,7 +92,9 @@ def _train(typed, world, signals):
     sets = {"data": train_set, "validation": settings.validation, "test": test_set}
     _announce(console, world, run["network"], sets, net, hardware, out)
     if saved is not None:
-        console.line(_resume_line(saved["position"], settings))
+        position = saved["position"]
+        position_text = _describe_position(position, settings)
+        console.line(f"Resumed after iteration {position['iteration']}, {position_text}")
     on_rank_0(world, lambda: _write_options(out, resolved, world))
     with console:
         result = trainer.train(
@@ -178,11 +180,7 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
     return train_set, replace(settings, validation=images)
 
 
-def _resume_line(position, settings):
-    return f"Resumed after iteration {position['iteration']}, {_describe(position, settings)}"
-
-
-def _describe(position, settings):
+def _describe_position(position, settings):
     """Describe the position of a resumed run, and the option that lets it train further."""
     epoch, limit = position["epoch"], settings.max_iterations
     if epoch > settings.epochs:
