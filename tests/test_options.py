@@ -62,7 +62,7 @@ def test_the_digits_recipe_and_what_overrides_it():
         ("precision", "bf16", "precision must be fp32 or tf32, found 'bf16'"),
         ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
         ("batchsize", 8, "unknown option batchsize: did you mean batch_size?"),
-        ("colour", 8, "unknown option colour: it is an option of the command alone"),
+        ("colour", 8, "unknown option colour: it is an option of the command only"),
         ("out", "x", "unknown option out: it is an argument of dl.train"),
         ("validation_data", 8, "unknown option validation_data: did you mean validation?"),
         (
@@ -266,7 +266,7 @@ def test_another_network_or_data_set_at_resume():
     now["fingerprint"] = "fedcba9876543210"
     text = refused(configuration.changed_on_resume, resumable(), now, "runs/digits")
     assert "--network: layer conv1 differs in filters" in text and "--data" in text
-    assert text.startswith("--resume: runs/digits cannot go on")
+    assert text.startswith("--resume: runs/digits cannot continue")
     now["network"].append(now["network"][0])
     now["network"][0] = resumable()["network"][0]
     assert "1 layers" in refused(configuration.changed_on_resume, resumable(), now)
@@ -295,10 +295,10 @@ def test_other_shares_in_the_midst_of_an_epoch():
         }
 
     text = refused(configuration.changed_on_resume, known(1, 2), known(0, 3))
-    assert "--sampling partition in the midst of an epoch: 2 rank(s) shared it, are 3" in text
+    assert "in the middle of an epoch: it was partitioned among 2 rank(s), is among 3" in text
     loaded = known(0, 2, worker_load="1,0.5")
     text = refused(configuration.changed_on_resume, known(1, 2), loaded)
-    assert "2 rank(s) shared it, are 2 rank(s) by --worker-load 1,0.5" in text
+    assert "among 2 rank(s), is among 2 rank(s) by --worker-load 1,0.5" in text
     configuration.changed_on_resume(known(0, 2), known(0, 3))
     configuration.changed_on_resume(known(1, 2), known(0, 2))
     configuration.changed_on_resume({**known(1, 2), **resumable()}, {**known(0, 3), **resumable()})

@@ -109,8 +109,8 @@ def _pack(job, signals):
         )
     if not completed:
         print(
-            f"{signals.name}: stopped after {progress.count} of {total} images; to go on, run the "
-            "same command again"
+            f"{signals.name}: stopped after {progress.count} of {total} images; to continue, run "
+            "the same command again"
         )
         return arguments.STOPPED
     size = os.path.getsize(job.target)

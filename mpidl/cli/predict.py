@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             f"--data {parsed.data}: expected images of shape {net.input_shape}, as the model was "
             f"trained on, found {images.image_shape} (--resize, --cover, --centre-crop and "
-            "--colour make them so)"
+            "--colour convert them)"
         )
     if parsed.activations:
         _activations(parsed, world, net, images)
@@ -61,7 +61,9 @@ def _check_outputs(parsed):
         for name in ("top_k", "confusion"):
             if getattr(parsed, name):
                 flag = training_options.flag(name)
-                raise UserError(f"--activations writes what a layer computes: {flag} is without it")
+                raise UserError(
+                    f"--activations writes what a layer computes: expected no {flag} with it"
+                )
         if not parsed.out:
             raise UserError("--activations: expected --out FILE.npy or FILE.h5 with it, found none")
         arrays.check_path(parsed.out, "--out")
@@ -186,7 +188,7 @@ def _classes(parsed, world, net, images, classes, reason):
         raise UserError(f"--out {parsed.out}: the scores of classes are written as .csv")
     (count,) = net.output_shape
     if parsed.top_k and parsed.top_k > count:
-        raise UserError(f"--top-k {parsed.top_k}: the model tells {count} classes apart")
+        raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")
     table = np.zeros((count, count), np.int64)
     in_top_k, text = 0, io.StringIO()
     rows = csv.writer(text, lineterminator="\n")

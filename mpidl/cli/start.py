@@ -57,8 +57,8 @@ def arithmetic(world: World) -> list[str]:
     if len({kind for *_, kind in ranks}) > 1:
         mix = _by_kind((host, kind) for host, _, kind in ranks)
         lines.append(
-            f"warning: the ranks run different arithmetic, so that the weights depend on who "
-            f"computes what: {mix}"
+            f"warning: the ranks run different arithmetic, so that the weights depend on "
+            f"which rank computes what: {mix}"
         )
     return lines
 
@@ -252,8 +252,8 @@ def network(
         )
     if isinstance(classes, int) and net.output_shape != (classes,):
         raise UserError(
-            f"--network {name}: expected {classes} outputs, one for each class of the data (of "
-            f"images with numbers, for each number), found {'x'.join(map(str, net.output_shape))}"
+            f"--network {name}: expected {classes} outputs, one per class of the data (or per "
+            f"number, if the targets are numbers), found {'x'.join(map(str, net.output_shape))}"
         )
     return net
 

@@ -77,8 +77,8 @@ def _train(typed, world, signals):
     )
     if settings.sampling == "partition":
         lines.append(
-            f"note: --sampling partition: each of {world.size} rank(s) has a part of the images; "
-            "with other ranks the weights differ"
+            f"note: --sampling partition: the images are partitioned among {world.size} "
+            "rank(s); with other ranks the weights differ"
         )
     if settings.batch_per_rank is not None:
         lines.append(
@@ -119,7 +119,7 @@ def _train(typed, world, signals):
             console.close()
             console.line(
                 f"{stopped}: stopped at iteration {result.iterations}, checkpoint written; "
-                f"to go on, run again with --resume {out}"
+                f"to continue, run again with --resume {out}"
             )
             return arguments.STOPPED
         for line in _validation_lines(result, settings):
@@ -198,11 +198,11 @@ def _validation_lines(result, settings):
     lines, best = [], result.best_iteration
     if result.stopped == progress.PATIENCE:
         lines.append(
-            f"Stopped at iteration {result.iterations}: the validation loss was least at iteration "
-            f"{best} (--validation-patience {settings.validation_patience})"
+            f"Stopped at iteration {result.iterations}: the validation loss has not improved "
+            f"since iteration {best} (--validation-patience {settings.validation_patience})"
         )
     if settings.output_network == "best-validation":
-        lines.append(f"The network is that of iteration {best}, of the least validation loss")
+        lines.append(f"The network is from iteration {best}, which has the lowest validation loss")
     return lines
 
 

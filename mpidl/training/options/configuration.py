@@ -290,7 +290,7 @@ def changed_on_resume(
                 + (f" (--batch-per-rank {per_rank}; none keeps it)" if per_rank else "")
             )
         elif rule == "up" and new < old:
-            refused.append(f"{flag(name)} was {old}, is {new} (it may only grow)")
+            refused.append(f"{flag(name)} was {old}, is {new} (it may only increase)")
     schedule = now["options"].get("learn_rate_schedule")
     old, new = (table["options"].get("epochs") for table in (saved, now))
     if schedule in ENDING and new > old:
@@ -314,11 +314,11 @@ def changed_on_resume(
     in_partitions = now["options"].get("sampling") == "partition" and saved["position"]["batch"]
     if in_partitions and old is not None and old != new:
         refused.append(
-            f"--sampling partition in the midst of an epoch: {_describe_ranks(old)} shared it, "
-            f"are {_describe_ranks(new)}"
+            f"--sampling partition in the middle of an epoch: it was partitioned among "
+            f"{_describe_ranks(old)}, is among {_describe_ranks(new)}"
         )
     if refused:
-        raise UserError(f"--resume: {run_name} cannot go on: {'; '.join(refused)}")
+        raise UserError(f"--resume: {run_name} cannot continue: {'; '.join(refused)}")
 
 
 def _describe_ranks(facts):

@@ -161,7 +161,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         None,
         Rule(
             str,
-            "measured, or a number a rank such as 1,1,0,1",
+            "measured, or a number per rank such as 1,1,0,1",
             choices=("measured",),
             pattern=r"[0-9]+(\.[0-9]{1,3})?(,[0-9]+(\.[0-9]{1,3})?)*",
             separator=",",
@@ -232,13 +232,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
             )
         if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
             raise UserError(
-                "learn_rate_schedule: a function gives the rate of every iteration, so there is no "
-                "warm-up beside it"
+                "learn_rate_schedule: a function gives the rate of every iteration: expected no "
+                "warm-up with it"
             )
         if self.sampling == "partition" and self.worker_load == "measured":
             raise UserError(
-                "--sampling partition and --worker-load measured: what a rank's part of the images "
-                "is would depend on time; give numbers"
+                "--sampling partition and --worker-load measured: each rank's images would depend "
+                "on timing; give numbers instead"
             )
 
     @classmethod
@@ -295,7 +295,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 f"found {len(load)}"
             )
         if not any(load):
-            raise UserError(f"--worker-load {self.worker_load}: expected a rank that works")
+            raise UserError(f"--worker-load {self.worker_load}: expected a number above 0")
         return load
 
     def as_dict(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ RUN: dict[str, Any] = {
 }
 HINTS = {
     **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),
-    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command alone"),
+    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command only"),
 }
 OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
 NAMES = tuple(OPTIONS)
