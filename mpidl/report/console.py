@@ -61,7 +61,7 @@ class Console:
         self.bar: Any = None  # a rich Progress, with one task
         self.task: Any = None
         self.last = None  # arguments of the last `iteration`
-        self.printed = None  # those of the last line for an iteration
+        self.last_printed = None  # those of the last line for an iteration
         self.draw_time = self.line_time = time.monotonic()
 
     def __enter__(self):
@@ -127,9 +127,9 @@ class Console:
 
     def last_iteration(self) -> None:
         """Print the line of the last iteration, unless it is printed already."""
-        if not self.progress or self.last is None or self.last is self.printed:
+        if not self.progress or self.last is None or self.last is self.last_printed:
             return
-        self.printed, self.line_time = self.last, time.monotonic()
+        self.last_printed, self.line_time = self.last, time.monotonic()
         epoch, iteration, loss, images_per_second, _ = self.last
         self.line(
             f"Iteration: {iteration}, Epoch: {epoch}, Loss: {loss:.4f}, "
