@@ -150,7 +150,9 @@ def digest(*parts: object) -> str:
     return total.hexdigest()
 
 
-def write_whole(path: str, content: bytes | memoryview, aside: str | None = None) -> None:
+def write_whole(
+    path: str | os.PathLike, content: bytes | memoryview, aside: str | os.PathLike | None = None
+) -> None:
     """Write a file so that it holds all the bytes afterwards, or is as it was before.
 
     Parameters

@@ -218,7 +218,7 @@ class Counter:
 def fold_nodes(
     tree: Tree,
     nodes: Sequence[Range],
-    values: Sequence[np.ndarray],
+    values: Sequence[np.ndarray] | np.ndarray,
     combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> np.ndarray:
     """Combine the nodes of all ranks, in order, into the root. Overwrites `values`."""

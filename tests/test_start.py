@@ -1,5 +1,7 @@
 """What `--network FILE.py:FUNCTION` makes of what the function returns."""
 
+import pickle
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -98,6 +100,45 @@ def test_functions_that_give_no_network(file, function, text):
     assert str(caught.value) == f"--network {name}: {text}"
 
 
+def test_user_files_are_modules_of_their_own(tmp_path):
+    """Files of one name in two folders do not replace each other; pickle finds their classes."""
+    modules = []
+    for folder in ("a", "b-1"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "layers.py"
+        path.write_text(f"class Layer:\n    folder = {folder!r}\n")
+        modules.append(start.load_user_file(path))
+    first, second = modules
+    assert (first.Layer.folder, second.Layer.folder) == ("a", "b-1")
+    for module in modules:
+        assert sys.modules[module.__name__] is module
+        assert pickle.loads(pickle.dumps(module.Layer)) is module.Layer
+
+
+def test_user_files_that_cannot_be_loaded(tmp_path):
+    modules = set(sys.modules)
+    (tmp_path / "text.txt").write_text("")
+    for name, text in (("none.py", "no file "), ("text.txt", "expected a Python file, FILE.py, ")):
+        with pytest.raises(dl.UserError, match=text):
+            start.load_user_file(tmp_path / name)
+    broken = tmp_path / "broken.py"
+    broken.write_text("import mpidl\n\nraise mpidl.UserError('its own')\n")
+    with pytest.raises(dl.UserError, match="^its own$"):
+        start.load_user_file(broken)
+    with pytest.raises(dl.UserError, match=f"^--optimizer {broken}:make: its own$"):
+        start.load_user_function(f"{broken}:make", "--optimizer")
+    assert set(sys.modules) == modules
+
+
+def test_user_functions(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def make(rate):\n    return 2 * rate\n")
+    assert start.load_user_function(f"{path}:make", "--optimizer")(0.25) == 0.5
+    text = f"^--optimizer {path}:mak: {path} defines no function mak: did you mean make\\?$"
+    with pytest.raises(dl.UserError, match=text):
+        start.load_user_function(f"{path}:mak", "--optimizer")
+
+
 @pytest.mark.parametrize(
     ("position", "options", "text"),
     [
@@ -117,7 +158,7 @@ def test_functions_that_give_no_network(file, function, text):
 )
 def test_where_a_resumed_run_is_and_what_trains_on(position, options, text):
     position = dict(zip(("epoch", "iteration"), position, strict=True))
-    assert train._where(position, dl.TrainingOptions(epochs=2, **options)) == text
+    assert train._describe_position(position, dl.TrainingOptions(epochs=2, **options)) == text
 
 
 @pytest.mark.usefixtures("world")

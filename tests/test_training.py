@@ -141,7 +141,7 @@ def test_a_softmax_at_the_end_is_the_one_of_the_loss(world):
 
 
 def test_options_that_do_not_go_together():
-    with pytest.raises(UserError, match="no warm-up beside it"):
+    with pytest.raises(UserError, match="expected no warm-up with it"):
         dl.TrainingOptions(learn_rate_schedule=lambda epoch, i: 0.1, warmup_iterations=2)
     with pytest.raises(UserError, match="--sampling partition and --worker-load measured"):
         dl.TrainingOptions(sampling="partition", worker_load="measured")
@@ -229,11 +229,11 @@ def test_loads_do_not_matter(world):
 def test_loads_that_cannot_be_used(world):
     for text, words in (
         (",".join(["1"] * (world.size + 1)), "expected a number for each of"),
-        (",".join(["0"] * world.size), "expected a rank that works"),
+        (",".join(["0"] * world.size), "expected a number above 0"),
     ):
         with pytest.raises(UserError, match=words):
             trained(world, worker_load=text)
-    with pytest.raises(UserError, match="worker_load must be measured, or a number a rank"):
+    with pytest.raises(UserError, match="worker_load must be measured, or a number per rank"):
         dl.TrainingOptions(worker_load="1;2")
 
 

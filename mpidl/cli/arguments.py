@@ -1,39 +1,51 @@
-"""The commands' arguments. Pure parsing: no MPI, nothing printed but --help.
+"""The arguments of the commands. Parsing needs no MPI and prints nothing but --help.
 
-An option of training is defined once, in `training.options`; here it gets its flag and help text.
-`train` returns only what was typed, so that `configuration.resolve` can tell where each value came
-from.
+`training.options` defines the options of training; this module adds their flags. `train` returns
+only what the user typed, so that `configuration.resolve` knows the source of each value.
 """
 
 import argparse
 import os
 import sys
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mpidl.data.formats import FILES
 from mpidl.errors import UserError
 from mpidl.nn import zoo
-from mpidl.training.files import run_folder
 from mpidl.training.options import configuration, training_options
-from mpidl.training.options.option_types import checked
+from mpidl.training.options.option_types import check_value
 
-STOPPED = 75  # the exit code that asks for another run
+STOPPED = 75  # exit code of a stopped run, which asks the batch system for another one
 EXIT_CODES = """\
-exit codes: 0 done; 1 a fault; 2 unusable options or data; 75 asked to stop (USR1, TERM, INT),
-checkpoint written: run again with --resume DIR
+exit codes: 0 done; 1 fault; 2 unusable options or data; 75 stopped by a signal (USR1, TERM, INT)
+after writing a checkpoint: run again with --resume DIR
 """
 
-# Of the options of training, those that the classifying of images has.
+# Options of training that mpidl.predict has, too.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 
-LONGEST = 40  # of the choices that stand beside an option in --help
+MAX_CHOICES = 40  # characters of choices that --help lists beside a flag
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line UserErrors, no abbreviations, and help only where it is wanted."""
+    """An ArgumentParser that raises one-line UserErrors and takes no abbreviations.
 
-    def __init__(self, command, description, quiet, **keywords):
+    Parameters
+    ----------
+    command : str
+        Name of the module after ``python -m``.
+    description : str
+        Text at the top of --help.
+    quiet : bool
+        Whether --help ends the program without printing, as on all ranks but one.
+    **keywords
+        Arguments of ArgumentParser.
+    """
+
+    def __init__(self, command: str, description: str, quiet: bool, **keywords: Any):
         super().__init__(
             prog=f"python -m {command}",
             description=description,
@@ -44,170 +56,229 @@ class Parser(argparse.ArgumentParser):
         self.quiet = quiet
 
     def error(self, message):
+        """Raise UserError."""
         raise UserError(message.removeprefix("argument "))
 
     def print_help(self, file=None):
+        """Print the help unless the parser is quiet."""
         if not self.quiet:
             super().print_help(file)
 
-    def parse(self, argv):
-        """The Namespace; UserError for what is unknown, with the nearest known option."""
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parse a command line.
+
+        Parameters
+        ----------
+        argv : sequence of str, optional
+            The arguments; by default those of the process.
+
+        Raises
+        ------
+        UserError
+            If an argument is unknown, with the nearest option, or has an unusable value.
+        """
         argv = sys.argv[1:] if argv is None else list(argv)
-        known = [text for action in self._actions for text in action.option_strings]
+        flags = [text for action in self._actions for text in action.option_strings]
         for text in argv:
             name = text.partition("=")[0]
             if name == "--":
                 break
-            if name == "--ranks" and name not in known:
+            if name == "--ranks" and name not in flags:
                 raise UserError(
                     "unknown option --ranks: mpirun -n N starts the ranks, run/train as many as "
                     "MPIDL_RANKS says"
                 )
-            if name.startswith("--") and name not in known:
-                raise UserError(f"unknown option {name}{training_options.nearest(name, known)}")
-        found, extra = self.parse_known_args(argv)
+            if name.startswith("--") and name not in flags:
+                raise UserError(f"unknown option {name}{training_options.nearest(name, flags)}")
+        arguments, extra = self.parse_known_args(argv)
         if extra:
             raise UserError(f"unexpected argument {extra[0]} (--help lists the options)")
-        return found
+        return arguments
 
-    def add_options(self, *names, **defaults):
-        """Flags for these options of training; {name: default} for one that is not theirs."""
+    def add_options(self, *names: str, **defaults: object) -> None:
+        """Add flags for options of training; `defaults` replace the defaults that --help shows."""
         for name in names:
-            self._add_option(name, training_options.OPTIONS[name], defaults.get(name))
+            default = str(defaults.get(name, training_options.default_text(name)))
+            self.add(name, training_options.OPTIONS[name].metadata["help"], default)
 
-    def _add_option(self, name, known, default):
-        default = known.default if default is None else default
-        self.add(name, known.metadata["help"], default)
+    def add(self, name: str, text: str, default: str = "none") -> None:
+        """Add a flag for a name in `configuration.RULES`.
 
-    def add(self, name, text, default=None):
-        """A flag for what `configuration` has a rule of."""
+        Parameters
+        ----------
+        name : str
+            Name of the option.
+        text : str
+            Help text.
+        default : str
+            The default that --help shows.
+        """
         rule = configuration.RULES[name]
-        choices = "|".join([*rule.choices, *([rule.shape] if rule.pattern else [])])
-        if len(choices) > LONGEST:
-            text, choices = f"{text}: {choices.replace('|', ', ')}", "NAME"
+        choices = "|".join([*rule.choices, *([rule.metavar] if rule.pattern else [])])
+        if len(choices) > MAX_CHOICES:
+            text, choices = f"{text}. NAME is {_either(rule.choices)}", "NAME"
         self.add_argument(
             training_options.flag(name),
-            type=lambda value: checked(rule, value, training_options.flag(name), text=True),
+            type=lambda value: check_value(rule, value, training_options.flag(name), text=True),
             metavar=choices or {int: "N", float: "X"}[rule.kind],
-            help=f"{text} ({'none' if default is None else default})",
+            help=f"{text}; default: {default}",
             default=argparse.SUPPRESS,
         )
 
 
-def train(argv=None, quiet=False):
-    """{name: value} of what was typed: options, network, data, test_data, validation_data, out,
-    resume, overwrite, config.
+def _either(names):
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
-    `quiet`: --help ends the program without printing, as it must on all ranks but one. Raises
-    UserError.
+
+def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, Any]:
+    """Parse the arguments of mpidl.train.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments; by default those of the process.
+    quiet : bool
+        Whether --help ends the program without printing, as on all ranks but one.
+
+    Returns
+    -------
+    dict
+        {name: value} of the typed arguments: options of training, network, data, test_data,
+        validation_data, test_fraction, preview, out, resume, overwrite, config, and `PREPROCESS`.
+
+    Raises
+    ------
+    UserError
+        If an argument cannot be used.
     """
     parser = Parser(
         "mpidl.train",
-        "Train a network on all ranks that mpirun or srun started. Without options: the digits\n"
-        "network on the embedded digit images, by its recipe.",
+        "Train a network on all ranks that mpirun or srun started. Without options, train the\n"
+        "digits network on the embedded digit images with its recipe.",
         quiet,
         usage="python -m mpidl.train [OPTION VALUE] ...",
-        epilog="In parentheses: the default, where the network's recipe has no other.\n"
+        epilog="A default applies unless the network's recipe sets the option.\n"
         f"{textwrap.fill(_recipe('digits'), 88)}\n"
-        "A value comes from the command line, else --config, else the run that is resumed, else\n"
-        f"the recipe, else the default.\n\n{EXIT_CODES}",
+        "The first of these sources that has a value wins: the command line, --config, the\n"
+        f"resumed run, the recipe, the default.\n\n{EXIT_CODES}",
         argument_default=argparse.SUPPRESS,
     )
     _add_data(parser)
     parser.add_argument(
         "--test-data",
         metavar="DATA",
-        help="test images (those that --data brings, else --test-fraction of it)",
+        help="Test images; default: those that come with --data, else --test-fraction of it",
     )
     parser.add(
         "test_fraction",
-        "share of --data, of each class, that is kept for the test where it brings no test images; "
-        "0: no test",
-        training_options.RUN["test_fraction"],
+        "Fraction of --data, taken from each class, to hold out for the test if no test images "
+        "come with it; 0 disables the test",
+        str(training_options.RUN["test_fraction"]),
     )
     parser.add_argument(
         "--validation-data",
         metavar="DATA|test",
-        help="images to validate on while training; test: those of the test (none)",
+        help="Images to validate on during training; test uses the test images; default: none",
     )
     add_preprocess(parser)
     parser.add_options(*training_options.NAMES)
     parser.add_argument(
         "--preview",
-        type=_picture,
+        type=_png_path,
         metavar="FILE.png",
-        help="draw images as they are and as they will be augmented, and end",
+        help="Draw images before and after augmentation, and exit without training",
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="folder for the results; not one that holds a run, unless it goes on or is "
-        "overwritten (the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist)",
+        help="Folder for the results; it may not contain a run unless --resume or --overwrite is "
+        "given; default: the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist",
     )
-    parser.add_argument("--resume", metavar="DIR", help="go on from the checkpoint in DIR")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace the run that the folder of --out holds"
+        "--resume", metavar="DIR", help="Resume training from the checkpoint in DIR"
     )
-    parser.add_argument("--config", metavar="FILE.toml", help="file of options")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="Replace the run in the folder of --out"
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="Read options from this file")
     return vars(parser.parse(argv))
 
 
-def predict(argv=None, quiet=False):
-    """Namespace of model, data, out, top_k, confusion, activations, of options of training,
-    `PREDICT`, and of preprocess: {name: value} of what was typed of the `PREPROCESS`."""
-    parser = Parser("mpidl.predict", "Classify images with a trained network.", quiet)
-    parser.add_argument("--model", metavar="FILE.h5", required=True, help="model.h5 of a run")
+def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.predict.
+
+    Parameters and errors are those of `train`.
+
+    Returns
+    -------
+    Namespace
+        model, data, out, top_k, confusion, activations; the options of training in `PREDICT`; and
+        preprocess, {name: value} of the typed `PREPROCESS`.
+    """
+    parser = Parser(
+        "mpidl.predict",
+        "Classify images with a trained network.",
+        quiet,
+        epilog="--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
+        "preprocessing, also if only one of them is given.",
+    )
+    parser.add_argument("--model", metavar="FILE.h5", required=True, help="The model.h5 of a run")
     parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="write FILE.csv, a row an image: name, class, a score a class, or of a model of "
-        "numbers these and the targets; of --activations and of a model of other outputs than "
-        "classes FILE.npy or FILE.h5, an array",
+        help="Write the results. FILE.csv has a row per image: its name, its class and a score per "
+        "class; for a model that gives numbers, its name, the numbers and the targets. FILE.npy "
+        "or FILE.h5 is an array, for --activations and models without classes",
     )
     parser.add_argument(
         "--top-k",
         type=count("--top-k"),
         metavar="K",
-        help="print the share of the images whose class is among the K with the largest scores",
+        help="Print the fraction of images whose class is among the K largest scores",
     )
     parser.add_argument(
         "--confusion",
         metavar="FILE",
-        help="write which class was taken for which: FILE.csv, or FILE.png, a picture",
+        help="Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
     )
     parser.add_argument(
         "--activations",
         metavar="LAYER",
-        help="write what the layer of this name computes for each image to --out",
+        help="Write what this layer computes for each image to --out",
     )
-    add_preprocess(parser, instead="; in place of what the model does to images")
+    add_preprocess(parser, "as for the model")
     parser.add_options(*PREDICT)
-    found = {name: training_options.OPTIONS[name].default for name in PREDICT} | vars(
-        parser.parse(argv)
-    )
-    typed = {name: found.pop(name) for name in PREPROCESS if name in found}
-    return argparse.Namespace(**found, preprocess=typed)
+    defaults = {name: training_options.OPTIONS[name].default for name in PREDICT}
+    values = defaults | vars(parser.parse(argv))
+    typed = {name: values.pop(name) for name in PREPROCESS if name in values}
+    return argparse.Namespace(**values, preprocess=typed)
 
 
-def verify(argv=None, quiet=False):
-    """Namespace of ranks (a list) and given, {name: value} of a short training run.
+def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.verify.
 
-    given holds what was typed, for `configuration.resolve`, and a max_iterations in any case.
+    Parameters and errors are those of `train`.
+
+    Returns
+    -------
+    Namespace
+        ranks, a list of int; and options, {name: value} of the typed arguments of training, with
+        max_iterations in any case.
     """
     parser = Parser(
         "mpidl.verify",
-        "Train briefly on each number of ranks and compare the weights: they must be the same,\n"
+        "Train briefly on each number of ranks and compare the weights, which must be the same,\n"
         "byte for byte.",
         quiet,
-        epilog="exit codes: 0 all the same; 1 they differ, or a fault; 2 unusable options",
+        epilog="exit codes: 0 the weights are equal; 1 they differ, or a fault; 2 unusable options",
     )
     parser.add_argument(
         "--ranks",
         type=rank_counts,
         default=[1, 2, 3, 4],
         metavar="N,N,...",
-        help="numbers of ranks to compare (1,2,3,4)",
+        help="Numbers of ranks to compare; default: 1,2,3,4",
     )
     _add_data(parser)
     add_preprocess(parser)
@@ -218,58 +289,71 @@ def verify(argv=None, quiet=False):
         "seed",
         max_iterations=5,
     )
-    given = vars(parser.parse(argv))
-    ranks = given.pop("ranks")
-    return argparse.Namespace(ranks=ranks, given={"max_iterations": 5, **given})
+    options = vars(parser.parse(argv))
+    ranks = options.pop("ranks")
+    return argparse.Namespace(ranks=ranks, options={"max_iterations": 5, **options})
 
 
-def info(argv=None, quiet=False):
-    """Namespace of network (None: the machine is asked for), input_shape, classes, batch_size."""
+def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.info.
+
+    Parameters and errors are those of `train`.
+
+    Returns
+    -------
+    Namespace
+        network, None to show the machine; input_shape, classes and batch_size, each None if it was
+        not typed.
+    """
     parser = Parser(
         "mpidl.info",
-        "Show what mpidl found on this machine and its ranks; with --network, a network's layers.",
+        "Show what mpidl found on this machine and its ranks, or the layers of a network.",
         quiet,
     )
     parser.add_argument(
         "--network",
         metavar="NAME",
-        help=f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION: its layers, with their learnables, "
-        "memory and operations",
+        help="Show the layers of this network with their learnables, memory and operations: "
+        f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
     )
     parser.add_argument(
         "--input-shape",
         type=image_shape,
         metavar="C,H,W",
-        help="of an image, for --network (that of the network's own images)",
+        help="Shape of an image for --network; default: that of the images it was designed for",
     )
     parser.add_argument(
-        "--classes", type=count("--classes"), metavar="N", help="for --network (its own)"
+        "--classes",
+        type=count("--classes"),
+        metavar="N",
+        help="Number of classes for --network; default: that of the data it was designed for",
     )
     parser.add_argument(
         "--batch-size",
         type=count("--batch-size"),
         metavar="N",
-        help="images in a mini-batch, for --network (that of its recipe, else 128)",
+        help="Images per mini-batch for --network; default: that of its recipe, else 128",
     )
-    found = parser.parse(argv)
-    given = [n for n in ("input_shape", "classes", "batch_size") if getattr(found, n) is not None]
-    if given and found.network is None:
+    namespace = parser.parse(argv)
+    sizes = ("input_shape", "classes", "batch_size")
+    typed = [name for name in sizes if getattr(namespace, name) is not None]
+    if typed and namespace.network is None:
         raise UserError(
-            f"{training_options.flag(given[0])}: is for --network NAME, which is missing"
+            f"{training_options.flag(typed[0])}: is for --network NAME, which is missing"
         )
-    return found
+    return namespace
 
 
 DATA_HELP = (
-    "digits; a folder with a sub-folder of images for each class, or one with train/ and test/; a "
-    "folder of IDX files or of CIFAR's binary files; "
-    f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or one made by python -m mpidl.pack"
+    "Images: digits; a folder with a sub-folder of images per class, or with such folders train/ "
+    "and test/; a folder of IDX files or of CIFAR's binary files; "
+    f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by python -m mpidl.pack"
 )
 
 
-def as_flags(given):
-    """The command line that means `given`: {"batch_size": 8} is ["--batch-size", "8"]."""
-    texts = {name: "none" if value is None else str(value) for name, value in given.items()}
+def as_flags(options: Mapping[str, Any]) -> list[str]:
+    """Return the command line for options: {"batch_size": 8} is ["--batch-size", "8"]."""
+    texts = {name: "none" if value is None else str(value) for name, value in options.items()}
     return [text for name in texts for text in (training_options.flag(name), texts[name])]
 
 
@@ -278,43 +362,50 @@ def _add_data(parser):
         "--network",
         default=argparse.SUPPRESS,
         metavar="NAME",
-        help=f"{', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, called with input_shape and "
-        "classes: its Network keeps its learnables, a list of layers gets them by --seed (digits)",
+        help=f"Network to train: {', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, which is called "
+        "with input_shape and classes. A returned Network keeps its learnables; a list of layers "
+        "is initialized from --seed; default: digits",
     )
     parser.add_argument(
         "--data",
         default=argparse.SUPPRESS,
         metavar="DATA",
-        help=f"{DATA_HELP} (digits)",
+        help=f"{DATA_HELP}; default: digits",
     )
 
 
-def add_preprocess(parser, instead=""):
-    """What is done to each image of every set, in this order."""
+def add_preprocess(parser: Parser, default: str = "none") -> None:
+    """Add flags for the preprocessing of the images of every set, in the order of its steps."""
     texts = (
-        "make all images so",
-        "resize images to this, bilinearly",
-        "resize images, keeping their proportions, to the least size that holds this",
-        "cut this from their centre",
+        "Convert images to gray or to RGB",
+        "Resize images to this size, bilinearly",
+        "Resize images, keeping their proportions, to the smallest size that covers this one",
+        "Crop this size from the centre of images",
     )
     for name, text in zip(PREPROCESS, texts, strict=True):
-        parser.add(name, text + instead)
+        parser.add(name, text, default)
 
 
-def count(spelled):
+def count(spelled: str) -> Callable[[str], int]:
+    """Return a converter of text to a whole number that is at least 1.
+
+    `spelled` is the flag, for the error message.
+    """
+
     def convert(text):
         return training_options.check("epochs", text, spelled, text=True)
 
     return convert
 
 
-def _picture(text):
+def _png_path(text):
     if os.path.splitext(text)[1].lower() != ".png":
         raise UserError(f"--preview {text}: the picture is written as .png")
     return text
 
 
-def image_shape(text):
+def image_shape(text: str) -> tuple[int, ...]:
+    """Convert the text C,H,W of --input-shape."""
     sides = [
         training_options.check("epochs", part, "--input-shape", text=True)
         for part in text.split(",")
@@ -324,7 +415,8 @@ def image_shape(text):
     return tuple(sides)
 
 
-def rank_counts(text):
+def rank_counts(text: str) -> list[int]:
+    """Convert the text N,N,... of --ranks."""
     try:
         return [
             training_options.check("epochs", part, "--ranks", text=True) for part in text.split(",")
@@ -335,44 +427,4 @@ def rank_counts(text):
 
 def _recipe(name):
     words = (f"{key.replace('_', ' ')} {value}" for key, value in zoo.RECIPES[name].items())
-    return f"The {name} recipe: {', '.join(words)}."
-
-
-def check_output_folder(given):
-    """UserError where --out holds a run that is neither resumed nor to be overwritten."""
-    if "out" in given and not given.get("overwrite"):
-        run_folder.refuse_a_run(given["out"], given.get("resume"))
-
-
-def output_folder(given, network):
-    """Make the folder for a run's results and return its path; `given` as from `train`.
-
-    --out as it is, with an earlier run's results removed (see `check_output_folder`); else, for a
-    resumed run, its own folder; else the first of runs/NETWORK, runs/NETWORK-2, ... that does not
-    exist. Raises UserError.
-    """
-    out, resume = given.get("out"), given.get("resume")
-    try:
-        if out is None:
-            return _next_folder(network) if resume is None else resume
-        run_folder.make_folder(out, resume)
-    except OSError as error:
-        place = f"--out {out}" if out else error.filename
-        raise UserError(f"{place}: cannot be written: {error.strerror or error}") from error
-    if not os.access(out, os.W_OK):
-        raise UserError(f"--out {out}: cannot be written: no permission")
-    return out
-
-
-def _next_folder(network):
-    """Make and return the first folder of its name that does not exist; safe with two jobs."""
-    name = os.path.basename(network.rpartition(":")[2]) or "run"
-    os.makedirs("runs", exist_ok=True)
-    number = 1
-    while True:
-        path = os.path.join("runs", name if number == 1 else f"{name}-{number}")
-        try:
-            os.mkdir(path)
-            return path
-        except FileExistsError:
-            number += 1
+    return f"The recipe of {name}: {', '.join(words)}."

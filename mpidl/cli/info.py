@@ -1,9 +1,10 @@
-"""`python -m mpidl.info`: what mpidl found on this machine and its ranks."""
+"""`python -m mpidl.info`: show what mpidl found on this machine, or the layers of a network."""
 
 import inspect
 import os
 import platform
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,19 +18,19 @@ from mpidl.nn import zoo
 from mpidl.training.options import configuration, training_options
 
 
-def main(argv=None):
-    """Run the command; returns its exit code."""
-    asked = arguments.info(argv, quiet=failure.launched_rank() > 0)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = arguments.info(argv, quiet=failure.launched_rank() > 0)
     world = World(timeout=60, threads=None)
-    if asked.network is not None:
-        on_rank_0(world, lambda: _show_network(asked))
+    if parsed.network is not None:
+        on_rank_0(world, lambda: _show_network(parsed))
         return 0
     ranks = world.gather((world.host, thread_budget.available_cores()))
     warnings = start.arithmetic(world)
-    mine = devices.find_gpus(world.host)
-    known = nccl.version() if mine.gpus else 0
-    seen = world.gather(mine)
-    able = world.gather(nccl.Capabilities(world.host, "", known, nccl.cuda_aware()))
+    local_gpus = devices.find_gpus(world.host)
+    nccl_version = nccl.version() if local_gpus.gpus else 0
+    gpus_by_rank = world.gather(local_gpus)
+    abilities = world.gather(nccl.Capabilities(world.host, "", nccl_version, nccl.cuda_aware()))
     if world.rank:
         return 0
     threads = sorted(set(thread_budget.assign_threads(ranks, 0)[0]))
@@ -40,17 +41,17 @@ def main(argv=None):
         "NumPy": f"{np.__version__}, BLAS {start.blas()}, one thread",
         "arithmetic": _arithmetic(),
         "kernels": _kernels(),
-        "threads": f"{' or '.join(map(str, threads))} a rank, where --threads does not say",
+        "threads": f"{' or '.join(map(str, threads))} per rank unless --threads is given",
         "CPU": f"{cpu_model()}, {os.cpu_count()} cores",
         "CPU features": ", ".join(_features()) or "not known",
         "MPI": _first_line(world.transport.MPI.Get_library_version()),
         "mpi4py": configuration.version_of("mpi4py"),
         "fabric": _fabric(world.transport.MPI.Get_library_version()),
-        "GPU": _gpus(seen[0]),
+        "GPU": _gpus(gpus_by_rank[0]),
         "CuPy": _cupy(),
         "NVRTC": ", ".join(_nvrtc()) or "none",
         "GPU cache": f"{cubins.folder()} (MPIDL_CACHE)",
-        "GPU messages": _transport(seen, able),
+        "GPU messages": _transport(gpus_by_rank, abilities),
     }
     for name, fact in facts.items():
         print(f"{name:13} {fact}")
@@ -65,25 +66,25 @@ def main(argv=None):
     return 0
 
 
-def _show_network(asked):
-    """Print a network's layers; sizes that were not given are its own."""
-    given = {"input_shape": asked.input_shape, "classes": asked.classes}
-    if asked.network in zoo.NETWORKS:
-        own = inspect.signature(zoo.NETWORKS[asked.network]).parameters
-        given = {name: own[name].default if v is None else v for name, v in given.items()}
-    for name, value in given.items():
-        if value is None and ".py:" in asked.network:  # else the name is refused
-            flag = training_options.flag(name)
-            raise UserError(f"--network {asked.network}: expected {flag} too, found none")
-    net = start.network(asked.network, given["input_shape"], given["classes"], seed=0)
-    recipe = zoo.RECIPES.get(asked.network, {})
-    batch_size = asked.batch_size or recipe.get("batch_size") or 128
-    print(f"{asked.network}, {given['classes']} classes")
+def _show_network(parsed):
+    """Print the layers of a network; sizes that were not typed are its defaults."""
+    name = parsed.network
+    sizes = {"input_shape": parsed.input_shape, "classes": parsed.classes}
+    if name in zoo.NETWORKS:
+        parameters = inspect.signature(zoo.NETWORKS[name]).parameters
+        sizes = {key: parameters[key].default if v is None else v for key, v in sizes.items()}
+    for key, size in sizes.items():
+        if size is None and ".py:" in name:  # other names are refused below
+            flag = training_options.flag(key)
+            raise UserError(f"--network {name}: expected {flag} too, found none")
+    net = start.network(name, sizes["input_shape"], sizes["classes"], seed=0)
+    batch_size = parsed.batch_size or zoo.RECIPES.get(name, {}).get("batch_size") or 128
+    print(f"{name}, {sizes['classes']} classes")
     print(net.analyze(batch_size))
 
 
 def _arithmetic():
-    """Who computes, on this rank."""
+    """Return the library that computes on this rank."""
     library = builds.kernels()
     if library is None:
         return "NumPy"
@@ -91,7 +92,7 @@ def _arithmetic():
 
 
 def _kernels():
-    """The builds there are, and which of them do not run here."""
+    """Return the builds of the kernels, and which of them do not run here."""
     names = (
         build if builds.runs_here(build) else f"{build} (not on this CPU)"
         for build in builds.built()
@@ -103,8 +104,8 @@ def _first_line(text):
     return " ".join(text.strip().splitlines()[0].replace("\0", "").split())
 
 
-def cpu_model():
-    """The CPU as /proc/cpuinfo names it, else as Python knows it."""
+def cpu_model() -> str:
+    """Return the name of the CPU from /proc/cpuinfo, or from Python if there is none."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -116,68 +117,70 @@ def cpu_model():
 
 
 def _features():
-    """The CPU's features that NumPy found and can use."""
-    found = np.show_config(mode="dicts").get("SIMD Extensions", {})
-    return [*found.get("baseline", []), *found.get("found", [])]
+    """Return the features of the CPU that NumPy found and can use."""
+    extensions = np.show_config(mode="dicts").get("SIMD Extensions", {})
+    return [*extensions.get("baseline", []), *extensions.get("found", [])]
 
 
 def _fabric(library):
-    """How messages travel, as far as the MPI library's own description and settings tell."""
-    chosen = [
+    """Describe how messages travel, by the MPI library's description and settings."""
+    settings = [
         f"{name}={os.environ[name]}"
         for name in ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
         if name in os.environ
     ]
     for line in library.splitlines():
         if "device" in line.lower():
-            chosen.insert(0, " ".join(line.partition(":")[2].split()))
-    return ", ".join(chosen) or "the MPI library's own choice"
+            settings.insert(0, " ".join(line.partition(":")[2].split()))
+    return ", ".join(settings) or "the MPI library's own choice"
 
 
-def _gpus(seen):
-    """The GPUs that rank 0 may use, or why none; what the driver counts beside them."""
-    if not seen.gpus:
-        return f"none: {seen.reason}"
+def _gpus(visible):
+    """Describe the GPUs that a rank may use, or why there are none."""
+    if not visible.gpus:
+        return f"none: {visible.reason}"
     return "; ".join(
         f"{gpu.index}: {gpu.name}, {gpu.architecture}, {gpu.processors} processors, "
         f"{gpu.memory / 2**30:.0f} GB"
-        for gpu in seen.gpus
+        for gpu in visible.gpus
     )
 
 
 def _cupy():
-    known, packages = discovery.versions(), ", ".join(discovery.packages())
+    versions, packages = discovery.versions(), ", ".join(discovery.packages())
     if not packages:
         return "not installed"
-    if known is None:
+    if versions is None:
         return f"{packages}, which does not load"
-    driver = "no driver" if known.can_run == "0.0" else f"the driver runs up to {known.can_run}"
-    return f"{packages}, for CUDA {known.made_for}; {driver}"
+    driver = "no driver"
+    if versions.can_run != "0.0":
+        driver = f"the driver runs up to {versions.can_run}"
+    return f"{packages}, for CUDA {versions.made_for}; {driver}"
 
 
 def _nvrtc():
-    """The versions of NVRTC that are found, each with what it compiles for."""
-    for found in nvrtc.installed():
-        known = found.architectures
-        version = ".".join(map(str, found.version))
-        yield f"{version} (sm_{min(known)} to sm_{max(known)}, {found.path})"
+    """Yield each installed version of NVRTC with the architectures that it compiles for."""
+    for library in nvrtc.installed():
+        architectures = library.architectures
+        version = ".".join(map(str, library.version))
+        yield f"{version} (sm_{min(architectures)} to sm_{max(architectures)}, {library.path})"
 
 
-def _transport(seen, able):
-    """How sums would travel between the GPUs of the ranks."""
+def _transport(gpus_by_rank, abilities):
+    """Describe how sums would travel between the GPUs of the ranks."""
     try:
-        taken = devices.assign_gpus(seen, "gpu").gpus
-        ranks = [a._replace(identity=gpu.identity) for a, gpu in zip(able, taken, strict=True)]
-        found = nccl.choose_transport(ranks, os.environ.get(nccl.VARIABLE))
+        gpus = devices.assign_gpus(gpus_by_rank, "gpu").gpus
+        ranks = [a._replace(identity=gpu.identity) for a, gpu in zip(abilities, gpus, strict=True)]
+        transport = nccl.choose_transport(ranks, os.environ.get(nccl.VARIABLE))
     except UserError as error:
-        return f"none: {error}" if any(rank.gpus for rank in seen) else "none"
-    words = {"host": "through host memory", "mpi": "by MPI", "nccl": "by NCCL"}[found]
-    nothing = ", nothing with one rank" if len(ranks) == 1 else ""
-    return f"{words}{nothing} ({nccl.VARIABLE})"
+        return f"none: {error}" if any(rank.gpus for rank in gpus_by_rank) else "none"
+    words = {"host": "through host memory", "mpi": "by MPI", "nccl": "by NCCL"}[transport]
+    no_sums = ", nothing with one rank" if len(ranks) == 1 else ""
+    return f"{words}{no_sums} ({nccl.VARIABLE})"
 
 
 def _ranges(numbers):
-    """[0, 1, 2, 5] as 0-2,5."""
+    """Return sorted numbers as ranges: [0, 1, 2, 5] is 0-2,5."""
     parts, first = [], None
     for i, n in enumerate(numbers):
         first = n if first is None else first

@@ -1,9 +1,11 @@
-"""`python -m mpidl.pack`: the images of any source in one file, for fast reading."""
+"""`python -m mpidl.pack`: write the images of any source to one file that training reads fast."""
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from mpidl.cli import arguments, start
 from mpidl.comm import failure
@@ -13,61 +15,81 @@ from mpidl.errors import UserError
 from mpidl.report.console import LINE_SECONDS, clock, terminal_width
 
 
-def parse(argv=None, quiet=False):
-    """Namespace of source, target (None with verify), wanted (Preprocess), threads, verify."""
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.pack.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments; by default those of the process.
+    quiet : bool
+        Whether --help ends the program without printing.
+
+    Returns
+    -------
+    Namespace
+        source; target, None with verify; preprocess, a Preprocess; threads; verify.
+
+    Raises
+    ------
+    UserError
+        If an argument cannot be used.
+    """
     parser = arguments.Parser(
         "mpidl.pack",
         "Write the images of a folder, or of any other source, to one file that training reads\n"
-        "faster, from parallel file systems above all. Labels, class names and the set's own test\n"
-        "images go with them, and training on it gives the same weights, byte for byte. What an\n"
-        "interruption leaves, the same command goes on with.",
+        "faster, especially from parallel file systems. The file includes labels, class names and\n"
+        "the test images of the source. Training on it gives the same weights, byte for byte.\n"
+        "After an interruption, the same command continues.",
         quiet,
-        epilog="exit codes: 0 done; 1 a fault; 2 unusable options or data; 75 asked to stop: run\n"
-        "the same command again",
+        epilog="exit codes: 0 done; 1 fault; 2 unusable options or data; 75 stopped by a signal:\n"
+        "run the same command again",
     )
     parser.add_argument("source", metavar="SRC", help=arguments.DATA_HELP)
-    parser.add_argument("target", metavar="DST.h5", nargs="?", help="the file to write")
+    parser.add_argument("target", metavar="DST.h5", nargs="?", help="The file to write")
     arguments.add_preprocess(parser)
     parser.add_argument(
         "--threads",
         type=arguments.count("--threads"),
         metavar="N",
-        help="threads that read and decode (as many as there are cores)",
+        help="Threads that read and decode; default: the number of cores",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="SRC is a packed file: compare it with its checksums"
+        "--verify",
+        action="store_true",
+        help="Compare SRC, which is a packed file, with its checksums",
     )
-    chosen = parser.parse(argv)
-    wanted = start.preprocess(vars(chosen))
-    if chosen.verify and (chosen.target or wanted):
+    parsed = parser.parse(argv)
+    preprocess = start.preprocess(vars(parsed))
+    if parsed.verify and (parsed.target or preprocess):
         raise UserError("--verify: expected a packed file and nothing else")
-    if not chosen.verify and chosen.target is None:
+    if not parsed.verify and parsed.target is None:
         raise UserError("DST.h5: expected the file to write, found none")
     return argparse.Namespace(
-        source=chosen.source,
-        target=chosen.target,
-        wanted=wanted,
-        threads=chosen.threads or len(os.sched_getaffinity(0)),
-        verify=chosen.verify,
+        source=parsed.source,
+        target=parsed.target,
+        preprocess=preprocess,
+        threads=parsed.threads or len(os.sched_getaffinity(0)),
+        verify=parsed.verify,
     )
 
 
-def main(argv=None):
-    """Run the command; returns its exit code."""
-    chosen = parse(argv, quiet=failure.launched_rank() > 0)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    job = parse(argv, quiet=failure.launched_rank() > 0)
     if failure.launched_ranks() is not None:
         raise UserError("pack is one process with threads: run it without mpirun")
-    return run(chosen)
+    return run(job)
 
 
-def run(chosen):
-    """Do what `parse` returned; the exit code."""
+def run(job: argparse.Namespace) -> int:
+    """Pack or verify as the arguments from `parse` say, and return the exit code."""
     with failure.Signals() as signals:
-        return _verify(chosen, signals) if chosen.verify else _pack(chosen, signals)
+        return _verify(job, signals) if job.verify else _pack(job, signals)
 
 
-def _pack(chosen, signals):
-    train, test = registry.open_data(chosen.source, option="SRC", preprocess=chosen.wanted)
+def _pack(job, signals):
+    train, test = registry.open_data(job.source, option="SRC", preprocess=job.preprocess)
     parts = {"train": train} if test is None else {"train": train, "test": test}
     if test is not None and test.image_shape != train.image_shape:
         raise UserError(
@@ -77,58 +99,66 @@ def _pack(chosen, signals):
     for store in parts.values():
         print(f"From: {store.describe()}", flush=True)
     total = sum(len(store) for store in parts.values())
-    with Progress("Packed", total) as shown:
-        done = packing.pack(
+    with Progress("Packed", total) as progress:
+        completed = packing.pack(
             parts,
-            chosen.target,
-            threads=chosen.threads,
-            progress=shown.add,
+            job.target,
+            threads=job.threads,
+            progress=progress.add,
             stop=lambda: signals.name is not None,
         )
-    if not done:
+    if not completed:
         print(
-            f"{signals.name}: stopped after {shown.done} of {total} images; to go on, run the same "
-            "command again"
+            f"{signals.name}: stopped after {progress.count} of {total} images; to continue, run "
+            "the same command again"
         )
         return arguments.STOPPED
-    size = os.path.getsize(chosen.target)
-    print(f"Packed: {chosen.target}, {total} images, {size:,} bytes, in {clock(shown.seconds())}")
+    size = os.path.getsize(job.target)
+    print(f"Packed: {job.target}, {total} images, {size:,} bytes, in {clock(progress.seconds())}")
     return 0
 
 
-def _verify(chosen, signals):
+def _verify(job, signals):
     parts = [
-        packed.PackedDatastore(chosen.source, part=part, labelled=False)
-        for part in packed.parts_of(chosen.source)
+        packed.PackedDatastore(job.source, part=part, labelled=False)
+        for part in packed.parts_of(job.source)
     ]
     total = sum(len(store) for store in parts)
 
     class Stop(Exception):
         pass
 
-    def progress(count):
-        shown.add(count)
+    def add(count):
+        progress.add(count)
         if signals.name is not None:
             raise Stop
 
-    with Progress("Verified", total) as shown:
+    with Progress("Verified", total) as progress:
         try:
             for store in parts:
-                store.verify(progress)
+                store.verify(add)
         except Stop:
-            print(f"{signals.name}: stopped after {shown.done} of {total} images")
+            print(f"{signals.name}: stopped after {progress.count} of {total} images")
             return arguments.STOPPED
-    print(f"Verified: {chosen.source}, {total} images are what was packed")
+    print(f"Verified: {job.source}, {total} images are what was packed")
     return 0
 
 
 class Progress:
-    """A bar on a terminal, and elsewhere a line now and then: how many images are done."""
+    """The number of processed images, as a bar on a terminal and as lines elsewhere.
 
-    def __init__(self, verb, total):
-        self.verb, self.total, self.done = verb, total, 0
-        self.began = self.written = time.monotonic()
-        self.bar = None
+    Parameters
+    ----------
+    verb : str
+        What happens to the images, such as "Packed".
+    total : int
+        Number of images.
+    """
+
+    def __init__(self, verb: str, total: int):
+        self.verb, self.total, self.count = verb, total, 0
+        self.start_time = self.line_time = time.monotonic()
+        self.bar: Any = None  # a rich Progress, with one task
 
     def __enter__(self):
         width = terminal_width(sys.stdout)
@@ -148,15 +178,15 @@ class Progress:
         if self.bar is not None:
             self.bar.stop()
 
-    def add(self, count):
-        """So many more images are done."""
-        self.done += count
+    def add(self, count: int) -> None:
+        """Count more processed images."""
+        self.count += count
         if self.bar is not None:
-            self.bar.update(self.task, completed=self.done)
-        elif time.monotonic() - self.written > LINE_SECONDS:
-            self.written = time.monotonic()
-            print(f"{self.verb}: {self.done} of {self.total} images", flush=True)
+            self.bar.update(self.task, completed=self.count)
+        elif time.monotonic() - self.line_time > LINE_SECONDS:
+            self.line_time = time.monotonic()
+            print(f"{self.verb}: {self.count} of {self.total} images", flush=True)
 
-    def seconds(self):
-        """Since it began."""
-        return time.monotonic() - self.began
+    def seconds(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self.start_time

@@ -1,8 +1,9 @@
-"""`python -m mpidl.predict`: classify images with a trained network, or look inside it."""
+"""`python -m mpidl.predict`: classify images with a trained network, or write its activations."""
 
 import csv
 import io
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,137 +18,155 @@ from mpidl.files import on_rank_0
 from mpidl.report import arrays
 from mpidl.text import class_names, printable
 from mpidl.training.files import model_file
+from mpidl.training.options import training_options
 
 
-def main(argv=None):
-    """Run the command; returns its exit code."""
-    given = arguments.predict(argv, quiet=failure.launched_rank() > 0)
-    world = World(timeout=given.timeout, threads=None)
-    backends.configure(winograd=given.winograd, precision=given.precision)
-    lines = world.use_device(given.device, given.gpus) + world.use_threads(given.threads)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = arguments.predict(argv, quiet=failure.launched_rank() > 0)
+    world = World(timeout=parsed.timeout, threads=None)
+    backends.configure(winograd=parsed.winograd, precision=parsed.precision)
+    lines = world.use_device(parsed.device, parsed.gpus) + world.use_threads(parsed.threads)
     for line in [*start.arithmetic(world), *lines]:
         print(line)
-    on_rank_0(world, lambda: _check_outputs(given))
-    net, about = on_rank_0(world, lambda: model_file.load_model(given.model))
-    classes = about["classes"]
+    on_rank_0(world, lambda: _check_outputs(parsed))
+    net, facts = on_rank_0(world, lambda: model_file.load_model(parsed.model))
+    classes = facts["classes"]
     images = data.open_test_data(
-        given.data, world, classes=classes, labelled=False, option="--data"
+        parsed.data, world, classes=classes, labelled=False, option="--data"
     )
-    how = start.preprocess(given.preprocess) if given.preprocess else net.preprocess
-    why = getattr(images, "unlabelled", None)  # before it is made into another set
-    images = data.preprocessed(images, how)
+    preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
+    reason = getattr(images, "unlabelled", None)  # the preprocessed set does not have it
+    images = data.preprocessed(images, preprocess)
     if not net.takes(images.image_shape):
         raise UserError(
-            f"--data {given.data}: expected images of shape {net.input_shape}, as the model was "
+            f"--data {parsed.data}: expected images of shape {net.input_shape}, as the model was "
             f"trained on, found {images.image_shape} (--resize, --cover, --centre-crop and "
-            "--colour make them so)"
+            "--colour convert them)"
         )
-    if given.activations:
-        _activations(given, world, net, images)
+    if parsed.activations:
+        _activations(parsed, world, net, images)
     elif images.targets_shape is not None or len(net.output_shape) != 1 or not classes:
-        _outputs(given, world, net, images)
+        _outputs(parsed, world, net, images)
     else:
-        _classes(given, world, net, images, classes, why)
+        _classes(parsed, world, net, images, classes, reason)
     return 0
 
 
-def _check_outputs(given):
-    """Before anything is computed: that what is asked for can be written."""
-    if given.confusion:
-        confusion.check_path(given.confusion, "--confusion")
-    if given.activations:
+def _check_outputs(parsed):
+    """Raise UserError if a requested file cannot be written, before anything is computed."""
+    if parsed.confusion:
+        confusion.check_path(parsed.confusion, "--confusion")
+    if parsed.activations:
         for name in ("top_k", "confusion"):
-            if getattr(given, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"--activations writes what a layer computes: {flag} is without it")
-        if not given.out:
+            if getattr(parsed, name):
+                flag = training_options.flag(name)
+                raise UserError(
+                    f"--activations writes what a layer computes: expected no {flag} with it"
+                )
+        if not parsed.out:
             raise UserError("--activations: expected --out FILE.npy or FILE.h5 with it, found none")
-        arrays.check_path(given.out, "--out")
+        arrays.check_path(parsed.out, "--out")
 
 
-def _activations(given, world, net, images):
+def _activations(parsed, world, net, images):
+    """Write the activations of a layer."""
     try:
-        part = net.up_to(given.activations)
+        part = net.up_to(parsed.activations)
     except KeyError as error:
-        raise UserError(f"--activations: {given.model}: {error.args[0]}") from error
-    _write(given, world, part, images, "activations")
+        raise UserError(f"--activations: {parsed.model}: {error.args[0]}") from error
+    _write(parsed, world, part, images, "activations")
     if world.rank == 0:
         shape = "x".join(map(str, part.output_shape))
-        print(f"Activations: {shape} of {given.activations}, {len(images)} images: {given.out}")
+        print(f"Activations: {shape} of {parsed.activations}, {len(images)} images: {parsed.out}")
 
 
-def _outputs(given, world, net, images):
-    """Of a network whose outputs are images, numbers or a class a pixel: how right they are, where
-    there are targets."""
+def _outputs(parsed, world, net, images):
+    """Write outputs that are images, numbers or a class per pixel; compare them with targets."""
     classifies = images.targets_shape is not None and images.targets_dtype.kind in "iu"
     for name in ("top_k",) if classifies else ("top_k", "confusion"):
-        if getattr(given, name):
+        if getattr(parsed, name):
             raise UserError(
-                f"--{name.replace('_', '-')}: expected a model with a score for each class, and "
-                f"images with labels; {given.model} has outputs of shape {net.output_shape}"
+                f"{training_options.flag(name)}: expected a model with a score for each class, and "
+                f"images with labels; {parsed.model} has outputs of shape {net.output_shape}"
             )
-    if given.out and given.out.lower().endswith(".csv") and len(net.output_shape) == 1:
-        _write_numbers(given, world, net, images)
-    elif given.out:
-        on_rank_0(world, lambda: arrays.check_path(given.out, "--out"))
-        _write(given, world, net, images, "outputs")
+    if parsed.out and parsed.out.lower().endswith(".csv") and len(net.output_shape) == 1:
+        _write_numbers(parsed, world, net, images)
+    elif parsed.out:
+        on_rank_0(world, lambda: arrays.check_path(parsed.out, "--out"))
+        _write(parsed, world, net, images, "outputs")
     text = f"{len(images)} images, no targets known"
-    how = {"world": world, "batch_size": given.batch_size}
     if classifies:
-        found = evaluate.evaluate(net, images, confusion=bool(given.confusion), **how)
-        each = losses.labels_per_image(images)
-        text = f"Accuracy: {found.accuracy:.4f} ({found.images} images, {each} labels each)"
-        if given.confusion:
-            on_rank_0(world, lambda: found.confusion.save(given.confusion))
+        evaluation = evaluate.evaluate(
+            net,
+            images,
+            world=world,
+            batch_size=parsed.batch_size,
+            confusion=bool(parsed.confusion),
+        )
+        count = losses.labels_per_image(images)
+        text = (
+            f"Accuracy: {evaluation.accuracy:.4f} ({evaluation.images} images, {count} labels each)"
+        )
+        if parsed.confusion:
+            on_rank_0(world, lambda: evaluation.confusion.save(parsed.confusion))
     elif images.targets_shape is not None:
-        found = evaluate.regression_errors(net, images, **how)
-        text = f"RMSE: {found.rmse:.6g}, MAE: {found.mae:.6g} ({found.images} images)"
+        errors = evaluate.regression_errors(net, images, world=world, batch_size=parsed.batch_size)
+        text = f"RMSE: {errors.rmse:.6g}, MAE: {errors.mae:.6g} ({errors.images} images)"
     if world.rank == 0:
         print(text)
-        for what, path in (("Confusion matrix", given.confusion), ("Outputs", given.out)):
-            if path:
-                print(f"{what}: {path}")
+        _print_files({"Confusion matrix": parsed.confusion, "Outputs": parsed.out})
 
 
-def _write(given, world, net, images, name):
-    """Write the outputs for all images to --out, a mini-batch at a time, in their order."""
+def _print_files(paths):
+    """Print {title: path} of the files that were written; a path may be None."""
+    for title, path in paths.items():
+        if path:
+            print(f"{title}: {path}")
+
+
+def _write(parsed, world, net, images, name):
+    """Write the outputs for all images to --out, one mini-batch at a time, in their order."""
     file = None
     if world.rank == 0:
-        about = {"names": [images.name(i) for i in range(len(images))]}
+        image_facts = {"names": [images.name(i) for i in range(len(images))]}
         if images.labels is not None:
-            about["labels"] = images.labels
-        file = arrays.ArrayFile(given.out, name, (len(images), *net.output_shape), about)
-    how = {"world": world, "batch_size": given.batch_size}
-    for _, values in predict.by_batch(net, images, predict.outputs, **how):
+            image_facts["labels"] = images.labels
+        file = arrays.ArrayFile(parsed.out, name, (len(images), *net.output_shape), image_facts)
+    batches = predict.by_batch(
+        net, images, predict.outputs, world=world, batch_size=parsed.batch_size
+    )
+    for _, values in batches:
         if values is not None:
             file.write(values)
     on_rank_0(world, lambda: file.close())
 
 
-def _write_numbers(given, world, net, images):
-    """Write --out FILE.csv, a row an image: its name, the numbers that the network gives for it,
-    and its targets where they are known."""
+def _write_numbers(parsed, world, net, images):
+    """Write --out FILE.csv with a row per image: its name, outputs and, if it has any, targets."""
     (count,), has_targets = net.output_shape, images.targets_shape is not None
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    known = math.prod(images.targets_shape) if has_targets else 0
-    rows.writerow(["image", *_numbered("output", count), *_numbered("target", known)])
-    how = {"world": world, "batch_size": given.batch_size}
-    for indices, values in predict.by_batch(net, images, predict.outputs, **how):
+    target_count = math.prod(images.targets_shape) if has_targets else 0
+    rows.writerow(["image", *_numbered("output", count), *_numbered("target", target_count)])
+    batches = predict.by_batch(
+        net, images, predict.outputs, world=world, batch_size=parsed.batch_size
+    )
+    for indices, values in batches:
         if indices is None:
             continue
         targets = [()] * len(indices)
         if has_targets:
-            targets = read_targets(images, indices).reshape(len(indices), known).tolist()
+            targets = read_targets(images, indices).reshape(len(indices), target_count).tolist()
         for i, value, target in zip(indices, values.tolist(), targets, strict=True):
-            # nine digits hold every bit of a float32
+            # 9 digits determine a float32.
             rows.writerow([images.name(i), *(f"{v:.9g}" for v in value), *map(_shortest, target)])
     content = text.getvalue().encode()
-    on_rank_0(world, lambda: model_file.write_whole(given.out, content))
+    on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
 
 
 def _numbered(name, count):
-    """Headings of so many columns: the name, numbered from 1 where there are several."""
+    """Return the headings of columns: the name, numbered from 1 if there are several."""
     return [name] if count == 1 else [f"{name} {i + 1}" for i in range(count)]
 
 
@@ -155,51 +174,53 @@ def _shortest(value):
     return str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
-def _classes(given, world, net, images, classes, why):
-    """The classes of images, with what is known of how right they are; why: there are no labels
-    for images in sub-folders."""
-    if images.labels is None and (given.top_k or given.confusion):
-        flag, found = "--top-k" if given.top_k else "--confusion", f": {why}" if why else ""
+def _classes(parsed, world, net, images, classes, reason):
+    """Classify images, write the scores and print the accuracy if the images have labels.
+
+    `reason` says why images in sub-folders have no labels, or is None.
+    """
+    if images.labels is None and (parsed.top_k or parsed.confusion):
+        flag, suffix = "--top-k" if parsed.top_k else "--confusion", f": {reason}" if reason else ""
         raise UserError(
-            f"{flag}: expected images with labels, found none in --data {given.data}{found}"
+            f"{flag}: expected images with labels, found none in --data {parsed.data}{suffix}"
         )
-    if given.out and given.out.lower().endswith(arrays.ENDINGS):
-        raise UserError(f"--out {given.out}: the scores of classes are written as .csv")
+    if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
+        raise UserError(f"--out {parsed.out}: the scores of classes are written as .csv")
     (count,) = net.output_shape
-    if given.top_k and given.top_k > count:
-        raise UserError(f"--top-k {given.top_k}: the model tells {count} classes apart")
+    if parsed.top_k and parsed.top_k > count:
+        raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")
     table = np.zeros((count, count), np.int64)
-    among, text = 0, io.StringIO()
+    in_top_k, text = 0, io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     names = [printable(name) for name in class_names(classes, count)]
     rows.writerow(["image", "predicted", *names])
-    how = {"world": world, "batch_size": given.batch_size}
-    for indices, given_by in predict.by_batch(net, images, predict.scores_and_labels, **how):
+    batches = predict.by_batch(
+        net, images, predict.scores_and_labels, world=world, batch_size=parsed.batch_size
+    )
+    for indices, outputs in batches:
         if indices is None:
             continue
-        scores, ranked, found = given_by
+        scores, ranked, predicted = outputs
         if images.labels is not None:
-            confusion.tally(table, images.labels[indices], found)
-        if given.top_k:
+            confusion.tally(table, images.labels[indices], predicted)
+        if parsed.top_k:
             places = evaluate.places(ranked, images.labels[indices])
-            among += int((places < given.top_k).sum())
-        if given.out:
-            for i, k, row in zip(indices, found, scores, strict=True):
-                # nine digits hold every bit of a float32
+            in_top_k += int((places < parsed.top_k).sum())
+        if parsed.out:
+            for i, k, row in zip(indices, predicted, scores, strict=True):
+                # 9 digits determine a float32.
                 rows.writerow([images.name(i), names[k], *(f"{v:.9g}" for v in row)])
-    if given.out:
+    if parsed.out:
         content = text.getvalue().encode()
-        on_rank_0(world, lambda: model_file.write_whole(given.out, content))
-    if given.confusion:
-        made = Confusion(table, tuple(names))
-        on_rank_0(world, lambda: made.save(given.confusion))
+        on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
+    if parsed.confusion:
+        matrix = Confusion(table, tuple(names))
+        on_rank_0(world, lambda: matrix.save(parsed.confusion))
     if world.rank == 0:
         if images.labels is not None and len(images):
             print(f"Accuracy: {table.trace() / len(images):.4f} ({len(images)} images)")
-            if given.top_k:
-                print(f"Top-{given.top_k} accuracy: {among / len(images):.4f}")
+            if parsed.top_k:
+                print(f"Top-{parsed.top_k} accuracy: {in_top_k / len(images):.4f}")
         else:
-            print(f"{len(images)} images, no labels known{f': {why}' if why else ''}")
-        for what, path in (("Confusion matrix", given.confusion), ("Scores", given.out)):
-            if path:
-                print(f"{what}: {path}")
+            print(f"{len(images)} images, no labels known{f': {reason}' if reason else ''}")
+        _print_files({"Confusion matrix": parsed.confusion, "Scores": parsed.out})

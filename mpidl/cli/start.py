@@ -1,28 +1,34 @@
-"""What the commands do before their own work: the device, the network, what to warn of."""
+"""The preparations of the commands: warnings, data sets, the network, the folder of the results."""
 
 import importlib.util
 import inspect
 import math
 import os
 import platform
+import re
 import sys
+from collections.abc import Callable, Container, Mapping
+from types import ModuleType
+from typing import Any
 
 from mpidl import data
 from mpidl.backends.cpu import builds
+from mpidl.comm import World
+from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
 from mpidl.nn import Network, zoo
-from mpidl.training.options import training_options as option_rules
-from mpidl.training.options.option_types import size_of
+from mpidl.training.files import run_folder
+from mpidl.training.options.option_types import nearest, size_of
 
 
-def device_of(world):
-    """Where a world computes, in words: "cpu", or what GPU rank 0 has."""
+def device_of(world: World) -> str:
+    """Return the name of the device that rank 0 computes on: "cpu", or its GPU."""
     return "cpu" if world.device is None else world.device.name
 
 
-def blas():
-    """The BLAS that NumPy runs: name, version and the kind of core its kernels are for."""
+def blas() -> str:
+    """Return the BLAS of NumPy: name, version and the kind of core that it is tuned for."""
     try:
         import threadpoolctl
     except ImportError:
@@ -34,46 +40,54 @@ def blas():
     )
 
 
-def arithmetic(world):
-    """On rank 0, the lines to show of who does the arithmetic: a mix of machines, no kernels."""
+def arithmetic(world: World) -> list[str]:
+    """Return warnings about the arithmetic on rank 0: different machines, or no kernels.
+
+    Collective. The list is empty on the other ranks.
+    """
     build, best = builds.running(), builds.choose()[0]
     kind = blas() if build == "numpy" else f"kernels of {builds.kernels().provenance['sources']}"
-    found = world.gather((world.host, best, f"{platform.machine()}, {kind}"))
-    if found is None:
+    ranks = world.gather((world.host, best, f"{platform.machine()}, {kind}"))
+    if ranks is None:
         return []
     lines = without_kernels()
-    if len({best for _, best, _ in found}) > 1:
-        mix = _by_kind((host, best) for host, best, _ in found)
+    if len({best for _, best, _ in ranks}) > 1:
+        mix = _by_kind((host, best) for host, best, _ in ranks)
         lines.append(f"warning: the ranks have different kernels, and all run {build}: {mix}")
-    if len({kind for *_, kind in found}) > 1:
-        mix = _by_kind((host, kind) for host, _, kind in found)
+    if len({kind for *_, kind in ranks}) > 1:
+        mix = _by_kind((host, kind) for host, _, kind in ranks)
         lines.append(
-            f"warning: the ranks run different arithmetic, so that the weights depend on who "
-            f"computes what: {mix}"
+            f"warning: the ranks run different arithmetic, so that the weights depend on "
+            f"which rank computes what: {mix}"
         )
     return lines
 
 
-def without_kernels():
-    """The lines to show where NumPy does the work for want of kernels, or they are old."""
-    why = builds.why_numpy()
-    if why:
-        return [f"note: without C kernels NumPy does the arithmetic, several times slower: {why}"]
+def without_kernels() -> list[str]:
+    """Return a note if NumPy replaces missing kernels, or a warning if the kernels are stale."""
+    reason = builds.why_numpy()
+    if reason:
+        return [
+            f"note: without C kernels NumPy does the arithmetic, several times slower: {reason}"
+        ]
     if builds.is_stale():
         return [f"warning: the kernels are older than their sources: {builds.how_to_build()}"]
     return []
 
 
 def _by_kind(pairs):
-    """[(host, kind), ...] as "kind on host, host; kind on host"."""
+    """Return pairs (host, kind) as "kind on host, host; kind on host"."""
     hosts = {}
     for host, kind in pairs:
         hosts.setdefault(kind, set()).add(host)
     return "; ".join(f"{kind} on {', '.join(sorted(hosts[kind]))}" for kind in hosts)
 
 
-def warnings(world, batch_size):
-    """On rank 0, the lines to show of what may surprise: a mix of machines, ranks without work."""
+def warnings(world: World, batch_size: int) -> list[str]:
+    """Return warnings on rank 0: see `arithmetic`; idle ranks; an MPI that may be slow.
+
+    Collective. The list is empty on the other ranks.
+    """
     lines = arithmetic(world)
     if world.rank:
         return []
@@ -99,9 +113,14 @@ def _mpi_from_pip():
     )
 
 
-def preprocess(run):
-    """The Preprocess that --colour, --resize, --cover and --centre-crop say: {name: value} of those
-    that were given."""
+def preprocess(run: Mapping[str, Any]) -> Preprocess:
+    """Return the preprocessing of images by the values of colour, resize, cover and centre_crop.
+
+    Raises
+    ------
+    UserError
+        If both resize and cover have a value.
+    """
     names = ("resize", "cover", "centre_crop")
     resize, cover, crop = (size_of(run.get(name)) for name in names)
     if resize and cover:
@@ -109,19 +128,49 @@ def preprocess(run):
     return Preprocess(resize or cover, run.get("colour"), cover=cover is not None, crop=crop)
 
 
-def with_test(run, train_set, test_set, world, *, seed, typed):
-    """(images to train on, images to test on or None) of what --test-data and --test-fraction say.
+def with_test(
+    run: Mapping[str, Any],
+    train_set: Datastore,
+    test_set: Datastore | None,
+    world: World,
+    *,
+    seed: int,
+    typed: Container[str],
+) -> tuple[Datastore, Datastore | None]:
+    """Choose the test set by --test-data and --test-fraction. Collective.
 
-    test_set: what --data brings of its own, or None. typed: the names of what was typed.
-    Collective.
+    Parameters
+    ----------
+    run : mapping
+        Inputs of the run, see `Resolved`.
+    train_set : Datastore
+        The images of --data.
+    test_set : Datastore or None
+        The test images that come with --data.
+    world : World
+        The ranks.
+    seed : int
+        Seed of a split.
+    typed : container of str
+        Names of the arguments that the user typed.
+
+    Returns
+    -------
+    (Datastore, Datastore or None)
+        Images to train on, and to test on.
+
+    Raises
+    ------
+    UserError
+        If several sources of test images are given, or --test-data cannot be read.
     """
     fraction = run["test_fraction"]
     if "test_fraction" in typed and fraction:
-        where = f"--data {run['data']} has test images of its own"
+        conflict = f"--data {run['data']} has test images of its own"
         if run["test_data"]:
-            where = f"--test-data {run['test_data']} names the test images"
+            conflict = f"--test-data {run['test_data']} names the test images"
         if run["test_data"] or test_set is not None:
-            raise UserError(f"--test-fraction {fraction}: {where}: expected one of them")
+            raise UserError(f"--test-fraction {fraction}: {conflict}: expected one of them")
     if run["test_data"]:
         test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
         return train_set, data.preprocessed(test_set, preprocess(run))
@@ -132,79 +181,207 @@ def with_test(run, train_set, test_set, world, *, seed, typed):
     return train_set, test_set
 
 
-def outputs_of(datastore):
-    """What a network for these images is to give: the number of classes; of numbers as targets how
-    many there are; of other targets their shape."""
+def outputs_of(datastore: Datastore) -> int | tuple[int, ...]:
+    """Return the outputs that a network needs for a data set.
+
+    Returns
+    -------
+    int or tuple of int
+        The number of classes; of targets per image, if they are numbers; else the targets' shape.
+    """
     shape = datastore.targets_shape
     if shape is None:
         return len(datastore.classes)
     return math.prod(shape) if len(shape) < 2 else tuple(shape)
 
 
-def network(name, input_shape, classes, seed):
-    """The Network that --network names, for images of this shape and `classes`, see `outputs_of`.
+def network(
+    name: str, input_shape: tuple[int, ...], classes: int | tuple[int, ...], seed: int
+) -> Network:
+    """Return the network that --network names.
 
-    A network of the zoo and one that a function gives as a list of layers are drawn by `seed`; a
-    function's `Network` keeps its learnables, its state and what it knows of images.
+    The seed initializes networks of the zoo and lists of layers from a function. A `Network` from a
+    function keeps its learnables, its state and its normalization.
+
+    Parameters
+    ----------
+    name : str
+        Name of a network of the zoo, or FILE.py:FUNCTION.
+    input_shape : tuple of int
+        Shape (C, H, W) of the images.
+    classes : int or tuple of int
+        Number of classes, or the outputs that the data need, see `outputs_of`.
+    seed : int
+        Seed of the initial weights.
+
+    Raises
+    ------
+    UserError
+        If there is no such network, or it does not fit the data.
     """
-    numbers = isinstance(classes, int)
-    if name in zoo.NETWORKS:
-        if not numbers:
+    in_zoo = name in zoo.NETWORKS
+    if in_zoo:
+        if not isinstance(classes, int):
             raise UserError(
                 f"--network {name}: it gives numbers; the data have targets of shape "
                 f"{'x'.join(map(str, classes))}, so expected FILE.py:FUNCTION"
             )
         build = zoo.NETWORKS[name]
     elif ".py:" in name:
-        build = _function(*name.rsplit(":", 1))
+        build = load_user_function(name, "--network")
     else:
-        known = ", ".join(zoo.NETWORKS)
-        hint = option_rules.nearest(name, zoo.NETWORKS)
-        raise UserError(f"--network {name}: expected {known} or FILE.py:FUNCTION{hint}")
+        networks = ", ".join(zoo.NETWORKS)
+        hint = nearest(name, zoo.NETWORKS)
+        raise UserError(f"--network {name}: expected {networks} or FILE.py:FUNCTION{hint}")
     try:
-        made = build(input_shape, classes)
-        own = isinstance(made, Network)
-        if own and name not in zoo.NETWORKS:
-            net = made
+        built = build(input_shape, classes)
+        if isinstance(built, Network) and not in_zoo:
+            net = built
         else:
-            net = Network(made.layers if own else made, input_shape, seed=seed)
+            layers = built.layers if isinstance(built, Network) else built
+            net = Network(layers, input_shape, seed=seed)
     except (ValueError, TypeError) as error:
-        hint = _larger(build, input_shape) if name in zoo.NETWORKS else ""
+        hint = _resize_hint(build, input_shape) if in_zoo else ""
         raise UserError(f"--network {name}: {error}{hint}") from error
-    except KeyError as error:  # of a layer's name; its text is quoted
+    except KeyError as error:  # of a layer's name; str(error) would quote it
         raise UserError(f"--network {name}: {error.args[0] if error.args else error}") from error
     if net.input_shape != tuple(input_shape):
         raise UserError(
             f"--network {name}: the data have images of shape {tuple(input_shape)}, so expected a "
             f"network that takes them, found one for {net.input_shape}"
         )
-    if numbers and net.output_shape != (classes,):
+    if isinstance(classes, int) and net.output_shape != (classes,):
         raise UserError(
-            f"--network {name}: expected {classes} outputs, one for each class of the data (of "
-            f"images with numbers, for each number), found {'x'.join(map(str, net.output_shape))}"
+            f"--network {name}: expected {classes} outputs, one per class of the data (or per "
+            f"number, if the targets are numbers), found {'x'.join(map(str, net.output_shape))}"
         )
     return net
 
 
-def _larger(build, input_shape):
-    """What to do in training where images are smaller than a network of the zoo is made for."""
-    own = inspect.signature(build).parameters["input_shape"].default
-    if all(found >= side for found, side in zip(input_shape[1:], own[1:], strict=True)):
+def _resize_hint(build, input_shape):
+    """Return a hint for training if the images are smaller than a network of the zoo expects."""
+    usual_shape = inspect.signature(build).parameters["input_shape"].default
+    if all(side >= usual for side, usual in zip(input_shape[1:], usual_shape[1:], strict=True)):
         return ""
-    return f"; it is made for larger images: train with --resize {own[1]}x{own[2]}"
+    return f"; it is made for larger images: train with --resize {usual_shape[1]}x{usual_shape[2]}"
 
 
-def _function(path, name):
-    if not os.path.isfile(path):
-        raise UserError(f"--network {path}:{name}: no file {path}")
-    spec = importlib.util.spec_from_file_location("mpidl_user_network", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses, as layers are, look their names up
-    spec.loader.exec_module(module)
+def load_user_function(text: str, option: str) -> Callable:
+    """Return the function that FILE.py:FUNCTION names.
+
+    Parameters
+    ----------
+    text : str
+        FILE.py:FUNCTION.
+    option : str
+        The flag that the text belongs to, for error messages.
+
+    Raises
+    ------
+    UserError
+        If there is no such file, or the file does not define the function.
+    """
+    path, _, name = text.rpartition(":")
+    try:
+        module = load_user_file(path)
+    except UserError as error:
+        raise UserError(f"{option} {text}: {error}") from error
     if not callable(getattr(module, name, None)):
         functions = [word for word, value in vars(module).items() if callable(value)]
         raise UserError(
-            f"--network {path}:{name}: {path} defines no function {name}"
-            f"{option_rules.nearest(name, functions)}"
+            f"{option} {text}: {path} defines no function {name}{nearest(name, functions)}"
         )
     return getattr(module, name)
+
+
+def load_user_file(path: str | os.PathLike) -> ModuleType:
+    """Run a user's Python file and return it as a module.
+
+    The file runs anew at each call. Its module is in `sys.modules` under a name that depends on its
+    path, because dataclasses, as layers are, and pickle look names up there.
+
+    Parameters
+    ----------
+    path : path
+        FILE.py.
+
+    Raises
+    ------
+    UserError
+        If there is no such file. Exceptions of the file itself pass through.
+    """
+    path = os.fspath(path)
+    if not os.path.isfile(path):
+        raise UserError(f"no file {path}")
+    if not path.endswith(".py"):
+        raise UserError(f"expected a Python file, FILE.py, found {path}")
+    name = "mpidl_user_" + re.sub(r"\W", "_", os.path.abspath(path).removesuffix(".py"))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def check_output_folder(typed: Mapping[str, Any]) -> None:
+    """Raise UserError if --out contains a run that is neither resumed nor overwritten.
+
+    `typed` holds the arguments of `train`.
+    """
+    if "out" in typed and not typed.get("overwrite"):
+        run_folder.refuse_a_run(typed["out"], typed.get("resume"))
+
+
+def output_folder(typed: Mapping[str, Any], network: str) -> str:
+    """Make the folder for the results of a run.
+
+    The folder is --out, without the results of an earlier run (see `check_output_folder`); else the
+    folder of the resumed run; else the first of runs/NETWORK, runs/NETWORK-2, ... that does not
+    exist.
+
+    Parameters
+    ----------
+    typed : mapping
+        Arguments from `train`.
+    network : str
+        The network, as --network names it.
+
+    Returns
+    -------
+    str
+        Path of the folder.
+
+    Raises
+    ------
+    UserError
+        If the folder cannot be made or written to.
+    """
+    out, resume = typed.get("out"), typed.get("resume")
+    try:
+        if out is None:
+            return _next_folder(network) if resume is None else resume
+        run_folder.make_folder(out, resume)
+    except OSError as error:
+        folder = f"--out {out}" if out else error.filename
+        raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    if not os.access(out, os.W_OK):
+        raise UserError(f"--out {out}: cannot be written: no permission")
+    return out
+
+
+def _next_folder(network):
+    """Make and return the first folder of this name that does not exist; safe with other jobs."""
+    name = os.path.basename(network.rpartition(":")[2]) or "run"
+    os.makedirs("runs", exist_ok=True)
+    number = 1
+    while True:
+        path = os.path.join("runs", name if number == 1 else f"{name}-{number}")
+        try:
+            os.mkdir(path)
+            return path
+        except FileExistsError:
+            number += 1

@@ -1,6 +1,6 @@
-"""`python -m mpidl.verify`: the same weights on every number of ranks, or the table that shows not.
+"""`python -m mpidl.verify`: train on several numbers of ranks and compare the weights.
 
-Started without mpirun, it starts one for each number of ranks.
+It runs without mpirun and starts mpirun for each number of ranks.
 """
 
 import json
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 
 from mpidl.cli import arguments, start
 from mpidl.comm import failure
@@ -15,41 +16,36 @@ from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import Fault, UserError
 
 
-def main(argv=None):
-    """Run the command; returns its exit code: 0 all the same, 1 not."""
-    given = arguments.verify(argv, quiet=failure.launched_rank() > 0)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0 if the weights are the same, else 1."""
+    parsed = arguments.verify(argv, quiet=failure.launched_rank() > 0)
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(
             "verify starts the ranks itself: run it without mpirun, as python -m mpidl.verify"
         )
-    flags = arguments.as_flags(given.given)
+    flags = arguments.as_flags(parsed.options)
     hashes = {}
     for line in start.without_kernels():
         print(line)
     print("ranks  iterations  loss          seconds  weights_sha256", flush=True)
     with tempfile.TemporaryDirectory(prefix="mpidl-verify-") as folder:
-        for number, ranks in enumerate(given.ranks):
+        for number, ranks in enumerate(parsed.ranks):
             out = os.path.join(folder, str(number))
             command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", *flags, "--out", out]
-            done = subprocess.run(
-                command,
-                env=environment(),
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                lines = done.stderr.strip().splitlines() or ["no message"]
+            process = subprocess.run(command, env=environment(), capture_output=True, text=True)
+            if process.returncode:
+                lines = process.stderr.strip().splitlines() or ["no message"]
                 text = next((x for x in lines if x.startswith("mpidl: ")), lines[-1])
-                if done.returncode == 2:
+                if process.returncode == 2:
                     raise UserError(text.removeprefix("mpidl: "))
                 print("\n".join(lines), file=sys.stderr)
-                raise Fault(f"training on {ranks} ranks ended with exit code {done.returncode}")
+                raise Fault(f"training on {ranks} ranks ended with exit code {process.returncode}")
             with open(os.path.join(out, "summary.json")) as file:
-                found = json.load(file)
-            hashes[ranks] = found["weights_sha256"]
+                summary = json.load(file)
+            hashes[ranks] = summary["weights_sha256"]
             print(
-                f"{ranks:5}  {found['iterations']:10}  {found['loss']:<12.8f}  "
-                f"{found['train_seconds']:7.1f}  {found['weights_sha256']}",
+                f"{ranks:5}  {summary['iterations']:10}  {summary['loss']:<12.8f}  "
+                f"{summary['train_seconds']:7.1f}  {summary['weights_sha256']}",
                 flush=True,
             )
     if len(set(hashes.values())) > 1:

@@ -1,8 +1,10 @@
-"""Which class was taken for which: a table of counts, and what it says of each class."""
+"""Confusion matrices: how often each class was predicted as each class."""
 
 import csv
+import html
 import io
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,58 +14,89 @@ from mpidl.files import write_whole
 from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names
 
-SHOWN = 20  # classes, of which the text has the whole table; of more, the most frequent confusions
+MAX_CLASSES = 20  # of a printed table; above, the most frequent confusions are printed instead
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Confusion:
-    """How many images of each class, or labels of pixels, were taken for which.
+    """A confusion matrix.
 
-    counts: (K, K) int64, of class [row] taken for class [column]; classes: K names.
-    print(confusion) shows the table, `save` writes it, or a picture of it.
+    ``print(confusion)`` shows it as text, a notebook as an HTML table, and `save` writes it to a
+    file. Above 20 classes the text and the HTML show the most frequent confusions only.
+
+    Parameters
+    ----------
+    counts : ndarray of int64, shape (K, K)
+        Number of images, or of labels of pixels, of class [row] predicted as class [column].
+    classes : tuple of str
+        Names of the K classes.
     """
 
     counts: np.ndarray
-    classes: tuple
+    classes: tuple[str, ...]
 
     @property
-    def accuracy(self):
-        """The share on the diagonal; 0 where there is nothing."""
+    def accuracy(self) -> float:
+        """Fraction of the labels that were predicted correctly; 0 without labels."""
         return float(self.counts.trace() / max(self.counts.sum(), 1))
 
     @property
-    def recall(self):
-        """Of each class, the share that was found: the accuracy by class. (K,), NaN where none of
-        the class was there."""
-        return _shares(self.counts, self.counts.sum(axis=1))
+    def recall(self) -> np.ndarray:
+        """Fraction of each class that was predicted correctly, (K,); NaN for an absent class."""
+        return _fractions(self.counts, self.counts.sum(axis=1))
 
     @property
-    def precision(self):
-        """Of what was taken for each class, the share that is of it. (K,), NaN where nothing was
-        taken for it."""
-        return _shares(self.counts, self.counts.sum(axis=0))
+    def precision(self) -> np.ndarray:
+        """Fraction of the predictions of each class that are correct, (K,); NaN without any."""
+        return _fractions(self.counts, self.counts.sum(axis=0))
 
-    def rows(self):
-        """The table as a list of rows, the first of them headings: for each class its name, its
-        counts and its recall; below, the precision of each class, and the accuracy."""
-        found = [["true \\ predicted", *self.classes, "recall"]]
-        for name, row, recall in zip(self.classes, self.counts, self.recall, strict=True):
-            found.append([name, *map(int, row), _share(recall)])
-        return [*found, ["precision", *map(_share, self.precision), _share(self.accuracy)]]
+    def rows(self) -> list[list[str | int]]:
+        """Return the table as rows of cells.
 
-    def most_confused(self, most=SHOWN):
-        """The most frequent confusions as [(class, taken for, how often)], the first ones first."""
-        wrong = self.counts * (1 - np.eye(len(self.counts), dtype=np.int64))
-        order = np.argsort(-wrong, axis=None, kind="stable")[:most]
-        places = [np.unravel_index(i, wrong.shape) for i in order]
-        named = [(self.classes[i], self.classes[j], int(wrong[i, j])) for i, j in places]
-        return [row for row in named if row[2]]
+        Returns
+        -------
+        list of list
+            A row of headings; a row per class with its name, counts and recall; a row with the
+            precision of each class and the accuracy.
+        """
+        table: list[list[str | int]] = [["true \\ predicted", *self.classes, "recall"]]
+        for name, counts, recall in zip(self.classes, self.counts, self.recall, strict=True):
+            table.append([name, *map(int, counts), _format(recall)])
+        return [*table, ["precision", *map(_format, self.precision), _format(self.accuracy)]]
 
-    def save(self, path):
-        """Write the table (FILE.csv) or a picture of it (FILE.png).
+    def most_confused(self, max_pairs: int = MAX_CLASSES) -> list[tuple[str, str, int]]:
+        """Return the most frequent confusions.
 
-        Raises UserError for another ending, where matplotlib is missing, or where the file cannot
-        be written.
+        Parameters
+        ----------
+        max_pairs : int
+            Number of pairs of classes to return at most.
+
+        Returns
+        -------
+        list of (str, str, int)
+            True class, predicted class and count, the largest count first; pairs of equal count in
+            the order of the classes.
+        """
+        errors = self.counts * (1 - np.eye(len(self.counts), dtype=np.int64))
+        order = np.argsort(-errors, axis=None, kind="stable")[:max_pairs]
+        cells = [np.unravel_index(i, errors.shape) for i in order]
+        pairs = [(self.classes[i], self.classes[j], int(errors[i, j])) for i, j in cells]
+        return [pair for pair in pairs if pair[2]]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the table to a .csv file, or a picture of it to a .png file.
+
+        Parameters
+        ----------
+        path : path
+            The file to write.
+
+        Raises
+        ------
+        UserError
+            If the path has another suffix, if the file cannot be written, or if matplotlib, which
+            draws the picture, is not installed.
         """
         check_path(path, "a confusion matrix")
         if os.fspath(path).lower().endswith(".png"):
@@ -73,27 +106,90 @@ class Confusion:
         csv.writer(text, lineterminator="\n").writerows(self.rows())
         write_whole(path, text.getvalue().encode("utf-8", "backslashreplace"))
 
-    def __str__(self):
-        if len(self.classes) <= SHOWN:
+    def __repr__(self) -> str:
+        labels = int(self.counts.sum())
+        return f"Confusion({len(self.classes)} classes, {labels} labels, {self._accuracy_text()})"
+
+    def __str__(self) -> str:
+        if len(self.classes) <= MAX_CLASSES:
             return "\n".join(aligned(self.rows()))
-        heads = [["class", "taken for", "times"], *self.most_confused()]
-        lines = f"{len(self.classes)} classes, accuracy {_share(self.accuracy)}; most confused:"
-        return "\n".join([lines, *aligned(heads)])
+        return "\n".join([self._summary(), *aligned(self._pairs())])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook; counts are darker the larger their part of the row."""
+        if len(self.classes) > MAX_CLASSES:
+            return f"<p>{self._summary()}</p>\n{_html_table(self._pairs())}"
+        shades = self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1)
+        return _html_table(self.rows(), shades)
+
+    def _accuracy_text(self):
+        return f"accuracy {_format(self.accuracy)}"
+
+    def _summary(self):
+        return f"{len(self.classes)} classes, {self._accuracy_text()}; most confused:"
+
+    def _pairs(self):
+        return [["class", "taken for", "times"], *self.most_confused()]
 
 
-def check_path(path, what):
-    """A UserError where `Confusion.save` could not write such a file."""
-    ending = os.path.splitext(os.fspath(path))[1].lower()
-    if ending not in (".csv", ".png"):
-        raise UserError(f"{path}: {what} is written as .csv or .png, found {ending or 'no ending'}")
-    if ending == ".png":
+def _html_table(rows, shades=None):
+    """Return rows as an HTML table with headings; `shades` colours the cells of the classes."""
+    lines = ["<table>", _html_row(rows[0], "th")]
+    for i, row in enumerate(rows[1:]):
+        coloured = shades is not None and i < len(shades)
+        lines.append(_html_row(row, "td", shades[i] if coloured else ()))
+    return "\n".join([*lines, "</table>"])
+
+
+def _html_row(row: Sequence, tag: str, shades: Iterable[float] = ()) -> str:
+    """Return a row whose first cell is a heading; `shades`, from 0 to 1, start at the second."""
+    cells = [f"<th>{html.escape(str(row[0]))}</th>"]
+    styles = [f' style="background: rgba(44, 111, 187, {0.8 * shade:.2f})"' for shade in shades]
+    styles += [""] * (len(row) - 1 - len(styles))
+    for cell, style in zip(row[1:], styles, strict=True):
+        cells.append(f"<{tag}{style}>{html.escape(str(cell))}</{tag}>")
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def check_path(path: str | os.PathLike, subject: str) -> None:
+    """Raise UserError, naming `subject`, if `Confusion.save` could not write such a file."""
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    if suffix not in (".csv", ".png"):
+        raise UserError(
+            f"{path}: {subject} is written as .csv or .png, found {suffix or 'no ending'}"
+        )
+    if suffix == ".png":
         picture.need_matplotlib(path)
 
 
-def confusion_matrix(labels, predicted, classes=None):
-    """The Confusion of labels and predicted labels, arrays of one shape of whole numbers from 0.
+def confusion_matrix(
+    labels: np.ndarray | Sequence[int],
+    predicted: np.ndarray | Sequence[int],
+    classes: Sequence[str] | None = None,
+) -> Confusion:
+    """Count how often each class was predicted as each class.
 
-    classes: their names; "0", "1", ... where not given. (MATLAB's confusionmat, confusionchart.)
+    Parameters
+    ----------
+    labels : array of int
+        True classes, numbered from 0, in any shape.
+    predicted : array of int
+        Predicted classes, in the same shape.
+    classes : sequence of str, optional
+        Names of the classes; by default "0", "1", ... up to the largest label.
+
+    Returns
+    -------
+    Confusion
+
+    Raises
+    ------
+    UserError
+        If the arrays are not whole numbers of one shape, or hold a number without a class.
+
+    Notes
+    -----
+    MATLAB's confusionmat and confusionchart.
     """
     labels, predicted = np.asarray(labels), np.asarray(predicted)
     if labels.shape != predicted.shape or labels.dtype.kind not in "iu":
@@ -102,28 +198,28 @@ def confusion_matrix(labels, predicted, classes=None):
             f"got {labels.dtype} of shape {labels.shape} and {predicted.dtype} of shape "
             f"{predicted.shape}"
         )
-    some = [array for array in (labels, predicted) if array.size]
-    highest = max((int(array.max()) for array in some), default=-1)
+    filled = [array for array in (labels, predicted) if array.size]
+    highest = max((int(array.max()) for array in filled), default=-1)
     count = highest + 1 if classes is None else len(classes)
-    lowest = min((int(array.min()) for array in some), default=0)
+    lowest = min((int(array.min()) for array in filled), default=0)
     if lowest < 0 or highest >= count:
-        found = lowest if lowest < 0 else highest
-        raise UserError(f"confusion_matrix: expected labels from 0 to {count - 1}, found {found}")
+        outlier = lowest if lowest < 0 else highest
+        raise UserError(f"confusion_matrix: expected labels from 0 to {count - 1}, found {outlier}")
     counts = np.zeros((count, count), np.int64)
     tally(counts, labels, predicted)
     return Confusion(counts, class_names(classes, count))
 
 
-def tally(counts, labels, predicted):
-    """Add to the (K, K) counts how often [label] was taken for [predicted]."""
+def tally(counts: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> None:
+    """Add 1 to the (K, K) counts at [label, prediction] for each label."""
     np.add.at(counts, (labels.ravel(), predicted.ravel()), 1)
 
 
-def _shares(counts, totals):
-    found = np.full(len(counts), np.nan)
-    np.divide(counts.diagonal(), totals, out=found, where=totals > 0)
-    return found
+def _fractions(counts, totals):
+    fractions = np.full(len(counts), np.nan)
+    np.divide(counts.diagonal(), totals, out=fractions, where=totals > 0)
+    return fractions
 
 
-def _share(value):
-    return "" if np.isnan(value) else f"{value:.4f}"
+def _format(fraction):
+    return "" if np.isnan(fraction) else f"{fraction:.4f}"

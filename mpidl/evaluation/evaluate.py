@@ -1,30 +1,46 @@
-"""How well a trained network does on a data set: exact, and the same on any number of ranks."""
+"""The accuracy, loss and errors of a trained network on a data set.
+
+Results are exact and do not depend on the number of ranks.
+"""
 
 import numbers
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpidl import losses
 from mpidl.blocks import LANES
 from mpidl.comm import World
+from mpidl.comm.failure import Signals
 from mpidl.data import MinibatchQueue
-from mpidl.data.datastore import need_datastore
+from mpidl.data.datastore import Datastore, need_datastore
 from mpidl.errors import UserError
 from mpidl.evaluation.confusion import Confusion, tally
 from mpidl.fold import Counter, Partial, replicated
+from mpidl.nn import Network
 from mpidl.ops.loss import squeezed
 from mpidl.text import class_names
 
-BATCH = 128  # images in a mini-batch
+BATCH = 128  # images per mini-batch
 
 
 class Evaluation(NamedTuple):
-    """Share of the images that were classified right, mean loss, number of images.
+    """The result of `evaluate`.
 
-    accuracy: of labels a pixel the share of pixels; None of a loss that classifies nothing. Where
-    they were asked for: top_k, the share of the images whose class is among the k largest scores;
-    confusion, a `Confusion`.
+    Attributes
+    ----------
+    accuracy : float or None
+        Fraction of the images, or of the labels of pixels, that were classified correctly; None
+        if the loss has no classes.
+    loss : float
+        Mean loss per image.
+    images : int
+        Number of images.
+    top_k : float or None
+        Fraction of the images whose class is among the k largest scores, if requested.
+    confusion : Confusion or None
+        The confusion matrix, if requested.
     """
 
     accuracy: float | None
@@ -33,98 +49,168 @@ class Evaluation(NamedTuple):
     top_k: float | None = None
     confusion: Confusion | None = None
 
+    def __repr__(self) -> str:
+        return _representation(self)
+
 
 class RegressionErrors(NamedTuple):
-    """Over all elements of all targets: root of the mean squared error, mean absolute error; and
-    the number of images."""
+    """The result of `regression_errors`.
+
+    Attributes
+    ----------
+    rmse : float
+        Root of the mean squared error over all elements of all targets.
+    mae : float
+        Mean absolute error over all elements of all targets.
+    images : int
+        Number of images.
+    """
 
     rmse: float
     mae: float
     images: int
 
+    def __repr__(self) -> str:
+        return _representation(self)
 
-def agreed(batches, world, signals=None):
-    """The same mini-batches, each once all ranks have theirs.
 
-    What one rank alone can notice becomes common here: a UserError in reading is raised by all, and
-    after a signal to any rank (`signals.name`) the mini-batches end on all, with `signals.agreed`
-    set.
+def _representation(record):
+    """Return the repr of a named tuple: 6 digits, without optional fields that are None."""
+    fields = [
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
+        for name, value in record._asdict().items()
+        if value is not None or name not in record._field_defaults
+    ]
+    return f"{type(record).__name__}({', '.join(fields)})"
+
+
+def agreed(
+    batches: Generator, world: World, signals: Signals | None = None
+) -> Generator[tuple, None, None]:
+    """Yield mini-batches, each once all ranks have theirs.
+
+    The ranks agree before each mini-batch, so all of them stop at the same one.
+
+    Parameters
+    ----------
+    batches : generator
+        This rank's part of each mini-batch.
+    world : World
+        The ranks.
+    signals : Signals, optional
+        Signals of the process. After a signal to any rank the mini-batches end on all ranks, with
+        ``signals.agreed`` set.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if any rank cannot read its images.
     """
     while True:
-        found, problem = [None], None
+        ready, problem = [None], None
         try:
-            found = [next(batches, None)]
+            ready = [next(batches, None)]
         except UserError as error:
             problem = error
-        wanted = signals is not None and signals.name is not None
-        level = world.gop("max", 2 if problem else int(wanted))
+        signalled = signals is not None and signals.name is not None
+        level = world.gop("max", 2 if problem else int(signalled))
         if level == 2:
             world.raise_if_any(problem)
         if level == 1:
             signals.agreed = True
             batches.close()
             return
-        if found[0] is None:
+        if ready[0] is None:
             return
-        yield found.pop()  # not kept here: the next one may take its memory
+        yield ready.pop()  # without a reference here, the next mini-batch may take its memory
 
 
 def evaluate(
-    net,
-    datastore,
+    net: Network,
+    datastore: Datastore,
     *,
-    world=None,
-    batch_size=BATCH,
-    prefetch=2,
-    signals=None,
-    top_k=None,
-    confusion=False,
-    loss="crossentropy",
-):
-    """Evaluation of a network on labelled images, in prediction mode. Collective.
+    world: World | None = None,
+    batch_size: int = BATCH,
+    prefetch: int = 2,
+    signals: Signals | None = None,
+    top_k: int | None = None,
+    confusion: bool = False,
+    loss: str | Callable = "crossentropy",
+) -> Evaluation:
+    """Evaluate a network on a data set, in prediction mode. Collective.
 
-    loss: as of `TrainingOptions`; another than cross-entropy goes by the images' targets. world:
-    all ranks by default. prefetch: see `MinibatchQueue`. top_k: a number k of 1 to the number of
-    classes, and confusion: whether to count which class was taken for which; both in the same pass.
-    signals: those that end it early, see `agreed`; it is then of the images so far. Raises
-    UserError where there are no labels, labels beyond the network's outputs, or labels of other
-    classes than `net.classes`.
+    Parameters
+    ----------
+    net : Network
+        The network.
+    datastore : Datastore
+        Images with labels; with targets for another loss than cross-entropy.
+    world : World, optional
+        The ranks that share the images; by default all ranks.
+    batch_size : int
+        Images per mini-batch.
+    prefetch : int
+        Mini-batches to prepare ahead, see `MinibatchQueue`.
+    signals : Signals, optional
+        Signals that end the evaluation early, see `agreed`. The result then covers the images so
+        far.
+    top_k : int, optional
+        Also compute the fraction of images whose class is among the k largest scores; from 1 to
+        the number of classes.
+    confusion : bool
+        Whether to compute the confusion matrix, in the same pass.
+    loss : str or function
+        The loss, as in `TrainingOptions`.
+
+    Returns
+    -------
+    Evaluation
+
+    Raises
+    ------
+    UserError
+        If there are no labels, if a label exceeds the network's outputs, or if the labels stand for
+        other classes than ``net.classes``.
     """
     losses.check(loss, net, datastore)
     losses.check_names(net.classes, loss, net, datastore, "the network")
     classes = _classes(net, loss, top_k, confusion)
     world = World() if world is None else world
-    totals, n, among = [0.0, 0.0], 0, 0
+    totals, n, in_top_k = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
-    how = {"shuffle": "never", "prefetch": prefetch, **net.input_transform()}
-    how["classes"] = losses.label_limit(loss, net)
-    queue = MinibatchQueue(datastore, batch_size, world=world, **how)
+    queue_options: dict[str, Any] = {
+        "shuffle": "never",
+        "prefetch": prefetch,
+        **net.input_transform(),
+    }
+    queue_options["classes"] = losses.label_limit(loss, net)
+    queue = MinibatchQueue(datastore, batch_size, world=world, **queue_options)
     net, function = net.on(world.device), losses.loss_function(loss)
     for images, labels in agreed(queue.epoch(0), world, signals):
         if top_k or confusion:
             scores = net.logits(images)
-            found = losses.cross_entropy_of(scores, labels)
+            terms = losses.cross_entropy_of(scores, labels)
         else:
-            found = function(net, images, labels)
-        # a number that is no sum over images is there already: it counts once
-        found = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(found)}
-        sums = [float(value) for value in world.gplus(found).values()]
+            terms = function(net, images, labels)
+        # A term that is not a sum over images is the same on all ranks and counts once.
+        addends = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(terms)}
+        sums = [float(value) for value in world.gplus(addends).values()]
         totals[0] += sums[0] * images.batch.count
         totals[1] = None if len(sums) == 1 else totals[1] + sums[1]
         n += images.batch.count
-        if top_k or confusion:  # whole numbers, whose sum is the same in any order
-            mine, known = scores.local(), labels.local()
+        if top_k or confusion:  # integers, whose sum does not depend on the order
+            local_scores, local_labels = scores.local(), labels.local()
             if confusion:
-                tally(table, known, mine.argmax(axis=1))
+                tally(table, local_labels, local_scores.argmax(axis=1))
             if top_k:
-                among += int((places(mine, known) < top_k).sum())
-        del images, labels  # see `agreed`
-    right = totals[1]
+                in_top_k += int((places(local_scores, local_labels) < top_k).sum())
+        del images, labels  # frees their memory for the next mini-batch
+    correct = totals[1]
     return Evaluation(
-        None if right is None else right / max(n * losses.labels_per_image(datastore), 1),
+        None if correct is None else correct / max(n * losses.labels_per_image(datastore), 1),
         totals[0] / max(n, 1),
         n,
-        world.gop("sum", among) / max(n, 1) if top_k else None,
+        world.gop("sum", in_top_k) / max(n, 1) if top_k else None,
         Confusion(world.gop("sum", table), class_names(net.classes or datastore.classes, classes))
         if confusion
         else None,
@@ -132,15 +218,17 @@ def evaluate(
 
 
 def _classes(net, loss, top_k, confusion):
-    """How many classes top_k and confusion are of; UserError where the question has no answer."""
+    """Return the number of classes for top_k and confusion; None if neither is requested."""
     if not confusion and top_k is None:
         return None
-    asked = "confusion" if confusion else "top_k"
+    request = "confusion" if confusion else "top_k"
     if loss != "crossentropy":
-        raise UserError(f"{asked}: expected loss crossentropy, whose outputs are scores of classes")
+        raise UserError(
+            f"{request}: expected loss crossentropy, whose outputs are scores of classes"
+        )
     classes = net.output_shape[0]
-    whole = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)
-    if top_k is not None and not (whole and 1 <= top_k <= classes):
+    is_integer = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)
+    if top_k is not None and not (is_integer and 1 <= top_k <= classes):
         raise UserError(
             f"top_k must be a whole number from 1 to {classes}, the number of classes, got {top_k}"
         )
@@ -152,20 +240,52 @@ def _classes(net, loss, top_k, confusion):
     return classes
 
 
-def places(scores, labels):
-    """(n,): how many classes come before the label's when scores (n, K) are sorted, the largest
-    first and of equal ones the first class; K where the label's score is NaN."""
-    own = np.take_along_axis(scores, labels[:, None], axis=1)
+def places(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the place of each label's class among the scores in descending order.
+
+    Parameters
+    ----------
+    scores : ndarray, shape (n, K)
+        Scores of the classes.
+    labels : ndarray of int, shape (n,)
+        Classes to look up.
+
+    Returns
+    -------
+    ndarray of int, shape (n,)
+        0 for the largest score; of equal scores the first class comes first; K if the score of the
+        label is NaN.
+    """
+    label_scores = np.take_along_axis(scores, labels[:, None], axis=1)
     earlier = np.arange(scores.shape[1]) < labels[:, None]
-    before = (scores > own) | ((scores == own) & earlier)
-    return np.where(np.isnan(own[:, 0]), scores.shape[1], before.sum(axis=1))
+    ahead_of_label = (scores > label_scores) | ((scores == label_scores) & earlier)
+    return np.where(np.isnan(label_scores[:, 0]), scores.shape[1], ahead_of_label.sum(axis=1))
 
 
-def regression_errors(net, datastore, *, world=None, batch_size=128):
-    """RegressionErrors of the network's outputs against a datastore's targets, images or numbers.
+def regression_errors(
+    net: Network, datastore: Datastore, *, world: World | None = None, batch_size: int = BATCH
+) -> RegressionErrors:
+    """Compare a network's outputs with targets, in prediction mode. Collective.
 
-    In prediction mode. world: all ranks by default. Collective. Raises UserError where there are no
-    targets, or of another size than the outputs.
+    Parameters
+    ----------
+    net : Network
+        The network.
+    datastore : Datastore
+        Images with targets of the size of the network's outputs: images or numbers.
+    world : World, optional
+        The ranks that share the images; by default all ranks.
+    batch_size : int
+        Images per mini-batch.
+
+    Returns
+    -------
+    RegressionErrors
+
+    Raises
+    ------
+    UserError
+        If there are no targets, or their size is not that of the outputs.
     """
     losses.need_network(net)
     need_datastore(datastore, "images")
@@ -190,11 +310,11 @@ def regression_errors(net, datastore, *, world=None, batch_size=128):
     return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)
 
 
-def _errors(found, targets):
-    """A Partial: the sums of squared and of absolute errors over all elements, (2,) float64."""
-    counter, errors = Counter(found.batch.tree), found.local().astype(np.float64)
+def _errors(outputs, targets):
+    """Return a Partial: sums of squared and absolute errors over all elements, (2,) float64."""
+    counter, errors = Counter(outputs.batch.tree), outputs.local().astype(np.float64)
     errors -= targets.local().reshape(errors.shape)
-    for b in range(found.batch.blocks):
+    for b in range(outputs.batch.blocks):
         block = errors[b * LANES : (b + 1) * LANES].ravel()
         counter.push(np.array([np.square(block).sum(), np.abs(block).sum()]))
     return counter.partial((2,), np.float64)

@@ -1,91 +1,200 @@
-"""What a network gives for images: scores, labels, what a layer computes.
+"""The outputs of a trained network: scores, classes and activations of layers.
 
-Exact, and the same bytes on any number of ranks: each image is computed once, in its block, and no
-image is there twice to fill a share.
+Results are exact and the same bytes on any number of ranks: each image is computed once, in its
+block, and no image is repeated to fill a share.
 """
+
+from collections.abc import Callable, Generator
+from typing import Any
 
 import numpy as np
 
 from mpidl import losses, ops
+from mpidl.blocks import Blocked
 from mpidl.comm import World
 from mpidl.data import ArrayDatastore, MinibatchQueue
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
-from mpidl.evaluation.evaluate import agreed
+from mpidl.evaluation.evaluate import BATCH, agreed
+from mpidl.nn import Network
 
 
-def predict(net, images, *, world=None, batch_size=128, softmax=None, everywhere=True):
-    """The network's output for each image, in prediction mode: (n, *output shape) float32.
+def predict(
+    net: Network,
+    images: Datastore | np.ndarray,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    softmax: bool | None = None,
+    everywhere: bool = True,
+) -> np.ndarray | None:
+    """Return the network's output for each image, in prediction mode. Collective.
 
-    images: a datastore, or an array (n, C, H, W) that every rank has (uint8 pixels are divided by
-    255, floats taken as they are). world: all ranks by default, among which the images are shared
-    out. softmax: whether the outputs go through it, so that they are class scores (of each pixel
-    where they are (K, H, W)), unless the network ends in Softmax; None: where they are (K,) and the
-    images have no targets. everywhere: every rank gets the result; False: rank 0, and the others
-    None.
+    Parameters
+    ----------
+    net : Network
+        The network.
+    images : Datastore or ndarray of shape (n, C, H, W)
+        The images; an array must be the same on every rank. Pixels of type uint8 are divided by
+        255 unless the network has a normalization; floats are taken as they are.
+    world : World, optional
+        The ranks that share the images; by default all ranks.
+    batch_size : int
+        Images per mini-batch.
+    softmax : bool, optional
+        Whether to apply softmax to the outputs, for scores of classes (of each pixel for outputs of
+        shape (K, H, W)), unless the network ends in `Softmax`. By default True if the outputs have
+        shape (K,) and the images have no targets.
+    everywhere : bool
+        Whether every rank gets the result, instead of rank 0 only.
 
-    Collective. Raises UserError where the images are of another shape than the network's.
+    Returns
+    -------
+    ndarray of float32, shape (n, *output shape), or None
+        None on the other ranks if not `everywhere`.
+
+    Raises
+    ------
+    UserError
+        If the network takes images of another shape.
     """
     images = as_datastore(net, images)
     if softmax is None:
         softmax = len(net.output_shape) == 1 and images.targets_shape is None
-    given = scores if softmax else outputs
-    return _collected(
-        net, images, given, net.output_shape, np.float32, world, batch_size, everywhere
+    function = scores if softmax else outputs
+    return _collect(
+        net, images, function, net.output_shape, np.float32, world, batch_size, everywhere
     )
 
 
-def classify(net, images, *, world=None, batch_size=128, everywhere=True):
-    """The class of each image, the number of its largest output, of equal ones the first: (n,)
-    int64; of a network whose outputs are (K, ...), (n, ...). Arguments as of `predict`. Raises
-    UserError of a network that was trained to give numbers."""
+def classify(
+    net: Network,
+    images: Datastore | np.ndarray,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    everywhere: bool = True,
+) -> np.ndarray | None:
+    """Return the class of each image, in prediction mode. Collective.
+
+    The class is the index of the largest output; of equal outputs the first.
+
+    Parameters
+    ----------
+    net, images, world, batch_size, everywhere
+        As for `predict`.
+
+    Returns
+    -------
+    ndarray of int64, shape (n,), or None
+        Shape (n, ...) for a network with outputs of shape (K, ...).
+
+    Raises
+    ------
+    UserError
+        If the network takes images of another shape, or was trained to give numbers.
+    """
     losses.need_network(net)
     if net.classes == ():
         raise UserError(
             "classify: expected a network whose outputs are scores of classes, found one that was "
             "trained to give numbers (its `classes` are ()); dl.predict gives these"
         )
-    images, how = as_datastore(net, images), (np.int64, world, batch_size, everywhere)
-    return _collected(net, images, labels, net.output_shape[1:], *how)
+    images, shape = as_datastore(net, images), net.output_shape[1:]
+    return _collect(net, images, labels, shape, np.int64, world, batch_size, everywhere)
 
 
-def activations(net, images, layer, *, world=None, batch_size=128, everywhere=True):
-    """What the layer of a name gives for each image, in prediction mode: (n, *its output shape)
-    float32. Arguments as of `predict`; only the layers that it depends on are computed. KeyError
-    for an unknown name."""
+def activations(
+    net: Network,
+    images: Datastore | np.ndarray,
+    layer: str,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    everywhere: bool = True,
+) -> np.ndarray | None:
+    """Return what a layer computes for each image, in prediction mode. Collective.
+
+    Only the layers that it depends on are computed.
+
+    Parameters
+    ----------
+    layer : str
+        Name of the layer.
+    net, images, world, batch_size, everywhere
+        As for `predict`.
+
+    Returns
+    -------
+    ndarray of float32, shape (n, *output shape of the layer), or None
+
+    Raises
+    ------
+    KeyError
+        If no layer has this name.
+    UserError
+        If the network takes images of another shape.
+    """
     part, images = net.up_to(layer), as_datastore(net, images)
-    how = np.float32, world, batch_size, everywhere
-    return _collected(part, images, outputs, part.output_shape, *how)
+    shape = part.output_shape
+    return _collect(part, images, outputs, shape, np.float32, world, batch_size, everywhere)
 
 
-def scores(net, images):
-    """This share's class scores (n, K)."""
+def scores(net: Network, images: Blocked) -> np.ndarray:
+    """Return the class scores of this rank's share, (n, K)."""
     return ops.softmax(net.logits(images)).local()
 
 
-def outputs(net, images):
-    """This share's outputs, (n, *output shape)."""
+def outputs(net: Network, images: Blocked) -> np.ndarray:
+    """Return the outputs of this rank's share, (n, *output shape)."""
     return net(images).local()
 
 
-def labels(net, images):
-    """This share's classes, (n, ...) int64."""
+def labels(net: Network, images: Blocked) -> np.ndarray:
+    """Return the classes of this rank's share, (n, ...) int64."""
     return net.logits(images).local().argmax(axis=1)
 
 
-def scores_and_labels(net, images):
-    """This share's class scores, the outputs they come from, and the classes: where two scores are
-    equal for want of digits, the outputs may not be."""
-    found = net.logits(images)
-    ranked = found.local()
-    return ops.softmax(found).local(), ranked, ranked.argmax(axis=1)
+def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the class scores of this rank's share, the outputs before softmax, and the classes.
+
+    The outputs rank the classes, because softmax may round different outputs to equal scores.
+    """
+    logits = net.logits(images)
+    ranked = logits.local()
+    return ops.softmax(logits).local(), ranked, ranked.argmax(axis=1)
 
 
-def by_batch(net, datastore, function, *, world, batch_size=128):
-    """Generate (indices, result) of each mini-batch on rank 0, in the datastore's order.
+def by_batch(
+    net: Network,
+    datastore: Datastore,
+    function: Callable[[Network, Blocked], Any],
+    *,
+    world: World,
+    batch_size: int = BATCH,
+) -> Generator[tuple, None, None]:
+    """Yield the results of each mini-batch on rank 0, in the order of the datastore.
 
-    function(net, images) gives an array, or a tuple of arrays, with an entry for each image of the
-    share. The other ranks get (None, None). Collective: every rank must take all of them.
+    Collective: every rank must consume all mini-batches.
+
+    Parameters
+    ----------
+    net : Network
+        The network.
+    datastore : Datastore
+        The images.
+    function : callable
+        ``function(net, images)`` returns an array, or a tuple of arrays, with an entry for each
+        image of this rank's share.
+    world : World
+        The ranks that share the images.
+    batch_size : int
+        Images per mini-batch.
+
+    Yields
+    ------
+    (ndarray of int, result of the function)
+        Indices of the images, and their entries; (None, None) on the other ranks.
     """
     queue = MinibatchQueue(
         datastore, batch_size, world=world, shuffle="never", **net.input_transform()
@@ -104,8 +213,8 @@ def by_batch(net, datastore, function, *, world, batch_size=128):
         yield np.concatenate(indices), joined
 
 
-def as_datastore(net, images):
-    """Images as a datastore that the network can take; UserError where their shape is another."""
+def as_datastore(net: Network, images: Datastore | np.ndarray) -> Datastore:
+    """Return images as a datastore; raise UserError if the network does not take their shape."""
     losses.need_network(net)
     if not isinstance(images, Datastore):
         images = np.asarray(images)
@@ -118,13 +227,13 @@ def as_datastore(net, images):
     return images
 
 
-def _collected(net, datastore, function, shape, dtype, world, batch_size, everywhere):
-    """All results of a function in one array."""
+def _collect(net, datastore, function, shape, dtype, world, batch_size, everywhere):
+    """Return the results of a function for all images in one array."""
     world = World() if world is None else world
     keeps = everywhere or world.rank == 0
-    found = np.empty((len(datastore), *shape), dtype) if keeps else None
+    collected = np.empty((len(datastore), *shape), dtype) if keeps else None
     for batch in by_batch(net, datastore, function, world=world, batch_size=batch_size):
         indices, values = world.broadcast(batch) if everywhere else batch
         if keeps:
-            found[indices] = values
-    return found
+            collected[indices] = values
+    return collected

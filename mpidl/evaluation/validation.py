@@ -1,44 +1,67 @@
-"""Validation while training: when, whether to go on, and the network of the least loss."""
+"""Validation during training: its schedule, the patience, and the network with the lowest loss."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from mpidl.comm import World
+from mpidl.comm.failure import Signals
+from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
+from mpidl.nn import Network
 
-BEST = {"best_learnables": "parameters", "best_state": "state"}  # tables of a checkpoint
+# Tables of a checkpoint, and the network's attributes that they hold.
+BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
-def held_out(datastore, options):
-    """(images to train on, options that validate on the others), by `validation_fraction`.
+def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
+    """Split a training set by the option validation_fraction.
 
-    Both as they are where it is 0, or where the options have a validation set already. Raises
-    UserError where the options ask for what cannot be without validation.
+    Parameters
+    ----------
+    datastore : Datastore
+        The training set.
+    options : TrainingOptions
+        Options of the run.
+
+    Returns
+    -------
+    (Datastore, TrainingOptions)
+        The images to train on, and the options with the others as validation set. Both are
+        unchanged if the fraction is 0 or the options have a validation set.
+
+    Raises
+    ------
+    UserError
+        If a part would be empty, or an option needs a validation set and there is none.
     """
     if options.validation is not None:
         return datastore, options
     if not options.validation_fraction:
-        _check_needs(options)
+        _check_options(options)
         return datastore, options
-    kept, others = datastore.split(1 - options.validation_fraction, seed=options.seed)
-    if not len(kept) or not len(others):
+    training, validation = datastore.split(1 - options.validation_fraction, seed=options.seed)
+    if not len(training) or not len(validation):
         raise UserError(
             f"--validation-fraction {options.validation_fraction}: expected images to train on and "
-            f"to validate on, found {len(kept)} and {len(others)}"
+            f"to validate on, found {len(training)} and {len(validation)}"
         )
-    return kept, replace(options, validation=others)
+    return training, replace(options, validation=validation)
 
 
-def _check_needs(options):
-    needs = {
+def _check_options(options):
+    """Refuse options that need a validation set."""
+    in_use = {
         "--output-network best-validation": options.output_network == "best-validation",
         f"--validation-patience {options.validation_patience}": options.validation_patience
         < math.inf,
     }
-    for text, said in needs.items():
-        if said:
+    for text, is_set in in_use.items():
+        if is_set:
             raise UserError(
                 f"{text}: expected images to validate on "
                 "(--validation-data, --validation-fraction, or validation= in Python)"
@@ -46,63 +69,112 @@ def _check_needs(options):
 
 
 class Validation:
-    """What validation has shown so far.
+    """The state of validation during a run.
 
-    A checkpoint keeps all of it (`facts`, `tables`), so that a run that goes on decides as one that
-    was never stopped. The least loss counts, of equal ones the first.
+    A checkpoint stores all of it (`facts`, `tables`), so a resumed run decides as one that was
+    never stopped. The lowest loss counts; of equal ones the first.
+
+    Parameters
+    ----------
+    options : TrainingOptions
+        Options of the run; their validation set may be None.
+    world : World
+        The ranks of the run.
+
+    Attributes
+    ----------
+    store : Datastore or None
+        The validation set.
+    last : Evaluation or None
+        The last validation.
+    last_iteration : int
+        Its iteration; 0 before the first.
+    loss : float
+        The lowest loss so far; inf before the first validation.
+    accuracy : float or None
+        The accuracy with the lowest loss; None if the loss has no classes.
+    iteration : int
+        The iteration with the lowest loss; 0 before the first validation.
+    waited : int
+        Validations since then.
+    owed : bool
+        Whether a signal interrupted the validation of the current iteration.
+    best : dict
+        {table: {name: array}} of the network with the lowest loss, if the run returns it.
     """
 
-    def __init__(self, options, world):
-        self.store, self.world, self.minimized = options.validation, world, options.loss
+    def __init__(self, options, world: World):
+        self.store, self.world, self.loss_function = options.validation, world, options.loss
         self.fingerprint = None if self.store is None else self.store.fingerprint()
-        self.every, self.patience = options.validation_frequency, options.validation_patience
+        self.frequency, self.patience = options.validation_frequency, options.validation_patience
         self.prefetch = options.prefetch
-        self.keeps = options.output_network == "best-validation"
-        self.last, self.at = None, 0  # the Evaluation of iteration `at`
-        self.loss, self.iteration = math.inf, 0  # the least, and where
-        self.accuracy = None  # there, where the loss classifies
-        self.waited = 0  # validations since then
-        self.owed = False  # whether a signal ended that of the present iteration
-        self.best = {}  # {table: {name: array}} of that iteration, where it is kept
+        self.keeps_best = options.output_network == "best-validation"
+        self.last: Evaluation | None = None
+        self.last_iteration = 0
+        self.loss, self.iteration = math.inf, 0
+        self.accuracy: float | None = None
+        self.waited = 0
+        self.owed = False
+        self.best: dict[str, dict[str, np.ndarray]] = {}
 
-    def due(self, iteration):
-        """Whether to validate after this iteration, which may be the last of an epoch."""
-        return self.store is not None and self.every > 0 and iteration % self.every == 0
+    def due(self, iteration: int) -> bool:
+        """Return whether to validate after this iteration, which may be the last of an epoch."""
+        return self.store is not None and self.frequency > 0 and iteration % self.frequency == 0
 
-    def due_at_end(self):
-        """Whether to validate at the end of each epoch."""
-        return self.store is not None and self.every == 0
+    def due_at_end(self) -> bool:
+        """Return whether to validate at the end of each epoch."""
+        return self.store is not None and self.frequency == 0
 
-    def run(self, net, iteration, signals=None):
-        """The Evaluation of the network of this iteration, which is taken note of. Collective.
+    def run(
+        self, net: Network, iteration: int, signals: Signals | None = None
+    ) -> Evaluation | None:
+        """Validate the network of an iteration and record the result. Collective.
 
-        None where signals ended it: it is owed then, for a run that goes on from here.
+        Parameters
+        ----------
+        net : Network
+            The network.
+        iteration : int
+            Number of iterations so far.
+        signals : Signals, optional
+            Signals that interrupt the validation, see `evaluate`.
+
+        Returns
+        -------
+        Evaluation or None
+            None if a signal interrupted the validation: a resumed run then makes it first.
         """
-        how = {"world": self.world, "signals": signals, "loss": self.minimized}
-        found = evaluate(net, self.store, prefetch=self.prefetch, **how)
+        evaluation = evaluate(
+            net,
+            self.store,
+            world=self.world,
+            prefetch=self.prefetch,
+            signals=signals,
+            loss=self.loss_function,
+        )
         self.owed = signals is not None and signals.agreed
         if self.owed:
             return None
-        self.last, self.at = found, iteration
-        if self.last.loss < self.loss:
-            self.loss, self.accuracy = self.last.loss, self.last.accuracy
+        self.last, self.last_iteration = evaluation, iteration
+        if evaluation.loss < self.loss:
+            self.loss, self.accuracy = evaluation.loss, evaluation.accuracy
             self.iteration, self.waited = iteration, 0
-            if self.keeps:
+            if self.keeps_best:
                 self.best = {
-                    table: {name: np.array(a) for name, a in getattr(net, of).items()}
-                    for table, of in BEST.items()
+                    table: {name: np.array(a) for name, a in getattr(net, attribute).items()}
+                    for table, attribute in BEST.items()
                 }
         else:
             self.waited += 1
-        return self.last
+        return evaluation
 
     @property
-    def exhausted(self):
-        """Whether the loss has not come below its least for as long as was to be waited."""
+    def exhausted(self) -> bool:
+        """Whether the patience is exhausted: no lower loss in that many validations."""
         return self.waited >= self.patience
 
-    def facts(self):
-        """What a checkpoint keeps beside the tables."""
+    def facts(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint besides the tables."""
         return {
             "loss": self.loss,
             "accuracy": self.accuracy,
@@ -110,33 +182,33 @@ class Validation:
             "waited": self.waited,
             "fingerprint": self.fingerprint,
             "owed": self.owed,
-            "at": self.at,
+            "at": self.last_iteration,
             "last": None if self.last is None else self.last[:3],
         }
 
-    def tables(self):
-        """The tables of a checkpoint that hold the best network."""
+    def tables(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return the tables of a checkpoint that hold the best network."""
         return dict(self.best)
 
-    def restore(self, arrays, facts):
-        """Take what a checkpoint kept."""
-        found = facts.get("validation", {})
-        self.loss, self.iteration = found.get("loss", math.inf), found.get("iteration", 0)
-        self.accuracy, self.waited = found.get("accuracy"), found.get("waited", 0)
-        self.owed = self.store is not None and found.get("owed", False)
-        if self.store is not None and found.get("last"):
-            self.last, self.at = Evaluation(*found["last"]), found["at"]
+    def restore(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Restore the state from the arrays and facts of a checkpoint."""
+        saved = facts.get("validation", {})
+        self.loss, self.iteration = saved.get("loss", math.inf), saved.get("iteration", 0)
+        self.accuracy, self.waited = saved.get("accuracy"), saved.get("waited", 0)
+        self.owed = self.store is not None and saved.get("owed", False)
+        if self.store is not None and saved.get("last"):
+            self.last, self.last_iteration = Evaluation(*saved["last"]), saved["at"]
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 
-    def of_the_result(self):
-        """(loss, accuracy) of the network that the run ends with, each None where not known."""
+    def of_the_result(self) -> tuple[float | None, float | None]:
+        """Return (loss, accuracy) of the network that the run returns, None for each unknown."""
         if self.best:
             return self.loss, self.accuracy
         return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)
 
-    def give_best(self, net):
-        """Have the network, in host memory, be that of the least loss, where it is kept."""
+    def give_best(self, net: Network) -> None:
+        """Set a network, in host memory, to the one with the lowest loss, if it is kept."""
         if self.best:
-            for table, of in BEST.items():
-                old = getattr(net, of)
-                setattr(net, of, {name: self.best[table][name] for name in old})
+            for table, attribute in BEST.items():
+                old = getattr(net, attribute)
+                setattr(net, attribute, {name: self.best[table][name] for name in old})

@@ -1,4 +1,4 @@
-"""What a run shows: console, metrics file, plots."""
+"""The output of a run: console, metrics file, plots, arrays."""
 
 from mpidl.report.console import Console
 from mpidl.report.metrics import Metrics

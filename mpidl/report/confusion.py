@@ -1,17 +1,21 @@
-"""The picture of a confusion matrix."""
+"""Pictures of confusion matrices."""
 
 import importlib.util
 import io
+import os
+from collections.abc import Sequence
+
+import numpy as np
 
 from mpidl.errors import UserError
 
 COLOURS = "Blues"
-MARKED = 30  # classes: of more, the cells have no room for numbers
-NAMED = 60  # classes: of more, the axes have no room for names
+MAX_NUMBERS = 30  # classes; above, the cells have no room for numbers
+MAX_NAMES = 60  # classes; above, the axes have no room for names
 
 
-def need_matplotlib(path):
-    """A UserError where there is nothing to draw with."""
+def need_matplotlib(path: str | os.PathLike) -> None:
+    """Raise UserError, naming the picture's path, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"{path}: a picture is drawn by matplotlib, which is not installed (pip install "
@@ -19,8 +23,25 @@ def need_matplotlib(path):
         )
 
 
-def draw(counts, classes, accuracy):
-    """The bytes of a PNG: (K, K) counts, rows the true classes, darker by the share of the row."""
+def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
+    """Draw a confusion matrix.
+
+    A cell is darker the larger its part of the row.
+
+    Parameters
+    ----------
+    counts : ndarray of int, shape (K, K)
+        Number of labels of class [row] predicted as class [column].
+    classes : sequence of str
+        Names of the K classes.
+    accuracy : float
+        Accuracy for the title.
+
+    Returns
+    -------
+    bytes
+        A PNG file.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,21 +50,21 @@ def draw(counts, classes, accuracy):
     figure = Figure(figsize=(side, side), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    shares = [[n / max(int(row.sum()), 1) for n in row] for row in counts]
-    axes.imshow(shares, cmap=COLOURS, vmin=0, vmax=1)
-    if k <= MARKED:
+    fractions = [[n / max(int(row.sum()), 1) for n in row] for row in counts]
+    axes.imshow(fractions, cmap=COLOURS, vmin=0, vmax=1)
+    if k <= MAX_NUMBERS:
         for i, row in enumerate(counts):
             for j, n in enumerate(row):
-                colour = "white" if shares[i][j] > 0.5 else "#333333" if n else "#bbbbbb"
+                colour = "white" if fractions[i][j] > 0.5 else "#333333" if n else "#bbbbbb"
                 axes.text(j, i, str(n), ha="center", va="center", color=colour, fontsize=8)
-    if k <= NAMED:
+    if k <= MAX_NAMES:
         names = [name if len(name) <= 18 else f"{name[:17]}…" for name in classes]
         axes.set_xticks(range(k), names, rotation=90 if max(map(len, names)) > 3 else 0)
         axes.set_yticks(range(k), names)
     axes.tick_params(length=0, labelsize=8)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
-    # an image may have many labels, one a pixel
+    # The counts are labels, not images: an image may have a label per pixel.
     title = f"accuracy {accuracy:.4f} of {int(counts.sum())} labels"
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[:].set_visible(False)

@@ -1,36 +1,68 @@
-"""What rank 0 shows while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import datetime
 import os
 import stat
 import sys
 import time
+from typing import Any, Protocol, TextIO
 
 BAR_SECONDS = 0.2  # between two drawings of the bar
 LINE_SECONDS = 10.0  # between two lines of iterations in a log
 LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orterun"}
-WHOLE_LINES = {"prterun", "prted"}  # those of Open MPI 5 hand on whole lines, and a bar is none
+LINE_LAUNCHERS = {"prterun", "prted"}  # launchers of Open MPI 5, which pass on whole lines only
+
+
+class Scores(Protocol):
+    """The scores of a validation or test that the console prints, such as an `Evaluation`."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def accuracy(self) -> float | None: ...
+    @property
+    def images(self) -> int: ...
 
 
 class Console:
-    """Progress on rank 0; on the other ranks the same methods do nothing.
+    """The output of a run to a terminal or a log.
 
-    A context manager: leaving it takes the bar away, so that what is printed next stands alone.
-    verbose_every: iterations between lines where there is no terminal (0: a line an epoch only);
-    however small, there is one in 10 s at most. progress: whether to show that at all, and the
-    epochs; the other lines are printed all the same. stream: where to write, stdout; width: draw
-    the bar for a terminal of that many columns, found out where None, and no bar where 0.
+    Methods do nothing on ranks other than 0. Leaving the context of a console removes the bar.
+
+    Parameters
+    ----------
+    rank : int
+        This process's rank.
+    verbose_every : int
+        Iterations between lines in a log, at most one line per 10 s; 0 prints lines for epochs
+        only.
+    progress : bool
+        Whether to print iterations, validations and epochs. Other lines are printed in any case.
+    stream : file, optional
+        Where to write; by default stdout.
+    width : int, optional
+        Columns of the terminal; 0 draws no bar. By default the width of the terminal in use.
     """
 
-    def __init__(self, rank=0, *, verbose_every=50, progress=True, stream=None, width=None):
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        verbose_every: int = 50,
+        progress: bool = True,
+        stream: TextIO | None = None,
+        width: int | None = None,
+    ):
         self.stream = stream or sys.stdout if rank == 0 else None
         self.verbose_every, self.progress = verbose_every, progress
-        self.measured = width is None
+        self.follows_terminal = width is None
         self.width = terminal_width(self.stream) if width is None else width
         self.epochs = 0
-        self.bar = self.task = self.last = None  # the last iteration: what `iteration` was told
-        self.told = None  # that whose line was printed
-        self.drawn = self.written = time.monotonic()
+        self.bar: Any = None  # a rich Progress, with one task
+        self.task: Any = None
+        self.last = None  # arguments of the last `iteration`
+        self.last_printed = None  # those of the last line for an iteration
+        self.draw_time = self.line_time = time.monotonic()
 
     def __enter__(self):
         return self
@@ -38,8 +70,8 @@ class Console:
     def __exit__(self, *_):
         self.close()
 
-    def line(self, text):
-        """Print one line, above the bar."""
+    def line(self, text: str) -> None:
+        """Print a line, above the bar."""
         if self.stream is None:
             return
         if self.bar is not None:
@@ -48,39 +80,56 @@ class Console:
         else:
             print(text, file=self.stream, flush=True)
 
-    def header(self, **facts):
-        """Print `Name: fact` lines: header(network=..., data=..., ranks=..., results=...)."""
+    def header(self, **facts: object) -> None:
+        """Print a line "Name: fact" for each argument, such as network=, data= or ranks=."""
         for name, fact in facts.items():
             self.line(f"{name.replace('_', ' ').capitalize()}: {fact}")
 
-    def start(self, epochs, iterations, done=0):
-        """Begin with the progress: of so many iterations in all, so many were done before."""
+    def start(self, epochs: int, iterations: int, completed: int = 0) -> None:
+        """Show the bar.
+
+        Parameters
+        ----------
+        epochs, iterations : int
+            Number of epochs and iterations of the run.
+        completed : int
+            Iterations that a resumed run completed before.
+        """
         self.epochs = epochs
         if self.stream is None or not self.width or not self.progress:
             return
         self.bar = _bar(self.stream, self.width)
-        self.task = self.bar.add_task("", total=iterations, completed=done, epoch="", values="")
+        self.task = self.bar.add_task(
+            "", total=iterations, completed=completed, epoch="", values=""
+        )
         self.bar.start()
-        self.bar.console.show_cursor(True)  # a job that is killed could not bring it back
+        self.bar.console.show_cursor(True)  # a killed job could not restore it
         self.bar.refresh()
 
-    def iteration(self, epoch, iteration, loss, images_per_second, accuracy=None):
-        """Show the state after an iteration; loss and accuracy of its mini-batch."""
+    def iteration(
+        self,
+        epoch: int,
+        iteration: int,
+        loss: float,
+        images_per_second: float,
+        accuracy: float | None = None,
+    ) -> None:
+        """Show the state after an iteration, with the loss and accuracy of its mini-batch."""
         if self.stream is None or not self.progress:
             return
         now = time.monotonic()
         self.last = epoch, iteration, loss, images_per_second, accuracy
-        if self.bar is not None and now - self.drawn >= BAR_SECONDS:
+        if self.bar is not None and now - self.draw_time >= BAR_SECONDS:
             self._draw()
         due = self.verbose_every and iteration % self.verbose_every == 0
-        if self.bar is None and due and now - self.written >= LINE_SECONDS:
+        if self.bar is None and due and now - self.line_time >= LINE_SECONDS:
             self.last_iteration()
 
-    def last_iteration(self):
-        """Print the line of the last iteration, unless it was printed."""
-        if not self.progress or self.last is None or self.last is self.told:
+    def last_iteration(self) -> None:
+        """Print the line of the last iteration, unless it is printed already."""
+        if not self.progress or self.last is None or self.last is self.last_printed:
             return
-        self.told, self.written = self.last, time.monotonic()
+        self.last_printed, self.line_time = self.last, time.monotonic()
         epoch, iteration, loss, images_per_second, _ = self.last
         self.line(
             f"Iteration: {iteration}, Epoch: {epoch}, Loss: {loss:.4f}, "
@@ -88,24 +137,43 @@ class Console:
         )
 
     def _draw(self):
-        """Bring the bar to the last iteration."""
-        self.drawn = time.monotonic()
+        """Move the bar to the last iteration."""
+        self.draw_time = time.monotonic()
         if self.last is None:
             return
         epoch, iteration, loss, images_per_second, accuracy = self.last
-        if self.measured:  # the window may have become another size
+        if self.follows_terminal:  # the user may have resized it
             self.width = terminal_width(self.stream) or self.width
             self.bar.console.width = self.width
         values = f"loss {loss:.4f}"
         values += "" if accuracy is None else f"  accuracy {accuracy:.4f}"
         values += f"  {images_per_second:.0f} images/s" if self.width >= 80 else ""
-        shown = f"Epoch {epoch}/{self.epochs}"
-        self.bar.update(self.task, completed=iteration, epoch=shown, values=values, refresh=True)
+        label = f"Epoch {epoch}/{self.epochs}"
+        self.bar.update(self.task, completed=iteration, epoch=label, values=values, refresh=True)
 
-    def epoch(self, epoch, loss, images_per_second, seconds, accuracy=None, validation=None):
-        """Print the line of an epoch: mean loss and accuracy over its images, seconds so far.
+    def epoch(
+        self,
+        epoch: int,
+        loss: float,
+        images_per_second: float,
+        seconds: float,
+        accuracy: float | None = None,
+        validation: Scores | None = None,
+    ) -> None:
+        """Print the line of an epoch.
 
-        validation: the `Evaluation` on the validation set, where there was one at its end.
+        Parameters
+        ----------
+        epoch : int
+            Number of the epoch, from 1.
+        loss, accuracy : float
+            Means over the images of the epoch; the accuracy may be None.
+        images_per_second : float
+            Training speed.
+        seconds : float
+            Seconds since the start of the run.
+        validation : Evaluation, optional
+            The validation at the end of the epoch.
         """
         if not self.progress:
             return
@@ -113,19 +181,29 @@ class Console:
         if accuracy is not None:
             parts.append(f"Accuracy: {accuracy:.4f}")
         if validation is not None:
-            parts += _validated(validation)
+            parts += _validation_parts(validation)
         parts.append(f"Images/s: {images_per_second:.0f}")
         parts.append(f"Elapsed: {clock(seconds)}")
-        self.written = time.monotonic()
+        self.line_time = time.monotonic()
         self.line(", ".join(parts))
 
-    def validation(self, iteration, found):
-        """Print the line of a validation, an `Evaluation`, that no epoch's line tells of."""
+    def validation(self, iteration: int, evaluation: Scores) -> None:
+        """Print the line of a validation that is not part of the line of an epoch."""
         if self.progress:
-            self.line(", ".join([f"Iteration: {iteration}", *_validated(found)]))
+            self.line(", ".join([f"Iteration: {iteration}", *_validation_parts(evaluation)]))
 
-    def finish(self, out, seconds, test=None):
-        """End the progress; print the test's `Evaluation`, the time, where the results are."""
+    def finish(self, out: str, seconds: float, test: Scores | None = None) -> None:
+        """Remove the bar, and print the results of the run.
+
+        Parameters
+        ----------
+        out : str
+            Folder of the results.
+        seconds : float
+            Training time.
+        test : Evaluation, optional
+            The evaluation on the test set.
+        """
         self.close()
         if test is not None and test.accuracy is not None:
             self.line(f"Test accuracy: {test.accuracy:.4f} ({test.images} images)")
@@ -134,22 +212,22 @@ class Console:
         self.line(f"Training time: {clock(seconds)}")
         self.line(f"Results: {out}")
 
-    def close(self):
-        """Take the bar away."""
+    def close(self) -> None:
+        """Remove the bar."""
         if self.bar is not None:
             bar, self.bar = self.bar, None
             bar.stop()
 
 
-def _validated(found):
-    parts = [f"Validation loss: {found.loss:.4f}"]
-    if found.accuracy is not None:
-        parts.append(f"Validation accuracy: {found.accuracy:.4f}")
+def _validation_parts(evaluation):
+    parts = [f"Validation loss: {evaluation.loss:.4f}"]
+    if evaluation.accuracy is not None:
+        parts.append(f"Validation accuracy: {evaluation.accuracy:.4f}")
     return parts
 
 
-def clock(seconds):
-    """12.3 as 0:00:12."""
+def clock(seconds: float) -> str:
+    """Return seconds as hours, minutes and seconds: 12.3 is 0:00:12."""
     return str(datetime.timedelta(seconds=int(seconds)))
 
 
@@ -158,7 +236,7 @@ def _bar(stream, width):
     from rich import progress
 
     console = rich.console.Console(file=stream, force_terminal=True, width=width)
-    # Drawn by the calls of `iteration` alone: no thread beside the one that computes.
+    # `iteration` draws the bar, so no thread runs beside the one that computes.
     return progress.Progress(
         progress.TextColumn("{task.fields[epoch]}"),
         progress.BarColumn(bar_width=None),
@@ -172,42 +250,44 @@ def _bar(stream, width):
     )
 
 
-def terminal_width(stream):
-    """Columns of the terminal that shows what is written to `stream`; 0 where there is none.
+def terminal_width(stream: TextIO | None) -> int:
+    """Return the columns of the terminal that shows a stream, or 0 if no terminal does.
 
-    Under mpirun, stdout leads to the launcher, by a pipe (MPICH) or by a pseudo-terminal of its own
-    (Open MPI), and the launcher passes all on to its own stdout: that one counts.
+    Under mpirun, stdout leads to the launcher through a pipe (MPICH) or a pseudo-terminal (Open
+    MPI). The launcher passes the output on to its own stdout, whose terminal counts.
     """
     if stream is None or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return 0
     try:
         handle = stream.fileno()
         terminal = os.isatty(handle)
-        # What a script between the launcher and this process pipes on is the script's business.
+        # A script that reads this pipe may filter the output, so the search stops at it.
         launcher = _launcher(os.getppid(), past_scripts=terminal) if handle <= 2 else None
         if launcher is None or stat.S_ISREG(os.fstat(handle).st_mode):
             return os.get_terminal_size(handle).columns or 80 if terminal else 0
         with open(f"/proc/{launcher}/comm") as file:
-            if file.read().strip() in WHOLE_LINES:
+            if file.read().strip() in LINE_LAUNCHERS:
                 return 0
-        shown = os.open(f"/proc/{launcher}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        launcher_stdout = os.open(
+            f"/proc/{launcher}/fd/1", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK
+        )
         try:
-            return os.get_terminal_size(shown).columns or 80
+            return os.get_terminal_size(launcher_stdout).columns or 80
         finally:
-            os.close(shown)
-    except (OSError, ValueError, AttributeError):  # no terminal, or no file at all
+            os.close(launcher_stdout)
+    except (OSError, ValueError, AttributeError):  # no terminal, or not a file
         return 0
 
 
 def _launcher(pid, past_scripts):
-    """The uppermost MPI launcher among `pid` and the processes above it, else None."""
-    found = None
+    """Return the uppermost MPI launcher among a process and its ancestors, or None."""
+    launcher = None
     while os.path.exists(f"/proc/{pid}/stat"):
         with open(f"/proc/{pid}/stat") as file:
             name, _, rest = file.read().partition("(")[2].rpartition(")")
         if name in LAUNCHERS:
-            found = pid
-        elif found or not past_scripts:
+            launcher = pid
+        elif launcher or not past_scripts:
             break
         pid = int(rest.split()[1])
-    return found
+    return launcher

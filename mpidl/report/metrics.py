@@ -1,9 +1,10 @@
-"""metrics.jsonl: one JSON object a line, for each iteration, epoch and validation."""
+"""metrics.jsonl: one JSON object per line, for each iteration, epoch and validation."""
 
 import json
 import math
 import os
 import time
+from typing import Any
 
 from mpidl.errors import UserError
 
@@ -12,14 +13,27 @@ FLUSH_SECONDS = 2.0
 
 
 class Metrics:
-    """Appends records to `path` on rank 0; on the other ranks the same methods do nothing.
+    """A writer of records to a metrics file.
 
-    cut: on resume, the checkpoint's iteration: records of later ones, which the run that stopped
-    left behind, are removed first. Without it the file starts empty. Raises UserError, naming the
-    path, where it cannot be written.
+    Methods do nothing on ranks other than 0.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    rank : int
+        This process's rank.
+    cut : int, optional
+        Iteration of the checkpoint that a run resumes from; later records are removed. By default
+        the file starts empty.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written.
     """
 
-    def __init__(self, path, rank=0, cut=None):
+    def __init__(self, path: str, rank: int = 0, cut: int | None = None):
         self.path = path
         self.file = None
         self.flushed = time.monotonic()
@@ -30,7 +44,7 @@ class Metrics:
                 self.cut(cut)
             self.file = open(path, "w" if cut is None else "a")
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._unwritable(error) from error
 
     def __enter__(self):
         return self
@@ -40,19 +54,41 @@ class Metrics:
 
     def record(
         self,
-        kind,
-        epoch,
-        iteration,
-        loss,
-        learning_rate,
-        images_per_second,
-        seconds,
-        accuracy=None,
-    ):
-        """Append one record; seconds since the run began; images_per_second: None of a validation.
+        kind: str,
+        epoch: int,
+        iteration: int,
+        loss: float | None,
+        learning_rate: float,
+        images_per_second: float | None,
+        seconds: float,
+        accuracy: float | None = None,
+    ) -> None:
+        """Append a record.
 
-        A number that is not finite, which JSON has no word for, is written as null. The records of
-        an iteration must be written, and flushed, before its checkpoint is.
+        Numbers that are not finite are written as null. The records of an iteration must be
+        written and flushed before its checkpoint.
+
+        Parameters
+        ----------
+        kind : {"iteration", "epoch", "validation"}
+            What the numbers are of.
+        epoch, iteration : int
+            Position in the run, counted from 1.
+        loss : float or None
+            Mean loss.
+        learning_rate : float
+            Learning rate of the iteration.
+        images_per_second : float or None
+            Training speed; None for a validation.
+        seconds : float
+            Seconds since the start of the run.
+        accuracy : float, optional
+            Accuracy, if the loss has classes.
+
+        Raises
+        ------
+        UserError
+            If the file cannot be written.
         """
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, found {kind}")
@@ -71,27 +107,28 @@ class Metrics:
                 self.file.flush()
                 self.flushed = time.monotonic()
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._unwritable(error) from error
 
-    def flush(self):
-        """Put all records on disk: before each checkpoint."""
+    def flush(self) -> None:
+        """Write all records to disk, before each checkpoint."""
         if self.file is not None:
             try:
                 self.file.flush()
                 os.fsync(self.file.fileno())
             except OSError as error:
-                raise self._refused(error) from error
+                raise self._unwritable(error) from error
 
-    def close(self):
+    def close(self) -> None:
+        """Close the file."""
         if self.file is not None:
             file, self.file = self.file, None
             try:
                 file.close()
             except OSError as error:
-                raise self._refused(error) from error
+                raise self._unwritable(error) from error
 
-    def cut(self, iteration):
-        """Remove the records after `iteration`, and what is no record, such as a torn last line."""
+    def cut(self, iteration: int) -> None:
+        """Remove the records after an iteration, and lines that are not records."""
         if not os.path.exists(self.path):
             return
         part = f"{self.path}.part"
@@ -103,12 +140,15 @@ class Metrics:
             os.fsync(file.fileno())
         os.replace(part, self.path)
 
-    def _refused(self, error):
+    def _unwritable(self, error):
         return UserError(f"{self.path}: cannot be written: {error.strerror or error}")
 
 
-def read(path):
-    """The records of a metrics file, in order; lines that are none are passed over."""
+def read(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Return the records of a metrics file in order, without lines that are not records.
+
+    An interrupted run may leave a torn last line.
+    """
     records = []
     with open(path, "rb") as file:
         for line in file:
@@ -121,6 +161,6 @@ def read(path):
     return records
 
 
-def number(value):
-    """A number as JSON has it: None where it is not finite, or None."""
+def number(value: float | None) -> float | None:
+    """Return the value for JSON, or None if it is missing or not finite."""
     return float(value) if value is not None and math.isfinite(value) else None

@@ -9,11 +9,28 @@ from mpidl.report import metrics
 TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
 
 
-def progress(metrics_path, png_path):
-    """Draw the records of a metrics file into a PNG file; False where matplotlib is missing.
+def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bool:
+    """Draw the records of a metrics file.
 
-    Above the loss: of each iteration, and its mean over each epoch. Below the accuracy in per cent.
-    Raises UserError, naming the file, where it cannot be written.
+    The upper panel shows the loss of each iteration and its mean over each epoch, the lower panel
+    the accuracy in per cent.
+
+    Parameters
+    ----------
+    metrics_path : path
+        The metrics file.
+    png_path : path
+        The PNG file to write.
+
+    Returns
+    -------
+    bool
+        False if matplotlib is not installed.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,22 +41,22 @@ def progress(metrics_path, png_path):
     records = metrics.read(metrics_path)
     figure = Figure(figsize=(9, 6.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True)
+    loss_axes, accuracy_axes = figure.subplots(2, 1, sharex=True)
 
     ends = {r["epoch"]: r["iteration"] for r in records if r.get("kind") == "epoch"}
-    _draw(above, records, ends, "loss", 1)
+    _draw(loss_axes, records, ends, "loss", 1)
     losses = [r["loss"] for r in records if r.get("loss")]
     if losses and max(losses) > 20 * min(losses) > 0:
-        above.set_yscale("log")
+        loss_axes.set_yscale("log")
     else:
-        above.set_ylim(bottom=0)
-    above.set_ylabel("loss")
+        loss_axes.set_ylim(bottom=0)
+    loss_axes.set_ylabel("loss")
 
-    _draw(below, records, ends, "accuracy", 100)
-    below.set_ylabel("accuracy (%)")
-    below.set_xlabel("iteration")
-    _mark_epochs(above, below, ends)
-    above.set_title("Training progress", loc="left", pad=26)
+    _draw(accuracy_axes, records, ends, "accuracy", 100)
+    accuracy_axes.set_ylabel("accuracy (%)")
+    accuracy_axes.set_xlabel("iteration")
+    _mark_epochs(loss_axes, accuracy_axes, ends)
+    loss_axes.set_title("Training progress", loc="left", pad=26)
 
     part = f"{png_path}.part"
     try:
@@ -53,19 +70,19 @@ def progress(metrics_path, png_path):
 
 
 def _draw(axes, records, ends, key, factor):
-    """One panel: thin per iteration, an epoch's mean at its middle, validation at its end."""
-    looks = {
+    """Draw one panel: iterations thin, the mean of an epoch at its middle, validations."""
+    styles = {
         "iteration": dict(color=FAINT, linewidth=0.8, label="mini-batch"),
         "epoch": dict(color=TRAINING, linewidth=1.8, marker="o", label="training, mean of epoch"),
         "validation": dict(color=VALIDATION, linewidth=1.8, marker="s", label="validation"),
     }
-    for kind, look in looks.items():
-        chosen = [r for r in records if r.get("kind") == kind and r.get(key) is not None]
-        places = [r["iteration"] for r in chosen]
+    for kind, style in styles.items():
+        points = [r for r in records if r.get("kind") == kind and r.get(key) is not None]
+        iterations = [r["iteration"] for r in points]
         if kind == "epoch":
-            places = [(ends.get(r["epoch"] - 1, 0) + r["iteration"]) / 2 for r in chosen]
-        if chosen:
-            axes.plot(places, [r[key] * factor for r in chosen], markersize=4, **look)
+            iterations = [(ends.get(r["epoch"] - 1, 0) + r["iteration"]) / 2 for r in points]
+        if points:
+            axes.plot(iterations, [r[key] * factor for r in points], markersize=4, **style)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -74,14 +91,14 @@ def _draw(axes, records, ends, key, factor):
         axes.legend(frameon=False)
 
 
-def _mark_epochs(above, below, ends):
-    """A faint line at the end of each epoch, or of every second, fifth, ..., and its number."""
+def _mark_epochs(loss_axes, accuracy_axes, ends):
+    """Mark the ends of epochs by faint lines and numbers, or of every second, fifth, ... epoch."""
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if len(ends) <= 12 * s or s == 1000)
     marked = {epoch: iteration for epoch, iteration in ends.items() if epoch % step == 0}
-    for axes in (above, below):
+    for axes in (loss_axes, accuracy_axes):
         for iteration in marked.values():
             axes.axvline(iteration, color="#e4e4e4", linewidth=0.8, zorder=0)
-    top = above.secondary_xaxis("top")
+    top = loss_axes.secondary_xaxis("top")
     top.set_xticks(list(marked.values()), [str(epoch) for epoch in marked])
     top.tick_params(length=0, labelsize=8, labelcolor="#777777")
     top.set_xlabel("end of epoch", fontsize=8, color="#777777", loc="right")

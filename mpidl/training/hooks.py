@@ -94,7 +94,7 @@ class ConsoleHook:
 
     def epoch(self, trainer, summary):
         validation, seconds = trainer.validation, trainer.position.seconds
-        evaluation = validation.last if validation.at == summary.iteration else None
+        evaluation = validation.last if validation.last_iteration == summary.iteration else None
         numbers = summary.loss, summary.images_per_second, seconds, summary.accuracy
         trainer.console.epoch(summary.epoch, *numbers, evaluation)
 

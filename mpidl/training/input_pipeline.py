@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,7 +38,9 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         return options.augmenter
     if not changed:
         return None
-    scale: Any = (1, 1) if options.scale is None else tuple(map(float, options.scale.split(",")))
+    # the options' checks have made texts of both
+    scale_text, crop_text = cast(str | None, options.scale), cast(str | None, options.random_crop)
+    scale: Any = (1, 1) if scale_text is None else tuple(map(float, scale_text.split(",")))
     try:
         return Augmenter(
             reflect_x="x" in options.flip,
@@ -50,7 +52,7 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
             translate_x=options.translate,
             translate_y=options.translate,
             fill=options.fill,
-            crop=size_of(options.random_crop),
+            crop=size_of(crop_text),
         )
     except UserError as error:  # a scale that the options' types accept
         raise UserError(f"--{error}") from None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpidl import losses
-from mpidl.autodiff.tape import value_and_grad
+from mpidl.autodiff import value_and_grad
 from mpidl.data import MinibatchQueue
 from mpidl.errors import Fault, UserError
 

@@ -116,8 +116,10 @@ def train(
     folder = RunFolder(out, resume, overwrite, world)
     backends.configure(winograd=options.winograd, precision=options.precision)
     _use_device(world, options)
-    arguments = {"verbose_every": options.verbose_every, "progress": options.verbose == "on"}
-    with console or Console(world.rank, **arguments) as opened_console:
+    if console is None:
+        is_verbose = options.verbose == "on"
+        console = Console(world.rank, verbose_every=options.verbose_every, progress=is_verbose)
+    with console as opened_console:
         if (warning := empty_classes_warning(datastore)) is not None:
             opened_console.line(warning)
         if optimizer is None:
@@ -363,7 +365,10 @@ class Trainer:
     def _finalize_network(self, signals):
         """Take the best network and the population's statistics; signals leave it as it is."""
         position, options = self.position, self.options
-        if self.validation.store is not None and self.validation.at != position.iteration:
+        if (
+            self.validation.store is not None
+            and self.validation.last_iteration != position.iteration
+        ):
             self.validate(interruptible=signals is not None)
             if self.validation.owed:
                 return

@@ -90,8 +90,8 @@ NETWORK = {
     "no function": (f"{NETWORKS}smal", "networks.py defines no function smal: did you mean small"),
     "output size": (
         f"{NETWORKS}one_output",
-        "expected 3 outputs, one for each class of the data (of images with numbers, for each "
-        "number), found 1",
+        "expected 3 outputs, one per class of the data (or per number, if the targets are "
+        "numbers), found 1",
     ),
 }
 

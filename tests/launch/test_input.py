@@ -92,7 +92,7 @@ def test_resumed_on_other_ranks(sizes, warped, tmp_path):
     small.assert_same({1: expected, "resumed": small.summary(tmp_path)["weights_sha256"]})
     refused = small.resume(1, tmp_path, "--flip", "x", check=2)
     assert small.own_lines(refused) == [
-        f"mpidl: --resume: the run in {tmp_path} cannot go on: --flip was xy, is x"
+        f"mpidl: --resume: the run in {tmp_path} cannot continue: --flip was xy, is x"
     ]
 
 

@@ -78,7 +78,7 @@ def test_negative_control_partitions(pictures, tmp_path):
         out = tmp_path / str(ranks)
         words = ("--max-iterations", 2, "--sampling", "partition")
         result = small.train(ranks, pictures, out, *words)
-        assert "note: --sampling partition: each of" in result.stdout
+        assert "note: --sampling partition: the images are partitioned among" in result.stdout
         hashes[ranks] = small.summary(out)["weights_sha256"]
     with pytest.raises(AssertionError, match="depend on the ranks"):
         small.assert_same(hashes)
@@ -90,7 +90,7 @@ def test_what_a_resume_may_not_change(runs, tmp_path):
         (["--solver", "sgdm"], "--solver was adam, is sgdm"),
         (["--epochs", 9], "--epochs was 8, is 9, where --learn-rate-schedule cosine ends"),
         (["--gradient-threshold", "inf"], "--gradient-threshold was 0.3, is inf"),
-        (["--validation-patience", 1], "--validation-patience was 2, is 1 (it may only grow)"),
+        (["--validation-patience", 1], "--validation-patience was 2, is 1 (it may only increase)"),
     ):
         (line,) = small.own_lines(small.resume(None, out, *words, check=2))
         assert message in line

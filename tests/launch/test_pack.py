@@ -78,7 +78,7 @@ def test_a_signal_leaves_what_the_same_command_goes_on_with(tmp_path, number):
         job.send_signal(number)
         result = launcher.finish(job)
     assert result.returncode == 75, result.stdout + result.stderr
-    told = re.search(r"(SIG\w+): stopped after (\d+) of 48 images; to go on", result.stdout)
+    told = re.search(r"(SIG\w+): stopped after (\d+) of 48 images; to continue", result.stdout)
     assert told and told[1] == signal.Signals(number).name and int(told[2]) < 48
     assert not target.exists()
     before = written(part)

@@ -105,7 +105,7 @@ def test_after_a_signal(pictures, tmp_path):
     [
         (["--seed", 1], "--seed was 0, is 1"),
         (["--batch-size", 49], "--batch-size was 50, is 49"),
-        (["--epochs", 1], "--epochs was 2, is 1 (it may only grow)"),
+        (["--epochs", 1], "--epochs was 2, is 1 (it may only increase)"),
         (["--network", "digits"], "--network: layer conv1 differs in"),
     ],
 )

@@ -130,7 +130,7 @@ def test_prediction_with_a_preprocessing_of_its_own(sizes, tmp_path):
     one = tmp_path / "one"
     save(one / "a.png", pixels_of(0, 1, 20, 20))
     text = predicted("--model", tmp_path / "bare.h5", "--data", one, check=2)
-    assert "found (1, 20, 20) (--resize, --cover, --centre-crop and --colour make them so)" in text
+    assert "found (1, 20, 20) (--resize, --cover, --centre-crop and --colour convert them)" in text
 
 
 def test_labels_that_are_not_known_are_told_of(pictures, tmp_path):

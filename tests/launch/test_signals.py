@@ -55,7 +55,7 @@ def test_a_signal_stops_all_ranks(pictures, tmp_path, name, to):
     assert small.own_lines(result) == []
     last = result.stdout.splitlines()[-1]
     text = f"{name}: stopped at iteration (\\d+), checkpoint written; "
-    text += f"to go on, run again with --resume {out}"
+    text += f"to continue, run again with --resume {out}"
     iteration = int(re.fullmatch(text, last)[1])
     _, facts = checkpoint.load(out)
     assert facts["position"]["iteration"] == iteration == small.iterations(out)[-1]

@@ -1,81 +1,123 @@
-"""Where a run's options come from, what of them is written down, and what a resume may change.
+"""The sources of a run's options, the record of them, and what a resumed run may change.
 
-The first of these that has a value: the command line, --config FILE.toml, the run that is resumed,
-the network's recipe, the defaults (those of MATLAB's trainingOptions).
+The sources in order of precedence: the command line, --config FILE.toml, the resumed run, the
+network's recipe, the defaults (those of MATLAB's trainingOptions).
 """
 
 import json
+import os
 import platform
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.files import write_whole
+from mpidl.nn import Network
 from mpidl.text import printable
-from mpidl.training.options.option_types import SIZE, Rule, checked, nearest, one_of, share
+from mpidl.training.options.option_types import (
+    SIZE,
+    Rule,
+    check_value,
+    fraction,
+    nearest,
+    one_of,
+)
 from mpidl.training.options.training_options import (
     NAMES,
     OPTIONS,
     RUN,
     TrainingOptions,
     flag,
-    recipe,
+    recipe_options,
 )
 from mpidl.training.schedules import ENDING
 
 TEXT = Rule(str, "a text", pattern="(?s).*")
-RULES = {
-    **{name: known.metadata["rule"] for name, known in OPTIONS.items()},
+RULES: dict[str, Rule] = {
+    **{name: declared.metadata["rule"] for name, declared in OPTIONS.items()},
     **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
-    "test_fraction": share(),
+    "test_fraction": fraction(),
     "colour": one_of("gray", "rgb", optional=True),
     **dict.fromkeys(("resize", "cover", "centre_crop"), SIZE),
 }
 
 
 class Resolved(NamedTuple):
-    """A run's options, what it is about ({network, data, test_data}), and each value's source."""
+    """The options of a run and their sources.
+
+    Attributes
+    ----------
+    options : TrainingOptions
+        The options.
+    run : dict
+        The inputs of the run by name: network, data, test_data and the others of `RUN`.
+    sources : dict
+        The source of each value by its name, such as "command line".
+    """
 
     options: TrainingOptions
-    run: dict
-    sources: dict
+    run: dict[str, Any]
+    sources: dict[str, str]
 
 
-def resolve(given, *, config=None, resumed=None):
-    """Put together the options of a run.
+def resolve(
+    typed: Mapping[str, Any],
+    *,
+    config: str | os.PathLike | None = None,
+    resumed: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Merge the sources of a run's options.
 
-    given: {name: value} from the command line; names that are neither options nor in RUN are
-    passed over. config: path of a TOML file. resumed: {"options": {...}, "run": {...}} as the
-    checkpoint kept them. Returns Resolved. Raises UserError.
+    Parameters
+    ----------
+    typed : mapping
+        {name: value} from the command line. Names that are neither options nor in `RUN` are
+        ignored.
+    config : path, optional
+        A TOML file.
+    resumed : mapping, optional
+        {"options": {...}, "run": {...}} from the checkpoint of the resumed run.
+
+    Returns
+    -------
+    Resolved
+
+    Raises
+    ------
+    UserError
+        If the file cannot be used, or an option does not take its value.
     """
-    layers = [("command line", {n: v for n, v in given.items() if n in OPTIONS or n in RUN})]
+    layers = [("command line", {n: v for n, v in typed.items() if n in OPTIONS or n in RUN})]
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
-        # (a checkpoint of dl.train says nothing of what the command calls network and data)
+        # The checkpoint of dl.train does not name a network and data as the command does.
         layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
-    network = next((known["network"] for _, known in layers if "network" in known), RUN["network"])
-    known = {name: value for _, known in reversed(layers) for name, value in known.items()}
-    layers.append((f"recipe {network}", recipe(network, known)))
+    network = next((table["network"] for _, table in layers if "network" in table), RUN["network"])
+    merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
+    layers.append((f"recipe {network}", recipe_options(network, merged)))
     layers.append(("default", {**{name: f.default for name, f in OPTIONS.items()}, **RUN}))
 
     values, sources = {}, {}
     for name in (*NAMES, *RUN):
-        sources[name], known = next((s, known) for s, known in layers if name in known)
-        spelled = flag(name) if sources[name] == "command line" else name
-        if sources[name].startswith("config "):
+        source, table = next((source, table) for source, table in layers if name in table)
+        spelled = flag(name) if source == "command line" else name
+        if source.startswith("config "):
             spelled = f"{config}: {name}"
-        values[name] = checked(RULES[name], known[name], spelled)
-    _one_batch_size(values, sources, [source for source, _ in layers])
+        values[name] = check_value(RULES[name], table[name], spelled)
+        sources[name] = source
+    _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in RUN}
     return Resolved(TrainingOptions(**values), run, sources)
 
 
-def _one_batch_size(values, sources, order):
-    """Refuse a batch size that the user gave with, or above, that of each rank."""
+def _refuse_two_batch_sizes(values, sources, order):
+    """Refuse a batch size of the user that comes with, or before, a batch size per rank."""
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
-    typed = size == "command line" or size.startswith("config ")
+    by_user = size == "command line" or size.startswith("config ")
     if (
-        typed
+        by_user
         and values["batch_per_rank"] is not None
         and order.index(size) <= order.index(per_rank)
     ):
@@ -85,11 +127,26 @@ def _one_batch_size(values, sources, order):
         )
 
 
-def read_config(path):
-    """{name: value} of a TOML file: options at the top or in [options], and those of [run].
+def read_config(path: str | os.PathLike) -> dict[str, Any]:
+    """Read the options of a TOML file.
 
-    An options.toml that a run left is such a file; its [sources] and [versions] are passed over.
-    Raises UserError.
+    Options stand at the top or in [options], the inputs of a run in [run]. The options.toml of a
+    run is such a file; its [sources] and [versions] are ignored.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+
+    Returns
+    -------
+    dict
+        {name: value}, with underscores in the names.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be read, or has an unknown name or a value that an option does not take.
     """
     try:
         import tomllib
@@ -111,19 +168,28 @@ def read_config(path):
         table.update(inner)
     values = {}
     for name, value in table.items():
-        known = name.replace("-", "_")
+        option = name.replace("-", "_")
         if isinstance(value, dict):
             raise UserError(f"{path}: unknown table [{name}]: expected [options] or [run]")
-        if known not in RULES:
-            raise UserError(f"{path}: unknown option {name}{nearest(known, RULES)}")
-        values[known] = checked(RULES[known], value, f"{path}: {name}")
+        if option not in RULES:
+            raise UserError(f"{path}: unknown option {name}{nearest(option, RULES)}")
+        values[option] = check_value(RULES[option], value, f"{path}: {name}")
     return values
 
 
-def write_options(path, resolved, versions):
-    """Write options.toml: [options], [run], where each value came from, and what ran.
+def write_options(path: str | os.PathLike, resolved: Resolved, versions: Mapping[str, str]) -> None:
+    """Write options.toml: the options, the inputs of the run, their sources, and versions.
 
-    `versions`: {"python": "3.11.7", ...}, see `versions_of`. None is written as "none".
+    None is written as "none".
+
+    Parameters
+    ----------
+    path : path
+        The file to write.
+    resolved : Resolved
+        The options of the run.
+    versions : mapping
+        {"python": "3.11.7", ...}, see `versions_of`.
     """
     import tomli_w
 
@@ -131,11 +197,11 @@ def write_options(path, resolved, versions):
         table = {name: "none" if value is None else value for name, value in table.items()}
         return {name: printable(v) if isinstance(v, str) else v for name, v in table.items()}
 
-    known = resolved.options.as_dict()
-    if known["batch_per_rank"] is not None:  # which the batch size follows from
-        del known["batch_size"]
+    options = resolved.options.as_dict()
+    if options["batch_per_rank"] is not None:  # it implies the batch size
+        del options["batch_size"]
     tables = {
-        "options": plain(known),
+        "options": plain(options),
         "run": plain(resolved.run),
         "sources": plain(resolved.sources),
         "versions": plain(versions),
@@ -143,9 +209,9 @@ def write_options(path, resolved, versions):
     write_whole(path, tomli_w.dumps(tables).encode())
 
 
-def version_of(package):
-    """The installed version of a package, in words where there is none."""
-    from importlib import metadata  # 20 ms, which the ranks other than 0 save at their start
+def version_of(package: str) -> str:
+    """Return the installed version of a package, or that it is not installed."""
+    from importlib import metadata  # imported late: only rank 0 needs it, and it takes 20 ms
 
     try:
         return metadata.version(package)
@@ -153,8 +219,14 @@ def version_of(package):
         return "not installed as a package"
 
 
-def versions_of(mpi_library):
-    """The versions that options.toml records; `mpi_library`: MPI's own text about itself."""
+def versions_of(mpi_library: str) -> dict[str, str]:
+    """Return the versions that options.toml records.
+
+    Parameters
+    ----------
+    mpi_library : str
+        The MPI library's description of itself; its first line is recorded.
+    """
     versions = {"python": platform.python_version()}
     for package in ("numpy", "mpidl", "mpi4py"):
         versions[package] = version_of(package)
@@ -162,8 +234,10 @@ def versions_of(mpi_library):
     return {**versions, "mpi": " ".join(first_line.replace("\0", "").split())}
 
 
-def resumable(options, net, datastore, ranks):
-    """What of a run as it is now `changed_on_resume` compares with a checkpoint."""
+def resumable(
+    options: TrainingOptions, net: Network, datastore: Datastore, ranks: int
+) -> dict[str, Any]:
+    """Return the facts of a run that `changed_on_resume` compares with those of a checkpoint."""
     store = options.validation
     return {
         "options": options.as_dict(),
@@ -174,22 +248,39 @@ def resumable(options, net, datastore, ranks):
     }
 
 
-def shares(options, ranks):
-    """What the images of each rank depend on under `sampling="partition"`: {"ranks", "load"}."""
+def shares(options: TrainingOptions, ranks: int) -> dict[str, Any]:
+    """Return what each rank's images depend on if sampling is "partition": {"ranks", "load"}."""
     load = options.load(ranks)
     return {"ranks": ranks, "load": None if load is None else list(load)}
 
 
-def changed_on_resume(saved, now, where="the resumed run"):
-    """Refuse what a resumed run may not change, by name.
+def changed_on_resume(
+    saved: Mapping[str, Any], now: Mapping[str, Any], run_name: str = "the resumed run"
+) -> None:
+    """Refuse changes that a resumed run may not make.
 
-    saved, now: the checkpoint's facts and `resumable`: the options, the network's list of layers,
-    the fingerprints of the data, and by what they are shared out. The ranks may change but in the
-    midst of an epoch of which each has a part. Raises UserError.
+    The number of ranks may change, except in the middle of an epoch that is partitioned among
+    them.
+
+    Parameters
+    ----------
+    saved : mapping
+        The facts of the checkpoint.
+    now : mapping
+        The facts of the run as it is now, from `resumable`: its options, its network's list of
+        layers, the fingerprints of its data, and how the data are shared out.
+    run_name : str
+        The run's name for the error message.
+
+    Raises
+    ------
+    UserError
+        If the run changed; the message names each change.
     """
     refused = []
-    for name, known in OPTIONS.items():
-        rule, old, new = known.metadata["resume"], saved["options"].get(name), now["options"][name]
+    for name, declared in OPTIONS.items():
+        rule = declared.metadata["resume"]
+        old, new = saved["options"].get(name), now["options"][name]
         if name not in saved["options"] or old == new:
             continue
         if rule == "fixed":
@@ -199,12 +290,12 @@ def changed_on_resume(saved, now, where="the resumed run"):
                 + (f" (--batch-per-rank {per_rank}; none keeps it)" if per_rank else "")
             )
         elif rule == "up" and new < old:
-            refused.append(f"{flag(name)} was {old}, is {new} (it may only grow)")
+            refused.append(f"{flag(name)} was {old}, is {new} (it may only increase)")
     schedule = now["options"].get("learn_rate_schedule")
     old, new = (table["options"].get("epochs") for table in (saved, now))
     if schedule in ENDING and new > old:
         refused.append(f"--epochs was {old}, is {new}, where --learn-rate-schedule {schedule} ends")
-    network = json.loads(json.dumps(now["network"]))  # lists for tuples, as in the checkpoint
+    network = json.loads(json.dumps(now["network"]))  # tuples become lists, as in the checkpoint
     if saved["network"] != network:
         refused.append(f"--network: {_difference(saved['network'], network)}")
     if saved["fingerprint"] != now["fingerprint"]:
@@ -220,24 +311,24 @@ def changed_on_resume(saved, now, where="the resumed run"):
             f"is {new[:12] if new else 'none'})"
         )
     old, new = saved.get("shares"), now.get("shares")
-    parts = now["options"].get("sampling") == "partition" and saved["position"]["batch"]
-    if parts and old is not None and old != new:
+    in_partitions = now["options"].get("sampling") == "partition" and saved["position"]["batch"]
+    if in_partitions and old is not None and old != new:
         refused.append(
-            f"--sampling partition in the midst of an epoch: {_of_ranks(old)} shared it, are "
-            f"{_of_ranks(new)}"
+            f"--sampling partition in the middle of an epoch: it was partitioned among "
+            f"{_describe_ranks(old)}, is among {_describe_ranks(new)}"
         )
     if refused:
-        raise UserError(f"--resume: {where} cannot go on: {'; '.join(refused)}")
+        raise UserError(f"--resume: {run_name} cannot continue: {'; '.join(refused)}")
 
 
-def _of_ranks(known):
-    load = known["load"]
+def _describe_ranks(facts):
+    load = facts["load"]
     by = "" if load is None else " by --worker-load " + ",".join(f"{n / 1000:g}" for n in load)
-    return f"{known['ranks']} rank(s){by}"
+    return f"{facts['ranks']} rank(s){by}"
 
 
 def _difference(saved, now):
-    """In words, where two lists of layers part."""
+    """Describe the first difference between two lists of layers."""
     for old, new in zip(saved, now, strict=False):
         if old != new:
             name = new.get("name", "?")

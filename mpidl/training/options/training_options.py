@@ -1,13 +1,20 @@
-"""The options of a training run: one definition for the library, the command line and TOML files.
+"""The options of a training run, defined once for Python, the command line and TOML files.
 
-Each field of `TrainingOptions` carries its help text and the values it takes (`rules`). Where a
-run's values come from: see `configuration`. The defaults are those of MATLAB's trainingOptions.
+Each field of `TrainingOptions` carries its help text and the rule of its values (`option_types`).
+`configuration` merges the sources of a run's values. Defaults follow MATLAB's trainingOptions.
+Annotations stay real types, not strings, so that help() prints them as they are.
 """
 
+import functools
+import inspect
 import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+from mpidl.data.datastore import Datastore
+from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.nn.zoo import RECIPES
 from mpidl.training.options.image_options import ImageOptions
@@ -15,158 +22,197 @@ from mpidl.training.options.option_types import (
     ON_OFF,
     Rule,
     at_least,
-    checked,
+    check_value,
+    fraction,
     nearest,
-    numbers_of,
+    number_list,
     one_of,
     option,
     positive,
-    share,
 )
 from mpidl.training.options.solver_options import BY_SOLVER, SolverOptions
 
+Options = TypeVar("Options")
 
+
+def _refuse_unknown(cls: type[Options]) -> type[Options]:
+    """Have the constructor raise UserError, with a hint, for a name that is not an option."""
+    init, names = cls.__init__, vars(cls)["__dataclass_fields__"]
+
+    @functools.wraps(init)
+    def __init__(self, **options):
+        for name in options:
+            if name not in names:
+                hint = HINTS.get(name) or nearest(name, names)
+                raise UserError(f"unknown option {name}{hint}")
+        init(self, **options)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+@_refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(ImageOptions, SolverOptions):
-    """How to train. Raises UserError for an unknown name or a value that cannot be used."""
+    """The options of a training run.
+
+    Options have the same names in TOML files and, as flags, on the command line. Lists of numbers
+    are stored as the command line writes them: ``scale=(0.9, 1.1)`` becomes ``"0.9,1.1"``.
+
+    Parameters
+    ----------
+    augmenter : Augmenter, optional
+        Random transformations of training images, in place of flip, translate, ... random_crop.
+    validation : Datastore, optional
+        Validation images, as --validation-data of the command.
+    output_functions : function or sequence of functions
+        Functions that all ranks call with a `Progress` at the start, after each iteration and
+        epoch, and at the end. Training stops if one returns True.
+
+    Raises
+    ------
+    UserError
+        If a name is not an option, or an option does not take a value.
+    """
 
     seed: int = option(
         0,
         Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
-        "of all random numbers: weights, split and order",
+        "Seed of all random numbers: initial weights, splits, order and augmentation",
         resume="fixed",
     )
     validation_fraction: float = option(
         0.0,
-        share(),
-        "share of the training set, of each class, that is kept for validation",
+        fraction(),
+        "Fraction of the training set, taken from each class, to hold out for validation",
         resume="fixed",
         matlab="splitEachLabel",
     )
     validation_frequency: int = option(
         50,
         at_least(0),
-        "iterations between validations, where there are images for them; 0: at the ends of epochs",
+        "Iterations between validations, if there are validation images; 0 validates at the end "
+        "of each epoch",
         resume="fixed",
         matlab="ValidationFrequency",
     )
     validation_patience: float = option(
         math.inf,
-        at_least(1, infinite=True),
-        "stop when the validation loss has not been below its least this many times in a row",
+        at_least(1, allow_inf=True),
+        "Stop after this many validations in a row without a new minimum of the validation loss",
         resume="up",
         matlab="ValidationPatience",
     )
-    output_network: str = option(
+    output_network: Literal["last-iteration", "best-validation"] = option(
         "last-iteration",
         one_of("last-iteration", "best-validation"),
-        "which iteration's network is the result: the last, or that of the least validation loss",
+        "Which network training returns: that of the last iteration, or the one with the lowest "
+        "validation loss",
         resume="fixed",
         matlab="OutputNetwork",
     )
-    batchnorm: str = option(
+    batchnorm: Literal["global", "local"] = option(
         "global",
         one_of("global", "local"),
-        "statistics of the whole mini-batch, or of each rank's share of it, which makes the "
-        "weights depend on the number of ranks",
+        "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "
+        "(the weights then depend on the number of ranks)",
         resume="fixed",
     )
-    batchnorm_statistics: str = option(
+    batchnorm_statistics: Literal["population", "moving"] = option(
         "population",
         one_of("population", "moving"),
-        "what the trained network normalizes by: statistics of the training set, from a last pass "
-        "over it, or the moving ones of training",
+        "Batch-norm statistics of the trained network: those of the training set, computed in a "
+        "final pass over it, or the moving averages of training",
         matlab="BatchNormalizationStatistics",
     )
-    device: str = option(
+    device: Literal["auto", "cpu", "gpu"] = option(
         "auto",
         one_of("auto", "cpu", "gpu"),
-        "where the ranks compute; auto: on GPUs where every rank has one, else on CPUs",
+        "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
         matlab="ExecutionEnvironment",
     )
-    gpus: str | None = option(
+    gpus: str | int | Sequence[int] | None = option(
         None,
-        numbers_of("numbers of GPUs such as 0,2"),
-        "the GPUs of each host that may be used, by their numbers among those that are visible, in "
-        "the order in which its ranks take them; none: all",
+        number_list("numbers of GPUs such as 0,2"),
+        "GPUs of each host to use, as numbers among the visible ones, in the order in which the "
+        "host's ranks take them; none uses all",
         matlab="gpuDevice",
     )
-    graphs: str = option(
+    graphs: Literal["auto", "off"] = option(
         "auto",
         one_of("auto", "off"),
-        "on GPUs: a step is recorded, and started as CUDA graphs; off: kernel by kernel",
+        "On GPUs, auto records a training step and launches it as CUDA graphs; off launches each "
+        "kernel separately",
     )
-    precision: str = option(
+    precision: Literal["fp32", "tf32"] = option(
         "fp32",
         one_of("fp32", "tf32"),
-        "of products on a GPU's tensor cores: as good as float32, or faster with 10 bits",
+        "Precision of products on a GPU's tensor cores: fp32 matches float32, tf32 is faster with "
+        "10-bit mantissas",
         resume="fixed",
     )
     threads: int = option(
         0,
         at_least(0),
-        "threads of a rank, on which nothing depends but time; 0: the cores it may use, divided "
-        "among the ranks that may use them",
+        "Threads per rank; affects speed only; 0 divides the available cores among the ranks that "
+        "share them",
     )
-    worker_load: str | None = option(
+    worker_load: str | Sequence[float] | None = option(
         None,
         Rule(
             str,
-            "measured, or a number a rank such as 1,1,0,1",
+            "measured, or a number per rank such as 1,1,0,1",
             choices=("measured",),
             pattern=r"[0-9]+(\.[0-9]{1,3})?(,[0-9]+(\.[0-9]{1,3})?)*",
-            joint=",",
+            separator=",",
             optional=True,
         ),
-        "how much of a mini-batch each rank takes, 0: nothing; measured: by the time that its "
-        "images took it in the epoch before. Nothing depends on it but time; none: equal shares",
+        "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured to "
+        "share by the speed of each rank in the previous epoch; affects speed only; none shares "
+        "equally",
         matlab="WorkerLoad",
     )
-    winograd: str = option(
+    winograd: Literal["auto", "off", "fast"] = option(
         "auto",
         one_of("auto", "off", "fast"),
-        "3x3 convolutions on CPUs: by Winograd's algorithm where its rounding does no harm, never, "
+        "Winograd's algorithm for 3x3 convolutions on CPUs: where its rounding is harmless, never, "
         "or wherever it is fast",
         resume="fixed",
     )
     checkpoint_every: int = option(
         0,
         at_least(0),
-        "iterations between checkpoints, beside those at the ends of epochs",
+        "Iterations between checkpoints, in addition to one at the end of each epoch; 0 writes "
+        "only the latter",
         matlab="CheckpointFrequency",
     )
-    timeout: float = option(300.0, positive(), "seconds to wait for a rank that does not answer")
-    verbose: str = option(
+    timeout: float = option(
+        300.0, positive(), "Seconds to wait for a rank that does not respond before failing"
+    )
+    verbose: Literal["on", "off"] | bool = option(
         "on",
         one_of(*ON_OFF),
-        "show how training goes on: a bar on a terminal, lines elsewhere",
+        "Show training progress: a bar on a terminal, lines elsewhere",
         matlab="Verbose",
     )
     verbose_every: int = option(
         50,
         at_least(0),
-        "iterations between lines in a log, of which there is one in 10 s at most; 0: none of "
-        "iterations, but the last where that does not end an epoch",
+        "Iterations between lines in a log, at most one line per 10 s; 0 prints no lines for "
+        "iterations, except for the last one if it does not end an epoch",
         matlab="VerboseFrequency",
     )
-    plots: str = option(
+    plots: Literal["training-progress", "none"] = option(
         "training-progress",
         one_of("training-progress", "none"),
-        "draw progress.png in the folder of results, where matplotlib is: at the ends of epochs, "
-        "every 10 s at most, and of the run",
+        "Draw progress.png in the results folder if matplotlib is installed: at the end of "
+        "epochs, at most every 10 s, and at the end of the run",
         matlab="Plots",
     )
-    # in the library only
-    augmenter: Any = None  # an Augmenter, in place of flip, translate, ... random_crop
-    validation: Any = None  # a datastore; the command has --validation-data
-    output_functions: tuple = ()  # each called as f(info) on all ranks, see `progress.Progress`
-
-    def __new__(cls, **keywords):
-        for name in keywords:
-            if name not in cls.__dataclass_fields__:
-                hint = OF_OTHERS.get(name) or nearest(name, cls.__dataclass_fields__)
-                raise UserError(f"unknown option {name}{hint}")
-        return super().__new__(cls)
+    # Python only, without a rule.
+    augmenter: Augmenter | None = None
+    validation: Datastore | None = None
+    output_functions: Callable | Sequence[Callable] = ()
 
     def __post_init__(self):
         for name in NAMES:
@@ -186,55 +232,82 @@ class TrainingOptions(ImageOptions, SolverOptions):
             )
         if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
             raise UserError(
-                "learn_rate_schedule: a function gives the rate of every iteration, so there is no "
-                "warm-up beside it"
+                "learn_rate_schedule: a function gives the rate of every iteration: expected no "
+                "warm-up with it"
             )
         if self.sampling == "partition" and self.worker_load == "measured":
             raise UserError(
-                "--sampling partition and --worker-load measured: what a rank's part of the images "
-                "is would depend on time; give numbers"
+                "--sampling partition and --worker-load measured: each rank's images would depend "
+                "on timing; give numbers instead"
             )
 
     @classmethod
-    def from_recipe(cls, name, **explicit):
-        """The options of the recipe `name` ("digits"), overridden by the explicit ones."""
+    def from_recipe(cls, name: str, **overrides: Any) -> "TrainingOptions":
+        """Return the options of a network's recipe.
+
+        Parameters
+        ----------
+        name : str
+            Name of the recipe, such as "digits".
+        **overrides
+            Options that replace those of the recipe.
+
+        Raises
+        ------
+        UserError
+            If there is no such recipe, or an option does not take its value.
+        """
         if name not in RECIPES:
             raise UserError(f"no recipe {name}: expected one of {', '.join(RECIPES)}")
-        return cls(**{**recipe(name, explicit), **explicit})
+        return cls(**{**recipe_options(name, overrides), **overrides})
 
-    def for_ranks(self, ranks):
-        """These options, with the batch size that batch_per_rank means for so many ranks."""
+    def for_ranks(self, ranks: int) -> "TrainingOptions":
+        """Return these options with the batch size that batch_per_rank implies for the ranks."""
         if self.batch_per_rank is None:
             return self
         return replace(self, batch_size=self.batch_per_rank * ranks)
 
-    def load(self, ranks):
-        """The weights by which `ranks` ranks share a mini-batch at first, or None: equal shares.
+    def load(self, ranks: int) -> tuple[int, ...] | None:
+        """Return the relative shares of a mini-batch at the start of training.
 
-        Raises UserError where worker_load is not one of so many numbers, or all of them are 0.
+        Parameters
+        ----------
+        ranks : int
+            Number of ranks.
+
+        Returns
+        -------
+        tuple of int or None
+            The share of each rank in thousandths of the unit of worker_load; None for equal shares.
+
+        Raises
+        ------
+        UserError
+            If worker_load has another number of entries than there are ranks, or only zeros.
         """
         if self.worker_load in (None, "measured"):
             return None
-        found = tuple(round(1000 * float(text)) for text in self.worker_load.split(","))
-        if len(found) != ranks:
+        numbers = str(self.worker_load).split(",")
+        load = tuple(round(1000 * float(number)) for number in numbers)
+        if len(load) != ranks:
             raise UserError(
                 f"--worker-load {self.worker_load}: expected a number for each of {ranks} rank(s), "
-                f"found {len(found)}"
+                f"found {len(load)}"
             )
-        if not any(found):
-            raise UserError(f"--worker-load {self.worker_load}: expected a rank that works")
-        return found
+        if not any(load):
+            raise UserError(f"--worker-load {self.worker_load}: expected a number above 0")
+        return load
 
-    def as_dict(self):
-        """{name: value} of what is a number, a text or None; a function as its name."""
-        known = {name: getattr(self, name) for name in NAMES}
+    def as_dict(self) -> dict[str, Any]:
+        """Return {name: value} of the options with a rule; a function is given by its name."""
+        values = {name: getattr(self, name) for name in NAMES}
         return {
             name: f"function {value.__qualname__}" if callable(value) else value
-            for name, value in known.items()
+            for name, value in values.items()
         }
 
 
-# What a run is about beside its options: known on the command line and in a file's [run] table.
+# Inputs of a run besides its options: on the command line, and in the [run] table of a file.
 RUN: dict[str, Any] = {
     "network": "digits",
     "data": "digits",
@@ -246,38 +319,85 @@ RUN: dict[str, Any] = {
     "cover": None,
     "centre_crop": None,
 }
-OF_OTHERS = {
+HINTS = {
     **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),
-    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command alone"),
+    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command only"),
 }
 OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
 NAMES = tuple(OPTIONS)
-OF_SOLVER = (*BY_SOLVER, "momentum", "gradient_decay_factor", "epsilon")
+SOLVER_NAMES = (*BY_SOLVER, "momentum", "gradient_decay_factor", "epsilon")
 
 
-def recipe(name, given):
-    """The options of a recipe, but for those that mean something else beside what was given.
+def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a recipe that keep their meaning beside the given ones.
 
-    A recipe's rate and the like are those of its solver, and its reference batch size is that of
-    its rate. given: {name: value} of what comes before the recipe.
+    A recipe's learning rate and the like belong to its solver; its scale_rate belongs to its
+    learning rate.
+
+    Parameters
+    ----------
+    name : str
+        Name of the network; one without a recipe has no options.
+    overrides : mapping
+        Options from sources that come before the recipe.
     """
-    known = dict(RECIPES.get(name, {}))
-    if given.get("solver", known.get("solver", "sgdm")) != known.get("solver", "sgdm"):
-        known = {key: value for key, value in known.items() if key not in OF_SOLVER}
-    if "learning_rate" not in known or given.get("learning_rate") is not None:
-        known.pop("scale_rate", None)
-    return known
+    options = dict(RECIPES.get(name, {}))
+    if overrides.get("solver", options.get("solver", "sgdm")) != options.get("solver", "sgdm"):
+        options = {key: value for key, value in options.items() if key not in SOLVER_NAMES}
+    if "learning_rate" not in options or overrides.get("learning_rate") is not None:
+        options.pop("scale_rate", None)
+    return options
 
 
-def flag(name):
-    """An option's name as typed: batch_size is --batch-size."""
+def flag(name: str) -> str:
+    """Return the flag of an option on the command line: batch_size is --batch-size."""
     return "--" + name.replace("_", "-")
 
 
-def check(name, value, spelled=None, text=False):
-    """The value of this option in its proper type.
+def default_text(name: str) -> str:
+    """Return the default of an option in words, such as "none" or "0.01 (sgdm), 0.001 (adam)"."""
+    if name in BY_SOLVER:
+        return ", ".join(f"{value:g} ({solver})" for solver, value in BY_SOLVER[name].items())
+    default = OPTIONS[name].default
+    return "none" if default is None else str(default)
 
-    `spelled`: the option as the user wrote it, for the error. `text`: the value comes from a text,
-    such as a command line, so that "12" is a number. Raises UserError.
+
+def check(name: str, value: object, spelled: str | None = None, text: bool = False) -> Any:
+    """Return the value of an option in its proper type.
+
+    Parameters
+    ----------
+    name : str
+        Name of the option.
+    value : object
+        The value to check.
+    spelled : str, optional
+        The option as the user wrote it, for the error message.
+    text : bool
+        Whether the value comes from text, such as a command line, so that "12" is a number.
+
+    Raises
+    ------
+    UserError
+        If the option does not take the value.
     """
-    return checked(OPTIONS[name].metadata["rule"], value, spelled or name, text)
+    return check_value(OPTIONS[name].metadata["rule"], value, spelled or name, text)
+
+
+def _parameters():
+    """Yield the documentation of the options for the docstring of `TrainingOptions`."""
+    indent = " " * 8
+    for name, declared in OPTIONS.items():
+        rule, text = declared.metadata["rule"], declared.metadata["help"]
+        kind = inspect.formatannotation(declared.type).replace("collections.abc.", "")
+        if rule.choices and not rule.pattern:
+            kind = f"{{{', '.join(map(repr, rule.choices))}}}"
+            kind += " or function" if rule.allow_function else ""
+        default = default_text(name) if name in BY_SOLVER else repr(declared.default)
+        yield f"    {name} : {kind}, default {default}\n"
+        yield textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent) + ".\n"
+
+
+if TrainingOptions.__doc__:  # None under python -OO
+    head, rule_line, tail = TrainingOptions.__doc__.partition("    ----------\n")
+    TrainingOptions.__doc__ = "".join([head, rule_line, *_parameters(), tail])
