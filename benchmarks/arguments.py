@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 
 from mpidl.cli.arguments import Parser, count, rank_counts
 from mpidl.errors import UserError
@@ -17,12 +18,32 @@ BENCHMARKS = {
     "optimizers": "our optimizers' steps against PyTorch's, in turns on the same core",
     "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
 }
-ROUNDS = ("rounds", 9, "times that all take turns; medians are of so many")
+ROUNDS = ("rounds", 9, "rounds in which all take turns; medians are over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
+KINDS = ["jpeg", "png", "packed", "arrays"]
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # with training
 
 
-def parse(argv=None, quiet=False):
-    """Namespace of what, a name of BENCHMARKS, and of that sub-command's options. UserError."""
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the command line of `python -m benchmarks`.
+
+    Parameters
+    ----------
+    argv : sequence of str or None
+        Words after the program's name; None takes those of the process.
+    quiet : bool
+        Whether --help prints nothing, as on all ranks but one.
+
+    Returns
+    -------
+    argparse.Namespace
+        `command`, a name of BENCHMARKS, and the options of that sub-command.
+
+    Raises
+    ------
+    UserError
+        If a word is unknown or a value unusable.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
     overview = Parser(
@@ -30,39 +51,20 @@ def parse(argv=None, quiet=False):
         f"Measure.\n\n{texts}\n\nEach has options of its own: python -m benchmarks step --help",
         quiet,
     )
-    overview.add_argument("what", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
-    what = overview.parse(argv[:1]).what
-    parser = Parser(f"benchmarks {what}", f"Measure {BENCHMARKS[what]}.", quiet)
-    if what == "gpu":
-        return argparse.Namespace(**{"what": what, **vars(_add_gpu(parser).parse(argv[1:]))})
-    if what == "input":
-        found = _add_input(parser).parse(argv[1:])
-        names = ("seed", "winograd", "timeout")
-        defaults = {name: training_options.OPTIONS[name].default for name in names}
-        return argparse.Namespace(**{"what": what, **defaults, **vars(found)})
-    if what == "optimizers":
-        return argparse.Namespace(**{"what": what, **vars(_add_optimizers(parser).parse(argv[1:]))})
-    _add_subject(parser, what)
-    if what in ("step", "fold"):
-        text = "start so many ranks, in processes that take turns"
-        usual = " (1,2, or the ranks that mpirun started)" if what == "fold" else ""
-        parser.add_argument("--ranks", type=rank_counts, metavar="N,N,...", help=text + usual)
-        _add_counts(parser, ("iterations", 10, "steps in a turn"))
-    if what == "fold":
-        parser.add_options("batchnorm")
-    if what == "accuracy":
-        text = "of so many weights and mini-batches the median"
-        _add_counts(parser, ("seeds", 3, text))
-    if what == "compare":
-        _add_compare(parser)
-    names = ("batch_size", "winograd", "seed", "batchnorm", "timeout")
-    defaults = {name: training_options.OPTIONS[name].default for name in names}
-    return argparse.Namespace(**{"what": what, **defaults, **vars(parser.parse(argv[1:]))})
+    overview.add_argument("command", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
+    command = overview.parse(argv[:1]).command
+    parser = Parser(f"benchmarks {command}", f"Measure {BENCHMARKS[command]}.", quiet)
+    {"input": _add_input, "optimizers": _add_optimizers, "gpu": _add_gpu}.get(
+        command, _add_subject
+    )(parser, command)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    options = {name: training_options.OPTIONS[name].default for name in SHARED}
+    return argparse.Namespace(**options | vars(parser.parse(argv[1:])) | {"command": command})
 
 
-def _add_subject(parser, what):
-    """What is measured, how often, and where the result goes."""
-    if what == "kernels":
+def _add_subject(parser, command):
+    """Add what is measured and how often; then the options of the one sub-command."""
+    if command == "kernels":
         parser.add_argument(
             "--networks",
             type=lambda text: text.split(","),
@@ -84,16 +86,26 @@ def _add_subject(parser, what):
         "--image",
         type=_image,
         metavar="CxHxW",
-        help="shape of an image (what the network is made for, else 1x28x28)",
+        help="shape of an image (that of the network, else 1x28x28)",
     )
     parser.add_options("batch_size", "winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
-    if what != "accuracy":
+    if command != "accuracy":
         _add_counts(parser, ROUNDS)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    if command in ("step", "fold"):
+        default = " (1,2, or the ranks that mpirun started)" if command == "fold" else ""
+        text = f"numbers of ranks to start, in processes that take turns{default}"
+        parser.add_argument("--ranks", type=rank_counts, metavar="N,N,...", help=text)
+        _add_counts(parser, ("iterations", 10, "steps in a turn"))
+    if command == "fold":
+        parser.add_options("batchnorm")
+    if command == "accuracy":
+        _add_counts(parser, ("seeds", 3, "weights and mini-batches; errors are medians over them"))
+    if command == "compare":
+        _add_compare(parser)
 
 
-def _add_input(parser):
+def _add_input(parser, command):
     parser.add_argument(
         "--network",
         default="alexnet",
@@ -134,22 +146,17 @@ def _add_input(parser):
         metavar="N,N,...",
         help="with --memory, numbers of ranks to train on (1,4)",
     )
-    kinds = ["jpeg", "png", "packed", "arrays"]
     parser.add_argument(
         "--kinds",
-        type=lambda text: [_one_of("--kinds", name, kinds) for name in text.split(",")],
-        default=kinds,
+        type=_names("--kinds", KINDS),
+        default=KINDS,
         metavar="NAME,...",
-        help=f"what is read ({','.join(kinds)})",
+        help=f"kinds of files to read ({','.join(KINDS)})",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    return parser
 
 
-def _add_optimizers(parser):
+def _add_optimizers(parser, command):
     _add_counts(parser, ("floats", 10_000_000, "learnables"), ("threads", 1, "threads"), ROUNDS)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    return parser
 
 
 def _add_compare(parser):
@@ -162,7 +169,7 @@ def _add_compare(parser):
     )
     parser.add_argument(
         "--variants",
-        type=lambda text: [_one_of("--variants", name, VARIANTS) for name in text.split(",")],
+        type=_names("--variants", VARIANTS),
         default=VARIANTS,
         metavar="NAME,...",
         help=f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})",
@@ -178,8 +185,8 @@ def _add_compare(parser):
     )
     parser.add_argument(
         "--with",
-        dest="others",
-        type=lambda text: [_one_of("--with", name, ["jax", "mygrad"]) for name in text.split(",")],
+        dest="libraries",
+        type=_names("--with", ["jax", "mygrad"]),
         default=[],
         metavar="jax,mygrad",
         help="other libraries to time beside PyTorch",
@@ -187,13 +194,13 @@ def _add_compare(parser):
     parser.add_argument("--with-python", metavar="PATH", help="the Python that has them (this one)")
 
 
-def _add_gpu(parser):
+def _add_gpu(parser, command):
     parser.add_argument(
         "--settings",
         type=lambda text: text.split(","),
         default=["digits:128", "digits:1024", "cifar:256", "cifar:1024"],
         metavar="NETWORK:BATCH,...",
-        help="what to time (digits:128,digits:1024,cifar:256,cifar:1024)",
+        help="networks and batch sizes to time (digits:128,digits:1024,cifar:256,cifar:1024)",
     )
     _add_counts(parser, ROUNDS)
     parser.add_argument(
@@ -201,15 +208,13 @@ def _add_gpu(parser):
         type=count("--limit"),
         default=900,
         metavar="SECONDS",
-        help="what it may take in all; compiled variants come last (900)",
+        help="time limit of all; compiled variants come last (900)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    return parser
 
 
-def _add_counts(parser, *numbers):
-    """Options that take whole numbers, each (name, default, what it is)."""
-    for name, default, text in numbers:
+def _add_counts(parser, *counts):
+    """Add options that take whole numbers, each (name, default, help)."""
+    for name, default, text in counts:
         parser.add_argument(
             f"--{name}",
             type=count(f"--{name}"),
@@ -219,11 +224,16 @@ def _add_counts(parser, *numbers):
         )
 
 
-def _one_of(spelled, name, known):
-    if name not in known:
+def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:
+    """Return the parser of an option that takes some of the candidates."""
+    return lambda text: [_one_of(flag, name, candidates) for name in text.split(",")]
+
+
+def _one_of(flag, name, candidates):
+    if name not in candidates:
         raise UserError(
-            f"{spelled} must be of {', '.join(known)}, found {name}"
-            f"{training_options.nearest(name, known)}"
+            f"{flag} must be of {', '.join(candidates)}, found {name}"
+            f"{training_options.nearest(name, candidates)}"
         )
     return name
 
