@@ -45,6 +45,8 @@ def main(argv=None):
     if options.busy > 0.1 and failure.launched_rank() == 0:
         print(f"warning: the cores are {options.busy * 100:.0f} % busy already: times mean little")
     try:
-        return COMMANDS[options.command](options)
+        record = COMMANDS[options.command](options)
     except turns.Lost as lost:
         raise Fault(str(lost)) from None
+    report.write_json(options.json, record)
+    return 0

@@ -21,7 +21,6 @@ from mpidl.blocks import OneRank, from_images, share
 from mpidl.errors import Fault
 from mpidl.nn import Network
 from mpidl.nn.layers import At
-from mpidl.ops.pool import windows
 from mpidl.training.options import configuration
 
 ZERO = 1e-9  # of the largest gradient: an array below is zero but for rounding
@@ -29,7 +28,7 @@ AGREE = 1e-10  # largest difference of the two float64 steps
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     machine.refuse_launcher("accuracy")
     notes = subject.configure(options)
     versions = configuration.versions_of("none")
@@ -39,15 +38,14 @@ def main(options):
     else:
         notes.append("PyTorch is not installed (pip install '.[bench]'): our errors alone")
     subject.print_head(
-        f"{options.network}, batch {options.batch_size}, {machine.arithmetic()}, winograd "
-        f"{options.winograd}, medians of {options.seeds} seed(s)",
+        options,
+        f"{machine.arithmetic()}, winograd {options.winograd}, medians of {options.seeds} seed(s)",
         notes,
     )
     by_seed = [_measure_seed(options, options.seed + i, torch) for i in range(options.seeds)]
     figures = _summarize(by_seed)
     record = report.header(options, versions, "network", "batch_size", "seeds", "winograd")
-    report.write_json(options.json, record | figures)
-    return 0
+    return record | figures
 
 
 def _measure_seed(options, seed, torch):
@@ -155,7 +153,7 @@ def decide(net, images, activations):
             decisions[layer.name] = activations[layer.name] > 0
         elif kind == "MaxPool2D":
             batch = share(len(images), OneRank())
-            *args, _ = windows(layer.name, x.shape[1:], layer.size, layer.stride, layer.padding)
+            args = subject.pool_args(layer, x.shape[1:])
             _, positions = reference.max_pool2d(from_images(x, batch).lanes, *args)
             images_first = np.moveaxis(positions, -1, 1).reshape(-1, *positions.shape[1:-1])
             decisions[layer.name] = images_first[: len(images)]
@@ -213,7 +211,7 @@ def exact_step(net, images, labels, decisions):
             if kind == "ReLU":
                 x = decided_relu(x, positive=decisions[layer.name])
             elif kind == "MaxPool2D":
-                *args, _ = windows("", x.shape[1:], layer.size, layer.stride, layer.padding)
+                args = subject.pool_args(layer, x.shape[1:])
                 x = decided_max(x, positions=decisions[layer.name], args=args)
             else:
                 x = layer.forward(x, At(layer, bound.parameters, bound.state, True, "global"))
@@ -256,8 +254,8 @@ def _pixels_at(pool, x, positions):
     import torch
     from torch.nn.functional import pad
 
-    args = windows(pool.name, tuple(x.shape[1:]), pool.size, pool.stride, pool.padding)
-    (_, columns), (down, across), ((top, bottom), (left, right)), _ = args
+    args = subject.pool_args(pool, x.shape[1:])
+    (_, columns), (down, across), ((top, bottom), (left, right)) = args
     x = pad(x, (left, right, top, bottom))
     positions = torch.from_numpy(positions.astype(np.int64))
     p, q = positions.shape[2:]
@@ -271,13 +269,22 @@ def _summarize(by_seed):
     """Print the table; return the figures of the record, medians over the seeds."""
     names = by_seed[0]["ours"]
     sides = [side for side in ("ours", "torch") if side in by_seed[0]]
-    norm, largest = (
-        {
-            side: {n: report.median([seed[side][n][i] for seed in by_seed]) for n in names}
-            for side in sides
-        }
-        for i in (0, 1)
+
+    def medians(side, i):
+        return {name: report.median([seed[side][name][i] for seed in by_seed]) for name in names}
+
+    norm, largest = ({side: medians(side, i) for side in sides} for i in (0, 1))
+    ratio, max_ratio = (
+        {n: table["ours"][n] / max(table["torch"][n], 1e-300) for n in names if "torch" in table}
+        for table in (norm, largest)
     )
+    rows = [["|a - b| / |b|, largest:", *("ours", "PyTorch", "ratio")[: 2 * len(sides) - 1] * 2]]
+    for name in names:
+        rows.append([name])
+        for table, ratios in ((norm, ratio), (largest, max_ratio)):
+            rows[-1] += [f"{table[side][name]:.1e}" for side in sides]
+            rows[-1] += [f"{ratios[name]:.2f}"] if ratios else []
+    report.print_table(rows)
     figures = {
         "measure": "error: Euclidean norm of the difference over that of the float64 array; "
         "max_error: largest difference over the largest element",
@@ -285,26 +292,11 @@ def _summarize(by_seed):
         "error": norm["ours"],
         "max_error": largest["ours"],
     }
-    if "torch" not in sides:
-        report.print_table(
-            [["", "|a - b| / |b|", "largest"]]
-            + [[n, f"{norm['ours'][n]:.1e}", f"{largest['ours'][n]:.1e}"] for n in names]
-        )
+    if not ratio:
         return figures
-    ratio, max_ratio = (
-        {n: table["ours"][n] / max(table["torch"][n], 1e-300) for n in names}
-        for table in (norm, largest)
-    )
     references = max(seed["references"] for seed in by_seed)
-    print(f"the two float64 steps agree to {references:.1e}")
-    rows = [["|a - b| / |b|, largest:", *("ours", "PyTorch", "ratio") * 2]]
-    for name in names:
-        cells = [name]
-        for table, ratios in ((norm, ratio), (largest, max_ratio)):
-            cells += [f"{table[side][name]:.1e}" for side in sides] + [f"{ratios[name]:.2f}"]
-        rows.append(cells)
-    report.print_table(rows)
     worst = max((name for name in names if "." in name), key=ratio.get)
+    print(f"the two float64 steps agree to {references:.1e}")
     print(f"largest ratio of a gradient: {ratio[worst]:.2f} ({worst})")
     return figures | {
         "references_agree": references,

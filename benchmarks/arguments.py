@@ -65,29 +65,19 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 def _add_subject(parser, command):
     """Add what is measured and how often; then the options of the one sub-command."""
     if command == "kernels":
-        parser.add_argument(
-            "--networks",
-            type=lambda text: text.split(","),
-            default=["digits", "cifar", "shapes", "dense"],
-            metavar="NAME,NAME,...",
-            help="networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 "
-            "channels; dense: a fully connected layer of 9216 inputs and 4096 outputs at batch "
-            "32, on one thread beside BLAS (digits,cifar,shapes,dense)",
+        text = (
+            "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
+            "dense: a fully connected layer of 9216 inputs and 4096 outputs at batch 32, on one "
+            "thread beside BLAS (digits,cifar,shapes,dense)"
         )
+        networks = ["digits", "cifar", "shapes", "dense"]
+        add_option(parser, "--networks", "NAME,NAME,...", text, networks, _words)
     else:
-        parser.add_argument(
-            "--network",
-            default="digits",
-            metavar="NAME",
-            help="digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
-            "FUNCTION(input_shape, 10) (digits)",
-        )
-    parser.add_argument(
-        "--image",
-        type=_image,
-        metavar="CxHxW",
-        help="shape of an image (that of the network, else 1x28x28)",
-    )
+        text = "digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
+        text += "FUNCTION(input_shape, 10) (digits)"
+        add_option(parser, "--network", "NAME", text, "digits")
+    text = "shape of an image (that of the network, else 1x28x28)"
+    add_option(parser, "--image", "CxHxW", text, None, _image)
     parser.add_options("batch_size", "winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
     if command != "accuracy":
@@ -95,7 +85,7 @@ def _add_subject(parser, command):
     if command in ("step", "fold"):
         default = " (1,2, or the ranks that mpirun started)" if command == "fold" else ""
         text = f"numbers of ranks to start, in processes that take turns{default}"
-        parser.add_argument("--ranks", type=rank_counts, metavar="N,N,...", help=text)
+        add_option(parser, "--ranks", "N,N,...", text, None, rank_counts)
         _add_counts(parser, ("iterations", 10, "steps in a turn"))
     if command == "fold":
         parser.add_options("batchnorm")
@@ -106,13 +96,9 @@ def _add_subject(parser, command):
 
 
 def _add_input(parser, command):
-    parser.add_argument(
-        "--network",
-        default="alexnet",
-        metavar="NAME",
-        help="the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
-        "convolution, about as fast as JPEG files are read (alexnet)",
-    )
+    text = "the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
+    text += "convolution, about as fast as JPEG files are read (alexnet)"
+    add_option(parser, "--network", "NAME", text, "alexnet")
     _add_counts(
         parser,
         ("side", 227, "pixels a side of an image"),
@@ -120,39 +106,18 @@ def _add_input(parser, command):
         ("batch-size", 32, "images in a mini-batch"),
         ("threads", 1, "threads of the step"),
         ROUNDS,
-    )
-    parser.add_argument(
-        "--workers",
-        type=lambda text: [count("--workers")(part) for part in text.split(",")],
-        default=[1],
-        metavar="N,N,...",
-        help="threads that read and decode (1)",
-    )
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="measure the peak memory of training on a large packed set instead, beyond that of "
-        "training on one mini-batch of it, with the network light",
-    )
-    _add_counts(
-        parser,
         ("gigabytes", 4, "with --memory, size of the packed set"),
         ("cache-mb", 256, "with --memory, --cache-mb of the training"),
     )
-    parser.add_argument(
-        "--ranks",
-        type=rank_counts,
-        default=[1, 4],
-        metavar="N,N,...",
-        help="with --memory, numbers of ranks to train on (1,4)",
-    )
-    parser.add_argument(
-        "--kinds",
-        type=_names("--kinds", KINDS),
-        default=KINDS,
-        metavar="NAME,...",
-        help=f"kinds of files to read ({','.join(KINDS)})",
-    )
+    text = "threads that read and decode (1)"
+    add_option(parser, "--workers", "N,N,...", text, [1], _worker_counts)
+    text = "measure the peak memory of training on a large packed set instead, beyond that of "
+    text += "training on one mini-batch of it, with the network light"
+    parser.add_argument("--memory", action="store_true", help=text)
+    text = "with --memory, numbers of ranks to train on (1,4)"
+    add_option(parser, "--ranks", "N,N,...", text, [1, 4], rank_counts)
+    text = f"kinds of files to read ({','.join(KINDS)})"
+    add_option(parser, "--kinds", "NAME,...", text, KINDS, _names("--kinds", KINDS))
 
 
 def _add_optimizers(parser, command):
@@ -160,68 +125,57 @@ def _add_optimizers(parser, command):
 
 
 def _add_compare(parser):
-    parser.add_argument(
-        "--ranks",
-        type=count("--ranks"),
-        default=1,
-        metavar="N",
-        help="our ranks, and as many processes of DistributedDataParallel over gloo (1)",
+    text = "our ranks, and as many processes of DistributedDataParallel over gloo"
+    _add_counts(parser, ("ranks", 1, text))
+    text = f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})"
+    add_option(parser, "--variants", "NAME,...", text, VARIANTS, _names("--variants", VARIANTS))
+    text = "hold both sides to these instructions"
+    add_option(
+        parser, "--held-to", "avx2", text, None, lambda name: _one_of("--held-to", name, ["avx2"])
     )
-    parser.add_argument(
-        "--variants",
-        type=_names("--variants", VARIANTS),
-        default=VARIANTS,
-        metavar="NAME,...",
-        help=f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})",
-    )
-    parser.add_argument(
-        "--held-to",
-        type=lambda text: _one_of("--held-to", text, ["avx2"]),
-        metavar="avx2",
-        help="hold both sides to these instructions",
-    )
-    parser.add_argument(
-        "--memory", action="store_true", help="measure the peak memory of a step, not its time"
-    )
-    parser.add_argument(
-        "--with",
-        dest="libraries",
-        type=_names("--with", ["jax", "mygrad"]),
-        default=[],
-        metavar="jax,mygrad",
-        help="other libraries to time beside PyTorch",
-    )
-    parser.add_argument("--with-python", metavar="PATH", help="the Python that has them (this one)")
+    text = "measure the peak memory of a step, not its time"
+    parser.add_argument("--memory", action="store_true", help=text)
+    text = "other libraries to time beside PyTorch"
+    libraries = _names("--with", ["jax", "mygrad"])
+    add_option(parser, "--with", "jax,mygrad", text, [], libraries, dest="libraries")
+    add_option(parser, "--with-python", "PATH", "the Python that has them (this one)")
 
 
 def _add_gpu(parser, command):
-    parser.add_argument(
-        "--settings",
-        type=lambda text: text.split(","),
-        default=["digits:128", "digits:1024", "cifar:256", "cifar:1024"],
-        metavar="NETWORK:BATCH,...",
-        help="networks and batch sizes to time (digits:128,digits:1024,cifar:256,cifar:1024)",
-    )
+    settings = ["digits:128", "digits:1024", "cifar:256", "cifar:1024"]
+    text = f"networks and batch sizes to time ({','.join(settings)})"
+    add_option(parser, "--settings", "NETWORK:BATCH,...", text, settings, _words)
+    text = "time limit of all; compiled variants come last (900)"
+    add_option(parser, "--limit", "SECONDS", text, 900, count("--limit"))
     _add_counts(parser, ROUNDS)
-    parser.add_argument(
-        "--limit",
-        type=count("--limit"),
-        default=900,
-        metavar="SECONDS",
-        help="time limit of all; compiled variants come last (900)",
-    )
+
+
+def add_option(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    metavar: str,
+    text: str,
+    default: object = None,
+    parse: Callable[[str], object] = str,
+    **keywords,
+) -> None:
+    """Add an option to a parser; `text` is its help, `parse` converts its value."""
+    parser.add_argument(flag, metavar=metavar, help=text, default=default, type=parse, **keywords)
 
 
 def _add_counts(parser, *counts):
     """Add options that take whole numbers, each (name, default, help)."""
     for name, default, text in counts:
-        parser.add_argument(
-            f"--{name}",
-            type=count(f"--{name}"),
-            default=default,
-            metavar="N",
-            help=f"{text} ({default})",
-        )
+        flag = f"--{name}"
+        add_option(parser, flag, "N", f"{text} ({default})", default, count(flag))
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _worker_counts(text):
+    return [count("--workers")(part) for part in text.split(",")]
 
 
 def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:

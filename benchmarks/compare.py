@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 
-from benchmarks import machine, others, ours, report, theirs, torch_step, turns
+from benchmarks import machine, others, ours, report, subject, theirs, torch_step, turns
 from mpidl.errors import Fault, UserError
 
 # Environment variables that hold our side, and the other one, to AVX2.
@@ -26,7 +26,7 @@ STEPS_COMPARED = 3
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     ranks, threads = options.ranks, options.threads
     if not options.libraries:
         torch_step.require("compare")
@@ -35,22 +35,22 @@ def main(options):
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that each has "
             f"as many images, found {options.batch_size}"
         )
-    print(
-        f"{options.network}, batch {options.batch_size}, {ranks} rank(s) x {threads} thread(s), "
-        f"cores {machine.cores_of(ranks, threads)}" + (", AVX2" if options.held_to else "")
+    held_to = ", AVX2" if options.held_to else ""
+    subject.print_head(
+        options, f"{ranks} rank(s), cores {machine.cores_of(ranks, threads)}{held_to}"
     )
     if ranks * threads > len(os.sched_getaffinity(0)):
         print(f"warning: {ranks} x {threads} threads share {len(os.sched_getaffinity(0))} core(s)")
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         compare = compare_memory if options.memory else compare_time
         record = compare(options, folder)
-    report.write_json(options.json, record)
     if record.get("loss_difference", 0) > SAME_LOSS:
+        report.write_json(options.json, record)
         raise Fault(
             f"the losses of the first step differ by {record['loss_difference']:.1e}: the two "
             "sides do not compute the same"
         )
-    return 0
+    return record
 
 
 def our_side(options, folder):

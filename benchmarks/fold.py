@@ -4,9 +4,7 @@ It compares the training step with the fixed fold to one that adds from left to 
 MPI_Allreduce, as other libraries do.
 """
 
-import contextlib
 import functools
-import tempfile
 
 import numpy as np
 
@@ -23,14 +21,11 @@ OPTIONS = ("network", "batch_size", "threads", "batchnorm", "rounds", "iteration
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     launched = machine.is_launched()
     if launched and options.ranks:
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
-    record = measure_this_world(options) if launched else measure_fresh_processes(options)
-    if record is not None:
-        report.write_json(options.json, record)
-    return 0
+    return measure_this_world(options) if launched else measure_fresh_processes(options)
 
 
 def measure_fresh_processes(options):
@@ -45,7 +40,8 @@ def measure_fresh_processes(options):
         description = rounds[0][1]
         times[ranks] = {kind: np.array([medians[kind] for medians, _ in rounds]) for kind in KINDS}
         if len(times) == 1:
-            print(_head(options, description["arithmetic"], "fresh processes"))
+            text = f"{description['arithmetic']}, {options.rounds} rounds of fresh processes"
+            subject.print_head(options, text)
         _print_times(ranks, times[ranks])
     return report.header(options, description["versions"], *OPTIONS) | {
         "arithmetic": description["arithmetic"],
@@ -56,16 +52,12 @@ def measure_fresh_processes(options):
 
 def _measure_round(options, ranks):
     """Return seconds of a step by kind, in new processes, and what these compute by."""
-    with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder, contextlib.ExitStack() as st:
-        sides = {}
-        for kind, plain in KINDS.items():
-            side = ours.side(kind, options, folder, ranks=ranks, plain=plain)
-            sides[kind] = st.enter_context(side)
+    keywords = {kind: {"ranks": ranks, "plain": plain} for kind, plain in KINDS.items()}
+    with ours.sides(options, keywords) as sides:
         for side in sides.values():
             side.mean_step(2)
-        times = {kind: [] for kind in KINDS}
-        for _, kind in turns.alternate(KINDS, TURNS):
-            times[kind].append(sides[kind].mean_step(options.iterations))
+        counts = dict.fromkeys(sides, options.iterations)
+        times = turns.alternate_steps(sides, counts, TURNS)
         description = sides["fold"].ask("describe")[0]
     return {kind: report.median(values) for kind, values in times.items()}, description
 
@@ -99,8 +91,8 @@ def measure_this_world(options):
     if world.rank:
         return None
     times = {world.size: {kind: np.array(values) for kind, values in seconds.items()}}
-    turn_text = f"{options.iterations} steps, in turns"
-    print(_head(options, machine.arithmetic(), turn_text))
+    turns_text = f"{options.rounds} rounds of {options.iterations} steps, in turns"
+    subject.print_head(options, f"{machine.arithmetic()}, {turns_text}")
     _print_times(world.size, times[world.size])
     hidden = None
     if world.size > 1:
@@ -126,13 +118,6 @@ def _exchange_seconds(step, rounds):
         step.world.barrier()
         times.append(turns.seconds(functools.partial(step.world.gplus, gradients)))
     return report.median(times)
-
-
-def _head(options, arithmetic, turn_text):
-    return (
-        f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) a rank, "
-        f"{arithmetic}; {options.rounds} rounds of {turn_text}"
-    )
 
 
 def _ratios(times):

@@ -28,30 +28,24 @@ FILE_SIDE = 256  # pixels a side of the files that are cropped
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     if machine.is_launched():
         raise UserError("bench input starts what it measures: run it without mpirun")
     if options.memory:
-        report.write_json(options.json, memory.run(options))
-        return 0
+        return memory.run(options)
     notes = subject.configure(options)
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         draw(folder, options.side, options.images)
-        subject.print_head(
-            f"{options.images} images of 3x{options.side}x{options.side}, batch "
-            f"{options.batch_size}, {options.threads} thread(s), {machine.arithmetic()}, "
-            f"{options.rounds} rounds in turns",
-            notes,
-        )
+        text = f"{options.images} images of 3x{options.side}x{options.side}, "
+        text += f"{machine.arithmetic()}, {options.rounds} rounds in turns"
+        subject.print_head(options, text, notes)
         figures = {
             "input": measure_input(options, folder),
             "epoch": measure_epochs(options, folder),
             "decode": decoding.run(options, os.path.join(folder, "whole"), FILE_SIDE),
         }
     names = ("side", "images", "batch_size", "threads", "network", "seed")
-    record = report.header(options, configuration.versions_of("one rank"), *names) | figures
-    report.write_json(options.json, record)
-    return 0
+    return report.header(options, configuration.versions_of("one rank"), *names) | figures
 
 
 def draw(folder, side, count):

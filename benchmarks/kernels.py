@@ -17,7 +17,6 @@ from mpidl import backends
 from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES, Blocked, OneRank, Source, share
 from mpidl.nn import Conv2D, Network
-from mpidl.ops import check
 from mpidl.training.options import configuration
 
 # 3x3 convolutions to compare machines and versions by: (channels, height and width).
@@ -25,7 +24,14 @@ SHAPES = ((20, 24), (32, 32), (64, 16), (128, 8))
 # A large fully connected layer, the first of AlexNet's: inputs, outputs, images.
 DENSE = (9216, 4096, 32)
 ENOUGH = 0.02  # seconds of a measurement, at least
-UNITS = ("ms", "gflops", "share_of_peak", "gbs", "share_of_copy", "sgemm_ratio")
+UNITS = {  # and how the table prints them
+    "ms": "{:.3f}",
+    "gflops": "{:.1f}",
+    "share_of_peak": "{:.0%}",
+    "gbs": "{:.1f}",
+    "share_of_copy": "{:.0%}",
+    "sgemm_ratio": "{:.2f}",
+}
 HEAD = ("layer", "pass", "ms", "GFLOP/s", "of peak", "GB/s", "of copy", "time / sgemm")
 
 
@@ -60,14 +66,12 @@ class Case(NamedTuple):
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     machine.refuse_launcher("kernels")
     notes = subject.configure(options)
-    subject.print_head(
-        f"batch {options.batch_size}, {options.threads} thread(s), {machine.arithmetic()}, medians "
-        f"of {options.rounds}",
-        notes,
-    )
+    options.network = ", ".join(options.networks)
+    text = f"{machine.arithmetic()}, medians of {options.rounds} rounds"
+    subject.print_head(options, text, notes)
     yardsticks = Yardsticks(options.threads)
     tables: dict = {name: {} for name in UNITS}
     measured = {}
@@ -85,9 +89,7 @@ def main(options):
     peak, copy = yardsticks.medians()
     names = ("networks", "batch_size", "threads", "winograd")
     record = report.header(options, configuration.versions_of("none"), *names)
-    record |= {"peak_gflops": peak, "copy_gbs": copy, **tables}
-    report.write_json(options.json, record)
-    return 0
+    return record | {"peak_gflops": peak, "copy_gbs": copy, **tables}
 
 
 def measure(case, yardsticks, rounds):
@@ -129,15 +131,11 @@ def _repeated(run):
 
 def table_row(case, figures):
     """Return the cells of a case, below HEAD."""
-    shares = {
-        name: f"{figures[name] * 100:.0f} %"
-        for name in ("share_of_peak", "share_of_copy")
-        if figures.get(name) is not None
-    }
-    rates = {name: f"{figures[name]:.1f}" for name in ("gflops", "gbs") if name in figures}
-    ratio = {"sgemm_ratio": f"{figures['sgemm_ratio']:.2f}"} if "sgemm_ratio" in figures else {}
-    cells = {"ms": f"{figures['ms']:.3f}", **rates, **shares, **ratio}
-    return [case.layer, case.name, *(cells.get(name, "") for name in UNITS)]
+    texts = (
+        "" if figures.get(name) is None else text.format(figures[name])
+        for name, text in UNITS.items()
+    )
+    return [case.layer, case.name, *texts]
 
 
 class Yardsticks:
@@ -226,12 +224,7 @@ def _no_passes(*_):
 
 def _conv(backend, layer, x, dy, weights, batch):
     weight, bias = weights["weight"], weights["bias"]
-    args = (
-        check.pair("", "stride", layer.stride, 1),
-        check.pads("", layer.padding),
-        check.pair("", "dilation", layer.dilation, 1),
-        layer.groups,
-    )
+    args = subject.conv_args(layer)
     counts, tree = batch.counts(), batch.tree
     flops = 2 * weight[0].size * dy.size
 
@@ -249,22 +242,18 @@ def _conv(backend, layer, x, dy, weights, batch):
         return Source(values, *(np.full(channels, v, np.float32) for v in (0.1, 1.1, 0.2)))
 
     below, above = source(x), source(dy.copy())
-    factors = (np.ones(dy.shape[1], np.float32),) * 3
+    after = (above, *(np.ones(dy.shape[1], np.float32),) * 3)
+
     # as in the training step: normalization and ReLU in the same pass, sums for the next
-    yield (
-        "fused forward",
-        lambda: backend.conv2d_moments(below, weight, bias, *args, counts, tree),
-        flops,
-        0,
-    )
-    yield (
-        "fused backward",
-        lambda: backend.conv2d_backward(
-            dy, below, weight, *args, counts, tree, (True,) * 3, (above, *factors), True
-        ),
-        2 * flops,
-        0,
-    )
+    def fused_forward():
+        return backend.conv2d_moments(below, weight, bias, *args, counts, tree)
+
+    def fused_backward():
+        needs = (True,) * 3
+        return backend.conv2d_backward(dy, below, weight, *args, counts, tree, needs, after, True)
+
+    yield "fused forward", fused_forward, flops, 0
+    yield "fused backward", fused_backward, 2 * flops, 0
 
 
 def _batchnorm(backend, layer, x, dy, weights, batch):
@@ -273,12 +262,8 @@ def _batchnorm(backend, layer, x, dy, weights, batch):
     yield "statistics", lambda: backend.moments(x, counts, tree), 0, x.nbytes
     yield "forward", lambda: backend.batchnorm(x, vector, vector, vector), 0, 2 * x.nbytes
     yield "sums", lambda: backend.batchnorm_sums(dy, x, vector, tree), 0, 2 * x.nbytes
-    yield (
-        "dx",
-        lambda: backend.batchnorm_dx(dy, x, vector, vector, vector, vector, counts),
-        0,
-        3 * x.nbytes,
-    )
+    vectors = (vector,) * 4
+    yield "dx", lambda: backend.batchnorm_dx(dy, x, *vectors, counts), 0, 3 * x.nbytes
 
 
 def _relu(backend, layer, x, dy, weights, batch):
@@ -286,17 +271,8 @@ def _relu(backend, layer, x, dy, weights, batch):
     yield "dx", lambda: backend.relu_dx(dy, x), 0, 3 * x.nbytes
 
 
-def _windows(layer):
-    stride = layer.size if layer.stride is None else layer.stride
-    return (
-        check.pair("", "size", layer.size, 1),
-        check.pair("", "stride", stride, 1),
-        check.pads("", layer.padding),
-    )
-
-
 def _max_pool(backend, layer, x, dy, weights, batch):
-    args = _windows(layer)
+    args = subject.pool_args(layer, x.shape[1:4])
     _, argmax = backend.max_pool2d(x, *args)
     moved = x.nbytes + dy.nbytes + argmax.nbytes
     yield "forward", lambda: backend.max_pool2d(x, *args), 0, moved
@@ -304,7 +280,7 @@ def _max_pool(backend, layer, x, dy, weights, batch):
 
 
 def _average_pool(backend, layer, x, dy, weights, batch):
-    args = _windows(layer)
+    args = subject.pool_args(layer, x.shape[1:4])
     moved = x.nbytes + dy.nbytes
     yield "forward", lambda: backend.average_pool2d(x, *args), 0, moved
     yield "dx", lambda: backend.average_pool2d_dx(dy, x, *args, batch.tree), 0, moved
@@ -317,12 +293,8 @@ def _dense(backend, layer, x, dy, weights, batch):
     yield "forward", lambda: backend.dense(x, weight, bias), flops, 0
     yield "dx", lambda: backend.dense_dx(dy, weight), flops, 0
     yield "dweight", lambda: backend.dense_dweight(dy, x, batch.tree), flops, 0
-    yield (
-        "backward",
-        lambda: backend.dense_backward(dy, x, weight, batch.tree, (True,) * 3),
-        2 * flops,
-        0,
-    )
+    args = (dy, x, weight, batch.tree, (True,) * 3)
+    yield "backward", lambda: backend.dense_backward(*args), 2 * flops, 0
 
 
 def _large_dense(threads):
@@ -339,11 +311,7 @@ def _large_dense(threads):
     backend = backends.of(Blocked(x, batch))
     # one image per column: no other layout is faster in BLAS
     flat, dflat = (v.swapaxes(0, 1).reshape(v.shape[1], images) for v in (x, dy))
-    products = {
-        "forward": (weight, flat),
-        "dx": (weight.T, dflat),
-        "dweight": (dflat, flat.T),
-    }
+    products = {"forward": (weight, flat), "dx": (weight.T, dflat), "dweight": (dflat, flat.T)}
 
     def sgemm(a, b):
         y = np.empty((len(a), b.shape[1]), np.float32)

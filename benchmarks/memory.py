@@ -135,19 +135,10 @@ def train_peak(options, ranks, data, steps, folder):
     Fault
         If the training fails.
     """
-    flags = {
-        "data": data,
-        "network": f"{subject.__file__}:light",
-        "out": os.path.join(folder, "out"),
-        "epochs": steps,
-        "max-iterations": steps,
-        "cache-mb": options.cache_mb,
-        "batch-size": options.batch_size,
-        "threads": options.threads,
-        "learning-rate": 1e-6,
-        "verbose": "off",
-        "plots": "none",
-    }
+    flags = {"data": data, "network": f"{subject.__file__}:light", "learning-rate": 1e-6}
+    flags |= {"out": os.path.join(folder, "out"), "verbose": "off", "plots": "none"}
+    flags |= {"epochs": steps, "max-iterations": steps, "threads": options.threads}
+    flags |= {"cache-mb": options.cache_mb, "batch-size": options.batch_size}
     command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", "--overwrite"]
     command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     with open(os.path.join(folder, "log"), "w+") as log:

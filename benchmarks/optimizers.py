@@ -21,7 +21,7 @@ PAIRS = {
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     machine.refuse_launcher("optimizers")
     torch_step.require("optimizers")
     os.sched_setaffinity(0, machine.cores_of(1, options.threads)[0])
@@ -53,9 +53,7 @@ def main(options):
     report.print_table(rows, left=3)
     versions = configuration.versions_of("none") | {"torch": torch.__version__}
     record = report.header(options, versions, "floats", "threads", "rounds")
-    record |= {"ours_ms": our_ms, "torch_ms": torch_ms, "ratio": ratios}
-    report.write_json(options.json, record)
-    return 0
+    return record | {"ours_ms": our_ms, "torch_ms": torch_ms, "ratio": ratios}
 
 
 def fill(name, memory):

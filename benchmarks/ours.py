@@ -1,6 +1,8 @@
 """A rank of mpidl's side of a comparison: `python -m benchmarks.ours TASK ADDRESS`."""
 
+import contextlib
 import sys
+import tempfile
 
 from benchmarks import machine, subject, turns
 from benchmarks.mpidl_step import EagerStep
@@ -62,6 +64,20 @@ def side(name, options, folder, *, ranks, plain=False, variables=None):
     command = [*(launcher(ranks) if ranks > 1 else []), sys.executable, "-m", "benchmarks.ours"]
     variables = environment() | (variables or {})
     return turns.Side(name, [[*command, task]], ranks, variables, folder, options.timeout)
+
+
+@contextlib.contextmanager
+def sides(options, keywords):
+    """Start several sides; yield them by name.
+
+    `keywords` are those of `side`, by name.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mpidl-bench-"))
+        yield {
+            name: stack.enter_context(side(str(name), options, folder, **words))
+            for name, words in keywords.items()
+        }
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ def prepare_json(path: str | None) -> None:
         raise UserError(f"--json {path}: expected a file in a folder that can be written to")
 
 
-def write_json(path: str | None, record: Mapping) -> None:
-    """Write a record to `path`; without a path do nothing."""
-    if path:
+def write_json(path: str | None, record: Mapping | None) -> None:
+    """Write a record to `path`; without either, as on all ranks but 0, do nothing."""
+    if path and record is not None:
         text = json.dumps(record, indent=1, default=_plain)
         write_whole(path, f"{text}\n".encode())
 

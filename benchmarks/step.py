@@ -1,7 +1,5 @@
 """`python -m benchmarks step`: our training step by its parts, and how it scales over ranks."""
 
-import contextlib
-import tempfile
 import time
 
 import numpy as np
@@ -15,13 +13,10 @@ from mpidl.training.options import configuration
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     if options.ranks and machine.is_launched():
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
-    record = measure_scaling(options) if options.ranks else measure_parts(options)
-    if record is not None:
-        report.write_json(options.json, record)
-    return 0
+    return measure_scaling(options) if options.ranks else measure_parts(options)
 
 
 def measure_parts(options):
@@ -46,11 +41,8 @@ def measure_parts(options):
     ms = {"step": report.summary(slowest, 1e3)}
     ms |= {name: report.summary(seconds, 1e3) for name, seconds in part_times.items()}
     images = options.batch_size / report.median(slowest)
-    subject.print_head(
-        f"{options.network}, batch {options.batch_size}, {world.size} rank(s) x {options.threads} "
-        f"thread(s), {machine.arithmetic()}, {options.rounds} rounds of {options.iterations} steps",
-        notes,
-    )
+    text = f"{world.size} rank(s), {machine.arithmetic()}, {options.rounds} rounds of "
+    subject.print_head(options, f"{text}{options.iterations} steps", notes)
     rows = [["", "ms", "min", "max"]]
     for name, part in ms.items():
         title = "  of which wait" if name == "wait" else name
@@ -110,28 +102,20 @@ def profile(step, count):
 
 def measure_scaling(options):
     """Measure a step on several numbers of ranks, in turns; return the record."""
-    with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder, contextlib.ExitStack() as st:
-        sides = {}
-        for ranks in options.ranks:
-            side = ours.side(f"ranks-{ranks}", options, folder, ranks=ranks)
-            sides[ranks] = st.enter_context(side)
-        description = side.ask("describe")[0]
+    with ours.sides(options, {ranks: {"ranks": ranks} for ranks in options.ranks}) as sides:
+        description = sides[options.ranks[0]].ask("describe")[0]
         counts = {ranks: turns.steps_for(side.mean_step(2)) for ranks, side in sides.items()}
-        times = {ranks: [] for ranks in sides}
-        for _, ranks in turns.alternate(sides, options.rounds):
-            times[ranks].append(sides[ranks].mean_step(counts[ranks]))
+        times = turns.alternate_steps(sides, counts, options.rounds)
     first = options.ranks[0]
     efficiency = {
         ranks: report.median(np.array(times[first]) * first / (np.array(seconds) * ranks))
         for ranks, seconds in times.items()
     }
-    print(
-        f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) a rank, "
-        f"{description['arithmetic']}, {options.rounds} rounds in turns"
-    )
+    text = f"{description['arithmetic']}, {options.rounds} rounds in turns"
+    subject.print_head(options, text)
     rows = [["ranks", "ms a step", f"efficiency against {first}"]]
     for ranks, seconds in times.items():
-        rows.append([ranks, report.spread(seconds, 1e3), f"{efficiency[ranks]:.3f}"])
+        rows.append([str(ranks), report.spread(seconds, 1e3), f"{efficiency[ranks]:.3f}"])
     report.print_table(rows, left=3)
     names = ("network", "batch_size", "threads", "winograd")
     return report.header(options, description["versions"], *names) | {

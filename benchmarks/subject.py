@@ -13,6 +13,8 @@ from mpidl import backends, keyed
 from mpidl.backends.cpu import builds
 from mpidl.cli import start
 from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, Network, ReLU, zoo
+from mpidl.ops import check
+from mpidl.ops.pool import windows
 
 CLASSES, RATE, MOMENTUM = 10, 0.01, 0.9
 TASK = ("network", "image", "batch_size", "seed", "threads")  # options that every side gets
@@ -58,6 +60,20 @@ def mini_batch(shape: Sequence[int], count: int, seed: int = 0) -> tuple[np.ndar
     return pixels.astype(np.float32).reshape(count, *shape), labels
 
 
+def conv_args(layer) -> tuple:
+    """Return a convolution's (stride, pads, dilation, groups)."""
+    stride, dilation = (
+        check.pair(layer.name, option, getattr(layer, option), 1)
+        for option in ("stride", "dilation")
+    )
+    return stride, check.pads(layer.name, layer.padding), dilation, layer.groups
+
+
+def pool_args(layer, shape: Sequence[int]) -> tuple:
+    """Return a pooling layer's (size, stride, pads) for images of a shape."""
+    return windows(layer.name, tuple(shape), layer.size, layer.stride, layer.padding)[:3]
+
+
 def configure(options: argparse.Namespace) -> list[str]:
     """Apply `threads` and `winograd` to this process; return warnings to print."""
     backends.configure(threads=options.threads, winograd=options.winograd)
@@ -66,9 +82,10 @@ def configure(options: argparse.Namespace) -> list[str]:
     return []
 
 
-def print_head(text: str, notes: Sequence[str]) -> None:
-    """Print the first line of a benchmark, and warnings."""
-    print("\n".join([text, *(f"warning: {note}" for note in notes)]), flush=True)
+def print_head(options: argparse.Namespace, text: str, notes: Sequence[str] = ()) -> None:
+    """Print the first line of a benchmark of a network, and warnings."""
+    head = f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) a rank"
+    print("\n".join([f"{head}, {text}", *(f"warning: {note}" for note in notes)]), flush=True)
 
 
 def task(options: argparse.Namespace, cores: list[list[int]], **entries) -> str:

@@ -10,7 +10,6 @@ from benchmarks import subject
 from mpidl.errors import UserError
 from mpidl.nn import Network, graph
 from mpidl.ops import check
-from mpidl.ops.pool import windows
 
 
 def is_installed() -> bool:
@@ -258,7 +257,7 @@ def _conv(layer, shape, size):
 def _pool(layer, shape):
     from torch import nn
 
-    size, stride, pads, _ = windows(layer.name, shape, layer.size, layer.stride, layer.padding)
+    size, stride, pads = subject.pool_args(layer, shape)
     kind, fill = nn.AvgPool2d, 0.0
     if type(layer).__name__ == "MaxPool2D":
         kind, fill = nn.MaxPool2d, float("-inf")

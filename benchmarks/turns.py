@@ -189,6 +189,16 @@ def alternate(names: Iterable, rounds: int) -> Iterator[tuple]:
             yield number, name
 
 
+def alternate_steps(
+    sides: Mapping[object, Side], counts: Mapping[object, int], rounds: int
+) -> dict[object, list[float]]:
+    """Let sides take turns of `counts` steps; return seconds of a step of each round by side."""
+    times: dict[object, list[float]] = {name: [] for name in sides}
+    for _, name in alternate(sides, rounds):
+        times[name].append(sides[name].mean_step(counts[name]))
+    return times
+
+
 def steps_for(seconds: float, turn: float = 0.25, limit: int = 50) -> int:
     """Return how many steps of so many seconds make a turn of `turn` seconds, 1 to `limit`."""
     return max(1, min(limit, round(turn / max(seconds, 1e-9))))

@@ -14,6 +14,7 @@ import time
 from typing import NamedTuple
 
 from benchmarks import machine, report
+from benchmarks.arguments import add_option
 from mpidl.backends.gpu.discovery import visible
 from mpidl.cli.arguments import Parser, count
 from mpidl.comm import failure
@@ -105,26 +106,11 @@ def _arguments(argv):
     parser = Parser("benchmarks.gpu.check", f"Check and measure on a GPU.\n\n{texts}", False)
     parser.prog = "run/gpu-check"
     default = os.environ.get("OUT") or "gpu-check-results"
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        default=default,
-        help="folder of the results ($OUT, or ./%(default)s)",
-    )
-    parser.add_argument(
-        "--stages",
-        metavar="NAME,NAME,...",
-        type=_stages,
-        default=NAMES,
-        help="run these alone (all)",
-    )
-    parser.add_argument(
-        "--limit",
-        metavar="SECONDS",
-        type=count("--limit"),
-        default=LIMIT,
-        help="time limit of all stages together (%(default)s)",
-    )
+    text = "folder of the results ($OUT, or ./%(default)s)"
+    add_option(parser, "--out", "DIR", text, default)
+    add_option(parser, "--stages", "NAME,NAME,...", "run these alone (all)", NAMES, _stages)
+    text = "time limit of all stages together (%(default)s)"
+    add_option(parser, "--limit", "SECONDS", text, LIMIT, count("--limit"))
     return parser.parse(argv)
 
 

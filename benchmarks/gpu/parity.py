@@ -16,8 +16,6 @@ from mpidl.backends import reference, settings
 from mpidl.blocks import LANES, OneRank, share
 from mpidl.comm.reducer import is_on_host
 from mpidl.fold import Partial, merge_moments
-from mpidl.ops import check
-from mpidl.ops.pool import windows
 
 COUNT = 40  # images: the last of three blocks is half full
 # Largest errors. Float32, and three TF32 products for each, have those of rounding alone.
@@ -163,12 +161,7 @@ def _lanes(name, shape, batch, zero=False):
 
 def _convolution(layer, net, shape, output, batch):
     weight, bias = (net.parameters[f"{layer.name}.{name}"] for name in ("weight", "bias"))
-    args = (
-        check.pair(layer.name, "stride", layer.stride, 1),
-        check.pads(layer.name, layer.padding),
-        check.pair(layer.name, "dilation", layer.dilation, 1),
-        layer.groups,
-    )
+    args = subject.conv_args(layer)
     x, dy = _lanes("x", shape, batch), _lanes("dy", output, batch, zero=True)
     bias = Plain(numbers("bias", *bias.shape))
     yield Case(layer.name, "conv2d", batch.count, (x, Weights(weight), bias, *args), True)
@@ -195,7 +188,7 @@ def _relu(layer, net, shape, output, batch):
 
 
 def _pool(layer, net, shape, output, batch):
-    *args, _ = windows(layer.name, shape, layer.size, layer.stride, layer.padding)
+    args = subject.pool_args(layer, shape)
     x, dy = _lanes("x", shape, batch), _lanes("dy", output, batch, zero=True)
     if type(layer).__name__ == "MaxPool2D":
         yield Case(layer.name, "max_pool2d", batch.count, (x, *args))

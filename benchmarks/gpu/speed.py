@@ -31,7 +31,7 @@ COMPILE_SECONDS = 45  # that must be left to begin with a compiled variant
 
 
 def main(options):
-    """Run the sub-command; returns its exit code."""
+    """Run the sub-command; return its record."""
     gpus = visible()
     if not gpus.gpus:
         raise UserError(f"bench gpu needs a GPU that mpidl can compute on: {gpus.why}")
@@ -39,11 +39,11 @@ def main(options):
     settings = [parse_setting(text) for text in options.settings]
     measure(report, settings, options.rounds, options.limit, gpus.gpus[0].name)
     print(reports.markdown([report.record]))
-    head = reports.header(options, {}) | {"gpu": gpus.gpus[0].name}
-    reports.write_json(options.json, head | report.record)
+    record = reports.header(options, {}) | {"gpu": gpus.gpus[0].name} | report.record
     if report.failed:
+        reports.write_json(options.json, record)
         raise Fault(f"failed: {', '.join(report.failed)}")
-    return 0
+    return record
 
 
 def parse_setting(text):
