@@ -143,8 +143,8 @@ def outputs_on_tape(net, scores):
 def decide(net, images, activations):
     """Return the decisions of a step, arrays (n, ...) by layer.
 
-    A ReLU's says where it is positive; a maximum's is the position of the largest pixel in its
-    window.
+    For a ReLU it is whether each activation is positive, for a maximum the position of the largest
+    pixel in its window.
     """
     decisions, x = {}, images
     for layer in net.layers:

@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 
 
 def _add_subject(parser, command):
-    """Add what is measured and how often; then the options of the one sub-command."""
+    """Add the network and the number of rounds, then the options of one sub-command."""
     if command == "kernels":
         text = (
             "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "

@@ -1,7 +1,7 @@
 """Cost of decoding, cropping and mirroring, relative to Pillow's decoding: part of `input`.
 
 The place of libjpeg's buffers in memory changes times by up to a half for as long as a process
-runs. So each round is a process of its own, whose heap has other holes.
+runs. So each round runs in a new process, whose heap has other holes.
 """
 
 import json
@@ -39,7 +39,7 @@ def run(options, folder, file_side):
     Returns
     -------
     dict
-        Summaries of microseconds of processor time for an image, by what is done with it.
+        Summaries of microseconds of processor time for an image, by operation.
         "ratio" is the cost of decoding, cropping and mirroring over that of Pillow's decoding;
         "ratio_kept" is the same with Pillow's memory kept, as our reader keeps it.
 
@@ -81,7 +81,7 @@ def run(options, folder, file_side):
 
 
 def measure_round(folder, side):
-    """Return microseconds of an image, medians over this process's turns, by what is done."""
+    """Return microseconds for an image by operation, medians over this process's turns."""
     from PIL import Image
 
     def keep(blocks):

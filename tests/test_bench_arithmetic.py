@@ -96,7 +96,7 @@ def test_a_step_learns_and_begins_again(world):
 
 
 def test_a_step_is_that_of_the_library(world):
-    """The same weights as by the calls that a user makes."""
+    """The weights equal those of the calls that a user makes."""
     net, *batch = small()
     step = mpidl_step.EagerStep(net, batch, world)
     for _ in range(2):
@@ -253,7 +253,7 @@ def test_the_operations_that_kernels_counts():
 
 @pytest.mark.slow("jobs")
 def test_the_large_layer_beside_blas():
-    """The product that BLAS computes is the one of the case, of all images."""
+    """BLAS computes the same product as the case, of all images."""
     options = arguments.parse(["kernels", "--batch-size", "64"])
     cases = list(kernels.cases("dense", options))
     assert [case.name for case in cases] == ["forward", "dx", "dweight"]
@@ -286,7 +286,7 @@ def test_a_case_is_measured_against_its_yardstick():
 
 
 def test_every_layer_is_on_the_tape():
-    """Layers that run as one op, or one by one: names and values are those of the layers."""
+    """Names and values are those of the layers, whether they run as one op or one by one."""
     net, images, labels = small()
     fused, _ = accuracy.our_step(net, images, labels)
     net.fuse = False
@@ -325,7 +325,7 @@ def test_errors_are_seen_and_zeros_left_out():
 
 
 def test_one_other_decision_is_seen():
-    """The negative control: why decisions are taken over from the step that is compared."""
+    """Negative control: without the decisions of the compared step the errors are large."""
     net, images, labels = small()
     ours, activations = accuracy.our_step(net, images, labels)
     decisions = accuracy.decide(net, images, activations)
@@ -374,7 +374,7 @@ def test_peaks_beyond_those_on_one_mini_batch(monkeypatch, capsys):
 
 
 def test_the_memory_of_processes():
-    """RssAnon of each; shared memory once, whoever maps it; nothing of ended processes."""
+    """It counts RssAnon of each, shared memory once, and nothing of ended processes."""
     code = "import numpy, sys; a = numpy.ones(4 << 20); print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as job:
@@ -391,7 +391,7 @@ def test_the_memory_of_processes():
 
 
 def test_ranks_are_found_below_their_launcher():
-    """By the launcher's variables, each rank once, whatever processes it starts."""
+    """The launcher's variables tell each rank once, whatever processes it starts."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     start = f"import subprocess as s, sys; p = [s.Popen([sys.executable, '-c', {code!r}], env={{"
     start += "'PMI_RANK': str(r)}) for r in range(2)]; print(flush=True); [x.wait() for x in p]"

@@ -63,7 +63,7 @@ def gpu_world():
 
 
 def cpu_world():
-    """Return a world beside that of the GPU that computes on the CPU."""
+    """Return a second world, which computes on the CPU."""
     world = World()
     world.asked = "cpu", None  # the device belongs to the other world and stays open
     return world

@@ -54,7 +54,7 @@ def visible_gpus(*names):
 
 
 def test_the_floors_of_the_zoo():
-    """GFLOP a step, and what an H200 needs for it, by hand."""
+    """GFLOP of a step and an H200's least times, computed by hand."""
     digits = floors.work(zoo.digits())
     products = 24 * 24 * 20 * (25 + 180 + 180) + 11520 * 10
     assert digits.products == products and digits.first == 24 * 24 * 20 * 25
@@ -162,7 +162,7 @@ def test_losses_that_differ_are_told():
 
 
 class Runs:
-    """What `identity` starts, in this process, on emulated GPUs or made up."""
+    """Runs trainings for `identity` in this process on an emulated GPU."""
 
     def __init__(self, world, spoil=None):
         self.world, self.spoil, self.started = world, spoil, []
@@ -383,7 +383,7 @@ report.finish()
 
 
 def run_check(tmp_path, monkeypatch, capsys, behaviour, *words, gpus=("Some GPU",)):
-    """(exit code, the last line, the JSON) of a check whose stages behave as said."""
+    """Run a check whose stages behave as given; return exit code, last line and JSON."""
     short = [
         s._replace(seconds=1.5 if behaviour.get(s.name) == "sleep" else 60) for s in check.STAGES
     ]

@@ -60,7 +60,7 @@ def test_step_on_several_numbers_of_ranks(tmp_path):
 
 
 def test_kernels(tmp_path):
-    """The layers of one network: kinds of passes, and shares that fit the rates."""
+    """The passes of one network's layers, and shares that fit the rates."""
     words = ["--networks", "digits", "--batch-size", 16, "--rounds", 1]
     result, record = bench("kernels", *words, path=tmp_path / "a.json")
     assert_facts(record, "kernels")
@@ -126,7 +126,7 @@ def test_accuracy_without_torch(tmp_path):
 
 @pytest.mark.slow("jobs")
 def test_compare_without_torch():
-    """One line that names the extra."""
+    """The error is one line that names the extra."""
     code = f"{NO_TORCH}runpy.run_module('benchmarks', run_name='__main__')"
     (line,) = small.own_lines(mpirun(None, "-c", code, "compare", check=2))
     assert line.startswith("mpidl: ") and "pip install '.[bench]'" in line
@@ -136,7 +136,7 @@ def test_compare_without_torch():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow("jobs")
 def test_compare(tmp_path, ranks):
-    """Also where a variant fails: here the compiler is missing."""
+    """The comparison goes on if a variant fails, here for want of a compiler."""
     words = ["--variants", "eager,compile", "--ranks", ranks]
     env = {"CXX": "/nowhere/c++", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache"}
     result, record = bench("compare", *QUICK, *words, path=tmp_path / "a.json", env=env)
