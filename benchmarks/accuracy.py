@@ -11,6 +11,8 @@ Errors are relative: |a - b| / |b| in the Euclidean norm, and the largest |a - b
 of a bias before a batch normalization.
 """
 
+import argparse
+
 import numpy as np
 
 from benchmarks import machine, report, subject, torch_step
@@ -27,7 +29,7 @@ ZERO = 1e-9  # of the largest gradient: an array below is zero but for rounding
 AGREE = 1e-10  # largest difference of the two float64 steps
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict:
     """Run the sub-command; return its record."""
     machine.refuse_launcher("accuracy")
     notes = subject.configure(options)

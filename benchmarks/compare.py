@@ -1,5 +1,6 @@
 """`python -m benchmarks compare`: our training step and PyTorch's, in turns on the same cores."""
 
+import argparse
 import contextlib
 import math
 import os
@@ -25,7 +26,7 @@ SAME_LOSS = 1e-4  # a larger relative difference of the first losses means diffe
 STEPS_COMPARED = 3
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict:
     """Run the sub-command; return its record."""
     ranks, threads = options.ranks, options.threads
     if not options.libraries:
@@ -53,13 +54,13 @@ def main(options):
     return record
 
 
-def our_side(options, folder):
+def our_side(options: argparse.Namespace, folder: str) -> turns.Side:
     """Return the side of our ranks."""
     variables = HELD_TO[options.held_to][0]
     return ours.side("ours", options, folder, ranks=options.ranks, variables=variables)
 
 
-def other_side(name, options, folder):
+def other_side(name: str, options: argparse.Namespace, folder: str) -> turns.Side:
     """Return the side of one PyTorch variant or other library."""
     if name in options.libraries:
         return others.side(name, options, folder)
@@ -67,13 +68,13 @@ def other_side(name, options, folder):
     return theirs.side(name, options, folder, ranks=options.ranks, variables=variables)
 
 
-def other_names(options):
+def other_names(options: argparse.Namespace) -> list[str]:
     """Return the names of the other sides: PyTorch's variants, if installed, and libraries."""
     variants = options.variants if torch_step.is_installed() else []
     return [*variants, *options.libraries]
 
 
-def compare_time(options, folder):
+def compare_time(options: argparse.Namespace, folder: str) -> dict:
     """Time all sides in turns; return the record."""
     with contextlib.ExitStack() as stack:
         our = stack.enter_context(our_side(options, folder))
@@ -133,7 +134,7 @@ def take_turns(our, sides, rounds):
     return times
 
 
-def evaluate(options, times, losses):
+def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
     """Print the table of `take_turns`' times; return their part of the record."""
     our_times = [pair[0] for pairs in times.values() for pair in pairs]
     other_times = {name: [pair[1] for pair in pairs] for name, pairs in times.items()}
@@ -174,7 +175,7 @@ def evaluate(options, times, losses):
     }
 
 
-def compare_memory(options, folder):
+def compare_memory(options: argparse.Namespace, folder: str) -> dict:
     """Measure each side's peak memory, each in fresh processes; return the record."""
     with our_side(options, folder) as our:
         description = our.ask("describe")[0]

@@ -4,6 +4,7 @@ The place of libjpeg's buffers in memory changes times by up to a half for as lo
 runs. So each round runs in a new process, whose heap has other holes.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ TURNS = 4  # of a round
 HOLES, LARGEST_HOLE = 200, 9000  # in the heap; bytes
 
 
-def run(options, folder, file_side):
+def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     """Measure JPEG files, and print what they cost.
 
     Parameters
@@ -80,7 +81,7 @@ def run(options, folder, file_side):
     return {name: report.summary(values) for name, values in times.items()} | medians
 
 
-def measure_round(folder, side):
+def measure_round(folder: str, side: int) -> dict[str, float]:
     """Return microseconds for an image by operation, medians over this process's turns."""
     from PIL import Image
 

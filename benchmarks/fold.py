@@ -4,6 +4,7 @@ It compares the training step with the fixed fold to one that adds from left to 
 MPI_Allreduce, as other libraries do.
 """
 
+import argparse
 import functools
 
 import numpy as np
@@ -20,7 +21,7 @@ KINDS = {"fold": False, "plain": True, "again": False}  # whether each uses MPI_
 OPTIONS = ("network", "batch_size", "threads", "batchnorm", "rounds", "iterations")
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict | None:
     """Run the sub-command; return its record."""
     launched = machine.is_launched()
     if launched and options.ranks:
@@ -28,7 +29,7 @@ def main(options):
     return measure_this_world(options) if launched else measure_fresh_processes(options)
 
 
-def measure_fresh_processes(options):
+def measure_fresh_processes(options: argparse.Namespace) -> dict:
     """Measure fold, plain sums, and fold again as a control; return the record.
 
     The place of a process in memory changes its times by more than the fold costs. So every round
@@ -62,7 +63,7 @@ def _measure_round(options, ranks):
     return {kind: report.median(values) for kind, values in times.items()}, description
 
 
-def measure_this_world(options):
+def measure_this_world(options: argparse.Namespace) -> dict | None:
     """Measure the same on the ranks that run this, in turns; return the record on rank 0.
 
     It also measures how much of the gradients' exchange is hidden behind backward:

@@ -5,6 +5,7 @@ the step alone, and of both together. It also measures an epoch from a packed fi
 memory, and decoding, cropping and mirroring over Pillow's decoding. For --memory see `memory`.
 """
 
+import argparse
 import itertools
 import os
 import tempfile
@@ -27,7 +28,7 @@ CLASSES, QUALITY = 4, 85
 FILE_SIDE = 256  # pixels a side of the files that are cropped
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict:
     """Run the sub-command; return its record."""
     if machine.is_launched():
         raise UserError("bench input starts what it measures: run it without mpirun")
@@ -48,7 +49,7 @@ def main(options):
     return report.header(options, configuration.versions_of("one rank"), *names) | figures
 
 
-def draw(folder, side, count):
+def draw(folder: str, side: int, count: int) -> None:
     """Write image files with smooth colours, edges and some noise, like photographs."""
     from PIL import Image
 
@@ -82,7 +83,7 @@ def stores_of(folder):
     return stores
 
 
-def measure_input(options, folder):
+def measure_input(options: argparse.Namespace, folder: str) -> dict:
     """Measure images per second.
 
     Returns
@@ -144,7 +145,7 @@ def _rates(step, queue, rounds):
     return rates
 
 
-def measure_epochs(options, folder):
+def measure_epochs(options: argparse.Namespace, folder: str) -> dict:
     """Measure a digits epoch from a packed file, mirrored and shifted, and from plain arrays.
 
     Returns

@@ -6,6 +6,7 @@ in GB/s against the speed of a copy, with each array that they must read or writ
 large fully connected layer also takes turns with BLAS: one sgemm of the mini-batch by NumPy.
 """
 
+import argparse
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -65,7 +66,7 @@ class Case(NamedTuple):
     sgemm: Callable | None = None
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict:
     """Run the sub-command; return its record."""
     machine.refuse_launcher("kernels")
     notes = subject.configure(options)

@@ -8,6 +8,7 @@ once however many processes map it (the sum of Pss_Shmem). The difference of the
 both runs keep, are not in it.
 """
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -50,7 +51,7 @@ class MemoryUse(NamedTuple):
         return "{:.1f} ({:.1f} + {:.1f})".format(*(nbytes / MIB for nbytes in parts))
 
 
-def run(options):
+def run(options: argparse.Namespace) -> dict:
     """Run the sub-command; return the record, memory in MiB by number of ranks."""
     count = images_in(options.gigabytes * 10**9, options.side)
     store = RepeatedImages(options.side, count)
@@ -89,7 +90,7 @@ def run(options):
     return report.header(options, configuration.versions_of("as started"), *names) | {"mib": mib}
 
 
-def images_in(nbytes, side):
+def images_in(nbytes: int, side: int) -> int:
     """Return how many uint8 RGB images take about `nbytes`, at least 1."""
     return max(1, round(nbytes / (3 * side * side)))
 
@@ -158,7 +159,7 @@ def train_peak(options, ranks, data, steps, folder):
     return peak
 
 
-def peak_of(job, ranks):
+def peak_of(job: subprocess.Popen, ranks: int) -> MemoryUse:
     """Return the largest MemoryUse, by total, of a job's ranks until it ends."""
     processes, peak = [], MemoryUse()
     while job.poll() is None:
@@ -170,7 +171,7 @@ def peak_of(job, ranks):
     return peak
 
 
-def ranks_below(pid):
+def ranks_below(pid: int) -> list[int]:
     """Return the process ids of the ranks that a launcher has started so far."""
     children, ranks = {}, {}
     for process in filter(str.isdigit, os.listdir("/proc")):
@@ -189,7 +190,7 @@ def ranks_below(pid):
     return list(ranks.values())
 
 
-def memory_of(processes):
+def memory_of(processes: list[int]) -> MemoryUse:
     """Return the current MemoryUse of processes; those that have ended count nothing."""
     anonymous = shared = 0
     for process in processes:

@@ -1,5 +1,6 @@
 """`python -m benchmarks optimizers`: our optimizers' steps and PyTorch's, in turns on one core."""
 
+import argparse
 import os
 
 import numpy as np
@@ -20,7 +21,7 @@ PAIRS = {
 }
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict:
     """Run the sub-command; return its record."""
     machine.refuse_launcher("optimizers")
     torch_step.require("optimizers")
@@ -56,7 +57,7 @@ def main(options):
     return record | {"ours_ms": our_ms, "torch_ms": torch_ms, "ratio": ratios}
 
 
-def fill(name, memory):
+def fill(name: str, memory: np.ndarray) -> np.ndarray:
     """Fill a float32 array with random numbers between 0.1 and 1.1, the same for each name.
 
     Beside such gradients an epsilon is small, wherever it is added.

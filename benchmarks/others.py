@@ -5,6 +5,7 @@ installed in another Python, which must be able to import mpidl: `compare --with
 PATH`.
 """
 
+import argparse
 import os
 import sys
 
@@ -184,7 +185,7 @@ def mygrad_step(net, images, labels, threads):
 LIBRARIES = {"jax": jax_step, "mygrad": mygrad_step}
 
 
-def side(library, options, folder):
+def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
     """Return a Side of another library.
 
     Parameters

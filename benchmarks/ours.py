@@ -1,8 +1,11 @@
 """A rank of mpidl's side of a comparison: `python -m benchmarks.ours TASK ADDRESS`."""
 
+import argparse
 import contextlib
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from benchmarks import machine, subject, turns
 from benchmarks.mpidl_step import EagerStep
@@ -40,7 +43,15 @@ def main(argv=None):
     return 0
 
 
-def side(name, options, folder, *, ranks, plain=False, variables=None):
+def side(
+    name: str,
+    options: argparse.Namespace,
+    folder: str,
+    *,
+    ranks: int,
+    plain: bool = False,
+    variables: dict[str, str] | None = None,
+) -> turns.Side:
     """Return a Side of mpidl's ranks.
 
     Parameters
@@ -67,7 +78,9 @@ def side(name, options, folder, *, ranks, plain=False, variables=None):
 
 
 @contextlib.contextmanager
-def sides(options, keywords):
+def sides(
+    options: argparse.Namespace, keywords: Mapping[Any, dict]
+) -> Iterator[dict[Any, turns.Side]]:
     """Start several sides; yield them by name.
 
     `keywords` are those of `side`, by name.

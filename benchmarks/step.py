@@ -1,5 +1,6 @@
 """`python -m benchmarks step`: our training step by its parts, and how it scales over ranks."""
 
+import argparse
 import time
 
 import numpy as np
@@ -12,14 +13,14 @@ from mpidl.errors import UserError
 from mpidl.training.options import configuration
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict | None:
     """Run the sub-command; return its record."""
     if options.ranks and machine.is_launched():
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
     return measure_scaling(options) if options.ranks else measure_parts(options)
 
 
-def measure_parts(options):
+def measure_parts(options: argparse.Namespace) -> dict | None:
     """Measure a step by its parts on the ranks that run this; return the record on rank 0."""
     notes = subject.configure(options)
     world = World(timeout=options.timeout)
@@ -69,7 +70,7 @@ def measure_parts(options):
     }
 
 
-def profile(step, count):
+def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
     """Return {C function: {"ms", "calls"} of a step}, or None if NumPy does the arithmetic."""
     library = builds.kernels()
     if library is None:
@@ -100,7 +101,7 @@ def profile(step, count):
     return {k: {"ms": s / count * 1e3, "calls": n / count} for k, (n, s) in totals.items()}
 
 
-def measure_scaling(options):
+def measure_scaling(options: argparse.Namespace) -> dict:
     """Measure a step on several numbers of ranks, in turns; return the record."""
     with ours.sides(options, {ranks: {"ranks": ranks} for ranks in options.ranks}) as sides:
         description = sides[options.ranks[0]].ask("describe")[0]

@@ -5,6 +5,7 @@ DistributedDataParallel over gloo, with batch normalization by each process's sh
 SyncBatchNorm does not run on CPUs.
 """
 
+import argparse
 import gc
 import os
 import sys
@@ -87,7 +88,14 @@ class CpuStep(torch_step.TorchStep):
         return self.mean_loss
 
 
-def side(variant, options, folder, *, ranks, variables=None):
+def side(
+    variant: str,
+    options: argparse.Namespace,
+    folder: str,
+    *,
+    ranks: int,
+    variables: dict[str, str] | None = None,
+) -> turns.Side:
     """Return a Side of PyTorch processes.
 
     Parameters

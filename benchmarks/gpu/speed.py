@@ -6,6 +6,7 @@ steps of one precision are compared: fp32 (ours by three TF32 products for each)
 without TF32, and TF32 against TF32. PyTorch's bf16 is listed beside them.
 """
 
+import argparse
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ TURN = 0.03  # seconds
 COMPILE_SECONDS = 45  # that must be left to begin with a compiled variant
 
 
-def main(options):
+def main(options: argparse.Namespace) -> dict:
     """Run the sub-command; return its record."""
     gpus = visible()
     if not gpus.gpus:
@@ -46,7 +47,7 @@ def main(options):
     return record
 
 
-def parse_setting(text):
+def parse_setting(text: str) -> tuple[str, int]:
     """Return ("digits", 128) for "digits:128"; raises UserError."""
     network, _, batch = text.rpartition(":")
     if not network or not batch.isdigit() or not int(batch):
