@@ -145,6 +145,7 @@ class RecordedStep:
 
     def __init__(self, world, network, batch, precision="fp32", graphs=True, image=None):
         from mpidl.data.loading.device_queue import DeviceQueue
+        from mpidl.training.gpu_step import StepProgram
 
         backends.configure(precision=precision)
         self.device = world.device
