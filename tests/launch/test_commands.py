@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import shutil
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -329,6 +328,7 @@ class Halved(dl.Layer):
 def test_predict_with_layers_of_a_user(pictures, tmp_path):
     file, path = tmp_path / "mylayers.py", tmp_path / "model.h5"
     file.write_text(LAYERS)
+    (tmp_path / "bare.py").write_text("import mpidl as dl\n")
     (kind,) = start.user_layers(file)
     net = dl.Network([dl.Flatten(), kind(), dl.Dense(3)], (1, 12, 12), seed=1)
     dl.save_model(path, net, small.CLASSES)
@@ -340,7 +340,7 @@ def test_predict_with_layers_of_a_user(pictures, tmp_path):
         ([], "its network cannot be built: unknown layer type 'Halved'"),
         (["--layers", tmp_path / "none.py"], "--layers: no file"),
         (
-            ["--layers", Path(__file__).with_name("networks.py")],
+            ["--layers", tmp_path / "bare.py"],
             "expected a class derived from dl.",
         ),
     ):
