@@ -1,7 +1,8 @@
-"""`python -m benchmarks`: measurements, as ratios of things that take turns in one run.
+"""`python -m benchmarks`: measurements, as ratios of sides that take turns in one run.
 
-A sub-command a file. What is compared runs in processes of its own (`turns`), ours in `ours`,
-PyTorch's in `theirs`; `subject` is what they all compute. What is measured on a GPU is in `gpu`.
+Each sub-command has a file. Sides run in processes of their own (`turns`): ours in `ours`,
+PyTorch's in `theirs`, other libraries' in `others`. `subject` is what they all compute,
+`mpidl_step` and `torch_step` how. `report` writes JSON files and tables; `gpu` measures GPUs.
 """
 
 from benchmarks import (
@@ -13,6 +14,7 @@ from benchmarks import (
     kernels,
     machine,
     optimizers,
+    report,
     step,
     turns,
 )
@@ -35,14 +37,16 @@ COMMANDS = {
 
 def main(argv=None):
     """Run the command; returns its exit code."""
-    chosen = arguments.parse(argv, quiet=failure.launched_rank() > 0)
-    machine.prepare_json(chosen.json)
-    chosen.busy = machine.busy()
+    options = arguments.parse(argv, quiet=failure.launched_rank() > 0)
+    report.prepare_json(options.json)
+    options.busy = machine.busy()
     for line in start.without_kernels() if failure.launched_rank() == 0 else []:
         print(line)
-    if chosen.busy > 0.1 and failure.launched_rank() == 0:
-        print(f"warning: the cores are {chosen.busy * 100:.0f} % busy already: times mean little")
+    if options.busy > 0.1 and failure.launched_rank() == 0:
+        print(f"warning: the cores are {options.busy * 100:.0f} % busy already: times mean little")
     try:
-        return COMMANDS[chosen.what](chosen)
+        record = COMMANDS[options.command](options)
     except turns.Lost as lost:
         raise Fault(str(lost)) from None
+    report.write_json(options.json, record)
+    return 0

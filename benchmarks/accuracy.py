@@ -1,105 +1,115 @@
 """`python -m benchmarks accuracy`: the error of every layer's activations and gradients.
 
-The truth is the same step in float64, computed twice: by our NumPy reference and by PyTorch, which
-share no code. A ReLU or a maximum that rounding turned the other way would show as an error of
-1e-3 in the gradients below it, in any library, and says nothing of how exact the sums are. So each
-float64 step takes the decisions of the float32 step it is compared with: which activations were
-positive, which pixel was the largest of its window.
+The exact values are the same step in float64, computed twice: by our NumPy reference and by
+PyTorch, which share no code. If rounding turned a ReLU or a maximum the other way, the gradients
+below it would differ by 1e-3 in any library, which says nothing about how exact the sums are. So
+each float64 step takes the decisions of the float32 step that it is compared with: which
+activations were positive, and which pixel of each window was the largest.
 
-The error of an array is relative: |a - b| / |b| in the Euclidean norm, and the largest |a - b| over
-the largest |b|. Arrays that are zero but for rounding (the gradient of a bias that a batch
-normalization takes away again) have no such error and are left out.
+Errors are relative: |a - b| / |b| in the Euclidean norm, and the largest |a - b| over the largest
+|b|. Arrays that are zero but for rounding have no such error and are left out. One is the gradient
+of a bias before a batch normalization.
 """
 
-import importlib.util
+import argparse
 
 import numpy as np
 
-from benchmarks import machine, modules, subject
+from benchmarks import machine, report, subject, torch_step
 from mpidl import ops
 from mpidl.autodiff import Var, op, value_and_grad
 from mpidl.backends import REFERENCE as reference
 from mpidl.blocks import OneRank, from_images, share
-from mpidl.errors import Fault, UserError
+from mpidl.errors import Fault
 from mpidl.nn import Network
 from mpidl.nn.layers import LayerContext
-from mpidl.ops.pool import windows
 from mpidl.training.options import configuration
 
-NOTHING = 1e-9  # of the largest gradient: an array that is zero but for rounding
-AGREE = 1e-10  # what the two float64 steps may differ by
+ZERO = 1e-9  # of the largest gradient: an array below is zero but for rounding
+AGREE = 1e-10  # largest difference of the two float64 steps
 
 
-def main(chosen):
-    """Run the sub-command; returns its exit code."""
-    if machine.launched():
-        raise UserError("accuracy measures one process: run it without mpirun")
-    notes = subject.configure(chosen)
+def main(options: argparse.Namespace) -> dict:
+    """Run the sub-command; return its record."""
+    machine.refuse_launcher("accuracy")
+    notes = subject.configure(options)
     versions = configuration.versions_of("none")
-    torch = importlib.util.find_spec("torch") is not None
+    torch = torch_step.is_installed()
     if torch:
         versions["torch"] = configuration.version_of("torch")
     else:
         notes.append("PyTorch is not installed (pip install '.[bench]'): our errors alone")
-    for line in notes:
-        print(f"warning: {line}")
-    found = [_of_seed(chosen, chosen.seed + i, torch) for i in range(chosen.seeds)]
-    result = _show(chosen, found)
-    machine.write_json(chosen.json, machine.facts(chosen, versions) | result)
-    return 0
+    subject.print_head(
+        options,
+        f"{machine.arithmetic()}, winograd {options.winograd}, medians of {options.seeds} seed(s)",
+        notes,
+    )
+    by_seed = [_measure_seed(options, options.seed + i, torch) for i in range(options.seeds)]
+    figures = _summarize(by_seed)
+    record = report.header(options, versions, "network", "batch_size", "seeds", "winograd")
+    return record | figures
 
 
-def _of_seed(chosen, seed, torch):
-    """{"ours": errors, "torch": errors, "references": how far the two float64 steps are apart}."""
-    net = subject.network(chosen.network, chosen.image, seed)
-    images, labels = subject.mini_batch(net.input_shape, chosen.batch_size, seed)
-    ours, kept = our_step(net, images, labels)
-    decisions = decide(net, images, kept)
-    truth = our_truth(net, images, labels, decisions)
-    found = {"ours": errors(ours, truth), "zero": zeros(truth)}
+def _measure_seed(options, seed, torch):
+    """Return the errors of one seed.
+
+    "ours" and "torch" are errors by name, "zero" the gradients left out, and "references" is the
+    difference of the two float64 steps.
+    """
+    net = subject.network(options.network, options.image, seed)
+    images, labels = subject.mini_batch(net.input_shape, options.batch_size, seed)
+    ours, activations = our_step(net, images, labels)
+    decisions = decide(net, images, activations)
+    exact = exact_step(net, images, labels, decisions)
+    record = {"ours": errors(ours, exact), "zero": zero_gradients(exact)}
     if torch:
-        again, _ = torch_step(net, images, labels, decisions, double=True)
-        apart = max(e[0] for e in errors(again, truth).values())
-        if not apart < AGREE:
-            raise Fault(f"the two float64 steps differ by {apart:.1e}: one of them is wrong")
-        single, kept = torch_step(net, images, labels)
-        its_truth, _ = torch_step(net, images, labels, decide(net, images, kept), double=True)
-        found |= {"torch": errors(single, its_truth), "references": apart}
-    return found
+        double, _ = run_torch(net, images, labels, decisions, double=True)
+        difference = max(norm for norm, _ in errors(double, exact).values())
+        if not difference < AGREE:
+            raise Fault(f"the two float64 steps differ by {difference:.1e}: one of them is wrong")
+        single, activations = run_torch(net, images, labels)
+        decisions = decide(net, images, activations)
+        double, _ = run_torch(net, images, labels, decisions, double=True)
+        record |= {"torch": errors(single, double), "references": difference}
+    return record
 
 
-def zeros(truth):
-    """The gradients that are zero but for rounding."""
-    sizes = {k: np.abs(v).max() for k, v in truth.items() if "." in k}
-    return [k for k, v in sizes.items() if v < NOTHING * max(sizes.values())]
+def zero_gradients(exact):
+    """Return the names of gradients that are zero but for rounding."""
+    sizes = {k: np.abs(v).max() for k, v in exact.items() if "." in k}
+    return [k for k, v in sizes.items() if v < ZERO * max(sizes.values())]
 
 
-def errors(found, truth):
-    """{name: (Euclidean, largest) relative error} of the arrays that are not zero in truth."""
-    skipped = zeros(truth)
-    result = {}
-    for name, array in found.items():
-        right = truth[name]
+def errors(arrays, exact):
+    """Return {name: (Euclidean, largest) relative error} of the arrays that are not zero."""
+    skipped = zero_gradients(exact)
+    pairs = {}
+    for name, array in arrays.items():
+        expected = exact[name]
         if name not in skipped:
-            wrong = array.astype(np.float64) - right
-            result[name] = (
-                float(np.linalg.norm(wrong) / np.linalg.norm(right)),
-                float(np.abs(wrong).max() / np.abs(right).max()),
+            difference = array.astype(np.float64) - expected
+            pairs[name] = (
+                float(np.linalg.norm(difference) / np.linalg.norm(expected)),
+                float(np.abs(difference).max() / np.abs(expected).max()),
             )
-    return result
+    return pairs
 
 
 def our_step(net, images, labels):
-    """({layer: activation, "layer.name": gradient} of our float32 step, the activations alone).
+    """Run our float32 step.
 
-    Of layers that run as one op the last one's activation is there.
+    Returns
+    -------
+    dict, dict
+        Activations by layer and gradients by "layer.name", and the activations alone. Of layers
+        that run as one op, they have the last one's activation.
     """
     batch = share(len(images), OneRank())
     activations = {}
 
     def loss_of(net, x, labels):
         scores = net(x)
-        for layer, value in on_the_tape(net, scores):
+        for layer, value in outputs_on_tape(net, scores):
             activations[layer] = value.local()
         return ops.softmax_cross_entropy(scores, labels)
 
@@ -109,62 +119,64 @@ def our_step(net, images, labels):
     return activations | gradients, activations
 
 
-def on_the_tape(net, scores):
-    """[(layer, its output), ...] as the tape of a network without branches holds them."""
+def outputs_on_tape(net, scores):
+    """Return (layer, its output) for each node on the tape of a network without branches."""
     chain, node = [], scores
     while isinstance(node, Var) and node.parents:
         chain.append(node)
         node = node.parents[0]
     names = [layer.name for layer in net.layers]
-    found, at = [], -1
+    outputs, position = [], -1
     for node in reversed(chain):
-        used = {p.name.rpartition(".")[0] for p in node.parents if isinstance(p, Var)}
-        learnt = [names.index(name) for name in used if name in names]
-        if learnt:
-            at = max(learnt)
-        elif node.name == "flatten" and type(net.layers[at + 1]).__name__ != "Flatten":
+        owners = {p.name.rpartition(".")[0] for p in node.parents if isinstance(p, Var)}
+        positions = [names.index(name) for name in owners if name in names]
+        if positions:
+            position = max(positions)
+        elif node.name == "flatten" and type(net.layers[position + 1]).__name__ != "Flatten":
             continue  # part of a Dense layer
         else:
-            at += 1
-        if "relu" in node.name and type(net.layers[at]).__name__ == "BatchNorm":
-            at += 1  # one op with the layers before
-        found.append((names[at], node.value))
-    return found
+            position += 1
+        if "relu" in node.name and type(net.layers[position]).__name__ == "BatchNorm":
+            position += 1  # one op with the layers before
+        outputs.append((names[position], node.value))
+    return outputs
 
 
 def decide(net, images, activations):
-    """{layer: array (n, ...)} of what was decided in a step: of a ReLU where it is positive, of a
-    maximum the place of the largest pixel in its window."""
-    found, below = {}, images
+    """Return the decisions of a step, arrays (n, ...) by layer.
+
+    For a ReLU it is whether each activation is positive, for a maximum the position of the largest
+    pixel in its window.
+    """
+    decisions, x = {}, images
     for layer in net.layers:
         kind = type(layer).__name__
         if kind == "ReLU":
-            found[layer.name] = activations[layer.name] > 0
+            decisions[layer.name] = activations[layer.name] > 0
         elif kind == "MaxPool2D":
             batch = share(len(images), OneRank())
-            pools = windows(layer.name, below.shape[1:], layer.size, layer.stride, layer.padding)
-            how = pools.size, pools.stride, pools.padding
-            _, places = reference.max_pool2d(from_images(below, batch).lanes, *how)
-            found[layer.name] = np.moveaxis(places, -1, 1).reshape(-1, *places.shape[1:-1])
-            found[layer.name] = found[layer.name][: len(images)]
-        below = activations.get(layer.name, below)
-    return found
+            args = subject.pool_args(layer, x.shape[1:])
+            _, positions = reference.max_pool2d(from_images(x, batch).lanes, *args)
+            images_first = np.moveaxis(positions, -1, 1).reshape(-1, *positions.shape[1:-1])
+            decisions[layer.name] = images_first[: len(images)]
+        x = activations.get(layer.name, x)
+    return decisions
 
 
 @op(blocks=True)
 def decided_relu(x, *, positive):
-    """x where it was decided to be positive, else 0."""
+    """Return x where `positive`, else 0."""
     mask = from_images(positive, x.batch, x.dtype).lanes
     return x.like(x.lanes * mask), lambda dy, needs: (x.like(dy.lanes * mask),)
 
 
 @op(blocks=True)
-def decided_max(x, *, places, how):
-    """Of each window the pixel at the place that was decided on."""
-    chosen = from_images(places, x.batch).lanes
-    (rows, columns), (down, across), ((top, bottom), (left, right)) = how
+def decided_max(x, *, positions, args):
+    """Return the pixel at the given position of each window; `args`: (sizes, strides, pads)."""
+    lanes_at = from_images(positions, x.batch).lanes
+    (rows, columns), (down, across), ((top, bottom), (left, right)) = args
     b, c, h, w, lanes = x.lanes.shape
-    p, q = chosen.shape[2:4]
+    p, q = lanes_at.shape[2:4]
     taps = [(i, j) for i in range(rows) for j in range(columns)]
 
     def window(array, i, j):
@@ -176,20 +188,20 @@ def decided_max(x, *, places, how):
             array[:, :, top : top + h, left : left + w] = inner
         return array
 
-    whole = padded(x.lanes)
-    y = sum(np.where(chosen == n, window(whole, i, j), 0) for n, (i, j) in enumerate(taps))
+    pixels = padded(x.lanes)
+    y = sum(np.where(lanes_at == n, window(pixels, i, j), 0) for n, (i, j) in enumerate(taps))
 
     def vjp(dy, needs):
         dx = padded()
         for n, (i, j) in enumerate(taps):
-            window(dx, i, j)[...] += np.where(chosen == n, dy.lanes, 0)
+            window(dx, i, j)[...] += np.where(lanes_at == n, dy.lanes, 0)
         return (x.like(np.ascontiguousarray(dx[:, :, top : top + h, left : left + w])),)
 
     return x.like(y), vjp
 
 
-def our_truth(net, images, labels, decisions):
-    """{layer: activation, "layer.name": gradient} in float64, by the NumPy reference."""
+def exact_step(net, images, labels, decisions):
+    """Return activations and gradients, as `our_step`, in float64 by the NumPy reference."""
     exact = Network(net.layers, net.input_shape)
     exact.parameters = {k: v.astype(np.float64) for k, v in net.parameters.items()}
     batch = share(len(images), OneRank())
@@ -201,11 +213,12 @@ def our_truth(net, images, labels, decisions):
             if kind == "ReLU":
                 x = decided_relu(x, positive=decisions[layer.name])
             elif kind == "MaxPool2D":
-                *how, _ = windows("", x.shape[1:], layer.size, layer.stride, layer.padding)
-                x = decided_max(x, places=decisions[layer.name], how=how)
+                args = subject.pool_args(layer, x.shape[1:])
+                x = decided_max(x, positions=decisions[layer.name], args=args)
             else:
-                context = LayerContext(layer, bound.parameters, bound.state, True, "global")
-                x = layer.forward(x, context)
+                x = layer.forward(
+                    x, LayerContext(layer, bound.parameters, bound.state, True, "global")
+                )
             value = x.value if isinstance(x, Var) else x
             activations[layer.name] = value.local()
         return ops.softmax_cross_entropy(x, labels)
@@ -216,13 +229,12 @@ def our_truth(net, images, labels, decisions):
     return activations | batch.world.gplus(gradients)
 
 
-def torch_step(net, images, labels, decisions=None, double=False):
-    """The same by PyTorch, with decisions of another step or its own; and the activations alone."""
+def run_torch(net, images, labels, decisions=None, double=False):
+    """Run PyTorch's step, by its own or the given decisions; return what `our_step` returns."""
     import torch
-    from torch.nn.functional import cross_entropy
 
     torch.set_num_threads(1)
-    model = modules.module(net, inplace=False).train()
+    model = torch_step.build_module(net, inplace=False).train()
     x, labels = torch.from_numpy(images), torch.from_numpy(labels)
     if double:
         model, x = model.double(), x.double()
@@ -234,81 +246,67 @@ def torch_step(net, images, labels, decisions=None, double=False):
         elif isinstance(part, torch.nn.ReLU):
             x = x * torch.from_numpy(decisions[name])
         else:
-            x = _largest(layer, x, decisions[name])
+            x = _pixels_at(layer, x, decisions[name])
         activations[name] = x.detach().numpy().copy()
-    cross_entropy(x, labels).backward()
-    gradients = {name: value.grad.numpy() for name, value in modules.learnables(model)}
-    return activations | gradients, activations
+    torch_step.cross_entropy(x, labels).backward()
+    pairs = torch_step.named_learnables(model)
+    return activations | {name: value.grad.numpy() for name, value in pairs}, activations
 
 
-def _largest(pool, x, places):
-    """Of each window of a MaxPool2D layer the pixel at its place."""
+def _pixels_at(pool, x, positions):
+    """Return the pixel at the given position of each window of a MaxPool2D layer."""
     import torch
     from torch.nn.functional import pad
 
-    how = windows(pool.name, tuple(x.shape[1:]), pool.size, pool.stride, pool.padding)
-    (_, columns), (down, across), ((top, bottom), (left, right)), _ = how
+    args = subject.pool_args(pool, x.shape[1:])
+    (_, columns), (down, across), ((top, bottom), (left, right)) = args
     x = pad(x, (left, right, top, bottom))
-    places = torch.from_numpy(places.astype(np.int64))
-    p, q = places.shape[2:]
-    row = torch.arange(p)[:, None] * down + places // columns
-    column = torch.arange(q) * across + places % columns
+    positions = torch.from_numpy(positions.astype(np.int64))
+    p, q = positions.shape[2:]
+    row = torch.arange(p)[:, None] * down + positions // columns
+    column = torch.arange(q) * across + positions % columns
     flat = (row * x.shape[3] + column).flatten(2)
-    return x.flatten(2).gather(2, flat).reshape(places.shape)
+    return x.flatten(2).gather(2, flat).reshape(positions.shape)
 
 
-def _show(chosen, found):
-    """Print the table; returns the result: medians over the seeds."""
-    sides = [side for side in ("ours", "torch") if side in found[0]]
+def _summarize(by_seed):
+    """Print the table; return the figures of the record, medians over the seeds."""
+    names = by_seed[0]["ours"]
+    sides = [side for side in ("ours", "torch") if side in by_seed[0]]
 
-    def medians(side, which):
-        names = found[0]["ours"]
-        return {n: machine.median([f[side][n][which] for f in found]) for n in names}
+    def medians(side, i):
+        return {name: report.median([seed[side][name][i] for seed in by_seed]) for name in names}
 
-    norm = {side: medians(side, 0) for side in sides}
-    largest = {side: medians(side, 1) for side in sides}
-    print(
-        f"{chosen.network}, batch {chosen.batch_size}, {machine.arithmetic()}, winograd "
-        f"{chosen.winograd}, medians of {len(found)} seed(s)"
+    norm, largest = ({side: medians(side, i) for side in sides} for i in (0, 1))
+    ratio, max_ratio = (
+        {n: table["ours"][n] / max(table["torch"][n], 1e-300) for n in names if "torch" in table}
+        for table in (norm, largest)
     )
-    if "references" in found[0]:
-        apart = max(f["references"] for f in found)
-        print(f"the two float64 steps agree to {apart:.1e}")
-    print(f"{'':16}{'|a - b| / |b|':^34}{'largest':^34}")
-    titles = f"{'ours':>10}{'PyTorch':>12}{'ratio':>8}{'':4}"
-    print(f"{'':16}{titles}{titles}")
-    ratios = {}
-    for name in norm["ours"]:
-        cells = ""
-        for table in (norm, largest):
-            cells += f"{table['ours'][name]:10.1e}"
-            if "torch" in table:
-                ratio = table["ours"][name] / max(table["torch"][name], 1e-300)
-                ratios.setdefault(name, []).append(ratio)
-                cells += f"{table['torch'][name]:12.1e}{ratio:8.2f}{'':4}"
-        print(f"{name:16}{cells}")
-    gradients = {k: v for k, v in ratios.items() if "." in k}
-    if gradients:
-        worst = max(gradients, key=lambda k: gradients[k][0])
-        print(f"largest ratio of a gradient: {gradients[worst][0]:.2f} ({worst})")
-    result = {
-        "network": chosen.network,
-        "batch_size": chosen.batch_size,
-        "seeds": len(found),
-        "winograd": chosen.winograd,
+    rows = [["|a - b| / |b|, largest:", *("ours", "PyTorch", "ratio")[: 2 * len(sides) - 1] * 2]]
+    for name in names:
+        rows.append([name])
+        for table, ratios in ((norm, ratio), (largest, max_ratio)):
+            rows[-1] += [f"{table[side][name]:.1e}" for side in sides]
+            rows[-1] += [f"{ratios[name]:.2f}"] if ratios else []
+    report.print_table(rows)
+    figures = {
         "measure": "error: Euclidean norm of the difference over that of the float64 array; "
         "max_error: largest difference over the largest element",
-        "zero_gradients": found[0]["zero"],
+        "zero_gradients": by_seed[0]["zero"],
         "error": norm["ours"],
         "max_error": largest["ours"],
     }
-    if "torch" in norm:
-        result |= {
-            "references_agree": apart,
-            "torch_error": norm["torch"],
-            "torch_max_error": largest["torch"],
-            "ratio": {k: v[0] for k, v in ratios.items()},
-            "max_ratio": {k: v[1] for k, v in ratios.items()},
-            "worst_gradient_ratio": max(v[0] for v in gradients.values()),
-        }
-    return result
+    if not ratio:
+        return figures
+    references = max(seed["references"] for seed in by_seed)
+    worst = max((name for name in names if "." in name), key=ratio.get)
+    print(f"the two float64 steps agree to {references:.1e}")
+    print(f"largest ratio of a gradient: {ratio[worst]:.2f} ({worst})")
+    return figures | {
+        "references_agree": references,
+        "torch_error": norm["torch"],
+        "torch_max_error": largest["torch"],
+        "ratio": ratio,
+        "max_ratio": max_ratio,
+        "worst_gradient_ratio": ratio[worst],
+    }

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 
 from mpidl.cli.arguments import Parser, count, rank_counts
 from mpidl.errors import UserError
@@ -17,12 +18,32 @@ BENCHMARKS = {
     "optimizers": "our optimizers' steps against PyTorch's, in turns on the same core",
     "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
 }
-ROUNDS = ("rounds", 9, "times that all take turns; medians are of so many")
+ROUNDS = ("rounds", 9, "rounds in which all take turns; medians are over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
+KINDS = ["jpeg", "png", "packed", "arrays"]
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # with training
 
 
-def parse(argv=None, quiet=False):
-    """Namespace of what, a name of BENCHMARKS, and of that sub-command's options. UserError."""
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the command line of `python -m benchmarks`.
+
+    Parameters
+    ----------
+    argv : sequence of str or None
+        Words after the program's name; None takes those of the process.
+    quiet : bool
+        Whether --help prints nothing, as on all ranks but one.
+
+    Returns
+    -------
+    argparse.Namespace
+        `command`, a name of BENCHMARKS, and the options of that sub-command.
+
+    Raises
+    ------
+    UserError
+        If a word is unknown or a value unusable.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
     overview = Parser(
@@ -30,77 +51,54 @@ def parse(argv=None, quiet=False):
         f"Measure.\n\n{texts}\n\nEach has options of its own: python -m benchmarks step --help",
         quiet,
     )
-    overview.add_argument("what", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
-    what = overview.parse(argv[:1]).what
-    parser = Parser(f"benchmarks {what}", f"Measure {BENCHMARKS[what]}.", quiet)
-    if what == "gpu":
-        return argparse.Namespace(**{"what": what, **vars(_add_gpu(parser).parse(argv[1:]))})
-    if what == "input":
-        found = _add_input(parser).parse(argv[1:])
-        names = ("seed", "winograd", "timeout")
-        defaults = {name: training_options.OPTIONS[name].default for name in names}
-        return argparse.Namespace(**{"what": what, **defaults, **vars(found)})
-    if what == "optimizers":
-        return argparse.Namespace(**{"what": what, **vars(_add_optimizers(parser).parse(argv[1:]))})
-    _add_subject(parser, what)
-    if what in ("step", "fold"):
-        text = "start so many ranks, in processes that take turns"
-        usual = " (1,2, or the ranks that mpirun started)" if what == "fold" else ""
-        parser.add_argument("--ranks", type=rank_counts, metavar="N,N,...", help=text + usual)
-        _add_counts(parser, ("iterations", 10, "steps in a turn"))
-    if what == "fold":
-        parser.add_options("batchnorm")
-    if what == "accuracy":
-        text = "of so many weights and mini-batches the median"
-        _add_counts(parser, ("seeds", 3, text))
-    if what == "compare":
-        _add_compare(parser)
-    names = ("batch_size", "winograd", "seed", "batchnorm", "timeout")
-    defaults = {name: training_options.OPTIONS[name].default for name in names}
-    return argparse.Namespace(**{"what": what, **defaults, **vars(parser.parse(argv[1:]))})
+    overview.add_argument("command", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
+    command = overview.parse(argv[:1]).command
+    parser = Parser(f"benchmarks {command}", f"Measure {BENCHMARKS[command]}.", quiet)
+    {"input": _add_input, "optimizers": _add_optimizers, "gpu": _add_gpu}.get(
+        command, _add_subject
+    )(parser, command)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    options = {name: training_options.OPTIONS[name].default for name in SHARED}
+    return argparse.Namespace(**options | vars(parser.parse(argv[1:])) | {"command": command})
 
 
-def _add_subject(parser, what):
-    """What is measured, how often, and where the result goes."""
-    if what == "kernels":
-        parser.add_argument(
-            "--networks",
-            type=lambda text: text.split(","),
-            default=["digits", "cifar", "shapes", "dense"],
-            metavar="NAME,NAME,...",
-            help="networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 "
-            "channels; dense: a fully connected layer of 9216 inputs and 4096 outputs at batch "
-            "32, on one thread beside BLAS (digits,cifar,shapes,dense)",
+def _add_subject(parser, command):
+    """Add the network and the number of rounds, then the options of one sub-command."""
+    if command == "kernels":
+        text = (
+            "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
+            "dense: a fully connected layer of 9216 inputs and 4096 outputs at batch 32, on one "
+            "thread beside BLAS (digits,cifar,shapes,dense)"
         )
+        networks = ["digits", "cifar", "shapes", "dense"]
+        add_option(parser, "--networks", "NAME,NAME,...", text, networks, _words)
     else:
-        parser.add_argument(
-            "--network",
-            default="digits",
-            metavar="NAME",
-            help="digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
-            "FUNCTION(input_shape, 10) (digits)",
-        )
-    parser.add_argument(
-        "--image",
-        type=_image,
-        metavar="CxHxW",
-        help="shape of an image (what the network is made for, else 1x28x28)",
-    )
+        text = "digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
+        text += "FUNCTION(input_shape, 10) (digits)"
+        add_option(parser, "--network", "NAME", text, "digits")
+    text = "shape of an image (that of the network, else 1x28x28)"
+    add_option(parser, "--image", "CxHxW", text, None, _image)
     parser.add_options("batch_size", "winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
-    if what != "accuracy":
+    if command != "accuracy":
         _add_counts(parser, ROUNDS)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    if command in ("step", "fold"):
+        default = " (1,2, or the ranks that mpirun started)" if command == "fold" else ""
+        text = f"numbers of ranks to start, in processes that take turns{default}"
+        add_option(parser, "--ranks", "N,N,...", text, None, rank_counts)
+        _add_counts(parser, ("iterations", 10, "steps in a turn"))
+    if command == "fold":
+        parser.add_options("batchnorm")
+    if command == "accuracy":
+        _add_counts(parser, ("seeds", 3, "weights and mini-batches; errors are medians over them"))
+    if command == "compare":
+        _add_compare(parser)
 
 
-def _add_input(parser):
-    parser.add_argument(
-        "--network",
-        default="alexnet",
-        metavar="NAME",
-        help="the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
-        "convolution, about as fast as JPEG files are read (alexnet)",
-    )
+def _add_input(parser, command):
+    text = "the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
+    text += "convolution, about as fast as JPEG files are read (alexnet)"
+    add_option(parser, "--network", "NAME", text, "alexnet")
     _add_counts(
         parser,
         ("side", 227, "pixels a side of an image"),
@@ -108,122 +106,88 @@ def _add_input(parser):
         ("batch-size", 32, "images in a mini-batch"),
         ("threads", 1, "threads of the step"),
         ROUNDS,
-    )
-    parser.add_argument(
-        "--workers",
-        type=lambda text: [count("--workers")(part) for part in text.split(",")],
-        default=[1],
-        metavar="N,N,...",
-        help="threads that read and decode (1)",
-    )
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="measure the peak memory of training on a large packed set instead, beyond that of "
-        "training on one mini-batch of it, with the network light",
-    )
-    _add_counts(
-        parser,
         ("gigabytes", 4, "with --memory, size of the packed set"),
         ("cache-mb", 256, "with --memory, --cache-mb of the training"),
     )
-    parser.add_argument(
-        "--ranks",
-        type=rank_counts,
-        default=[1, 4],
-        metavar="N,N,...",
-        help="with --memory, numbers of ranks to train on (1,4)",
-    )
-    kinds = ["jpeg", "png", "packed", "arrays"]
-    parser.add_argument(
-        "--kinds",
-        type=lambda text: [_one_of("--kinds", name, kinds) for name in text.split(",")],
-        default=kinds,
-        metavar="NAME,...",
-        help=f"what is read ({','.join(kinds)})",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    return parser
+    text = "threads that read and decode (1)"
+    add_option(parser, "--workers", "N,N,...", text, [1], _worker_counts)
+    text = "measure the peak memory of training on a large packed set instead, beyond that of "
+    text += "training on one mini-batch of it, with the network light"
+    parser.add_argument("--memory", action="store_true", help=text)
+    text = "with --memory, numbers of ranks to train on (1,4)"
+    add_option(parser, "--ranks", "N,N,...", text, [1, 4], rank_counts)
+    text = f"kinds of files to read ({','.join(KINDS)})"
+    add_option(parser, "--kinds", "NAME,...", text, KINDS, _names("--kinds", KINDS))
 
 
-def _add_optimizers(parser):
+def _add_optimizers(parser, command):
     _add_counts(parser, ("floats", 10_000_000, "learnables"), ("threads", 1, "threads"), ROUNDS)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    return parser
 
 
 def _add_compare(parser):
-    parser.add_argument(
-        "--ranks",
-        type=count("--ranks"),
-        default=1,
-        metavar="N",
-        help="our ranks, and as many processes of DistributedDataParallel over gloo (1)",
+    text = "our ranks, and as many processes of DistributedDataParallel over gloo"
+    _add_counts(parser, ("ranks", 1, text))
+    text = f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})"
+    add_option(parser, "--variants", "NAME,...", text, VARIANTS, _names("--variants", VARIANTS))
+    text = "hold both sides to these instructions"
+    add_option(
+        parser, "--held-to", "avx2", text, None, lambda name: _one_of("--held-to", name, ["avx2"])
     )
-    parser.add_argument(
-        "--variants",
-        type=lambda text: [_one_of("--variants", name, VARIANTS) for name in text.split(",")],
-        default=VARIANTS,
-        metavar="NAME,...",
-        help=f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})",
-    )
-    parser.add_argument(
-        "--held-to",
-        type=lambda text: _one_of("--held-to", text, ["avx2"]),
-        metavar="avx2",
-        help="hold both sides to these instructions",
-    )
-    parser.add_argument(
-        "--memory", action="store_true", help="measure the peak memory of a step, not its time"
-    )
-    parser.add_argument(
-        "--with",
-        dest="others",
-        type=lambda text: [_one_of("--with", name, ["jax", "mygrad"]) for name in text.split(",")],
-        default=[],
-        metavar="jax,mygrad",
-        help="other libraries to time beside PyTorch",
-    )
-    parser.add_argument("--with-python", metavar="PATH", help="the Python that has them (this one)")
+    text = "measure the peak memory of a step, not its time"
+    parser.add_argument("--memory", action="store_true", help=text)
+    text = "other libraries to time beside PyTorch"
+    libraries = _names("--with", ["jax", "mygrad"])
+    add_option(parser, "--with", "jax,mygrad", text, [], libraries, dest="libraries")
+    add_option(parser, "--with-python", "PATH", "the Python that has them (this one)")
 
 
-def _add_gpu(parser):
-    parser.add_argument(
-        "--settings",
-        type=lambda text: text.split(","),
-        default=["digits:128", "digits:1024", "cifar:256", "cifar:1024"],
-        metavar="NETWORK:BATCH,...",
-        help="what to time (digits:128,digits:1024,cifar:256,cifar:1024)",
-    )
+def _add_gpu(parser, command):
+    settings = ["digits:128", "digits:1024", "cifar:256", "cifar:1024"]
+    text = f"networks and batch sizes to time ({','.join(settings)})"
+    add_option(parser, "--settings", "NETWORK:BATCH,...", text, settings, _words)
+    text = "time limit of all; compiled variants come last (900)"
+    add_option(parser, "--limit", "SECONDS", text, 900, count("--limit"))
     _add_counts(parser, ROUNDS)
-    parser.add_argument(
-        "--limit",
-        type=count("--limit"),
-        default=900,
-        metavar="SECONDS",
-        help="what it may take in all; compiled variants come last (900)",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    return parser
 
 
-def _add_counts(parser, *numbers):
-    """Options that take whole numbers, each (name, default, what it is)."""
-    for name, default, text in numbers:
-        parser.add_argument(
-            f"--{name}",
-            type=count(f"--{name}"),
-            default=default,
-            metavar="N",
-            help=f"{text} ({default})",
-        )
+def add_option(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    metavar: str,
+    text: str,
+    default: object = None,
+    parse: Callable[[str], object] = str,
+    **keywords,
+) -> None:
+    """Add an option to a parser; `text` is its help, `parse` converts its value."""
+    parser.add_argument(flag, metavar=metavar, help=text, default=default, type=parse, **keywords)
 
 
-def _one_of(spelled, name, known):
-    if name not in known:
+def _add_counts(parser, *counts):
+    """Add options that take whole numbers, each (name, default, help)."""
+    for name, default, text in counts:
+        flag = f"--{name}"
+        add_option(parser, flag, "N", f"{text} ({default})", default, count(flag))
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _worker_counts(text):
+    return [count("--workers")(part) for part in text.split(",")]
+
+
+def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:
+    """Return the parser of an option that takes some of the candidates."""
+    return lambda text: [_one_of(flag, name, candidates) for name in text.split(",")]
+
+
+def _one_of(flag, name, candidates):
+    if name not in candidates:
         raise UserError(
-            f"{spelled} must be of {', '.join(known)}, found {name}"
-            f"{training_options.nearest(name, known)}"
+            f"{flag} must be of {', '.join(candidates)}, found {name}"
+            f"{training_options.nearest(name, candidates)}"
         )
     return name
 

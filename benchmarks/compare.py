@@ -1,17 +1,17 @@
 """`python -m benchmarks compare`: our training step and PyTorch's, in turns on the same cores."""
 
+import argparse
 import contextlib
-import importlib.util
 import math
 import os
 import tempfile
 import time
 
-from benchmarks import machine, others, ours, theirs, turns
+from benchmarks import machine, others, ours, report, subject, theirs, torch_step, turns
 from mpidl.errors import Fault, UserError
 
-# What holds each side to AVX2, as environment variables.
-HELD = {
+# Environment variables that hold our side, and the other one, to AVX2.
+HELD_TO = {
     None: ({}, {}),
     "avx2": (
         {"MPIDL_CPU": "x86-64-v3", "OPENBLAS_CORETYPE": "Haswell"},
@@ -22,130 +22,137 @@ HELD = {
         },
     ),
 }
-# Losses of the first step that differ by more are those of two different computations.
-SAME_LOSS = 1e-4
+SAME_LOSS = 1e-4  # a larger relative difference of the first losses means different computations
 STEPS_COMPARED = 3
 
 
-def main(chosen):
-    """Run the sub-command; returns its exit code."""
-    ranks, threads = chosen.ranks, chosen.threads
-    if importlib.util.find_spec("torch") is None and not chosen.others:
-        raise UserError(
-            "compare needs PyTorch, which is not installed: pip install '.[bench]' (its build "
-            "for CPUs will do)"
-        )
-    if ranks > 1 and chosen.batch_size % (16 * ranks):
+def main(options: argparse.Namespace) -> dict:
+    """Run the sub-command; return its record."""
+    ranks, threads = options.ranks, options.threads
+    if not options.libraries:
+        torch_step.require("compare")
+    if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
             f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that each has "
-            f"as many images, found {chosen.batch_size}"
+            f"as many images, found {options.batch_size}"
         )
-    print(
-        f"{chosen.network}, batch {chosen.batch_size}, {ranks} rank(s) x {threads} thread(s), "
-        f"cores {machine.cores_of(ranks, threads)}" + (", AVX2" if chosen.held_to else "")
+    held_to = ", AVX2" if options.held_to else ""
+    subject.print_head(
+        options, f"{ranks} rank(s), cores {machine.cores_of(ranks, threads)}{held_to}"
     )
     if ranks * threads > len(os.sched_getaffinity(0)):
         print(f"warning: {ranks} x {threads} threads share {len(os.sched_getaffinity(0))} core(s)")
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
-        result = memory(chosen, folder) if chosen.memory else speed(chosen, folder)
-    machine.write_json(chosen.json, result)
-    if result.get("loss_difference", 0) > SAME_LOSS:
+        compare = compare_memory if options.memory else compare_time
+        record = compare(options, folder)
+    if record.get("loss_difference", 0) > SAME_LOSS:
+        report.write_json(options.json, record)
         raise Fault(
-            f"the losses of the first step differ by {result['loss_difference']:.1e}: the two "
+            f"the losses of the first step differ by {record['loss_difference']:.1e}: the two "
             "sides do not compute the same"
         )
-    return 0
+    return record
 
 
-def our_side(chosen, folder):
-    """Our ranks."""
-    environment = HELD[chosen.held_to][0]
-    return ours.side("ours", chosen, folder, ranks=chosen.ranks, environment=environment)
+def our_side(options: argparse.Namespace, folder: str) -> turns.Side:
+    """Return the side of our ranks."""
+    variables = HELD_TO[options.held_to][0]
+    return ours.side("ours", options, folder, ranks=options.ranks, variables=variables)
 
 
-def other_side(name, chosen, folder):
-    """The side of one PyTorch variant or other library."""
-    if name in chosen.others:
-        return others.side(name, chosen, folder)
-    environment = HELD[chosen.held_to][1]
-    return theirs.side(name, chosen, folder, ranks=chosen.ranks, environment=environment)
+def other_side(name: str, options: argparse.Namespace, folder: str) -> turns.Side:
+    """Return the side of one PyTorch variant or other library."""
+    if name in options.libraries:
+        return others.side(name, options, folder)
+    variables = HELD_TO[options.held_to][1]
+    return theirs.side(name, options, folder, ranks=options.ranks, variables=variables)
 
 
-def names_of(chosen):
-    """Whom ours is compared with: variants of PyTorch, where it is installed, and others."""
-    torch = chosen.variants if importlib.util.find_spec("torch") else []
-    return [*torch, *chosen.others]
+def other_names(options: argparse.Namespace) -> list[str]:
+    """Return the names of the other sides: PyTorch's variants, if installed, and libraries."""
+    variants = options.variants if torch_step.is_installed() else []
+    return [*variants, *options.libraries]
 
 
-def speed(chosen, folder):
-    """The result of timing all sides in turns."""
+def compare_time(options: argparse.Namespace, folder: str) -> dict:
+    """Time all sides in turns; return the record."""
     with contextlib.ExitStack() as stack:
-        us = stack.enter_context(our_side(chosen, folder))
-        about = us.ask("about")[0]
-        our_losses = us.ask("losses", STEPS_COMPARED)[0]
-        result = machine.facts(chosen, about["versions"]) | {"failed": {}, "losses": {}}
-        result["arithmetic"] = {"ours": about["arithmetic"]}
-        result["losses"]["ours"] = our_losses
+        our = stack.enter_context(our_side(options, folder))
+        description = our.ask("describe")[0]
+        record = report.header(options, description["versions"]) | {
+            "failed": {},
+            "losses": {"ours": our.ask("losses", STEPS_COMPARED)[0]},
+            "arithmetic": {"ours": description["arithmetic"]},
+        }
         sides = {}
-        for name in names_of(chosen):
-            began = time.monotonic()
+        for name in other_names(options):
+            start = time.monotonic()
             try:
-                side = stack.enter_context(other_side(name, chosen, folder))
-                about = side.ask("about")[0]
-                found = side.ask("losses", STEPS_COMPARED)
-                losses = [math.fsum(x) / len(x) for x in zip(*found, strict=True)]
+                side = stack.enter_context(other_side(name, options, folder))
+                description = side.ask("describe")[0]
+                by_rank = side.ask("losses", STEPS_COMPARED)
             except turns.Lost as lost:
-                result["failed"][name] = lost.reason
+                record["failed"][name] = lost.reason
                 print(f"{name}: failed: {lost.reason}", flush=True)
                 continue
             sides[name] = side
-            result["versions"] |= about["versions"]
-            result["arithmetic"][name] = about["arithmetic"]
-            result["losses"][name] = losses
-            print(f"{name}: ready after {time.monotonic() - began:.0f} s", flush=True)
+            record["versions"] |= description["versions"]
+            record["arithmetic"][name] = description["arithmetic"]
+            record["losses"][name] = [math.fsum(x) / len(x) for x in zip(*by_rank, strict=True)]
+            print(f"{name}: ready after {time.monotonic() - start:.0f} s", flush=True)
         if not sides:
             raise Fault("nothing to compare with: no other side could be started")
-        times = take_turns(us, sides, chosen.rounds)
-    return result | evaluate(chosen, times, result["losses"])
+        times = take_turns(our, sides, options.rounds)
+    return record | evaluate(options, times, record["losses"])
 
 
-def take_turns(us, sides, rounds):
-    """Ours, one of theirs, ours, the next of theirs, ...; returns {name: [(ours, theirs), ...]},
-    seconds of a step, each the mean over a turn."""
+def take_turns(our, sides, rounds):
+    """Time each side next to ours.
 
-    def turn(side, count):
-        return max(sum(seconds) / len(seconds) for seconds in side.ask("steps", count))
+    Parameters
+    ----------
+    our : Side
+        Our side.
+    sides : dict of str to Side
+        The other sides.
+    rounds : int
+        Turns of each other side; ours takes one beside each.
 
-    everyone = {"ours": us, **sides}
-    counts = {k: turns.steps_for(turn(side, 2)) for k, side in everyone.items()}
+    Returns
+    -------
+    dict of str to list of tuple
+        By side, (our seconds of a step, its seconds) of each round, means over a turn.
+    """
+    both = {"ours": our, **sides}
+    counts = {name: turns.steps_for(side.mean_step(2)) for name, side in both.items()}
     times = {name: [] for name in sides}
-    for i in range(rounds):
-        for name in list(sides) if i % 2 == 0 else reversed(sides):
-            pair = {}
-            for kind in ("ours", name) if i % 2 == 0 else (name, "ours"):
-                pair[kind] = turn(everyone[kind], counts[kind])
-            times[name].append((pair["ours"], pair[name]))
+    for number, name in turns.alternate(sides, rounds):
+        pair = {}
+        for turn in ("ours", name) if number % 2 == 0 else (name, "ours"):
+            pair[turn] = both[turn].mean_step(counts[turn])
+        times[name].append((pair["ours"], pair[name]))
     return times
 
 
-def evaluate(chosen, times, losses):
-    """Print the table; returns what of the result it holds."""
-    mine = [pair[0] for pairs in times.values() for pair in pairs]
-    medians = {k: machine.median([x for _, x in pairs]) for k, pairs in times.items()}
-    torch = {k: v for k, v in medians.items() if k not in chosen.others}
+def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
+    """Print the table of `take_turns`' times; return their part of the record."""
+    our_times = [pair[0] for pairs in times.values() for pair in pairs]
+    other_times = {name: [pair[1] for pair in pairs] for name, pairs in times.items()}
+    ratios = {name: [b / a for a, b in pairs] for name, pairs in times.items()}
+    medians = {name: report.median(seconds) for name, seconds in other_times.items()}
+    torch = {k: v for k, v in medians.items() if k not in options.libraries}
     best = min(torch or medians, key=medians.get)
-    print(f"\n{'':24}  ms a step, {chosen.rounds} rounds               theirs / ours")
-    print(f"{'ours':24}  {machine.spread(mine, 1e3)}")
-    for name, pairs in times.items():
-        ratios = [b / a for a, b in pairs]
-        print(
-            f"{name:24}  {machine.spread([b for _, b in pairs], 1e3):32}  {machine.spread(ratios)}"
-        )
-    ratio = medians[best] / machine.median(mine)
-    ratios = [b / a for a, b in times[best]]
+    rows = [["", f"ms a step, {options.rounds} rounds", "theirs / ours"]]
+    rows.append(["ours", report.spread(our_times, 1e3), ""])
+    for name, seconds in other_times.items():
+        rows.append([name, report.spread(seconds, 1e3), report.spread(ratios[name])])
+    print()
+    report.print_table(rows, left=3)
+    our_median = report.median(our_times)
+    ratio = medians[best] / our_median
     first = {k: abs(v[0] / losses["ours"][0] - 1) for k, v in losses.items() if k != "ours"}
     print(
-        f"ratio {ratio:.2f} (turn by turn {min(ratios):.2f} to {max(ratios):.2f}): "
+        f"ratio {ratio:.2f} (turn by turn {min(ratios[best]):.2f} to {max(ratios[best]):.2f}): "
         f"{best} against ours"
     )
     print(
@@ -153,55 +160,48 @@ def evaluate(chosen, times, losses):
         f"{max(first.values()):.1e}, after {STEPS_COMPARED} steps by "
         f"{max(abs(v[-1] / losses['ours'][-1] - 1) for v in losses.values()):.1e}"
     )
-    return {
-        "network": chosen.network,
-        "batch_size": chosen.batch_size,
-        "ranks": chosen.ranks,
-        "threads": chosen.threads,
-        "held_to": chosen.held_to,
-        "winograd": chosen.winograd,
-        "rounds": chosen.rounds,
+    names = ("network", "batch_size", "ranks", "threads", "held_to", "winograd", "rounds")
+    return {name: getattr(options, name) for name in names} | {
         "ratio": ratio,
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        "ratio_min": min(ratios[best]),
+        "ratio_max": max(ratios[best]),
         "best_variant": best,
-        "ours_ms": machine.median(mine) * 1e3,
-        "ours_ms_spread": machine.summary(mine, 1e3),
+        "ours_ms": our_median * 1e3,
+        "ours_ms_spread": report.summary(our_times, 1e3),
         "torch_ms": {k: v * 1e3 for k, v in torch.items()},
         "others_ms": {k: v * 1e3 for k, v in medians.items() if k not in torch},
-        "ms_spread": {k: machine.summary([b for _, b in p], 1e3) for k, p in times.items()},
+        "ms_spread": {k: report.summary(v, 1e3) for k, v in other_times.items()},
         "loss_difference": max(first.values()),
     }
 
 
-def memory(chosen, folder):
-    """The result of measuring each side's peak memory, each in fresh processes."""
-    with our_side(chosen, folder) as us:
-        about = us.ask("about")[0]
-        mine = sum(us.ask("memory", 3))
-    result = machine.facts(chosen, about["versions"]) | {"failed": {}}
-    print(f"{'ours':24}  {mine / 2**20:8.1f} MiB above what was held before the first step")
-    found = {}
-    for name in names_of(chosen):
+def compare_memory(options: argparse.Namespace, folder: str) -> dict:
+    """Measure each side's peak memory, each in fresh processes; return the record."""
+    with our_side(options, folder) as our:
+        description = our.ask("describe")[0]
+        our_mib = sum(our.ask("memory", 3)) / 2**20
+    names = ("network", "batch_size", "ranks", "threads")
+    record = report.header(options, description["versions"], *names) | {"failed": {}}
+    rows = [["ours", f"{our_mib:.1f} MiB above the memory held before the first step"]]
+    other_mib = {}
+    for name in other_names(options):
         try:
-            with other_side(name, chosen, folder) as side:
+            with other_side(name, options, folder) as side:
                 side.ask("losses", 2)
-                found[name] = sum(side.ask("memory", 2)) / 2**20
-                print(f"{name:24}  {found[name]:8.1f} MiB", flush=True)
+                other_mib[name] = sum(side.ask("memory", 2)) / 2**20
+                rows.append([name, f"{other_mib[name]:.1f} MiB"])
         except turns.Lost as lost:
-            result["failed"][name] = lost.reason
-            print(f"{name:24}  failed: {lost.reason}", flush=True)
-    if not found:
+            record["failed"][name] = lost.reason
+            rows.append([name, f"failed: {lost.reason}"])
+    report.print_table(rows, left=2)
+    if not other_mib:
         raise Fault("nothing to compare with: no variant could be started")
-    least = min(found, key=found.get)
-    print(f"PyTorch's least / ours {found[least] * 2**20 / mine:.2f} ({least})")
-    return result | {
-        "network": chosen.network,
-        "batch_size": chosen.batch_size,
-        "ranks": chosen.ranks,
-        "threads": chosen.threads,
-        "ours_mib": mine / 2**20,
-        "torch_mib": found,
-        "least_variant": least,
-        "memory_ratio": found[least] * 2**20 / mine,
+    smallest = min(other_mib, key=other_mib.get)
+    ratio = other_mib[smallest] / our_mib
+    print(f"PyTorch's least / ours {ratio:.2f} ({smallest})")
+    return record | {
+        "ours_mib": our_mib,
+        "torch_mib": other_mib,
+        "least_variant": smallest,
+        "memory_ratio": ratio,
     }

@@ -1,9 +1,10 @@
-"""What decoding, cropping and mirroring cost above Pillow's decoding: a part of `bench input`.
+"""Cost of decoding, cropping and mirroring, relative to Pillow's decoding: part of `input`.
 
-Where libjpeg's buffers happen to lie changes either by up to a half, for as long as a process runs.
-So each round is a process of its own, whose heap has other holes.
+The place of libjpeg's buffers in memory changes times by up to a half for as long as a process
+runs. So each round runs in a new process, whose heap has other holes.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,51 +13,76 @@ import time
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import report, turns
 from mpidl import keyed
 from mpidl.data import Augmenter, ImageFolder
 from mpidl.data.formats.image_files import MEMORY_BLOCKS
 from mpidl.data.loading.pipeline import fill_blocks
 from mpidl.errors import Fault
 
-MOST = 64  # files that are read
+FILES = 64  # to read, at most
 TURNS = 4  # of a round
-HOLES, LARGEST = 200, 9000  # in the heap, and bytes of one
+HOLES, LARGEST_HOLE = 200, 9000  # in the heap; bytes
 
 
-def run(chosen, folder, whole):
-    """Microseconds of processor time an image, by what is done with it, of JPEG files in a folder;
-    "ratio", "ratio_kept": what decoding, cropping and mirroring cost against Pillow's decoding, as
-    it comes and with its memory kept as we have it kept. Raises Fault."""
+def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
+    """Measure JPEG files, and print what they cost.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        The command's options.
+    folder : str
+        Folder of the files.
+    file_side : int
+        Height and width of the files, in pixels.
+
+    Returns
+    -------
+    dict
+        Summaries of microseconds of processor time for an image, by operation.
+        "ratio" is the cost of decoding, cropping and mirroring over that of Pillow's decoding;
+        "ratio_kept" is the same with Pillow's memory kept, as our reader keeps it.
+
+    Raises
+    ------
+    Fault
+        If a process of a round fails.
+    """
     rounds = []
     code = "import sys; from benchmarks import decoding; decoding.main(*sys.argv[1:])"
-    for number in range(2 * chosen.rounds + 1):
-        command = [sys.executable, "-c", code, folder, str(chosen.side), str(number)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            raise Fault(f"decoding ended with {done.returncode}: {lines[-1]}")
-        rounds.append(json.loads(done.stdout))
-    found = {name: np.array([row[name] for row in rounds]) for name in rounds[0]}
-    cost = found["ours"] + found["moved"] - found["plain"]
-    ratios = {"ratio": cost / found["pillow"], "ratio_kept": cost / found["pillow_kept"]}
-    size = f"{chosen.side}x{chosen.side}"
-    print(
-        f"JPEG {whole}x{whole}, us of CPU an image: Pillow's decoding "
-        f"{machine.spread(found['pillow'], 1, 0)}, with its memory kept "
-        f"{machine.spread(found['pillow_kept'], 1, 0)}, ours to planes "
-        f"{machine.spread(found['ours'], 1, 0)}; to blocks of {size} whole "
-        f"{machine.spread(found['plain'], 1, 0)}, cropped and mirrored "
-        f"{machine.spread(found['moved'], 1, 0)}: decoding, crop and mirror "
-        f"{machine.spread(ratios['ratio'], 1, 3)} of Pillow's decoding, "
-        f"{machine.spread(ratios['ratio_kept'], 1, 3)} with its memory kept"
-    )
-    medians = {name: machine.median(values) for name, values in ratios.items()}
-    return {name: machine.summary(values) for name, values in found.items()} | medians
+    for number in range(2 * options.rounds + 1):
+        command = [sys.executable, "-c", code, folder, str(options.side), str(number)]
+        job = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if job.returncode:
+            message = turns.last_message(job.stderr)
+            raise Fault(f"decoding ended with {job.returncode}: {message}")
+        rounds.append(json.loads(job.stdout))
+    times = {name: np.array([row[name] for row in rounds]) for name in rounds[0]}
+    cost = times["ours"] + times["moved"] - times["plain"]
+    ratios = {"ratio": cost / times["pillow"], "ratio_kept": cost / times["pillow_kept"]}
+    size = f"{options.side}x{options.side}"
+    print(f"JPEG {file_side}x{file_side}, us of processor time for an image:")
+    texts = {
+        "pillow": "Pillow's decoding",
+        "pillow_kept": "the same, its memory kept",
+        "ours": "ours to planes",
+        "plain": f"planes to blocks of {size}, as they are",
+        "moved": f"planes to blocks of {size}, cropped and mirrored",
+    }
+    rows = [(f"  {text}", report.spread(times[name], 1, 0)) for name, text in texts.items()]
+    texts = {"ratio": "Pillow's", "ratio_kept": "Pillow's, its memory kept"}
+    rows += [
+        (f"  decoding, crop and mirror over {text}", report.spread(ratios[name], 1, 3))
+        for name, text in texts.items()
+    ]
+    report.print_table(rows, left=2)
+    medians = {name: report.median(values) for name, values in ratios.items()}
+    return {name: report.summary(values) for name, values in times.items()} | medians
 
 
-def round_of(folder, side):
-    """{what is done: microseconds an image, the median of its turns}, in this process."""
+def measure_round(folder: str, side: int) -> dict[str, float]:
+    """Return microseconds for an image by operation, medians over this process's turns."""
     from PIL import Image
 
     def keep(blocks):
@@ -64,11 +90,11 @@ def round_of(folder, side):
             Image.core.set_blocks_max(blocks)
 
     store = ImageFolder(folder)
-    count, size = min(len(store), MOST), (side, side)
+    count, size = min(len(store), FILES), (side, side)
     indices = np.arange(count)
     paths = [os.path.join(store.folder, file) for file in store.files[:count]]
     pixels = store.read(indices)
-    whole = np.ascontiguousarray(pixels[:, :, :side, :side])
+    corners = np.ascontiguousarray(pixels[:, :, :side, :side])
     moves = Augmenter(reflect_x=True, crop=size).moves(0, 1, indices, store.image_shape)
     lanes = np.empty((-(-count // 16), 3, *size, 16), np.float32)
 
@@ -82,7 +108,7 @@ def round_of(folder, side):
             store.read(indices[first : first + 16])
 
     def plain():
-        fill_blocks(whole, {}, {}, lanes)
+        fill_blocks(corners, {}, {}, lanes)
 
     def moved():
         fill_blocks(pixels, {"size": size, **moves}, {}, lanes)
@@ -90,20 +116,19 @@ def round_of(folder, side):
     functions = {"pillow": pillow, "pillow_kept": pillow, "ours": ours}
     functions |= {"plain": plain, "moved": moved}
     times = {name: [] for name in functions}
-    for i in range(TURNS):
-        for name in list(functions) if i % 2 else reversed(functions):
-            keep(0 if name == "pillow" else MEMORY_BLOCKS)
-            functions[name]()  # its memory and its code as it leaves them
-            began = time.process_time()
-            functions[name]()
-            times[name].append((time.process_time() - began) / count * 1e6)
-    return {name: float(np.median(values)) for name, values in times.items()}
+    for _, name in turns.alternate(functions, TURNS):
+        keep(0 if name == "pillow" else MEMORY_BLOCKS)
+        functions[name]()  # brings its code and data to the cache
+        start = time.process_time()
+        functions[name]()
+        times[name].append((time.process_time() - start) / count * 1e6)
+    return {name: report.median(values) for name, values in times.items()}
 
 
 def main(folder, side, number):
-    """A round, as JSON."""
-    sizes = (keyed.uniform(0, "bench holes", HOLES, sample=int(number)) * LARGEST).astype(int)
-    held = [bytearray(size) for size in sizes.tolist()]
-    held = held[::2]  # the others leave holes
-    print(json.dumps(round_of(folder, int(side))))
-    held.clear()
+    """Print the times of a round as JSON."""
+    sizes = (keyed.uniform(0, "bench holes", HOLES, sample=int(number)) * LARGEST_HOLE).astype(int)
+    buffers = [bytearray(size) for size in sizes.tolist()]
+    buffers = buffers[::2]  # the others leave holes
+    print(json.dumps(measure_round(folder, int(side))))
+    buffers.clear()

@@ -1,171 +1,154 @@
-"""`python -m benchmarks fold`: what the fixed order of sums costs.
+"""`python -m benchmarks fold`: the cost of the fixed order of sums.
 
-The training step with the fixed fold against one that adds from left to right and calls
-MPI_Allreduce, as other tools do.
+It compares the training step with the fixed fold to one that adds from left to right and calls
+MPI_Allreduce, as other libraries do.
 """
 
-import contextlib
-import tempfile
+import argparse
+import functools
 
 import numpy as np
 
-from benchmarks import machine, ours, subject, turns
+from benchmarks import machine, ours, report, subject, turns
+from benchmarks.mpidl_step import EagerStep, mean_loss
 from mpidl.autodiff import value_and_grad
 from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.training.options import configuration
 
 TURNS = 5  # of each process
+KINDS = {"fold": False, "plain": True, "again": False}  # whether each uses MPI_Allreduce
+OPTIONS = ("network", "batch_size", "threads", "batchnorm", "rounds", "iterations")
 
 
-def main(chosen):
-    """Run the sub-command; returns its exit code."""
-    launched = machine.launched()
-    if launched and chosen.ranks:
+def main(options: argparse.Namespace) -> dict | None:
+    """Run the sub-command; return its record."""
+    launched = machine.is_launched()
+    if launched and options.ranks:
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
-    result = here(chosen) if launched else fresh(chosen)
-    if result is not None:
-        machine.write_json(chosen.json, result)
-    return 0
+    return measure_this_world(options) if launched else measure_fresh_processes(options)
 
 
-def fresh(chosen):
-    """The result in fresh processes: in each round fold, plain, and fold again as a control.
+def measure_fresh_processes(options: argparse.Namespace) -> dict:
+    """Measure fold, plain sums, and fold again as a control; return the record.
 
-    Where a process happens to lie in memory moves its times by more than the fold costs, so every
-    round starts new ones; within a round they take turns.
+    The place of a process in memory changes its times by more than the fold costs. So every round
+    starts new processes, which take turns.
     """
-    found = {}
-    counts = chosen.ranks or [1, 2]
-    for ranks in counts:
-        rounds = []
-        for _ in range(chosen.rounds):
-            rounds.append(_round(chosen, ranks))
-            about = rounds[-1].pop("about")
-        found[ranks] = {kind: np.array([r[kind] for r in rounds]) for kind in rounds[0]}
-        if ranks == counts[0]:
-            print(
-                f"{chosen.network}, batch {chosen.batch_size}, {chosen.threads} thread(s) a rank, "
-                f"{about['arithmetic']}; {chosen.rounds} rounds of fresh processes"
-            )
-        _show(ranks, found[ranks])
-    return machine.facts(chosen, about["versions"]) | {
-        "arithmetic": about["arithmetic"],
+    times = {}
+    for ranks in options.ranks or [1, 2]:
+        rounds = [_measure_round(options, ranks) for _ in range(options.rounds)]
+        description = rounds[0][1]
+        times[ranks] = {kind: np.array([medians[kind] for medians, _ in rounds]) for kind in KINDS}
+        if len(times) == 1:
+            text = f"{description['arithmetic']}, {options.rounds} rounds of fresh processes"
+            subject.print_head(options, text)
+        _print_times(ranks, times[ranks])
+    return report.header(options, description["versions"], *OPTIONS) | {
+        "arithmetic": description["arithmetic"],
         "processes": "fresh",
-        **_described(chosen),
-        **_figures(found),
+        **_figures(times),
     }
 
 
-def _round(chosen, ranks):
-    """Seconds of a step of each kind, in processes started for this round."""
-    kinds = {"fold": False, "plain": True, "again": False}
-    with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder, contextlib.ExitStack() as st:
-        sides = {}
-        for kind, plain in kinds.items():
-            side = ours.side(kind, chosen, folder, ranks=ranks, plain=plain)
-            sides[kind] = st.enter_context(side)
-
-        def turn(kind, count):
-            return max(np.mean(seconds) for seconds in sides[kind].ask("steps", count))
-
-        times = {kind: [] for kind in kinds}
-        for kind in kinds:
-            turn(kind, 2)
-        for i in range(TURNS):
-            for kind in list(kinds) if i % 2 == 0 else reversed(kinds):
-                times[kind].append(turn(kind, chosen.iterations))
-        medians = {kind: float(np.median(values)) for kind, values in times.items()}
-        return medians | {"about": sides["fold"].ask("about")[0]}
+def _measure_round(options, ranks):
+    """Return seconds of a step by kind, in new processes, and what these compute by."""
+    keywords = {kind: {"ranks": ranks, "plain": plain} for kind, plain in KINDS.items()}
+    with ours.sides(options, keywords) as sides:
+        for side in sides.values():
+            side.mean_step(2)
+        counts = dict.fromkeys(sides, options.iterations)
+        times = turns.alternate_steps(sides, counts, TURNS)
+        description = sides["fold"].ask("describe")[0]
+    return {kind: report.median(values) for kind, values in times.items()}, description
 
 
-def here(chosen):
-    """The result in the processes that run this, which take turns with themselves; None on all
-    ranks but 0. Also, how much of the gradients' exchange is hidden behind backward:
-    1 - (wait at the end of backward) / (exchange by itself)."""
-    subject.configure(chosen)
-    fixed = World(timeout=chosen.timeout)
-    plain = World(timeout=chosen.timeout, plain=True)
+def measure_this_world(options: argparse.Namespace) -> dict | None:
+    """Measure the same on the ranks that run this, in turns; return the record on rank 0.
+
+    It also measures how much of the gradients' exchange is hidden behind backward:
+    1 - (wait at the end of backward) / (the exchange alone).
+    """
+    subject.configure(options)
     steps = {}
-    for kind, world in (("fold", fixed), ("plain", plain)):
-        net = subject.network(chosen.network, chosen.image, chosen.seed)
-        batch = subject.mini_batch(net.input_shape, chosen.batch_size, chosen.seed)
-        steps[kind] = subject.Step(net, batch, world, chosen.batchnorm)
-    alone = _exchange_alone(steps["fold"], chosen.rounds)
+    for kind in ("fold", "plain"):
+        world = World(timeout=options.timeout, plain=KINDS[kind])
+        net = subject.network(options.network, options.image, options.seed)
+        batch = subject.mini_batch(net.input_shape, options.batch_size, options.seed)
+        steps[kind] = EagerStep(net, batch, world, options.batchnorm)
+    world = steps["fold"].world
+    exchange = _exchange_seconds(steps["fold"], options.rounds)
 
     def turn(kind, count):
-        fixed.barrier()
-        return float(np.mean(turns.timed_steps(steps[kind], count, fixed.barrier)))
+        world.barrier()
+        return float(np.mean(turns.timed_steps(steps[kind], count, world.barrier)))
 
-    for kind in steps:
+    for kind, step in steps.items():
         turn(kind, 2)
-        steps[kind].times.clear()
-    times = {"fold": [], "plain": [], "again": []}
-    for i in range(chosen.rounds):
-        for kind in list(times) if i % 2 == 0 else reversed(times):
-            times[kind].append(turn("plain" if kind == "plain" else "fold", chosen.iterations))
-    if fixed.rank:
+        step.times.clear()
+    seconds = {kind: [] for kind in KINDS}
+    for _, kind in turns.alternate(KINDS, options.rounds):
+        seconds[kind].append(turn("plain" if KINDS[kind] else "fold", options.iterations))
+    if world.rank:
         return None
-    found = {fixed.size: {kind: np.array(values) for kind, values in times.items()}}
-    print(
-        f"{chosen.network}, batch {chosen.batch_size}, {chosen.threads} thread(s) a rank, "
-        f"{machine.arithmetic()}; {chosen.rounds} rounds of {chosen.iterations} steps, in turns"
-    )
-    _show(fixed.size, found[fixed.size])
+    times = {world.size: {kind: np.array(values) for kind, values in seconds.items()}}
+    turns_text = f"{options.rounds} rounds of {options.iterations} steps, in turns"
+    subject.print_head(options, f"{machine.arithmetic()}, {turns_text}")
+    _print_times(world.size, times[world.size])
     hidden = None
-    if fixed.size > 1:
-        wait = float(np.median(steps["fold"].times.wait))
-        hidden = max(0.0, 1 - wait / alone)
+    if world.size > 1:
+        wait = report.median(steps["fold"].times.wait)
+        hidden = max(0.0, 1 - wait / exchange)
         print(
-            f"  gradient exchange     {alone * 1e3:.2f} ms by itself, {wait * 1e3:.2f} ms of wait "
+            f"  gradient exchange: {exchange * 1e3:.2f} ms alone, {wait * 1e3:.2f} ms of wait "
             f"after backward: {hidden * 100:.0f} % hidden"
         )
-    versions = configuration.versions_of(fixed.transport.MPI.Get_library_version())
-    return machine.facts(chosen, versions) | {
+    versions = configuration.versions_of(world.transport.MPI.Get_library_version())
+    return report.header(options, versions, *OPTIONS) | {
         "processes": "these",
-        **_described(chosen),
-        **_figures(found),
+        **_figures(times),
         "hidden": hidden,
     }
 
 
-def _exchange_alone(step, rounds):
-    """Median seconds of the exchange of all gradients with nothing else going on."""
+def _exchange_seconds(step, rounds):
+    """Return median seconds of the exchange of all gradients while nothing else runs."""
     times = []
     for _ in range(max(rounds, 9)):
-        _, gradients, _ = value_and_grad(subject.loss_of)(step.net, *step.batch)
+        _, gradients, _ = value_and_grad(mean_loss)(step.net, *step.batch)
         step.world.barrier()
-        times.append(turns.seconds(lambda g=gradients: step.world.gplus(g)))
-    return float(np.median(times))
-
-
-def _described(chosen):
-    names = ("network", "batch_size", "threads", "batchnorm", "rounds", "iterations")
-    return {name: getattr(chosen, name) for name in names}
+        times.append(turns.seconds(functools.partial(step.world.gplus, gradients)))
+    return report.median(times)
 
 
 def _ratios(times):
-    """(overhead of each round, the control's): a fold's step over another's, less 1."""
+    """Return (overhead, control) of each round: a fold's step over another's, less 1."""
     return times["fold"] / times["plain"] - 1, times["again"] / times["fold"] - 1
 
 
-def _show(ranks, times):
+def _print_times(ranks, times):
     overhead, control = _ratios(times)
     print(f"{ranks} rank(s)")
-    print(f"  step, fixed fold      {machine.spread(times['fold'], 1e3)} ms")
-    print(f"  step, plain Allreduce {machine.spread(times['plain'], 1e3)} ms")
-    print(f"  overhead of the fold  {machine.spread(overhead, 100)} %")
-    print(f"  the fold to itself    {machine.spread(control, 100)} %", flush=True)
+    rows = [
+        ("  step, fixed fold", report.spread(times["fold"], 1e3), "ms"),
+        ("  step, plain Allreduce", report.spread(times["plain"], 1e3), "ms"),
+        ("  overhead of the fold", report.spread(overhead, 100), "%"),
+        ("  the fold to itself", report.spread(control, 100), "%"),
+    ]
+    report.print_table(rows, left=3)
 
 
-def _figures(found):
-    def of(function):
-        return {str(ranks): function(times) for ranks, times in found.items()}
-
-    return {
-        "overhead": of(lambda t: float(np.median(_ratios(t)[0]))),
-        "control": of(lambda t: float(np.median(_ratios(t)[1]))),
-        "overhead_quartiles": of(lambda t: np.quantile(_ratios(t)[0], [0.25, 0.75]).tolist()),
-        "control_quartiles": of(lambda t: np.quantile(_ratios(t)[1], [0.25, 0.75]).tolist()),
-        "ms": of(lambda t: {kind: machine.summary(values, 1e3) for kind, values in t.items()}),
+def _figures(times):
+    """Return the figures of the record, each by number of ranks."""
+    ratios = {str(ranks): _ratios(seconds) for ranks, seconds in times.items()}
+    figures: dict[str, dict] = {}
+    for i, name in enumerate(("overhead", "control")):
+        figures[name] = {ranks: report.median(pair[i]) for ranks, pair in ratios.items()}
+        figures[f"{name}_quartiles"] = {
+            ranks: np.quantile(pair[i], [0.25, 0.75]).tolist() for ranks, pair in ratios.items()
+        }
+    figures["ms"] = {
+        str(ranks): {kind: report.summary(values, 1e3) for kind, values in seconds.items()}
+        for ranks, seconds in times.items()
     }
+    return figures

@@ -1,42 +1,23 @@
-"""What a measurement was made on, how much memory it took, and the file it goes to."""
+"""The machine that runs a benchmark: its cores, how busy they are, and memory in use."""
 
 import ctypes
-import json
 import os
-import platform
 import time
-
-import numpy as np
+from collections.abc import Callable
 
 from mpidl.backends.cpu import builds
-from mpidl.cli.info import cpu_model
 from mpidl.comm import failure
 from mpidl.errors import UserError
-from mpidl.training.files import model_file
 
 
-def facts(chosen, versions):
-    """What every result says of itself; versions: {"numpy": "2.4.6", ...}."""
-    return {
-        "command": chosen.what,
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "arithmetic": arithmetic(),
-        "busy_before": chosen.busy,
-        "versions": versions,
-        "platform": platform.platform(),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-
-
-def arithmetic():
-    """Which kernels run in this process."""
+def arithmetic() -> str:
+    """Return which kernels this process runs, in words."""
     library = builds.kernels()
     return "NumPy" if library is None else f"C kernels for {library.build}"
 
 
-def busy(seconds=0.5):
-    """The share of all cores' time that somebody uses at the moment, 0 to 1; 0 where unknown."""
+def busy(seconds: float = 0.5) -> float:
+    """Return the busy share of all cores' time over some seconds, 0 to 1; 0 if unknown."""
 
     def clock():
         with open("/proc/stat") as file:
@@ -52,47 +33,29 @@ def busy(seconds=0.5):
     return 1 - idle / total if total else 0.0
 
 
-def prepare_json(path):
-    """Refuse at the start a --json that could not be written at the end."""
-    folder = os.path.dirname(os.path.abspath(path)) if path else None
-    if path and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
-        raise UserError(f"--json {path}: expected a file in a folder that can be written to")
+def cores_of(ranks: int, threads: int) -> list[list[int]]:
+    """Return the cores that each rank is pinned to; ranks share cores if there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [[cores[(r * threads + t) % len(cores)] for t in range(threads)] for r in range(ranks)]
 
 
-def write_json(path, result):
-    """Write a result where --json asked for it."""
-    if path:
-        text = json.dumps(result, indent=1, default=_plain)
-        model_file.write_whole(path, f"{text}\n".encode())
-
-
-def _plain(value):
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)
-
-
-def cores_of(ranks, threads):
-    """Of each rank, the cores it is held to; the ranks share them where there are too few."""
-    mine = sorted(os.sched_getaffinity(0))
-    return [[mine[(r * threads + t) % len(mine)] for t in range(threads)] for r in range(ranks)]
-
-
-def _status(name):
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith(name):
-                return int(line.split()[1]) << 10
-    raise UserError(f"/proc/self/status: no {name}, so memory cannot be measured here")
-
-
-def launched():
-    """Whether mpirun or srun started this process, as one of its ranks."""
+def is_launched() -> bool:
+    """Return whether mpirun or srun started this process as one of its ranks."""
     counts = {name: int(os.environ.get(name) or 0) for name in failure.LAUNCHERS}
     return any(n > 1 or (n and not name.startswith("SLURM_")) for name, n in counts.items())
 
 
-def start_of_peak():
-    """Bytes of memory this process holds now, what malloc keeps but does not use given back to the
-    system as far as it can; `peak` counts from here on."""
+def refuse_launcher(command: str) -> None:
+    """Raise UserError if mpirun started this command, which measures one process."""
+    if is_launched():
+        raise UserError(f"{command} measures one process: run it without mpirun")
+
+
+def start_of_peak() -> int:
+    """Return the resident bytes of this process, and reset the peak that `peak` returns.
+
+    Memory that malloc holds without use goes back to the system first, as far as possible.
+    """
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:
@@ -102,27 +65,22 @@ def start_of_peak():
     return _status("VmRSS:")
 
 
-def peak():
-    """The most bytes of memory this process has held since `start_of_peak`."""
+def peak() -> int:
+    """Return the most resident bytes of this process since `start_of_peak`."""
     return _status("VmHWM:")
 
 
-def median(values):
-    return float(np.median(values))
+def peak_of_steps(step: Callable[[], object], count: int) -> int:
+    """Return the peak of resident bytes during `count` steps, above those before them."""
+    before = start_of_peak()
+    for _ in range(count):
+        step()
+    return peak() - before
 
 
-def spread(values, scale=1.0, digits=2):
-    """ "13.02 (min 12.9, max 14.1)" of values times scale."""
-    values = np.asarray(values) * scale
-    low, middle, high = values.min(), np.median(values), values.max()
-    return f"{middle:.{digits}f} (min {low:.{digits}f}, max {high:.{digits}f})"
-
-
-def summary(values, scale=1.0):
-    """The same as {"median", "min", "max"}."""
-    values = np.asarray(values, float) * scale
-    return {
-        "median": float(np.median(values)),
-        "min": float(values.min()),
-        "max": float(values.max()),
-    }
+def _status(name):
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(name):
+                return int(line.split()[1]) << 10
+    raise UserError(f"/proc/self/status: no {name}, so memory cannot be measured here")

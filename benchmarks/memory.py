@@ -1,12 +1,14 @@
-"""`python -m benchmarks input --memory`: what training on a large packed set takes of memory.
+"""`python -m benchmarks input --memory`: the memory that training on a large packed set takes.
 
 `python -m mpidl.train` runs on a packed file of some gigabytes (whole) and on one mini-batch of it
-(cut), where none is made ahead, with the same `--cache-mb`. Compared are the peaks of what all
-ranks hold at once: anonymous memory (RssAnon) and shared, of which each page counts once, whoever
-maps it (the sum of Pss_Shmem). The whole set beyond the cut one is what `--cache-mb` is to bound:
-all memory for data but for the mini-batch in use; less the cut set's pixels, which both keep.
+(cut), for which nothing is read ahead, with the same `--cache-mb`. It compares the peaks of what
+all ranks hold together: anonymous memory (RssAnon), and shared memory, of which each page counts
+once however many processes map it (the sum of Pss_Shmem). The difference of the two peaks is what
+`--cache-mb` bounds: all memory for data except the mini-batch in use. The cut set's pixels, which
+both runs keep, are not in it.
 """
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import machine, subject
+from benchmarks import report, subject, turns
 from mpidl import keyed
 from mpidl.comm import failure
 from mpidl.comm.launcher import environment, launcher
@@ -26,82 +28,83 @@ from mpidl.data.formats import packing
 from mpidl.errors import Fault
 from mpidl.training.options import configuration
 
-PERIOD = 0.02  # seconds from one look at the ranks to the next
+PERIOD = 0.02  # seconds between two looks at the ranks
 PATTERNS = 64  # images that differ
 CLASSES = 4
-CUT = 16  # mini-batches at least, on a set of one: after them nothing grows
+CUT_STEPS = 16  # steps on a set of one mini-batch: after them memory does not grow
 MIB = 1 << 20
 
 
-class Held(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes that processes hold: anonymous, and shared, each page once."""
 
     anonymous: int = 0
     shared: int = 0
 
     @property
-    def both(self):
+    def total(self):
+        """All bytes."""
         return self.anonymous + self.shared
 
+    def __str__(self):
+        parts = (self.total, self.anonymous, self.shared)
+        return "{:.1f} ({:.1f} + {:.1f})".format(*(nbytes / MIB for nbytes in parts))
 
-def run(chosen):
-    """The result of the sub-command: memory in MiB by number of ranks."""
-    store = Repeated(chosen.side, images_in(chosen.gigabytes * 10**9, chosen.side))
-    counts = {"whole": len(store), "cut": min(chosen.batch_size, len(store))}
-    rows = {}
+
+def run(options: argparse.Namespace) -> dict:
+    """Run the sub-command; return the record, memory in MiB by number of ranks."""
+    count = images_in(options.gigabytes * 10**9, options.side)
+    store = RepeatedImages(options.side, count)
+    counts = {"whole": len(store), "cut": min(options.batch_size, len(store))}
+    mib = {}
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         paths = {name: os.path.join(folder, f"{name}.h5") for name in counts}
         test = store.subset(np.arange(counts["cut"]))
         for name, path in paths.items():
             train = store.subset(np.arange(counts[name]))
-            packing.pack({"train": train, "test": test}, path, threads=chosen.threads)
+            packing.pack({"train": train, "test": test}, path, threads=options.threads)
         size = os.path.getsize(paths["whole"])
         print(
-            f"{len(store)} images of 3x{chosen.side}x{chosen.side} in {size / 1e9:.2f} GB (whole), "
-            f"{counts['cut']} of them, one mini-batch (cut); {chosen.threads} thread(s) a rank, "
-            f"--cache-mb {chosen.cache_mb}; MiB of memory: anonymous + shared",
+            f"{len(store)} images of 3x{options.side}x{options.side} in {size / 1e9:.2f} GB "
+            f"(whole), {counts['cut']} of them, one mini-batch (cut); {options.threads} thread(s) "
+            f"a rank, --cache-mb {options.cache_mb}; MiB of memory: anonymous + shared",
             flush=True,
         )
-        for ranks in chosen.ranks:
+        for ranks in options.ranks:
             peaks = {}
             for name, path in paths.items():
-                steps = max(CUT, -(-counts[name] // chosen.batch_size))
-                peaks[name] = training(chosen, ranks, path, steps, folder)
-            beyond = peaks["whole"].both - peaks["cut"].both
-            rows[str(ranks)] = {
+                steps = max(CUT_STEPS, -(-counts[name] // options.batch_size))
+                peaks[name] = train_peak(options, ranks, path, steps, folder)
+            beyond = peaks["whole"].total - peaks["cut"].total
+            mib[str(ranks)] = {
                 name: {"anonymous": peak.anonymous / MIB, "shared": peak.shared / MIB}
                 for name, peak in peaks.items()
             } | {"beyond": beyond / MIB}
-            texts = (f"{name} {words(peak)}" for name, peak in peaks.items())
+            texts = (f"{name} {peak}" for name, peak in peaks.items())
             print(
                 f"{ranks} rank(s): {', '.join(texts)}: beyond it {beyond / MIB:.1f} MiB, "
                 f"{beyond / 1e6:.1f} MB",
                 flush=True,
             )
-    versions = configuration.versions_of("as started")
-    about = ("side", "batch_size", "threads", "gigabytes", "cache_mb")
-    return machine.facts(chosen, versions) | {k: getattr(chosen, k) for k in about} | {"mib": rows}
+    names = ("side", "batch_size", "threads", "gigabytes", "cache_mb")
+    return report.header(options, configuration.versions_of("as started"), *names) | {"mib": mib}
 
 
-def images_in(nbytes, side):
-    """How many RGB images of uint8 take so many bytes, nearly; one at least."""
+def images_in(nbytes: int, side: int) -> int:
+    """Return how many uint8 RGB images take about `nbytes`, at least 1."""
     return max(1, round(nbytes / (3 * side * side)))
 
 
-def words(held):
-    return f"{held.both / MIB:.1f} ({held.anonymous / MIB:.1f} + {held.shared / MIB:.1f})"
-
-
-class Repeated(Datastore):
-    """As many images as are wanted, of which few differ, so that making them takes no time."""
+class RepeatedImages(Datastore):
+    """Any number of images; few differ, so that making them takes no time."""
 
     dtype = np.dtype(np.uint8)
     targets_shape = targets_dtype = None
 
     def __init__(self, side, count):
         self.image_shape, self.count = (3, side, side), count
-        drawn = keyed.uniform(0, "bench memory", PATTERNS * 3 * side * side) * 256
-        self.patterns = drawn.astype(np.uint8).reshape(PATTERNS, 3, side, side)
+        pixels = keyed.uniform(0, "bench memory", PATTERNS * 3 * side * side) * 256
+        self.patterns = pixels.astype(np.uint8).reshape(PATTERNS, 3, side, side)
         self.labels = np.arange(count) % CLASSES
         self.classes = [f"class{i}" for i in range(CLASSES)]
 
@@ -112,15 +115,33 @@ class Repeated(Datastore):
         return self.patterns[np.asarray(indices) % PATTERNS]
 
 
-def training(chosen, ranks, data, steps, folder):
-    """The Held, at its peak, of a training run of so many mini-batches. Raises Fault."""
-    command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", "--data", data]
-    command += ["--network", f"{subject.__file__}:light", "--overwrite"]
-    command += ["--out", os.path.join(folder, "out")]  # the runs' one after the other
-    given = {"epochs": steps, "max-iterations": steps}
-    given |= {"cache-mb": chosen.cache_mb, "batch-size": chosen.batch_size}
-    given |= {"threads": chosen.threads, "learning-rate": 1e-6, "verbose": "off", "plots": "none"}
-    command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
+def train_peak(options, ranks, data, steps, folder):
+    """Train on a packed file; return the ranks' MemoryUse at its peak.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        The command's options.
+    ranks : int
+        How many ranks to start.
+    data : str
+        Path of the packed file.
+    steps : int
+        Mini-batches to train on.
+    folder : str
+        Folder for what the run writes, which the next run overwrites.
+
+    Raises
+    ------
+    Fault
+        If the training fails.
+    """
+    flags = {"data": data, "network": f"{subject.__file__}:light", "learning-rate": 1e-6}
+    flags |= {"out": os.path.join(folder, "out"), "verbose": "off", "plots": "none"}
+    flags |= {"epochs": steps, "max-iterations": steps, "threads": options.threads}
+    flags |= {"cache-mb": options.cache_mb, "batch-size": options.batch_size}
+    command = [*launcher(ranks), sys.executable, "-m", "mpidl.train", "--overwrite"]
+    command += [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     with open(os.path.join(folder, "log"), "w+") as log:
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment()
@@ -133,55 +154,54 @@ def training(chosen, ranks, data, steps, folder):
                 job.wait()
         if job.returncode:
             log.seek(0)
-            lines = log.read().strip().splitlines() or ["no message"]
-            text = next((line for line in lines if line.startswith("mpidl: ")), lines[-1])
-            raise Fault(f"training on {ranks} ranks ended with {job.returncode}: {text}")
+            message = turns.last_message(log.read())
+            raise Fault(f"training on {ranks} ranks ended with {job.returncode}: {message}")
     return peak
 
 
-def peak_of(job, ranks):
-    """The largest Held, of both kinds together, of a job's ranks until it ends."""
-    found, peak = [], Held()
+def peak_of(job: subprocess.Popen, ranks: int) -> MemoryUse:
+    """Return the largest MemoryUse, by total, of a job's ranks until it ends."""
+    processes, peak = [], MemoryUse()
     while job.poll() is None:
-        began = time.monotonic()
-        if len(found) < ranks:
-            found = ranks_below(job.pid)
-        peak = max(peak, held(found), key=lambda held: held.both)
-        time.sleep(max(0.0, PERIOD - (time.monotonic() - began)))
+        start = time.monotonic()
+        if len(processes) < ranks:
+            processes = ranks_below(job.pid)
+        peak = max(peak, memory_of(processes), key=lambda use: use.total)
+        time.sleep(max(0.0, PERIOD - (time.monotonic() - start)))
     return peak
 
 
-def ranks_below(pid):
-    """The process ids of the ranks that a launcher has started so far."""
+def ranks_below(pid: int) -> list[int]:
+    """Return the process ids of the ranks that a launcher has started so far."""
     children, ranks = {}, {}
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
             parent = int(file.read().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(process))
-    found = list(children.get(pid, ()))
-    for process in found:  # parents before children, which have their variables
-        found.extend(children.get(process, ()))
+    descendants = list(children.get(pid, ()))
+    for process in descendants:  # parents come before children, which inherit their variables
+        descendants.extend(children.get(process, ()))
         with contextlib.suppress(OSError), open(f"/proc/{process}/environ", "rb") as file:
             variables = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))
-            names = (variables.get(name.encode()) for name in failure.LAUNCHERS.values())
-            rank = next((value for value in names if value is not None), None)
+            values = (variables.get(name.encode()) for name in failure.LAUNCHERS.values())
+            rank = next((value for value in values if value is not None), None)
             if rank is not None:
                 ranks.setdefault(rank, process)
     return list(ranks.values())
 
 
-def held(processes):
-    """The Held of these processes now; of those that have ended, nothing."""
+def memory_of(processes: list[int]) -> MemoryUse:
+    """Return the current MemoryUse of processes; those that have ended count nothing."""
     anonymous = shared = 0
     for process in processes:
         with contextlib.suppress(OSError):
             anonymous += _kilobytes(f"/proc/{process}/status", "RssAnon:") << 10
             shared += _kilobytes(f"/proc/{process}/smaps_rollup", "Pss_Shmem:") << 10
-    return Held(anonymous, shared)
+    return MemoryUse(anonymous, shared)
 
 
 def _kilobytes(path, name):
-    """What a file of /proc says of `name`, 0 where it says nothing, as of a process that ends."""
+    """Return the entry `name` of a file of /proc, 0 if it is missing, as in a process that ends."""
     with open(path) as file:
-        found = (line.split()[1] for line in file if line.startswith(name))
-        return int(next(found, 0))
+        values = (line.split()[1] for line in file if line.startswith(name))
+        return int(next(values, 0))

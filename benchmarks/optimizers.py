@@ -1,19 +1,19 @@
 """`python -m benchmarks optimizers`: our optimizers' steps and PyTorch's, in turns on one core."""
 
-import importlib.util
+import argparse
 import os
 
 import numpy as np
 
-from benchmarks import machine, turns
+from benchmarks import machine, report, torch_step, turns
 from mpidl import backends, keyed
 from mpidl.backends.cpu import arenas
-from mpidl.errors import Fault, UserError
+from mpidl.errors import Fault
 from mpidl.training.optimizers import SGDM, Adam, RMSProp
 from mpidl.training.options import configuration
 
-STEPS, SAME = 3, 1e-5  # relative difference of the weights after so many steps
-# Each of ours at its defaults; PyTorch's class, its options, and the ways it runs on a CPU.
+STEPS, TOLERANCE = 3, 1e-5  # relative difference of the weights after so many steps
+# Each of ours at its defaults; PyTorch's class, its options, and its implementations for CPUs.
 PAIRS = {
     "sgdm": (SGDM, "SGD", {"lr": 0.01, "momentum": 0.9}, ("fused", "foreach")),
     "adam": (Adam, "Adam", {"lr": 0.001}, ("fused", "foreach")),
@@ -21,92 +21,103 @@ PAIRS = {
 }
 
 
-def main(chosen):
-    """Run the sub-command; returns its exit code."""
-    if machine.launched():
-        raise UserError("optimizers measures one process: run it without mpirun")
-    if importlib.util.find_spec("torch") is None:
-        raise UserError(
-            "optimizers needs PyTorch, which is not installed: pip install '.[bench]' (its "
-            "build for CPUs will do)"
-        )
-    os.sched_setaffinity(0, machine.cores_of(1, chosen.threads)[0])
+def main(options: argparse.Namespace) -> dict:
+    """Run the sub-command; return its record."""
+    machine.refuse_launcher("optimizers")
+    torch_step.require("optimizers")
+    os.sched_setaffinity(0, machine.cores_of(1, options.threads)[0])
     import torch
 
-    torch.set_num_threads(chosen.threads)
-    backends.configure(threads=chosen.threads)
+    torch.set_num_threads(options.threads)
+    backends.configure(threads=options.threads)
     print(
-        f"{chosen.floats:,} learnables, {chosen.threads} thread(s), {machine.arithmetic()}, "
-        f"{chosen.rounds} rounds in turns\n{'':20}{'ms a step':38}PyTorch's / ours"
+        f"{options.floats:,} learnables, {options.threads} thread(s), {machine.arithmetic()}, "
+        f"{options.rounds} rounds in turns",
+        flush=True,
     )
-    mine, others = {}, {}
-    for name, (kind, their_kind, how, ways) in PAIRS.items():
-        for way in ways:
-            key = f"{name} {way}"
-            mine[key], others[key] = compared(
-                ours(kind(), chosen.floats),
-                theirs(getattr(torch.optim, their_kind), how | {way: True}, chosen.floats),
-                chosen.rounds,
+    our_ms, torch_ms, ratios = {}, {}, {}
+    rows = [["", "ms a step", "PyTorch's / ours"]]
+    for name, (kind, torch_kind, torch_options, implementations) in PAIRS.items():
+        for implementation in implementations:
+            key = f"{name} {implementation}"
+            torch_side = torch_optimizer(
+                torch_kind, torch_options | {implementation: True}, options.floats
             )
-            ratio = machine.median(others[key]) / machine.median(mine[key])
-            print(f"{name:20}{machine.spread(mine[key], 1e3)}")
-            print(f"{their_kind + ' ' + way:20}{machine.spread(others[key], 1e3):38}{ratio:.2f}")
+            our_side = our_optimizer(kind(), options.floats)
+            our_times, torch_times = compare(our_side, torch_side, options.rounds)
+            our_ms[key] = report.summary(our_times, 1e3)
+            torch_ms[key] = report.summary(torch_times, 1e3)
+            ratios[key] = report.median(torch_times) / report.median(our_times)
+            rows.append([name, report.spread(our_times, 1e3), ""])
+            title = f"{torch_kind} {implementation}"
+            rows.append([title, report.spread(torch_times, 1e3), f"{ratios[key]:.2f}"])
+    report.print_table(rows, left=3)
     versions = configuration.versions_of("none") | {"torch": torch.__version__}
-    result = {
-        "floats": chosen.floats,
-        "threads": chosen.threads,
-        "rounds": chosen.rounds,
-        "ours_ms": {key: machine.summary(times, 1e3) for key, times in mine.items()},
-        "torch_ms": {key: machine.summary(times, 1e3) for key, times in others.items()},
-        "ratio": {k: machine.median(others[k]) / machine.median(mine[k]) for k in mine},
-    }
-    machine.write_json(chosen.json, machine.facts(chosen, versions) | result)
-    return 0
+    record = report.header(options, versions, "floats", "threads", "rounds")
+    return record | {"ours_ms": our_ms, "torch_ms": torch_ms, "ratio": ratios}
 
 
-def drawn(what, memory):
-    """Weights or a gradient, float32 between 0.1 and 1.1, in a side's own memory: beside such a
-    gradient an epsilon is small, wherever it is added."""
-    memory[...] = keyed.uniform(0, f"bench {what}", memory.size) + 0.1
+def fill(name: str, memory: np.ndarray) -> np.ndarray:
+    """Fill a float32 array with random numbers between 0.1 and 1.1, the same for each name.
+
+    Beside such gradients an epsilon is small, wherever it is added.
+    """
+    memory[...] = keyed.uniform(0, f"bench {name}", memory.size) + 0.1
     return memory
 
 
-def ours(optimizer, floats):
-    """(a function that makes a step, one that gives the weights)."""
-    held = {"dense.weight": drawn("weights", arenas.empty((floats,)))}
-    gradients = {"dense.weight": drawn("gradient", arenas.empty((floats,)))}
+def our_optimizer(optimizer, floats):
+    """Return a function that makes a step of one of our optimizers, and one that gives weights."""
+    weights = {"dense.weight": fill("weights", arenas.empty((floats,)))}
+    gradients = {"dense.weight": fill("gradient", arenas.empty((floats,)))}
 
     def step():
-        held.update(optimizer(held, gradients))
+        weights.update(optimizer(weights, gradients))
 
-    return step, lambda: held["dense.weight"]
+    return step, lambda: weights["dense.weight"]
 
 
-def theirs(kind, options, floats):
-    """The same for one of torch.optim."""
+def torch_optimizer(kind, options, floats):
+    """Return the same functions for the optimizer of torch.optim named `kind`."""
     import torch
 
     weights = torch.empty(floats)
     weights.grad = torch.empty(floats)
-    drawn("weights", weights.numpy())
-    drawn("gradient", weights.grad.numpy())
-    return kind([weights], **options).step, weights.numpy
+    fill("weights", weights.numpy())
+    fill("gradient", weights.grad.numpy())
+    return torch_step.make_optimizer(kind, [weights], **options).step, weights.numpy
 
 
-def compared(us, them, rounds):
-    """(our seconds a step, theirs), lists of a number a round. Raises Fault where the weights after
-    some steps are not the same."""
-    sides = us, them
+def compare(our_side, torch_side, rounds):
+    """Time two optimizers in turns.
+
+    Parameters
+    ----------
+    our_side, torch_side : tuple
+        What `our_optimizer` and `torch_optimizer` return.
+    rounds : int
+        Turns of each.
+
+    Returns
+    -------
+    list of list of float
+        Our seconds of a step and PyTorch's, a number for each round.
+
+    Raises
+    ------
+    Fault
+        If the weights differ after some steps.
+    """
+    sides = our_side, torch_side
     for step, _ in sides:
         for _ in range(STEPS):
             step()
-    mine, other = (weights() for _, weights in sides)
-    apart = np.abs(mine - other).max() / np.abs(other).max()
-    if not apart < SAME:
-        raise Fault(f"after {STEPS} steps the weights are {apart:.1e} apart")
+    ours, expected = (weights() for _, weights in sides)
+    error = np.abs(ours - expected).max() / np.abs(expected).max()
+    if not error < TOLERANCE:
+        raise Fault(f"after {STEPS} steps the weights are {error:.1e} apart")
     times = [], []
-    count = turns.steps_for(turns.seconds(us[0]), 0.1)
-    for i in range(rounds):
-        for side in (0, 1) if i % 2 == 0 else (1, 0):
-            times[side].append(machine.median(turns.timed_steps(sides[side][0], count)))
+    count = turns.steps_for(turns.seconds(our_side[0]), 0.1)
+    for _, side in turns.alternate((0, 1), rounds):
+        times[side].append(report.median(turns.timed_steps(sides[side][0], count)))
     return times

@@ -1,33 +1,31 @@
-"""Other libraries' side of a comparison: `python -m benchmarks.others WHAT ADDRESS`.
+"""Another library's side of a comparison: `python -m benchmarks.others TASK ADDRESS`.
 
-JAX and MyGrad, one process, the same layers, initial weights and images. They may be installed in
-another Python, which has to import mpidl: `compare --with jax --with-python PATH`.
+JAX and MyGrad run in one process, with the same layers, initial weights and images. They may be
+installed in another Python, which must be able to import mpidl: `compare --with jax --with-python
+PATH`.
 """
 
-import json
+import argparse
 import os
 import sys
 
 import numpy as np
 
 from benchmarks import machine, subject, turns
-from mpidl.cli import verify
+from mpidl.comm.launcher import environment
 from mpidl.errors import UserError
 from mpidl.ops import check
 
 
 def main(argv=None):
-    """Take part until the other end hangs up; argv: what to run, as JSON, and the address."""
-    text, address = sys.argv[1:] if argv is None else argv
-    what = json.loads(text)
-    os.sched_setaffinity(0, what["cores"])
-    net = subject.network(what["network"], what["image"], what["seed"], dropout=False)
-    images, labels = subject.mini_batch(net.input_shape, what["batch_size"], what["seed"])
-    new_step, version = LIBRARIES[what["library"]](net, images, labels, what["threads"])
+    """Take part until the other end hangs up; argv: the task, as JSON, and the address."""
+    job, address = subject.join(argv, 0)
+    net, images, labels = subject.prepare(job)
+    new_step, version = LIBRARIES[job.library](net, images, labels, job.threads)
     step = new_step()
 
-    def about():
-        return {"versions": {what["library"]: version}, "arithmetic": what["library"]}
+    def describe():
+        return {"versions": {job.library: version}, "arithmetic": job.library}
 
     def losses(count):
         other = new_step()
@@ -36,19 +34,25 @@ def main(argv=None):
     def steps(count):
         return turns.timed_steps(step, count)
 
-    turns.serve(address, 0, {f.__name__: f for f in (about, losses, steps)})
+    turns.serve(address, 0, describe, losses, steps)
     os._exit(0)
 
 
-def plan(net):
-    """The layers as (kind, name, arguments), of those kinds that the libraries here have."""
-    found = []
+def layer_plan(net):
+    """Return (kind, name, arguments) of each layer, if the libraries here have its kind.
+
+    Raises
+    ------
+    UserError
+        If they do not.
+    """
+    plan = []
     for layer in net.layers:
-        kind, how = type(layer).__name__, {}
+        kind, args = type(layer).__name__, {}
         if kind in ("Conv2D", "MaxPool2D", "AveragePool2D"):
             (top, bottom), (left, right) = check.pads(layer.name, layer.padding)
             stride = layer.size if layer.stride is None else layer.stride
-            how = {
+            args = {
                 "size": check.pair(layer.name, "size", layer.size, 1),
                 "stride": check.pair(layer.name, "stride", stride, 1),
                 "pads": ((top, bottom), (left, right)),
@@ -57,15 +61,15 @@ def plan(net):
             if not plain or (top, left) != (bottom, right):
                 raise UserError(f"layer {layer.name}: not compared with other libraries")
         elif kind == "BatchNorm":
-            how = {"epsilon": layer.epsilon}
+            args = {"epsilon": layer.epsilon}
         elif kind not in ("ReLU", "Flatten", "Dense"):
             raise UserError(f"layer {layer.name}: {kind} is not compared with other libraries")
-        found.append((kind, layer.name, how))
-    return found
+        plan.append((kind, layer.name, args))
+    return plan
 
 
 def jax_step(net, images, labels, threads):
-    """JAX: the whole step compiled by XLA."""
+    """Return what starts JAX's step, compiled whole by XLA, and JAX's version."""
     os.environ["XLA_FLAGS"] = (
         f"--xla_cpu_multi_thread_eigen={'true' if threads > 1 else 'false'} "
         f"intra_op_parallelism_threads={threads}"
@@ -73,31 +77,32 @@ def jax_step(net, images, labels, threads):
     import jax
     from jax import numpy as jnp
 
-    layers = plan(net)
+    layers = layer_plan(net)
 
-    def window(x, how, start, combine):
-        sizes, strides = (1, 1, *how["size"]), (1, 1, *how["stride"])
+    def window(x, args, start, combine):
+        sizes, strides = (1, 1, *args["size"]), (1, 1, *args["stride"])
         return jax.lax.reduce_window(
-            x, start, combine, sizes, strides, ((0, 0), (0, 0), *how["pads"])
+            x, start, combine, sizes, strides, ((0, 0), (0, 0), *args["pads"])
         )
 
     def loss_of(p, x, labels):
-        for kind, name, how in layers:
+        for kind, name, args in layers:
             if kind == "Conv2D":
-                y = jax.lax.conv_general_dilated(x, p[f"{name}.weight"], how["stride"], how["pads"])
+                weight, stride, pads = p[f"{name}.weight"], args["stride"], args["pads"]
+                y = jax.lax.conv_general_dilated(x, weight, stride, pads)
                 x = y + p[f"{name}.bias"][:, None, None]
             elif kind == "BatchNorm":
                 axes = (0, 2, 3) if x.ndim == 4 else (0,)
                 mean, variance = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
                 shape = mean.shape[1:]
-                x = (x - mean) * jax.lax.rsqrt(variance + how["epsilon"])
+                x = (x - mean) * jax.lax.rsqrt(variance + args["epsilon"])
                 x = x * p[f"{name}.gamma"].reshape(shape) + p[f"{name}.beta"].reshape(shape)
             elif kind == "ReLU":
                 x = jax.nn.relu(x)
             elif kind == "MaxPool2D":
-                x = window(x, how, -jnp.inf, jax.lax.max)
+                x = window(x, args, -jnp.inf, jax.lax.max)
             elif kind == "AveragePool2D":
-                x = window(x, how, 0.0, jax.lax.add) / float(np.prod(how["size"]))
+                x = window(x, args, 0.0, jax.lax.add) / float(np.prod(args["size"]))
             else:
                 x = x.reshape(len(x), -1)
                 if kind == "Dense":
@@ -128,28 +133,28 @@ def jax_step(net, images, labels, threads):
 
 
 def mygrad_step(net, images, labels, threads):
-    """MyGrad: NumPy under automatic differentiation."""
+    """Return what starts MyGrad's step, NumPy under autodiff, and MyGrad's version."""
     import mygrad
     from mygrad.nnet import layers as mg
     from mygrad.nnet.activations import relu
     from mygrad.nnet.losses import softmax_crossentropy
 
-    layers = plan(net)
+    layers = layer_plan(net)
 
     def loss_of(p, x):
-        for kind, name, how in layers:
+        for kind, name, args in layers:
             if kind == "Conv2D":
-                pads = [before for before, _ in how["pads"]]
-                y = mg.conv_nd(x, p[f"{name}.weight"], stride=how["stride"], padding=pads)
+                pads = [before for before, _ in args["pads"]]
+                y = mg.conv_nd(x, p[f"{name}.weight"], stride=args["stride"], padding=pads)
                 x = y + p[f"{name}.bias"].reshape(1, -1, 1, 1)
             elif kind == "BatchNorm":
                 gamma, beta = p[f"{name}.gamma"], p[f"{name}.beta"]
-                x = mg.batchnorm(x, gamma=gamma, beta=beta, eps=how["epsilon"])
+                x = mg.batchnorm(x, gamma=gamma, beta=beta, eps=args["epsilon"])
             elif kind == "ReLU":
                 x = relu(x)
-            elif kind == "MaxPool2D" and how["pads"] == ((0, 0), (0, 0)):
-                x = mg.max_pool(x, how["size"], how["stride"])
-            elif kind == "AveragePool2D" and x.shape[2:] == how["size"]:
+            elif kind == "MaxPool2D" and args["pads"] == ((0, 0), (0, 0)):
+                x = mg.max_pool(x, args["size"], args["stride"])
+            elif kind == "AveragePool2D" and x.shape[2:] == args["size"]:
                 x = x.mean(axis=(2, 3))
             elif kind in ("Flatten", "Dense"):
                 x = x.reshape(len(x), -1)
@@ -180,25 +185,31 @@ def mygrad_step(net, images, labels, threads):
 LIBRARIES = {"jax": jax_step, "mygrad": mygrad_step}
 
 
-def side(library, chosen, folder):
-    """The Side of another library; chosen: the command's arguments. Raises Lost."""
-    if chosen.ranks > 1:
+def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
+    """Return a Side of another library.
+
+    Parameters
+    ----------
+    library : str
+        "jax" or "mygrad".
+    options : argparse.Namespace
+        The command's options.
+    folder : str
+        Folder for the side's files.
+
+    Raises
+    ------
+    Lost
+        If several processes are asked for, or the process cannot be started.
+    """
+    if options.ranks > 1:
         raise turns.Lost(library, "measured in one process only")
-    what = {
-        "network": chosen.network,
-        "image": chosen.image,
-        "batch_size": chosen.batch_size,
-        "seed": chosen.seed,
-        "threads": chosen.threads,
-        "library": library,
-        "cores": machine.cores_of(1, chosen.threads)[0],
-    }
-    python = chosen.with_python or sys.executable
-    command = [python, "-m", "benchmarks.others", json.dumps(what)]
+    task = subject.task(options, machine.cores_of(1, options.threads), library=library)
+    command = [options.with_python or sys.executable, "-m", "benchmarks.others", task]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    environment = verify.environment()
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    return turns.Side(library, [command], 1, environment, folder, max(chosen.timeout, 900.0))
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return turns.Side(library, [command], 1, variables, folder, max(options.timeout, 900.0))
 
 
 if __name__ == "__main__":

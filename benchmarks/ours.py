@@ -1,71 +1,96 @@
-"""Our side of a comparison, a rank of it: `python -m benchmarks.ours WHAT ADDRESS`."""
+"""A rank of mpidl's side of a comparison: `python -m benchmarks.ours TASK ADDRESS`."""
 
 import argparse
-import json
-import os
+import contextlib
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from benchmarks import machine, subject, turns
-from mpidl.cli import verify
+from benchmarks.mpidl_step import EagerStep
 from mpidl.comm import World, failure
+from mpidl.comm.launcher import environment, launcher
 from mpidl.training.options import configuration
 
 
 def main(argv=None):
-    """Take part until the other end hangs up; argv: what to run, as JSON, and the address."""
-    text, address = sys.argv[1:] if argv is None else argv
-    what = json.loads(text)
-    chosen = argparse.Namespace(**what)
-    os.sched_setaffinity(0, what["cores"][failure.launched_rank()])
-    subject.configure(chosen)
-    world = World(timeout=what["timeout"], plain=what["plain"])
-    net = subject.network(what["network"], what["image"], what["seed"], dropout=False)
-    batch = subject.mini_batch(net.input_shape, what["batch_size"], what["seed"])
-    step = subject.Step(net, batch, world, what["batchnorm"])
+    """Take part until the other end hangs up; argv: the task, as JSON, and the address."""
+    job, address = subject.join(argv, failure.launched_rank())
+    subject.configure(job)
+    world = World(timeout=job.timeout, plain=job.plain)
+    net, *arrays = subject.prepare(job)
+    step = EagerStep(net, arrays, world, job.batchnorm)
 
-    def about():
+    def describe():
         versions = configuration.versions_of(world.transport.MPI.Get_library_version())
         return {"versions": versions, "arithmetic": machine.arithmetic()}
 
     def losses(count):
-        """Of the first steps, by statistics of each rank's share, as others have them."""
-        step.reset("local" if world.size > 1 else what["batchnorm"])
-        found = [step() for _ in range(count)]
-        step.reset(what["batchnorm"])
-        return found
+        """First losses, with batch statistics by rank, as PyTorch computes them."""
+        step.reset("local" if world.size > 1 else job.batchnorm)
+        values = [step() for _ in range(count)]
+        step.reset(job.batchnorm)
+        return values
 
     def memory(count):
-        """Bytes above what this process held before its first step."""
-        before = machine.start_of_peak()
-        for _ in range(count):
-            step()
-        return machine.peak() - before
+        return machine.peak_of_steps(step, count)
 
     def steps(count):
         return turns.timed_steps(step, count, world.barrier)
 
-    turns.serve(address, world.rank, {f.__name__: f for f in (about, losses, memory, steps)})
+    turns.serve(address, world.rank, describe, losses, memory, steps)
     return 0
 
 
-def side(name, chosen, folder, *, ranks, plain=False, environment=None, cores=None):
-    """A Side of our ranks; chosen: the command's arguments."""
-    what = {
-        "network": chosen.network,
-        "image": chosen.image,
-        "batch_size": chosen.batch_size,
-        "seed": chosen.seed,
-        "threads": chosen.threads,
-        "winograd": chosen.winograd,
-        "batchnorm": chosen.batchnorm,
-        "timeout": chosen.timeout,
-        "cores": cores or machine.cores_of(ranks, chosen.threads),
-        "plain": plain,
-    }
-    launcher = verify.launcher(ranks) if ranks > 1 else []
-    command = [*launcher, sys.executable, "-m", "benchmarks.ours", json.dumps(what)]
-    environment = verify.environment() | (environment or {})
-    return turns.Side(name, [command], ranks, environment, folder, chosen.timeout)
+def side(
+    name: str,
+    options: argparse.Namespace,
+    folder: str,
+    *,
+    ranks: int,
+    plain: bool = False,
+    variables: dict[str, str] | None = None,
+) -> turns.Side:
+    """Return a Side of mpidl's ranks.
+
+    Parameters
+    ----------
+    name : str
+        Name of the side.
+    options : argparse.Namespace
+        The command's options.
+    folder : str
+        Folder for the side's files.
+    ranks : int
+        How many ranks to start.
+    plain : bool
+        Whether sums are made by MPI_Allreduce instead of the fold.
+    variables : dict or None
+        Environment variables to add.
+    """
+    names = ("winograd", "batchnorm", "timeout")
+    entries = {name: getattr(options, name) for name in names} | {"plain": plain}
+    task = subject.task(options, machine.cores_of(ranks, options.threads), **entries)
+    command = [*(launcher(ranks) if ranks > 1 else []), sys.executable, "-m", "benchmarks.ours"]
+    variables = environment() | (variables or {})
+    return turns.Side(name, [[*command, task]], ranks, variables, folder, options.timeout)
+
+
+@contextlib.contextmanager
+def sides(
+    options: argparse.Namespace, keywords: Mapping[Any, dict]
+) -> Iterator[dict[Any, turns.Side]]:
+    """Start several sides; yield them by name.
+
+    `keywords` are those of `side`, by name.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mpidl-bench-"))
+        yield {
+            name: stack.enter_context(side(str(name), options, folder, **words))
+            for name, words in keywords.items()
+        }
 
 
 if __name__ == "__main__":

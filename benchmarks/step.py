@@ -1,156 +1,126 @@
 """`python -m benchmarks step`: our training step by its parts, and how it scales over ranks."""
 
-import contextlib
-import tempfile
+import argparse
 import time
 
 import numpy as np
 
-from benchmarks import machine, ours, subject, turns
+from benchmarks import machine, ours, report, subject, turns
+from benchmarks.mpidl_step import EagerStep
 from mpidl.backends.cpu import builds
 from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.training.options import configuration
 
 
-def main(chosen):
-    """Run the sub-command; returns its exit code."""
-    if chosen.ranks:
-        if machine.launched():
-            raise UserError("--ranks starts the ranks itself: run it without mpirun")
-        result = scaling(chosen)
-    else:
-        result = parts(chosen)
-    if result is not None:
-        machine.write_json(chosen.json, result)
-    return 0
+def main(options: argparse.Namespace) -> dict | None:
+    """Run the sub-command; return its record."""
+    if options.ranks and machine.is_launched():
+        raise UserError("--ranks starts the ranks itself: run it without mpirun")
+    return measure_scaling(options) if options.ranks else measure_parts(options)
 
 
-def parts(chosen):
-    """The result of a step by its parts on the ranks that run this; None on all but rank 0."""
-    notes = subject.configure(chosen)
-    world = World(timeout=chosen.timeout)
-    net = subject.network(chosen.network, chosen.image, chosen.seed)
-    batch = subject.mini_batch(net.input_shape, chosen.batch_size, chosen.seed)
-    step = subject.Step(net, batch, world)
-    before = machine.start_of_peak()
-    for _ in range(3):
-        step()
-    peak = world.gop("max", (machine.peak() - before) / 2**20)
-    times, of_parts = [], {name: [] for name in vars(step.times)}
-    for _ in range(chosen.rounds):
+def measure_parts(options: argparse.Namespace) -> dict | None:
+    """Measure a step by its parts on the ranks that run this; return the record on rank 0."""
+    notes = subject.configure(options)
+    world = World(timeout=options.timeout)
+    net = subject.network(options.network, options.image, options.seed)
+    batch = subject.mini_batch(net.input_shape, options.batch_size, options.seed)
+    step = EagerStep(net, batch, world)
+    peak_mib = world.gop("max", machine.peak_of_steps(step, 3) / 2**20)
+    times, part_times = [], {name: [] for name in vars(step.times)}
+    for _ in range(options.rounds):
         world.barrier()
         step.times.clear()
-        times.append(np.mean(turns.timed_steps(step, chosen.iterations, world.barrier)))
+        times.append(np.mean(turns.timed_steps(step, options.iterations, world.barrier)))
         for name, seconds in vars(step.times).items():
-            of_parts[name].append(np.mean(seconds[1:]))
-    functions = profile(step, chosen.iterations)
+            part_times[name].append(np.mean(seconds[1:]))
+    kernels = profile(step, options.iterations)
     slowest = world.gop("max", np.array(times))
     if world.rank:
         return None
-    versions = configuration.versions_of(world.transport.MPI.Get_library_version())
-    ms = {name: machine.summary(seconds, 1e3) for name, seconds in of_parts.items()}
-    ms = {"step": machine.summary(slowest, 1e3), **ms}
-    images = chosen.batch_size / machine.median(slowest)
-    in_kernels = sum(f["ms"] for f in functions.values()) if functions is not None else None
-    print(
-        f"{chosen.network}, batch {chosen.batch_size}, {world.size} rank(s) x {chosen.threads} "
-        f"thread(s), {machine.arithmetic()}, {chosen.rounds} rounds of {chosen.iterations} steps"
-    )
-    for line in notes:
-        print(f"warning: {line}")
-    for name, found in ms.items():
+    ms = {"step": report.summary(slowest, 1e3)}
+    ms |= {name: report.summary(seconds, 1e3) for name, seconds in part_times.items()}
+    images = options.batch_size / report.median(slowest)
+    text = f"{world.size} rank(s), {machine.arithmetic()}, {options.rounds} rounds of "
+    subject.print_head(options, f"{text}{options.iterations} steps", notes)
+    rows = [["", "ms", "min", "max"]]
+    for name, part in ms.items():
         title = "  of which wait" if name == "wait" else name
-        print(
-            f"{title:16} {found['median']:9.3f} ms  "
-            f"(min {found['min']:.3f}, max {found['max']:.3f})"
-        )
-    print(f"{'images/s':16} {images:9.0f}")
-    print(f"{'peak memory':16} {peak:9.1f} MiB a rank, above what it held before the first step")
-    if functions is not None:
-        share = in_kernels / ms["step"]["median"]
-        print(f"{'in C kernels':16} {in_kernels:9.3f} ms of a step, {share * 100:.0f} %")
-        for name, f in sorted(functions.items(), key=lambda item: -item[1]["ms"]):
-            print(f"  {name:24} {f['ms']:9.3f} ms  {f['calls']:g} calls")
-    return machine.facts(chosen, versions) | {
-        "network": chosen.network,
-        "batch_size": chosen.batch_size,
+        rows.append([title, *(f"{part[key]:.3f}" for key in ("median", "min", "max"))])
+    report.print_table(rows)
+    print(f"{images:.0f} images/s; peak memory {peak_mib:.1f} MiB a rank, above that before")
+    share = None
+    if kernels is not None:
+        kernel_ms = sum(kernel["ms"] for kernel in kernels.values())
+        share = kernel_ms / ms["step"]["median"]
+        rows = [["in C kernels", f"{kernel_ms:.3f} ms", f"{share * 100:.0f} % of a step"]]
+        for name, kernel in sorted(kernels.items(), key=lambda item: -item[1]["ms"]):
+            rows.append([f"  {name}", f"{kernel['ms']:.3f} ms", f"{kernel['calls']:g} calls"])
+        report.print_table(rows)
+    versions = configuration.versions_of(world.transport.MPI.Get_library_version())
+    names = ("network", "batch_size", "threads", "winograd")
+    return report.header(options, versions, *names) | {
         "ranks": world.size,
-        "threads": chosen.threads,
-        "winograd": chosen.winograd,
         "ms": ms,
         "images_per_second": images,
-        "peak_mib": peak,
-        "kernels": functions,
-        "kernel_share": None if functions is None else in_kernels / ms["step"]["median"],
+        "peak_mib": peak_mib,
+        "kernels": kernels,
+        "kernel_share": share,
     }
 
 
-def profile(step, count):
-    """{C function: {"ms", "calls"} of a step}; None where NumPy does the arithmetic."""
+def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
+    """Return {C function: {"ms", "calls"} of a step}, or None if NumPy does the arithmetic."""
     library = builds.kernels()
     if library is None:
         for _ in range(count):
             step()  # the other ranks may have a library
         return None
-    spent = {}
+    totals = {}
 
-    def noting(name, function):
+    def timed(name, function):
         def run(*arguments):
-            began = time.perf_counter()
-            result = function(*arguments)
-            seconds = time.perf_counter() - began
-            total = spent.setdefault(name, [0, 0.0])
+            start = time.perf_counter()
+            value = function(*arguments)
+            seconds = time.perf_counter() - start
+            total = totals.setdefault(name, [0, 0.0])
             total[0], total[1] = total[0] + 1, total[1] + seconds
-            return result
+            return value
 
         return run
 
-    kept = {k: f for k, f in vars(library).items() if callable(f) and k not in ("set_hook",)}
+    functions = {k: f for k, f in vars(library).items() if callable(f) and k != "set_hook"}
     try:
-        for name, function in kept.items():
-            setattr(library, name, noting(name, function))
+        for name, function in functions.items():
+            setattr(library, name, timed(name, function))
         for _ in range(count):
             step()
     finally:
-        vars(library).update(kept)
-    return {k: {"ms": s / count * 1e3, "calls": n / count} for k, (n, s) in spent.items()}
+        vars(library).update(functions)
+    return {k: {"ms": s / count * 1e3, "calls": n / count} for k, (n, s) in totals.items()}
 
 
-def scaling(chosen):
-    """The result of a step on several numbers of ranks, each in its own processes, in turns."""
-    with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder, contextlib.ExitStack() as st:
-        sides = {}
-        for ranks in chosen.ranks:
-            side = ours.side(f"ranks-{ranks}", chosen, folder, ranks=ranks)
-            sides[ranks] = st.enter_context(side)
-        about = side.ask("about")[0]
-
-        def turn(ranks, count):
-            return max(np.mean(seconds) for seconds in sides[ranks].ask("steps", count))
-
-        counts = {ranks: turns.steps_for(turn(ranks, 2)) for ranks in sides}
-        times = {ranks: [] for ranks in sides}
-        for i in range(chosen.rounds):
-            for ranks in list(sides) if i % 2 == 0 else reversed(sides):
-                times[ranks].append(turn(ranks, counts[ranks]))
-    first = chosen.ranks[0]
-    alone = np.array(times[first])
-    print(
-        f"{chosen.network}, batch {chosen.batch_size}, {chosen.threads} thread(s) a rank, "
-        f"{about['arithmetic']}, {chosen.rounds} rounds in turns"
-    )
-    print(f"{'ranks':8}{'ms a step':38}efficiency against {first}")
-    efficiency = {}
-    for ranks, found in times.items():
-        efficiency[ranks] = machine.median(alone * first / (np.array(found) * ranks))
-        print(f"{ranks:<8}{machine.spread(found, 1e3):38}{efficiency[ranks]:.3f}")
-    return machine.facts(chosen, about["versions"]) | {
-        "arithmetic": about["arithmetic"],
-        "network": chosen.network,
-        "batch_size": chosen.batch_size,
-        "threads": chosen.threads,
-        "winograd": chosen.winograd,
-        "ms": {str(ranks): machine.summary(found, 1e3) for ranks, found in times.items()},
+def measure_scaling(options: argparse.Namespace) -> dict:
+    """Measure a step on several numbers of ranks, in turns; return the record."""
+    with ours.sides(options, {ranks: {"ranks": ranks} for ranks in options.ranks}) as sides:
+        description = sides[options.ranks[0]].ask("describe")[0]
+        counts = {ranks: turns.steps_for(side.mean_step(2)) for ranks, side in sides.items()}
+        times = turns.alternate_steps(sides, counts, options.rounds)
+    first = options.ranks[0]
+    efficiency = {
+        ranks: report.median(np.array(times[first]) * first / (np.array(seconds) * ranks))
+        for ranks, seconds in times.items()
+    }
+    text = f"{description['arithmetic']}, {options.rounds} rounds in turns"
+    subject.print_head(options, text)
+    rows = [["ranks", "ms a step", f"efficiency against {first}"]]
+    for ranks, seconds in times.items():
+        rows.append([str(ranks), report.spread(seconds, 1e3), f"{efficiency[ranks]:.3f}"])
+    report.print_table(rows, left=3)
+    names = ("network", "batch_size", "threads", "winograd")
+    return report.header(options, description["versions"], *names) | {
+        "arithmetic": description["arithmetic"],
+        "ms": {str(ranks): report.summary(seconds, 1e3) for ranks, seconds in times.items()},
         "efficiency": {str(ranks): value for ranks, value in efficiency.items()},
     }

@@ -1,27 +1,40 @@
-"""What is measured: a network, a mini-batch of random images, and our training step on them."""
+"""What is measured: a network, a mini-batch of random images, and the task that sides share."""
 
+import argparse
 import inspect
-import time
-from dataclasses import dataclass, field
+import json
+import os
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 
-from mpidl import backends, keyed, ops
-from mpidl.autodiff import value_and_grad
+from mpidl import backends, keyed
 from mpidl.backends.cpu import builds
-from mpidl.blocks import from_images, share
 from mpidl.cli import start
-from mpidl.comm.reducer import Reducer
-from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, ReLU, zoo
-from mpidl.training.optimizers import SGDM
+from mpidl.nn import AveragePool2D, Conv2D, Dense, Dropout, Network, ReLU, zoo
+from mpidl.ops import check
+from mpidl.ops.pool import windows
 
 CLASSES, RATE, MOMENTUM = 10, 0.01, 0.9
+TASK = ("network", "image", "batch_size", "seed", "threads")  # options that every side gets
 
 
-def network(name, image=None, seed=0, dropout=True):
-    """The Network of --network; image: (C, H, W) where it is not the network's own.
+def network(
+    name: str, image: Sequence[int] | None = None, seed: int = 0, dropout: bool = True
+) -> Network:
+    """Return the network that `--network` names.
 
-    dropout: without it, dropout layers drop nothing, as each library draws numbers of its own.
+    Parameters
+    ----------
+    name : str
+        Name in the zoo, or FILE.py:FUNCTION.
+    image : sequence of int or None
+        Image shape (C, H, W); None takes that of the network, else (1, 28, 28).
+    seed : int
+        Seed of the initial weights.
+    dropout : bool
+        False sets the probability of dropout layers to 0, as each library draws its own numbers.
     """
     if image is None and name in zoo.NETWORKS:
         image = inspect.signature(zoo.NETWORKS[name]).parameters["input_shape"].default
@@ -32,102 +45,76 @@ def network(name, image=None, seed=0, dropout=True):
     return net
 
 
-def light(input_shape, classes):
-    """The layers of a network whose step takes about as long as reading its images."""
+def light(input_shape, classes: int) -> list:
+    """Return layers of a network whose step takes about as long as reading its images."""
     return [Conv2D(7, 8, stride=5), ReLU(), AveragePool2D(2), Dense(classes)]
 
 
-def mini_batch(shape, count, seed=0):
-    """(images (count, *shape) float32 between 0 and 1, labels (count,)): the same for who asks."""
+def mini_batch(shape: Sequence[int], count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return random images, (count, *shape) float32 in [0, 1), and int64 labels (count,).
+
+    The same arguments give the same arrays in every process.
+    """
     pixels = keyed.uniform(seed, "bench images", count * int(np.prod(shape)))
     labels = (keyed.uniform(seed, "bench labels", count) * CLASSES).astype(np.int64)
     return pixels.astype(np.float32).reshape(count, *shape), labels
 
 
-def configure(chosen):
-    """Set what this process computes with; returns lines that say what cannot be had."""
-    backends.configure(threads=chosen.threads, winograd=chosen.winograd)
-    if chosen.threads > 1 and builds.kernels() is None:
-        return [f"--threads {chosen.threads}: NumPy does the arithmetic here, on one thread"]
+def conv_args(layer) -> tuple:
+    """Return a convolution's (stride, pads, dilation, groups)."""
+    stride, dilation = (
+        check.pair(layer.name, option, getattr(layer, option), 1)
+        for option in ("stride", "dilation")
+    )
+    return stride, check.pads(layer.name, layer.padding), dilation, layer.groups
+
+
+def pool_args(layer, shape: Sequence[int]) -> tuple:
+    """Return a pooling layer's (size, stride, pads) for images of a shape."""
+    return windows(layer.name, tuple(shape), layer.size, layer.stride, layer.padding)[:3]
+
+
+def configure(options: argparse.Namespace) -> list[str]:
+    """Apply `threads` and `winograd` to this process; return warnings to print."""
+    backends.configure(threads=options.threads, winograd=options.winograd)
+    if options.threads > 1 and builds.kernels() is None:
+        return [f"--threads {options.threads}: NumPy does the arithmetic here, on one thread"]
     return []
 
 
-def loss_of(net, images, labels):
-    """The mean cross-entropy, as `dl.train` differentiates it."""
-    return ops.softmax_cross_entropy(net(images), labels)
+def print_head(options: argparse.Namespace, text: str, notes: Sequence[str] = ()) -> None:
+    """Print the first line of a benchmark of a network, and warnings."""
+    head = f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) a rank"
+    print("\n".join([f"{head}, {text}", *(f"warning: {note}" for note in notes)]), flush=True)
 
 
-@dataclass
-class Times:
-    """Seconds of each step's parts; wait: for the gradients' exchange, within backward."""
+def task(options: argparse.Namespace, cores: list[list[int]], **entries) -> str:
+    """Return the JSON that tells a process of a side what to compute.
 
-    forward: list = field(default_factory=list)
-    backward: list = field(default_factory=list)
-    update: list = field(default_factory=list)
-    wait: list = field(default_factory=list)
-
-    def clear(self):
-        for values in vars(self).values():
-            values.clear()
-
-
-class Step:
-    """Our whole training step: forward, backward with the exchange, SGD with momentum.
-
-    arrays: images and labels of the whole mini-batch, which lies in memory: reading images is no
-    part of the step.
+    Parameters
+    ----------
+    options : argparse.Namespace
+        The command's options.
+    cores : list of list of int
+        Cores of each process.
+    **entries
+        Further entries.
     """
+    return json.dumps({name: getattr(options, name) for name in TASK} | {"cores": cores} | entries)
 
-    def __init__(self, net, arrays, world, batchnorm="global"):
-        self.net, self.world, self.times = net, world, Times()
-        images, labels = arrays
-        batch = share(len(images), world)
-        mine = slice(*batch.images)
-        self.batch = (
-            from_images(images[mine], batch),
-            from_images(labels[mine], batch, np.int32),
-        )
-        self.initial = net.parameters, net.state
-        self.reset(batchnorm)
 
-    def reset(self, batchnorm="global"):
-        """Begin again with the initial weights."""
-        self.net.parameters, self.net.state = self.initial
-        self.net.batchnorm = batchnorm
-        self.sgdm = SGDM(RATE, MOMENTUM)
+def join(argv: Sequence[str] | None, rank: int | None = None) -> tuple[argparse.Namespace, str]:
+    """Read a side's command line, TASK ADDRESS, and pin this process to its cores.
 
-    def reducer(self):
-        """The world's, which notes how long the end of backward waits for the sums."""
-        times = self.times
+    `rank` is by default the task's own. Return the task and the address.
+    """
+    text, address = sys.argv[1:] if argv is None else argv
+    job = argparse.Namespace(**json.loads(text))
+    os.sched_setaffinity(0, job.cores[job.rank if rank is None else rank])
+    return job, address
 
-        class Noting(Reducer):
-            def finish(self):
-                began = time.perf_counter()
-                sums = super().finish()
-                times.wait.append(time.perf_counter() - began)
-                return sums
 
-        return Noting(self.world, kernel_hook=self.world.advance)
-
-    def gplus(self, value):
-        return self.world.gplus(value)
-
-    def __call__(self):
-        """Make one step; returns the loss, a number."""
-        forward = 0.0
-
-        def timed(net, images, labels):
-            nonlocal forward
-            loss = loss_of(net, images, labels)
-            forward = time.perf_counter()
-            return loss
-
-        began = time.perf_counter()
-        loss, gradients, state = value_and_grad(timed, reduce=self)(self.net, *self.batch)
-        backward = time.perf_counter()
-        self.net.state = state
-        self.net.parameters = self.sgdm(self.net.parameters, gradients)
-        self.times.forward.append(forward - began)
-        self.times.backward.append(backward - forward)
-        self.times.update.append(time.perf_counter() - backward)
-        return float(loss)
+def prepare(job: argparse.Namespace) -> tuple[Network, np.ndarray, np.ndarray]:
+    """Return a task's network without dropout, its images and its labels."""
+    net = network(job.network, job.image, job.seed, dropout=False)
+    return net, *mini_batch(net.input_shape, job.batch_size, job.seed)

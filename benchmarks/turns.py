@@ -1,9 +1,8 @@
 """Processes that take turns: one side works while all others sleep.
 
-What is compared has to run in the same minutes on the same cores, and must not be disturbed by what
-waits. So each side is a group of processes of its own, which sleep in a read from a socket until
-they are asked for something: neither MPI's nor OpenMP's threads spin then. Messages are lines of
-JSON.
+Sides that are compared must run in the same minutes on the same cores, undisturbed by those that
+wait. So each side is a group of processes that sleep in a read from a socket until they are asked:
+neither MPI's nor OpenMP's threads spin then. Messages are lines of JSON.
 """
 
 import contextlib
@@ -12,24 +11,50 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 class Lost(Exception):
-    """A side cannot do what it was asked for; `reason` says why."""
+    """A side cannot answer; `reason` says why."""
 
-    def __init__(self, side, reason):
+    def __init__(self, side: str, reason: str):
         super().__init__(f"{side}: {reason}")
         self.reason = reason
 
 
 class Side:
-    """A group of processes of which each answers what is asked. Closing it ends them.
+    """A group of processes that answer questions. Closing it ends them.
 
-    commands: the command lines to start, each with `address` as its last word; ranks: how many
-    processes they come to. folder: for sockets and logs.
+    Parameters
+    ----------
+    name : str
+        Name in messages and of the files.
+    commands : sequence of list of str
+        Command lines to start; each gets the address as an additional last word.
+    ranks : int
+        How many processes they come to.
+    environment : mapping
+        Environment of the processes.
+    folder : str
+        Folder for the socket and the log.
+    patience : float
+        Seconds to wait for the start and for each answer.
+
+    Raises
+    ------
+    Lost
+        If the processes end or do not connect in time.
     """
 
-    def __init__(self, name, commands, ranks, environment, folder, patience=300.0):
+    def __init__(
+        self,
+        name: str,
+        commands: Sequence[Sequence[str]],
+        ranks: int,
+        environment: Mapping[str, str],
+        folder: str,
+        patience: float = 300.0,
+    ):
         self.name, self.patience, self.links = name, patience, {}
         self.address = os.path.join(folder, f"{name}.socket")
         self.log = open(os.path.join(folder, f"{name}.log"), "w+")
@@ -59,7 +84,7 @@ class Side:
                 connection, _ = listener.accept()
             except TimeoutError:
                 if any(process.poll() is not None for process in self.processes):
-                    raise Lost(self.name, f"ended at its start: {self._last_words()}") from None
+                    raise Lost(self.name, f"ended at its start: {self._last_message()}") from None
                 if time.monotonic() > deadline:
                     raise Lost(self.name, f"did not start within {self.patience:g} s") from None
                 continue
@@ -68,8 +93,14 @@ class Side:
             connection.close()  # the file keeps it open
             self.links[json.loads(link.readline())["rank"]] = link
 
-    def ask(self, action, *arguments):
-        """The ranks' answers, in their order. Raises Lost."""
+    def ask(self, action: str, *arguments) -> list:
+        """Have every rank call an action; return the answers in the order of ranks.
+
+        Raises
+        ------
+        Lost
+            If a rank ends, answers with an error, or does not answer in time.
+        """
         links = [self.links[rank] for rank in sorted(self.links)]
         answers = []
         try:
@@ -81,23 +112,25 @@ class Side:
         except TimeoutError:
             raise Lost(self.name, f"no answer to '{action}' within {self.patience:g} s") from None
         except OSError:
-            raise Lost(self.name, f"ended: {self._last_words()}") from None
+            raise Lost(self.name, f"ended: {self._last_message()}") from None
         for answer in answers:
             if answer is None:
-                raise Lost(self.name, f"ended: {self._last_words()}")
+                raise Lost(self.name, f"ended: {self._last_message()}")
             if "error" in answer:
                 raise Lost(self.name, answer["error"])
         return [answer["value"] for answer in answers]
 
-    def _last_words(self):
+    def mean_step(self, count: int) -> float:
+        """Return seconds of a step, the mean over a turn of `count` steps, of the slowest rank."""
+        return max(sum(seconds) / len(seconds) for seconds in self.ask("steps", count))
+
+    def _last_message(self):
         time.sleep(0.2)  # what it printed at its end
         self.log.seek(0)
-        lines = [line.strip() for line in self.log if line.strip()]
-        own = [line for line in lines if line.startswith("mpidl: ")]
-        return (own or lines or ["no message"])[-1][:300]
+        return last_message(self.log.read())
 
-    def close(self):
-        """Hang up, which ends the processes, and see to it that they end."""
+    def close(self) -> None:
+        """Hang up, which ends the processes; terminate those that stay."""
         for link in self.links.values():
             with contextlib.suppress(OSError):
                 link.close()
@@ -119,44 +152,71 @@ class Side:
         self.close()
 
 
-def serve(address, rank, actions):
-    """In a process of a Side: do what is asked, {name: function}, until the other end hangs up."""
+def last_message(output: str) -> str:
+    """Return the first error message of mpidl in a process's output, else the last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no message"
+    return next((line for line in lines if line.startswith("mpidl: ")), last)[:300]
+
+
+def serve(address: str, rank: int, *actions: Callable) -> None:
+    """In a process of a Side: call the actions by name until the other end hangs up."""
+    functions = {action.__name__: action for action in actions}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         with connection.makefile("rw") as link:
 
-            def say(message):
+            def send(message):
                 link.write(json.dumps(message) + "\n")
                 link.flush()
 
-            say({"rank": rank})
+            send({"rank": rank})
             for line in link:
-                action, *arguments = json.loads(line)
+                name, *arguments = json.loads(line)
                 try:
-                    answer = {"value": actions[action](*arguments)}
+                    answer = {"value": functions[name](*arguments)}
                 except Exception as error:
                     text = next((x for x in str(error).splitlines() if x.strip()), "")
                     answer = {"error": f"{type(error).__name__}: {text[:300]}"}
-                say(answer)
+                send(answer)
 
 
-def steps_for(seconds, least=0.25, most=50):
-    """How many steps of this length make a turn of at least `least` seconds."""
-    return max(1, min(most, round(least / max(seconds, 1e-9))))
+def alternate(names: Iterable, rounds: int) -> Iterator[tuple]:
+    """Yield (round, name): in even rounds the names in their order, in odd ones reversed."""
+    names = list(names)
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            yield number, name
 
 
-def timed_steps(step, count, before=lambda: None):
-    """Seconds of each of `count` steps, after one that brings this side's data back to the cache.
+def alternate_steps(
+    sides: Mapping[object, Side], counts: Mapping[object, int], rounds: int
+) -> dict[object, list[float]]:
+    """Let sides take turns of `counts` steps; return seconds of a step of each round by side."""
+    times: dict[object, list[float]] = {name: [] for name in sides}
+    for _, name in alternate(sides, rounds):
+        times[name].append(sides[name].mean_step(counts[name]))
+    return times
 
-    before(): what lines the ranks up.
+
+def steps_for(seconds: float, turn: float = 0.25, limit: int = 50) -> int:
+    """Return how many steps of so many seconds make a turn of `turn` seconds, 1 to `limit`."""
+    return max(1, min(limit, round(turn / max(seconds, 1e-9))))
+
+
+def timed_steps(step: Callable, count: int, barrier: Callable = lambda: None) -> list[float]:
+    """Return the seconds of each of `count` steps.
+
+    One more step runs first, which brings the data back to the cache. `barrier()` then lines the
+    ranks up.
     """
     step()
-    before()
+    barrier()
     return [seconds(step) for _ in range(count)]
 
 
-def seconds(function):
-    """How long a call of this function takes."""
-    began = time.perf_counter()
+def seconds(function: Callable[[], object]) -> float:
+    """Return how long a call of a function takes."""
+    start = time.perf_counter()
     function()
-    return time.perf_counter() - began
+    return time.perf_counter() - start

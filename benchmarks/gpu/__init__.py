@@ -1,6 +1,6 @@
-"""What is checked and measured on a GPU: `run/gpu-check` (`check`), `python -m benchmarks gpu`.
+"""Checks and measurements on a GPU: `run/gpu-check` (`check`) and `python -m benchmarks gpu`.
 
-A stage of the check is a process of its own (`stage`), since what goes wrong on a GPU ends the
-process it goes wrong in. Its functions take the World and the Device they compute on, so that
-tests run them on an emulated one.
+Each stage of the check is a separate process (`stage`), because an error on a GPU ends the
+process that it happens in. Functions take the World and the Device that they compute on, so tests
+run them on an emulated one.
 """

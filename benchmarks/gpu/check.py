@@ -1,12 +1,11 @@
-"""`run/gpu-check`: everything that has to be checked and measured on a GPU, in one go.
+"""`run/gpu-check`: everything that needs a GPU to be checked and measured, in one go.
 
-Each stage is a process of its own with a time of its own; one that takes longer is ended, which is
-said, and the rest goes on. What all found is left in a folder, as JSON and as Markdown that fits
+Each stage is a process with a time limit; one that takes longer is ended and reported, and the
+others go on. The results of all stages are written to a folder, as JSON and as Markdown for
 docs/BENCHMARKS.md. Exit codes: 0 all passed; 1 a check failed, or was not done; 2 there is no GPU
 that can be used.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -14,114 +13,113 @@ import sys
 import time
 from typing import NamedTuple
 
-from benchmarks import machine
-from benchmarks.gpu import report
+from benchmarks import machine, report
+from benchmarks.arguments import add_option
 from mpidl.backends.gpu.discovery import visible
-from mpidl.cli import verify
 from mpidl.cli.arguments import Parser, count
 from mpidl.comm import failure
+from mpidl.comm.launcher import environment
 from mpidl.errors import UserError
-from mpidl.training.files import model_file
+from mpidl.files import write_whole
 from mpidl.training.options import training_options
 
 
 class Stage(NamedTuple):
-    """seconds: what it may take at most; needed: whether it has to come to its end to pass."""
+    """A stage; it may take so many `seconds`, and must end in time if it is `required`."""
 
     name: str
     text: str
     seconds: float
-    needed: bool = True
+    required: bool = True
 
 
-# The last takes what the others leave, too.
+# The last stage also takes the time that the others leave.
 STAGES = (
     Stage("machine", "versions; all kernels compile", 90),
     Stage("parity", "each op at the networks' sizes against float64 NumPy", 60),
     Stage("training", "training beside the CPU's, accuracy", 75),
     Stage("identity", "the same bytes on repeats, without graphs, on 1, 2, 4 ranks, resumed", 75),
-    Stage("tests", "the kernels' tests", 60, needed=False),
-    Stage("sanitizer", "compute-sanitizer", 60, needed=False),
-    Stage("timing", "the step beside PyTorch's; kernels by time", 170, needed=False),
+    Stage("tests", "the kernels' tests", 60, required=False),
+    Stage("sanitizer", "compute-sanitizer", 60, required=False),
+    Stage("timing", "the step beside PyTorch's; kernels by time", 170, required=False),
 )
 LIMIT = 590  # seconds in all
-GRACE = 3  # more seconds, as a stage that watches its time ends by itself
+GRACE = 3  # more seconds, so that a stage that watches its time ends by itself
 NAMES = [stage.name for stage in STAGES]
 
 
-def main(argv=None, see=visible, command=None):
-    """Run the stages; returns the exit code. see(): the Visible; command(stage, folder, seconds):
-    what starts a stage (tests have their own of both)."""
-    chosen = _arguments(argv)
-    seen = see()
-    if not seen.gpus:
-        raise UserError(f"gpu-check needs a GPU that mpidl can compute on: {seen.reason}")
-    os.makedirs(chosen.out, exist_ok=True)
+def main(argv=None, find_gpus=visible, stage_command=None):
+    """Run the stages; returns the exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str or None
+        Words after the program's name; None takes those of the process.
+    find_gpus : callable
+        Returns the Visible GPUs.
+    stage_command : callable or None
+        Returns the command line of a stage from its name, the folder and its seconds.
+
+    Raises
+    ------
+    UserError
+        If there is no GPU, or an argument is unusable.
+    """
+    options = _arguments(argv)
+    gpus = find_gpus()
+    if not gpus.gpus:
+        raise UserError(f"gpu-check needs a GPU that mpidl can compute on: {gpus.reason}")
+    gpu = gpus.gpus[0].name
+    os.makedirs(options.out, exist_ok=True)
     for name in NAMES:
-        path = os.path.join(chosen.out, f"{name}.json")
-        if name in chosen.stages and os.path.exists(path):
+        path = os.path.join(options.out, f"{name}.json")
+        if name in options.stages and os.path.exists(path):
             os.unlink(path)  # of an earlier check
-    print(f"{seen.gpus[0].name}; results go to {chosen.out}", flush=True)
-    busy, deadline = machine.busy(), time.monotonic() + chosen.limit
-    ended, wanted = {}, [stage for stage in STAGES if stage.name in chosen.stages]
-    for stage in wanted:
+    print(f"{gpu}; results go to {options.out}", flush=True)
+    busy, deadline = machine.busy(), time.monotonic() + options.limit
+    outcomes, stages = {}, [stage for stage in STAGES if stage.name in options.stages]
+    for stage in stages:
         left = deadline - time.monotonic()
-        seconds = left if stage is wanted[-1] else min(stage.seconds, left)
+        seconds = left if stage is stages[-1] else min(stage.seconds, left)
         print(f"== {stage.name}: {stage.text} (at most {max(seconds, 0):.0f} s)", flush=True)
         if seconds < 1:
-            ended[stage.name] = "no time left"
+            outcomes[stage.name] = "no time left"
         else:
-            words = (command or _command)(stage.name, chosen.out, seconds)
-            ended[stage.name] = run(words, seconds)
-        if ended[stage.name]:
-            print(f"  {stage.name}: {ended[stage.name]}", flush=True)
-    problems, notes = verdict(chosen.out, wanted, ended)
-    _write(chosen.out, ended, {"gpu": seen.gpus[0].name, "busy_before": busy, "failed": problems})
-    print(f"written: {os.path.join(chosen.out, 'gpu-check.md')}")
-    said = "; ".join(notes)
+            command = (stage_command or _command)(stage.name, options.out, seconds)
+            outcomes[stage.name] = run(command, seconds)
+        if outcomes[stage.name]:
+            print(f"  {stage.name}: {outcomes[stage.name]}", flush=True)
+    problems, notes = verdict(options.out, stages, outcomes)
+    _write(options.out, outcomes, {"gpu": gpu, "busy_before": busy, "failed": problems})
+    print(f"written: {os.path.join(options.out, 'gpu-check.md')}")
+    remarks = "; ".join(notes)
     if problems:
-        print(f"failed: {'; '.join(problems)}" + (f" ({said})" if said else ""))
+        print(f"failed: {'; '.join(problems)}" + (f" ({remarks})" if remarks else ""))
         return 1
-    print(f"all passed{f', but {said}' if said else ''}")
+    print(f"all passed{f', but {remarks}' if remarks else ''}")
     return 0
 
 
 def _arguments(argv):
-    """Namespace of out, stages and limit. Raises UserError."""
+    """Return the Namespace of out, stages and limit; raises UserError."""
     texts = "\n".join(f"  {stage.name:10}{stage.text}" for stage in STAGES)
     parser = Parser("benchmarks.gpu.check", f"Check and measure on a GPU.\n\n{texts}", False)
     parser.prog = "run/gpu-check"
     default = os.environ.get("OUT") or "gpu-check-results"
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        default=default,
-        help="folder of the results ($OUT, or ./%(default)s)",
-    )
-    parser.add_argument(
-        "--stages",
-        metavar="NAME,NAME,...",
-        type=_stages,
-        default=NAMES,
-        help="run these alone (all)",
-    )
-    parser.add_argument(
-        "--limit",
-        metavar="SECONDS",
-        type=count("--limit"),
-        default=LIMIT,
-        help="what all may take together (%(default)s)",
-    )
-    return argparse.Namespace(**vars(parser.parse(argv)))
+    text = "folder of the results ($OUT, or ./%(default)s)"
+    add_option(parser, "--out", "DIR", text, default)
+    add_option(parser, "--stages", "NAME,NAME,...", "run these alone (all)", NAMES, _stages)
+    text = "time limit of all stages together (%(default)s)"
+    add_option(parser, "--limit", "SECONDS", text, LIMIT, count("--limit"))
+    return parser.parse(argv)
 
 
 def _stages(text):
     names = text.split(",")
     for name in names:
         if name not in NAMES:
-            known = ", ".join(NAMES)
             hint = training_options.nearest(name, NAMES)
-            raise UserError(f"--stages must be of {known}, found {name}{hint}")
+            raise UserError(f"--stages must be of {', '.join(NAMES)}, found {name}{hint}")
     return names
 
 
@@ -129,10 +127,10 @@ def _command(name, folder, seconds):
     return [sys.executable, "-m", "benchmarks.gpu.stage", name, folder, str(seconds)]
 
 
-def run(words, seconds):
-    """Run a stage with all that it starts; "" or, in words, how it ended otherwise than well."""
+def run(command, seconds):
+    """Run a stage with all processes that it starts; return "" or, in words, why it failed."""
     process = subprocess.Popen(
-        words, env=verify.environment(), stdin=subprocess.DEVNULL, start_new_session=True
+        command, env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
     )
     try:
         code = process.wait(seconds + GRACE)
@@ -149,39 +147,37 @@ def run(words, seconds):
         process.wait()
 
 
-def verdict(folder, stages, ended):
-    """(what failed, what else was not done), as lists of texts."""
+def verdict(folder, stages, outcomes):
+    """Return what failed, and which optional stages were not done, as lists of texts."""
     problems, notes = [], []
     for stage in stages:
-        found = report.load(folder, stage.name)
-        checks = [] if found is None else found["checks"]
+        record = report.load(folder, stage.name)
+        checks = [] if record is None else record["checks"]
         failed = [check["what"] for check in checks if not check["passed"]]
         problems += [f"{stage.name}: {', '.join(failed)}"] if failed else []
-        if found is None or not found["finished"]:
-            text = f"{stage.name} was not done: {ended.get(stage.name) or 'it ended early'}"
-            out_of_time = "time" in (ended.get(stage.name) or "")
-            if stage.needed or not out_of_time:
+        if record is None or not record["finished"]:
+            outcome = outcomes.get(stage.name) or ""
+            text = f"{stage.name} was not done: {outcome or 'it ended early'}"
+            if stage.required or "time" not in outcome:
                 problems += [] if failed else [text]
             else:
                 notes.append(text)
     return problems, notes
 
 
-def _write(folder, ended, facts):
-    """gpu-check.json and gpu-check.md of all stages whose results are there."""
-    found = [r for r in (report.load(folder, name) for name in NAMES) if r is not None]
-    for one in found:
-        if ended.get(one["stage"]):
-            one["notes"].append(ended[one["stage"]])
-    whole = {"date": time.strftime("%Y-%m-%d"), **facts, "stages": found}
-    machine.write_json(os.path.join(folder, "gpu-check.json"), whole)
-    head = (
-        f"`./run/gpu-check` on one {facts['gpu']}, {whole['date']}: "
-        + (f"failed: {'; '.join(facts['failed'])}" if facts["failed"] else "all passed")
-        + ".\n\n"
-    )
-    text = head + report.markdown(found)
-    model_file.write_whole(os.path.join(folder, "gpu-check.md"), text.encode())
+def _write(folder, outcomes, facts):
+    """Write gpu-check.json and gpu-check.md of all stages that left a record."""
+    records = [r for r in (report.load(folder, name) for name in NAMES) if r is not None]
+    for record in records:
+        if outcomes.get(record["stage"]):
+            record["notes"].append(outcomes[record["stage"]])
+    date = time.strftime("%Y-%m-%d")
+    path = os.path.join(folder, "gpu-check.json")
+    report.write_json(path, {"date": date, **facts, "stages": records})
+    state = f"failed: {'; '.join(facts['failed'])}" if facts["failed"] else "all passed"
+    head = f"`./run/gpu-check` on one {facts['gpu']}, {date}: {state}.\n\n"
+    text = head + report.markdown(records)
+    write_whole(os.path.join(folder, "gpu-check.md"), text.encode())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""The same weights, byte for byte: on every repeat, with graphs and without, on any number of ranks
-that share the GPU, and after a resume on another number of them."""
+"""Checks that training gives the same weights, byte for byte.
+
+It compares repeats, runs with and without graphs, runs on several numbers of ranks that share the
+GPU, and runs that resume on another number of ranks.
+"""
 
 import functools
 import importlib.util
@@ -8,20 +11,36 @@ import os
 import subprocess
 import sys
 
-from mpidl.cli import verify
+from benchmarks.turns import last_message
+from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import UserError
 
-ITERATIONS, STOP = 90, 40  # more than an epoch of 71, whose last mini-batch is smaller; and less
+# An epoch has 71 iterations, the last on a smaller mini-batch: one run goes past it, one does not.
+ITERATIONS, STOP = 90, 40
 
 
 def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIONS, stop=STOP):
-    """Compare runs that `start(name, ranks, options, out=None, resume=False)` makes; each gives
-    {"losses", "sha256"}, or raises UserError. checkpoints: whether runs can be resumed."""
+    """Compare runs with each other.
+
+    Parameters
+    ----------
+    report : Report
+        Gets the checks.
+    start : callable
+        `start(name, ranks, options, out=None, resume=False)` runs a training and returns
+        {"losses", "sha256"}, or raises UserError.
+    ranks : tuple of int
+        Numbers of ranks beside 1.
+    checkpoints : bool
+        Whether runs can be resumed.
+    iterations, stop : int
+        Iterations of a run, and of one that is resumed later.
+    """
     options = {"max_iterations": iterations, "epochs": 1000}
 
-    def run(name, *how, **keywords):
+    def run(name, *args, **keywords):
         try:
-            return start(name, *how, **keywords)
+            return start(name, *args, **keywords)
         except UserError as error:
             report.check(name, False, str(error))
             return None
@@ -30,46 +49,54 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
     if first is None:
         return
     report.fact("weights_sha256", f"{first['sha256']} after {iterations} iterations")
-    same = functools.partial(_compare, report, first)
-    same("again", run("again", 1, options))
-    same("without graphs", run("without graphs", 1, options | {"graphs": "off"}))
+    compare = functools.partial(_compare, report, first)
+    compare("again", run("again", 1, options))
+    compare("without graphs", run("without graphs", 1, options | {"graphs": "off"}))
     for n in ranks:
-        same(f"{n} ranks", run(f"{n} ranks", n, options))
+        compare(f"{n} ranks", run(f"{n} ranks", n, options))
     tf32 = options | {"precision": "tf32"}
-    once, again = (run(name, 1, tf32) for name in ("tf32", "tf32, again"))
-    if once is not None:
-        _compare(report, once, "tf32, again", again)
-        other = once["sha256"] != first["sha256"]
-        report.check("tf32 is not fp32", other, "other weights" if other else "the same weights")
+    tf32_first, tf32_second = (run(name, 1, tf32) for name in ("tf32", "tf32, again"))
+    if tf32_first is not None:
+        _compare(report, tf32_first, "tf32, again", tf32_second)
+        differs = tf32_first["sha256"] != first["sha256"]
+        report.check(
+            "tf32 is not fp32", differs, "other weights" if differs else "the same weights"
+        )
     if not checkpoints:
         return
     for before, after in [(n, 1) for n in ranks[:1]] + [(1, n) for n in ranks[-1:]] or [(1, 1)]:
         out, name = f"checkpoint-{before}-{after}", f"{before} rank(s), resumed on {after}"
-        begun = run(name, before, options | {"max_iterations": stop}, out=out)
-        ended = begun and run(f"{name}, the rest", after, options, out=out, resume=True)
-        if ended:
-            joined = {"losses": begun["losses"] + ended["losses"], "sha256": ended["sha256"]}
-            same(f"{name} after iteration {stop}", joined)
+        part = run(name, before, options | {"max_iterations": stop}, out=out)
+        rest = part and run(f"{name}, the rest", after, options, out=out, resume=True)
+        if rest:
+            joined = {"losses": part["losses"] + rest["losses"], "sha256": rest["sha256"]}
+            compare(f"{name} after iteration {stop}", joined)
 
 
-def _compare(report, expected, what, found):
-    """A check that a run came to the same bytes, unless it came to nothing."""
-    if found is None:
+def _compare(report, expected, name, run):
+    """Check that a run gave the same bytes; a run that failed has its check already."""
+    if run is None:
         return
     text = "the same weights and losses"
-    if found != expected:
-        pairs = zip(found["losses"], expected["losses"], strict=False)
-        where = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), None)
-        text = f"weights_sha256 {found['sha256'][:16]}..., expected {expected['sha256'][:16]}..."
-        text += "" if where is None else f"; losses differ from iteration {where} on"
-    report.check(what, found == expected, text)
+    if run != expected:
+        pairs = zip(run["losses"], expected["losses"], strict=False)
+        iteration = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), None)
+        text = f"weights_sha256 {run['sha256'][:16]}..., expected {expected['sha256'][:16]}..."
+        text += "" if iteration is None else f"; losses differ from iteration {iteration} on"
+    report.check(name, run == expected, text)
 
 
 class Starter:
-    """Starts runs as processes: what `check_all` takes as `start`.
+    """Starts runs as processes, as `check_all` calls it.
 
-    folder: for what they write; data: the file of `training.digits`; left(): seconds that a run may
-    take at most.
+    Parameters
+    ----------
+    folder : str
+        Folder for the files of the runs.
+    data : str
+        File of `training.digits`.
+    left : callable
+        Returns the seconds that a run may take.
     """
 
     def __init__(self, folder, data, left):
@@ -77,42 +104,40 @@ class Starter:
 
     def __call__(self, name, ranks, options, out=None, resume=False):
         result = os.path.join(self.folder, f"{name.replace(' ', '-')}.json")
-        what = {
+        task = {
             "data": self.data,
             "options": options | {"device": "gpu"},
             "out": None if out is None else os.path.join(self.folder, out),
             "resume": resume,
             "result": result,
         }
-        if what["out"]:
-            os.makedirs(what["out"], exist_ok=True)
-        launcher = verify.launcher(ranks) if ranks > 1 else []
+        if task["out"]:
+            os.makedirs(task["out"], exist_ok=True)
+        prefix = launcher(ranks) if ranks > 1 else []
         module = "benchmarks.gpu.training"
         try:
-            done = subprocess.run(
-                [*launcher, sys.executable, "-m", module, json.dumps(what)],
-                env=verify.environment(),
+            job = subprocess.run(
+                [*prefix, sys.executable, "-m", module, json.dumps(task)],
+                env=environment(),
                 capture_output=True,
                 text=True,
                 timeout=max(self.left(), 1),
             )
         except subprocess.TimeoutExpired as late:
             raise UserError(f"not done after {late.timeout:.0f} s") from None
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ["no message"]
-            text = next((x for x in lines if x.startswith("mpidl: ")), lines[-1])
-            raise UserError(f"exit code {done.returncode}: {text}")
+        if job.returncode:
+            raise UserError(f"exit code {job.returncode}: {last_message(job.stderr)}")
         with open(result) as file:
             return json.load(file)
 
 
-def ranks_here(report):
-    """The numbers of ranks that can be started beside 1, and a note where that is none."""
+def other_rank_counts(report):
+    """Return the numbers of ranks that can be started beside 1; note why if there are none."""
     try:
-        verify.launcher(2)
+        launcher(2)
         if importlib.util.find_spec("mpi4py") is None:
             raise UserError("mpi4py is not installed")
-    except UserError as why:
-        report.note(f"one rank alone: {why}")
+    except UserError as error:
+        report.note(f"one rank alone: {error}")
         return ()
     return (2, 4)

@@ -1,7 +1,7 @@
-"""Every op at the sizes of a network's layers, on the GPU and by NumPy in float64.
+"""Checks every op at the sizes of a network's layers on the GPU against NumPy in float64.
 
-Errors are |a - b| / |b| in the Euclidean norm, over the images that a mini-batch has. The arguments
-are the same float32 numbers on both sides.
+Errors are |a - b| / |b| in the Euclidean norm over the mini-batch's images. The arguments are the
+same float32 numbers on both sides.
 """
 
 import contextlib
@@ -17,13 +17,11 @@ from mpidl.backends import settings
 from mpidl.blocks import LANES, OneRank, share
 from mpidl.comm.reducer import is_on_host
 from mpidl.fold import Partial, merge_moments
-from mpidl.ops import check
-from mpidl.ops.pool import windows
 
 COUNT = 40  # images: the last of three blocks is half full
-# The largest errors. Of three TF32 products for each, and of float32: those of rounding alone.
+# Largest errors. Float32, and three TF32 products for each, have those of rounding alone.
 EXACT, TF32 = 1e-6, 1e-3
-# How products may be made: (name, precision, without tensor cores, largest error).
+# Ways to make products: (name, precision, whether without tensor cores, largest error).
 KINDS = (
     ("fp32", "fp32", False, EXACT),
     ("tf32", "tf32", False, TF32),
@@ -32,14 +30,14 @@ KINDS = (
 
 
 class Lanes(NamedTuple):
-    """A value per image (blocks, ..., 16); of images of `image_shape`, where it is flattened."""
+    """A value per image (blocks, ..., 16); `image_shape` if it is a flattened image."""
 
     array: np.ndarray
     image_shape: tuple = ()
 
 
 class Weights(NamedTuple):
-    """Filters, or weights (K, F) that go with images of `image_shape`."""
+    """Filters, or weights (K, F) for images of `image_shape`."""
 
     array: np.ndarray
     image_shape: tuple = ()
@@ -52,14 +50,16 @@ class Plain(NamedTuple):
 
 
 class Images(NamedTuple):
-    """How many images there are: by block for NumPy, of the share for the GPU."""
+    """The number of images: by block for NumPy, of the share for the GPU."""
 
     batch: Any
 
 
 class Case(NamedTuple):
-    """A function of the backends, by its name there, with arguments; `products`: whether it makes
-    any that tensor cores could; of `count` images."""
+    """A backend function by name, with arguments for `count` images.
+
+    `products` says whether it makes products that tensor cores could make.
+    """
 
     layer: str
     function: str
@@ -69,31 +69,42 @@ class Case(NamedTuple):
 
 
 def check_all(report, networks, kinds=KINDS, count=COUNT):
-    """Compare all functions at the sizes of these Networks' layers, {name: Network}: a check for
-    each network and kind of products, a table of the largest errors of each function."""
+    """Compare all functions at the sizes of networks' layers.
+
+    Parameters
+    ----------
+    report : Report
+        Gets a check for each network and kind of products, and a table of the largest errors.
+    networks : dict of str to Network
+        Networks by name.
+    kinds : tuple
+        Ways to make products, as KINDS.
+    count : int
+        Images of the mini-batch.
+    """
     rows = []
     for title, net in networks.items():
-        for kind, precision, direct, most in kinds:
-            found = {}
+        for kind, precision, direct, tolerance in kinds:
+            errors = {}
             with arithmetic(precision, direct):
                 for case in cases(net, count):
                     if kind != "fp32" and not case.products:
                         continue  # nothing else depends on it
                     error = compare(case)
-                    limit = most if case.products else EXACT
-                    found.setdefault(case.function, []).append((error / limit, error, case.layer))
-            worst = {name: max(errors) for name, errors in found.items()}
-            wrong = [name for name, (share_of, *_) in worst.items() if not share_of <= 1]
+                    limit = tolerance if case.products else EXACT
+                    errors.setdefault(case.function, []).append((error / limit, error, case.layer))
+            largest = {name: max(entries) for name, entries in errors.items()}
+            failed = [name for name, (over_limit, *_) in largest.items() if not over_limit <= 1]
             rows += [
                 [title, kind, name, f"{error:.1e}", layer]
-                for name, (_, error, layer) in worst.items()
+                for name, (_, error, layer) in largest.items()
             ]
             report.check(
                 f"ops of {title}, {kind}",
-                not wrong,
-                f"{len(found)} functions, errors at most "
-                f"{max(error for _, error, _ in worst.values()):.1e}"
-                + (f"; too large: {', '.join(wrong)}" if wrong else ""),
+                not failed,
+                f"{len(errors)} functions, errors at most "
+                f"{max(error for _, error, _ in largest.values()):.1e}"
+                + (f"; too large: {', '.join(failed)}" if failed else ""),
             )
     report.table(
         "Largest errors against float64 NumPy",
@@ -104,24 +115,24 @@ def check_all(report, networks, kinds=KINDS, count=COUNT):
 
 @contextlib.contextmanager
 def arithmetic(precision, direct):
-    """Within the block, products are made this way."""
-    kept = settings.precision, settings.direct
+    """Make products this way within the block."""
+    original = settings.precision, settings.direct
     settings.precision, settings.direct = precision, direct
     try:
         yield
     finally:
-        settings.precision, settings.direct = kept
+        settings.precision, settings.direct = original
 
 
 def cases(net, count=COUNT):
-    """The Cases of a Network's layers, of its loss and of its optimizer."""
+    """Yield the Cases of a Network's layers, of its loss and of its optimizer."""
     batch = share(count, OneRank())
     shape = net.input_shape
     pixels = numbers("pixels", count, *shape)
     pixels = ((pixels + 1) * 127).astype(np.uint8)
     yield Case("images", "images", batch.count, (Plain(pixels),))
     for layer, output in zip(net.layers, net.output_shapes, strict=True):
-        make = {
+        layer_cases = {
             "Conv2D": _convolution,
             "BatchNorm": _batchnorm,
             "ReLU": _relu,
@@ -129,38 +140,33 @@ def cases(net, count=COUNT):
             "AveragePool2D": _pool,
             "Dense": _dense,
         }.get(type(layer).__name__)
-        if make is not None:
-            yield from make(layer, net, shape, output, batch)
+        if layer_cases is not None:
+            yield from layer_cases(layer, net, shape, output, batch)
         shape = output
-    yield from _ends(net, batch)
+    yield from _loss_and_optimizer(net, batch)
 
 
 def numbers(name, *shape):
-    """Uniform between -1 and 1, float32: the same for who asks by this name."""
-    drawn = keyed.uniform(0, f"parity {name}", int(np.prod(shape)))
-    return (2 * drawn - 1).astype(np.float32).reshape(shape)
+    """Return uniform float32 numbers in [-1, 1), the same for each name."""
+    uniform = keyed.uniform(0, f"parity {name}", int(np.prod(shape)))
+    return (2 * uniform - 1).astype(np.float32).reshape(shape)
 
 
 def _lanes(name, shape, batch, zero=False):
-    """Random Lanes; zero: as a cotangent, 0 in unused lanes."""
-    made = numbers(name, batch.blocks, *shape, LANES)
+    """Return random Lanes; `zero` clears unused lanes, as in a cotangent."""
+    array = numbers(name, batch.blocks, *shape, LANES)
     if zero:
-        made[-1, ..., batch.valid(batch.blocks - 1) :] = 0
-    return Lanes(made)
+        array[-1, ..., batch.valid(batch.blocks - 1) :] = 0
+    return Lanes(array)
 
 
 def _convolution(layer, net, shape, output, batch):
     weight, bias = (net.parameters[f"{layer.name}.{name}"] for name in ("weight", "bias"))
-    how = (
-        check.pair(layer.name, "stride", layer.stride, 1),
-        check.pads(layer.name, layer.padding),
-        check.pair(layer.name, "dilation", layer.dilation, 1),
-        layer.groups,
-    )
+    args = subject.conv_args(layer)
     x, dy = _lanes("x", shape, batch), _lanes("dy", output, batch, zero=True)
     bias = Plain(numbers("bias", *bias.shape))
-    yield Case(layer.name, "conv2d", batch.count, (x, Weights(weight), bias, *how), True)
-    arguments = dy, x, Weights(weight), *how, Images(batch), batch.tree, (True, True, True)
+    yield Case(layer.name, "conv2d", batch.count, (x, Weights(weight), bias, *args), True)
+    arguments = dy, x, Weights(weight), *args, Images(batch), batch.tree, (True, True, True)
     yield Case(layer.name, "conv2d_backward", batch.count, arguments, True)
 
 
@@ -183,18 +189,17 @@ def _relu(layer, net, shape, output, batch):
 
 
 def _pool(layer, net, shape, output, batch):
-    pools = windows(layer.name, shape, layer.size, layer.stride, layer.padding)
-    how = pools.size, pools.stride, pools.padding
+    args = subject.pool_args(layer, shape)
     x, dy = _lanes("x", shape, batch), _lanes("dy", output, batch, zero=True)
     if type(layer).__name__ == "MaxPool2D":
-        yield Case(layer.name, "max_pool2d", batch.count, (x, *how))
-        _, places = reference.max_pool2d(x.array, *how)
+        yield Case(layer.name, "max_pool2d", batch.count, (x, *args))
+        _, positions = reference.max_pool2d(x.array, *args)
         yield Case(
-            layer.name, "max_pool2d_dx", batch.count, (dy, Lanes(places), x, *how, batch.tree)
+            layer.name, "max_pool2d_dx", batch.count, (dy, Lanes(positions), x, *args, batch.tree)
         )
     else:
-        yield Case(layer.name, "average_pool2d", batch.count, (x, *how))
-        yield Case(layer.name, "average_pool2d_dx", batch.count, (dy, x, *how, batch.tree))
+        yield Case(layer.name, "average_pool2d", batch.count, (x, *args))
+        yield Case(layer.name, "average_pool2d_dx", batch.count, (dy, x, *args, batch.tree))
 
 
 def _dense(layer, net, shape, output, batch):
@@ -206,8 +211,8 @@ def _dense(layer, net, shape, output, batch):
     yield Case(layer.name, "dense_backward", batch.count, arguments, True)
 
 
-def _ends(net, batch):
-    """The loss, and the optimizer's step."""
+def _loss_and_optimizer(net, batch):
+    """Yield the Cases of the loss and of the optimizer's step."""
     (classes,) = net.output_shape
     yield from _losses("loss", (classes,), batch)
     yield from _losses("loss of pixels", (classes, 9, 31), batch)
@@ -221,7 +226,7 @@ def _ends(net, batch):
 
 
 def _losses(layer, shape, batch):
-    """Of scores (K,) of an image, or (K, H, W)."""
+    """Yield the Cases of losses of scores (K,) or (K, H, W) for each image."""
     logits = Lanes(4 * _lanes("logits", shape, batch).array)
     labels = np.arange(batch.blocks * LANES * math.prod(shape[1:]), dtype=np.int32) % shape[0]
     labels = Lanes(labels.reshape(batch.blocks, *shape[1:], LANES))
@@ -239,23 +244,23 @@ def _losses(layer, shape, batch):
 
 
 def compare(case):
-    """The largest relative error of what a Case's function gives."""
+    """Return the largest relative error of a Case's function."""
     from mpidl.backends.gpu.backend import GPU
 
-    exact = getattr(reference, case.function)(*_each(case.arguments, _for_numpy))
-    found = getattr(GPU, case.function)(*_each(case.arguments, _for_gpu))
-    return max(_errors(found, exact, case.count))
+    exact = getattr(reference, case.function)(*_convert(case.arguments, _for_numpy))
+    value = getattr(GPU, case.function)(*_convert(case.arguments, _for_gpu))
+    return max(_errors(value, exact, case.count))
 
 
-def _each(arguments, convert):
+def _convert(arguments, convert):
     return [
-        [convert(one) for one in value] if isinstance(value, list) else convert(value)
+        [convert(entry) for entry in value] if isinstance(value, list) else convert(value)
         for value in arguments
     ]
 
 
 def _for_numpy(value):
-    """An argument in float64; bytes and whole numbers stay what they are."""
+    """Return an argument in float64; bytes and whole numbers stay as they are."""
     if isinstance(value, Images):
         return value.batch.counts()
     if not isinstance(value, (Lanes, Weights, Plain)):
@@ -265,7 +270,7 @@ def _for_numpy(value):
 
 
 def _for_gpu(value):
-    """The same uploaded, as it lies there."""
+    """Return the same argument on the GPU, in its layout there."""
     from mpidl.backends.gpu import array
 
     if isinstance(value, Images):
@@ -281,44 +286,44 @@ def _for_gpu(value):
     return array.lanes(images).reshape(*shape)
 
 
-def _errors(found, exact, count):
-    """The relative errors of all that a function returned."""
+def _errors(value, exact, count):
+    """Return the relative errors of everything that a function returned."""
     if isinstance(exact, (list, tuple)):
-        pairs = zip(found, exact, strict=True)
+        pairs = zip(value, exact, strict=True)
         return [e for a, b in pairs if b is not None for e in _errors(a, b, count)]
     if isinstance(exact, Partial) and exact.terms[0].combine is merge_moments:
-        return _errors_of_moments(*(_root(value) for value in (found, exact)))
-    found, exact = (_root(v) if isinstance(v, Partial) else np.asarray(v) for v in (found, exact))
+        return _errors_of_moments(_root(value), _root(exact))
+    value, exact = (_root(v) if isinstance(v, Partial) else np.asarray(v) for v in (value, exact))
     if exact.ndim > 1 and exact.shape[-1] == LANES and len(exact) == -(-count // LANES):
-        found, exact = (
-            np.moveaxis(a, -1, 1).reshape(-1, *a.shape[1:-1])[:count] for a in (found, exact)
+        value, exact = (
+            np.moveaxis(a, -1, 1).reshape(-1, *a.shape[1:-1])[:count] for a in (value, exact)
         )
-    if found.shape != exact.shape:
-        raise ValueError(f"expected shape {exact.shape}, found {found.shape}")
-    return [relative(found, exact)]
+    if value.shape != exact.shape:
+        raise ValueError(f"expected shape {exact.shape}, found {value.shape}")
+    return [relative(value, exact)]
 
 
-def relative(found, exact):
-    """|found - exact| / |exact|; infinite where something is not finite."""
+def relative(value, exact):
+    """Return |value - exact| / |exact|, or infinity if something is not finite."""
     size = float(np.linalg.norm(exact))
-    error = float(np.linalg.norm(found.astype(np.float64) - exact)) / (size or 1.0)
+    error = float(np.linalg.norm(value.astype(np.float64) - exact)) / (size or 1.0)
     return error if np.isfinite(error) else np.inf
 
 
-def _errors_of_moments(found, exact):
-    """Of the number of values, of the means in standard deviations, and of M2."""
+def _errors_of_moments(value, exact):
+    """Return the errors of the count, of the means in standard deviations, and of M2."""
     channels = exact.size // 2
     deviation = np.sqrt(exact[1 + channels :] / exact[0])
-    means = (found - exact)[1 : 1 + channels] / deviation
+    means = (value - exact)[1 : 1 + channels] / deviation
     return [
-        abs(found[0] - exact[0]),
+        abs(value[0] - exact[0]),
         float(abs(means).max()),
-        relative(found[1 + channels :], exact[1 + channels :]),
+        relative(value[1 + channels :], exact[1 + channels :]),
     ]
 
 
 def _root(partial):
-    """The sum of a Partial of one rank, as NumPy has it."""
+    """Return the sum of a Partial of one rank as a NumPy array."""
     from mpidl.backends.gpu import sums
 
     if not is_on_host(partial):

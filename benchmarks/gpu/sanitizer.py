@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 
-from mpidl.cli import verify
+from mpidl.comm.launcher import environment
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-FOUND = 99  # the exit code that the sanitizer is told to end with where it found something
+ERROR_CODE = 99  # exit code of the sanitizer if it finds an error
 
 
 def find():
-    """Path of compute-sanitizer, or None: on PATH, in a CUDA toolkit, in pip's packages."""
+    """Return the path of compute-sanitizer on PATH, in a CUDA toolkit or in pip's packages."""
     places = [shutil.which("compute-sanitizer")]
     toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     for toolkit in [*filter(None, toolkits), *sorted(glob.glob("/usr/local/cuda-*"))[::-1]]:
@@ -30,7 +30,7 @@ def find():
 
 
 def check_all(report, program, seconds, tools=TOOLS):
-    """Run the small program of `stage` under each tool, as long as there is time."""
+    """Run the small program of `stage` under each tool until the seconds are over."""
     deadline = time.monotonic() + seconds
     for number, tool in enumerate(tools):
         share = (deadline - time.monotonic()) / (len(tools) - number)
@@ -41,13 +41,13 @@ def check_all(report, program, seconds, tools=TOOLS):
 
 
 def _run(report, program, tool, seconds):
-    command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
+    command = [program, "--tool", tool, "--error-exitcode", str(ERROR_CODE)]
     command += ["--racecheck-report", "all"] if tool == "racecheck" else []
     command += [sys.executable, "-m", "benchmarks.gpu.stage", "small"]
     try:
-        done = subprocess.run(
+        job = subprocess.run(
             command,
-            env=verify.environment(),
+            env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -56,18 +56,17 @@ def _run(report, program, tool, seconds):
     except subprocess.TimeoutExpired:
         report.note(f"{tool}: not done within {seconds:.0f} s")
         return
-    report.check(f"compute-sanitizer {tool}", done.returncode == 0, said(done.stdout))
+    report.check(f"compute-sanitizer {tool}", job.returncode == 0, summary(job.stdout))
 
 
-def said(output):
-    """What a run of the sanitizer came to: its summary, and its first finding or the last line."""
+def summary(output: str) -> str:
+    """Return the sanitizer's summary and first finding in a run's output, or the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    own = [line.removeprefix("=========").strip() for line in lines if line.startswith("=====")]
-    summary = next((line for line in own if "SUMMARY" in line), None)
-    first = next(
-        (x for x in own if x and not x.startswith(("COMPUTE-SANITIZER", "ERROR SUMMARY"))), None
-    )
-    if summary is None:
-        return (own or lines or ["no output"])[-1][:300]
-    clean = summary.endswith(("0 errors", "(0 errors, 0 warnings)"))
-    return summary if clean or first is None else f"{summary}; {first}"[:300]
+    messages = [x.removeprefix("=========").strip() for x in lines if x.startswith("=====")]
+    result = next((line for line in messages if "SUMMARY" in line), None)
+    heads = ("COMPUTE-SANITIZER", "ERROR SUMMARY")
+    first = next((line for line in messages if line and not line.startswith(heads)), None)
+    if result is None:
+        return (messages or lines or ["no output"])[-1][:300]
+    clean = result.endswith(("0 errors", "(0 errors, 0 warnings)"))
+    return result if clean or first is None else f"{result}; {first}"[:300]

@@ -1,54 +1,54 @@
 """`python -m benchmarks gpu`: our step against PyTorch's on one GPU, and our kernels by time.
 
-Ours and PyTorch's run in processes of their own, which take turns: one works while the others
-wait in a read. Times are of CUDA events around some steps that follow each other, medians over the
-rounds. What is compared is of one precision: fp32 (ours by three TF32 products for each) against
-PyTorch without TF32, TF32 against TF32; PyTorch's bf16 stands beside them.
+Ours and PyTorch's run in processes of their own that take turns: one works while the others wait
+in a read. Times are those of CUDA events around consecutive steps, medians over the rounds. Only
+steps of one precision are compared: fp32 (ours by three TF32 products for each) against PyTorch
+without TF32, and TF32 against TF32. PyTorch's bf16 is listed beside them.
 """
 
-import importlib.util
+import argparse
 import sys
 import tempfile
 import time
 
-from benchmarks import machine, subject, turns
+from benchmarks import report as reports
+from benchmarks import subject, torch_step, turns
 from benchmarks.gpu import floors, tables
-from benchmarks.gpu.report import Report, markdown
 from mpidl.backends.gpu.discovery import visible
-from mpidl.cli import verify
+from mpidl.comm.launcher import environment
 from mpidl.errors import Fault, UserError
 
 OURS = ("fp32", "tf32")
-PLAIN = {  # of PyTorch, by precision; compiled ones come last, as they take minutes
+VARIANTS = {  # PyTorch's by precision; compiled ones come last, as they take minutes
     "fp32": ("eager", "channels_last", "graph", "graph+channels_last"),
     "tf32": ("eager", "channels_last", "graph", "graph+channels_last"),
     "bf16": ("channels_last", "graph+channels_last"),
 }
 COMPILED = "compile+channels_last"
-# Of the first loss, relative: those of two computations that are the same but for rounding.
+# Largest relative differences of the first loss by rounding alone.
 SAME_LOSS = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 2e-2}
 TURN = 0.03  # seconds
-COMPILES = 45  # seconds that must be left to begin with a compiled variant
+COMPILE_SECONDS = 45  # that must be left to begin with a compiled variant
 
 
-def main(chosen):
-    """Run the sub-command; returns its exit code."""
-    seen = visible()
-    if not seen.gpus:
-        raise UserError(f"bench gpu needs a GPU that mpidl can compute on: {seen.reason}")
-    report = Report("timing")
-    settings = [parsed(text) for text in chosen.settings]
-    measure(report, settings, chosen.rounds, chosen.limit, seen.gpus[0].name)
-    print(markdown([report.found]))
-    facts = machine.facts(chosen, {}) | {"gpu": seen.gpus[0].name}
-    machine.write_json(chosen.json, facts | report.found)
+def main(options: argparse.Namespace) -> dict:
+    """Run the sub-command; return its record."""
+    gpus = visible()
+    if not gpus.gpus:
+        raise UserError(f"bench gpu needs a GPU that mpidl can compute on: {gpus.reason}")
+    report = reports.Report("timing")
+    settings = [parse_setting(text) for text in options.settings]
+    measure(report, settings, options.rounds, options.limit, gpus.gpus[0].name)
+    print(reports.markdown([report.record]))
+    record = reports.header(options, {}) | {"gpu": gpus.gpus[0].name} | report.record
     if report.failed:
+        reports.write_json(options.json, record)
         raise Fault(f"failed: {', '.join(report.failed)}")
-    return 0
+    return record
 
 
-def parsed(text):
-    """("digits", 128) of "digits:128". Raises UserError."""
+def parse_setting(text: str) -> tuple[str, int]:
+    """Return ("digits", 128) for "digits:128"; raises UserError."""
     network, _, batch = text.rpartition(":")
     if not network or not batch.isdigit() or not int(batch):
         raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {text}")
@@ -56,43 +56,59 @@ def parsed(text):
 
 
 def measure(report, settings, rounds, limit, gpu):
-    """Time all settings, [(network, batch), ...], and fill the report: as far as one comes within
-    `limit` seconds. gpu: its name."""
+    """Time the settings, as many as fit into the limit, and fill the report.
+
+    Parameters
+    ----------
+    report : Report
+        Gets tables, facts and checks.
+    settings : list of tuple
+        (network, batch size) of each.
+    rounds : int
+        Turns of each variant.
+    limit : float
+        Seconds.
+    gpu : str
+        Name of the GPU.
+    """
     deadline = time.monotonic() + limit
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         sides = Sides(folder, deadline)
         try:
-            take_turns(report, [Result(*setting) for setting in settings], rounds, sides, gpu)
+            take_turns(report, [Timing(*setting) for setting in settings], rounds, sides, gpu)
         finally:
             sides.close()
     report.finish()
 
 
 def take_turns(report, results, rounds, sides, gpu):
-    """Fill the Results and the report with what the Sides answer."""
+    """Fill the Timings and the report with the answers of the Sides."""
     rate = _rates(report, sides, gpu)
     for result in results:
         if sides.left() < 10:
             report.note(f"{result.name}: no time left")
             continue
-        _plain(report, result, rounds, sides)
-        result.kernels = _asked(report, sides, "ours", "kernels", f"{result.name} fp32", rounds)
-        _show(report, results, rate)
+        _time_uncompiled(report, result, rounds, sides)
+        result.kernels = _ask(report, sides, "ours", "kernels", f"{result.name} fp32", rounds)
+        _add_tables(report, results, rate)
         sides.drop()
-    for precision in PLAIN if sides.torch else ():
+    for precision in VARIANTS if sides.torch else ():
         for result in results:
-            if sides.left() < COMPILES:
+            if sides.left() < COMPILE_SECONDS:
                 report.note(f"{result.name}, {precision}: no time left for torch.compile")
             elif result.ms:
-                _compiled(report, result, precision, rounds, sides)
-                _show(report, results, rate)
+                _time_compiled(report, result, precision, rounds, sides)
+                _add_tables(report, results, rate)
                 sides.drop()
     for result in results:
-        _compare_losses(report, result)
+        compare_losses(report, result)
 
 
-class Result:
-    """Of one network and batch: {(side, variant, precision): milliseconds a step}, the losses."""
+class Timing:
+    """Times and losses of the steps of one network and batch size.
+
+    `ms` holds milliseconds of a step by (side, variant, precision), `losses` the first losses.
+    """
 
     def __init__(self, network, batch, image=None):
         self.network, self.batch, self.image = network, batch, image
@@ -100,56 +116,57 @@ class Result:
         self.work = floors.work(subject.network(network, image))
         self.ms, self.losses, self.kernels = {}, {}, None
 
-    def what(self, **more):
-        """Keywords of a step: this, and more."""
-        return {"network": self.network, "batch": self.batch, "image": self.image, **more}
+    def step_options(self, **options):
+        """Return the keywords of a step: network, batch and image, and these."""
+        return {"network": self.network, "batch": self.batch, "image": self.image, **options}
 
 
 class Sides:
-    """The processes that take turns, each started when it is first asked for something."""
+    """The processes that take turns; each starts at the first question to it."""
 
     def __init__(self, folder, deadline):
         self.folder, self.deadline, self.alive, self.count = folder, deadline, {}, 0
-        self.torch = importlib.util.find_spec("torch") is not None
+        self.torch = torch_step.is_installed()
 
     def left(self):
-        """Seconds."""
+        """Return the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     def ask(self, kind, *question):
-        """What "ours" or "theirs" answers. Raises Lost; a process that is gone starts anew at the
-        next question, and knows nothing."""
+        """Return the answer of "ours" or "theirs"; raises Lost.
+
+        After a process has ended, the next question starts a new one, without its steps.
+        """
         if kind not in self.alive:
             self.count += 1
             command = [sys.executable, "-m", f"benchmarks.gpu.{kind}"]
-            name, environment = f"{kind}-{self.count}", verify.environment()
-            self.alive[kind] = turns.Side(
-                name, [command], 1, environment, self.folder, max(self.left(), 10)
-            )
+            name, patience = f"{kind}-{self.count}", max(self.left(), 10)
+            self.alive[kind] = turns.Side(name, [command], 1, environment(), self.folder, patience)
         try:
             return self.alive[kind].ask(*question)[0]
         except turns.Lost as lost:
-            if lost.reason.startswith(("ended", "no answer")):  # not one of its own errors
+            if lost.reason.startswith(("ended", "no answer")):  # not an error that it answered
                 self.alive.pop(kind).close()
             raise
 
     def drop(self):
-        """Have the processes forget what was prepared."""
+        """Have the processes forget their steps."""
         for kind in list(self.alive):
             try:
                 self.ask(kind, "drop")
             except turns.Lost:
-                pass  # it is gone, and so is all it held
+                pass  # it has ended, and its steps with it
 
     def close(self):
+        """End the processes."""
         for side in self.alive.values():
             for process in side.processes:
                 process.terminate()  # it may be in the middle of compiling
             side.close()
 
 
-def _asked(report, sides, kind, *question):
-    """The answer, or None and a note that says why there is none."""
+def _ask(report, sides, kind, *question):
+    """Return the answer; or None, with a note that says why."""
     try:
         return sides.ask(kind, *question)
     except turns.Lost as lost:
@@ -158,9 +175,9 @@ def _asked(report, sides, kind, *question):
 
 
 def _rates(report, sides, gpu):
-    """The Rates that floors are computed with, and what was measured, as facts."""
-    copy = _asked(report, sides, "ours", "copy_rate")
-    products = _asked(report, sides, "theirs", "product_rates") if sides.torch else None
+    """Return the Rates for the floors; report them and the measured ones as facts."""
+    copy = _ask(report, sides, "ours", "copy_rate")
+    products = _ask(report, sides, "theirs", "product_rates") if sides.torch else None
     if copy:
         report.fact("copy within the GPU, measured", f"{copy / 1e12:.2f} TB/s")
     if products:
@@ -177,72 +194,70 @@ def _rates(report, sides, gpu):
     return rate
 
 
-def _plain(report, result, rounds, sides):
-    """Time ours and all variants of PyTorch that need no compiling."""
-    named = {}
+def _time_uncompiled(report, result, rounds, sides):
+    """Time ours and all variants of PyTorch that are not compiled."""
+    prepared = {}
     for precision in OURS:
-        _prepare(report, sides, named, result, "ours", "graphs", precision)
-    _prepare(report, sides, named, result, "ours", "no graphs", OURS[0])
+        _prepare(report, sides, prepared, result, "ours", "graphs", precision)
+    _prepare(report, sides, prepared, result, "ours", "no graphs", OURS[0])
     if sides.torch:
-        for precision, variants in PLAIN.items():
+        for precision, variants in VARIANTS.items():
             for variant in variants:
-                _prepare(report, sides, named, result, "theirs", variant, precision)
-    _time(report, sides, named, result, rounds)
+                _prepare(report, sides, prepared, result, "theirs", variant, precision)
+    _time(report, sides, prepared, result, rounds)
 
 
-def _compiled(report, result, precision, rounds, sides):
+def _time_compiled(report, result, precision, rounds, sides):
     """Time a compiled variant of PyTorch in turns with ours."""
-    named = {}
-    if not _prepare(report, sides, named, result, "theirs", COMPILED, precision):
+    prepared = {}
+    if not _prepare(report, sides, prepared, result, "theirs", COMPILED, precision):
         return
     if precision in OURS:
-        _prepare(report, sides, named, result, "ours", "graphs", precision)
-    _time(report, sides, named, result, rounds)
+        _prepare(report, sides, prepared, result, "ours", "graphs", precision)
+    _time(report, sides, prepared, result, rounds)
 
 
-def _prepare(report, sides, named, result, kind, variant, precision):
-    """Have a side make a step; whether it did. named: {its name: (key of the result, side)}."""
+def _prepare(report, sides, prepared, result, kind, variant, precision):
+    """Have a side make a step, and enter it in `prepared`, {name: key}; return whether it did."""
     if kind == "ours":
-        what = result.what(precision=precision, graphs=variant == "graphs")
-        name = f"{result.name} {precision}" + ("" if what["graphs"] else " no graphs")
+        options = result.step_options(precision=precision, graphs=variant == "graphs")
+        name = f"{result.name} {precision}" + ("" if options["graphs"] else " no graphs")
     else:
-        what = result.what(precision=precision, variant=variant)
+        options = result.step_options(precision=precision, variant=variant)
         name = f"{result.name} {variant} {precision}"
-    losses = _asked(report, sides, kind, "prepare", name, what)
+    losses = _ask(report, sides, kind, "prepare", name, options)
     if losses is None:
         return False
     key = kind, variant, precision
     result.losses.setdefault(key, losses)
-    named[name] = key
+    prepared[name] = key
     return True
 
 
-def _time(report, sides, named, result, rounds):
-    """Let all that were prepared take turns, forwards and backwards by turns."""
-    counts, times = {}, {name: [] for name in named}
-    for i in range(-1, rounds):
-        for name in list(named) if i % 2 else reversed(named):
-            kind = named[name][0]
-            if name not in times or sides.left() < 1:
-                continue
-            ms = _asked(report, sides, kind, "run", name, counts.get(name, 3))
-            if ms is None:
-                del times[name]
-            elif i < 0:
-                counts[name] = turns.steps_for(ms / 1e3, least=TURN, most=400)
-            else:
-                times[name].append(ms)
-    for name, found in times.items():
-        if found:
-            result.ms.setdefault(named[name], []).extend(found)
+def _time(report, sides, prepared, result, rounds):
+    """Let all prepared steps take turns; the first round finds how many steps make a turn."""
+    counts, times = {}, {name: [] for name in prepared}
+    for number, name in turns.alternate(prepared, rounds + 1):
+        if name not in times or sides.left() < 1:
+            continue
+        ms = _ask(report, sides, prepared[name][0], "run", name, counts.get(name, 3))
+        if ms is None:
+            del times[name]
+        elif number == 0:
+            counts[name] = turns.steps_for(ms / 1e3, TURN, 400)
+        else:
+            times[name].append(ms)
+    for name, values in times.items():
+        if values:
+            result.ms.setdefault(prepared[name], []).extend(values)
 
 
-def _compare_losses(report, result):
-    """A check that each variant computes what ours does."""
+def compare_losses(report, result):
+    """Check that each variant computes the same as ours."""
     ours = result.losses.get(("ours", "graphs", "fp32"))
     for (kind, variant, precision), losses in result.losses.items() if ours else ():
-        apart = abs(losses[0] / ours[0] - 1)
-        if not apart <= SAME_LOSS[precision]:
+        difference = abs(losses[0] / ours[0] - 1)
+        if not difference <= SAME_LOSS[precision]:
             report.check(
                 f"{result.name}: first loss of {kind} {variant} {precision}",
                 False,
@@ -250,10 +265,10 @@ def _compare_losses(report, result):
             )
 
 
-def _show(report, results, rate):
-    found = [result for result in results if result.ms]
-    report.table(*tables.steps(found, rate))
-    report.table(*tables.variants(found))
-    for result in found:
+def _add_tables(report, results, rate):
+    timed = [result for result in results if result.ms]
+    report.table(*tables.steps(timed, rate))
+    report.table(*tables.variants(timed))
+    for result in timed:
         if result.kernels:
             report.table(*tables.kernels(result))

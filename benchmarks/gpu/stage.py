@@ -1,7 +1,7 @@
-"""One stage of the check, a process of its own: `python -m benchmarks.gpu.stage NAME FOLDER
-SECONDS`. What it found is in FOLDER/NAME.json, also where it is ended before it is done.
+"""One stage of the check as a process: `python -m benchmarks.gpu.stage NAME FOLDER SECONDS`.
 
-`... stage small` is what compute-sanitizer looks at: all ops on a few images, and a short training.
+FOLDER/NAME.json holds its results, also if it is ended before it is done. `... stage small` is the
+program for compute-sanitizer: all ops on a few images, and a short training.
 """
 
 import importlib.util
@@ -15,16 +15,17 @@ import traceback
 
 from benchmarks import arguments
 from benchmarks.gpu import compiling, identity, parity, sanitizer, speed, training
-from benchmarks.gpu.report import Report
+from benchmarks.report import Report
 from mpidl.backends.gpu.discovery import versions, visible
-from mpidl.cli import start, verify
+from mpidl.cli import start
 from mpidl.comm import World, failure
+from mpidl.comm.launcher import environment
 from mpidl.nn import AveragePool2D, BatchNorm, Conv2D, Dense, MaxPool2D, Network, ReLU, zoo
 from mpidl.training.options import configuration
 
 EPOCHS = 20  # of the digits' recipe
-# What other commands need beside NumPy and CuPy; the check needs none of it.
-NEEDED = {
+# Packages that other commands use beside NumPy and CuPy; the check needs none of them.
+PACKAGES = {
     "mpi4py": "more than one rank",
     "h5py": "train, predict: checkpoints and models",
     "PIL": "train, predict: image files, the digit set",
@@ -55,28 +56,28 @@ def main(argv=None):
 
 
 def gpu_world():
-    """The world of this process, on a GPU."""
+    """Return the world of this process on a GPU."""
     world = World(threads=None)
     world.use_device("gpu")
     return world
 
 
 def cpu_world():
-    """One beside it that computes on the CPU."""
+    """Return a second world, which computes on the CPU."""
     world = World()
-    world.device_request = "cpu", None  # the device is the other one's, and stays open
+    world.device_request = "cpu", None  # the device belongs to the other world and stays open
     return world
 
 
 def machine_stage(report, folder, seconds):
-    """Versions, and how long all kernels of the networks take to compile."""
+    """Report versions, and how long the networks' kernels take to compile."""
     world = gpu_world()
     facts(report, world.device)
     compiling.check_all(report, world)
 
 
 def facts(report, device):
-    """What the machine is."""
+    """Report the machine and the versions."""
     from mpidl.backends.gpu import nvrtc
 
     report.fact(
@@ -84,11 +85,11 @@ def facts(report, device):
         f"{device.name}, {device.architecture}, {device.processors} multiprocessors, "
         f"{device.memory / 2**30:.0f} GiB",
     )
-    found, driver = versions(), _driver()
+    cuda, driver = versions(), _driver()
     if driver:
         report.fact("driver", driver)
-    if found is not None:
-        report.fact("CuPy", f"{found.cupy}, for CUDA {found.made_for}; driver {found.can_run}")
+    if cuda is not None:
+        report.fact("CuPy", f"{cuda.cupy}, for CUDA {cuda.made_for}; driver {cuda.can_run}")
     compiler = nvrtc.find(device.architecture)
     report.fact("NVRTC", f"{'.'.join(map(str, compiler.version))}, {compiler.path}")
     for package in ("numpy", "torch"):
@@ -97,41 +98,41 @@ def facts(report, device):
     report.fact("platform", platform.platform())
     for line in start.without_kernels():
         report.note(line)
-    for name, use in NEEDED.items():
+    for name, use in PACKAGES.items():
         if importlib.util.find_spec(name) is None:
             report.note(f"{name} is not installed; it is for: {use}")
 
 
 def _driver():
-    """The driver's version, as the system tells it."""
+    """Return the driver's version by /proc, or None."""
     try:
         with open("/proc/driver/nvidia/version") as file:
-            found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.readline())
+            match = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.readline())
     except OSError:
         return None
-    return found[0] if found else None
+    return match[0] if match else None
 
 
 def parity_stage(report, folder, seconds):
-    """All ops at the networks' sizes."""
+    """Check all ops at the networks' sizes."""
     gpu_world()
     parity.check_all(report, {name: make() for name, make in zoo.NETWORKS.items()})
 
 
 def tests_stage(report, folder, seconds):
-    """The kernels' tests, on the GPU instead of the emulated one."""
+    """Run the kernels' tests on the GPU instead of the emulated one."""
     tests = os.path.join(_root(), "tests", "gpu")
     if importlib.util.find_spec("pytest") is None or not os.path.isdir(tests):
         report.note("left out: pytest is not installed, or this is no checkout")
         return
-    environment = verify.environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    variables = environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     words = ["-m", "pytest", tests, "--device", "cuda", "--slow", "all", "-q"]
     words += ["-p", "no:cacheprovider"]
     with open(os.path.join(folder, "tests.log"), "w+") as log:
         try:
             code = subprocess.run(
                 [sys.executable, *words, "--maxfail", "20", "-rf"],
-                env=environment,
+                env=variables,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 timeout=max(seconds - 2, 1),
@@ -152,7 +153,7 @@ def tests_stage(report, folder, seconds):
 
 
 def training_stage(report, folder, seconds):
-    """The GPU's training beside the CPU's."""
+    """Compare the GPU's training with the CPU's."""
     sets = training.digits(os.path.join(folder, "digits.npz"))
     gpu, cpu = gpu_world(), cpu_world()
     cpu.use_threads(0)
@@ -160,7 +161,7 @@ def training_stage(report, folder, seconds):
 
 
 def identity_stage(report, folder, seconds):
-    """The same bytes."""
+    """Check that runs give the same bytes."""
     deadline = time.monotonic() + seconds
     data = os.path.join(folder, "digits.npz")
     training.digits(data)
@@ -168,11 +169,11 @@ def identity_stage(report, folder, seconds):
     if not checkpoints:
         report.note("no resume: h5py is not installed")
     start_run = identity.Starter(folder, data, lambda: deadline - time.monotonic())
-    identity.check_all(report, start_run, identity.ranks_here(report), checkpoints)
+    identity.check_all(report, start_run, identity.other_rank_counts(report), checkpoints)
 
 
 def sanitizer_stage(report, folder, seconds):
-    """compute-sanitizer on a small program."""
+    """Run compute-sanitizer on the small program."""
     program = sanitizer.find()
     if program is None:
         report.note(
@@ -185,14 +186,14 @@ def sanitizer_stage(report, folder, seconds):
 
 
 def timing_stage(report, folder, seconds):
-    """Ours against PyTorch's."""
-    usual = arguments.parse(["gpu"])
-    settings = [speed.parsed(text) for text in usual.settings]
-    speed.measure(report, settings, usual.rounds, seconds, visible().gpus[0].name)
+    """Time our step and PyTorch's."""
+    defaults = arguments.parse(["gpu"])
+    settings = [speed.parse_setting(text) for text in defaults.settings]
+    speed.measure(report, settings, defaults.rounds, seconds, visible().gpus[0].name)
 
 
 def small(world, kinds=parity.KINDS):
-    """All ops on a few images, and a few steps of training, with graphs and without."""
+    """Check all ops on a few images, and train a few steps with graphs and without."""
     layers = [
         *(Conv2D(3, 8, padding=1), BatchNorm(), ReLU(), MaxPool2D(2)),
         *(Conv2D(3, 12, stride=2), BatchNorm(), ReLU(), AveragePool2D(2), Dense(10)),
@@ -201,13 +202,13 @@ def small(world, kinds=parity.KINDS):
     parity.check_all(report, {"small": Network(layers, (3, 11, 11))}, kinds, count=20)
     sets = training.small_set((1, 9, 9), 40)
     for graphs in ("auto", "off"):
-        chosen = {"epochs": 1, "batch_size": 24, "graphs": graphs}
-        training.train(world, training.network(sets), sets, chosen)
+        options = {"epochs": 1, "batch_size": 24, "graphs": graphs}
+        training.train(world, training.network(sets), sets, options)
     return 1 if report.failed else 0
 
 
 def _root():
-    """The checkout's folder."""
+    """Return the checkout's folder."""
     return os.path.dirname(os.path.dirname(os.path.dirname(start.__file__)))
 
 

@@ -1,28 +1,25 @@
 """The tables of the timing, as (title, head, rows of texts)."""
 
-from benchmarks import machine
 from benchmarks.gpu import floors
-from benchmarks.gpu.report import milliseconds
+from benchmarks.report import median, milliseconds
 
-MOST = 24  # kernels in a table; the others in one row
+ROWS = 24  # kernels in a table; the others share one row
 
 
 def medians(result):
-    """{(side, variant, precision): median milliseconds}."""
-    return {key: machine.median(times) for key, times in result.ms.items()}
+    """Return {(side, variant, precision): median milliseconds}."""
+    return {key: median(times) for key, times in result.ms.items()}
 
 
 def best(result, precision):
-    """(variant, milliseconds) of the fastest of PyTorch's of a precision, or (None, None)."""
-    theirs = {
-        k[1]: ms for k, ms in medians(result).items() if (k[0], k[2]) == ("theirs", precision)
-    }
-    variant = min(theirs, key=theirs.get, default=None)
-    return variant, theirs.get(variant)
+    """Return (variant, ms) of PyTorch's fastest variant of a precision, or (None, None)."""
+    torch = {k[1]: ms for k, ms in medians(result).items() if (k[0], k[2]) == ("theirs", precision)}
+    variant = min(torch, key=torch.get, default=None)
+    return variant, torch.get(variant)
 
 
 def steps(results, rate):
-    """Our step against the fastest of PyTorch's in the same precision, and against its floor."""
+    """Return the table of our step, PyTorch's fastest of the same precision, and the floor."""
     head = ["step", "precision", "ours, ms", "floor, ms", "ours / floor", "TFLOP/s", "GB/s"]
     head += ["PyTorch, ms", "PyTorch / ours", "PyTorch bf16, ms"]
     rows = []
@@ -30,8 +27,8 @@ def steps(results, rate):
         for (kind, variant, precision), times in result.ms.items():
             if (kind, variant) != ("ours", "graphs"):
                 continue
-            ms = machine.median(times)
-            name, theirs = best(result, precision)
+            ms = median(times)
+            name, torch_ms = best(result, precision)
             half, at_half = best(result, "bf16")
             floor, outputs = None, 4 * result.work.outputs * result.batch
             if rate is not None:
@@ -46,29 +43,29 @@ def steps(results, rate):
                     "" if floor is None else f"{ms / floor['floor']:.2f}",
                     f"{result.work.flop * result.batch / ms / 1e9:.1f}",
                     f"{floors.FUSED * outputs / ms / 1e6:.0f}",
-                    "" if name is None else f"{milliseconds(theirs)} ({name})",
-                    "" if name is None else f"**{theirs / ms:.2f}**",
+                    "" if name is None else f"{milliseconds(torch_ms)} ({name})",
+                    "" if name is None else f"**{torch_ms / ms:.2f}**",
                     "" if half is None else f"{milliseconds(at_half)} ({half})",
                 ]
             )
     return "Training step: forward, backward and SGD with momentum", head, rows
 
 
-def _floor(found):
+def _floor(floor):
     return (
-        f"{milliseconds(found['floor'])} (products {milliseconds(found['products'])}, bytes "
-        f"{milliseconds(found['bytes fused'])} to {milliseconds(found['bytes apart'])})"
+        f"{milliseconds(floor['floor'])} (products {milliseconds(floor['products'])}, bytes "
+        f"{milliseconds(floor['bytes fused'])} to {milliseconds(floor['bytes apart'])})"
     )
 
 
 def variants(results):
-    """All that was timed, in ms: a row each, a column for each step."""
+    """Return the table of all times in ms: a row for each variant, a column for each step."""
     keys = list(dict.fromkeys(key for result in results for key in result.ms))
     keys.sort(key=lambda key: (key[2] != "fp32", key[2] != "tf32", key[0] == "theirs"))
-    found = [medians(result) for result in results]
+    columns = [medians(result) for result in results]
     names = {"ours": "ours", "theirs": "PyTorch"}
     rows = [
-        [key[2], f"{names[key[0]]}, {key[1]}", *(milliseconds(of.get(key)) for of in found)]
+        [key[2], f"{names[key[0]]}, {key[1]}", *(milliseconds(ms.get(key)) for ms in columns)]
         for key in keys
     ]
     head = ["precision", "", *(result.name for result in results)]
@@ -76,13 +73,13 @@ def variants(results):
 
 
 def kernels(result):
-    """Our kernels by time. bytes: of the arrays that a kernel is given, each once."""
+    """Return the table of our kernels by time; GB/s count each array of a kernel once."""
     total = sum(row["ms"] for row in result.kernels)
-    rows = [_kernel(row, total) for row in result.kernels[:MOST]]
-    others = result.kernels[MOST:]
-    if others:
-        rest = {k: sum(row[k] for row in others) for k in ("times", "ms", "bytes", "flop")}
-        rows.append(_kernel({"name": f"{len(others)} others", "shape": "", **rest}, total))
+    rows = [_kernel(row, total) for row in result.kernels[:ROWS]]
+    rest = result.kernels[ROWS:]
+    if rest:
+        sums = {k: sum(row[k] for row in rest) for k in ("times", "ms", "bytes", "flop")}
+        rows.append(_kernel({"name": f"{len(rest)} others", "shape": "", **sums}, total))
     head = ["kernel", "largest arrays", "launches", "µs", "share", "GB/s", "TFLOP/s"]
     title = (
         f"{result.name}, fp32: kernels by time, {total * 1e3:.0f} µs in all, each between events "

@@ -1,13 +1,14 @@
-"""Runs of training: the GPU's beside the CPU's, and byte for byte beside each other.
+"""Training runs on the GPU, compared with the CPU's, and byte for byte with each other.
 
-A run of its own, on as many ranks as a launcher starts: `python -m benchmarks.gpu.training
-WHAT`, WHAT as JSON (see `main`).
+A run as a process, on as many ranks as a launcher starts: `python -m benchmarks.gpu.training
+TASK`, TASK as JSON (see `main`).
 """
 
 import importlib
 import json
 import os
 import sys
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,79 +16,88 @@ from benchmarks import subject
 from mpidl.comm import World, failure
 from mpidl.data import ArrayDatastore
 from mpidl.evaluation import evaluate
-from mpidl.nn import zoo
+from mpidl.nn import Network, zoo
 from mpidl.report import Console
 from mpidl.training import trainer
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.options import training_options
 
-# Losses of the digits' first epoch, by learning rate: how far the GPU's may be from the CPU's,
-# relative. Rounding alone makes that of NumPy and of the C kernels differ by 1.6e-6 and 9.3e-5; a
-# gradient that is wrong by a hundredth, by 5e-4 at the lower rate. At the recipe's rate, 0.01, each
-# rounding grows to a tenth of the loss within 71 iterations, on any two machines: there the mean
-# over the epoch is compared, in which those differ by 1 %.
-CLOSE = {1e-5: 1e-5, 1e-4: 1e-3}
-MEAN = 0.05
-# The same of the GPU with TF32 and with float32 products.
-CLOSE_TF32 = {1e-5: 5e-3}
-LEAST_ACCURACY = 0.995  # of the digit set's test, by its recipe: CPUs reach 0.9990 to 1.0000
+# Largest relative differences between the GPU's and the CPU's losses in the digits' first epoch, by
+# learning rate. By rounding alone the losses of NumPy and of the C kernels differ by 1.6e-6 and
+# 9.3e-5; an error of 1 % in a gradient changes them by 5e-4 at the lower rate. At the recipe's
+# rate, 0.01, rounding grows to a tenth of the loss within 71 iterations on any two machines. There
+# the check compares the mean over the epoch, in which the two differ by 1 %.
+TOLERANCES = {1e-5: 1e-5, 1e-4: 1e-3}
+MEAN_TOLERANCE = 0.05
+TOLERANCES_TF32 = {1e-5: 5e-3}  # between TF32 and float32 products on the GPU
+MIN_ACCURACY = 0.995  # of the digit set's test images, by its recipe: CPUs reach 0.9990 to 1.0000
 
 
 def main(argv=None):
-    """Train as argv, a JSON object, says, and write the result, {"losses", "sha256"}.
+    """Run the training that argv, a JSON object, describes; returns the exit code.
 
-    data: the file of `digits`; options: of training; out: folder of checkpoints, or null; resume:
-    whether to go on from the one there; result: the file to write.
+    The object has "data", the file of `digits`; "options" of training; "out", the folder of
+    checkpoints or null; "resume", whether to continue from the checkpoint there; and "result", the
+    file to write, which gets {"losses", "sha256"}.
     """
-    what = json.loads((sys.argv[1:] if argv is None else argv)[0])
+    task = json.loads((sys.argv[1:] if argv is None else argv)[0])
     world = World(threads=None)
-    train_set, _ = digits(what["data"])
-    resume = checkpoint.load(what["out"]) if what["resume"] else None
-    found = train(world, network(train_set), train_set, what["options"], what["out"], resume)
+    train_set, _ = digits(task["data"])
+    resume = checkpoint.load(task["out"]) if task["resume"] else None
+    run = train(world, network(train_set), train_set, task["options"], task["out"], resume)
     if world.rank == 0:
-        with open(what["result"], "w") as file:
-            json.dump({"losses": found.losses, "sha256": found.sha256}, file)
+        with open(task["result"], "w") as file:
+            json.dump({"losses": run.losses, "sha256": run.sha256}, file)
     return 0
 
 
-class Losses(Console):
-    """A console that shows nothing, and keeps the loss of each iteration."""
+class LossRecorder(Console):
+    """A console that shows nothing and records the loss of each iteration."""
 
     def __init__(self):
         super().__init__(1)
-        self.found = []
+        self.losses = []
 
     def iteration(self, epoch, iteration, loss, images_per_second, accuracy=None):
-        self.found.append(loss)
+        """Record the loss."""
+        self.losses.append(loss)
 
 
-class Trained:
-    """A network that was trained, the loss of each iteration, the images each second."""
+class TrainedRun(NamedTuple):
+    """A trained network, the loss of each iteration, and images per second."""
 
-    def __init__(self, net, losses, rate):
-        self.net, self.losses, self.rate = net, losses, rate
-        self.sha256 = model_file.weights_sha256(net)
+    net: Network
+    losses: list
+    rate: float
+
+    @property
+    def sha256(self):
+        """Hash of the weights."""
+        return model_file.weights_sha256(self.net)
 
 
-def train(world, net, train_set, chosen, out=None, resume=None):
-    """Trained, by these options, on the world's device or the one that they name."""
-    losses = Losses()
-    made = training_options.TrainingOptions(**{**zoo.RECIPES["digits"], **chosen})
+def train(world, net, train_set, options, out=None, resume=None):
+    """Train by the digits' recipe and these options; return the TrainedRun.
+
+    It computes on the world's device, unless the options name another one.
+    """
+    recorder = LossRecorder()
+    training = training_options.TrainingOptions(**{**zoo.RECIPES["digits"], **options})
     result = trainer.train(
-        net, train_set, made, world=world, out=out, console=losses, resume=resume
+        net, train_set, training, world=world, out=out, console=recorder, resume=resume
     )
-    return Trained(net, losses.found, result.images_per_second)
+    return TrainedRun(net, recorder.losses, result.images_per_second)
 
 
 def network(train_set, seed=0):
-    """The digits network for these images."""
+    """Return the digits network for a set's images."""
     return zoo.digits(train_set.image_shape, len(train_set.classes), seed)
 
 
 def digits(path):
-    """(train_set, test_set) of the digit set, which is drawn where the file is missing."""
+    """Return training and test set of the digit set; draw the file if it is missing."""
     if not os.path.exists(path):
-        images, labels = drawn()
+        images, labels = draw_digits()
         with open(f"{path}.part", "wb") as file:
             np.savez(file, images=images, labels=labels)
         os.replace(f"{path}.part", path)
@@ -96,68 +106,84 @@ def digits(path):
     return store.split(1 - training_options.RUN["test_fraction"], seed=0)
 
 
-def drawn():
-    """(images, labels) of the digit set; `data.digits` is a function of the module's name."""
+def draw_digits():
+    """Return images and labels of the digit set."""
+    # `data.digits` is a function of the module's name
     return importlib.import_module("mpidl.data.formats.digits").draw()
 
 
 def small_set(image_shape, count):
-    """Random images of ten classes."""
+    """Return a set of random images of ten classes."""
     images, labels = subject.mini_batch(image_shape, count)
     return ArrayDatastore(images, labels, classes=list(range(subject.CLASSES)))
 
 
 def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
-    """Compare a GPU's training with the CPU's over an epoch, and see what accuracy it comes to.
+    """Compare a GPU's training with the CPU's over an epoch, and check the accuracy it reaches.
 
-    cpu, gpu: worlds of one rank that compute there; sets: (train_set, test_set); epochs: of the
-    recipe, for the accuracy; make: of a Network for the images.
+    Parameters
+    ----------
+    report : Report
+        Gets the checks.
+    cpu, gpu : World
+        Worlds of one rank that compute there.
+    sets : tuple of Datastore
+        Training and test set.
+    epochs : int
+        Epochs of the recipe for the accuracy.
+    make : callable
+        Returns a Network for a set.
+    tf32 : bool
+        Whether to compare TF32 with float32 products, too.
     """
     train_set, test_set = sets
 
-    def losses(world, rate, **chosen):
-        chosen |= {"epochs": 1, "learning_rate": rate}
-        return np.array(train(world, make(train_set), train_set, chosen).losses)
+    def losses(world, rate, **options):
+        options |= {"epochs": 1, "learning_rate": rate}
+        return np.array(train(world, make(train_set), train_set, options).losses)
 
-    for rate, most in CLOSE.items():
-        own = losses(gpu, rate)
-        _compare(report, f"losses at rate {rate:g}: GPU and CPU", own, losses(cpu, rate), most)
-        if tf32 and rate in CLOSE_TF32:
-            other = losses(gpu, rate, precision="tf32")
-            text = f"losses at rate {rate:g}: GPU with TF32 and without"
-            _compare(report, text, other, own, CLOSE_TF32[rate])
+    for rate, tolerance in TOLERANCES.items():
+        gpu_losses = losses(gpu, rate)
+        name = f"losses at rate {rate:g}: GPU and CPU"
+        compare(report, name, gpu_losses, losses(cpu, rate), tolerance)
+        if tf32 and rate in TOLERANCES_TF32:
+            tf32_losses = losses(gpu, rate, precision="tf32")
+            name = f"losses at rate {rate:g}: GPU with TF32 and without"
+            compare(report, name, tf32_losses, gpu_losses, TOLERANCES_TF32[rate])
     rate = zoo.RECIPES["digits"]["learning_rate"]
     means = [float(losses(world, rate).mean()) for world in (gpu, cpu)]
-    apart = abs(means[0] / means[1] - 1)
+    difference = abs(means[0] / means[1] - 1)
     report.check(
         "mean loss of the first epoch by the recipe: GPU and CPU",
-        apart <= MEAN,
-        f"{means[0]:.4f} and {means[1]:.4f}, apart by {apart:.1%} (at most {MEAN:.0%})",
+        difference <= MEAN_TOLERANCE,
+        f"{means[0]:.4f} and {means[1]:.4f}, apart by {difference:.1%} (at most "
+        f"{MEAN_TOLERANCE:.0%})",
     )
     accuracy(report, gpu, sets, epochs, make)
 
 
-def _compare(report, what, found, expected, most):
-    apart = np.abs(found / expected - 1)
+def compare(report, name, losses, expected, tolerance):
+    """Check that losses differ from the expected ones by at most `tolerance`, relative."""
+    differences = np.abs(losses / expected - 1)
     report.check(
-        what,
-        len(found) == len(expected) and bool(apart.max() <= most),
-        f"{len(found)} iterations, {expected[0]:.4f} to {expected[-1]:.4f}: apart by at most "
-        f"{apart.max():.1e}, in iteration {apart.argmax() + 1} (at most {most:.0e}); the first by "
-        f"{apart[0]:.1e}",
+        name,
+        len(losses) == len(expected) and bool(differences.max() <= tolerance),
+        f"{len(losses)} iterations, {expected[0]:.4f} to {expected[-1]:.4f}: apart by at most "
+        f"{differences.max():.1e}, in iteration {differences.argmax() + 1} (at most "
+        f"{tolerance:.0e}); the first by {differences[0]:.1e}",
     )
 
 
 def accuracy(report, world, sets, epochs, make=network):
-    """Train by the recipe and see what share of the test images is classified right."""
+    """Train by the recipe and check which share of the test images is classified right."""
     train_set, test_set = sets
-    trained = train(world, make(train_set), train_set, {"epochs": epochs})
-    found = evaluate.evaluate(trained.net, test_set, world=world)
+    run = train(world, make(train_set), train_set, {"epochs": epochs})
+    evaluation = evaluate.evaluate(run.net, test_set, world=world)
     report.check(
         f"accuracy after {epochs} epochs",
-        found.accuracy >= LEAST_ACCURACY,
-        f"{found.accuracy:.4f} of {found.images} images (at least {LEAST_ACCURACY}); "
-        f"{trained.rate:.0f} images/s; weights_sha256 {trained.sha256}",
+        evaluation.accuracy >= MIN_ACCURACY,
+        f"{evaluation.accuracy:.4f} of {evaluation.images} images (at least {MIN_ACCURACY}); "
+        f"{run.rate:.0f} images/s; weights_sha256 {run.sha256}",
     )
 
 

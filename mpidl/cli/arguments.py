@@ -212,8 +212,8 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     Returns
     -------
     Namespace
-        model, data, out, top_k, confusion, activations; the options of training in `PREDICT`; and
-        preprocess, {name: value} of the typed `PREPROCESS`.
+        model, layers, data, out, top_k, confusion, activations; the options of training in
+        `PREDICT`; and preprocess, {name: value} of the typed `PREPROCESS`.
     """
     parser = Parser(
         "mpidl.predict",
@@ -223,6 +223,11 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "preprocessing, also if only one of them is given.",
     )
     parser.add_argument("--model", metavar="FILE.h5", required=True, help="The model.h5 of a run")
+    parser.add_argument(
+        "--layers",
+        metavar="FILE.py",
+        help="Python file with the custom layer classes that the model has",
+    )
     parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
     parser.add_argument(
         "--out",

@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in [*start.arithmetic(world), *lines]:
         print(line)
     on_rank_0(world, lambda: _check_outputs(parsed))
-    net, facts = on_rank_0(world, lambda: model_file.load_model(parsed.model))
+    layers = start.user_layers(parsed.layers)  # on all ranks: rank 0 sends them the network
+    net, facts = on_rank_0(world, lambda: model_file.load_model(parsed.model, layers))
     classes = facts["classes"]
     images = data.open_test_data(
         parsed.data, world, classes=classes, labelled=False, option="--data"

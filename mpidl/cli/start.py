@@ -17,7 +17,7 @@ from mpidl.comm import World
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.preprocess import Preprocess
 from mpidl.errors import UserError
-from mpidl.nn import Network, zoo
+from mpidl.nn import Layer, Network, zoo
 from mpidl.training.files import run_folder
 from mpidl.training.options.option_types import nearest, size_of
 
@@ -292,6 +292,30 @@ def load_user_function(text: str, option: str) -> Callable:
             f"{option} {text}: {path} defines no function {name}{nearest(name, functions)}"
         )
     return getattr(module, name)
+
+
+def user_layers(path: str | None) -> list[type[Layer]]:
+    """Return the layer classes that a user's Python file defines; none without a file.
+
+    Raises
+    ------
+    UserError
+        If there is no such file, or if it defines no layer.
+    """
+    if path is None:
+        return []
+    try:
+        module = load_user_file(path)
+    except UserError as error:
+        raise UserError(f"--layers: {error}") from None
+    layers = [
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Layer) and kind.__module__ == module.__name__
+    ]
+    if not layers:
+        raise UserError(f"--layers {path}: expected a class derived from dl.Layer, found none")
+    return layers
 
 
 def load_user_file(path: str | os.PathLike) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The check and the timing of GPUs, on an emulated one: what they find, count and report."""
+"""The check and the timing of GPUs on an emulated one: their errors, counts and reports."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from emulator import compiler, opened
 
-from benchmarks import arguments, subject
+from benchmarks import arguments, mpidl_step, subject
 from benchmarks.gpu import (
     check,
     compiling,
@@ -23,7 +23,7 @@ from benchmarks.gpu import (
     theirs,
     training,
 )
-from benchmarks.gpu.report import Report, load, markdown
+from benchmarks.report import Report, load, markdown
 from benchmarks.turns import Lost
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.discovery import Gpu, Visible
@@ -45,7 +45,7 @@ def gpu():
         yield world
 
 
-def seen(*names):
+def visible_gpus(*names):
     gpus = tuple(Gpu(i, str(i), name, "sm_90", 132, 1 << 37) for i, name in enumerate(names))
     return lambda: Visible(gpus, "" if gpus else "no NVIDIA driver")
 
@@ -54,7 +54,7 @@ def seen(*names):
 
 
 def test_the_floors_of_the_zoo():
-    """GFLOP a step, and what an H200 needs for it, by hand."""
+    """GFLOP of a step and an H200's least times, computed by hand."""
     digits = floors.work(zoo.digits())
     products = 24 * 24 * 20 * (25 + 180 + 180) + 11520 * 10
     assert digits.products == products and digits.first == 24 * 24 * 20 * 25
@@ -84,19 +84,19 @@ def test_the_rates_of_another_gpu_are_those_measured():
 def test_every_op_is_near_float64_and_what_is_wrong_is_found(gpu, monkeypatch):
     report = Report("parity")
     parity.check_all(report, {"small": zoo.digits((1, 7, 7))}, count=20)
-    assert not report.failed and len(report.found["checks"]) == len(parity.KINDS)
-    functions = {row[2] for row in report.found["tables"][0]["rows"]}
+    assert not report.failed and len(report.record["checks"]) == len(parity.KINDS)
+    functions = {row[2] for row in report.record["tables"][0]["rows"]}
     assert {"conv2d", "conv2d_backward", "dense_backward", "moments", "sgdm"} <= functions
     right = parity.reference.conv2d
 
-    def wrong(*arguments):
+    def with_error(*arguments):
         return right(*arguments) * (1 + 1e-5)
 
-    monkeypatch.setattr(parity.reference, "conv2d", wrong)
-    found = Report("parity")
-    parity.check_all(found, {"small": zoo.digits((1, 7, 7))}, parity.KINDS[:1], count=20)
-    assert found.failed == ["ops of small, fp32"]
-    assert "conv2d" in found.found["checks"][0]["found"]
+    monkeypatch.setattr(parity.reference, "conv2d", with_error)
+    second = Report("parity")
+    parity.check_all(second, {"small": zoo.digits((1, 7, 7))}, parity.KINDS[:1], count=20)
+    assert second.failed == ["ops of small, fp32"]
+    assert "conv2d" in second.record["checks"][0]["found"]
 
 
 def test_a_value_that_is_not_finite_is_infinitely_wrong():
@@ -112,22 +112,22 @@ def test_what_the_sanitizer_runs(gpu, capsys):
 
 @needs_compiler
 def test_the_units_of_a_step_are_found_without_computing(gpu):
-    report, asked = Report("machine"), []
+    report, compiled = Report("machine"), []
     device = gpu.device
     units = compiling.units_of(gpu, "digits", 16, "tf32", image=IMAGE)
     assert gpu.device is launching.device() is device
     assert {"conv_gemm", "conv_dweight", "dense", "optimizer"} <= {u.family for u in units}
     assert ("PRECISION", 1) in units[3].defines + units[4].defines
 
-    def compiled(units, architecture, compile):
-        asked.extend(units)
+    def compile_all(units, architecture, compile):
+        compiled.extend(units)
         return ["fold: no"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "compiled", compiled)
+        patch.setattr(compiling, "compile_all", compile_all)
         compiling.check_all(report, gpu, {"digits": (16,)})
-    assert len(set(asked)) == len(asked) and report.failed == ["kernels compile"]
-    assert {"pool", "conv_direct"} <= {unit.family for unit in asked}  # of other networks
+    assert len(set(compiled)) == len(compiled) and report.failed == ["kernels compile"]
+    assert {"pool", "conv_direct"} <= {unit.family for unit in compiled}  # of other networks
 
 
 # training
@@ -145,36 +145,36 @@ def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     cpu.device_request = "cpu", None
     report = Report("training")
     training.parity(report, cpu, gpu, sets(), epochs=1)
-    found = {c["what"]: c for c in report.found["checks"]}
-    assert len(found) == 5
+    checks = {c["what"]: c for c in report.record["checks"]}
+    assert len(checks) == 5
     failed = [name for name in report.failed if not name.startswith("accuracy")]
     assert failed == []
-    assert "4 iterations" in found["losses at rate 1e-05: GPU and CPU"]["found"]
+    assert "4 iterations" in checks["losses at rate 1e-05: GPU and CPU"]["found"]
     assert report.failed == ["accuracy after 1 epochs"]  # of random images, so it notices
 
 
 def test_losses_that_differ_are_told():
     report = Report("training")
-    training._compare(report, "here", np.array([2.0, 1.001]), np.array([2.0, 1.0]), 1e-4)
-    training._compare(report, "there", np.array([2.0]), np.array([2.0, 1.0]), 1.0)
+    training.compare(report, "here", np.array([2.0, 1.001]), np.array([2.0, 1.0]), 1e-4)
+    training.compare(report, "there", np.array([2.0]), np.array([2.0, 1.0]), 1.0)
     assert report.failed == ["here", "there"]
-    assert "1.0e-03, in iteration 2" in report.found["checks"][0]["found"]
+    assert "1.0e-03, in iteration 2" in report.record["checks"][0]["found"]
 
 
 class Runs:
-    """What `identity` starts, in this process, on emulated GPUs or made up."""
+    """Runs trainings for `identity` in this process on an emulated GPU."""
 
     def __init__(self, world, spoil=None):
-        self.world, self.spoil, self.begun = world, spoil, []
+        self.world, self.spoil, self.started = world, spoil, []
 
     def __call__(self, name, ranks, options, out=None, resume=False):
-        self.begun.append(name)
+        self.started.append(name)
         if name == self.spoil:
             raise UserError("it broke")
-        chosen = {k: v for k, v in options.items() if k != "device"} | {"batch_size": 16}
-        data = sets()[0]
-        made = training.train(self.world, training.network(data), data, chosen)
-        return {"losses": made.losses, "sha256": made.sha256}
+        options = {k: v for k, v in options.items() if k != "device"} | {"batch_size": 16}
+        train_set = sets()[0]
+        run = training.train(self.world, training.network(train_set), train_set, options)
+        return {"losses": run.losses, "sha256": run.sha256}
 
 
 @needs_compiler
@@ -182,11 +182,11 @@ class Runs:
 def test_runs_are_compared_byte_for_byte(gpu):
     report, start = Report("identity"), Runs(gpu)
     identity.check_all(report, start, ranks=(), checkpoints=False, iterations=5)
-    assert report.failed == [] and len(report.found["checks"]) == 4
-    assert start.begun == ["once", "again", "without graphs", "tf32", "tf32, again"]
+    assert report.failed == [] and len(report.record["checks"]) == 4
+    assert start.started == ["once", "again", "without graphs", "tf32", "tf32, again"]
 
 
-def made_up(name, ranks, options, out=None, resume=False):
+def fake_run(name, ranks, options, out=None, resume=False):
     if name == "4 ranks":
         raise UserError("it broke")
     losses = [3.0, 2.0, 1.0]
@@ -200,17 +200,17 @@ def made_up(name, ranks, options, out=None, resume=False):
 
 def test_other_bytes_and_broken_runs_are_found():
     report = Report("identity")
-    identity.check_all(report, made_up, iterations=3, stop=1)
+    identity.check_all(report, fake_run, iterations=3, stop=1)
     assert report.failed == ["2 ranks", "4 ranks"]
-    text = {c["what"]: c["found"] for c in report.found["checks"]}
+    text = {c["what"]: c["found"] for c in report.record["checks"]}
     assert "losses differ from iteration 2" in text["2 ranks"] and text["4 ranks"] == "it broke"
     assert text["2 rank(s), resumed on 1 after iteration 1"] == "the same weights and losses"
 
 
 def test_the_digit_set_is_kept_in_a_file(tmp_path, monkeypatch):
-    drawn = np.zeros((50, 4, 4), np.uint8), np.arange(50) % 10
+    images = np.zeros((50, 4, 4), np.uint8), np.arange(50) % 10
     monkeypatch.setattr(
-        "importlib.import_module", lambda name: type("", (), {"draw": lambda: drawn})
+        "importlib.import_module", lambda name: type("", (), {"draw": lambda: images})
     )
     path = str(tmp_path / "digits.npz")
     for _ in range(2):
@@ -225,17 +225,17 @@ def test_the_digit_set_is_kept_in_a_file(tmp_path, monkeypatch):
 @needs_compiler
 @pytest.mark.slow("gpu")
 def test_a_step_and_its_kernels(gpu):
-    step = ours.Step(gpu, "digits", 20, image=IMAGE)
+    step = mpidl_step.RecordedStep(gpu, "digits", 20, image=IMAGE)
     losses = step.losses(3)
     assert losses[0] == pytest.approx(math.log(10), abs=1.5) and losses[2] != losses[0]
     assert step.run(2) > 0
-    rows = step.kernels(2, shade=256)
+    rows = ours.kernel_times(step, 2, delay_bytes=256)
     assert [row["ms"] for row in rows] == sorted((row["ms"] for row in rows), reverse=True)
     assert sum(row["times"] for row in rows) == len(step.program.launches())
     flop = sum(row["flop"] for row in rows)
-    whole = floors.work(subject.network("digits", IMAGE))
+    work = floors.work(subject.network("digits", IMAGE))
     images = 32  # two blocks: kernels compute unused images too
-    assert flop == images * whole.flop
+    assert flop == images * work.flop
     assert all(row["bytes"] > 0 for row in rows)
     assert step.losses(1)[0] < losses[0] + 1  # it goes on as before
     assert ours.bytes_per_second(gpu.device, 1 << 10, 2) > 0
@@ -245,53 +245,51 @@ def needs_torch():
     return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
-class Here(speed.Sides):
+class LocalSides(speed.Sides):
     """The sides in this process: ours on the emulated GPU, PyTorch on the CPU."""
 
     def __init__(self, world, seconds):
-        self.world, self.seconds, self.made, self.torch = world, seconds, {}, True
+        self.world, self.seconds, self.steps, self.torch = world, seconds, {}, True
 
     def left(self):
         return self.seconds
 
     def ask(self, kind, action, *rest):
-        if action == "drop":
-            self.made.clear()
-            return None
         if action == "copy_rate":
             return 1e12
         if action == "product_rates":
             return {"fp32": 1e12, "tf32": 4e12, "bf16": 8e12}
         if action == "kernels":
-            return self.made[kind, rest[0]].kernels(1, shade=256)
+            return ours.kernel_times(self.steps[kind, rest[0]], 1, delay_bytes=256)
         if action == "run":
-            return self.made[kind, rest[0]].run(1)
-        name, what = rest
-        if kind == "theirs" and not {"graph", "compile"}.isdisjoint(what["variant"].split("+")):
+            return self.steps[kind, rest[0]].run(1)
+        name, options = rest
+        if kind == "ours":
+            step = self.steps[kind, name] = mpidl_step.RecordedStep(self.world, **options)
+            return step.losses(3)
+        if not {"graph", "compile"}.isdisjoint(options["variant"].split("+")):
             raise Lost(kind, "no graphs here")
-        make = ours.Step if kind == "ours" else theirs.Step
-        made = make(self.world, **what) if kind == "ours" else make(**what, device="cpu")
-        self.made[kind, name] = made
-        return made.losses(3) if kind == "ours" else made.first_losses
+        step = self.steps[kind, name] = theirs.GpuStep(**options, device="cpu")
+        return step.first_losses
 
     def drop(self):
-        self.made.clear()
+        self.steps.clear()
 
 
 @needs_compiler
 def test_the_timing_from_end_to_end(gpu):
     needs_torch()
-    report, result = Report("timing"), speed.Result("digits", 16, IMAGE)
-    speed.take_turns(report, [result], 2, Here(gpu, 1000), "Some GPU")
+    report, result = Report("timing"), speed.Timing("digits", 16, IMAGE)
+    speed.take_turns(report, [result], 2, LocalSides(gpu, 1000), "Some GPU")
     assert report.failed == []  # the first losses agree
-    steps, variants, kernels = (table["rows"] for table in report.found["tables"])
+    steps, variants, kernels = (table["rows"] for table in report.record["tables"])
     assert [row[1] for row in steps] == ["fp32", "tf32"]
     assert steps[0][7].endswith(("(eager)", "(channels_last)")) and float(steps[0][4]) > 0
     assert {row[1] for row in variants} >= {"ours, graphs", "ours, no graphs", "PyTorch, eager"}
     assert sum(int(row[2]) for row in kernels) > 20
-    notes = report.found["notes"]
+    notes = report.record["notes"]
     assert any("no graphs here" in note for note in notes)
-    assert report.found["facts"]["floors are computed with"].endswith("(measured)")
+    assert report.record["facts"]["floors are computed with"].endswith("(measured)")
     assert set(result.ms) == {
         *(("ours", "graphs", precision) for precision in ("fp32", "tf32")),
         ("ours", "no graphs", "fp32"),
@@ -302,22 +300,22 @@ def test_the_timing_from_end_to_end(gpu):
 
 
 def test_a_timing_without_time_or_with_wrong_losses_says_so():
-    report, result = Report("timing"), speed.Result("digits", 16, IMAGE)
-    sides = Here(None, 5)
+    report, result = Report("timing"), speed.Timing("digits", 16, IMAGE)
+    sides = LocalSides(None, 5)
     speed.take_turns(report, [result], 2, sides, "NVIDIA H200")
-    assert "digits 16: no time left" in report.found["notes"]
+    assert "digits 16: no time left" in report.record["notes"]
     result.losses = {
         ("ours", "graphs", "fp32"): [2.0],
         ("theirs", "eager", "fp32"): [2.0001],
         ("theirs", "eager", "tf32"): [2.0001],
         ("theirs", "eager", "bf16"): [math.nan],
     }
-    speed._compare_losses(report, result)
+    speed.compare_losses(report, result)
     assert [name.rpartition("eager ")[2] for name in report.failed] == ["fp32", "bf16"]
 
 
 def test_tables_of_made_up_numbers():
-    result = speed.Result("digits", 128)
+    result = speed.Timing("digits", 128)
     result.ms = {
         ("ours", "graphs", "fp32"): [0.09, 0.08, 0.07],
         ("theirs", "eager", "fp32"): [0.8],
@@ -337,7 +335,7 @@ def test_tables_of_made_up_numbers():
     row = {"name": "conv", "shape": "8x1", "times": 2, "ms": 0.01, "bytes": 2e7, "flop": 1e9}
     result.kernels = [row] * 30
     _, head, rows = tables.kernels(result)
-    assert len(rows) == tables.MOST + 1 and rows[-1][0] == "6 others"
+    assert len(rows) == tables.ROWS + 1 and rows[-1][0] == "6 others"
     assert rows[0] == ["conv", "8x1", "2", "10.0", "3.3 %", "2000", "100.0"]
     assert rows[-1][2:4] == ["12", "60.0"]
 
@@ -350,9 +348,9 @@ def test_a_report_as_markdown_and_in_its_file(tmp_path):
     report.note("left out: more")
     report.table("Times", ["a", "b"], [["1", "2"]])
     report.table("Times", ["a", "b"], [["3", "4"]])
-    found = load(str(tmp_path), "timing")
-    assert found == report.found and not found["finished"] and report.failed == ["that"]
-    text = markdown([found])
+    record = load(str(tmp_path), "timing")
+    assert record == report.record and not record["finished"] and report.failed == ["that"]
+    text = markdown([record])
     assert "### timing, 0 s (not finished)" in text and "| GPU | Some \\| GPU |" in text
     assert "| that | 1 of 2 | **failed** |" in text and "- left out: more" in text
     assert "Times:\n\n| a | b |\n| --- | --- |\n| 3 | 4 |" in text and "| 1 | 2 |" not in text
@@ -361,10 +359,10 @@ def test_a_report_as_markdown_and_in_its_file(tmp_path):
 
 def test_what_the_sanitizer_says():
     clean = "========= COMPUTE-SANITIZER\nok\n========= ERROR SUMMARY: 0 errors\n"
-    assert sanitizer.said(clean) == "ERROR SUMMARY: 0 errors"
+    assert sanitizer.summary(clean) == "ERROR SUMMARY: 0 errors"
     bad = "========= COMPUTE-SANITIZER\n========= Invalid read\n========= ERROR SUMMARY: 3 errors\n"
-    assert sanitizer.said(bad) == "ERROR SUMMARY: 3 errors; Invalid read"
-    assert sanitizer.said("no device\n") == "no device" and sanitizer.said("") == "no output"
+    assert sanitizer.summary(bad) == "ERROR SUMMARY: 3 errors; Invalid read"
+    assert sanitizer.summary("no device\n") == "no device" and sanitizer.summary("") == "no output"
 
 
 # the whole
@@ -372,20 +370,20 @@ def test_what_the_sanitizer_says():
 
 STAGE = """
 import sys, time
-from benchmarks.gpu.report import Report
-name, folder, what = sys.argv[1:]
+from benchmarks.report import Report
+name, folder, behaviour = sys.argv[1:]
 report = Report(name, folder)
-report.check("first", what != "fail", "found")
-if what == "sleep":
+report.check("first", behaviour != "fail", "found")
+if behaviour == "sleep":
     time.sleep(60)
-if what == "crash":
+if behaviour == "crash":
     sys.exit(7)
 report.finish()
 """
 
 
 def run_check(tmp_path, monkeypatch, capsys, behaviour, *words, gpus=("Some GPU",)):
-    """(exit code, the last line, the JSON) of a check whose stages behave as said."""
+    """Run a check whose stages behave as given; return exit code, last line and JSON."""
     short = [
         s._replace(seconds=1.5 if behaviour.get(s.name) == "sleep" else 60) for s in check.STAGES
     ]
@@ -396,15 +394,15 @@ def run_check(tmp_path, monkeypatch, capsys, behaviour, *words, gpus=("Some GPU"
 
     out = tmp_path / "results"
     monkeypatch.setattr(check.machine, "busy", lambda: 0.0)
-    code = check.main(["--out", str(out), *words], seen(*gpus), command)
+    code = check.main(["--out", str(out), *words], visible_gpus(*gpus), command)
     lines = capsys.readouterr().out.strip().splitlines()
     return code, lines[-1], json.loads((out / "gpu-check.json").read_text())
 
 
 def test_all_passes(tmp_path, monkeypatch, capsys):
-    code, last, found = run_check(tmp_path, monkeypatch, capsys, {}, "--stages", "machine,timing")
-    assert (code, last) == (0, "all passed") and found["failed"] == []
-    assert [s["stage"] for s in found["stages"]] == ["machine", "timing"]
+    code, last, record = run_check(tmp_path, monkeypatch, capsys, {}, "--stages", "machine,timing")
+    assert (code, last) == (0, "all passed") and record["failed"] == []
+    assert [s["stage"] for s in record["stages"]] == ["machine", "timing"]
     text = (tmp_path / "results" / "gpu-check.md").read_text()
     assert text.startswith("`./run/gpu-check` on one Some GPU, ") and "### timing" in text
 
@@ -415,27 +413,27 @@ def test_what_fails_crashes_or_takes_too_long_is_told_and_the_rest_goes_on(
 ):
     behaviour = {"machine": "fail", "training": "crash", "sanitizer": "sleep"}
     words = ["--stages", "machine,training,sanitizer,timing"]
-    code, last, found = run_check(tmp_path, monkeypatch, capsys, behaviour, *words)
+    code, last, record = run_check(tmp_path, monkeypatch, capsys, behaviour, *words)
     assert code == 1
     assert last == (
         "failed: machine: first; training was not done: ended with exit code 7 "
         "(sanitizer was not done: out of time, ended after 2 s)"
     )
-    assert found["stages"][-1]["stage"] == "timing" and found["stages"][-1]["finished"]
+    assert record["stages"][-1]["stage"] == "timing" and record["stages"][-1]["finished"]
 
 
 def test_no_gpu_and_unknown_stages(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="no NVIDIA driver"):
         run_check(tmp_path, monkeypatch, capsys, {}, gpus=())
     with pytest.raises(UserError, match="did you mean timing"):
-        check.main(["--stages", "timings"], seen("Some GPU"))
+        check.main(["--stages", "timings"], visible_gpus("Some GPU"))
     with pytest.raises(UserError, match="no NVIDIA driver"):
-        check.main(["--out", str(tmp_path)], seen())
+        check.main(["--out", str(tmp_path)], visible_gpus())
 
 
 def test_arguments_of_the_benchmark():
-    chosen = arguments.parse(["gpu", "--settings", "digits:32", "--rounds", "3"])
-    assert [speed.parsed(text) for text in chosen.settings] == [("digits", 32)]
-    assert (chosen.rounds, chosen.limit, chosen.json) == (3, 900, None)
+    options = arguments.parse(["gpu", "--settings", "digits:32", "--rounds", "3"])
+    assert [speed.parse_setting(text) for text in options.settings] == [("digits", 32)]
+    assert (options.rounds, options.limit, options.json) == (3, 900, None)
     with pytest.raises(UserError, match="NETWORK:BATCH"):
-        speed.parsed("digits")
+        speed.parse_setting("digits")

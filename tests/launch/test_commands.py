@@ -12,6 +12,7 @@ import small
 from launcher import mpirun
 
 import mpidl as dl
+from mpidl.cli import start
 
 FILES = {
     "checkpoint.h5",
@@ -309,6 +310,42 @@ def test_predict_with_a_network_that_a_script_trained(colours, tmp_path):
     assert expected.startswith("Accuracy: ")
     printed = small.printed(predict("--model", tmp_path / "model.h5", "--data", colours, ranks=2))
     assert printed == [expected]
+
+
+LAYERS = """
+from dataclasses import dataclass
+import mpidl as dl
+
+@dataclass
+class Halved(dl.Layer):
+    name: str | None = None
+
+    def forward(self, x, context):
+        return 0.5 * x
+"""
+
+
+def test_predict_with_layers_of_a_user(pictures, tmp_path):
+    file, path = tmp_path / "mylayers.py", tmp_path / "model.h5"
+    file.write_text(LAYERS)
+    (tmp_path / "bare.py").write_text("import mpidl as dl\n")
+    (kind,) = start.user_layers(file)
+    net = dl.Network([dl.Flatten(), kind(), dl.Dense(3)], (1, 12, 12), seed=1)
+    dl.save_model(path, net, small.CLASSES)
+    words = ["--model", path, "--data", pictures]
+    scores = dl.evaluate(net, dl.ImageFolder(pictures))
+    printed = small.printed(predict(*words, "--layers", file, ranks=2))
+    assert printed == [f"Accuracy: {scores.accuracy:.4f} (210 images)"]
+    for options, text in (
+        ([], "its network cannot be built: unknown layer type 'Halved'"),
+        (["--layers", tmp_path / "none.py"], "--layers: no file"),
+        (
+            ["--layers", tmp_path / "bare.py"],
+            "expected a class derived from dl.",
+        ),
+    ):
+        (line,) = small.own_lines(predict(*words, *options, check=2))
+        assert text in line
 
 
 def test_predict_with_a_network_of_images(pictures, tmp_path):

@@ -145,7 +145,7 @@ FOUND = {
     "empty": "expected sub-folders named by class, with .png, .jpg, .jpeg, .bmp, .tif, .tiff files "
     "in them; found an",
     "without sub-folders": "found images (a.png) and no class sub-folders",
-    "a file": "expected a folder, an HDF5 file or a .mat file, found another file",
+    "a file": "expected a folder, an HDF5 file, a .mat file or an .npz file, found another file",
     "an empty class": "sub-folder dot has no images",
 }
 

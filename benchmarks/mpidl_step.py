@@ -1,0 +1,178 @@
+"""mpidl's training step: forward, backward, SGD with momentum; eager, or recorded on a GPU."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks import subject
+from mpidl import backends, losses, ops
+from mpidl.autodiff import value_and_grad
+from mpidl.blocks import from_images, share
+from mpidl.comm import World
+from mpidl.comm.reducer import Reducer
+from mpidl.data import ArrayDatastore
+from mpidl.nn import Network
+from mpidl.training.optimizers import SGDM
+
+
+def mean_loss(net, images, labels):
+    """Return the mean cross-entropy, as `dl.train` differentiates it."""
+    return ops.softmax_cross_entropy(net(images), labels)
+
+
+def optimizer() -> SGDM:
+    """Return the optimizer of all sides: SGD with momentum."""
+    return SGDM(subject.RATE, subject.MOMENTUM)
+
+
+@dataclass
+class Times:
+    """Seconds of each step's parts; `wait`, within backward, for the gradients' exchange."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    wait: list[float] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget the steps so far."""
+        for values in vars(self).values():
+            values.clear()
+
+
+class EagerStep:
+    """The training step on a CPU: forward, backward with the exchange, SGD with momentum.
+
+    Parameters
+    ----------
+    net : Network
+        The network; steps update it in place.
+    arrays : sequence of np.ndarray or None
+        Images and labels of the mini-batch of all ranks. It lies in memory: the step reads no
+        images. Without it each call passes a mini-batch.
+    world : World
+        The ranks that share the mini-batch.
+    batchnorm : str
+        Batch-normalization statistics, "global" or "local".
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        arrays: Sequence[np.ndarray] | None,
+        world: World,
+        batchnorm: str = "global",
+    ):
+        self.net, self.world, self.times, self.batch = net, world, Times(), ()
+        if arrays is not None:
+            images, labels = arrays
+            batch = share(len(images), world)
+            part = slice(*batch.images)
+            self.batch = (
+                from_images(images[part], batch),
+                from_images(labels[part], batch, np.int32),
+            )
+        self.initial = net.parameters, net.state
+        self.reset(batchnorm)
+
+    def reset(self, batchnorm: str = "global") -> None:
+        """Begin again with the initial weights."""
+        self.net.parameters, self.net.state = self.initial
+        self.net.batchnorm = batchnorm
+        self.sgdm = optimizer()
+
+    def reducer(self) -> Reducer:
+        """Return the world's reducer; it also notes how long the end of backward waits."""
+        times = self.times
+
+        class TimedReducer(Reducer):
+            def finish(self):
+                start = time.perf_counter()
+                sums = super().finish()
+                times.wait.append(time.perf_counter() - start)
+                return sums
+
+        return TimedReducer(self.world, kernel_hook=self.world.advance)
+
+    def gplus(self, value):
+        """Add up over the ranks; together with `reducer` what `value_and_grad` reduces by."""
+        return self.world.gplus(value)
+
+    def __call__(self, *batch) -> float:
+        """Make one step on the mini-batch, or on Blocked images and labels; return the loss."""
+        forward_end = 0.0
+
+        def timed_loss(net, images, labels):
+            nonlocal forward_end
+            loss = mean_loss(net, images, labels)
+            forward_end = time.perf_counter()
+            return loss
+
+        start = time.perf_counter()
+        gradient = value_and_grad(timed_loss, reduce=self)
+        loss, gradients, state = gradient(self.net, *(batch or self.batch))
+        backward_end = time.perf_counter()
+        self.net.state = state
+        self.net.parameters = self.sgdm(self.net.parameters, gradients)
+        self.times.forward.append(forward_end - start)
+        self.times.backward.append(backward_end - forward_end)
+        self.times.update.append(time.perf_counter() - backward_end)
+        return float(loss)
+
+
+class RecordedStep:
+    """The step of `dl.train` on a GPU, recorded once, on random images that lie there as pixels.
+
+    Gathering the mini-batch's images is part of the step.
+
+    Parameters
+    ----------
+    world : World
+        One rank, on a GPU.
+    network : str
+        As `--network`.
+    batch : int
+        Images of the mini-batch, and of the data set.
+    precision : str
+        "fp32" or "tf32".
+    graphs : bool
+        Whether the step runs as a CUDA graph.
+    image : sequence of int or None
+        Image shape (C, H, W); None takes that of the network.
+    """
+
+    def __init__(self, world, network, batch, precision="fp32", graphs=True, image=None):
+        from mpidl.data.loading.device_queue import DeviceQueue
+        from mpidl.training.gpu_step import StepProgram
+
+        backends.configure(precision=precision)
+        self.device = world.device
+        self.net = subject.network(network, image, dropout=False)
+        store = ArrayDatastore(*subject.mini_batch(self.net.input_shape, batch))
+        queue = DeviceQueue(store, batch, 0, world, "never")
+        self.net.to(self.device)
+        gradient = value_and_grad(losses.cross_entropy, reduce=world)
+        self.step = StepProgram(
+            self.net, optimizer(), gradient, queue.reader(), world.counts, graphs
+        )
+        ((self.feed, _),) = queue.epoch(0)
+
+    @property
+    def program(self):
+        """The recorded program."""
+        return self.step.program
+
+    def losses(self, count: int) -> list[float]:
+        """Make `count` steps, one after the other; return their losses."""
+        return [self.step.finish(self.step.start(self.feed))[0] for _ in range(count)]
+
+    def run(self, count: int) -> float:
+        """Return milliseconds of a step, the mean over `count` consecutive steps."""
+        first = self.device.mark(timed=True)
+        for _ in range(count):
+            self.step.start(self.feed)
+        last = self.device.mark(timed=True)
+        self.device.wait(last)
+        return self.device.elapsed(first, last) / count

@@ -1,0 +1,277 @@
+"""PyTorch's training step of a mpidl network: the same layers, learnables, loss and optimizer."""
+
+import collections
+import contextlib
+import importlib.util
+
+import numpy as np
+
+from benchmarks import subject
+from mpidl.errors import UserError
+from mpidl.nn import Network, graph
+from mpidl.ops import check
+
+
+def is_installed() -> bool:
+    """Return whether PyTorch can be imported."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def require(command: str) -> None:
+    """Raise UserError if PyTorch, which a command needs, is not installed."""
+    if not is_installed():
+        raise UserError(
+            f"{command} needs PyTorch, which is not installed: pip install '.[bench]' (its "
+            "build for CPUs will do)"
+        )
+
+
+class TorchStep:
+    """PyTorch's training step: forward, backward, SGD with momentum.
+
+    Subclasses choose what torch.compile gets (`build_objective`).
+
+    Parameters
+    ----------
+    net : Network
+        The mpidl network to copy.
+    images, labels : np.ndarray
+        The mini-batch.
+    variant : str
+        "eager", "channels_last", "compile" or "graph"; several joined by "+".
+    device : str
+        "cpu" or "cuda".
+
+    Attributes
+    ----------
+    words : list of str
+        The parts of the variant.
+    loss : torch.Tensor
+        Loss of the last step.
+    """
+
+    def __init__(
+        self,
+        net: Network,
+        images: np.ndarray,
+        labels: np.ndarray,
+        variant: str,
+        device: str = "cpu",
+    ):
+        import torch
+
+        self.words, self.device = variant.split("+"), device
+        self.loss: torch.Tensor | None = None
+        self.compiles = "compile" in self.words
+        # torch.compile's fusions are faster if no layer overwrites its input; eager is not
+        self.module = build_module(net, inplace=not self.compiles).to(device)
+        self.images = torch.from_numpy(images).to(device)
+        self.labels = torch.from_numpy(labels).to(device)
+        if "channels_last" in self.words:
+            self.module = self.module.to(memory_format=torch.channels_last)
+            self.images = self.images.contiguous(memory_format=torch.channels_last)
+        self.initial = {k: v.clone() for k, v in self.module.state_dict().items()}
+        self.model = self.module.train()
+        self.objective = self.build_objective()
+        self.reset()
+
+    def build_objective(self):
+        """Return the function of images and labels that gives the loss."""
+        return self.mean_loss
+
+    def mean_loss(self, images, labels):
+        """Return the mean cross-entropy of the model's scores."""
+        return cross_entropy(self.model(images), labels)
+
+    def reset(self) -> None:
+        """Begin again with the initial weights."""
+        self.module.load_state_dict(self.initial)
+        self.optimizer = make_optimizer(
+            "SGD",
+            self.module.parameters(),
+            lr=subject.RATE,
+            momentum=subject.MOMENTUM,
+            # one kernel for all weights, the fastest on a GPU
+            fused=True if self.device == "cuda" else None,
+        )
+
+    def precision_context(self):
+        """Return the context in which the loss is computed."""
+        return contextlib.nullcontext()
+
+    def step(self) -> None:
+        """Make one step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.precision_context():
+            loss = self.objective(self.images, self.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.loss = loss.detach()
+
+    def __call__(self) -> float:
+        """Make one step; return the loss."""
+        self.step()
+        return self.loss.item()
+
+    def check_compiled(self) -> None:
+        """Raise UserError if torch.compile compiled nothing: it may skip a model silently."""
+        if not self.compiles:
+            return
+        from torch._dynamo.utils import counters
+
+        if not (counters["stats"]["unique_graphs"] > 0 and counters["inductor"]):
+            raise UserError("torch.compile compiled nothing, and ran the layers one by one")
+
+
+def cross_entropy(scores, labels):
+    """Return the mean cross-entropy of scores (N, K) and labels (N,)."""
+    from torch.nn import functional
+
+    return functional.cross_entropy(scores, labels)
+
+
+def make_optimizer(kind: str, parameters, **options):
+    """Return the optimizer of torch.optim named `kind`."""
+    import torch
+
+    return getattr(torch.optim, kind)(parameters, **options)
+
+
+def build_module(net: Network, inplace: bool = True):
+    """Return a network as a torch module whose `parts` are its layers, with its learnables.
+
+    Parameters
+    ----------
+    net : Network
+        The mpidl network.
+    inplace : bool
+        Whether a ReLU overwrites an input that nothing else reads, which takes less memory.
+
+    Raises
+    ------
+    UserError
+        If a layer has no counterpart in PyTorch.
+    """
+    import torch
+    from torch import nn
+
+    reader_counts = collections.Counter(name for inputs in net.reads for name in inputs)
+    shapes, parts = {graph.IMAGES: net.input_shape}, []
+    for layer, inputs, output in zip(net.layers, net.reads, net.output_shapes, strict=True):
+        part = _part(net, layer, shapes[inputs[0]], inplace and reader_counts[inputs[0]] == 1)
+        part.mpidl_name = layer.name
+        parts.append(part)
+        shapes[layer.name] = output
+    last_reads = graph.last_readers(net.reads, [(i,) for i in range(len(parts))])
+    plan = list(zip(net.layer_names, net.reads, last_reads, strict=True))
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(parts)
+
+        def forward(self, images):
+            values, y = {graph.IMAGES: images}, images
+            for part, (name, inputs, unused) in zip(self.parts, plan, strict=True):
+                y = part(*[values[read] for read in inputs])
+                for read in unused:
+                    del values[read]
+                values[name] = y
+            return y
+
+    module = Module()
+    with torch.no_grad():
+        for name, value in named_learnables(module):
+            value.copy_(torch.from_numpy(net.parameters[name]))
+    return module
+
+
+def named_learnables(module) -> list[tuple]:
+    """Return (mpidl's name, parameter) of each parameter of what `build_module` returned."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    pairs = []
+    for part in module.parts:
+        names = {"weight": "gamma", "bias": "beta"} if isinstance(part, _BatchNorm) else {}
+        for name, value in part.named_parameters():
+            name = name.rpartition(".")[2]
+            pairs.append((f"{part.mpidl_name}.{names.get(name, name)}", value))
+    return pairs
+
+
+def _part(net, layer, shape, inplace):
+    """Return the torch module of a layer for images of `shape`."""
+    import torch
+    from torch import nn
+
+    class Sum(nn.Module):
+        def forward(self, *values):
+            return sum(values[1:], values[0])
+
+    class Concat(nn.Module):
+        def forward(self, *values):
+            return torch.cat(values, 1)
+
+    kind = type(layer).__name__
+    if kind == "Conv2D":
+        return _conv(layer, shape, net.parameters[f"{layer.name}.weight"].shape[2:])
+    if kind in ("MaxPool2D", "AveragePool2D"):
+        return _pool(layer, shape)
+    if kind == "BatchNorm":
+        norm = nn.BatchNorm2d if len(shape) == 3 else nn.BatchNorm1d
+        return norm(shape[0], eps=layer.epsilon, momentum=layer.decay)
+    if kind == "Dense":
+        linear = nn.Linear(net.parameters[f"{layer.name}.weight"].shape[1], layer.outputs)
+        return nn.Sequential(nn.Flatten(), linear) if len(shape) > 1 else linear
+    if kind == "CrossChannelNorm" and layer.window % 2:  # PyTorch places even windows elsewhere
+        return nn.LocalResponseNorm(layer.window, layer.alpha, layer.beta, layer.k)
+    makers = {
+        "ReLU": lambda: nn.ReLU(inplace=inplace),
+        "LeakyReLU": lambda: nn.LeakyReLU(layer.scale),
+        "Tanh": nn.Tanh,
+        "Sigmoid": nn.Sigmoid,
+        "GlobalAveragePool2D": lambda: nn.AdaptiveAvgPool2d(1),
+        "Dropout": lambda: nn.Dropout(layer.probability),
+        "Flatten": nn.Flatten,
+        "Add": Sum,
+        "Concat": Concat,
+    }
+    if kind not in makers:
+        raise UserError(f"layer {layer.name}: {kind} has no counterpart in PyTorch here")
+    return makers[kind]()
+
+
+def _conv(layer, shape, size):
+    from torch import nn
+
+    stride, dilation = (
+        check.pair(layer.name, option, getattr(layer, option), 1)
+        for option in ("stride", "dilation")
+    )
+    pads = check.same_or_pads(layer.name, layer.padding, shape[1:], size, stride, dilation)
+    pad_modules, padding = _padding(pads, 0.0)
+    options = {"stride": stride, "dilation": dilation, "groups": layer.groups, "padding": padding}
+    return nn.Sequential(*pad_modules, nn.Conv2d(shape[0], layer.filters, size, **options))
+
+
+def _pool(layer, shape):
+    from torch import nn
+
+    size, stride, pads = subject.pool_args(layer, shape)
+    kind, fill = nn.AvgPool2d, 0.0
+    if type(layer).__name__ == "MaxPool2D":
+        kind, fill = nn.MaxPool2d, float("-inf")
+    limits = tuple(n // 2 for n in size)  # PyTorch's pooling accepts no more padding
+    pad_modules, padding = _padding(pads, fill, limits)
+    return nn.Sequential(*pad_modules, kind(size, stride, padding))
+
+
+def _padding(pads, fill, limits=None):
+    """Return (modules to run before, PyTorch's `padding`); a module pads what `padding` cannot."""
+    from torch import nn
+
+    (top, bottom), (left, right) = pads
+    fits = limits is None or (top <= limits[0] and left <= limits[1])
+    if (top, left) == (bottom, right) and fits:
+        return [], (top, left)
+    return [nn.ConstantPad2d((left, right, top, bottom), fill)], (0, 0)
