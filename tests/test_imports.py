@@ -45,7 +45,8 @@ COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __
 
 # Who may import a foreign package at all, and which of them only inside functions.
 ONLY_IN = {"mpi4py": ("mpidl.comm",), "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl")}
-LATE = {"cupy", "h5py", "matplotlib", "rich", "torch"}
+ONLY_LATE = {"cupy", "h5py", "matplotlib", "rich", "torch"}
+EARLY, LATE, TYPING = "when imported", "when called", "for a type checker"
 
 
 def read_package():
@@ -58,7 +59,7 @@ def read_package():
 
 
 def imports_of(module, text, modules):
-    """Of each import in the text: (what it names, line, whether importing the module runs it).
+    """Of each import in the text: (what it names, line, when: EARLY, LATE or TYPING).
 
     `from mpidl import fold` names mpidl.fold; `from mpidl import World` names mpidl itself.
     """
@@ -75,23 +76,26 @@ def imports_of(module, text, modules):
         return [name if name in modules else base for name in whole]
 
     return [
-        (name, node.lineno, early) for node, early in import_nodes(text) for name in names(node)
+        (name, node.lineno, time) for node, time in import_nodes(text) for name in names(node)
     ]
 
 
 @functools.cache  # most tests change a line or two of the whole package
 def import_nodes(text):
-    """The imports of a text, each with whether importing the module runs it."""
+    """The imports of a text, each with its time: when the module is imported (EARLY), when a
+    function runs (LATE), or never, for a type checker alone (TYPING)."""
 
-    def walk(node, late):
+    def walk(node, time):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import | ast.ImportFrom):
-                yield child, not late
+                yield child, time
             inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            yield from walk(child, late or inner or typing_only)
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from walk(child, TYPING)
+            else:
+                yield from walk(child, LATE if inner and time == EARLY else time)
 
-    return list(walk(ast.parse(text), late=False))
+    return list(walk(ast.parse(text), EARLY))
 
 
 def violations(texts):
@@ -100,7 +104,7 @@ def violations(texts):
     for module, text in texts.items():
         room = (module.split(".") + [""])[1]
         allowed = MAY_IMPORT.get(room, COMMANDS) | {room}
-        for name, line, eager in imports_of(module, text, texts):
+        for name, line, time in imports_of(module, text, texts):
             where, top = f"{module}:{line} imports {name}", name.split(".")[0]
             if top == "mpidl":
                 target = (name.split(".") + [""])[1]
@@ -108,11 +112,11 @@ def violations(texts):
                     found.append(f"{where}: the public names stand above it")
                 elif target not in allowed and target != "":
                     found.append(f"{where}: {room or 'mpidl'} may not import {target}")
-                if eager and name != module:
+                if time != TYPING and name != module:  # a late import that dodges a circle is one
                     graph.setdefault(module, set()).add(name)
             if top in ONLY_IN and not module.startswith(ONLY_IN[top]):
                 found.append(f"{where}: only {' and '.join(ONLY_IN[top])} may")
-            if top in LATE and eager:
+            if top in ONLY_LATE and time == EARLY:
                 found.append(f"{where}: only inside a function")
     return found + [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(graph)]
 
@@ -158,6 +162,10 @@ BROKEN = {
         "mpidl.nn.a": "import mpidl.nn.b\n",
         "mpidl.nn.b": "from mpidl.nn.a import x\n",
     },
+    "cycle: mpidl.data.a -> mpidl.data.b -> mpidl.data.a": {
+        "mpidl.data.a": "import mpidl.data.b\n",
+        "mpidl.data.b": "def f():\n    from mpidl.data.a import x\n",
+    },
 }
 
 
@@ -169,6 +177,7 @@ def test_a_broken_rule_is_seen(expected):
 
 
 def test_what_is_allowed_passes():
-    text = "def f():\n    import h5py, rich\n    from . import b\n"
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import b\n"
+    text += "def f():\n    import h5py, rich\n"
     fine = {"mpidl.training.a": text, "mpidl.training.b": "from mpidl.training import a\n"}
     assert violations(read_package() | fine) == []
