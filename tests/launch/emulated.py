@@ -30,7 +30,7 @@ def visible():
 
     count = int(os.environ.get("EMULATED_GPUS", "1"))
     kind = EmulatedDevice.name, "sm_90", 132, EmulatedDevice.memory
-    return Visible(tuple(Gpu(i, f"GPU-{i}", *kind) for i in range(count)), there=count)
+    return Visible(tuple(Gpu(i, f"GPU-{i}", *kind) for i in range(count)), driver_count=count)
 
 
 def main():
