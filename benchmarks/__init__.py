@@ -7,6 +7,7 @@ PyTorch's in `theirs`, other libraries' in `others`. `subject` is what they all 
 
 from benchmarks import (
     accuracy,
+    against,
     arguments,
     compare,
     fold,
@@ -29,6 +30,7 @@ COMMANDS = {
     "accuracy": accuracy.main,
     "fold": fold.main,
     "compare": compare.main,
+    "against": against.main,
     "input": input.main,
     "optimizers": optimizers.main,
     "gpu": speed.main,

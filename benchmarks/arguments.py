@@ -1,6 +1,7 @@
 """The arguments of the sub-commands. Pure parsing: no MPI, nothing printed but --help."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ BENCHMARKS = {
     "accuracy": "the error of each layer's activations and gradients, beside PyTorch's",
     "fold": "what the fixed order of sums costs, against a plain Allreduce",
     "compare": "our training step against PyTorch's, in turns on the same cores",
+    "against": "our training step against that of another checkout of mpidl",
     "input": "reading, decoding and augmenting images, alone and beside the step",
     "optimizers": "our optimizers' steps against PyTorch's, in turns on the same core",
     "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
@@ -54,9 +56,13 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     overview.add_argument("command", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
     command = overview.parse(argv[:1]).command
     parser = Parser(f"benchmarks {command}", f"Measure {BENCHMARKS[command]}.", quiet)
-    {"input": _add_input, "optimizers": _add_optimizers, "gpu": _add_gpu}.get(
-        command, _add_subject
-    )(parser, command)
+    add = {
+        "input": _add_input,
+        "optimizers": _add_optimizers,
+        "gpu": _add_gpu,
+        "against": _add_against,
+    }
+    add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     options = {name: training_options.OPTIONS[name].default for name in SHARED}
     return argparse.Namespace(**options | vars(parser.parse(argv[1:])) | {"command": command})
@@ -118,6 +124,16 @@ def _add_input(parser, command):
     add_option(parser, "--ranks", "N,N,...", text, [1, 4], rank_counts)
     text = f"kinds of files to read ({','.join(KINDS)})"
     add_option(parser, "--kinds", "NAME,...", text, KINDS, _names("--kinds", KINDS))
+
+
+def _add_against(parser, command):
+    parser.add_argument("checkout", metavar="CHECKOUT", help="the other checkout's folder")
+    networks = ["digits", "cifar", "resnet"]
+    text = f"the network ({', '.join(networks)}; digits)"
+    one_of = functools.partial(_one_of, "--network", candidates=networks)
+    add_option(parser, "--network", "NAME", text, "digits", one_of)
+    parser.add_options("batch_size", "timeout")
+    _add_counts(parser, ("rounds", 15, "rounds in which all take turns"))
 
 
 def _add_optimizers(parser, command):

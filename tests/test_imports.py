@@ -75,9 +75,7 @@ def imports_of(module, text, modules):
         whole = [f"{base}.{alias.name}" for alias in node.names]
         return [name if name in modules else base for name in whole]
 
-    return [
-        (name, node.lineno, time) for node, time in import_nodes(text) for name in names(node)
-    ]
+    return [(name, node.lineno, time) for node, time in import_nodes(text) for name in names(node)]
 
 
 @functools.cache  # most tests change a line or two of the whole package

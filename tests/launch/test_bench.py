@@ -6,7 +6,7 @@ import json
 import pool
 import pytest
 import small
-from launcher import mpirun
+from launcher import ROOT, mpirun
 
 from benchmarks import arguments, memory
 
@@ -122,6 +122,18 @@ def test_accuracy_without_torch(tmp_path):
     result = mpirun(None, "-c", code, *words, "--json", path, check=0)
     assert "PyTorch is not installed (pip install '.[bench]')" in result.stdout
     assert "error" in json.loads(path.read_text())
+
+
+def test_against_another_checkout(tmp_path):
+    """Against itself: the same weights, and a ratio; a folder without mpidl is refused."""
+    words = ["against", ROOT, "--batch-size", 32, "--rounds", 2, "--json", tmp_path / "a.json"]
+    result = mpirun(None, *small.command("benchmarks", *words, network=None), check=0)
+    assert "the same weights: " in result.stdout
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert set(record["ratios"]) == {"this", "other", "again"}
+    words = small.command("benchmarks", "against", tmp_path, network=None)
+    (line,) = small.own_lines(mpirun(None, *words, check=2))
+    assert line.endswith("expected a checkout of mpidl, found no mpidl/ in it")
 
 
 @pytest.mark.slow("jobs")

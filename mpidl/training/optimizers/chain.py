@@ -5,6 +5,7 @@ Every rank computes the same step from the same bytes, element by element; nothi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ class Optimizer:
         tables = [table for transform in transforms for table in transform.tables]
         if len(set(tables)) < len(tables):
             raise ValueError(f"two transforms keep a table of the same name: {', '.join(tables)}")
-        self.kept: Tables = {table: {} for table in tables}
+        self.state_arrays: Tables = {table: {} for table in tables}
         self.steps = 0
         self._fused = _fused_kernel(transforms)
 
@@ -99,13 +100,17 @@ class Optimizer:
         self._check_names(parameters)
         moving = self._moving(parameters)
         match("gradients", gradients, moving, parameters)
-        for table, arrays in self.kept.items():
+        for table, arrays in self.state_arrays.items():
             if arrays:
                 match(f"{table} arrays", arrays, moving, parameters)
         self.prepare(parameters)
         names, weights = list(moving), list(moving.values())
-        kept = {table: [arrays[n] for n in names] for table, arrays in self.kept.items()}
-        backend = backend_of([*weights, *(array for arrays in kept.values() for array in arrays)])
+        state_arrays = {
+            table: [arrays[n] for n in names] for table, arrays in self.state_arrays.items()
+        }
+        backend = backend_of(
+            [*weights, *(array for arrays in state_arrays.values() for array in arrays)]
+        )
         updates = Updates(
             backend,
             names,
@@ -116,9 +121,9 @@ class Optimizer:
         values = {name: backend.step_number(name, value) for name, value in numbers.items()}
         transforms = self.transforms if self._fused is None else self.transforms[:-2]
         for transform in transforms:
-            transform.apply(updates, [kept[table] for table in transform.tables], values)
+            transform.apply(updates, [state_arrays[table] for table in transform.tables], values)
         if self._fused is not None:
-            weights = self._fused.step(updates, list(kept.values()), values)
+            weights = self._fused.step(updates, list(state_arrays.values()), values)
         else:
             weights = _added(updates)
         return {**parameters, **dict(zip(names, weights, strict=True))}
@@ -140,8 +145,8 @@ class Optimizer:
         return {name: w for name, w in parameters.items() if factors.get(name, 1.0) != 0}
 
     def prepare(self, parameters: Mapping[str, Any]) -> None:
-        """Place the kept arrays where the parameters lie: zeros before the first step."""
-        for arrays in self.kept.values():
+        """Place the state where the parameters lie: zeros before the first step."""
+        for arrays in self.state_arrays.values():
             for name, w in self._moving(parameters).items():
                 if name not in arrays:
                     arrays[name] = backends.of_array(w).zeros_like(w)
@@ -152,7 +157,7 @@ class Optimizer:
         """Return the arrays that a checkpoint needs beside the options, by name."""
         arrays = {
             f"{table}.{name}": np.array(array)
-            for table, arrays in self.kept.items()
+            for table, arrays in self.state_arrays.items()
             for name, array in arrays.items()
         }
         if any(transform.counts_steps for transform in self.transforms):
@@ -162,17 +167,17 @@ class Optimizer:
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Take what `state` returned. Raises ValueError for anything else."""
         state = dict(state)
-        kept: Tables = {table: {} for table in self.kept}
+        state_arrays: Tables = {table: {} for table in self.state_arrays}
         steps = 0
         if any(transform.counts_steps for transform in self.transforms):
             steps = int(state.pop("steps", 0))
         for name, array in state.items():
             table, _, parameter = name.partition(".")
-            if table not in kept or not parameter:
-                tables = " and ".join(kept)
+            if table not in state_arrays or not parameter:
+                tables = " and ".join(state_arrays)
                 raise ValueError(f"the state of {type(self).__name__} is {tables}, found {name}")
-            kept[table][parameter] = np.array(array, order="C")
-        self.kept, self.steps = kept, steps
+            state_arrays[table][parameter] = np.array(array, order="C")
+        self.state_arrays, self.steps = state_arrays, steps
 
 
 class _RateMomentum:
@@ -184,11 +189,11 @@ class _RateMomentum:
     def numbers(self, learning_rate, step):
         return {"learning_rate": learning_rate, "momentum": self.momentum.momentum}
 
-    def step(self, updates, kept, values):
+    def step(self, updates, state_arrays, values):
         decays, factors = updates.take_decays(), updates.rate_factors
         numbers = values["learning_rate"], values["momentum"]
         return updates.backend.sgdm(
-            updates.weights, updates.arrays, *kept, *numbers, decays, factors
+            updates.weights, updates.arrays, *state_arrays, *numbers, decays, factors
         )
 
 
@@ -201,13 +206,13 @@ class _AdamRate:
     def numbers(self, learning_rate, step):
         return {"learning_rate": self.moments.correction(learning_rate, step)}
 
-    def step(self, updates, kept, values):
+    def step(self, updates, state_arrays, values):
         moments, decays = self.moments, updates.take_decays()
         numbers = moments.gradient_decay, moments.square_decay, moments.epsilon
         return updates.backend.adam(
             updates.weights,
             updates.arrays,
-            *kept,
+            *state_arrays,
             values["learning_rate"],
             *numbers,
             decays,
@@ -224,11 +229,11 @@ class _RMSPropRate:
     def numbers(self, learning_rate, step):
         return {"learning_rate": learning_rate}
 
-    def step(self, updates, kept, values):
+    def step(self, updates, state_arrays, values):
         numbers = values["learning_rate"], self.moment.square_decay, self.moment.epsilon
         decays, factors = updates.take_decays(), updates.rate_factors
         return updates.backend.rmsprop(
-            updates.weights, updates.arrays, *kept, *numbers, decays, factors
+            updates.weights, updates.arrays, *state_arrays, *numbers, decays, factors
         )
 
 

@@ -70,7 +70,7 @@ class SGDM(Optimizer):
     @property
     def velocity(self) -> dict[str, Any]:
         """{parameter: array}; empty before the first step."""
-        return self.kept["velocity"]
+        return self.state_arrays["velocity"]
 
 
 class Adam(Optimizer):

@@ -78,8 +78,8 @@ class Transform:
         """Return the numbers of a step, counted from 1."""
         return {}
 
-    def apply(self, updates: Updates, kept: list[list], numbers: Mapping[str, Any]) -> None:
-        """Change the updates in place. `kept` has a list of arrays for each table."""
+    def apply(self, updates: Updates, state_arrays: list[list], numbers: Mapping[str, Any]) -> None:
+        """Change the updates in place. `state_arrays` has a list of arrays for each table."""
         raise TypeError(f"{type(self).__name__} does not say how it changes updates")
 
     def __call__(
@@ -90,8 +90,8 @@ class Transform:
         weights = [parameters[name] for name in names]
         arrays = [gradients[name] for name in names]
         updates = Updates(backend_of(weights), names, weights, arrays, [1.0] * len(names))
-        kept = [updates.zeros() for _ in self.tables]
-        self.apply(updates, kept, self.numbers(1.0, 1))
+        state_arrays = [updates.zeros() for _ in self.tables]
+        self.apply(updates, state_arrays, self.numbers(1.0, 1))
         updates.add_decays()
         return dict(zip(names, updates.arrays, strict=True))
 
@@ -121,7 +121,7 @@ class WeightDecay(Transform):
     def factor(self, name: str) -> float:
         return self.factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
 
-    def apply(self, updates, kept, numbers):
+    def apply(self, updates, state_arrays, numbers):
         updates.add_decays()
         updates.decays = [self.l2 * self.factor(name) for name in updates.names]
 
@@ -142,7 +142,7 @@ class Clip(Transform):
         self.threshold = training_options.check("gradient_threshold", threshold)
         self.method = training_options.check("gradient_threshold_method", method)
 
-    def apply(self, updates, kept, numbers):
+    def apply(self, updates, state_arrays, numbers):
         if self.threshold < math.inf:
             decays = updates.take_decays()
             updates.arrays = updates.backend.clip(
@@ -156,7 +156,7 @@ class Rate(Transform):
     def numbers(self, learning_rate, step):
         return {"learning_rate": learning_rate}
 
-    def apply(self, updates, kept, numbers):
+    def apply(self, updates, state_arrays, numbers):
         updates.add_decays()
         updates.arrays = updates.backend.sgdm(
             updates.zeros(),
@@ -180,13 +180,13 @@ class Momentum(Transform):
     def numbers(self, learning_rate, step):
         return {"momentum": self.momentum}
 
-    def apply(self, updates, kept, numbers):
+    def apply(self, updates, state_arrays, numbers):
         updates.add_decays()
         ones = [1.0] * len(updates.names)
         updates.arrays = updates.backend.sgdm(
             updates.zeros(),
             updates.arrays,
-            *kept,
+            *state_arrays,
             -1.0,
             numbers["momentum"],
             updates.take_decays(),
@@ -226,12 +226,12 @@ class AdamMoments(Transform):
     def numbers(self, learning_rate, step):
         return {"correction": self.correction(-1.0, step)}
 
-    def apply(self, updates, kept, numbers):
+    def apply(self, updates, state_arrays, numbers):
         updates.add_decays()
         updates.arrays = updates.backend.adam(
             updates.zeros(),
             updates.arrays,
-            *kept,
+            *state_arrays,
             numbers["correction"],
             self.gradient_decay,
             self.square_decay,
@@ -256,12 +256,12 @@ class RMSPropMoment(Transform):
         self.square_decay = training_options.check("squared_gradient_decay_factor", square_decay)
         self.epsilon = training_options.check("epsilon", epsilon)
 
-    def apply(self, updates, kept, numbers):
+    def apply(self, updates, state_arrays, numbers):
         updates.add_decays()
         updates.arrays = updates.backend.rmsprop(
             updates.zeros(),
             updates.arrays,
-            *kept,
+            *state_arrays,
             -1.0,
             self.square_decay,
             self.epsilon,
