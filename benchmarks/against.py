@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> dict:
     print(f"{options.network}, batch {options.batch_size}, one thread, {machine.arithmetic()}")
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         with contextlib.ExitStack() as stack:
-            sides = {
+            sides: dict[object, turns.Side] = {
                 name: stack.enter_context(_side(name, path, options, folder))
                 for name, path in checkouts.items()
             }
@@ -46,7 +46,8 @@ def main(options: argparse.Namespace) -> dict:
             hashes = {name: side.ask("weights")[0] for name, side in sides.items()}
     rows = [["", "ms", "min", "max"]]
     ratios = {}
-    for name, seconds in times.items():
+    for name in checkouts:
+        seconds = times[name]
         numbers = report.summary(seconds, 1e3)
         rows.append([name, *(f"{numbers[key]:.3f}" for key in ("median", "min", "max"))])
         pairs = zip(seconds, times["this"], strict=True)

@@ -5,7 +5,6 @@ Every rank computes the same step from the same bytes, element by element; nothi
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
