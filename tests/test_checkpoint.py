@@ -311,6 +311,11 @@ def test_a_model_with_layers_of_a_user(tmp_path):
     assert loaded.predict(images).tobytes() == net.predict(images).tobytes()
     with pytest.raises(UserError, match="cannot be built: unknown layer type 'Shift': expected"):
         model_file.load_model(path)
+    for layers in (Shift, [Shift()], ["Shift"], "Shift"):
+        with pytest.raises(UserError, match="^layers: expected"):
+            model_file.load_model(path, layers=layers)
+    with pytest.raises(UserError, match="needs a name other than mpidl's Dense"):
+        model_file.load_model(path, layers=[type("Dense", (Shift,), {})])
 
 
 def test_weights_sha256_is_over_the_bytes_in_table_order():

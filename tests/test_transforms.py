@@ -5,6 +5,7 @@ import pytest
 from short import pictures, small
 
 import mpidl as dl
+from mpidl.errors import UserError
 from mpidl.training.optimizers import (
     AdamMoments,
     Clip,
@@ -59,6 +60,8 @@ def stepped(optimizer, count=5, dtype=np.float32):
 
 class Nothing(Transform):
     """Keeps a chain from being fused."""
+
+    counts_steps = False
 
     def apply(self, updates, kept, numbers):
         pass
@@ -130,6 +133,47 @@ def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
     out = world.broadcast(str(tmp_path))
     train(chain(), out=out, hooks=[StopAtFour()])
     assert train(chain(), resume=out) == train(chain())
+
+
+class Scale(Transform):
+    """With a number of its own, of the same name as another one's."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def numbers(self, learning_rate, step):
+        return {"scale": self.factor * step}
+
+    def apply(self, updates, state_arrays, numbers):
+        updates.add_decays()
+        updates.arrays = [np.float32(numbers["scale"]) * array for array in updates.arrays]
+
+
+@pytest.mark.parametrize("tail", [(Rate(),), (Rate(), Momentum(0.0))])
+def test_numbers_of_one_name_are_those_of_each_transform(tail):
+    chain = Optimizer(0.1, Scale(2.0), Scale(3.0), *tail)
+    weights, gradients = arrays(0), arrays(1)
+    for step in (1, 2):
+        stepped_weights = chain(weights, gradients)
+        for name, weight in weights.items():
+            expected = weight - np.float32(0.1 * 6 * step * step) * gradients[name]
+            np.testing.assert_allclose(stepped_weights[name], expected, rtol=1e-5, atol=1e-6)
+    assert chain.state()["steps"] == 2
+
+
+def test_every_decay_s_factors_are_checked():
+    chain = Optimizer(0.1, WeightDecay(0.1, {"bogus": 1.0}), WeightDecay(0.1), Rate())
+    with pytest.raises(ValueError, match="l2_factors: unknown parameter bogus"):
+        chain(arrays(0), arrays(1))
+
+
+def test_arguments_that_cannot_be_used():
+    with pytest.raises(UserError, match="learning_rate must be positive"):
+        Optimizer(None, Rate())
+    with pytest.raises(UserError, match="learning_rate must be positive"):
+        Optimizer(-1.0, Rate())
+    with pytest.raises(TypeError, match="expected transforms such as"):
+        Optimizer(0.1, Rate)
 
 
 def test_two_tables_of_one_name_are_refused():

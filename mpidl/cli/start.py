@@ -295,7 +295,7 @@ def load_user_function(text: str, option: str) -> Callable:
 
 
 def user_layers(path: str | None) -> list[type[Layer]]:
-    """Return the layer classes that a user's Python file defines; none without a file.
+    """Return the layer classes that a user's Python file defines or imports; none without a file.
 
     Raises
     ------
@@ -311,7 +311,9 @@ def user_layers(path: str | None) -> list[type[Layer]]:
     layers = [
         kind
         for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Layer) and kind.__module__ == module.__name__
+        if isinstance(kind, type)
+        and issubclass(kind, Layer)
+        and not kind.__module__.startswith("mpidl.")
     ]
     if not layers:
         raise UserError(f"--layers {path}: expected a class derived from dl.Layer, found none")

@@ -32,7 +32,7 @@ def open_data(
         - a folder with a training file and a test file (train.h5 and test.h5, or another format),
         - a folder with train/ and test/, both with class sub-folders,
         - a folder of class sub-folders,
-        - a packed file, an HDF5 file, or a .mat file (XTrain, XTest).
+        - a packed file, an HDF5 file, a .mat file (XTrain, XTest), or an .npz file.
     world : World, optional
         The ranks that open the data; without it, this process alone.
     option : str

@@ -100,7 +100,12 @@ def layers_of_spec(
         If a type is neither.
     """
     types = {name: kind for name, kind in vars(layers).items() if _is_layer_type(kind)}
-    types |= {kind.__name__: kind for kind in layer_types}
+    for kind in layer_types:
+        if kind.__name__ in types:
+            raise ValueError(
+                f"a custom layer class needs a name other than mpidl's {kind.__name__}"
+            )
+        types[kind.__name__] = kind
     result = []
     for spec in specs:
         arguments = dict(spec)

@@ -23,9 +23,26 @@ from typing import Any
 
 import numpy as np
 
+from mpidl.errors import UserError
 from mpidl.training.progress import Progress
 
 EVENTS = ("start", "iteration", "step", "epoch", "finish", "end")
+
+
+def check_hooks(hooks: Any) -> list[Any]:
+    """Return the hooks as a list; raise UserError for what cannot be called as one."""
+    if isinstance(hooks, str) or not isinstance(hooks, Iterable):
+        raise UserError(f"hooks: expected a list of hooks, found {type(hooks).__name__}")
+    hooks = list(hooks)
+    for hook in hooks:
+        if isinstance(hook, type):
+            raise UserError(f"hooks: expected an object, found the class {hook.__name__} itself")
+        if not any(callable(getattr(hook, event, None)) for event in EVENTS):
+            raise UserError(
+                f"hooks: {type(hook).__name__} has no method of a hook, which are "
+                f"{', '.join(EVENTS)}"
+            )
+    return hooks
 
 
 class Hooks:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from mpidl import losses
 from mpidl.autodiff import value_and_grad
 from mpidl.data import MinibatchQueue
 from mpidl.errors import Fault, UserError
+from mpidl.training.optimizers import Optimizer
 
 STEPS_AHEAD = 4  # that a GPU may have to do while the host prepares the next one
 
@@ -83,10 +84,13 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
             "--worker-load measured: on GPUs shares stay as the step was recorded; give numbers, "
             "or use --device cpu"
         )
-    if not hasattr(optimizer, "apply"):
+    missing = [
+        name for name in ("apply", "prepare", "numbers", "advance") if not hasattr(optimizer, name)
+    ]
+    if missing:
         raise UserError(
-            f"optimizer: {type(optimizer).__name__} has no method apply(parameters, gradients, "
-            "numbers), which a GPU records; use --device cpu"
+            f"optimizer: {type(optimizer).__name__} has no {', '.join(missing)}, which a GPU's "
+            "recorded step needs (see mpidl.training.optimizers.Optimizer); use --device cpu"
         )
     queue = DeviceQueue(*arguments, **queue_options)
     graphs = options.graphs != "off"
@@ -113,7 +117,7 @@ class EagerStep:
         if not math.isfinite(loss):
             self._raise_fault(images, targets, loss, info)
         self.net.state = state
-        self.net.parameters = self.optimizer(self.net.parameters, gradients)
+        self.net.parameters = checked_step(self.optimizer, self.net.parameters, gradients)
         if self.balancer:
             self.balancer.stop(time.monotonic(), images.batch.blocks)
         return [_result(info, loss, correct, self.labels_per_image)]
@@ -149,17 +153,16 @@ class RecordedStep:
             net.to(None)  # a caller may try again, with smaller mini-batches for example
             raise
 
-    def submit(self, images, targets, info: StepInfo) -> list[StepResult]:
-        """Start the step of a mini-batch; return the results of steps more than `STEPS_AHEAD` ago.
+    def submit(self, images, targets, info: StepInfo) -> Iterator[StepResult]:
+        """Yield the results of steps more than `STEPS_AHEAD` ago; then start the mini-batch's.
 
         images : Feed
             The mini-batch as `DeviceQueue` delivers it; its labels lie with it, `targets` is None.
         """
-        results = self._results(STEPS_AHEAD)
+        yield from self._results(STEPS_AHEAD)
         self.pending.append((self.program.start(images), info))
-        return results
 
-    def drain(self) -> list[StepResult]:
+    def drain(self) -> Iterator[StepResult]:
         """Wait for all submitted steps."""
         return self._results(0)
 
@@ -167,15 +170,41 @@ class RecordedStep:
         """Bring the network back to host memory."""
         self.net.to(None)
 
-    def _results(self, max_pending: int) -> list[StepResult]:
-        results = []
+    def _results(self, max_pending: int) -> Iterator[StepResult]:
         while len(self.pending) > max_pending:
             handle, info = self.pending.popleft()
             loss, *correct = self.program.finish(handle)
             if not math.isfinite(loss):
                 raise Fault(_not_finite(loss, info, "", self.advice))
-            results.append(_result(info, loss, correct, self.labels_per_image))
-        return results
+            yield _result(info, loss, correct, self.labels_per_image)
+
+
+def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
+    """Return the parameters after an optimizer's step, in the network's order.
+
+    Raises
+    ------
+    UserError
+        If a custom optimizer returns other names, shapes or types.
+    """
+    stepped = optimizer(parameters, gradients)
+    if isinstance(optimizer, Optimizer):
+        return stepped
+    name = f"optimizer: {type(optimizer).__name__}"
+    if not isinstance(stepped, Mapping):
+        raise UserError(f"{name} must return new parameters, found {type(stepped).__name__}")
+    unknown = [key for key in stepped if key not in parameters]
+    missing = [key for key in parameters if key not in stepped]
+    if unknown or missing:
+        raise UserError(f"{name} must return all parameters; missing {missing}, unknown {unknown}")
+    for key, old in parameters.items():
+        new = stepped[key]
+        if (type(new), getattr(new, "dtype", None)) != (type(old), old.dtype):
+            found = f"{type(new).__name__} {getattr(new, 'dtype', '')}".strip()
+            raise UserError(f"{name}: {key}: expected {old.dtype} as before, found {found}")
+        if new.shape != old.shape:
+            raise UserError(f"{name}: {key}: expected shape {old.shape}, found {new.shape}")
+    return {key: stepped[key] for key in parameters}
 
 
 def _result(info, loss, correct, labels_per_image):

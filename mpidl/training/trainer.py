@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import json
 import math
 import sys
 import time
@@ -29,7 +31,7 @@ from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.files.run_folder import RunFolder, RunWriter
 from mpidl.training.load_balancing import LoadBalancer
-from mpidl.training.optimizers import of_options
+from mpidl.training.optimizers import Optimizer, of_options
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position, Result
@@ -106,8 +108,10 @@ def train(
     iteration's network, with the moving ones.
     """
     options = TrainingOptions() if options is None else options
+    hooks = hook_classes.check_hooks(hooks)
     if optimizer is not None:
-        options = replace(options, learning_rate=_learning_rate(optimizer))
+        _check_optimizer(optimizer, net)
+        options = replace(options, learning_rate=optimizer.learning_rate)
     input_pipeline.check_types(net, datastore, options)
     world = World(timeout=options.timeout) if world is None else world
     options = options.for_ranks(world.size)
@@ -122,17 +126,24 @@ def train(
     with console as opened_console:
         if (warning := empty_classes_warning(datastore)) is not None:
             opened_console.line(warning)
+        spec = None if optimizer is None else optimizer_spec(optimizer)
         if optimizer is None:
             optimizer = of_options(options, **net.factors)
+        rate = optimizer.learning_rate
         with contextlib.nullcontext(signals) if signals else Signals() as watched:
-            trainer = Trainer(
-                net, datastore, options, world, folder, opened_console, optimizer, hooks, watched
-            )
-            trainer.facts = dict(facts or {})
-            return trainer.run()
+            try:
+                trainer = Trainer(
+                    *(net, datastore, options, world, folder, opened_console, optimizer, spec),
+                    *(hooks, watched),
+                )
+                trainer.facts = dict(facts or {})
+                return trainer.run()
+            finally:
+                optimizer.learning_rate = rate  # the schedule's last one is not the user's
 
 
-def _learning_rate(optimizer):
+def _check_optimizer(optimizer, net):
+    """Raise UserError for an object that cannot be the optimizer of the network."""
     missing = [
         name
         for name in ("learning_rate", "__call__", "state", "load_state")
@@ -143,7 +154,20 @@ def _learning_rate(optimizer):
             f"optimizer: expected an object with learning_rate, __call__, state and load_state, "
             f"found {type(optimizer).__name__} without {', '.join(missing)}"
         )
-    return optimizer.learning_rate
+    if optimizer.learning_rate is None:
+        raise UserError("optimizer: expected a learning rate above 0, found None")
+    has_factors = any(factor != 1 for factor in net.factors["learning_rate_factors"].values())
+    if isinstance(optimizer, Optimizer) and has_factors and not optimizer.learning_rate_factors:
+        raise UserError(
+            "optimizer: the network has frozen layers or layers with factors of their own: give "
+            f"them to the optimizer, {type(optimizer).__name__}(..., **net.factors)"
+        )
+
+
+def optimizer_spec(optimizer: Any) -> list[Any]:
+    """Return what a resumed run compares: the optimizer's class and, if it has one, its spec."""
+    spec = optimizer.spec() if hasattr(optimizer, "spec") else []
+    return [type(optimizer).__qualname__, spec]
 
 
 def _use_device(world, options):
@@ -179,10 +203,12 @@ class Trainer:
     """
 
     def __init__(
-        self, net, datastore, options, world, folder, console, optimizer, hooks, signals
+        self, net, datastore, options, world, folder, console, optimizer, spec, hooks, signals
     ) -> None:
         self.net, self.options, self.world, self.signals = net, options, world, signals
         self.console, self.optimizer, self.facts = console, optimizer, {}
+        self.optimizer_spec, self._results = spec, collections.deque()
+        self._is_reporting = False
         load = options.load(world.size)
         cache_bytes = memory_budget.for_images(options, datastore, world)
         self.datastore = NodeCache(datastore, world, cache_bytes)
@@ -266,6 +292,8 @@ class Trainer:
         self.hooks.end(self)
         self.writer.close()
         self.datastore.close()
+        if self.signals.name == OUTPUT_FUNCTION:  # the caller's signals are for its next run, too
+            self.signals.name, self.signals.agreed = None, False
         return Result(
             reason,
             position.epoch - 1,
@@ -307,10 +335,23 @@ class Trainer:
         return StepInfo(position.epoch, position.iteration, images, rate, start_time)
 
     def _report(self, results):
-        for result in results:
-            self.position.add(result)
+        """Count the results, then tell the hooks, also of those before a loss that is not finite.
+
+        A hook that waits for steps, or saves, counts the results; the outermost call tells them.
+        """
+        try:
+            for result in results:
+                self.position.add(result)
+                self._results.append(result)
             self.position.seconds = time.monotonic() - self.start_time
-            self.hooks.iteration(self, result)
+        finally:
+            if not self._is_reporting:
+                self._is_reporting = True
+                try:
+                    while self._results:
+                        self.hooks.iteration(self, self._results.popleft())
+                finally:
+                    self._is_reporting = False
 
     def wait(self) -> None:
         """Wait for the submitted steps, and report them. Before it the network may lag behind."""
@@ -330,7 +371,11 @@ class Trainer:
             Whether a signal may end it; a stop that a hook asked for never does.
         """
         signals = self.signals if interruptible else None
+        if self.validation.store is None:
+            raise UserError("trainer.validate: the run has no images to validate on")
         self.wait()
+        if self.validation.last_iteration == self.position.iteration and not self.validation.owed:
+            return
         position, stop_requested = self.position, self.signals.name == OUTPUT_FUNCTION
         if stop_requested and signals is not None:
             signals.name = None
@@ -411,7 +456,7 @@ class Trainer:
             "crop": self.net.crop,
             "preprocess": self.net.preprocess,
             "options": self.options.as_dict(),
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": self.optimizer_spec,
             "validation": self.validation.facts(),
             "fingerprint": self.datastore.fingerprint(),
             "shares": shares(self.options, self.world.size),
@@ -424,16 +469,26 @@ class Trainer:
         now = resumable(self.options, self.net, self.datastore, self.world.size)
         changed_on_resume(facts, now, "the run of this checkpoint")
         input_pipeline.check_unchanged(facts, self.options)
-        expected = type(self.optimizer).__name__
-        if facts.get("optimizer", expected) != expected:  # absent from older checkpoints
+        before = facts.get("optimizer")  # absent from older checkpoints
+        if before != json.loads(json.dumps(self.optimizer_spec)):
             raise UserError(
-                f"optimizer: expected {facts['optimizer']}, as the run of this checkpoint, found "
-                f"{expected}"
+                f"optimizer: expected {_describe(before)}, as in the run of this checkpoint, found "
+                f"{_describe(self.optimizer_spec)}"
             )
         self.net.parameters = model_file.matching(
             self.net.parameters, arrays["learnables"], checkpoint.CURRENT
         )
         self.net.state = model_file.matching(self.net.state, arrays["state"], checkpoint.CURRENT)
-        self.optimizer.load_state(arrays["optimizer"])
+        try:
+            self.optimizer.load_state(arrays["optimizer"])
+        except ValueError as error:
+            raise UserError(f"optimizer: {error}") from error
         self.validation.restore(arrays, facts)
         self.position = Position(**facts["position"])
+
+
+def _describe(spec):
+    """Describe an optimizer's spec in a message."""
+    if spec is None:
+        return "the options' solver"
+    return f"{spec[0]} {json.dumps(spec[1])}" if spec[1] else spec[0]

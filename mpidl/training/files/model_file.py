@@ -226,6 +226,12 @@ def load_model(path: str, layers: Iterable[type[Layer]] = ()) -> tuple[Network, 
     UserError
         If the file is damaged or no model, or if a layer's class is unknown.
     """
+    if not isinstance(layers, Iterable) or isinstance(layers, str):
+        raise UserError(f"layers: expected a list of layer classes, found {layers!r}")
+    layers = list(layers)
+    for kind in layers:
+        if not (isinstance(kind, type) and issubclass(kind, Layer)):
+            raise UserError(f"layers: expected classes derived from dl.Layer, found {kind!r}")
     try:
         tables, attributes = read(path)
         description = described(attributes)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpidl import backends
+from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 from mpidl.training.optimizers.transforms import (
     AdamMoments,
@@ -20,8 +21,10 @@ from mpidl.training.optimizers.transforms import (
     Tables,
     Transform,
     Updates,
+    WeightDecay,
     backend_of,
 )
+from mpidl.training.options import training_options
 
 
 class Optimizer:
@@ -48,7 +51,13 @@ class Optimizer:
         *transforms: Transform,
         learning_rate_factors: Mapping[str, float] | None = None,
     ) -> None:
-        self.learning_rate, self.transforms = learning_rate, transforms
+        self.learning_rate = training_options.check("learning_rate", learning_rate)
+        if self.learning_rate is None:
+            raise UserError("learning_rate must be positive, found None")
+        for transform in transforms:
+            if not isinstance(transform, Transform):
+                raise TypeError(f"expected transforms such as Clip(1.0), got {transform!r}")
+        self.transforms = transforms
         self.learning_rate_factors = dict(learning_rate_factors or {})
         tables = [table for transform in transforms for table in transform.tables]
         if len(set(tables)) < len(tables):
@@ -56,6 +65,9 @@ class Optimizer:
         self.state_arrays: Tables = {table: {} for table in tables}
         self.steps = 0
         self._fused = _fused_kernel(transforms)
+        # each with the prefix of its numbers, as two transforms may use one name
+        parts = transforms if self._fused is None else (*transforms[:-2], self._fused)
+        self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(
         self, parameters: Mapping[str, Any], gradients: Mapping[str, Any]
@@ -76,12 +88,11 @@ class Optimizer:
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers of the next step that may differ from step to step, by name."""
-        if self._fused is not None:
-            return self._fused.numbers(self.learning_rate, self.steps + 1)
-        numbers: dict[str, float] = {}
-        for transform in self.transforms:
-            numbers |= transform.numbers(self.learning_rate, self.steps + 1)
-        return numbers
+        return {
+            prefix + name: value
+            for prefix, part in self._parts
+            for name, value in part.numbers(self.learning_rate, self.steps + 1).items()
+        }
 
     def advance(self) -> dict[str, float]:
         """Count a step; return its `numbers`."""
@@ -117,22 +128,33 @@ class Optimizer:
             [gradients[name] for name in names],
             [self.learning_rate_factors.get(name, 1.0) for name in names],
         )
-        values = {name: backend.step_number(name, value) for name, value in numbers.items()}
-        transforms = self.transforms if self._fused is None else self.transforms[:-2]
-        for transform in transforms:
-            transform.apply(updates, [state_arrays[table] for table in transform.tables], values)
-        if self._fused is not None:
-            weights = self._fused.step(updates, list(state_arrays.values()), values)
-        else:
+        for prefix, part in self._parts:
+            values = {
+                name.removeprefix(prefix): backend.step_number(name, value)
+                for name, value in numbers.items()
+                if name.startswith(prefix)
+            }
+            part_arrays = [state_arrays[table] for table in part.tables]
+            if part is self._fused:
+                weights = part.step(updates, part_arrays, values)
+            else:
+                part.apply(updates, part_arrays, values)
+        if self._fused is None:
             weights = _added(updates)
         return {**parameters, **dict(zip(names, weights, strict=True))}
 
+    def spec(self) -> list[list[Any]]:
+        """Return the transforms with their arguments, for JSON; a resumed run needs the same."""
+        factors = {"learning_rate_factors": self.learning_rate_factors}
+        parts = [[type(part).__name__, _arguments(vars(part))] for part in self.transforms]
+        return [[type(self).__name__, _arguments(factors)], *parts]
+
     def _check_names(self, parameters):
-        tables = {"learning_rate_factors": self.learning_rate_factors}
+        tables = [("learning_rate_factors", self.learning_rate_factors)]
         for transform in self.transforms:
-            if hasattr(transform, "factors"):
-                tables["l2_factors"] = transform.factors
-        for table, factors in tables.items():
+            if isinstance(transform, WeightDecay):
+                tables.append(("l2_factors", transform.factors))
+        for table, factors in tables:
             for name in factors:
                 if name not in parameters:
                     hint = did_you_mean(name, parameters)
@@ -173,7 +195,7 @@ class Optimizer:
         for name, array in state.items():
             table, _, parameter = name.partition(".")
             if table not in state_arrays or not parameter:
-                tables = " and ".join(state_arrays)
+                tables = " and ".join(state_arrays) or "empty"
                 raise ValueError(f"the state of {type(self).__name__} is {tables}, found {name}")
             state_arrays[table][parameter] = np.array(array, order="C")
         self.state_arrays, self.steps = state_arrays, steps
@@ -181,6 +203,8 @@ class Optimizer:
 
 class _RateMomentum:
     """v <- momentum * v - rate * g, w <- w + v by one kernel."""
+
+    tables = Momentum.tables
 
     def __init__(self, rate: Rate, momentum: Momentum) -> None:
         self.momentum = momentum
@@ -198,6 +222,8 @@ class _RateMomentum:
 
 class _AdamRate:
     """Adam's step by one kernel."""
+
+    tables = AdamMoments.tables
 
     def __init__(self, moments: AdamMoments, rate: Rate) -> None:
         self.moments = moments
@@ -221,6 +247,8 @@ class _AdamRate:
 
 class _RMSPropRate:
     """RMSProp's step by one kernel."""
+
+    tables = RMSPropMoment.tables
 
     def __init__(self, moment: RMSPropMoment, rate: Rate) -> None:
         self.moment = moment
@@ -249,6 +277,14 @@ def _fused_kernel(transforms):
     if pair not in FUSED or any(transform.tables for transform in transforms[:-2]):
         return None
     return FUSED[pair](*transforms[-2:])
+
+
+def _arguments(attributes):
+    """Return attributes as values that JSON keeps; others by their text."""
+    return {
+        name: value if isinstance(value, str | int | float | bool | dict | None) else repr(value)
+        for name, value in attributes.items()
+    }
 
 
 def _added(updates):

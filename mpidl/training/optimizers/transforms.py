@@ -25,7 +25,7 @@ class Updates:
 
     Attributes
     ----------
-    backend : module
+    backend : Backend
         Computes the step: that of the parameters' arrays.
     names, weights, arrays : list
         The names of the parameters that move, their values, their gradients or steps.
@@ -72,7 +72,7 @@ class Transform:
     """
 
     tables: tuple[str, ...] = ()
-    counts_steps = False  # whether `numbers` depends on the number of the step
+    counts_steps = True  # whether `numbers` depends on the number of the step: checkpoints keep it
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         """Return the numbers of a step, counted from 1."""
@@ -114,6 +114,8 @@ class WeightDecay(Transform):
         beta).
     """
 
+    counts_steps = False
+
     def __init__(self, l2: float, factors: Mapping[str, float] | None = None) -> None:
         self.l2 = training_options.check("l2", l2)
         self.factors = dict(factors or {})
@@ -138,6 +140,8 @@ class Clip(Transform):
         one order.
     """
 
+    counts_steps = False
+
     def __init__(self, threshold: float = math.inf, method: str = "l2norm") -> None:
         self.threshold = training_options.check("gradient_threshold", threshold)
         self.method = training_options.check("gradient_threshold_method", method)
@@ -152,6 +156,8 @@ class Clip(Transform):
 
 class Rate(Transform):
     """Turn directions into steps: -learning_rate * factor * direction."""
+
+    counts_steps = False
 
     def numbers(self, learning_rate, step):
         return {"learning_rate": learning_rate}
@@ -172,6 +178,7 @@ class Rate(Transform):
 class Momentum(Transform):
     """Accumulate: v <- momentum * v + update; the update becomes v."""
 
+    counts_steps = False
     tables = ("velocity",)
 
     def __init__(self, momentum: float = 0.9) -> None:
@@ -208,7 +215,6 @@ class AdamMoments(Transform):
     """
 
     tables = ("mean", "square")
-    counts_steps = True
 
     def __init__(
         self, gradient_decay: float = 0.9, square_decay: float = 0.999, epsilon: float = 1e-8
@@ -250,6 +256,7 @@ class RMSPropMoment(Transform):
     Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012.
     """
 
+    counts_steps = False
     tables = ("square",)
 
     def __init__(self, square_decay: float = 0.9, epsilon: float = 1e-8) -> None:
