@@ -38,6 +38,7 @@ def halves(drawn):
     ]
 
 
+# How hard the set is follows from its bytes, which a test compares each time.
 def squared_distances(x, points):
     """(len(x), len(points)), less a term that is the same along a row."""
     return (points * points).sum(axis=1) - 2 * (x @ points.T)
@@ -74,6 +75,7 @@ def test_no_digit_is_cut_off(drawn):
     assert rim.max() < module.WHITE[0]
 
 
+@pytest.mark.slow("jobs")
 def test_nearest_class_mean_fails(halves):
     x, labels, test, expected = halves
     means = np.stack([x[labels == digit].mean(axis=0) for digit in range(10)])
@@ -82,6 +84,7 @@ def test_nearest_class_mean_fails(halves):
     assert 0.4 <= accuracy <= 0.75
 
 
+@pytest.mark.slow("jobs")
 def test_a_linear_classifier_fails(halves):
     x, labels, test, expected = halves
     middle = x.mean(axis=0)
@@ -106,6 +109,7 @@ def test_a_linear_classifier_fails(halves):
     assert 0.6 <= accuracy <= 0.93
 
 
+@pytest.mark.slow("jobs")
 def test_the_nearest_neighbour_fails(halves):
     x, labels, test, expected = halves
     accuracy = (labels[squared_distances(test, x).argmin(axis=1)] == expected).mean()

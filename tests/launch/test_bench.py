@@ -59,6 +59,7 @@ def test_step_on_several_numbers_of_ranks(tmp_path):
     assert record["efficiency"]["1"] == 1 and record["efficiency"]["2"] > 0
 
 
+@pytest.mark.slow("jobs")
 def test_kernels(tmp_path):
     """The passes of one network's layers, and shares that fit the rates."""
     words = ["--networks", "digits", "--batch-size", 16, "--rounds", 1]
@@ -115,6 +116,7 @@ def test_accuracy(tmp_path):
         assert record["worst_gradient_ratio"] in record["ratio"].values()
 
 
+@pytest.mark.slow("jobs")
 def test_accuracy_without_torch(tmp_path):
     path = tmp_path / "a.json"
     code = f"{NO_TORCH}runpy.run_module('benchmarks', run_name='__main__')"
@@ -124,6 +126,7 @@ def test_accuracy_without_torch(tmp_path):
     assert "error" in json.loads(path.read_text())
 
 
+@pytest.mark.slow("jobs")
 def test_against_another_checkout(tmp_path):
     """Against itself: the same weights, and a ratio; a folder without mpidl is refused."""
     words = ["against", ROOT, "--batch-size", 32, "--rounds", 2, "--json", tmp_path / "a.json"]
