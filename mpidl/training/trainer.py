@@ -31,7 +31,8 @@ from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.files.run_folder import RunFolder, RunWriter
 from mpidl.training.load_balancing import LoadBalancer
-from mpidl.training.optimizers import Optimizer, of_options
+from mpidl.training.optimizers import of_options
+from mpidl.training.optimizers.checks import check_optimizer, describe_spec, optimizer_spec
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position, Result
@@ -110,7 +111,7 @@ def train(
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)
     if optimizer is not None:
-        _check_optimizer(optimizer, net)
+        check_optimizer(optimizer, net)
         options = replace(options, learning_rate=optimizer.learning_rate)
     input_pipeline.check_types(net, datastore, options)
     world = World(timeout=options.timeout) if world is None else world
@@ -140,34 +141,6 @@ def train(
                 return trainer.run()
             finally:
                 optimizer.learning_rate = rate  # the schedule's last one is not the user's
-
-
-def _check_optimizer(optimizer, net):
-    """Raise UserError for an object that cannot be the optimizer of the network."""
-    missing = [
-        name
-        for name in ("learning_rate", "__call__", "state", "load_state")
-        if not hasattr(optimizer, name)
-    ]
-    if missing:
-        raise UserError(
-            f"optimizer: expected an object with learning_rate, __call__, state and load_state, "
-            f"found {type(optimizer).__name__} without {', '.join(missing)}"
-        )
-    if optimizer.learning_rate is None:
-        raise UserError("optimizer: expected a learning rate above 0, found None")
-    has_factors = any(factor != 1 for factor in net.factors["learning_rate_factors"].values())
-    if isinstance(optimizer, Optimizer) and has_factors and not optimizer.learning_rate_factors:
-        raise UserError(
-            "optimizer: the network has frozen layers or layers with factors of their own: give "
-            f"them to the optimizer, {type(optimizer).__name__}(..., **net.factors)"
-        )
-
-
-def optimizer_spec(optimizer: Any) -> list[Any]:
-    """Return what a resumed run compares: the optimizer's class and, if it has one, its spec."""
-    spec = optimizer.spec() if hasattr(optimizer, "spec") else []
-    return [type(optimizer).__qualname__, spec]
 
 
 def _use_device(world, options):
@@ -472,8 +445,8 @@ class Trainer:
         before = facts.get("optimizer")  # absent from older checkpoints
         if before != json.loads(json.dumps(self.optimizer_spec)):
             raise UserError(
-                f"optimizer: expected {_describe(before)}, as in the run of this checkpoint, found "
-                f"{_describe(self.optimizer_spec)}"
+                f"optimizer: expected {describe_spec(before)}, as in the run of this checkpoint, "
+                f"found {describe_spec(self.optimizer_spec)}"
             )
         self.net.parameters = model_file.matching(
             self.net.parameters, arrays["learnables"], checkpoint.CURRENT
@@ -485,10 +458,3 @@ class Trainer:
             raise UserError(f"optimizer: {error}") from error
         self.validation.restore(arrays, facts)
         self.position = Position(**facts["position"])
-
-
-def _describe(spec):
-    """Describe an optimizer's spec in a message."""
-    if spec is None:
-        return "the options' solver"
-    return f"{spec[0]} {json.dumps(spec[1])}" if spec[1] else spec[0]

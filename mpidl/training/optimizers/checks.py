@@ -1,0 +1,45 @@
+"""Checks of the optimizer that a user passes to `dl.train`, also when a run is resumed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mpidl.errors import UserError
+from mpidl.nn import Network
+from mpidl.training.optimizers.chain import Optimizer
+
+
+def check_optimizer(optimizer: Any, net: Network) -> None:
+    """Raise UserError for an object that cannot be the optimizer of the network."""
+    missing = [
+        name
+        for name in ("learning_rate", "__call__", "state", "load_state")
+        if not hasattr(optimizer, name)
+    ]
+    if missing:
+        raise UserError(
+            f"optimizer: expected an object with learning_rate, __call__, state and load_state, "
+            f"found {type(optimizer).__name__} without {', '.join(missing)}"
+        )
+    if optimizer.learning_rate is None:
+        raise UserError("optimizer: expected a learning rate above 0, found None")
+    has_factors = any(factor != 1 for factor in net.factors["learning_rate_factors"].values())
+    if isinstance(optimizer, Optimizer) and has_factors and not optimizer.learning_rate_factors:
+        raise UserError(
+            "optimizer: the network has frozen layers or layers with factors of their own: give "
+            f"them to the optimizer, {type(optimizer).__name__}(..., **net.factors)"
+        )
+
+
+def optimizer_spec(optimizer: Any) -> list[Any]:
+    """Return what a resumed run compares: the optimizer's class and, if it has one, its spec."""
+    spec = optimizer.spec() if hasattr(optimizer, "spec") else []
+    return [type(optimizer).__qualname__, spec]
+
+
+def describe_spec(spec: list[Any] | None) -> str:
+    """Describe an optimizer's spec in a message."""
+    if spec is None:
+        return "the options' solver"
+    return f"{spec[0]} {json.dumps(spec[1])}" if spec[1] else spec[0]
