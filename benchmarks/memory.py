@@ -2,7 +2,7 @@
 
 `python -m mpidl.train` runs on a packed file of some gigabytes (whole) and on one mini-batch of it
 (cut), for which nothing is read ahead, with the same `--cache-mb`. It compares the peaks of what
-all ranks hold together: anonymous memory (RssAnon), and shared memory, of which each page counts
+all ranks hold together: anonymous memory (RssAnon), and shared memory, whose pages count
 once however many processes map it (the sum of Pss_Shmem). The difference of the two peaks is what
 `--cache-mb` bounds: all memory for data except the mini-batch in use. The cut set's pixels, which
 both runs keep, are not in it.

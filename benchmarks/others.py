@@ -21,11 +21,11 @@ def main(argv=None):
     """Take part until the other end hangs up; argv: the task, as JSON, and the address."""
     job, address = subject.join(argv, 0)
     net, images, labels = subject.prepare(job)
-    new_step, version = LIBRARIES[job.library](net, images, labels, job.threads)
+    new_step, version = LIBRARIES[job.package](net, images, labels, job.threads)
     step = new_step()
 
     def describe():
-        return {"versions": {job.library: version}, "arithmetic": job.library}
+        return {"versions": {job.package: version}, "arithmetic": job.package}
 
     def losses(count):
         other = new_step()
@@ -204,7 +204,7 @@ def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
     """
     if options.ranks > 1:
         raise turns.Lost(library, "measured in one process only")
-    task = subject.task(options, machine.cores_of(1, options.threads), library=library)
+    task = subject.task(options, machine.cores_of(1, options.threads), package=library)
     command = [options.with_python or sys.executable, "-m", "benchmarks.others", task]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     variables = environment()

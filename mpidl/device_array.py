@@ -27,7 +27,7 @@ class DeviceArray(OnDevice):
 
     def zeros_like(self) -> DeviceArray:
         """Return zeros of this shape and type, on the same device."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not say how it makes zeros")
 
 
 def is_device_array(value: Any) -> bool:

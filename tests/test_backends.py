@@ -64,11 +64,9 @@ def test_missing_functions_are_refused():
     assert gather("partial", [activation], REFERENCE).relu is activation.relu
 
 
-@BACKENDS
-def test_zeros_and_copies_of_host_arrays(backend, request):
-    """zeros_like and from_numpy, which are no kernels of the tests elsewhere."""
-    if backend is GPU:
-        pytest.skip("tests/gpu/test_gpu_elementwise.py has them")
+@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+def test_zeros_and_copies_of_host_arrays(backend):
+    """zeros_like and from_numpy; tests/gpu/test_gpu_elementwise.py has those of a GPU."""
     like = np.ones((3, 40), np.float32)
     zeros = backend.zeros_like(like)
     assert zeros.dtype == like.dtype and np.array_equal(zeros, 0 * like)

@@ -29,7 +29,7 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     ----------
     f
         A function f(model, *args, **options). It returns a scalar loss, or a tuple (loss, *others)
-        of which only the loss is differentiated. The model that it gets holds the learnables as
+        whose loss alone is differentiated. The model that it gets holds the learnables as
         Vars; a network runs in training mode.
     reduce
         A `World` that exchanges the loss and the gradients while backward runs. Without it they are

@@ -200,8 +200,8 @@ def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) ->
     for key, old in parameters.items():
         new = stepped[key]
         if (type(new), getattr(new, "dtype", None)) != (type(old), old.dtype):
-            found = f"{type(new).__name__} {getattr(new, 'dtype', '')}".strip()
-            raise UserError(f"{name}: {key}: expected {old.dtype} as before, found {found}")
+            new_type = f"{type(new).__name__} {getattr(new, 'dtype', '')}".strip()
+            raise UserError(f"{name}: {key}: expected {old.dtype} as before, found {new_type}")
         if new.shape != old.shape:
             raise UserError(f"{name}: {key}: expected shape {old.shape}, found {new.shape}")
     return {key: stepped[key] for key in parameters}

@@ -16,7 +16,7 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     kernels().conv2d_backward(
         np.ascontiguousarray(x),
         *(None,) * 7,
-        y,  # of which only the shape matters
+        y,  # only its shape matters
         *(None,) * 3,
         per_channel(weight),
         per_channel(bias),

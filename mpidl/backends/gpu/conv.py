@@ -147,7 +147,7 @@ def _forward(x, weight, bias, conv_args, tree=None):
 
 
 def dx_of(dy, x, weight, conv_args, tree, bias=None):
-    """Return the gradient with respect to x, of which only the shape is used, + bias."""
+    """Return the gradient with respect to x, + bias; only the shape of x is used."""
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
         dx = conv_direct.dx(dy, x, weight, conv_args)

@@ -45,7 +45,7 @@ def forward(x, weight, bias, conv_args):
 
 
 def dx(dy, x, weight, conv_args):
-    """Return the gradient with respect to x, of which only the shape is used."""
+    """Return the gradient with respect to x; only the shape of x is used."""
     blocks, c, h, w, lanes = x.dims
     numbers, _ = _geometry((c, h, w), weight.dims, *conv_args)
     gradient = array.empty_like(x)

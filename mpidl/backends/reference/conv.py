@@ -111,7 +111,9 @@ def conv2d_backward(
     overwrite=False,
 ):
     if activation_after is not None or sums:
-        raise NotImplementedError("NumPy reads no activations that are not stored")
+        raise TypeError(
+            "the reference stores all activations: expected no activation_after, no sums"
+        )
     conv_args = stride, padding, dilation, groups
     return (
         conv2d_dx(dy, x, weight, *conv_args) if needs[0] else None,

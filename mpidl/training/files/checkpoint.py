@@ -46,8 +46,8 @@ def save(
     optional = {name: facts.get(name) for name in OPTIONAL_DESCRIPTION}
     attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **optional)
     described = (*DESCRIPTION, *OPTIONAL_DESCRIPTION)
-    others = {name: value for name, value in facts.items() if name not in described}
-    attributes["facts"] = json.dumps(others, default=_python_number)
+    remaining_facts = {name: value for name, value in facts.items() if name not in described}
+    attributes["facts"] = json.dumps(remaining_facts, default=_python_number)
     current = os.path.join(folder, CURRENT)
     # A torn file, as a crash may leave it, must not replace a whole one.
     previous = os.path.join(folder, PREVIOUS) if _is_whole(current) else None

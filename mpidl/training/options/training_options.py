@@ -47,7 +47,7 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
                 raise UserError(f"unknown option {name}{hint}")
         init(self, **options)
 
-    cls.__init__ = __init__  # type: ignore[misc]
+    type.__setattr__(cls, "__init__", __init__)
     return cls
 
 
