@@ -31,6 +31,7 @@ use_environment() {
     PATH=$venv/bin:$PATH # mpirun called by its full path would start another python
     export PATH
     unset PYTHONDONTWRITEBYTECODE # else each process compiles the package anew
+    unset PYTHONUNBUFFERED # or a line's end is a write of its own, and ranks mix their lines
     if [ "$mpi" != mpich ]; then # by default Open MPI refuses root, and more ranks than cores
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe

@@ -25,6 +25,9 @@ from mpidl.report import plots
 # Read before MPI is initialized: Open MPI sets them in a process that no mpirun started, too.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
+# With it Python writes the end of a line by itself, and mpirun mixes what ranks print.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 MPI = serial.load()  # which initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 # Files of one rank: those that start mpirun themselves, those of kernels on an emulated GPU, and
