@@ -33,8 +33,8 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 # Files of one rank: those that start mpirun themselves, those of kernels on an emulated GPU, and
 # those in which no world is spoken of.
 HERE = Path(__file__).resolve().parent
-ALONE = {HERE / name for name in ("gpu", "launch")}
-ALONE |= {path for path in HERE.glob("test_*.py") if "world" not in path.read_text()}
+ALONE = {HERE / "backends" / "gpu", HERE / "launch"}
+ALONE |= {path for path in HERE.rglob("test_*.py") if "world" not in path.read_text()}
 
 
 @pytest.fixture(scope="session")

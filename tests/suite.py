@@ -69,15 +69,13 @@ def marked(about, part, **keywords):
     return Run(about, arguments=("--slow", part), **keywords)
 
 
-def files(*names):
-    return tuple(f"tests/test_{name}.py" for name in names)
-
-
-CORE = files("world", "exchange", "tape", "batchnorm", "training")
-KERNELS = files(
-    *("conv_kernels", "dense", "images_kernel", "layer_kernels", "loss_kernels", "optimizers"),
-    *("pool_kernels", "solvers", "warp_kernel", "winograd"),
+CORE = (
+    "tests/comm",
+    "tests/autodiff",
+    "tests/ops/test_batchnorm.py",
+    "tests/training/test_trainer.py",
 )
+KERNELS = ("tests/backends/cpu", "tests/training/optimizers")
 QUICK = {
     "one rank": Run("every test but the slow ones"),
     "2 ranks": Run("the exchanges of an even number of ranks", 2, CORE),
@@ -99,7 +97,7 @@ PARTS = {
     ),
     "fuzz": Run(
         "damaged data files, others each time",
-        arguments=files("fuzz_data"),
+        arguments=("tests/data/formats/test_fuzz_data.py",),
         environment=(("MPIDL_FUZZ", "400"),),
         spread="worksteal",
     ),

@@ -7,16 +7,16 @@ The digit set is stood in for by a small one, and `photos` is a small folder of 
 import re
 from pathlib import Path
 
-import documented
+import documented_commands
 import numpy as np
 import pytest
 import suite
-from images import grow
+from image_sets import grow
 
 import mpidl as dl
 from mpidl.training.options import configuration
 
-ROOT = documented.ROOT
+ROOT = documented_commands.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
 # Options of programs that are not ours, which the documents speak of.
@@ -28,7 +28,7 @@ FOREIGN = {
 
 def blocks(path):
     """(number of its first line, source) of each block of Python in a document."""
-    found = documented.fences(path.read_text())
+    found = documented_commands.fences(path.read_text())
     return [(line, source) for line, language, source in found if language == "python"]
 
 
@@ -62,16 +62,16 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_blocks_are_of_a_known_kind(path):
     """A block of another language would be run by nobody."""
-    found = {language for _, language, _ in documented.fences(path.read_text())}
-    assert found <= documented.FENCES
+    found = {language for _, language, _ in documented_commands.fences(path.read_text())}
+    assert found <= documented_commands.FENCES
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_exist(path):
     found = [
         f"{path.name}:{line}: {command}: {wrong}"
-        for line, command in documented.commands(path.read_text())
-        if (wrong := documented.problem(command))
+        for line, command in documented_commands.commands(path.read_text())
+        if (wrong := documented_commands.problem(command))
     ]
     assert found == []
 
@@ -91,11 +91,11 @@ def test_commands_exist(path):
 )
 def test_a_wrong_command_is_seen(command, wrong):
     """The negative control."""
-    assert documented.is_command(command) and wrong in documented.problem(command)
+    assert documented_commands.is_command(command) and wrong in documented_commands.problem(command)
 
 
 def test_options_and_variables_exist():
-    known, set_by = documented.flags() | FOREIGN, documented.variables()
+    known, set_by = documented_commands.flags() | FOREIGN, documented_commands.variables()
     known |= {flag for action in suite.parser()._actions for flag in action.option_strings}
     unknown = []
     for path in PAGES:
@@ -109,7 +109,7 @@ def test_options_and_variables_exist():
 
 def test_files_of_options_can_be_read(tmp_path):
     for path in PAGES:
-        for line, language, source in documented.fences(path.read_text()):
+        for line, language, source in documented_commands.fences(path.read_text()):
             if language == "toml":
                 file = tmp_path / f"{path.stem}-{line}.toml"
                 file.write_text(source)

@@ -1,7 +1,7 @@
 """What values and networks print: one readable line, and a table in a notebook."""
 
 import numpy as np
-from alone import Alone
+from single_rank import SingleRank
 
 import mpidl as dl
 from mpidl import fold
@@ -10,7 +10,7 @@ from mpidl.nn import zoo
 
 
 def batch():
-    return dl.share(41, Alone(), epoch=2, seed=7)
+    return dl.share(41, SingleRank(), epoch=2, seed=7)
 
 
 def test_batch():

@@ -121,7 +121,7 @@ def parity_stage(report, folder, seconds):
 
 def tests_stage(report, folder, seconds):
     """Run the kernels' tests on the GPU instead of the emulated one."""
-    tests = os.path.join(_root(), "tests", "gpu")
+    tests = os.path.join(_root(), "tests", "backends")
     if importlib.util.find_spec("pytest") is None or not os.path.isdir(tests):
         report.note("left out: pytest is not installed, or this is no checkout")
         return
@@ -147,9 +147,9 @@ def tests_stage(report, folder, seconds):
         progress = "".join(re.findall(r"^([.FEsx]+) *(?:\[.*)?$", "\n".join(lines), re.M))
         report.note(f"not all tests ran within {seconds:.0f} s (see tests.log)")
         bad = sum(progress.count(letter) for letter in "FE")
-        report.check("tests/gpu", not bad, f"{progress.count('.')} passed, {bad} failed so far")
+        report.check("tests/backends", not bad, f"{progress.count('.')} passed, {bad} failed so far")
     else:
-        report.check("tests/gpu", code == 0, "; ".join([*failed[:5], *lines[-1:]]))
+        report.check("tests/backends", code == 0, "; ".join([*failed[:5], *lines[-1:]]))
 
 
 def training_stage(report, folder, seconds):

@@ -3,7 +3,7 @@
  * A product of polynomials is found from its values at points: 0, 1, -1 and infinity for F(2, 3),
  * and 0, +-NEAR, +-FAR and infinity for F(4, 3). Any points are exact with real numbers; rounding
  * depends on them. 5/8 and 3/2 have less than half the error of the classic 1 and 2, and the least
- * of what was tried (tests/test_winograd.py prints it); and what B and A hold, squares and products
+ * of what was tried (tests/backends/cpu/test_cpu_winograd.py prints it); and what B and A hold, squares and products
  * of small dyadic fractions, is exact in float32.
  *
  * B^T and A below have rows of points; a pair +-p shares its even and odd parts. "Lines" are these

@@ -10,7 +10,7 @@ import h5py
 import launcher
 import numpy as np
 import pool
-from images import save
+from image_sets import save
 
 CLASSES = ("bar", "box", "dot")
 # Of 210 images a tenth is for the test, so that 189 are trained on: 3 mini-batches of 50 and one of

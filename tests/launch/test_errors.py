@@ -7,7 +7,7 @@ from pathlib import Path
 import pool
 import pytest
 import small
-from images import pixels_of, save
+from image_sets import pixels_of, save
 from launcher import finish, start
 from limits import wait_until
 

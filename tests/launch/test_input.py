@@ -7,7 +7,7 @@ import numpy as np
 import pool
 import pytest
 import small
-from images import pixels_of, save
+from image_sets import pixels_of, save
 from PIL import Image
 
 import mpidl as dl

@@ -63,7 +63,7 @@ def session(folder, ranks, text):
     (folder / "test_made.py").write_text(HEAD + text)
     words = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "conftest"]
     words += ["-o", f"cache_dir={folder / 'cache'}", folder]
-    places = [ROOT, ROOT / "tests", ROOT / "tests" / "launch"]
+    places = [ROOT, *(ROOT / "tests" / name for name in ("", "support", "launch"))]
     env = {"PYTHONPATH": os.pathsep.join(map(str, places)), "MPIDL_TEST_RUN": "{}"}
     result = mpirun(ranks, *words, env=env)
     assert result.returncode != 0

@@ -11,7 +11,7 @@ import numpy as np
 import pool
 import pytest
 import small
-from images import grow, pixels_of, save
+from image_sets import grow, pixels_of, save
 from launcher import start
 from limits import wait_until
 

@@ -1,0 +1,212 @@
+"""Which build of the kernels is taken, and what is said where none or the wrong one is there."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_sets import refusal
+
+from mpidl.backends.cpu import builds
+
+needs_kernels = pytest.mark.skipif(
+    not builds.built(), reason="no kernels: python kernels/build.py compiles them"
+)
+HEADER = os.path.join(builds.kernels_folder(), "cpu", "mpidl.h")
+OLD = frozenset(["fpu", "sse2"])
+CPUS = {"generic": OLD, "x86-64-v3": OLD | builds.AVX2, "x86-64-v4": OLD | builds.AVX512}
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """machine(cpu, builds): this CPU, and files that stand for these builds in MPIDL_KERNELS."""
+    monkeypatch.delenv("MPIDL_CPU", raising=False)
+    monkeypatch.setenv("MPIDL_KERNELS", str(tmp_path))
+
+    def pretend(cpu, names=("x86-64-v4", "x86-64-v3", "generic")):
+        monkeypatch.setattr(builds, "cpu_features", lambda: CPUS[cpu])
+        for build in names:
+            Path(builds.path_of(build)).write_text("not a library")
+
+    return pretend
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_a_cpu_is_offered_what_it_can_run(machine, cpu):
+    machine(cpu)
+    names = ["x86-64-v4", "x86-64-v3", "generic", "numpy"]
+    assert builds.offered() == names[names.index(cpu) :]
+
+
+def test_one_missing_feature_is_too_many(monkeypatch, machine):
+    machine("x86-64-v4")
+    for feature in builds.AVX512:
+        monkeypatch.setattr(builds, "cpu_features", lambda f=feature: CPUS["x86-64-v4"] - {f})
+        assert builds.offered()[0] == ("generic" if feature in builds.AVX2 else "x86-64-v3")
+
+
+def test_only_what_is_built_is_offered(machine):
+    machine("x86-64-v4", ["generic", "x86-64-v3"])
+    assert builds.offered() == ["x86-64-v3", "generic", "numpy"]
+
+
+def test_without_libraries_it_is_numpy(machine):
+    machine("x86-64-v4", [])
+    assert builds.choose() == ["numpy"]
+    assert builds.why_numpy().startswith("none are compiled: run python ")
+
+
+def test_mpidl_cpu(monkeypatch, machine):
+    machine("x86-64-v3", ["x86-64-v4", "x86-64-v3"])
+    for asked, expected in (
+        ("", ["x86-64-v3", "numpy"]),
+        ("x86-64-v3", ["x86-64-v3", "numpy"]),
+        ("numpy", ["numpy"]),
+    ):
+        monkeypatch.setenv("MPIDL_CPU", asked)
+        assert builds.offered() == expected
+    assert builds.why_numpy() is None  # it was asked for
+    for asked, text in (
+        ("avx2", "expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'avx2'"),
+        ("x86-64-v4", "this CPU cannot run it; it lacks avx512bw avx512cd avx512dq avx512f"),
+        ("generic", "libmpidl-generic.so: run python "),
+    ):
+        monkeypatch.setenv("MPIDL_CPU", asked)
+        line = refusal(builds.offered)
+        assert line.startswith("MPIDL_CPU") and text in line
+
+
+def test_a_library_that_cannot_be_loaded_is_passed_over(monkeypatch, machine):
+    """As where it was compiled on a system with a newer libc."""
+    machine("x86-64-v4")
+    assert builds.choose() == ["numpy"]
+    assert "libmpidl-x86-64-v4.so: cannot be loaded: " in builds.why_numpy()
+    monkeypatch.setenv("MPIDL_CPU", "x86-64-v3")
+    assert "libmpidl-x86-64-v3.so: cannot be loaded: " in refusal(builds.choose)
+
+
+def test_the_features_are_those_of_this_cpu():
+    with open("/proc/cpuinfo") as file:
+        words = set(file.read().replace("\n", " ").split(" "))
+    assert builds.cpu_features() <= words
+    if ctypes.sizeof(ctypes.c_void_p) == 8 and os.uname().machine == "x86_64":
+        assert "sse2" in builds.cpu_features()
+
+
+@pytest.mark.parametrize(
+    "offers, expected",
+    [
+        (["v4 v3 generic numpy", "v4 v3 generic numpy"], "v4"),
+        (["v4 v3 generic numpy", "v3 generic numpy"], "v3"),
+        (["v4 generic numpy", "v3 generic numpy", "v4 v3 generic numpy"], "generic"),
+        (["v4 numpy", "v3 numpy"], "numpy"),
+        (["v4 v3 generic numpy", "numpy"], "numpy"),
+    ],
+)
+def test_the_best_build_that_all_have(offers, expected):
+    long = {"v4": "x86-64-v4", "v3": "x86-64-v3"}
+    offers = [[long.get(name, name) for name in names.split()] for names in offers]
+    assert builds.common(offers) == long.get(expected, expected)
+
+
+class Others:
+    """A world in which the other ranks offer these builds."""
+
+    def __init__(self, *offers):
+        self.offers = offers
+
+    def gather(self, mine):
+        return [mine, *self.offers]
+
+    def broadcast(self, value):
+        return value
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Nothing is settled yet, and nothing asked for; what was is again afterwards."""
+    monkeypatch.delenv("MPIDL_CPU", raising=False)
+    monkeypatch.setattr(builds, "_running", None)
+    monkeypatch.setattr(builds, "_library", None)
+
+
+def test_ranks_settle_on_the_lowest(free):
+    builds.settle(Others((None, ["generic", "numpy"])))
+    assert builds.running() == ("generic" if "generic" in builds.built() else "numpy")
+    builds.settle(Others((None, ["numpy"])))
+    assert builds.running() == "numpy" and builds.kernels() is None
+    builds.settle(Others((None, builds.ORDER)))  # of fewer ranks: the others are not there to agree
+    assert builds.running() == "numpy"
+
+
+def test_a_refusal_of_one_rank_is_that_of_all(free):
+    text = "MPIDL_CPU: expected"
+    assert refusal(builds.settle, Others(("MPIDL_CPU: expected", []))) == text
+
+
+def test_the_ranks_of_this_run_agree(world):
+    running = world.broadcast(world.gather(builds.running()))
+    assert len(set(running)) == 1
+
+
+def test_declarations():
+    header = """
+    /* void mpidl_not(void); */
+    void mpidl_nothing(void);
+    int64_t mpidl_sum(const float *x, double *sums /* two */, int64_t count,
+                      const int32_t *counts);
+    const char *mpidl_text(void);
+    void mpidl_hook(void (*function)(void)); /* or NULL */
+    """
+    found = builds.declarations(header)
+    assert set(found) == {"nothing", "sum", "text", "hook"}
+    assert found["nothing"] == (None, []) and found["text"] == (ctypes.c_char_p, [])
+    result, (x, sums, count, counts) = found["sum"]
+    assert result is count is ctypes.c_int64
+    assert found["hook"] == (None, [ctypes.c_void_p])
+    ones = np.ones((2, 2), np.float32)
+    assert ctypes.addressof(x.from_param(ones)) == ones.ctypes.data
+    assert x.from_param(None) is None
+    ones.flags.writeable = False  # an argument that is only read may be
+    assert x.from_param(ones).value == ones.ctypes.data
+    for wrong in (ones.astype(np.float64), ones.T[1:], ones[:, ::2]):
+        with pytest.raises(TypeError, match="expected a C-ordered array of float32, got"):
+            x.from_param(wrong)
+    fixed = np.ones(2)
+    fixed.flags.writeable = False
+    with pytest.raises(TypeError, match="expected an array that can be written"):
+        sums.from_param(fixed)
+    assert counts.from_param(np.zeros(0, np.int32)) is not None
+
+
+@needs_kernels
+@pytest.mark.parametrize("build", builds.built())
+def test_a_library_has_what_the_header_declares(build):
+    """Also one that this CPU cannot run: nothing of it does."""
+    library = builds.load(build)
+    with open(HEADER) as file:
+        for name in builds.declarations(file.read()):
+            getattr(library, name)
+    with pytest.raises(AttributeError, match="declares no mpidl_nothing_such"):
+        _ = library.nothing_such
+    if builds.runs_here(build):
+        assert library.provenance["build"] == build
+        assert library.provenance["compiler"].split()[0] in ("gcc", "clang")
+        assert len(library.provenance["sources"]) == 16
+
+
+@needs_kernels
+def test_a_library_of_other_sources_is_refused(tmp_path):
+    """Where a function is new, and where its arguments have changed; the others work."""
+    changed = tmp_path / "mpidl.h"
+    text = Path(HEADER).read_text()
+    arguments = "void mpidl_copy(const float *from"
+    assert arguments in text
+    text = text.replace(arguments, f"{arguments}, int64_t more")
+    changed.write_text(text.replace("\n/* team.c */", "\nvoid mpidl_new(void);\n/* team.c */"))
+    library = builds.Library(builds.path_of(builds.built()[-1]), changed, "changed")
+    for name in ("new", "copy"):
+        line = refusal(getattr, library, name)
+        assert f"compiled from other sources than this version's, as mpidl_{name} shows" in line
+    assert library.compiler()

@@ -1,0 +1,340 @@
+"""The C kernels of fully connected layers against float64, plain loops in C, and each other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpu_builds import bytes_of, everywhere, needed
+from single_rank import SingleRank, blocked, numbers
+
+import mpidl as dl
+from mpidl.backends import CPU as cpu
+from mpidl.backends.cpu import builds, dense
+from mpidl.backends.cpu.call import nodes_of, source_of, tree_of
+from mpidl.blocks import LANES, DeferredActivation, DeferredInput
+from mpidl.fold import Counter, Tree
+
+pytestmark = needed
+
+ALL = True, True, True
+
+
+def tree(blocks):
+    return Tree(blocks, ((0, blocks),), 0)
+
+
+class Layer:
+    """Arrays of a layer; of its last block `valid` images are used. Where it has `channels`, it
+    reads an activation that is not stored."""
+
+    def __init__(self, outputs, features, blocks=2, valid=LANES, channels=None):
+        def draw(what, *shape, **range):
+            return numbers(f"{what} {outputs} {features}", *shape, dtype=np.float32, **range)
+
+        self.x = self.source = draw("x", blocks, features, LANES)
+        self.dy = draw("dy", blocks, outputs, LANES)
+        if blocks:
+            self.dy[-1, :, valid:] = 0
+        self.weight, self.bias = draw("weight", outputs, features), draw("bias", outputs)
+        if channels:
+            y = self.x.reshape(blocks, channels, features // channels, LANES)
+            mean, beta = (draw(v, channels, low=-0.5, high=0.5) for v in ("mean", "beta"))
+            self.source = DeferredInput(y, mean, draw("scale", channels, low=0.5, high=1.5), beta)
+            self.x = cpu.activation(self.source).reshape(self.x.shape)
+
+    def forward(self):
+        return cpu.dense(self.source, self.weight, self.bias)
+
+    def backward(self, where, needs=ALL):
+        return cpu.dense_backward(self.dy, self.source, self.weight, where, needs)
+
+    def by_plain_loops(self, where):
+        """y, dx and the nodes of dweight."""
+        (blocks, features, _), outputs = self.x.shape, len(self.weight)
+        y, dx = np.empty_like(self.dy), np.empty_like(self.x)
+        nodes = np.empty((nodes_of(where), outputs, features), np.float32)
+        source, library = source_of(self.source), builds.kernels()
+        sizes = features, source[0].shape[1], outputs
+        library.dense_plain(*source, self.weight, self.bias, y, blocks, *sizes)
+        library.dense_dx_plain(self.dy, self.weight, dx, blocks, features, outputs)
+        library.dense_dweight_plain(self.dy, *source, nodes, tree_of(where), *sizes)
+        return y, dx, list(nodes)
+
+
+def nodes(partial):
+    return [node for term in partial.terms for node in term.nodes]
+
+
+def same(found, expected):
+    """Their bytes, which are too many to be shown."""
+    equal = bytes_of(found) == bytes_of(expected)
+    assert equal
+
+
+def close(found, expected):
+    assert found.shape == expected.shape and found.dtype == np.float32
+    size = max(1, abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * size)
+
+
+@pytest.mark.parametrize("features", [1, 3, 16, 31, 1000, 11520])
+@pytest.mark.parametrize("outputs", [1, 2, 7, 10, 16, 17, 100])
+def test_float64(outputs, features):
+    layer, where = Layer(outputs, features, valid=5), tree(2)
+
+    def found():
+        y, (dx, dweight, dbias, sums) = layer.forward(), layer.backward(where)
+        assert sums is None
+        same([y, dx, nodes(dweight)], [*layer.by_plain_loops(where)])
+        return y, dx, dweight, dbias
+
+    x, dy, weight = (v.astype(np.float64) for v in (layer.x, layer.dy, layer.weight))
+    for y, dx, dweight, dbias in everywhere(found).values():
+        close(y, np.einsum("kf,bfl->bkl", weight, x) + layer.bias[:, None])
+        close(dx, np.einsum("kf,bkl->bfl", weight, dy))
+        close(SingleRank().gplus(dweight), np.einsum("bkl,bfl->kf", dy, x))
+        close(SingleRank().gplus(dbias), dy.sum(axis=(0, 2)))
+
+
+@pytest.mark.parametrize("features, channels", [(1, 1), (35, 7), (48, 48), (1728, 3), (1260, 2)])
+@pytest.mark.parametrize("outputs", [3, 10, 70])
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_an_activation_is_read_as_its_values(outputs, features, channels, blocks):
+    """With the sums that batch normalization asks for, of the bytes they have by themselves."""
+    layer, where = Layer(outputs, features, blocks, 3, channels), tree(blocks)
+    stored = Layer(outputs, features, blocks, 3)
+    assert blocks == 0 or features == 1 or 0.2 < (layer.x > 0).mean() < 0.8
+
+    def found():
+        stored.x = stored.source = cpu.activation(layer.source).reshape(layer.x.shape)
+        y, (dx, dweight, dbias, sums) = layer.forward(), layer.backward(where)
+        same((y, dx, dweight, dbias), (stored.forward(), *stored.backward(where)[:3]))
+        same([y, dx, nodes(dweight)], [*layer.by_plain_loops(where)])
+        same(cpu.dense_dweight(layer.dy, layer.source, where), dweight)
+        by_itself = cpu.activation_sums(dx.reshape(layer.source.x.shape), layer.source, where)
+        same(sums, by_itself)
+        assert sums.shape == (2 * channels,)
+        return y, dx, dweight, dbias, sums
+
+    everywhere(found)
+
+
+@pytest.mark.parametrize("channels", [None, 5])
+@pytest.mark.parametrize("outputs", [1, 10, 16])
+def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
+    layer, where = Layer(outputs, 700, 5, 11, channels), tree(5)
+    found = everywhere(lambda: layer.backward(where))
+    monkeypatch.setattr(dense, "FEW", 0)
+    several = everywhere(lambda: layer.backward(where))
+    same([*found.values()], [*several.values()])
+
+
+@pytest.mark.parametrize("needs", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 0, 1)])
+@pytest.mark.parametrize("outputs", [10, 20])
+def test_only_what_is_asked_for(outputs, needs):
+    layer, where = Layer(outputs, 60, 2, channels=3), tree(2)
+    *expected, sums = layer.backward(where)
+    *found, found_sums = layer.backward(where, needs)
+    for value, wanted, asked in zip(found, expected, needs, strict=True):
+        same(value, wanted if asked else None)
+    same(found_sums, sums if needs[0] else None)
+
+
+@pytest.mark.parametrize("blocks, run", [(1, (0, 1)), (8, (0, 8)), (13, (3, 12)), (19, (1, 2))])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("outputs", [10, 33])
+def test_the_weights_gradient_is_folded_by_the_tree(outputs, plain, blocks, run):
+    """A leaf is what one block gives by itself; the tree adds leaves."""
+    where = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
+    layer = Layer(outputs, 77, run[1] - run[0])
+    _, dweight, dbias, _ = layer.backward(where)
+    assert [len(nodes(v)) for v in (dweight, dbias)] == [len(where.nodes[1])] * 2
+    for found, part in ((dweight, 1), (dbias, 2)):
+        counter = Counter(where)
+        for b in range(len(layer.dy)):
+            one = slice(b, b + 1)
+            leaf = cpu.dense_backward(layer.dy[one], layer.x[one], layer.weight, tree(1), ALL)[part]
+            counter.push(nodes(leaf)[0].copy())
+        same(found, counter.partial(found.shape))
+
+
+def test_the_bias_gradient_is_channel_sums():
+    layer, where = Layer(37, 5, 6, 2), tree(6)
+    layer.dy[2] = -0.0  # the sum of which is 0, not -0
+    same(layer.backward(where)[2], cpu.channel_sums(layer.dy, where))
+
+
+@pytest.mark.parametrize("outputs", [10, 100])
+def test_what_a_block_gives_does_not_depend_on_its_neighbours(outputs):
+    layer, blocks = Layer(outputs, 600, 11, channels=4), range(11)
+    y, (dx, _, _, sums) = layer.forward(), layer.backward(tree(11))
+    assert len(nodes(sums)) == 1
+    for b in blocks:
+        one = Layer(outputs, 600, 1, channels=4)
+        one.source = layer.source._replace(x=layer.source.x[b : b + 1])
+        one.dy = layer.dy[b : b + 1]
+        same(one.forward(), y[b])
+        same(one.backward(tree(1))[0], dx[b])
+
+
+def test_an_empty_share():
+    where = Tree(1, ((0, 1), (1, 1)), 1)
+    layer = Layer(20, 30, 0, channels=3)
+    dx, *partials = layer.backward(where)
+    assert layer.forward().shape == (0, 20, LANES) and dx.shape == (0, 30, LANES)
+    assert [p.shape for p in partials] == [(20, 30), (20,), (6,)]
+    assert [nodes(p) for p in partials] == [[], [], []]
+
+
+def test_unused_lanes_of_x_do_not_count():
+    """They hold anything finite, where the cotangent is zero."""
+    layer, where = Layer(20, 50, 2, 3, channels=5), tree(2)
+    y, dx, dweight, dbias, sums = layer.forward(), *layer.backward(where)
+    layer.source.x[-1, ..., 3:] = 1e30
+    other = layer.backward(where)
+    same(other, (dx, dweight, dbias, sums))
+    same(layer.forward()[:, :, :3], y[:, :, :3])
+    assert not dx[-1, :, 3:].any()
+
+
+def test_not_a_number_stays_one():
+    layer = Layer(12, 40, 1, channels=2)
+    layer.source.x[0, 1, 3, 5] = np.nan
+    y = layer.forward()
+    assert np.isnan(y[0, :, 5]).all() and np.isnan(y).sum() == 12
+    dweight = SingleRank().gplus(layer.backward(tree(1))[1])
+    assert np.isnan(dweight[:, 23]).all() and np.isnan(dweight).sum() == 12
+
+
+def test_arrays_need_not_be_aligned_nor_c_ordered():
+    layer, where = Layer(20, 50, 2, channels=5), tree(2)
+    expected = layer.forward(), *layer.backward(where)
+
+    def unaligned(array):
+        room = np.empty(array.size + 1, array.dtype)[1:].reshape(array.shape)
+        room[...] = array
+        return room
+
+    for other in (unaligned, np.asfortranarray):
+        moved = Layer(20, 50, 2, channels=5)
+        moved.source = DeferredInput(*map(other, moved.source))
+        moved.dy, moved.weight, moved.bias = map(other, (moved.dy, moved.weight, moved.bias))
+        same((moved.forward(), *moved.backward(where)), expected)
+
+
+def test_sums_round_at_most_twice_as_much_as_blas():
+    """Root of the mean square of the error against float64; of 11520 features, of 4096 outputs."""
+
+    def error(found, exact):
+        return np.sqrt(np.mean((found - exact) ** 2))
+
+    layer = Layer(40, 11520)
+    exact = np.matmul(layer.weight.astype(np.float64), layer.x) + layer.bias[:, None]
+    blas = [layer.weight @ block + layer.bias[:, None] for block in layer.x]
+    assert error(layer.forward(), exact) < 2 * error(blas, exact)
+    layer = Layer(4096, 48)
+    exact = np.matmul(layer.weight.T.astype(np.float64), layer.dy)
+    blas = [layer.weight.T @ block for block in layer.dy]
+    assert error(cpu.dense_dx(layer.dy, layer.weight), exact) < 2 * error(blas, exact)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from mpidl.backends import CPU as cpu
+from mpidl.fold import Tree
+
+def megabytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[name].split()[0]) / 1024
+
+folder, blocks, outputs, features = sys.argv[1], *map(int, sys.argv[2:])
+x, dy = np.load(f"{folder}/x.npy"), np.load(f"{folder}/dy.npy")
+where = Tree(blocks, ((0, 1), (1, blocks)), 1)
+cpu.dense_dweight(dy[:, :32].copy(), x[:, :32].copy(), where)  # the threads, their scratch
+try:
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = megabytes("VmRSS")
+    dweight = cpu.dense_dweight(dy, x, where)
+    print(megabytes("VmHWM") - before)
+except (OSError, KeyError) as error:
+    sys.exit(f"this system does not tell peak memory: {error}")
+np.save(f"{folder}/nodes.npy", [node for term in dweight.terms for node in term.nodes])
+"""
+
+
+def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
+    """Of the memory that a process holds at most meanwhile: a fresh one, where nothing that an
+    earlier gradient has left is used again."""
+    outputs, features, where = 1024, 4608, Tree(8, ((0, 1), (1, 8)), 1)
+    size = outputs * features * 4 / 2**20
+    x = numbers("x", 7, features, LANES, dtype=np.float32)
+    dy = numbers("dy", 7, outputs, LANES, dtype=np.float32)
+    for name, array in (("x", x), ("dy", dy)):
+        np.save(tmp_path / f"{name}.npy", array)
+    command = [sys.executable, "-c", MEMORY, *map(str, (tmp_path, 8, outputs, features))]
+    env = os.environ | {"MPIDL_CPU": builds.running()}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    if "does not tell peak memory" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    found = np.load(tmp_path / "nodes.npy")
+    assert len(found) == 3
+    assert 2.5 * size < float(done.stdout) < (3 + 2) * size
+    for node, blocks in zip(found, where.nodes[1], strict=True):
+        run = slice(blocks[0] - 1, blocks[1] - 1)
+        close(
+            node,
+            np.einsum("bkl,bfl->kf", *(v[run].astype(np.float64) for v in (dy, x)), optimize=True),
+        )
+
+
+def test_flatten_leaves_an_activation_deferred(world):
+    y = blocked(world, numbers("y", 40, 3, 2, 5, dtype=np.float32))
+    vectors = (numbers(f"vector {i}", 3, dtype=np.float32) for i in range(3))
+    x = DeferredActivation(DeferredInput(y.lanes, *vectors), y.batch, cpu.activation)
+    found = dl.flatten(x)
+    assert (
+        isinstance(found, DeferredActivation)
+        and found.source is x.source
+        and found.shape == (40, 30)
+    )
+    assert np.array_equal(found.lanes, x.lanes.reshape(found.lanes.shape))
+
+    labels = blocked(world, np.arange(40) % 4, batch=y.batch)
+
+    def loss(p, x):
+        return dl.softmax_cross_entropy(dl.dense(dl.flatten(x), p["weight"], p["bias"]), labels)
+
+    weights = {"weight": numbers("weight", 4, 30, dtype=np.float32), "bias": np.ones(4, np.float32)}
+    found = dl.value_and_grad(loss, reduce=world)(weights, x)
+    expected = dl.value_and_grad(loss, reduce=world)(weights, y.like(x.lanes))
+    for one, other in zip(found[1].values(), expected[1].values(), strict=True):
+        same(one, other)
+
+
+@pytest.mark.parametrize("outputs", [10, 20])
+def test_fused_and_by_itself_give_the_same_bytes(monkeypatch, world, outputs):
+    """In a network, where the layer reads what the fused convolution stores, and has made the sums
+    that the fused pass before it asks for."""
+    layers = [dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(outputs)]
+    images = blocked(world, numbers("images", 37, 2, 9, 8, dtype=np.float32))
+    labels = blocked(world, np.arange(37) % outputs, batch=images.batch)
+
+    def results(fuse):
+        net = dl.Network(layers, (2, 9, 8), seed=2)
+        net.fuse = fuse
+        loss = dl.value_and_grad(lambda n, x: dl.softmax_cross_entropy(n(x), labels), reduce=world)
+        value, gradients, state = loss(net, images)
+        return [value, *gradients.values(), *state.values()]
+
+    expected = results(False)
+    monkeypatch.delattr(cpu, "activation_sums")
+    same(results(True), expected)

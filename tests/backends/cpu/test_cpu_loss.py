@@ -1,0 +1,226 @@
+"""The C kernels of softmax, cross-entropy and errors against NumPy in float64, and each other."""
+
+import numpy as np
+import pytest
+from cpu_builds import everywhere, needed
+from single_rank import SingleRank, numbers
+
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends.cpu import builds
+from mpidl.blocks import LANES
+from mpidl.fold import Tree
+
+pytestmark = needed
+
+
+def some(blocks, classes, last=LANES, spread=8.0, pixels=()):
+    """(logits, labels, counts, tree) of blocks of which the last holds `last` images."""
+    shape = (blocks, classes, *pixels, LANES)
+    logits = numbers("logits", *shape, low=-spread, high=spread, dtype=np.float32)
+    labels = np.arange(blocks * int(np.prod(pixels, dtype=int)) * LANES) * 7 % classes
+    labels = labels.reshape(blocks, *pixels, LANES)
+    counts = np.full(blocks, LANES, np.int32)
+    counts[-1:] = last
+    return logits, labels, counts, Tree(blocks, ((0, blocks),), 0)
+
+
+def units(found, exact):
+    """The largest error in units of the last place."""
+    return np.max(np.abs(found - exact) / np.spacing(np.abs(exact.astype(np.float64))))
+
+
+def test_exponential():
+    """Against long double, over all that softmax can ask for, and beyond."""
+    x = np.concatenate(
+        [
+            np.linspace(-708, 709, 200_001),
+            -np.logspace(-320, 2.8, 5001),
+            np.arange(-1020, 1022) * np.log(2) / 2,  # where the remainder is largest
+            [0.0, -0.0, -708.0],
+        ]
+    )
+
+    def call():
+        y = np.empty_like(x)
+        builds.kernels().exp(x, y, x.size)
+        return y
+
+    exact = np.exp(x.astype(np.longdouble))
+    for build, y in everywhere(call).items():
+        assert units(y, exact) <= (1.2 if build == "generic" else 1), build
+        assert (y[x == 0] == 1).all()
+
+
+def test_exponential_of_what_is_not_finite():
+    x, y = np.array([-np.inf, -1e300, -1000, np.nan]), np.empty(4)
+    builds.kernels().exp(x, y, 4)
+    assert (y[:3] > 0).all() and y[:3].max() < 1e-300 and np.isnan(y[3])
+
+
+SHAPES = [(1, ()), (2, ()), (10, ()), (1000, ()), (1025, ())]
+SHAPES += [(1, (2,)), (3, (1, 1)), (4, (4, 4)), (21, (5, 7)), (70, (1, 17))]  # (classes, pixels)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("classes, pixels", SHAPES)
+def test_against_numpy(blocks, classes, pixels):
+    logits, labels, counts, tree = some(blocks, classes, last=5, pixels=pixels)
+    dy = numbers("dy", *logits.shape, dtype=np.float32)
+
+    def call():
+        return (
+            cpu.softmax(logits),
+            cpu.cross_entropy(logits, labels, counts, tree),
+            cpu.cross_entropy_dlogits(logits, labels, 0.37, counts),
+            cpu.correct_count(logits, labels, counts, tree),
+            cpu.softmax_dx(dy, p),
+        )
+
+    p = reference.softmax(logits)
+    dx = reference.softmax_dx(dy.astype("f8"), p)
+    d = reference.cross_entropy_dlogits(logits, labels, 0.37, counts)
+    sums = [
+        f(logits, labels, counts, tree) for f in (reference.cross_entropy, reference.correct_count)
+    ]
+    for found in everywhere(call).values():
+        assert [v.dtype.str[1:] for v in found] == ["f8", "f8", "f4", "f8", "f4"]
+        np.testing.assert_allclose(found[4], dx, rtol=2**-23, atol=1e-14)
+        np.testing.assert_allclose(found[0], p, rtol=1e-14)
+        assert found[2].shape == d.shape
+        np.testing.assert_allclose(found[2], d, rtol=2**-23, atol=1e-16)
+        for partial, expected in zip((found[1], found[3]), sums, strict=True):
+            assert partial.shape == () and len(partial.terms[0].nodes) == len(tree.nodes[0])
+            if blocks:
+                wanted = SingleRank().gplus(expected)
+                np.testing.assert_allclose(SingleRank().gplus(partial), wanted, rtol=1e-13)
+
+
+def test_last_blocks_of_every_size():
+    """Whatever lies in unused lanes: finite garbage there changes no byte."""
+    for last in range(1, LANES + 1):
+        logits, labels, counts, tree = some(2, 4, last)
+        dirty = logits.copy()
+        dirty[1, :, last:] = 1e30
+        results = []
+        for x in (logits, dirty):
+            d = cpu.cross_entropy_dlogits(x, labels, 1.0, counts)
+            assert not d[1, :, last:].any() and d[1, :, :last].all()
+            sums = [f(x, labels, counts, tree) for f in (cpu.cross_entropy, cpu.correct_count)]
+            results.append([d.tobytes(), *(SingleRank().gplus(s).tobytes() for s in sums)])
+        assert results[0] == results[1]
+
+
+def test_leaves_are_blocks():
+    """A block's sum is the same whoever else holds blocks: only the tree adds them."""
+    logits, labels, counts, _ = some(5, 10, last=3)
+    whole = cpu.cross_entropy(logits, labels, counts, Tree(5, ((0, 5),), 0))
+    nodes = []
+    for rank, (start, stop) in enumerate(((0, 3), (3, 5))):
+        part = slice(start, stop)
+        tree = Tree(5, ((0, 3), (3, 5)), rank)
+        found = cpu.cross_entropy(logits[part], labels[part], counts[part], tree)
+        nodes += [float(node) for node in found.terms[0].nodes]
+    a, b, c, d = nodes  # (0,2) (2,3) (3,4) (4,5)
+    assert float(SingleRank().gplus(whole)) == (a + (b + c)) + d
+
+
+def test_scores_that_are_far_apart():
+    logits = np.zeros((1, 3, LANES), np.float32)
+    logits[0, 0], logits[0, 1] = 1000, -1000
+    labels, counts = np.arange(LANES)[None] % 3, np.array([LANES], np.int32)
+    tree = Tree(1, ((0, 1),), 0)
+    loss = SingleRank().gplus(cpu.cross_entropy(logits, labels, counts, tree))
+    assert loss == 6 * 0 + 5 * 2000 + 5 * 1000
+    d = cpu.cross_entropy_dlogits(logits, labels, 1.0, counts)
+    assert d[0, :, 1].tolist() == [1, -1, 0]
+
+
+def test_not_a_number_stays():
+    logits, labels, counts, tree = some(2, 5)
+    logits[1, 3, 2] = np.nan
+    assert np.isnan(SingleRank().gplus(cpu.cross_entropy(logits, labels, counts, tree)))
+    d = cpu.cross_entropy_dlogits(logits, labels, 1.0, counts)
+    assert np.isnan(d[1, :, 2]).all() and np.isnan(d).sum() == 5
+    labels[1, 2] = 3  # NumPy's argmax takes it for the largest
+    counted = [
+        float(SingleRank().gplus(backend.correct_count(logits, labels, counts, tree)))
+        for backend in (cpu, reference)
+    ]
+    assert counted[0] == counted[1]
+
+
+def test_ties_count_for_the_first_class():
+    logits = np.zeros((1, 3, LANES), np.float32)
+    logits[0, 1:, 8:] = 2
+    labels, counts = np.zeros((1, LANES), np.int64), np.array([LANES], np.int32)
+    labels[0, 8:] = 1
+    tree = Tree(1, ((0, 1),), 0)
+    assert SingleRank().gplus(cpu.correct_count(logits, labels, counts, tree)) == LANES
+    assert SingleRank().gplus(cpu.correct_count(logits, labels + 1, counts, tree)) == 0
+
+
+ELEMENTS = {"numbers": (), "one": (1,), "images": (3, 5, 7), "several tiles": (2, 33, 41)}
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize("shape", ELEMENTS.values(), ids=ELEMENTS)
+def test_errors(blocks, shape, power):
+    y, target = (numbers(n, blocks, *shape, LANES, dtype=np.float32) for n in ("y", "target"))
+    target[..., 1] = y[..., 1]  # no error at all, whose slope is 0
+    y[-1:, ..., 5:] = 1e30  # whatever lies in unused lanes
+    _, _, counts, tree = some(blocks, 2, last=5)
+
+    def call():
+        return (
+            cpu.errors(y, target, power, counts, tree),
+            cpu.errors_dy(y, target, power, 0.37, counts),
+        )
+
+    exact = reference.errors_dy(y.astype("f8"), target, power, 0.37, counts)
+    total = reference.errors(y.astype("f8"), target, power, counts, tree)
+    for partial, d in everywhere(call).values():
+        assert d.dtype == np.float32 and d.shape == y.shape
+        assert not d[-1:, ..., 5:].any() and not d[..., 1].any()
+        np.testing.assert_allclose(d, exact, rtol=2**-23, atol=0)
+        assert partial.shape == () and partial.dtype == np.float64
+        if blocks:
+            wanted = SingleRank().gplus(total)
+            np.testing.assert_allclose(SingleRank().gplus(partial), wanted, rtol=1e-13)
+
+
+@pytest.mark.parametrize("pixels", [(), (5, 7)])
+def test_leaves_of_errors_and_pixels_are_blocks(pixels):
+    """A rank that holds three blocks of five, and one that holds two, have the one rank's nodes."""
+    logits, labels, counts, _ = some(5, 4, last=3, pixels=pixels)
+    target = numbers("target", *logits.shape, dtype=np.float32)
+
+    def sums(tree):
+        part = slice(*tree.run)
+        scored = logits[part], labels[part], counts[part], tree
+        yield cpu.cross_entropy(*scored)
+        yield cpu.correct_count(*scored)
+        yield cpu.errors(logits[part], target[part], 2, counts[part], tree)
+
+    whole = [SingleRank().gplus(found) for found in sums(Tree(5, ((0, 5),), 0))]
+    parts = [list(sums(Tree(5, ((0, 3), (3, 5)), rank))) for rank in (0, 1)]
+    for expected, *shared in zip(whole, *parts, strict=True):
+        a, b, c, d = (node for partial in shared for node in partial.terms[0].nodes)
+        assert (a + (b + c)) + d == expected
+
+
+def test_errors_that_are_not_finite():
+    y, target = np.zeros((1, 3, LANES), np.float32), np.zeros((1, 3, LANES), np.float32)
+    y[0, 1, 2], y[0, 2, 3], y[0, 0, 4] = np.nan, np.inf, 3e38
+    target[0, 0, 4] = -3e38  # the square of their difference is no float
+    counts, tree = np.array([5], np.int32), Tree(1, ((0, 1),), 0)
+    for power, slope in (1, 1), (2, np.inf):
+        assert np.isnan(SingleRank().gplus(cpu.errors(y, target, power, counts, tree)))
+        d = cpu.errors_dy(y, target, power, 1.0, counts)
+        assert np.isnan(d[0, 1, 2]) and np.isnan(d).sum() == 1
+        assert d[0, 2, 3] == slope and d[0, 0, 4] == slope
+    y[0, 1, 2] = y[0, 2, 3] = 0
+    assert SingleRank().gplus(cpu.errors(y, target, 2, counts, tree)) == pytest.approx(
+        3.6e77, rel=1e-6
+    )

@@ -1,0 +1,139 @@
+"""What may go wrong around the kernels' threads: hooks, forks, other threads, odd shapes."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from cpu_builds import needed
+
+import mpidl as dl
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
+from mpidl.backends.cpu import builds
+
+pytestmark = needed
+
+ONE = (1, 1)
+
+
+def convolve(channels=32, side=32, size=5):
+    """Some tens of milliseconds of convolution in one call."""
+    x = np.ones((4, channels, side, side, 16), np.float32)
+    weight = np.ones((channels, channels, size, size), np.float32)
+    pad = size // 2
+    how = ONE, ((pad, pad), (pad, pad)), ONE, 1
+    return cpu.conv2d(x, weight, np.zeros(channels, np.float32), *how)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    yield
+    builds.watch(None)
+    builds.kernels().set_threads(settings.threads)
+
+
+def test_a_kernel_inside_of_another_is_refused():
+    small = np.ones((1, 1, 1, 1, 16), np.float32)
+    builds.watch(lambda: cpu.relu(small))
+    convolve()
+    with pytest.raises(RuntimeError, match="inside of another"):
+        builds.watch(None)
+    assert (cpu.relu(small) == small).all()  # and the next one runs
+
+
+def test_the_hook_runs_on_the_thread_that_set_it_alone():
+    ran_on = []
+    builds.watch(lambda: ran_on.append(threading.get_ident()))
+    other = threading.Thread(target=convolve)
+    other.start()
+    other.join()
+    assert ran_on == []
+    convolve()
+    assert set(ran_on) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("policy", ["off", "auto"])
+def test_the_hook_has_its_turn_within_a_block(policy):
+    """One block, so that nothing but the kernels' own calls lets it run."""
+    calls, before = [], settings.winograd
+    settings.winograd = policy
+    try:
+        x = np.ones((1, 96, 28, 28, 16), np.float32)
+        weight = np.ones((96, 96, 3, 3), np.float32)
+        builds.watch(lambda: calls.append(1))
+        how = ONE, (ONE, ONE), ONE, 1
+        cpu.conv2d(x, weight, np.zeros(96, np.float32), *how)
+    finally:
+        settings.winograd = before
+    assert len(calls) >= 4
+
+
+def test_two_threads_of_python_take_turns():
+    expected = convolve()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(convolve())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 and all((f == expected).all() for f in found)
+
+
+FORK = """
+import os
+import numpy as np
+from mpidl import backends
+from mpidl.backends import CPU as cpu
+backends.configure(threads=3)
+x = np.ones((5, 4, 8, 8, 16), np.float32)
+before = cpu.relu(x).sum()
+child = os.fork()
+if child == 0:
+    os._exit(0 if cpu.relu(x).sum() == before else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0 and cpu.relu(x).sum() == before
+print("both went on")
+"""
+
+
+def test_a_forked_child_goes_on():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "both went on\n", done.stderr
+
+
+def test_a_stride_far_larger_than_the_image():
+    x = np.arange(4 * 16, dtype=np.float32).reshape(1, 1, 2, 2, 16)
+    weight = np.full((1, 1, 1, 1), 2, np.float32)
+    how = (7000, 7000), ((0, 0), (0, 0)), ONE, 1
+    y = cpu.conv2d(x, weight, np.zeros(1, np.float32), *how)
+    assert (y == 2 * x[:, :, :1, :1]).all()
+    batch = dl.share(16, dl.OneRank())
+    arguments = y, x, weight, *how, batch.counts(), batch.tree, (True, True, True)
+    found, expected = (backend.conv2d_backward(*arguments) for backend in (cpu, reference))
+    assert (found[0] == expected[0]).all()
+
+
+def test_images_beyond_the_offsets_are_refused_by_their_size():
+    huge = np.lib.stride_tricks.as_strided(
+        np.zeros(1, np.float32), (1, 64, 1600, 1600, 16), (0,) * 5
+    )
+    with pytest.raises(ValueError, match="too large"):
+        cpu.conv2d.__globals__["plan"](
+            huge, np.zeros((1, 64, 3, 3), np.float32), ONE, (ONE, ONE), ONE, 1
+        )
+
+
+def test_a_number_is_a_learnable_too():
+    sgdm = dl.SGDM(learning_rate=0.5, momentum=0.9)
+    table = {"scale": np.float32(3), "w": np.ones((2, 3), np.float32)}
+    for _ in range(3):
+        gradients = {name: np.ones_like(value) for name, value in table.items()}
+        table = sgdm(table, gradients)
+        assert {name: v.shape for name, v in table.items()} == {"scale": (), "w": (2, 3)}

@@ -1,0 +1,15 @@
+"""In these tests the world is one rank that computes on a device."""
+
+import pytest
+
+
+@pytest.fixture
+def world(device):
+    """One rank that computes on the device."""
+    from mpidl.backends.gpu.sums import Counts
+    from mpidl.comm import World
+
+    world = World(threads=1)
+    world.device, world.counts = device, Counts()
+    yield world
+    world.device = world.counts = None

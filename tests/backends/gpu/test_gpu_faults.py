@@ -1,0 +1,582 @@
+"""Faults that are planted in the kernels are found by the tests of those kernels.
+
+A kernel's test that would pass without a barrier, a bound or an order of sums proves little. Each
+fault here is one edit of a kernel's text; the test named beside it must fail with it, in one of the
+schedules of the emulated GPU at least, and passes without it.
+"""
+
+import functools
+from typing import NamedTuple
+
+import pytest
+import test_gpu_batchnorm as batchnorm
+import test_gpu_conv_direct as conv_direct
+import test_gpu_dense as dense
+import test_gpu_elementwise as elementwise
+import test_gpu_ends as ends
+import test_gpu_fold as fold
+import test_gpu_layers as layers
+import test_gpu_loss as loss
+import test_gpu_pool as pool
+import test_gpu_solvers as solvers
+import test_program as program
+from emulator import opened
+
+from mpidl.backends.gpu import array, conv, kernels
+
+ORDERS = (0, 1, 2)
+
+
+class Fault(NamedTuple):
+    """In a family's text `old` becomes `new`; then check(device, *arguments) fails."""
+
+    family: str
+    what: str
+    old: str
+    new: str
+    check: object
+    arguments: tuple = ()
+
+
+BARRIER = "__syncthreads();"
+
+# Many steps, ragged in all directions; (C, H, W), (K, R, S), stride, padding, dilation, groups
+LONG = ((36, 5, 3), (20, 3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
+STRIDED = ((10, 6, 7), (12, 3, 2), (2, 3), ((1, 0), (0, 2)), (1, 2), 2)
+
+
+def convolves(device, what, *shape):
+    """What tensor cores make of a convolution, y, dx or dweight, against float64."""
+    case = conv_direct.Case(None, shape=shape)
+    dy, x = array.lanes(case.dy), array.lanes(case.x)
+    weight, tree, how = array.filters(case.weight), conv_direct.whole(len(case.x)), case.how
+    y, dx, dweight = case.exact()
+    if what == "y":
+        exact, found = y, conv.conv2d(x, weight, array.plain(case.bias), *how).numpy()
+    elif what == "dx":
+        needs = True, False, False
+        found = conv.conv2d_backward(dy, x, weight, *how, None, tree, needs)[0].numpy()
+        exact = dx
+    else:
+        leaves, _ = conv.leaves_of(dy, x, weight, how, tree)
+        k, c, r, s = case.weight.shape
+        found = leaves.numpy().sum(axis=0, dtype="f8").reshape(k, r, s, c).transpose(0, 3, 1, 2)
+        exact = dweight
+    assert conv_direct.error(found, exact) <= 2e-6
+
+
+FAULTS = [
+    Fault(
+        "conv_gemm",
+        "no barrier in the main loop",
+        f"{BARRIER}  // the step has arrived",
+        "// the step has arrived",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "no barrier before the rows are known",
+        f"{BARRIER}\n\n    const int chunk",
+        "const int chunk",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "one group of copies too few is waited for",
+        "cp_wait<STAGES - 2>();",
+        "cp_wait<STAGES - 1>();",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "copies of the main loop belong to no group",
+        "stage - 1);\n        cp_commit();",
+        "stage - 1);",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "a step is copied to where the others still read",
+        "load(next, stage == 0 ? STAGES - 1 : stage - 1)",
+        "load(next, stage)",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "pixels beside the image are read",
+        "&& (u32)v < (u32)W;",
+        ";",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "what lies behind the last element of k counts",
+        "const bool inside = k < KD;",
+        "const bool inside = true;",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "a matrix is read where it would lie unpermuted",
+        "const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
+        "const int of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * BK + (lane >> 3 & 1) * 4;",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "pixels between those of a stride count",
+        "&& t == h * stride_h",
+        "",
+        convolves,
+        ("dx", *STRIDED),
+    ),
+    Fault(
+        "conv_gemm",
+        "rows behind the last are written",
+        "if (m >= rows) continue;",
+        "",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_gemm",
+        "of the products of 3xTF32 one is missing",
+        "mma_tf32(sum[i][j], a, b_low[j]);",
+        ";",
+        convolves,
+        ("y", *LONG),
+    ),
+    Fault(
+        "conv_dweight",
+        "no barrier in the main loop",
+        f"cp_wait<STAGES - 2>();\n        {BARRIER}",
+        "cp_wait<STAGES - 2>();",
+        convolves,
+        ("dweight", *LONG),
+    ),
+    Fault(
+        "conv_dweight",
+        "no barrier before warps add up what they share",
+        f"{BARRIER}\n        if (part > 0) return;",
+        "if (part > 0) return;",
+        convolves,
+        ("dweight", *LONG),
+    ),
+    Fault(
+        "conv_dweight",
+        "no barrier before the steps' memory is used for sums",
+        f"{BARRIER}  // all are done",
+        "// all are done",
+        convolves,
+        ("dweight", *LONG),
+    ),
+    Fault(
+        "conv_dweight",
+        "columns are named as rows are",
+        "wn + NJ * g;",
+        "wn + 4 * g;",
+        convolves,
+        ("dweight", *LONG),
+    ),
+    Fault(
+        "conv_dweight",
+        "pixels of another tap",
+        "pq - p * Q) * shape[9] + along",
+        "pq - p * Q) * shape[8] + along",
+        convolves,
+        ("dweight", *STRIDED),
+    ),
+    Fault(
+        "conv_weights",
+        "no barrier before the tile is read",
+        BARRIER,
+        "",
+        convolves,
+        ("dx", *LONG),
+    ),
+    Fault(
+        "conv_weights",
+        "the tile is not turned",
+        "tile[lane][i];",
+        "tile[i][lane];",
+        convolves,
+        ("dx", *LONG),
+    ),
+    Fault(
+        "conv_direct",
+        "no barrier between reading operands and adding them up",
+        f"{BARRIER}\n        add_product(chunk, sums);",
+        "add_product(chunk, sums);",
+        conv_direct.test_against_float64,
+        ("3x3",),
+    ),
+    Fault(
+        "conv_direct",
+        "no barrier before the tap is read",
+        f"{BARRIER}\n        Tap tap = taps[lane];",
+        "Tap tap = taps[lane];",
+        conv_direct.test_against_float64,
+        ("3x3",),
+    ),
+    Fault(
+        "conv_direct",
+        "pixels to the right of the image are read",
+        "w >= 0 && w < W",
+        "w >= 0",
+        conv_direct.test_against_float64,
+        ("3x3",),
+    ),
+    Fault(
+        "conv_direct",
+        "pixels between those of a stride count",
+        "place * stride == moved && place < outputs",
+        "place < outputs",
+        conv_direct.test_against_float64,
+        ("3x3 by 2",),
+    ),
+    Fault(
+        "conv_direct",
+        "a leaf's filters of another group",
+        "K + group * filters + filter) * width",
+        "K + filter) * width",
+        conv_direct.test_against_float64,
+        ("each way its own",),
+    ),
+    Fault(
+        "pool",
+        "of equal pixels the last is taken",
+        "found.of[v] > best.of[v] ||",
+        "found.of[v] >= best.of[v] ||",
+        pool.test_numpy_gives_the_same,
+        ("3x3/2", 2),
+    ),
+    Fault(
+        "pool",
+        "places are counted column by column",
+        "place.of[v] == i * S + j",
+        "place.of[v] == j * R + i",
+        pool.test_numpy_gives_the_same,
+        ("overlapping", 2),
+    ),
+    Fault(
+        "pool",
+        "pixels behind the last window",
+        "place += (window - (windows - 1)) * stride;",
+        "",
+        pool.test_numpy_gives_the_same,
+        ("2x2, pixels left over", 2),
+    ),
+    Fault(
+        "batchnorm",
+        "no barrier in a block's sum",
+        BARRIER,
+        "",
+        batchnorm.test_sums,
+        ((20, 3, 5), 1),
+    ),
+    Fault(
+        "batchnorm",
+        "rows of a sum are added from another place",
+        "shared[k][threadIdx.x + half * tile]",
+        "shared[k][threadIdx.x + tile]",
+        batchnorm.test_sums,
+        ((20, 3, 5), 1),
+    ),
+    Fault(
+        "batchnorm",
+        "unused images have a gradient",
+        "min(n, (long long)valid[0] * pixels)",
+        "n",
+        batchnorm.test_what_is_computed_pixel_by_pixel,
+        ((4, 6, 6), 19, 2),
+    ),
+    Fault(
+        "batchnorm",
+        "moments are merged without their means' distance",
+        "fmaf(delta * delta, weight, square)",
+        "square",
+        batchnorm.test_moments,
+        ((1, 60, 60), 32, 2),
+    ),
+    Fault(
+        "fold",
+        "four leaves are added from left to right",
+        "combined(combined(a, b), combined(c, d))",
+        "combined(combined(combined(a, b), c), d)",
+        fold.test_how_threads_share_a_fold_changes_nothing,
+        ("float",),
+    ),
+    Fault(
+        "fold",
+        "moments of later leaves come first",
+        "return {both, __dadd_rn(left.mean,",
+        "return {both, __dadd_rn(right.mean,",
+        fold.test_a_fold_has_the_bytes_of_the_host,
+        ("moments", 21),
+    ),
+    Fault(
+        "fold",
+        "no barrier between threads that share a node",
+        BARRIER,
+        "",
+        fold.test_how_threads_share_a_fold_changes_nothing,
+        ("double",),
+    ),
+    Fault(
+        "fold",
+        "a level of the counter too far",
+        "if (start >> L & 1)",
+        "if (start >> L & 2)",
+        fold.test_any_number_of_ranks_gives_the_same_bytes,
+        ("float", 13, 2),
+    ),
+    Fault(
+        "dense",
+        "no barrier between the stages",
+        BARRIER,
+        "",
+        dense.test_against_float64,
+        (7, (400,)),
+    ),
+    Fault(
+        "dense",
+        "one stage in shared memory instead of two",
+        "tile_a[n & 1]",
+        "tile_a[0]",
+        dense.test_against_float64,
+        (7, (400,)),
+    ),
+    Fault(
+        "dense",
+        "quads are looked for where they would lie unturned",
+        "&tile[k][turned<WIDTH>(k, place<WIDTH, OWN>(n, 4 * t))]",
+        "&tile[k][place<WIDTH, OWN>(n, 4 * t)]",
+        dense.test_against_float64,
+        (68, (5, 3, 3)),
+    ),
+    Fault(
+        "dense",
+        "the weights' leaves are added from left to right",
+        "if (plain) {",
+        "if (true) {",
+        dense.test_the_weights_gradient_is_folded_by_the_tree,
+        (20, 16, (0, 16), False, 132),
+    ),
+    Fault(
+        "dense",
+        "rows behind the last are written",
+        "if (m >= rows) continue;",
+        "",
+        dense.test_against_float64,
+        (17, (130,)),
+    ),
+    Fault(
+        "loss",
+        "no barrier before the warps are added up",
+        BARRIER,
+        "",
+        loss.test_against_numpy,
+        (2, 2, 17, ()),
+    ),
+    Fault(
+        "loss",
+        "unused images have a gradient",
+        "if (row >= (long long)*valid * pixels) {",
+        "if (row > (long long)*valid * pixels) {",
+        loss.test_any_number_of_images_may_be_unused,
+        (21,),
+    ),
+    Fault(
+        "loss",
+        "unused images have a loss",
+        "(long long)*valid * size);",
+        "(long long)(*valid + 1) * size);",
+        loss.test_any_number_of_images_may_be_unused,
+        (5,),
+    ),
+    Fault(
+        "loss",
+        "a part of an image reaches into the next",
+        "min((image + images) * size, (long long)*valid * size)",
+        "(long long)*valid * size",
+        loss.test_against_numpy,
+        (2, 2, 19, (17, 31)),
+    ),
+    Fault(
+        "loss",
+        "of equal logits any",
+        "(strange || value == best) && place < at",
+        "false",
+        loss.test_which_class_is_the_largest,
+    ),
+    Fault(
+        "loss",
+        "targets are where flattened images would have them",
+        "k % near * far + k / near;",
+        "k;",
+        loss.test_values_may_lie_otherwise_than_their_targets,
+        (loss.PAIRS["images that were flattened, and numbers"], False),
+    ),
+    Fault(
+        "optimizer",
+        "a product and a sum are rounded once",
+        "v = momentum * v - rate * g;",
+        "v = fmaf(momentum, v, -(rate * g));",
+        ends.test_a_step_has_the_bytes_of_numpy,
+        ((0, 0, 0),),
+    ),
+    Fault(
+        "optimizer",
+        "what is left over of four is left out",
+        "int i = rest + threadIdx.x; i < count;",
+        "int i = rest + threadIdx.x; i < rest;",
+        ends.test_a_step_has_the_bytes_of_numpy,
+        ((0, 0, 0),),
+    ),
+    Fault(
+        "images",
+        "mirrored by one pixel too few",
+        "if (turned & LEFT_TO_RIGHT) w = W - 1 - w;",
+        "if (turned & LEFT_TO_RIGHT && w) w = W - w;",
+        ends.test_mirrored_shifted_and_cut,
+        ((3, 5, 7), 15),
+    ),
+    Fault(
+        "images",
+        "unused images are there",
+        "if (image >= (valid ? *valid : count))",
+        "if (image >= count)",
+        ends.test_unused_images_are_zero_whatever_their_numbers_say,
+    ),
+    Fault(
+        "images",
+        "unused targets are there",
+        "const bool there = image < (valid ? *valid : count);",
+        "const bool there = image < count;",
+        ends.test_unused_images_are_zero_whatever_their_numbers_say,
+    ),
+    Fault(
+        "images",
+        "the channels of a target stay apart",
+        "table[e % channels * places + e / channels]",
+        "table[e]",
+        ends.test_targets_of_a_data_set,
+        ((3, 5, 7), 37, 3),
+    ),
+    Fault(
+        "elementwise",
+        "rows of the target lie as those of the source",
+        "to + row * piece[5]",
+        "to + row * piece[4]",
+        elementwise.test_pack,
+        ("f4", 3),
+    ),
+    Fault(
+        "activations",
+        "exponents that no float has",
+        "x = x < -87.3f ? -87.3f : x;",
+        "",
+        layers.test_activations_of_all_sizes,
+    ),
+    Fault(
+        "lrn",
+        "sums before all products are there",
+        BARRIER,
+        "",
+        layers.test_cross_channel_norm,
+        ((1100,), (5, 2.0, 0.75, 1.0), 2),
+    ),
+    Fault(
+        "dropout",
+        "the next call's words are left out",
+        "if (skip + count > GROUP)",
+        "if (skip + count > GROUP + 8)",
+        layers.test_dropout,
+        ((3, 9, 1), 2, False),
+    ),
+    Fault(
+        "concat",
+        "all parts begin at the first channel",
+        "row * pitch + first + (i",
+        "row * pitch + (i",
+        layers.test_four_channels_at_once,
+    ),
+    Fault(
+        "adaptive",
+        "the gradient is not squared",
+        "square_share * (g * g)",
+        "square_share * g",
+        solvers.test_a_step_has_the_bytes_of_numpy,
+        ("adam",),
+    ),
+    Fault(
+        "clip",
+        "a tree of sums without barriers",
+        BARRIER,
+        "",
+        solvers.test_clipping_is_numpys,
+        ("l2norm", 1 << 22),
+    ),
+    Fault(
+        "program",
+        "no barrier before a step's row is known",
+        BARRIER,
+        "",
+        program.test_a_replay_sees_the_numbers_of_its_step,
+        (True,),
+    ),
+]
+
+
+def holds(check, arguments, order):
+    """Whether a test passes on the emulated GPU in this schedule."""
+    with opened(order) as device, pytest.MonkeyPatch.context() as monkeypatch:
+        names = check.__code__.co_varnames[: check.__code__.co_argcount]
+        given = [monkeypatch] if "monkeypatch" in names else []
+        try:
+            check(device, *given, *arguments)
+        except (AssertionError, RuntimeError):
+            return False
+    return True
+
+
+@functools.cache
+def holds_without_faults(check, arguments):
+    return all(holds(check, arguments, order) for order in ORDERS)
+
+
+def cases():
+    """The first fault of a family is looked for in every run, the others in the slow part."""
+    families = set()
+    for fault in FAULTS:
+        marks = [pytest.mark.slow("faults")] if fault.family in families else []
+        families.add(fault.family)
+        yield pytest.param(fault, id=f"{fault.family}: {fault.what}", marks=marks)
+
+
+@pytest.mark.parametrize("fault", list(cases()))
+def test_a_fault_is_found(device, monkeypatch, fault):
+    assert holds_without_faults(fault.check, fault.arguments)
+    source = kernels.source
+
+    def planted(name):
+        text = source(name)
+        if name != f"{fault.family}.cu":
+            return text
+        assert fault.old in text, "the kernel has changed: plant the fault anew"
+        return text.replace(fault.old, fault.new)
+
+    monkeypatch.setattr(kernels, "source", planted)
+    assert not all(holds(fault.check, fault.arguments, order) for order in ORDERS)
+
+
+def test_every_family_has_a_fault():
+    assert {fault.family for fault in FAULTS} == set(kernels.families())

@@ -1,0 +1,97 @@
+"""Branches and frozen layers on the emulated GPU: steps against the CPU, recorded or not."""
+
+import numpy as np
+import pytest
+from single_rank import numbers
+
+import mpidl as dl
+from mpidl import losses
+from mpidl.training import trainer
+from mpidl.training.files.model_file import weights_sha256
+
+SHAPE, CLASSES = (1, 8, 8), 3
+
+
+def residual():
+    layers = [
+        dl.Conv2D(3, 4, padding=1),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.Conv2D(3, 4, padding=1),
+        dl.BatchNorm(),
+        dl.Add(inputs=("relu1", "batchnorm2")),
+        dl.ReLU(name="both"),
+        dl.Conv2D(3, 6, stride=2, padding=1),
+        dl.BatchNorm(),
+        dl.Conv2D(1, 6, stride=2, name="shortcut", after="both"),
+        dl.Add(inputs=("batchnorm3", "shortcut")),
+        dl.Dense(CLASSES),
+    ]
+    return dl.Network(layers, SHAPE, seed=2)
+
+
+FROZEN = {
+    "nothing": (),
+    "below": ("conv1", "batchnorm1"),
+    "within": ("conv2", "batchnorm2", "batchnorm3"),
+    "all but the last": ("conv1", "batchnorm1", "conv2", "batchnorm2", "conv3", "batchnorm3")
+    + ("shortcut",),
+}
+
+
+def pictures(count=50):
+    images = numbers("gpu pictures", count, *SHAPE, low=0, high=256)
+    return dl.ArrayDatastore(images.astype(np.uint8), np.arange(count) % CLASSES)
+
+
+def trained(world, net, **options):
+    settings = {"epochs": 1, "batch_size": 32, "verbose_every": 0, "learning_rate": 0.1}
+    settings["batchnorm_statistics"] = "moving"  # as the step leaves them
+    trainer.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
+    return net
+
+
+@pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
+def test_a_step_agrees_with_the_cpu(world, names):
+    steps = []
+    for where in (world, dl.World(threads=1)):
+        net = residual().freeze(*names)
+        start = {**net.parameters, **net.state}
+        trained(where, net, max_iterations=1, l2=0.0)
+        now = {**net.parameters, **net.state}
+        steps.append({name: now[name].astype(np.float64) - start[name] for name in start})
+    for name, expected in steps[1].items():
+        found, layer = steps[0][name], name.split(".")[0]
+        if layer in names:
+            assert not expected.any() and not found.any(), name
+        elif not (name.startswith("conv") and name.endswith("bias")):  # whose gradient is noise
+            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            assert error < 2e-5, name
+
+
+RECORDED = [
+    pytest.param(names, id=case, marks=[pytest.mark.slow("gpu")] * (case == "below"))
+    for case, names in FROZEN.items()
+]
+
+
+@pytest.mark.parametrize("names", RECORDED)
+def test_recorded_or_not_the_bytes_are_the_same(world, names):
+    recorded = trained(world, residual().freeze(*names), shuffle="never", l2=0.001, epochs=2)
+    net = residual().freeze(*names).to(world.device)
+    queue = dl.MinibatchQueue(pictures(), 32, world=world, shuffle="never")
+    sgdm = dl.SGDM(0.1, l2=0.001, **net.factors)
+    for epoch in range(2):
+        for images, labels in queue.epoch(epoch):
+            _, gradients, net.state = dl.value_and_grad(losses.cross_entropy)(net, images, labels)
+            net.parameters = sgdm(net.parameters, world.gplus(gradients))
+    assert weights_sha256(net.to(None)) == weights_sha256(recorded)
+
+
+def test_fused_layers_have_the_bytes_of_the_separate_ones(world):
+    found = []
+    for fuse in (True, False):
+        net = residual()
+        net.fuse = fuse
+        found.append(weights_sha256(trained(world, net)))
+    assert found[0] == found[1]

@@ -1,0 +1,196 @@
+"""Whole training steps on the emulated GPU: against the CPU, recorded and not, from any data."""
+
+import numpy as np
+import pytest
+from single_rank import numbers
+
+import mpidl as dl
+from mpidl import losses
+from mpidl.data.loading import device_queue
+from mpidl.errors import Fault
+from mpidl.evaluation import evaluate, predict
+from mpidl.training import trainer
+from mpidl.training.files.model_file import weights_sha256
+
+SIDE, CLASSES = 10, 3
+
+
+def small():
+    """A network with a sum of each kind, odd channels and overlapping windows."""
+    layers = [
+        dl.Conv2D(3, 5, padding=1),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.MaxPool2D(3, stride=2),
+        dl.Conv2D(3, 8, stride=2),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.Dense(7),
+        dl.ReLU(),
+        dl.Dense(CLASSES),
+    ]
+    return dl.Network(layers, (1, SIDE, SIDE), seed=1)
+
+
+def pictures(count, side=SIDE, classes=CLASSES, dtype=np.uint8):
+    images = numbers("gpu pictures", count, 1, side, side, low=0, high=256)
+    labels = np.arange(count) * 7 % classes
+    images[np.arange(count), 0, labels, :] = 255  # a row that tells the class
+    return dl.ArrayDatastore(images.astype(np.uint8).astype(dtype), labels)
+
+
+def trained(world, store=None, net=None, **options):
+    net = small() if net is None else net
+    settings = dl.TrainingOptions(**{"epochs": 2, "batch_size": 40, "verbose_every": 0} | options)
+    trainer.train(net, pictures(90) if store is None else store, settings, world=world)
+    return net
+
+
+@pytest.mark.slow("gpu")
+def test_a_step_of_digits_agrees_with_the_cpu(world):
+    """What a recorded step adds to the weights, in a mini-batch smaller than it was recorded for.
+
+    Of one step: after it a ReLU that flipped would make more of the difference.
+    """
+    train, _ = dl.data.digits().split(0.9, seed=0)
+    store = train.subset(np.arange(0, len(train), len(train) // 20)[:20])
+    nets = {}
+    for where in ("gpu", "cpu"):
+        held = world if where == "gpu" else dl.World(threads=1)
+        net = dl.Network(dl.nn.zoo.digits((1, 28, 28), 10).layers, (1, 28, 28))
+        start = dict(net.parameters)
+        # a large rate, so that the weights' own rounding is small beside the step
+        trained(held, store, net, epochs=1, batch_size=32, learning_rate=1.0, l2=0.0)
+        nets[where] = {k: v.astype(np.float64) - start[k] for k, v in net.parameters.items()}
+    errors = {
+        name: np.linalg.norm(nets["gpu"][name] - expected) / np.linalg.norm(expected)
+        for name, expected in nets["cpu"].items()
+        # batch normalization takes a convolution's bias out: its gradient is noise
+        if not (name.startswith("conv") and name.endswith(".bias"))
+    }
+    worst = max(errors, key=errors.get)
+    print(f"largest relative difference: {errors[worst]:.1e} ({worst})")
+    assert errors[worst] < 1e-5
+
+
+def test_recorded_or_not_the_bytes_are_the_same(world):
+    how = {"shuffle": "never", "batchnorm_statistics": "moving"}
+    recorded = trained(world, pictures(80), l2=0.001, momentum=0.5, **how)
+    net = small().to(world.device)
+    queue = dl.MinibatchQueue(pictures(80), 40, world=world, shuffle="never")
+    sgdm = dl.SGDM(learning_rate=0.01, momentum=0.5, l2=0.001)
+    for epoch in range(2):
+        for images, labels in queue.epoch(epoch):
+            step = dl.value_and_grad(losses.cross_entropy)(net, images, labels)
+            (loss, _), gradients, net.state = step
+            assert float(world.gplus(loss)) > 0
+            net.parameters = sgdm(net.parameters, world.gplus(gradients))
+    assert weights_sha256(net.to(None)) == weights_sha256(recorded)
+
+
+def test_graphs_do_not_matter(world):
+    assert weights_sha256(trained(world)) == weights_sha256(trained(world, graphs="off"))
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(1, marks=pytest.mark.slow("gpu")), 2], indirect=True
+)
+def test_the_schedule_does_not_matter(world, emulated):
+    found = weights_sha256(trained(world))
+    with emulated(0) as device:
+        world.device = device
+        assert weights_sha256(trained(world)) == found
+
+
+def test_ranks_that_share_a_gpu_share_its_memory(world, monkeypatch):
+    store = pictures(30)
+    nbytes = store.images.nbytes + 4 * len(store)  # with the labels
+    monkeypatch.setattr(device_queue, "RESIDENT", (2 * nbytes + 1) / world.device.memory)
+    for sharers, resident in ((1, True), (2, True), (3, False)):
+        world.device.sharers = sharers
+        queue = device_queue.DeviceQueue(store, 10, 0, world, "never")
+        assert queue.resident == resident
+
+
+@pytest.mark.parametrize("frozen", ["dense1", "dense2", "dense3"])
+def test_frozen_weights_stay_and_the_others_move(world, frozen):
+    layers = [dl.Dense(6), dl.ReLU(), dl.Dense(5), dl.ReLU(), dl.Dense(CLASSES)]
+    net = dl.Network(layers, (1, SIDE, SIDE), seed=1).freeze(frozen)
+    before = dict(net.parameters)
+    host = dl.Network(layers, (1, SIDE, SIDE), seed=1).freeze(frozen)
+    trained(world, net=net)
+    trained(dl.World(threads=1), net=host)
+    for name, value in net.parameters.items():
+        stays = name.startswith(frozen)
+        assert np.array_equal(value, before[name]) == stays, name
+        np.testing.assert_allclose(value, host.parameters[name], rtol=1e-4, atol=1e-5)
+
+
+def test_data_that_do_not_fit_are_staged(world, monkeypatch):
+    expected = weights_sha256(trained(world))
+    monkeypatch.setattr(device_queue, "RESIDENT", 0.0)
+    assert weights_sha256(trained(world)) == expected
+
+
+def test_floats_are_left_as_they_are(world):
+    store = pictures(50, dtype=np.float32)
+    store.images /= np.float32(255)
+    found = trained(world, store, epochs=1)
+    expected = trained(world, pictures(50), epochs=1)
+    assert weights_sha256(found) == weights_sha256(expected)
+
+
+def test_nothing_of_a_step_is_allocated_twice(world, device):
+    """More epochs take no more memory."""
+    counted = []
+    allocate = device.allocate
+    device.allocate = lambda nbytes: counted.append(nbytes) or allocate(nbytes)
+    sums = []
+    for epochs in (1, 1, 4):
+        trained(world, epochs=epochs)
+        sums.append(sum(counted))
+    assert sums[1] - sums[0] == sums[2] - sums[1] > 0
+
+
+def test_evaluation_and_prediction(world):
+    net, store = small(), pictures(50)
+    host = dl.World(threads=1)
+    found, expected = (evaluate.evaluate(net, store, world=w, batch_size=40) for w in (world, host))
+    assert found.accuracy == expected.accuracy and found.images == 50
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    scores = predict.predict(net, store, world=world, batch_size=40)
+    expected = predict.predict(net, store, world=host)
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-7)
+    assert not net.on_device
+
+
+@pytest.mark.slow("gpu")
+def test_the_loss_goes_down(world, capsys):
+    trained(world, epochs=6, learning_rate=0.05)
+    losses = [float(line.split()[3].strip(",")) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(world):
+    with pytest.raises(Fault, match="iteration 2"):
+        trained(world, learning_rate=1e30)
+
+
+def test_a_step_that_cannot_be_recorded_leaves_the_network_on_the_host(world, device, monkeypatch):
+    def full(nbytes):
+        raise MemoryError("no room")
+
+    net = small()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "pinned", full)
+        with pytest.raises(MemoryError, match="no room"):
+            trained(world, net=net)
+    assert not net.on_device
+    assert weights_sha256(trained(world, net=net)) == weights_sha256(trained(world))
+
+
+def test_what_has_no_kernel_says_so(world):
+    net = small().to(world.device)
+    ((images, labels),) = dl.MinibatchQueue(pictures(20), 20, world=world).epoch(0)
+    with pytest.raises(TypeError, match="lies on a GPU.*--device cpu"):
+        dl.value_and_grad(lambda net, x, y: dl.mean(dl.exp(net(x))))(net, images, labels)

@@ -1,0 +1,91 @@
+"""The backends define the functions of `backends.interface`, with its arguments."""
+
+import inspect
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mpidl import backends
+from mpidl.backends import CPU, REFERENCE
+from mpidl.backends.gather import FUNCTIONS, gather
+from mpidl.backends.gpu.backend import GPU
+from mpidl.backends.interface import FUSED, HOST, Backend
+from mpidl.backends.reference import activation
+
+# The one function with more options, by keyword: it gathers images of a data set on the device.
+EXTENDED = {("gpu", "images"): ["indices", "counts", "blocks"]}
+BACKENDS = pytest.mark.parametrize("backend", [REFERENCE, CPU, GPU], ids=lambda b: b.name)
+
+
+def parameters(function):
+    """(name, default, kind) of each parameter but self."""
+    declared = inspect.signature(function).parameters.values()
+    return [(p.name, p.default, p.kind) for p in declared if p.name != "self"]
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parameters_are_those_of_the_interface(backend, name):
+    if name in missing(backend):
+        assert not hasattr(backend, name)
+        return
+    expected = parameters(getattr(Backend, name))
+    actual = parameters(getattr(backend, name))
+    assert actual[: len(expected)] == expected
+    extra = actual[len(expected) :]
+    assert [name for name, *_ in extra] == EXTENDED.get((backend.name, name), [])
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for *_, kind in extra)
+
+
+def missing(backend):
+    """The functions that the capabilities of a backend excuse."""
+    return (set() if backend.fuses_convolutions else FUSED) | (
+        HOST if backend.arrays_on_device else set()
+    )
+
+
+@BACKENDS
+def test_a_backend_has_nothing_beside_the_interface(backend):
+    capabilities = {"name", "fuses_convolutions", "arrays_on_device"}
+    assert set(vars(backend)) == set(FUNCTIONS) - missing(backend) | capabilities
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_says_what_it_does(name):
+    """In the interface; implementations repeat it nowhere."""
+    assert (inspect.getdoc(getattr(Backend, name)) or "").startswith("Return ")
+
+
+def test_missing_functions_are_refused():
+    with pytest.raises(TypeError, match="backend partial: no module defines "):
+        gather("partial", [activation])
+    assert gather("partial", [activation], REFERENCE).relu is activation.relu
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=lambda backend: backend.name)
+def test_zeros_and_copies_of_host_arrays(backend):
+    """zeros_like and from_numpy; tests/backends/gpu/test_gpu_elementwise.py has those of a GPU."""
+    like = np.ones((3, 40), np.float32)
+    zeros = backend.zeros_like(like)
+    assert zeros.dtype == like.dtype and np.array_equal(zeros, 0 * like)
+    copied = backend.from_numpy(np.arange(120.0).reshape(3, 40), like)
+    assert copied.dtype == like.dtype and copied[2, 39] == 119
+
+
+def test_backends_go_by_type():
+    assert backends.of_type(np.float64) is REFERENCE
+    assert backends.of_array(np.zeros(3)) is REFERENCE
+
+
+def test_a_run_on_cpus_loads_no_kernels_of_gpus():
+    """Only how GPUs are discovered and compiled for is loaded at the start."""
+    code = (
+        "import sys, mpidl; from mpidl import training;"
+        "print([m for m in sys.modules if m.startswith('mpidl.backends.gpu.')])"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert "gpu.conv" not in loaded and "gpu.backend" not in loaded

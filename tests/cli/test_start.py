@@ -1,0 +1,181 @@
+"""What `--network FILE.py:FUNCTION` makes of what the function returns."""
+
+import pickle
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from single_rank import numbers
+
+import mpidl as dl
+from mpidl.cli import start, train
+
+SHAPE = (1, 6, 6)
+TRANSFER = """
+import mpidl as dl
+
+def transfer(input_shape, classes):
+    net, _ = dl.load_model({path!r})
+    return net.replace_layers({{"dense1": dl.Dense(classes)}}).freeze("conv1")
+
+def layers(input_shape, classes):
+    return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
+
+def alone(input_shape, classes):
+    return dl.Dense(classes)
+
+def nothing(input_shape, classes):
+    layers(input_shape, classes)
+
+def mixed(input_shape, classes):
+    return [dl.ReLU(), "dense"]
+
+def text(input_shape, classes):
+    return [dl.Conv2D(3, "16"), dl.Dense(classes)]
+
+def negative(input_shape, classes):
+    return [dl.Conv2D(-3, 16), dl.Dense(classes)]
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    """FILE.py beside a model whose weights no seed draws."""
+    net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(2)], SHAPE, seed=3)
+    net.parameters = {name: a + np.float32(0.125) for name, a in net.parameters.items()}
+    net.state = {name: a + np.float32(2) for name, a in net.state.items()}
+    dl.save_model(tmp_path / "model.h5", net, ["a", "b"])
+    path = tmp_path / "own.py"
+    path.write_text(TRANSFER.format(path=str(tmp_path / "model.h5")))
+    return net, path
+
+
+def test_a_network_keeps_what_it_has_learned(file):
+    old, path = file
+    net = start.network(f"{path}:transfer", SHAPE, 3, seed=9)
+    for table in ("parameters", "state"):
+        for name, array in getattr(old, table).items():
+            if not name.startswith("dense1"):
+                assert getattr(net, table)[name].tobytes() == array.tobytes()
+    assert net.output_shape == (3,) and not net["conv1"].trainable
+    assert net.normalization.name == "rescale-zero-one"
+
+
+def test_layers_are_drawn_by_the_seed(file):
+    _, path = file
+    net, other = (start.network(f"{path}:layers", SHAPE, 3, seed=seed) for seed in (9, 10))
+    fresh = dl.Network(net.layers, SHAPE, seed=9).parameters
+    assert all(net.parameters[name].tobytes() == fresh[name].tobytes() for name in fresh)
+    assert other.parameters["conv1.weight"].tobytes() != fresh["conv1.weight"].tobytes()
+    zoo = [start.network("digits", (1, 28, 28), 10, seed=seed).parameters for seed in (0, 1)]
+    assert zoo[0]["conv1.weight"].tobytes() != zoo[1]["conv1.weight"].tobytes()
+
+
+def test_a_network_for_other_images_is_refused(file):
+    _, path = file
+    text = r"images of shape \(1, 8, 6\), so expected .* found one for \(1, 6, 6\)"
+    with pytest.raises(dl.UserError, match=text) as caught:
+        start.network(f"{path}:transfer", (1, 8, 6), 3, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("alone", "expected a list of layers, got a Dense alone"),
+        ("nothing", "expected a list of layers, got None"),
+        ("mixed", "expected a list of layers, got 'dense' in it"),
+        ("text", "conv1: filters must be an integer >= 1, got '16' (conv1 reads images: 1x6x6)"),
+        (
+            "negative",
+            "Conv2D: size must be an integer >= 1 or two, got -3 (conv1 reads images: 1x6x6)",
+        ),
+    ],
+)
+def test_functions_that_give_no_network(file, function, text):
+    name = f"{file[1]}:{function}"
+    with pytest.raises(dl.UserError) as caught:
+        start.network(name, SHAPE, 3, seed=0)
+    assert str(caught.value) == f"--network {name}: {text}"
+
+
+def test_user_files_are_modules_of_their_own(tmp_path):
+    """Files of one name in two folders do not replace each other; pickle finds their classes."""
+    modules = []
+    for folder in ("a", "b-1"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "layers.py"
+        path.write_text(f"class Layer:\n    folder = {folder!r}\n")
+        modules.append(start.load_user_file(path))
+    first, second = modules
+    assert (first.Layer.folder, second.Layer.folder) == ("a", "b-1")
+    for module in modules:
+        assert sys.modules[module.__name__] is module
+        assert pickle.loads(pickle.dumps(module.Layer)) is module.Layer
+
+
+def test_user_files_that_cannot_be_loaded(tmp_path):
+    modules = set(sys.modules)
+    (tmp_path / "text.txt").write_text("")
+    for name, text in (("none.py", "no file "), ("text.txt", "expected a Python file, FILE.py, ")):
+        with pytest.raises(dl.UserError, match=text):
+            start.load_user_file(tmp_path / name)
+    broken = tmp_path / "broken.py"
+    broken.write_text("import mpidl\n\nraise mpidl.UserError('its own')\n")
+    with pytest.raises(dl.UserError, match="^its own$"):
+        start.load_user_file(broken)
+    with pytest.raises(dl.UserError, match=f"^--optimizer {broken}:make: its own$"):
+        start.load_user_function(f"{broken}:make", "--optimizer")
+    assert set(sys.modules) == modules
+
+
+def test_user_functions(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def make(rate):\n    return 2 * rate\n")
+    assert start.load_user_function(f"{path}:make", "--optimizer")(0.25) == 0.5
+    text = f"^--optimizer {path}:mak: {path} defines no function mak: did you mean make\\?$"
+    with pytest.raises(dl.UserError, match=text):
+        start.load_user_function(f"{path}:mak", "--optimizer")
+
+
+@pytest.mark.parametrize(
+    ("position", "options", "text"),
+    [
+        ((2, 5), {}, "in epoch 2"),
+        ((3, 8), {}, "the end of epoch 2; a larger --epochs trains on"),
+        ((2, 5), {"max_iterations": 5}, "in epoch 2; a larger --max-iterations trains on"),
+        *(
+            (
+                (3, 8),
+                {"learn_rate_schedule": name},
+                f"the end of epoch 2, where --learn-rate-schedule {name} ends: there is nothing "
+                "left to train",
+            )
+            for name in ("cosine", "polynomial")
+        ),
+    ],
+)
+def test_where_a_resumed_run_is_and_what_trains_on(position, options, text):
+    position = dict(zip(("epoch", "iteration"), position, strict=True))
+    assert train._describe_position(position, dl.TrainingOptions(epochs=2, **options)) == text
+
+
+@pytest.mark.usefixtures("world")
+def test_a_network_stays_with_its_normalization(file):
+    _, path = file
+    name = f"{path}:transfer"
+    net = start.network(name, SHAPE, 3, seed=0)
+    images = numbers("start", 40, *SHAPE, low=0, high=255).astype(np.uint8)
+    store = dl.ArrayDatastore(images, np.arange(40) % 3)
+    world, before = dl.World(threads=1), dl.weights_sha256(net)
+    zscore = dl.TrainingOptions(epochs=1, batch_size=20, normalization="zscore", verbose="off")
+    text = r'zscore: expected rescale-zero-one, .*TrainingOptions\(normalization="rescale-zero-one"'
+    for known in (zscore, replace(zscore, validation=store)):
+        with pytest.raises(dl.UserError, match=text):
+            dl.train(net, store, known, world=world)
+    assert dl.weights_sha256(net) == before and net.normalization.name == "rescale-zero-one"
+    net.normalization = None
+    dl.train(net, store, zscore, world=world)
+    assert net.normalization.name == "zscore"
+    dl.train(net, store, zscore, world=world)  # and again, as it has it now

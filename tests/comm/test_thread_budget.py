@@ -1,0 +1,103 @@
+"""How many threads each rank runs, and what is said where that does not fit the machine."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpidl import backends
+from mpidl.backends import settings
+from mpidl.comm.thread_budget import Cores, assign_threads, available_cores
+
+
+def bound(*ranks, at_a_time=None):
+    """Ranks of one host, each with the cores it may use, and the quota of all."""
+    return [("node0", Cores(tuple(own), at_a_time)) for own in ranks]
+
+
+@pytest.mark.parametrize(
+    "ranks, threads",
+    [
+        (bound(range(8)), [8]),
+        (bound(range(8), range(8)), [4, 4]),
+        (bound(range(8), range(8), range(8)), [2, 2, 2]),
+        (bound(range(4), range(4, 8)), [4, 4]),
+        (bound([0], [1], [2, 3]), [1, 1, 2]),
+        (bound(range(2), range(2), range(2)), [1, 1, 1]),
+        (bound(range(64), at_a_time=4), [4]),
+        (bound(range(64), range(64), at_a_time=4), [2, 2]),
+        (bound(range(32), range(32, 64), at_a_time=4), [2, 2]),
+        ([("node0", Cores(range(4))), ("node1", Cores(range(8)))], [4, 8]),
+    ],
+)
+def test_by_default_cores_are_divided_among_the_ranks_that_may_use_them(ranks, threads):
+    assert assign_threads(ranks, 0)[0] == threads
+
+
+def test_as_many_as_are_asked_for():
+    assert assign_threads(bound(range(8), range(8)), 3) == ([3, 3], [])
+
+
+def test_what_fits_is_not_spoken_of():
+    assert assign_threads(bound(range(8), range(8)), 0)[1] == []
+    assert assign_threads(bound(range(4), range(4, 8)), 4)[1] == []
+
+
+def test_too_many_are_told_in_one_line():
+    (line,) = assign_threads(bound(range(2), range(2), range(2)), 0)[1]
+    assert line.startswith("warning: 3 rank(s) x 1 thread(s) on node0 share 2 core(s)")
+    (line,) = assign_threads(bound(range(8), range(8)), 5)[1]
+    assert "2 rank(s) x 5 thread(s) on node0 share 8 core(s)" in line
+    (line,) = assign_threads(bound(range(64), at_a_time=4), 8)[1]
+    assert "1 rank(s) x 8 thread(s) on node0 share 4 core(s)" in line
+
+
+def test_a_quota_counts_though_ranks_are_bound_to_cores_of_their_own():
+    (line,) = assign_threads(bound(range(32), range(32, 64), at_a_time=4), 32)[1]
+    assert "2 rank(s) x 32 thread(s) on node0 share 4 core(s)" in line
+
+
+def test_a_rank_bound_to_fewer_cores_than_its_threads():
+    (line,) = assign_threads(bound([0], [1, 2, 3]), 2)[1]
+    assert "rank 0 on node0 runs 2 threads but may use 1 core(s)" in line
+
+
+def test_this_process():
+    allowed, quota = available_cores()
+    assert len(allowed) >= 1 and (quota is None or quota >= 1)
+
+
+@pytest.mark.parametrize(
+    "files, quota",
+    [
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "150000 100000"}, 1),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "20000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_the_quota_of_control_groups_of_both_versions(files, quota, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    cores = available_cores(tmp_path)
+    assert cores == (tuple(sorted(os.sched_getaffinity(0))), quota)
+    common = Path(__file__).resolve().parents[2] / "run" / "common.sh"
+    script = 'set -eu; . "$1"; count_cores "$2"'
+    command = ["bash", "-c", script, "bash", common, tmp_path]
+    count = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(count) == min(len(cores.allowed), quota or len(cores.allowed))
+
+
+@pytest.mark.parametrize("wrong", [{"threads": 0}, {"winograd": "on"}])
+def test_settings_that_cannot_be(wrong):
+    before = settings.threads, settings.winograd
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+        backends.configure(**wrong)
+    assert (settings.threads, settings.winograd) == before

@@ -1,0 +1,266 @@
+"""Augmentation: what is drawn, what is done to images, and that both are keyed."""
+
+import pickle
+
+import numpy as np
+import pytest
+from image_sets import pixels_of, refusal
+
+import mpidl as dl
+from mpidl import keyed
+from mpidl.data.transforms.augment import PURPOSE, _sine_cosine
+from mpidl.training import input_pipeline
+
+FULL = {
+    "reflect_x": True,
+    "reflect_y": True,
+    "rotation": (-20, 35),
+    "scale": (0.8, 1.2),
+    "scale_x": (0.9, 1.3),
+    "shear_x": 8,
+    "shear_y": (-3, 9),
+    "translate_x": (-4, 2),
+    "translate_y": 3,
+}
+SHAPE = (3, 19, 24)
+
+
+def store_of(count, shape=SHAPE, kind=np.uint8):
+    images = pixels_of(count, count, *shape).astype(kind)
+    return dl.ArrayDatastore(images, np.arange(count) % 7)
+
+
+def forward(augmenter, seed, epoch, i, shape):
+    """The 3x3 matrix that takes (x, y, 1) of the image to (x, y, 1) of the result, by hand."""
+    u = keyed.uniform(seed, PURPOSE, 12, epoch=epoch, sample=i)
+
+    def between(low_high, u):
+        return low_high[0] + (low_high[1] - low_high[0]) * u
+
+    def matrix(a, b, c, d):
+        return np.array([[a, b, 0], [c, d, 0], [0, 0, 1.0]])
+
+    def shift(x, y):
+        return np.array([[1, 0, x], [0, 1, y], [0, 0, 1.0]])
+
+    a = augmenter
+    angle = np.deg2rad(between(a.rotation, u[2]))
+    scale = between(a.scale, u[3])
+    across, down = (
+        np.tan(np.deg2rad(between(r, v))) for r, v in ((a.shear_x, u[5 + 1]), (a.shear_y, u[7]))
+    )
+    tx, ty = (
+        low + np.floor((high - low + 1) * v)
+        for (low, high), v in ((a.translate_x, u[8]), (a.translate_y, u[9]))
+    )
+    cx, cy = (shape[2] - 1) / 2, (shape[1] - 1) / 2
+    reflected = matrix(
+        -1 if a.reflect_x and u[0] < 0.5 else 1, 0, 0, -1 if a.reflect_y and u[1] < 0.5 else 1
+    )
+    rotated = matrix(np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle))
+    scaled = matrix(scale * between(a.scale_x, u[4]), 0, 0, scale * between(a.scale_y, u[5]))
+    sheared = matrix(1, across, down, 1)
+    moved = shift(cx + tx, cy + ty) @ sheared @ scaled @ rotated @ reflected @ shift(-cx, -cy)
+    _, p, q = a.image_shape(shape)
+    top, left = np.floor((shape[1] - p + 1) * u[10]), np.floor((shape[2] - q + 1) * u[11])
+    return shift(-left, -top) @ moved
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+@pytest.mark.parametrize("crop", [None, (11, 16)])
+def test_against_scipy(kind, crop):
+    ndimage = pytest.importorskip("scipy.ndimage", reason="SciPy is not installed")
+    augmenter = dl.Augmenter(**FULL, crop=crop, fill=(9, 200, 31))
+    images, indices = store_of(20, kind=kind).images, np.arange(3, 23)
+    found = augmenter.apply(images, indices, epoch=5, seed=11)
+    assert found.dtype == kind and found.shape == (20, *augmenter.image_shape(SHAPE))
+    for image, i, result in zip(images, indices, found, strict=True):
+        back = np.linalg.inv(forward(augmenter, 11, 5, i, SHAPE))
+        swap = back[[1, 0, 2]][:, [1, 0, 2]]  # SciPy's order: rows, columns
+        for c, fill in enumerate(augmenter.fill):
+            expected = ndimage.affine_transform(
+                image[c].astype(np.float64),
+                swap[:2, :2],
+                swap[:2, 2],
+                output_shape=result.shape[1:],
+                order=1,
+                mode="grid-constant",
+                cval=fill,
+            )
+            assert abs(expected - result[c]).max() < (0.502 if kind == np.uint8 else 2e-3)
+
+
+def test_each_transformation_by_itself():
+    """On an image with one bright pixel, right of the centre and above it."""
+    image = np.zeros((1, 1, 21, 21), np.float32)
+    image[0, 0, 8, 14] = 1  # x = 4, y = -2 from the centre
+
+    def where(**ranges):
+        found = dl.Augmenter(**ranges).apply(image, [0])[0, 0]
+        row, column = np.unravel_index(found.argmax(), found.shape)
+        return column - 10, row - 10
+
+    assert where() == (4, -2)
+    assert where(rotation=(90, 90)) == (2, 4)  # clockwise
+    assert where(rotation=(-180, -180)) == (-4, 2)
+    assert where(scale=(2, 2)) == (8, -4)
+    assert where(scale_x=(0.5, 0.5)) == (2, -2) and where(scale_y=(2, 2)) == (4, -4)
+    assert where(shear_x=(45, 45)) == (2, -2) and where(shear_y=(45, 45)) == (4, 2)
+    assert where(translate_x=(3, 3), translate_y=(-5, -5)) == (7, -7)
+    assert where(rotation=(90, 90), translate_x=(3, 3)) == (5, 4)  # turned first
+    assert where(rotation=(90, 90), scale_x=(2, 2)) == (4, 4)
+    mirrored = {where(reflect_x=True, rotation=(k / 8, k / 8)) for k in (0, 1)}
+    assert mirrored <= {(4, -2), (-4, -2)}
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_whole_pixels_in_the_blocks_are_those_of_the_map(kind):
+    """Two ways to the same images: the window within the block fill, and the affine map."""
+    augmenter = dl.Augmenter(
+        reflect_x=True, reflect_y=True, translate_x=4, translate_y=(-2, 6), crop=(12, 20), fill=77
+    )
+    assert not augmenter.warps
+    store = store_of(75, kind=kind)
+    queue = dl.MinibatchQueue(store, 40, seed=3, augmenter=augmenter)
+    for images, _ in queue.epoch(2):
+        indices = images.batch.indices
+        mapped = augmenter.apply(store.read(indices), indices, epoch=2, seed=3)
+        expected = mapped / np.float32(255) if kind == np.uint8 else mapped
+        assert np.array_equal(images.local(), expected)
+        assert not images.lanes[-1, ..., (len(indices) - 1) % 16 + 1 :].any()
+
+
+def test_what_is_drawn_is_uniform_and_keyed():
+    n = 4000
+    augmenter = dl.Augmenter(**FULL, crop=(17, 24))
+    drawn = augmenter.draw(1, 2, np.arange(n), SHAPE)
+    for name in ("reflect_x", "reflect_y"):
+        assert abs(getattr(drawn, name).mean() - 0.5) < 0.04
+    for name in ("rotation", "shear_x", "shear_y"):
+        low, high = getattr(augmenter, name)
+        values = np.sort(getattr(drawn, name))
+        assert low <= values[0] and values[-1] < high
+        uniform = low + (high - low) * np.linspace(0, 1, n)
+        assert abs(values - uniform).max() < 0.05 * (high - low)  # Kolmogorov and Smirnov
+    for name, low, high in (
+        ("translate_x", -4, 2),
+        ("translate_y", -3, 3),
+        ("top", 0, 2),
+        ("left", 0, 0),
+    ):
+        values, counts = np.unique(getattr(drawn, name), return_counts=True)
+        assert values.tolist() == list(range(low, high + 1))
+        assert (abs(counts - n / len(values)) < 5 * np.sqrt(n / len(values)) + 1).all()
+    # one by one, in any order, the same; of another epoch or seed, others
+    order = np.array([17, 3, 3999])
+    for again, all_ in zip(augmenter.draw(1, 2, order, SHAPE), drawn, strict=True):
+        assert np.array_equal(again, all_[order])
+    for seed, epoch in ((1, 3), (2, 2)):
+        other = augmenter.draw(seed, epoch, np.arange(n), SHAPE)
+        assert abs(np.corrcoef(other.rotation, drawn.rotation)[0, 1]) < 0.06
+    for name in ("rotation", "scale_x", "shear_x", "translate_x"):
+        together = np.corrcoef(drawn.reflect_x, getattr(drawn, name))[0, 1]
+        assert abs(together) < 0.06, name
+
+
+def test_sine_and_cosine():
+    degrees = np.concatenate([np.linspace(-720, 720, 2881), [1e-9, 44.999999, 45.000001]])
+    for found, function in zip(_sine_cosine(degrees), (np.sin, np.cos), strict=True):
+        assert abs(found - function(np.deg2rad(degrees))).max() < 4e-15
+    sine, cosine = _sine_cosine(np.array([0.0, 90, 180, -90, 360]))
+    assert sine.tolist() == [0, 1, 0, -1, 0] and cosine.tolist() == [1, 0, -1, 0, 1]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("workers, prefetch", [(1, 0), (1, 2), (4, 1), (3, 5)])
+@pytest.mark.parametrize("ranges", [FULL, {"reflect_x": True, "translate_x": 4, "crop": (17, 20)}])
+def test_the_same_on_any_number_of_ranks_and_workers(size, workers, prefetch, ranges):
+    from types import SimpleNamespace
+
+    augmenter, store = dl.Augmenter(**ranges), store_of(150)
+    whole = dl.MinibatchQueue(store, 80, 1, augmenter=augmenter, prefetch=0)
+    expected = [images.local() for images, _ in whole.epoch(3)]
+    shares = [
+        dl.MinibatchQueue(
+            store,
+            80,
+            1,
+            SimpleNamespace(rank=rank, size=size),
+            augmenter=augmenter,
+            prefetch=prefetch,
+            workers=workers,
+        ).epoch(3)
+        for rank in range(size)
+    ]
+    for parts, all_ in zip(zip(*shares, strict=True), expected, strict=True):
+        found = np.concatenate([images.local() for images, _ in parts])
+        assert found.tobytes() == all_.tobytes()
+
+
+def test_negative_control_another_epoch_gives_other_images():
+    augmenter, store = dl.Augmenter(**FULL), store_of(20)
+    queue = dl.MinibatchQueue(store, 20, shuffle="never", augmenter=augmenter)
+    (first, _), (second, _) = (next(queue.epoch(e)) for e in (1, 2))
+    assert not np.array_equal(first.local(), second.local())
+
+
+def test_real_ranks(world):
+    augmenter, store = dl.Augmenter(**FULL), store_of(100)
+    for images, _ in dl.MinibatchQueue(store, 64, 5, world, augmenter=augmenter).epoch(1):
+        batch = images.batch
+        alone = augmenter.apply(store.read(batch.indices), batch.indices, epoch=1, seed=5)
+        assert np.array_equal(images.local(), alone / np.float32(255))
+
+
+@pytest.mark.parametrize(
+    "ranges, text",
+    [
+        ({"rotation": "wide"}, "rotation: expected (low, high) or a number, got 'wide'"),
+        ({"rotation": (3, 1)}, "rotation: expected (low, high) or a number with low <= high"),
+        ({"scale": (0, 1)}, "scale: expected positive factors"),
+        ({"scale": 1}, "scale: expected (low, high), got 1"),
+        ({"shear_x": 90}, "shear_x: expected degrees between -90 and 90"),
+        ({"shear_x": 50, "shear_y": 40}, "shear_x and shear_y: expected less than 90 degrees"),
+        ({"translate_x": 1.5}, "translate_x: expected whole pixels"),
+        ({"crop": 5}, "crop: expected (height, width)"),
+        ({"crop": (0, 5)}, "crop: expected at least one pixel"),
+        ({"fill": float("nan")}, "fill: expected a number"),
+        (
+            {"RandXReflection": True},
+            "unknown augmentation RandXReflection: did you mean reflect_x?",
+        ),
+        ({"reflectx": True}, "unknown augmentation reflectx: did you mean reflect_x?"),
+        ({"zzz": 1}, "unknown augmentation zzz"),
+    ],
+)
+def test_ranges_that_cannot_be_used(ranges, text):
+    assert refusal(dl.Augmenter, **ranges).startswith(text)
+
+
+def test_what_does_not_fit_the_images():
+    store = store_of(4)
+    for ranges, text in (
+        ({"crop": (20, 3)}, "crop 20x3: expected at most the size of the images, found 19x24"),
+        ({"fill": (1, 2)}, "fill: expected a number, or one for each of the 3 channels"),
+        ({"fill": 0.5}, "fill: expected whole numbers from 0 to 255, got 0.5"),
+        ({"fill": 256}, "fill: expected whole numbers from 0 to 255, got 256"),
+    ):
+        augmenter = dl.Augmenter(**ranges)
+        assert refusal(dl.MinibatchQueue, store, augmenter=augmenter).startswith(text)
+
+
+def test_what_options_say_is_named_as_it_is_typed():
+    text = refusal(input_pipeline.augmenter_of, dl.TrainingOptions(scale=(1.5, 0.5)))
+    assert text == "--scale: expected (low, high) with low <= high, got (1.5, 0.5)"
+    text = refusal(input_pipeline.image_shape, dl.TrainingOptions(random_crop=(20, 3)), SHAPE)
+    assert text == "--random-crop 20x3: expected at most the size of the images, found 19x24"
+    both = [dl.TrainingOptions(random_crop=crop) for crop in ("9", (9, 9))]
+    assert [input_pipeline.image_shape(known, SHAPE) for known in both] == [(3, 9, 9)] * 2
+
+
+def test_spec_makes_the_same_augmenter():
+    augmenter = dl.Augmenter(**FULL, crop=(3, 4), fill=(1, 2, 3))
+    again = {k: tuple(v) if isinstance(v, list) else v for k, v in augmenter.spec().items()}
+    assert dl.Augmenter(**again) == augmenter
+    assert pickle.loads(pickle.dumps(augmenter)) == augmenter
+    assert dl.Augmenter().spec() == {} and not dl.Augmenter(translate_x=3).warps

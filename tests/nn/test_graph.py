@@ -1,0 +1,414 @@
+"""Networks whose layers name what they read: shapes, errors, gradients, bytes, transfer."""
+
+import json
+import weakref
+
+import numpy as np
+import pytest
+from cpu_builds import needed
+from single_rank import SingleRank, assert_slopes, blocked, finite_differences, numbers, whole
+
+import mpidl as dl
+from mpidl.blocks import DeferredActivation
+from mpidl.data.transforms import normalize
+from mpidl.data.transforms.preprocess import Preprocess
+from mpidl.nn import fusion, graph
+
+SHAPE = (3, 8, 8)
+ACTIVE = (dl.BatchNorm, dl.ReLU)
+
+
+def residual(**first):
+    """Two residual blocks: with the images' own values, and with a projection of another size."""
+    return [
+        dl.Conv2D(3, 6, padding=1, name="conv1", **first),
+        dl.BatchNorm(name="norm1"),
+        dl.ReLU(name="relu1"),
+        dl.Conv2D(3, 6, padding=1, name="conv2"),
+        dl.BatchNorm(name="norm2"),
+        dl.Add(inputs=("relu1", "norm2"), name="add1"),
+        dl.ReLU(name="relu2"),
+        dl.Conv2D(3, 9, stride=2, padding=1, name="conv3"),
+        dl.BatchNorm(name="norm3"),
+        dl.ReLU(name="relu3"),
+        dl.Conv2D(3, 9, padding=1, name="conv4"),
+        dl.BatchNorm(name="norm4"),
+        dl.Conv2D(1, 9, stride=2, name="shortcut", after="relu2"),
+        dl.Add(inputs=("norm4", "shortcut"), name="add2"),
+        dl.ReLU(name="relu4"),
+        dl.AveragePool2D(4),
+        dl.Dense(4, name="dense1"),
+    ]
+
+
+def branches():
+    """One fused activation read by three: a convolution, a pooling and a concatenation."""
+    return [
+        dl.Conv2D(3, 8, padding=1),
+        dl.BatchNorm(),
+        dl.ReLU(name="shared"),
+        dl.Conv2D(3, 8, padding=1, name="left"),
+        dl.MaxPool2D(3, stride=1, padding=1, name="right", after="shared"),
+        dl.Concat(inputs=("left", "shared", "right")),
+        dl.Conv2D(1, 5),
+        dl.BatchNorm(),
+        dl.ReLU(),
+        dl.Dense(4),
+    ]
+
+
+def model_loss(net, images, labels):
+    return dl.softmax_cross_entropy(net(images), labels)
+
+
+def batch_of(world, count=37, dtype=np.float32):
+    images = numbers("graph images", count, *SHAPE).astype(np.float32)
+    return blocked(world, images.astype(dtype), np.arange(count) * 3 % 4)
+
+
+def bytes_of(found):
+    loss, *tables = found
+    return [loss.tobytes(), *({k: v.tobytes() for k, v in t.items()} for t in tables)]
+
+
+def double(net):
+    net.parameters = {name: v.astype(np.float64) for name, v in net.parameters.items()}
+    net.state = {name: v.astype(np.float64) for name, v in net.state.items()}
+    return net
+
+
+def by_hand(p, images):
+    """The scores of `residual` in training mode, in plain float64 NumPy on whole arrays."""
+
+    def conv(x, name, stride=1, padding=0):
+        w, b = p[f"{name}.weight"], p[f"{name}.bias"]
+        x = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
+        windows = np.lib.stride_tricks.sliding_window_view(x, w.shape[2:], (2, 3))
+        return np.einsum("nchwrs,kcrs->nkhw", windows[:, :, ::stride, ::stride], w) + b.reshape(
+            -1, 1, 1
+        )
+
+    def norm(x, name):
+        mean, variance = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
+        gamma, beta = (p[f"{name}.{which}"].reshape(-1, 1, 1) for which in ("gamma", "beta"))
+        return (x - mean) / np.sqrt(variance + 1e-5) * gamma + beta
+
+    one = np.maximum(norm(conv(images, "conv1", padding=1), "norm1"), 0)
+    two = np.maximum(one + norm(conv(one, "conv2", padding=1), "norm2"), 0)
+    three = np.maximum(norm(conv(two, "conv3", stride=2, padding=1), "norm3"), 0)
+    four = norm(conv(three, "conv4", padding=1), "norm4") + conv(two, "shortcut", stride=2)
+    return np.maximum(four, 0).mean((2, 3)) @ p["dense1.weight"].T + p["dense1.bias"]
+
+
+def loss_by_hand(p, images, labels):
+    scores = by_hand(p, images)
+    scores = scores - scores.max(1, keepdims=True)
+    logs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    return -logs[np.arange(len(labels)), labels].mean()
+
+
+def test_a_residual_network_against_numpy():
+    world = SingleRank()
+    net = double(dl.Network(residual(), SHAPE, seed=3))
+    images, labels = batch_of(world, dtype=np.float64)
+    loss, gradients, _ = dl.value_and_grad(model_loss)(net, images, labels)
+    found = world.gplus((loss, gradients))
+    arrays = whole(world, images), whole(world, labels)
+    np.testing.assert_allclose(found[0], loss_by_hand(net.parameters, *arrays), rtol=1e-12)
+    scores = whole(world, net.bind(net.parameters)(images))
+    np.testing.assert_allclose(scores, by_hand(net.parameters, arrays[0]), rtol=1e-10, atol=1e-12)
+    differences = finite_differences(
+        lambda p: loss_by_hand(p, *arrays), net.parameters, step=1e-6, most=3
+    )
+    # biases before a batch normalization have gradient 0, which `assert_slopes` measures by 1e-3
+    assert_slopes(found[1], differences, tolerance=2e-6)
+
+
+def test_gradients_of_a_residual_network_against_pytorch(world):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    functional = torch.nn.functional
+    net = dl.Network(residual(), SHAPE, seed=3)
+    images, labels = batch_of(world)
+    _, gradients, _ = dl.value_and_grad(model_loss, reduce=world)(net, images, labels)
+    p = {k: torch.tensor(v, dtype=torch.float64) for k, v in net.parameters.items()}
+    p = {k: v.requires_grad_() for k, v in p.items()}
+
+    def conv(x, name, **how):
+        return functional.conv2d(x, p[f"{name}.weight"], p[f"{name}.bias"], **how)
+
+    def norm(x, name):
+        gamma, beta = p[f"{name}.gamma"], p[f"{name}.beta"]
+        return functional.batch_norm(x, None, None, gamma, beta, training=True, eps=1e-5)
+
+    x = torch.tensor(whole(world, images), dtype=torch.float64)
+    one = norm(conv(x, "conv1", padding=1), "norm1").relu()
+    two = (one + norm(conv(one, "conv2", padding=1), "norm2")).relu()
+    three = norm(conv(two, "conv3", stride=2, padding=1), "norm3").relu()
+    four = norm(conv(three, "conv4", padding=1), "norm4") + conv(two, "shortcut", stride=2)
+    scores = functional.linear(four.relu().mean((2, 3)), p["dense1.weight"], p["dense1.bias"])
+    functional.cross_entropy(scores, torch.tensor(whole(world, labels).astype(int))).backward()
+    for name, gradient in gradients.items():
+        wanted = p[name].grad.numpy()
+        size = max(abs(wanted).max(), 1e-2)
+        assert abs(gradient - wanted).max() / size < 1e-5, name
+
+
+@pytest.mark.parametrize("layers", [residual, branches], ids=lambda f: f.__name__)
+def test_one_result_on_any_number_of_ranks(world, layers):
+    alone, found = SingleRank(), []
+    for here in (alone, world):
+        loss, *tables = dl.value_and_grad(model_loss)(
+            dl.Network(layers(), SHAPE, seed=1), *batch_of(here)
+        )
+        gradients, state = tables
+        found.append(bytes_of((here.gplus(loss), here.gplus(gradients), state)))
+    assert found[0] == found[1]
+
+
+@needed
+@pytest.mark.parametrize("count", [37, 16, 3])
+@pytest.mark.parametrize("layers", [residual, branches], ids=lambda f: f.__name__)
+def test_fused_layers_have_the_bytes_of_the_separate_ones(world, layers, count):
+    found, scores = [], []
+    for fuse in (True, False):
+        net = dl.Network(layers(), SHAPE, seed=1)
+        net.fuse = fuse
+        images, labels = batch_of(world, count)
+        step = dl.value_and_grad(model_loss, reduce=world)(net, images, labels)
+        found.append(bytes_of(step))
+        scores.append(net(images).local().tobytes())
+    assert found[0] == found[1] and scores[0] == scores[1]
+
+
+def test_what_fuses():
+    net = dl.Network(residual(), SHAPE)
+    assert [r for r in fusion.find_runs(net.layers, net.reads) if len(r) > 1] == [
+        (0, 1, 2),
+        (7, 8, 9),
+    ]
+    net = dl.Network(branches(), SHAPE)
+    assert [r for r in fusion.find_runs(net.layers, net.reads) if len(r) > 1] == [
+        (0, 1, 2),
+        (6, 7, 8),
+    ]
+    inner = [  # somebody else reads what is between the three
+        dl.Conv2D(3, 4, padding=1, name="c"),
+        dl.BatchNorm(name="b"),
+        dl.ReLU(name="r"),
+        dl.Add(inputs=("r", "b"), name="a"),
+        dl.Conv2D(3, 4, padding=1, name="d"),
+        dl.BatchNorm(),
+        dl.ReLU(name="s"),
+        dl.Add(inputs=("s", "d")),
+    ]
+    net = dl.Network(inner, SHAPE)
+    assert all(len(run) == 1 for run in fusion.find_runs(net.layers, net.reads))
+    aside = [dl.Conv2D(1, 3), dl.BatchNorm(), dl.ReLU(after="conv1"), dl.Add(("relu1", "norm"))]
+    aside[1].name = "norm"  # the ReLU stands behind the normalization, and does not read it
+    net = dl.Network(aside, SHAPE)
+    assert all(len(run) == 1 for run in fusion.find_runs(net.layers, net.reads))
+
+
+@needed
+def test_a_fused_activation_with_several_readers_stays_deferred(world):
+    seen = []
+
+    class Look(dl.Flatten):
+        def forward(self, x, context):
+            seen.append(x)
+            return super().forward(x, context)
+
+    layers = [dl.Conv2D(3, 4), *(kind() for kind in ACTIVE), Look(name="a")]
+    layers += [Look(name="b", after="relu1"), dl.Add(inputs=("a", "b"))]
+    dl.Network(layers, SHAPE)(batch_of(world)[0])
+    assert len(seen) == 2 and seen[0] is seen[1] and isinstance(seen[0], DeferredActivation)
+
+
+def test_a_plain_list_is_a_graph_of_single_steps():
+    net = dl.nn.zoo.digits()
+    assert net.reads == [(name,) for name in ["images", *net.layer_names[:-1]]]
+    named = [layer.spec() for layer in net.layers]
+    for spec, (before,) in zip(named, net.reads, strict=True):
+        spec["after"] = before
+    again = dl.Network.from_spec(named, net.input_shape)
+    assert again.reads == net.reads and again.output_shapes == net.output_shapes
+
+
+def test_the_images_have_many_readers(world):
+    layers = [
+        dl.ReLU(),
+        dl.Conv2D(1, 3, name="c", after="images"),
+        dl.Add(("relu1", "c", "images")),
+    ]
+    net, (images, _) = dl.Network(layers, SHAPE), batch_of(world)
+    x = images.local()
+    wanted = np.maximum(x, 0) + dl.conv2d(images, *net.parameters.values()).local() + x
+    assert net(images).local().tobytes() == wanted.tobytes()
+
+
+def test_outputs_are_kept_as_long_as_somebody_needs_them(world):
+    alive, held = [], []
+
+    class Watch(dl.Layer):
+        """Notes how many of the arrays made so far are still there."""
+
+        def forward(self, x, context):
+            alive.append(sum(ref() is not None for ref in held))
+            lanes = (x[0] if isinstance(x, tuple) else x).lanes + 1
+            held.append(weakref.ref(lanes))
+            return images.like(lanes)
+
+    class Both(Watch):
+        inputs = ("a", "c")
+
+        def build(self, shapes):
+            return dl.Built(shapes[0])
+
+    layers = [Watch() for _ in range(6)]
+    layers.insert(3, Both())
+    for layer, name in zip(layers, "abcdefg", strict=True):
+        layer.name = name
+    images, _ = batch_of(world)
+    dl.Network(layers, SHAPE)(images)
+    # when c is made there are a and b, for d a and c, b having gone; and then never more than one
+    assert alive == [0, 1, 2, 2, 1, 1, 1]
+
+
+ERRORS = {
+    "unknown": ([dl.ReLU(after="conv")], "relu1: reads 'conv', and no layer has that name"),
+    "near": ([dl.ReLU(name="first"), dl.ReLU(after="frist")], "did you mean first"),
+    "later": ([dl.ReLU(name="a", after="b"), dl.ReLU(name="b")], "a: reads b, which comes later"),
+    "itself": ([dl.ReLU(name="a", after="a")], "a: it cannot read its own output"),
+    "unread": (
+        [dl.ReLU(name="a"), dl.Dense(3, name="b"), dl.ReLU(name="c", after="a")],
+        "b: no layer reads its output",
+    ),
+    "one input": ([dl.ReLU(name="a"), dl.Add(inputs=("a",))], "names of two inputs or more"),
+    "a text": ([dl.ReLU(name="a"), dl.Add(inputs="ab")], "two inputs or more, got 'ab'"),
+    "no inputs": ([dl.ReLU(name="a"), dl.Add()], "add1: expected the names of two inputs"),
+    "both": (
+        [dl.ReLU(name="a"), dl.Add(inputs=("a", "images"), after="a")],
+        "add1: inputs say what it reads",
+    ),
+    "shapes": (
+        [dl.Conv2D(3, 4, name="c"), dl.Add(inputs=("c", "images"))],
+        r"add1: .*\(add1 reads c: 4x6x6, images: 3x8x8\)",
+    ),
+    "one shape": ([dl.Dense(3, name="d"), dl.Conv2D(3, 4)], r"conv1: .*\(conv1 reads d: 3\)"),
+    "the images": ([dl.ReLU(name="images")], "no layer can have that name"),
+    "factor": ([dl.Dense(3, weight_l2_factor=-1.0)], "dense1: factors .* got -1.0 for weight"),
+    "infinite": ([dl.Dense(3, bias_learn_rate_factor=np.inf)], "got inf for bias"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_does_not_fit_is_told_when_the_network_is_built(case):
+    layers, message = ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        dl.Network(layers, SHAPE)
+
+
+def test_a_description_keeps_the_graph(tmp_path, world):
+    net = dl.Network(residual(weight_learn_rate_factor=2.0), SHAPE, seed=2).freeze("conv3")
+    again = dl.Network.from_spec(json.loads(json.dumps(net.spec())), SHAPE, seed=2)
+    assert again.layers == net.layers and again.reads == net.reads
+    assert not again["conv3"].trainable and again["conv1"].weight_learn_rate_factor == 2
+    path = tmp_path / "model.h5"
+    dl.save_model(path, net, ["a", "b", "c", "d"], "none")
+    loaded, _ = dl.load_model(path)
+    assert loaded.reads == net.reads and loaded.layers == net.layers
+    images, _ = batch_of(world)
+    assert loaded(images).local().tobytes() == net(images).local().tobytes()
+
+
+def test_a_description_says_only_what_is_not_usual():
+    spec = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm()], SHAPE).spec()
+    assert list(spec[0]) == [
+        *("type", "size", "filters", "stride", "padding", "dilation", "groups", "name")
+    ]
+    assert list(spec[1]) == ["type", "epsilon", "decay", "name"]
+
+
+def test_named_access():
+    net = dl.Network(residual(), SHAPE)
+    assert net["conv2"] is net.layers[3] and net.layer_names[5] == "add1"
+    with pytest.raises(KeyError, match="no layer conv22: did you mean conv2"):
+        net["conv22"]
+    with pytest.raises(KeyError, match=f"no layer fc8: the last ones are .*{net.layer_names[-1]}"):
+        net["fc8"]
+
+
+@pytest.mark.parametrize("given", [[dl.Dense(3), dl.ReLU()], None, dl.Dense])
+def test_one_layer_takes_the_place_of_one(given):
+    net = dl.Network(residual(), SHAPE)
+    with pytest.raises(TypeError, match="replace_layers: expected one layer for conv2, got "):
+        net.replace_layers({"conv2": given})
+
+
+def test_replaced_layers_and_all_others_kept(world):
+    net = dl.Network(residual(), SHAPE, seed=4)
+    images, labels = batch_of(world)
+    _, gradients, net.state = dl.value_and_grad(model_loss, reduce=world)(net, images, labels)
+    net.parameters = dl.SGDM(0.1)(net.parameters, gradients)
+    other = net.replace_layers({"dense1": dl.Dense(7, weight_learn_rate_factor=20.0)}, seed=9)
+    assert other.output_shape == (7,) and other.layer_names == net.layer_names
+    for table in ("parameters", "state"):
+        old, new = getattr(net, table), getattr(other, table)
+        for name in old:
+            same = old[name].tobytes() == new[name].tobytes()
+            assert same != name.startswith("dense1.weight") or not name.endswith("weight")
+            assert new[name] is not old[name]
+    fresh = dl.Network(residual()[:-1] + [dl.Dense(7, name="dense1")], SHAPE, seed=9).parameters
+    assert other.parameters["dense1.weight"].tobytes() == fresh["dense1.weight"].tobytes()
+    assert other["dense1"].weight_learn_rate_factor == 20 and net.output_shape == (4,)
+
+
+def test_a_network_with_replaced_layers_sees_images_as_before():
+    net = dl.Network([dl.Conv2D(3, 2), dl.Dense(2)], (1, 4, 4))
+    images = dl.ArrayDatastore(np.zeros((3, 1, 4, 4), np.uint8))
+    net.normalization = normalize.normalization("rescale-symmetric", images)
+    net.crop, net.preprocess = (4, 4), Preprocess(colour="gray")
+    other = net.replace_layers({"dense1": dl.Dense(3)})
+    for name in ("normalization", "crop", "preprocess"):
+        assert getattr(other, name) is getattr(net, name) is not None
+
+
+def test_a_replaced_layer_is_read_by_its_new_name():
+    net = dl.Network(residual(), SHAPE)
+    other = net.replace_layers(
+        {"relu1": dl.Tanh(name="bend"), "shortcut": dl.Conv2D(2, 9, stride=2)}
+    )
+    assert other.reads[other.layer_names.index("add1")] == ("bend", "norm2")
+    assert other.reads[other.layer_names.index("conv2")] == ("bend",)
+    assert other.reads[other.layer_names.index("shortcut")] == ("relu2",)
+    assert other.output_shape == net.output_shape
+
+
+def test_a_replaced_sum_takes_the_inputs_of_the_old_one():
+    net = dl.Network(residual(), SHAPE)
+    other = net.replace_layers({"add2": dl.Concat(), "dense1": dl.Dense(4)})
+    last = other.layer_names.index("add2")
+    assert other.reads[last] == net.reads[last] == ("norm4", "shortcut")
+    assert other.output_shapes[last] == (18, 4, 4)
+    said = net.replace_layers({"add2": dl.Add(inputs=("shortcut", "norm4"))})
+    assert said.reads[last] == ("shortcut", "norm4")
+    with pytest.raises(ValueError, match="relu1: expected the names of two inputs"):
+        net.replace_layers({"relu1": dl.Add()})
+
+
+def test_layers_that_cannot_be_replaced():
+    net = dl.Network(residual(), SHAPE)
+    with pytest.raises(KeyError, match="no layer dense2: did you mean dense1"):
+        net.replace_layers({"dense2": dl.Dense(2)})
+    with pytest.raises(ValueError, match=r"dense1.weight has shape \(4, 9\), and needs \(4, 36\)"):
+        net.replace_layers({"averagepool1": dl.AveragePool2D(2)})
+    with pytest.raises(ValueError, match="add2 reads norm4: 5x4x4, shortcut: 9x4x4"):
+        net.replace_layers({"conv4": dl.Conv2D(3, 5, padding=1)})
+
+
+def test_who_reads_last():
+    layers = dl.Network(residual(), SHAPE).layers
+    reads = graph.edges(layers)
+    ends = graph.last_readers(reads, [(i,) for i in range(len(layers))])
+    assert ends[layers.index(next(x for x in layers if x.name == "add1"))] == ["relu1", "norm2"]
+    assert sum(ends, []).count("relu2") == 1 and "relu2" in ends[12]

@@ -1,0 +1,320 @@
+"""Networks: tables, initial learnables, descriptions, and the gradients of the whole digits net."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from single_rank import SingleRank, blocked, numbers, whole
+
+import mpidl as dl
+from mpidl import keyed
+from mpidl.nn import zoo
+
+# SHA-256 of the digits network's learnables of seed 0
+DIGITS = "5219cb8aed1ff1392c9c5d80912c7497bfe1b42d69a9bbebdaf90eacc5b2cdf3"
+
+
+def digest(net):
+    return hashlib.sha256(b"".join(v.tobytes() for v in net.parameters.values())).hexdigest()
+
+
+def test_the_tables_of_the_digits_network():
+    net = zoo.digits()
+    rows = net.table()
+    assert len(rows) == 14 and sum(count for *_, count in rows) == 123_090
+    assert rows[0] == ("conv1", "weight", (20, 1, 5, 5), 500)
+    assert rows[-2:] == [("dense1", "weight", (10, 11520), 115_200), ("dense1", "bias", (10,), 10)]
+    assert [(layer, name) for layer, name, *_ in net.table("state")] == [
+        (f"batchnorm{i}", name) for i in (1, 2, 3) for name in ("mean", "variance")
+    ]
+    assert list(net.parameters) == [f"{layer}.{name}" for layer, name, *_ in rows]
+    assert all(v.dtype == np.float32 for v in (*net.parameters.values(), *net.state.values()))
+    assert net.output_shape == (10,)
+    assert [layer.name for layer in net.layers][3:6] == ["conv2", "batchnorm2", "relu2"]
+
+
+def test_the_printed_summary():
+    lines = str(zoo.digits()).splitlines()
+    assert lines[-1] == "123,090 learnables"
+    assert lines[1].split() == ["images", "1x28x28"]
+    assert lines[2].split() == ["conv1", "Conv2D", "20x24x24", "520"]
+    assert lines[-2].split() == ["dense1", "Dense", "10", "115,210"]
+
+
+def test_initial_learnables_are_frozen():
+    """The hash never changes: with it every run from a seed would become another."""
+    assert digest(zoo.digits(seed=0)) == DIGITS
+    assert digest(zoo.digits(seed=1)) != DIGITS
+
+
+def test_initial_learnables_depend_on_seed_and_name_alone():
+    short = dl.Network([dl.Conv2D(3, 4, name="a"), dl.Dense(2, name="z")], (1, 6, 6), seed=3)
+    longer = dl.Network(
+        [
+            dl.ReLU(),
+            dl.Conv2D(3, 4, name="a"),
+            dl.BatchNorm(),
+            dl.Conv2D(1, 4, name="between"),
+            dl.Dense(2, name="z"),
+        ],
+        (1, 6, 6),
+        seed=3,
+    )
+    for name, value in short.parameters.items():
+        assert longer.parameters[name].tobytes() == value.tobytes()
+    other = dl.Network([dl.Conv2D(3, 4, name="b")], (1, 6, 6), seed=3)
+    assert other.parameters["b.weight"].tobytes() != short.parameters["a.weight"].tobytes()
+
+
+@pytest.mark.parametrize(
+    "layer, shape, fan_in, fan_out",
+    [
+        (dl.Conv2D(5, 20), (1, 28, 28), 25, 500),
+        (dl.Conv2D((1, 3), 64, groups=2), (8, 9, 9), 12, 96),
+        (dl.Dense(40), (5, 4, 4), 80, 40),
+    ],
+)
+def test_initial_weights_are_glorot_uniform(layer, shape, fan_in, fan_out):
+    parameters = list(dl.Network([layer], shape, seed=9).parameters.values())
+    weight, bias = parameters
+    bound = np.sqrt(6 / (fan_in + fan_out))
+    assert abs(weight).max() <= bound and abs(weight).max() > 0.98 * bound
+    assert abs(weight.mean()) < 5 * bound / np.sqrt(3 * weight.size)
+    assert weight.var() == pytest.approx(bound**2 / 3, rel=0.15)
+    assert not bias.any()
+
+
+def test_all_ranks_begin_alike(world):
+    assert len(set(world.broadcast(world.gather(digest(zoo.digits(seed=5)))))) == 1
+
+
+def test_a_description_makes_the_same_network():
+    net = dl.Network(
+        [
+            dl.Conv2D((3, 2), 4, stride=(2, 1), padding=((0, 1), (2, 0)), dilation=2, groups=2),
+            dl.BatchNorm(epsilon=1e-3, decay=0.5),
+            dl.ReLU(name="bend"),
+            dl.Flatten(),
+            dl.Dense(3),
+        ],
+        (2, 9, 8),
+        seed=6,
+    )
+    specs = json.loads(json.dumps(net.spec()))
+    again = dl.Network.from_spec(specs, net.input_shape, seed=6)
+    assert again.layers == net.layers and again.output_shapes == net.output_shapes
+    assert digest(again) == digest(net) and again.spec() == net.spec()
+
+
+def test_names_and_shapes_that_do_not_fit_are_told():
+    conv, shape = dl.Conv2D(3, 4), (3, 8, 8)
+    cases = [
+        (lambda: dl.Network([conv, "relu"], shape), TypeError, "list of layers, got 'relu'"),
+        (lambda: dl.Network([dl.ReLU("a"), dl.ReLU("a")], shape), ValueError, "unique .* 'a'"),
+        (lambda: dl.Network([dl.ReLU("a.b")], shape), ValueError, "'a.b'"),
+        (lambda: dl.Network([conv], (3, 2, 8)), ValueError, "conv1: filters .* leave nothing"),
+        (lambda: dl.Network([dl.Dense(3), conv], shape), ValueError, "conv1: expected images"),
+        (lambda: dl.Network([dl.Conv2D(3, 4, groups=2)], shape), ValueError, "2 groups"),
+        (lambda: dl.Network.from_spec([{"type": "Magic"}], shape), ValueError, "'Magic'"),
+        (lambda: dl.Network.from_spec([{"name": "x"}], shape), ValueError, "layer type None"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    assert conv.name is None  # the network names copies
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (dl.Conv2D(3, "16"), "conv1: filters must be an integer >= 1, got '16'"),
+        (dl.Conv2D(3, True), "conv1: filters must be an integer >= 1, got True"),
+        (dl.Conv2D(2.5, 4), "Conv2D: size must be an integer >= 1 or two, got 2.5"),
+        (dl.Conv2D(3, 4, stride="2"), "Conv2D: stride must be an integer >= 1 or two, got '2'"),
+        (dl.Conv2D(3, 4, padding="sam"), "Conv2D: padding must be an integer >= 0"),
+        (dl.Conv2D(3, 4, groups="1"), "conv1: groups must be an integer >= 1, got '1'"),
+        (dl.Conv2D(3, 4, weight_l2_factor="1"), "conv1: factors of learning rate and L2 are"),
+        (dl.TransposedConv2D(3, None), "transposedconv1: filters must be an integer >= 1"),
+        (dl.Dense(-3), "dense1: outputs must be an integer >= 1, got -3"),
+        (dl.BatchNorm(epsilon="1"), "batchnorm1: expected epsilon > 0 and a decay"),
+        (dl.CrossChannelNorm(5, alpha="1"), "crosschannelnorm1: expected "),
+        (dl.Add(inputs=3), "add1: expected the names of two inputs or more, got 3"),
+        (dl.ReLU(name=5), "layer names must be unique texts without '.' or '/', got 5"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(layer, text):
+    """One line that names the layer and the argument."""
+    with pytest.raises(ValueError) as caught:
+        dl.Network([layer], (4, 8, 8))
+    assert str(caught.value).startswith(text) and "\n" not in str(caught.value)
+
+
+def test_tables_take_only_what_fits(world):
+    net = zoo.digits()
+    with pytest.raises(ValueError, match="parameters: expected conv1.weight"):
+        net.parameters = {"conv1.weight": net.parameters["conv1.weight"]}
+    with pytest.raises(ValueError, match="state: expected batchnorm1.mean"):
+        net.state = {name: np.zeros(3) for name in net.state}
+    with pytest.raises(ValueError, match=r"takes images of shape \(1, 28, 28\), got \(1, 8, 8\)"):
+        net(blocked(world, np.zeros((20, 1, 8, 8), "f4")))
+
+
+@dataclass
+class Double(dl.Layer):
+    """A layer of a user's own."""
+
+    name: str | None = None
+
+    def forward(self, x, context):
+        return 2 * x
+
+
+def test_a_layer_of_ones_own(world):
+    net = dl.Network([dl.Flatten(), Double()], (2, 3, 3))
+    x = numbers("images", 20, 2, 3, 3)
+    assert net.layers[1].name == "double1" and net.output_shape == (18,)
+    assert np.array_equal(whole(world, net(blocked(world, x))), 2 * x.reshape(20, 18))
+    with pytest.raises(TypeError, match="layer Layer has no forward"):
+        dl.Network([dl.Layer()], (2, 3, 3))(blocked(world, x))
+
+
+def small(seed=2):
+    layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)]
+    return dl.Network(layers, (1, 6, 6), seed=seed)
+
+
+def test_prediction_is_the_same_from_arrays_and_shares(world):
+    net = small()
+    net.state = {"batchnorm1.mean": numbers("m", 4), "batchnorm1.variance": np.full(4, 0.3, "f4")}
+    pixels = (numbers("pixels", 37, 1, 6, 6, low=0) * 256).astype(np.uint8)
+    images = pixels / np.float32(255)
+    scores = net.predict(pixels)
+    assert scores.shape == (37, 3) and scores.dtype == np.float32
+    np.testing.assert_allclose(scores.sum(axis=1), 1, rtol=1e-6)
+    assert net.predict(images).tobytes() == scores.tobytes()
+    assert whole(world, net.predict(blocked(world, images))).tobytes() == scores.tobytes()
+
+
+def test_the_running_state_moves_by_decay(world):
+    net, x = small(), numbers("images", 37, 1, 6, 6, dtype=np.float32)
+    images, labels = blocked(world, x, np.arange(37) % 3)
+
+    def model_loss(net, images, labels):
+        return dl.softmax_cross_entropy(net(images), labels)
+
+    _, _, state = dl.value_and_grad(model_loss)(net, images, labels)
+    convolved = dl.conv2d(images, net.parameters["conv1.weight"], net.parameters["conv1.bias"])
+    channels = whole(world, convolved).astype("f8").transpose(1, 0, 2, 3).reshape(4, -1)
+    np.testing.assert_allclose(state["batchnorm1.mean"], 0.1 * channels.mean(axis=1), rtol=1e-5)
+    expected = 0.9 + 0.1 * channels.var(axis=1)
+    np.testing.assert_allclose(state["batchnorm1.variance"], expected, rtol=1e-6)
+    assert all(v.dtype == np.float32 for v in state.values())
+
+
+# the whole digits network
+
+
+def digit_like(count, sample, dtype=np.float32):
+    """Smooth random images in 0..1 and their labels; float64 images have the float32 values."""
+    noise = keyed.uniform(7, "images", count * 32 * 32, sample=sample).reshape(count, 1, 32, 32)
+    blurred = sum(noise[..., i : i + 28, j : j + 28] for i in range(5) for j in range(5)) / 25
+    return blurred.astype(np.float32).astype(dtype), np.arange(count) * 7 % 10
+
+
+def model_loss(net, images, labels):
+    return dl.softmax_cross_entropy(net(images), labels)
+
+
+def double(net):
+    """The same network in float64."""
+    other = zoo.digits(seed=net.seed)
+    other.parameters = {name: v.astype(np.float64) for name, v in net.parameters.items()}
+    return other
+
+
+def relu_masks(world, net, images, labels):
+    """Which units of this rank are on, layer by layer, in training mode."""
+    masks, x, bound = [], images, net.bind(net.parameters)
+    for layer in net.layers:
+        x = layer.forward(x, dl.nn.LayerContext(layer, net.parameters, bound.state, True, "global"))
+        if isinstance(layer, dl.ReLU):
+            masks.append(x.local() > 0)
+    return np.concatenate([m.ravel() for m in masks])
+
+
+@pytest.fixture(scope="module")
+def point(world):
+    """A network and images at which float32 and float64 have the same units on.
+
+    Of the network's 690,000 ReLU inputs some lie within float32's rounding of 0; where one of them
+    changes its sign, the two gradients are those of two different linear pieces, and their
+    difference says nothing about rounding. So the first images are taken where none does.
+    """
+    net = zoo.digits(seed=11)
+    for sample in range(20):
+        single = blocked(world, *digit_like(20, sample))
+        exact = blocked(world, *digit_like(20, sample, np.float64))
+        masks = [relu_masks(world, *p) for p in ((net, *single), (double(net), *exact))]
+        if world.gop("and", np.array_equal(*masks)):
+            return net, single, exact
+    raise AssertionError("no images without a ReLU at its kink")
+
+
+@pytest.fixture(scope="module")
+def exact_gradients(world, point):
+    net, _, exact = point
+    return dl.value_and_grad(model_loss, reduce=world)(double(net), *exact)
+
+
+def test_float32_gradients_of_the_digits_network(world, point, exact_gradients):
+    net, single, _ = point
+    loss, gradients, _ = dl.value_and_grad(model_loss, reduce=world)(net, *single)
+    wanted_loss, wanted, _ = exact_gradients
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    errors = {}
+    for name, gradient in gradients.items():
+        assert gradient.dtype == np.float32
+        # a bias before batch normalization changes nothing: its gradient is 0, and what is left
+        # is measured against the gradient of the weights beside it
+        beside = name.replace(".bias", ".weight") if name.startswith("conv") else name
+        errors[name] = np.linalg.norm(gradient - wanted[name]) / np.linalg.norm(wanted[beside])
+    worst = max(errors, key=errors.get)
+    print(f"largest relative error of a gradient: {errors[worst]:.2e}, of {worst}")  # pytest -s
+    assert errors[worst] <= 1e-5
+
+
+def test_float64_gradients_of_the_digits_network_along_a_direction(world, point, exact_gradients):
+    net, _, exact = point
+    exact_net = double(net)
+    direction = {
+        name: numbers(f"direction {name}", *v.shape) * (abs(v).max() + 0.1)
+        for name, v in exact_net.parameters.items()
+    }
+
+    def at(t):
+        moved = double(net)
+        moved.parameters = {
+            name: v + t * direction[name] for name, v in exact_net.parameters.items()
+        }
+        return float(world.gplus(model_loss(moved.bind(moved.parameters), *exact)))
+
+    step = 1e-7
+    slope = (at(step) - at(-step)) / (2 * step)
+    _, gradients, _ = exact_gradients
+    expected = sum((gradients[name] * direction[name]).sum() for name in gradients)
+    assert slope == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_result_of_the_digits_network_on_any_number_of_ranks(world):
+    net, arrays = zoo.digits(seed=1), digit_like(37, 0)
+    alone = SingleRank()
+    loss, gradients, state = dl.value_and_grad(model_loss)(net, *blocked(alone, *arrays))
+    loss, gradients = alone.gplus((loss, gradients))
+    found = dl.value_and_grad(model_loss, reduce=world)(net, *blocked(world, *arrays))
+    assert found[0].tobytes() == loss.tobytes()
+    for mine, theirs in ((found[1], gradients), (found[2], state)):
+        assert {n: v.tobytes() for n, v in mine.items()} == {
+            n: v.tobytes() for n, v in theirs.items()
+        }

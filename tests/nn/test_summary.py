@@ -1,0 +1,149 @@
+"""`analyze`: its totals against counts by hand, by PyTorch, and by what a step stores."""
+
+import numpy as np
+import pytest
+from cpu_builds import needed
+from single_rank import blocked, numbers
+
+import mpidl as dl
+from mpidl.backends.cpu import arenas
+from mpidl.cli import info
+from mpidl.errors import UserError
+from mpidl.nn import zoo
+
+
+def residual():
+    return dl.Network(
+        [
+            dl.Conv2D(3, 8, padding=1),
+            dl.BatchNorm(),
+            dl.ReLU(),
+            dl.Conv2D(3, 8, padding=1, groups=4),
+            dl.Add(inputs=("relu1", "conv2")),
+            dl.Conv2D((1, 3), 6, stride=2, dilation=2, after="add1"),
+            dl.Concat(inputs=("conv3", "conv3")),
+            dl.TransposedConv2D(3, 4, stride=2),
+            dl.Flatten(),
+            dl.Dense(5),
+        ],
+        (2, 20, 16),
+    )
+
+
+def test_the_digits_network():
+    found = dl.analyze(zoo.digits())
+    assert found.learnables == 123_090 and found.state == 120 and found.batch_size == 128
+    pixels = 24 * 24
+    wanted = [pixels * 20 * 25, pixels * 20 * 20 * 9, pixels * 20 * 20 * 9, 11_520 * 10]
+    assert [row.flops for row in found.rows if row.flops] == [2 * n for n in wanted]
+    assert found.flops == 2 * sum(wanted)
+    assert found.memory == 4 * 128 * (3 * 20 * pixels + 10)
+    assert found.rows[0] == (
+        *("conv1", "Conv2D", ("images",), (20, 24, 24), 520, 0, 4 * 128 * 20 * pixels),
+        *(2 * wanted[0], True),
+    )
+
+
+def test_the_cifar_network():
+    found = zoo.cifar().analyze(256)
+    assert (found.learnables, found.state) == (677_610, 2 * 4 * (32 + 64 + 128))
+    per_pixel = [(1024, 3, 32), *3 * [(1024, 32, 32)], (256, 32, 64), *3 * [(256, 64, 64)]]
+    per_pixel += [(64, 64, 128), *3 * [(64, 128, 128)]]
+    assert found.flops == 2 * (sum(9 * p * c * k for p, c, k in per_pixel) + 128 * 10)
+    stored = 4 * (32 * 1024 + 64 * 256 + 128 * 64) + 32 * 256 + 64 * 64 + 128 + 10
+    assert found.memory == 4 * 256 * stored
+
+
+def test_operations_are_those_that_pytorch_counts():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    functional = torch.nn.functional
+    with FlopCounterMode(display=False) as counter:
+        x = functional.conv2d(torch.zeros(1, 2, 20, 16), torch.zeros(8, 2, 3, 3), padding=1)
+        functional.conv2d(x, torch.zeros(8, 2, 3, 3), padding=1, groups=4)
+        x = functional.conv2d(x, torch.zeros(6, 8, 1, 3), stride=2, dilation=2)
+        x = functional.conv_transpose2d(
+            torch.cat([x, x], 1), torch.zeros(12, 4, 3, 3), torch.zeros(4), stride=2
+        )
+        functional.linear(x.flatten(1), torch.zeros(5, x.numel()))
+    net = residual()
+    assert net.output_shapes[-3] == tuple(x.shape[1:])
+    assert net.analyze().flops == counter.get_total_flops()
+
+
+def test_memory_counts_whole_blocks_and_what_is_stored():
+    net = residual()
+    rows = {row.name: row for row in net.analyze(17).rows}
+    image = 8 * 20 * 16
+    assert rows["conv1"].memory == 4 * 32 * image == rows["add1"].memory
+    assert rows["batchnorm1"].memory == rows["relu1"].memory == rows["flatten1"].memory == 0
+    net.fuse = False
+    rows = {row.name: row for row in net.analyze(16).rows}
+    assert rows["batchnorm1"].memory == rows["relu1"].memory == 4 * 16 * image
+
+
+@needed
+def test_a_step_stores_what_it_says(monkeypatch):
+    """What forward takes of the arena and keeps; pooling keeps its places too, a byte each."""
+    net, count = _plain(), 48
+    taken = []
+    take = arenas.empty
+    monkeypatch.setattr(
+        arenas, "empty", lambda shape, *a: taken.append(take(shape, *a)) or taken[-1]
+    )
+    images, _ = blocked(dl.OneRank(), numbers("x", count, 3, 16, 16).astype("f4"), np.arange(count))
+    net.bind({name: dl.Var(v, name=name) for name, v in net.parameters.items()})(images)
+    stored = sum(array.nbytes for array in taken if array.dtype == np.float32)
+    assert stored == net.analyze(count).memory
+
+
+def _plain():
+    layers = []
+    for filters in (8, 16):
+        layers += [dl.Conv2D(3, filters, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(2)]
+    return dl.Network([*layers, dl.Dense(10)], (3, 16, 16))
+
+
+def test_the_text():
+    lines = str(residual().freeze("conv2").analyze(32)).splitlines()
+    assert lines[0].split() == "layer type reads output learnables state memory MFLOP".split()
+    assert lines[1].split() == ["images", "2x20x16"]
+    assert lines[5].split()[:4] == ["conv2", "Conv2D", "(frozen)", "8x20x16"]
+    assert lines[6].split()[:5] == ["add1", "Add", "relu1,", "conv2", "8x20x16"]
+    assert lines[7].split()[:3] == ["conv3", "Conv2D", "6x10x6"]
+    assert lines[-2].split()[0] == "total" and "32 images" in lines[-1]
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        residual().analyze(0)
+
+
+def test_the_command(world, capsys):
+    assert info.main(["--network", "digits"]) == 0
+    shown = capsys.readouterr().out
+    if world.rank == 0:
+        assert "123,090" in shown and "16.9 MiB" in shown and "128 images" in shown
+    else:
+        assert shown == ""
+    assert (
+        info.main("--network cifar --input-shape 1,32,32 --classes 3 --batch-size 16".split()) == 0
+    )
+    if world.rank == 0:
+        assert "1x32x32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        ("--network cifer", "did you mean cifar"),
+        ("--network a.py:f", "expected --input-shape too, found none"),
+        ("--network cifar --input-shape 3,4,4", "leave nothing of images"),
+        (
+            "--network alexnet --input-shape 3,64,64",
+            "pool5: .*; it is made for larger images: train with --resize 227x227",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("world")
+def test_networks_that_cannot_be_shown(line, text):
+    with pytest.raises(UserError, match=text):
+        info.main(line.split())

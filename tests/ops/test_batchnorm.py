@@ -1,0 +1,127 @@
+"""Batch normalization over ranks: whose statistics, and how exact they are."""
+
+import numpy as np
+import pytest
+from single_rank import SingleRank, blocked, numbers, whole
+from test_ops import batchnorm_reference
+
+import mpidl as dl
+from mpidl.autodiff import tape
+
+GAMMA, BETA = np.array([1.5, 0.5, -1.0]), np.array([0.0, 2.0, 0.25])
+COUNTS = (5, 37, 80)
+
+
+def images(count, dtype=np.float64):
+    """Images whose statistics differ from one block to the next."""
+    drift = np.arange(count)[:, None, None, None] / 10
+    return (numbers("batchnorm images", count, 3, 2, 4) + drift).astype(dtype)
+
+
+def normalized(world, count, scope, dtype=np.float64):
+    """(all ranks' output, recorded statistics, this rank's output and batch)."""
+    recorded = []
+    x = blocked(world, images(count, dtype))
+    gamma, beta = GAMMA.astype(dtype), BETA.astype(dtype)
+    y = dl.batchnorm(x, gamma, beta, scope=scope, record=lambda *both: recorded.append(both))
+    return whole(world, y), recorded, y.local(), x.batch
+
+
+@pytest.mark.parametrize("scope", ["global", "local"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_recorded_statistics_are_those_of_the_whole_mini_batch(world, count, scope):
+    _, ((mean, variance),), _, _ = normalized(world, count, scope)
+    channels = images(count).transpose(1, 0, 2, 3).reshape(3, -1)
+    np.testing.assert_allclose(mean, channels.mean(axis=1), rtol=1e-13)
+    np.testing.assert_allclose(variance, channels.var(axis=1), rtol=1e-13)
+    assert mean.dtype == variance.dtype == np.float64
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_local_normalizes_each_share_by_its_own_statistics(world, count):
+    _, _, mine, batch = normalized(world, count, "local")
+    share = images(count)[slice(*batch.images)]
+    if len(share):
+        np.testing.assert_allclose(mine, batchnorm_reference(share, GAMMA, BETA), rtol=1e-11)
+    else:
+        assert mine.shape == (0, 3, 2, 4)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_global_does_not_depend_on_the_ranks_and_local_does(world, count):
+    """Local is the negative control of everything that compares numbers of ranks."""
+    alone = {
+        scope: normalized(SingleRank(), count, scope, np.float32)[0]
+        for scope in ("global", "local")
+    }
+    assert alone["global"].tobytes() == alone["local"].tobytes()
+    assert normalized(world, count, "global", np.float32)[0].tobytes() == alone["global"].tobytes()
+    local = normalized(world, count, "local", np.float32)[0]
+    shares_that_hold_images = min(world.size, -(-count // 16))
+    assert (local.tobytes() == alone["local"].tobytes()) == (shares_that_hold_images == 1)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_vjp_of_local_statistics(world, count):
+    def local(x, gamma, beta):
+        return dl.batchnorm(x, gamma, beta, scope="local")
+
+    x = blocked(world, images(count))
+    assert dl.check_vjp(local, x, GAMMA, BETA, tolerance=1e-6) < 1e-6
+
+
+def test_gradients_by_the_formula_of_the_paper(world):
+    """Ioffe and Szegedy 2015, section 3, in float64, image by image."""
+    x, dy, epsilon = images(37), numbers("dy", 37, 3, 2, 4), 0.1
+    values = blocked(world, x)
+    leaves = [dl.Var(v) for v in (values, GAMMA, BETA)]
+    y = dl.batchnorm(*leaves, epsilon=epsilon)
+    seed = blocked(world, dy, batch=values.batch)
+    found = tape.backward(y, seed, fold=world.gplus)
+    dx, dgamma, dbeta = whole(world, found[leaves[0]]), found[leaves[1]], found[leaves[2]]
+    for c in range(3):
+        v, d, n = x[:, c], dy[:, c], x[:, c].size
+        mean = v.mean()
+        rstd = (v.var() + epsilon) ** -0.5
+        dnormal = d * GAMMA[c]
+        dvariance = (dnormal * (v - mean)).sum() * -0.5 * rstd**3
+        dmean = -dnormal.sum() * rstd + dvariance * -2 * (v - mean).sum() / n
+        expected = dnormal * rstd + dvariance * 2 * (v - mean) / n + dmean / n
+        np.testing.assert_allclose(dx[:, c], expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(dgamma[c], (d * (v - mean) * rstd).sum(), rtol=1e-11)
+        np.testing.assert_allclose(dbeta[c], d.sum(), rtol=1e-11)
+
+
+def test_statistics_far_from_zero_keep_their_digits(world):
+    """A mean a thousand times the deviation, in float32: E[x^2] - E[x]^2 would lose it all."""
+    x = (1000 + numbers("far", 37, 3, 2, 4)).astype("f4")
+    recorded = []
+    dl.batchnorm(blocked(world, x), GAMMA, BETA, record=lambda *both: recorded.extend(both))
+    channels = x.astype("f8").transpose(1, 0, 2, 3).reshape(3, -1)
+    np.testing.assert_allclose(recorded[0], channels.mean(axis=1), rtol=1e-10)
+    np.testing.assert_allclose(recorded[1], channels.var(axis=1), rtol=1e-5)
+    single = x.transpose(1, 0, 2, 3).reshape(3, -1)
+    cancelled = (single**2).mean(axis=1) - single.mean(axis=1) ** 2  # the negative control
+    assert (abs(cancelled - channels.var(axis=1)) > 1e-2 * channels.var(axis=1)).any()
+
+
+def test_prediction_uses_the_running_state(world):
+    x = images(21)
+    mean, variance = numbers("mean", 3), numbers("variance", 3, low=0.5)
+    found = whole(world, dl.batchnorm_predict(blocked(world, x), mean, variance, GAMMA, BETA))
+    for c in range(3):
+        expected = GAMMA[c] * (x[:, c] - mean[c]) / np.sqrt(variance[c] + 1e-5) + BETA[c]
+        np.testing.assert_allclose(found[:, c], expected, rtol=1e-12, atol=1e-13)
+    with pytest.raises(TypeError, match="train gamma and beta with batchnorm"):
+        y = dl.batchnorm_predict(blocked(world, x), mean, variance, dl.Var(GAMMA), BETA)
+        tape.backward(y, y.value)
+
+
+@pytest.mark.parametrize("count", [21, 16, 3])
+def test_the_running_state_lets_the_gradient_of_the_images_through(world, count):
+    mean, variance = numbers("mean", 3), numbers("variance", 3, low=0.5)
+
+    def predict(x):
+        return dl.batchnorm_predict(x, mean, variance, GAMMA, BETA)
+
+    dl.check_vjp(predict, blocked(world, images(count)))

@@ -1,0 +1,257 @@
+"""What is minimized: losses by name and by function; right on any number of ranks."""
+
+import json
+
+import numpy as np
+import pytest
+from single_rank import numbers
+
+import mpidl as dl
+from mpidl import losses
+from mpidl.data.datastore import Datastore
+from mpidl.errors import UserError
+from mpidl.training.files import checkpoint
+from mpidl.training.files.model_file import weights_sha256
+
+SIDE, CLASSES = 6, 3
+pytestmark = pytest.mark.usefixtures("without_plots")
+
+
+@pytest.fixture(scope="module")
+def world():
+    return dl.World(threads=1)
+
+
+class Pairs(Datastore):
+    """Images, and beside them targets of any kind."""
+
+    def __init__(self, count, targets):
+        self.images = numbers("objective", count, 1, SIDE, SIDE, low=0, high=255).astype(np.uint8)
+        self.values = targets(self.images)
+        self.image_shape = (1, SIDE, SIDE)
+        self.targets_shape, self.targets_dtype = self.values.shape[1:], self.values.dtype
+
+    def __len__(self):
+        return len(self.images)
+
+    def read(self, indices):
+        return self.images[indices]
+
+    def targets(self, indices):
+        return self.values[indices]
+
+
+def halves(images):
+    return images.astype(np.float32) / 510
+
+
+def brightness(images):
+    return images.mean(axis=(1, 2, 3), dtype=np.float32) / 255
+
+
+def bright(images):
+    """A label for each pixel."""
+    return (images[:, 0] // 86).astype(np.int32)
+
+
+def to_images():
+    return dl.Network([dl.Conv2D(3, 4, padding=1), dl.Tanh(), dl.Conv2D(1, 1)], (1, SIDE, SIDE), 1)
+
+
+def to_pixels():
+    layers = [dl.Conv2D(3, 8, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(1, CLASSES)]
+    return dl.Network(layers, (1, SIDE, SIDE), seed=1)
+
+
+def to_numbers(count=1):
+    layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(count)]
+    return dl.Network(layers, (1, SIDE, SIDE), seed=1)
+
+
+def trained(world, net, store, out=None, resume=None, **options):
+    given = {"epochs": 3, "batch_size": 40, "learning_rate": 0.1, "verbose": "off"} | options
+    known = dl.TrainingOptions(**given)
+    return net, dl.train(net, store, known, world=world, out=out, resume=resume)
+
+
+def test_mean_squared_error_is_learned(world):
+    told, store = [], Pairs(90, halves)
+    before = dl.regression_errors(to_images(), store, world=world)
+    net, result = trained(
+        world, to_images(), store, loss="mse", validation=store, output_functions=told.append
+    )
+    after = dl.regression_errors(net, store, world=world)
+    assert after.rmse < 0.5 * before.rmse
+    found = dl.evaluate(net, store, world=world, loss="mse", batch_size=33)
+    assert found.accuracy is None and found.images == 90
+    assert found.loss == pytest.approx(after.rmse**2, rel=1e-6)
+    assert all(info.accuracy is None for info in told) and told[-1].loss == result.loss
+    assert told[-1].validation_loss == pytest.approx(found.loss, rel=1e-6)
+
+
+def test_mean_absolute_error_is_learned(world):
+    store = Pairs(90, halves)
+    before = dl.regression_errors(to_images(), store, world=world)
+    net, result = trained(world, to_images(), store, loss="mae", validation=store)
+    after = dl.regression_errors(net, store, world=world)
+    found = dl.evaluate(net, store, world=world, loss="mae", batch_size=33)
+    assert after.mae < 0.5 * before.mae and found.loss == pytest.approx(after.mae, rel=1e-6)
+    assert found.accuracy is None and result.loss < before.mae
+
+
+def test_the_first_loss_is_that_of_float64(world):
+    """With a rate next to nothing the loss of the epoch is the initial network's."""
+    store = Pairs(50, brightness)
+    net, result = trained(
+        world, to_numbers(), store, loss="mse", epochs=1, batch_size=50, learning_rate=1e-12
+    )
+    outputs = trained_outputs(store, world)
+    assert result.loss == pytest.approx(np.square(outputs - store.values[:, None]).mean(), rel=1e-5)
+
+
+def trained_outputs(store, world):
+    """The outputs of the initial network in training mode, batch normalization and all, float64."""
+    images, targets = next(dl.MinibatchQueue(store, 50, world=world, shuffle="never").epoch(1))
+    (_, gathered), _, _ = dl.value_and_grad(kept, reduce=None)(to_numbers(), images, targets)
+    parts = world.broadcast(world.gather(gathered.local().astype(np.float64)))
+    return np.concatenate(parts)
+
+
+def kept(net, images, targets):
+    found = net(images)
+    return dl.mean_squared_error(found, targets), found
+
+
+def test_a_function_is_its_name(world):
+    def own(net, images, targets):
+        return dl.mean_squared_error(net(images), targets)
+
+    store = Pairs(70, brightness)
+    nets = [trained(world, to_numbers(), store, loss=loss)[0] for loss in ("mse", own)]
+    assert weights_sha256(nets[0]) == weights_sha256(nets[1])
+
+
+def test_a_function_may_tell_how_many_are_right(world):
+    labels = np.arange(70) % CLASSES
+    store = dl.ArrayDatastore(Pairs(70, brightness).images, labels)
+
+    def own(net, images, labels):
+        scores = net.logits(images)
+        return dl.softmax_cross_entropy(scores, labels), dl.correct_count(scores, labels)
+
+    nets, results, told = [], [], ([], [])
+    for loss, seen in zip(("crossentropy", own), told, strict=True):
+        options = {"loss": loss, "output_functions": seen.append}
+        net, result = trained(world, to_numbers(CLASSES), store, **options)
+        nets.append(weights_sha256(net))
+        results.append(result.loss)
+    assert nets[0] == nets[1] and results[0] == results[1]
+    accuracies = [[info.accuracy for info in seen] for seen in told]
+    assert accuracies[0] == accuracies[1] and max(a for a in accuracies[0] if a) > 0.3
+
+
+def test_labels_of_pixels(world):
+    told, store = [], Pairs(90, bright)
+    how = {"validation": store, "validation_frequency": 0, "output_functions": told.append}
+    net, _ = trained(world, to_pixels(), store, epochs=8, **how)
+    found = dl.evaluate(net, store, world=world, confusion=True)
+    scores = dl.predict(net, store, world=world)
+    right = (scores.argmax(axis=1) == store.values).mean()
+    assert found.accuracy == pytest.approx(right, rel=1e-12) and right > 0.8
+    assert found.confusion.accuracy == found.accuracy
+    assert found.confusion.counts.sum() == 90 * SIDE * SIDE
+    chances = np.exp(scores.astype(np.float64))
+    chances /= chances.sum(axis=1, keepdims=True)
+    shown = dl.predict(net, store, world=world, softmax=True)
+    np.testing.assert_allclose(shown, chances, atol=2e-6)
+    own = np.take_along_axis(chances, store.values[:, None].astype(np.int64), axis=1)
+    assert found.loss == pytest.approx(-np.log(own).mean(), rel=1e-5)
+    assert np.array_equal(dl.classify(net, store, world=world), scores.argmax(axis=1))
+    assert all(0 <= info.accuracy <= 1 for info in told if info.accuracy is not None)
+
+
+@pytest.mark.parametrize("label", [CLASSES, -1])
+def test_a_label_beyond_the_classes_is_named(world, label):
+    store = Pairs(70, bright)
+    store.values[41, 2, 3] = label
+    with pytest.raises(UserError, match=f"image 41: expected labels from 0 to 2, found {label}"):
+        trained(world, to_pixels(), store)
+
+
+def test_metrics_of_a_loss_without_accuracy(world, tmp_path):
+    out = world.broadcast(str(tmp_path))
+    trained(world, to_images(), Pairs(50, halves), out=out, loss="mse", epochs=1)
+    if world.rank == 0:
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert all("accuracy" not in json.loads(line) for line in lines) and len(lines) == 3
+
+
+def test_resume_and_another_loss(world, tmp_path):
+    out, store = world.broadcast(str(tmp_path)), Pairs(70, brightness)
+    whole, _ = trained(world, to_numbers(), store, loss="mse", epochs=3)
+    trained(world, to_numbers(), store, out=out, loss="mse", max_iterations=3)
+    kept = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
+    with pytest.raises(UserError, match="--loss was mse, is function"):
+        trained(
+            world,
+            to_numbers(),
+            store,
+            resume=kept,
+            loss=lambda net, x, y: dl.mean_squared_error(net(x), y),
+        )
+    again, _ = trained(world, to_numbers(), store, resume=kept, loss="mse", epochs=3)
+    assert weights_sha256(again) == weights_sha256(whole)
+
+
+def test_a_number_that_every_rank_has_counts_once(world):
+    def loss(net, images, targets):
+        return dl.mean_squared_error(net(images), targets), 20.0
+
+    told, store = [], Pairs(50, brightness)
+    how = {"loss": loss, "validation": store, "output_functions": told.append}
+    trained(world, to_numbers(), store, batch_size=25, epochs=1, **how)
+    assert [info.accuracy for info in told if info.state == "epoch"] == [20 / 25]
+    assert told[-1].validation_accuracy == 20 / 50
+
+
+def test_refusals(world):
+    labelled = dl.ArrayDatastore(Pairs(20, brightness).images, np.arange(20) % CLASSES)
+    bare = dl.ArrayDatastore(labelled.images)
+    numbered, pictured, pixels = (Pairs(20, of) for of in (brightness, halves, bright))
+    one = dl.ArrayDatastore(labelled.images, np.zeros(20, np.int64), ["a", "b", "c"])
+    for net, store, loss, text in (
+        (to_numbers(), pictured, "crossentropy", "are floats; --loss mse .*; pixel_labels"),
+        (to_numbers(), labelled, "mse", "expected images with targets, found labels alone"),
+        (to_numbers(), bare, "mse", "expected images with targets, found none"),
+        (to_numbers(), bare, "crossentropy", "the images have no labels"),
+        (to_numbers(2), numbered, "mse", r"outputs of shape \(\), as the targets', found \(2,\)"),
+        (to_numbers(), pixels, "mse", "targets that are floats, found whole numbers: write"),
+        (to_numbers(), pixels, "crossentropy", r"expected a network with outputs \(K, 6, 6\)"),
+        (to_numbers(2), labelled, "crossentropy", "labels below 2"),
+    ):
+        with pytest.raises(UserError, match=text):
+            losses.check(loss, net, store)
+        with pytest.raises(UserError):
+            trained(world, net, store, loss=loss)
+    losses.check("crossentropy", to_numbers(CLASSES), one)
+    losses.check("crossentropy", to_pixels(), Pairs(20, lambda images: bright(images)[:, None]))
+    with pytest.raises(UserError, match="of two classes at least"):
+        trained(world, to_numbers(CLASSES), one)
+    with pytest.raises(UserError, match="loss must be crossentropy, mse or mae, found 'l1'"):
+        dl.TrainingOptions(loss="l1")
+    with pytest.raises(UserError, match="loss must be .* or a function, found l1"):
+        dl.evaluate(to_numbers(), numbered, world=world, loss="l1")
+    with pytest.raises(TypeError, match=r"three: expected a loss, .* one number each, got \(V"):
+        trained(world, to_numbers(), numbered, loss=three)
+    for nothing in None, "0.5", [0.5], np.zeros(3), (), (0.5, None):
+        with pytest.raises(TypeError, match="<lambda>: expected a loss, .* one number each, got "):
+            trained(world, to_numbers(), numbered, loss=lambda *_, v=nothing: v)
+    with pytest.raises(UserError, match="top_k: expected loss crossentropy"):
+        dl.evaluate(to_numbers(), numbered, world=world, loss="mse", top_k=1)
+    with pytest.raises(UserError, match=r"top_k: expected a network with outputs \(K,\)"):
+        dl.evaluate(to_pixels(), pixels, world=world, top_k=1)
+
+
+def three(net, images, targets):
+    found = dl.mean_squared_error(net(images), targets)
+    return found, found, found

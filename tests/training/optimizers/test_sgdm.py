@@ -1,0 +1,215 @@
+"""SGDM against a float64 loop, and against the other form when the rate changes."""
+
+import numpy as np
+import pytest
+from cpu_builds import everywhere, needed
+
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.errors import UserError
+from mpidl.training.optimizers import SGDM
+
+SHAPES = {"conv1.weight": (3, 1, 2, 2), "conv1.bias": (3,), "batchnorm1.gamma": (3,)}
+
+
+def tables(seed, dtype=np.float32):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(s).astype(dtype) for name, s in SHAPES.items()}
+
+
+def loop(rates, momentum, l2, torch_form=False):
+    """The same steps in float64, element by element."""
+    weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
+    for name, weight in weights.items():
+        velocity = np.zeros_like(weight)
+        for step, rate in enumerate(rates):
+            gradient = tables(step + 1)[name].astype(np.float64)
+            for place in np.ndindex(weight.shape):
+                g = gradient[place] + (l2 * weight[place] if name.endswith(".weight") else 0)
+                if torch_form:
+                    velocity[place] = momentum * velocity[place] + g
+                    weight[place] -= rate * velocity[place]
+                else:
+                    velocity[place] = momentum * velocity[place] - rate * g
+                    weight[place] += velocity[place]
+    return weights
+
+
+def train(rates, momentum, l2):
+    sgdm, weights = SGDM(momentum=momentum, l2=l2), tables(0)
+    for step, rate in enumerate(rates):
+        sgdm.learning_rate = rate
+        weights = sgdm(weights, tables(step + 1))
+    return weights
+
+
+def distance(one, other):
+    return max(np.abs(one[name] - other[name]).max() for name in SHAPES)
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.1])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_are_those_of_a_float64_loop(momentum, l2):
+    rates = [0.1, 0.1, 0.01, 0.01]
+    weights = train(rates, momentum, l2)
+    assert all(array.dtype == np.float32 for array in weights.values())
+    assert distance(weights, loop(rates, momentum, l2)) < 1e-6
+
+
+def test_the_two_forms_part_when_the_rate_changes():
+    same, changed = [0.1] * 4, [0.1, 0.1, 0.01, 0.01]
+    assert distance(train(same, 0.9, 0.0), loop(same, 0.9, 0.0, torch_form=True)) < 1e-6
+    assert distance(train(changed, 0.9, 0.0), loop(changed, 0.9, 0.0, torch_form=True)) > 1e-2
+
+
+def test_arguments_are_left_as_they_are():
+    weights, gradients = tables(0), tables(1)
+    sgdm = SGDM(l2=0.1)
+    stepped = sgdm(sgdm(weights, gradients), gradients)
+    assert distance(weights, tables(0)) == 0 and distance(gradients, tables(1)) == 0
+    stepped["conv1.bias"] += 1  # the velocity is not the weight
+    assert np.abs(sgdm.velocity["conv1.bias"]).max() < 1
+
+
+def test_l2_factors():
+    zero = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    stepped = SGDM(1.0, l2=0.5, l2_factors={"conv1.bias": 0.5})(tables(0), zero)
+    start = tables(0)
+    assert np.allclose(stepped["conv1.weight"], 0.5 * start["conv1.weight"])
+    assert np.allclose(stepped["conv1.bias"], 0.75 * start["conv1.bias"])
+    assert np.array_equal(stepped["batchnorm1.gamma"], start["batchnorm1.gamma"])
+    with pytest.raises(ValueError, match="did you mean conv1.bias"):
+        SGDM(l2_factors={"conv1.bia": 1.0})(tables(0), zero)
+
+
+def test_learning_rate_factors():
+    """A factor is a factor of the rate, momentum and L2 included; one of 0 leaves all as it is."""
+    factors = {"conv1.weight": 20.0, "conv1.bias": 0.5}
+    sgdm = SGDM(0.01, l2=0.1, learning_rate_factors=factors)
+    found = tables(0)
+    for step in (1, 2, 3):
+        found = sgdm(found, tables(step))
+    for name in SHAPES:
+        alone, weights = SGDM(0.01 * factors.get(name, 1.0), l2=0.1), tables(0)
+        for step in (1, 2, 3):
+            weights = alone(weights, tables(step))
+        np.testing.assert_allclose(found[name], weights[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="learning_rate_factors: unknown parameter conv1.bia"):
+        SGDM(learning_rate_factors={"conv1.bia": 1.0})(tables(0), tables(1))
+
+
+def test_a_factor_of_one_changes_no_byte():
+    ones = SGDM(0.0123, l2=0.1, learning_rate_factors=dict.fromkeys(SHAPES, 1.0))
+    plain, one, other = SGDM(0.0123, l2=0.1), tables(0), tables(0)
+    for step in (1, 2):
+        one, other = plain(one, tables(step)), ones(other, tables(step))
+    assert all(one[name].tobytes() == other[name].tobytes() for name in SHAPES)
+
+
+def test_what_has_the_factor_0_needs_no_gradient():
+    sgdm, weights = SGDM(l2=0.1, learning_rate_factors={"conv1.bias": 0.0}), tables(0)
+    gradients = {name: g for name, g in tables(1).items() if name != "conv1.bias"}
+    for _ in range(2):
+        stepped = sgdm(weights, gradients)
+        assert stepped["conv1.bias"] is weights["conv1.bias"] and list(stepped) == list(SHAPES)
+        weights = stepped
+    assert list(sgdm.state()) == ["velocity.conv1.weight", "velocity.batchnorm1.gamma"]
+    resumed = SGDM(learning_rate_factors={"conv1.bias": 0.0})
+    resumed.load_state(sgdm.state())
+    resumed(weights, gradients)
+    with pytest.raises(ValueError, match="missing conv1.bias .*give the optimizer"):
+        SGDM()(weights, gradients)
+
+
+def test_going_on_from_its_state_makes_the_same_bytes():
+    straight, weights = SGDM(), tables(0)
+    for step in (1, 2, 3):
+        weights = straight(weights, tables(step))
+    stopped, again = SGDM(), tables(0)
+    for step in (1, 2):
+        again = stopped(again, tables(step))
+    resumed = SGDM()
+    resumed.load_state(stopped.state())
+    again = resumed(again, tables(3))
+    assert all(again[name].tobytes() == weights[name].tobytes() for name in SHAPES)
+    forgetful = SGDM()(stopped(tables(0), tables(1)), tables(3))
+    assert distance(forgetful, weights) > 1e-3
+
+
+def test_a_new_optimizer_has_no_state():
+    assert SGDM().state() == {}
+    SGDM().load_state({})
+    with pytest.raises(ValueError, match="found conv1.weight"):
+        SGDM().load_state(tables(0))
+
+
+def test_names_and_shapes_that_do_not_match():
+    weights = tables(0)
+    with pytest.raises(ValueError, match="missing conv1.bias"):
+        SGDM()(weights, {n: a for n, a in tables(1).items() if n != "conv1.bias"})
+    with pytest.raises(ValueError, match="unknown dense1.bias"):
+        SGDM()(weights, {**tables(1), "dense1.bias": weights["conv1.bias"]})
+    with pytest.raises(ValueError, match=r"conv1.bias: expected shape \(3,\), found \(4,\)"):
+        SGDM()(weights, {**tables(1), "conv1.bias": np.zeros(4, np.float32)})
+    sgdm = SGDM()
+    sgdm.load_state({"velocity.dense9.bias": np.zeros(1, np.float32)})
+    with pytest.raises(ValueError, match="velocity arrays do"):
+        sgdm(weights, tables(1))
+
+
+def test_rates_that_cannot_be_used():
+    with pytest.raises(UserError, match="learning_rate must be positive, found 0"):
+        SGDM(learning_rate=0)
+    with pytest.raises(UserError, match="momentum"):
+        SGDM(momentum=1.0)
+
+
+@needed
+def test_the_kernel_makes_the_bytes_of_numpy():
+    """Sizes around a tile's; arrays that are not aligned, not C-ordered, or of another type."""
+    random = np.random.default_rng(0)
+    shapes = [(), (1,), (17,), (3, 5), (128, 128), (16385,), (0, 4), (50_001,)]
+    arrays = [[random.standard_normal(s).astype("f4") for s in shapes] for _ in range(3)]
+    weights, gradients, velocities = arrays
+    weights[3] = np.asfortranarray(weights[3])
+    gradients[4] = gradients[4].T
+    gradients[5] = gradients[5].astype(np.float64)
+    weights[7], gradients[7] = weights[7][1:], gradients[7][:-1]
+    velocities[7] = velocities[7][1:].copy()
+    decays = [0.0, 0.1, 0.0, 0.01, 1e-4, 1e-10, 0.0, 0.5]
+    factors = [1.0, 20.0, 0.1, 1.0, 0.3, 1e-3, 1.0, 2.0]
+
+    def step(backend):
+        kept = [v.copy() for v in velocities]
+        return backend.sgdm(weights, gradients, kept, 0.0123, 0.9, decays, factors), kept
+
+    expected = step(reference)
+    for found in everywhere(lambda: step(cpu)).values():
+        for one, other in zip(found, expected, strict=True):
+            assert [a.tobytes() for a in one] == [a.tobytes() for a in other]
+            assert all(a.dtype == np.float32 for a in one)
+
+
+def test_each_precision_has_its_own_arithmetic():
+    double = {name: array.astype(np.float64) for name, array in tables(0).items()}
+    gradients = {name: array.astype(np.float64) for name, array in tables(1).items()}
+    sgdm = SGDM(0.1, l2=0.3)
+    for _ in range(3):
+        double = sgdm(double, gradients)
+    weights = tables(0)
+    for name, gradient in gradients.items():
+        w, v = weights[name].astype(np.float64), 0.0
+        for _ in range(3):
+            v = 0.9 * v - 0.1 * (gradient + (0.3 * w if name.endswith(".weight") else 0))
+            w = w + v
+        np.testing.assert_allclose(double[name], w, rtol=1e-13)
+        assert double[name].dtype == np.float64
+
+
+def test_the_state_is_a_copy():
+    sgdm = SGDM()
+    weights = sgdm(tables(0), tables(1))
+    state = sgdm.state()
+    before = {name: array.copy() for name, array in state.items()}
+    sgdm(weights, tables(2))
+    assert all(np.array_equal(state[name], before[name]) for name in state)

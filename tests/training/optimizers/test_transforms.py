@@ -1,0 +1,186 @@
+"""Transforms of gradients: alone, in chains that no kernel fuses, and in chains that one does."""
+
+import numpy as np
+import pytest
+from short_training import pictures, small
+
+import mpidl as dl
+from mpidl.errors import UserError
+from mpidl.training.optimizers import (
+    AdamMoments,
+    Clip,
+    Momentum,
+    Optimizer,
+    Rate,
+    RMSPropMoment,
+    Transform,
+    WeightDecay,
+)
+
+SHAPES = {"conv1.weight": (3, 1, 2, 2), "conv1.bias": (3,), "dense1.weight": (5, 7)}
+
+
+def arrays(seed, dtype=np.float32):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def norm(array):
+    return np.linalg.norm(array.astype(np.float64))
+
+
+def test_each_works_alone():
+    weights, gradients = arrays(0), arrays(1)
+    decayed = WeightDecay(0.1)(weights, gradients)
+    for name, gradient in gradients.items():
+        factor = 0.1 if name.endswith("weight") else 0.0
+        np.testing.assert_allclose(decayed[name], gradient + factor * weights[name], rtol=1e-6)
+    clipped = Clip(0.5)(weights, gradients)
+    assert {name: pytest.approx(0.5, rel=1e-6) for name in clipped} == {
+        name: norm(array) for name, array in clipped.items()
+    }
+    limited = Clip(0.3, "absolute-value")(weights, gradients)
+    assert all(np.array_equal(limited[n], g.clip(-0.3, 0.3)) for n, g in gradients.items())
+    steps = Rate()(weights, gradients)
+    assert all(np.array_equal(steps[n], -g) for n, g in gradients.items())
+    first = AdamMoments(0.9, 0.99, 1e-12)(weights, gradients)  # of the first step: the sign
+    assert all(np.allclose(first[n], np.sign(g), atol=1e-5) for n, g in gradients.items())
+    first = RMSPropMoment(0.75, 1e-12)(weights, gradients)
+    assert all(np.allclose(first[n], 2 * np.sign(g), atol=1e-5) for n, g in gradients.items())
+    assert all(np.array_equal(Momentum()(weights, gradients)[n], g) for n, g in gradients.items())
+
+
+def stepped(optimizer, count=5, dtype=np.float32):
+    weights = arrays(0, dtype)
+    for step in range(count):
+        optimizer.learning_rate = 0.1 / (1 + step)
+        weights = optimizer(weights, arrays(step + 1, dtype))
+    return weights
+
+
+class Nothing(Transform):
+    """Keeps a chain from being fused."""
+
+    counts_steps = False
+
+    def apply(self, updates, kept, numbers):
+        pass
+
+
+PAIRS = {
+    "sgdm": lambda: (Rate(), Momentum(0.9)),
+    "adam": lambda: (AdamMoments(), Rate()),
+    "rmsprop": lambda: (RMSPropMoment(), Rate()),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_chain_is_what_the_fused_kernel_computes(pair, dtype):
+    before = WeightDecay(0.01), Clip(2.0)
+    fused = Optimizer(0.1, *before, *PAIRS[pair](), learning_rate_factors={"conv1.bias": 0.5})
+    first, second = PAIRS[pair]()
+    chain = Optimizer(
+        0.1, *before, first, Nothing(), second, learning_rate_factors={"conv1.bias": 0.5}
+    )
+    assert fused._fused is not None and chain._fused is None
+    ours, others = stepped(fused, dtype=dtype), stepped(chain, dtype=dtype)
+    tolerance = 1e-6 if dtype == np.float32 else 1e-14
+    for name, weight in ours.items():
+        np.testing.assert_allclose(others[name], weight, rtol=tolerance, atol=tolerance)
+    assert set(fused.state()) == set(chain.state())
+
+
+def test_the_form_of_pytorch():
+    """Momentum before the rate: w <- w - rate * v, v <- 0.9 v + g."""
+    weights, velocity = arrays(0, np.float64), dict.fromkeys(SHAPES, 0.0)
+    for step in range(5):
+        for name, gradient in arrays(step + 1, np.float64).items():
+            velocity[name] = 0.9 * velocity[name] + gradient
+            weights[name] = weights[name] - 0.1 / (1 + step) * velocity[name]
+    for name, weight in stepped(Optimizer(0.1, Momentum(0.9), Rate())).items():
+        np.testing.assert_allclose(weight, weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_decoupled_decay_after_the_moments():
+    """AdamW's form: the decay joins the direction, not the gradient."""
+    chain = Optimizer(0.1, AdamMoments(), WeightDecay(0.01), Rate())
+    plain = Optimizer(0.1, AdamMoments(), Rate())
+    weights, gradients = arrays(0), arrays(1)
+    decayed, ours = chain(weights, gradients), plain(weights, gradients)
+    for name, weight in weights.items():
+        factor = 0.01 if name.endswith("weight") else 0.0
+        np.testing.assert_allclose(
+            decayed[name], ours[name] - np.float32(0.1 * factor) * weight, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
+    def chain():
+        return Optimizer(0.05, Clip(1.0), Momentum(0.9), Rate())
+
+    def train(optimizer, **arguments):
+        net = small()
+        options = dl.TrainingOptions(epochs=2, batch_size=40, verbose_every=0)
+        dl.train(net, pictures(100), options, world=world, optimizer=optimizer, **arguments)
+        return dl.weights_sha256(net)
+
+    class StopAtFour:
+        def step(self, trainer):
+            if trainer.position.iteration == 4:
+                trainer.stop()
+
+    out = world.broadcast(str(tmp_path))
+    train(chain(), out=out, hooks=[StopAtFour()])
+    assert train(chain(), resume=out) == train(chain())
+
+
+class Scale(Transform):
+    """With a number of its own, of the same name as another one's."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def numbers(self, learning_rate, step):
+        return {"scale": self.factor * step}
+
+    def apply(self, updates, state_arrays, numbers):
+        updates.add_decays()
+        updates.arrays = [np.float32(numbers["scale"]) * array for array in updates.arrays]
+
+
+@pytest.mark.parametrize("tail", [(Rate(),), (Rate(), Momentum(0.0))])
+def test_numbers_of_one_name_are_those_of_each_transform(tail):
+    chain = Optimizer(0.1, Scale(2.0), Scale(3.0), *tail)
+    weights, gradients = arrays(0), arrays(1)
+    for step in (1, 2):
+        stepped_weights = chain(weights, gradients)
+        for name, weight in weights.items():
+            expected = weight - np.float32(0.1 * 6 * step * step) * gradients[name]
+            np.testing.assert_allclose(stepped_weights[name], expected, rtol=1e-5, atol=1e-6)
+    assert chain.state()["steps"] == 2
+
+
+def test_every_decay_s_factors_are_checked():
+    chain = Optimizer(0.1, WeightDecay(0.1, {"bogus": 1.0}), WeightDecay(0.1), Rate())
+    with pytest.raises(ValueError, match="l2_factors: unknown parameter bogus"):
+        chain(arrays(0), arrays(1))
+
+
+def test_arguments_that_cannot_be_used():
+    with pytest.raises(UserError, match="learning_rate must be positive"):
+        Optimizer(None, Rate())
+    with pytest.raises(UserError, match="learning_rate must be positive"):
+        Optimizer(-1.0, Rate())
+    with pytest.raises(TypeError, match="expected transforms such as"):
+        Optimizer(0.1, Rate)
+
+
+def test_two_tables_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two transforms keep a table of the same name"):
+        Optimizer(0.1, Momentum(), Momentum(0.5), Rate())
+
+
+def test_a_transform_that_does_nothing_says_so():
+    with pytest.raises(TypeError, match="Transform does not say how it changes updates"):
+        Transform()(arrays(0), arrays(1))

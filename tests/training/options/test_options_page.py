@@ -1,0 +1,107 @@
+"""docs/options.md lists every option as it is declared.
+
+`python tests/training/options/test_options_page.py` writes its tables anew.
+"""
+
+import inspect
+import re
+import sys
+import typing
+from dataclasses import fields
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "options.md"
+TABLE = re.compile(r"<!-- options of (\w+) -->\n\n(.*?)\n\n<!-- end -->", re.S)
+HEAD = "| option | default | MATLAB | description |\n|---|---|---|---|"
+
+
+def tables():
+    """Return {part: text of its table} for each part of TrainingOptions."""
+    from mpidl.training.options.image_options import ImageOptions
+    from mpidl.training.options.solver_options import SolverOptions
+    from mpidl.training.options.training_options import OPTIONS, default_text, flag
+
+    parts = {"steps": SolverOptions, "images": ImageOptions}
+    names = {part: [f.name for f in fields(kind)] for part, kind in parts.items()}
+    inherited = [name for group in names.values() for name in group]
+    names["run"] = [name for name in OPTIONS if name not in inherited]
+
+    def row(name):
+        facts = OPTIONS[name].metadata
+        values = ", ".join(f"`{choice}`" for choice in facts["rule"].choices)
+        text = facts["help"] + (f" ({values})" if values else "")
+        matlab = f"`{facts['matlab']}`" if facts["matlab"] else ""
+        return f"| `{flag(name)}` | {default_text(name)} | {matlab} | {text} |"
+
+    return {part: "\n".join([HEAD, *map(row, group)]) for part, group in names.items()}
+
+
+def test_the_page_has_every_option_as_it_is_defined():
+    written = dict(TABLE.findall(PAGE.read_text()))
+    expected = tables()
+    assert list(written) == list(expected)
+    for part, text in expected.items():
+        assert written[part] == text, f"python {Path(__file__).name} writes the tables anew"
+
+
+def test_help_texts_are_phrases_that_end_without_a_full_stop():
+    from mpidl.training.options.training_options import OPTIONS
+
+    for name, declared in OPTIONS.items():
+        text = declared.metadata["help"]
+        assert text[0].isupper() or text[0].isdigit(), name
+        assert not text.endswith(".") and "%" not in text, name
+
+
+def literals(annotation):
+    """Return the values of all `Literal` in an annotation."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(arguments)
+    return [value for argument in arguments for value in literals(argument)]
+
+
+def test_annotations_have_the_choices_and_defaults_of_the_rules():
+    from mpidl import TrainingOptions
+    from mpidl.training.options.training_options import OPTIONS
+
+    parameters = inspect.signature(TrainingOptions).parameters
+    assert str(parameters["epochs"]) == "epochs: int = 30"
+    for name, declared in OPTIONS.items():
+        rule = declared.metadata["rule"]
+        assert not isinstance(declared.type, str), name
+        if not rule.pattern:
+            assert literals(declared.type) == list(rule.choices), name
+        assert parameters[name].default == declared.default, name
+        assert f"    {name} : " in TrainingOptions.__doc__, name
+
+
+def test_every_row_of_matlabs_options_has_a_name():
+    """Those of its table "trainNetwork and trainingOptions"."""
+    from mpidl.training.options.training_options import OPTIONS
+
+    names = " ".join(declared.metadata["matlab"] for declared in OPTIONS.values())
+    for name in (
+        *("solverName", "InitialLearnRate", "Momentum", "GradientDecayFactor"),
+        *("SquaredGradientDecayFactor", "Epsilon", "LearnRateSchedule", "LearnRateDropFactor"),
+        *("LearnRateDropPeriod", "L2Regularization", "GradientThreshold"),
+        *("GradientThresholdMethod", "MaxEpochs", "MiniBatchSize", "Shuffle", "Verbose"),
+        *("VerboseFrequency", "Plots", "ValidationFrequency", "ValidationPatience"),
+        *("ExecutionEnvironment", "WorkerLoad", "DispatchInBackground", "CheckpointFrequency"),
+        *("BatchNormalizationStatistics", "OutputNetwork"),
+    ):
+        assert name in names.replace(",", " ").split(), name
+
+
+def main():
+    text = PAGE.read_text()
+    for part, table in tables().items():
+        head = f"<!-- options of {part} -->\n\n"
+        start = text.index(head) + len(head)
+        text = text[:start] + table + text[text.index("\n\n<!-- end -->", start) :]
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(PAGE.parents[1]))
+    main()
