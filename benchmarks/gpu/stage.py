@@ -147,9 +147,9 @@ def tests_stage(report, folder, seconds):
         progress = "".join(re.findall(r"^([.FEsx]+) *(?:\[.*)?$", "\n".join(lines), re.M))
         report.note(f"not all tests ran within {seconds:.0f} s (see tests.log)")
         bad = sum(progress.count(letter) for letter in "FE")
-        report.check("tests/backends", not bad, f"{progress.count('.')} passed, {bad} failed so far")
+        report.check("GPU tests", not bad, f"{progress.count('.')} passed, {bad} failed so far")
     else:
-        report.check("tests/backends", code == 0, "; ".join([*failed[:5], *lines[-1:]]))
+        report.check("GPU tests", code == 0, "; ".join([*failed[:5], *lines[-1:]]))
 
 
 def training_stage(report, folder, seconds):
