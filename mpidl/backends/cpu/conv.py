@@ -151,6 +151,8 @@ def conv2d_backward(
         split = [(row[: weight.size].reshape(weight.shape), row[weight.size :]) for row in nodes]
         dweight, dbias = (
             Partial([Term(tree, [pair[i] for pair in split], add, nodes.dtype)], None, size, "f4")
+            if needs[1 + i]
+            else None
             for i, size in enumerate((weight.shape, weight.shape[:1]))
         )
     return dx, dweight, dbias, partial_of_rows(rows, tree) if sums else None

@@ -1,0 +1,525 @@
+"""The table of calls that every backend must answer alike (see conformance.py).
+
+Shapes are small enough for the emulated GPU; larger ones, for paths that the C kernels take by
+size, are for the CPU alone.
+"""
+
+import numpy as np
+from conformance import (
+    Case,
+    Draw,
+    cotangent,
+    deferred,
+    filters,
+    images,
+    labels,
+    lanes,
+    vector,
+)
+
+from mpidl import shapes
+
+CPU = ("cpu",)
+NONE, SAME, ONE = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)
+ALL = (True, True, True)
+
+# ---- conv ----
+
+# (C, H, W), (K, R, S), stride, padding, dilation, groups
+CONVOLUTIONS = {
+    "5x5 of one channel": ((1, 8, 9), (20, 5, 5), ONE, NONE, ONE, 1),
+    "3x3": ((20, 5, 4), (20, 3, 3), ONE, SAME, ONE, 1),
+    "3x3 of three channels": ((3, 4, 5), (32, 3, 3), ONE, SAME, ONE, 1),
+    "64 channels": ((64, 2, 3), (64, 3, 3), ONE, SAME, ONE, 1),
+    "11x11 by 4": ((3, 19, 15), (20, 11, 11), (4, 4), ((2, 2), (2, 2)), ONE, 1),
+    "two groups": ((8, 5, 4), (40, 3, 3), ONE, SAME, ONE, 2),
+    "a group a channel": ((4, 5, 5), (8, 3, 3), ONE, SAME, ONE, 4),
+    "1x1": ((5, 3, 4), (20, 1, 1), ONE, NONE, ONE, 1),
+    "1x1 by 2": ((20, 6, 5), (24, 1, 1), (2, 2), NONE, ONE, 1),
+    "3x3 by 2": ((3, 7, 6), (20, 3, 3), (2, 2), SAME, ONE, 1),
+    "even filters": ((20, 4, 5), (24, 2, 4), ONE, ((0, 1), (2, 1)), ONE, 1),
+    "unequal in both directions": ((8, 8, 9), (40, 3, 2), (2, 3), ((2, 1), (0, 3)), (1, 2), 2),
+    "wide padding": ((20, 3, 4), (20, 3, 3), ONE, ((3, 3), (4, 3)), (2, 2), 1),
+    "gaps between filters that padding fills": (
+        *((3, 4, 4), (21, 2, 2), (3, 3), ((4, 4), (4, 4))),
+        *(ONE, 1),
+    ),
+    "gaps between filters": ((2, 7, 6), (3, 2, 2), (3, 3), NONE, ONE, 1),
+    "one output pixel": ((7, 3, 3), (5, 3, 3), ONE, NONE, ONE, 1),
+    "several tiles": ((36, 3, 2), (72, 3, 3), ONE, SAME, ONE, 1),
+    "several tiles of odd sizes": ((17, 3, 2), (65, 3, 2), ONE, ((0, 1), (1, 0)), ONE, 1),
+}
+LARGE_CONVOLUTIONS = {
+    "digits 1": ((1, 28, 28), (20, 5, 5), ONE, NONE, ONE, 1),
+    "digits 2": ((20, 24, 24), (20, 3, 3), ONE, SAME, ONE, 1),
+    "cifar 1": ((3, 32, 32), (32, 3, 3), ONE, SAME, ONE, 1),
+    "cifar 9": ((64, 8, 8), (128, 3, 3), ONE, SAME, ONE, 1),
+    "alexnet 1": ((3, 35, 35), (5, 11, 11), (4, 4), NONE, ONE, 1),
+    "alexnet 2": ((6, 13, 13), (8, 5, 5), ONE, ((2, 2), (2, 2)), ONE, 2),
+    "odd channels": ((33, 13, 13), (35, 3, 3), ONE, SAME, ONE, 1),
+    "16 channels a group": ((32, 9, 9), (32, 3, 3), ONE, SAME, ONE, 2),
+    "not padded": ((16, 10, 10), (16, 3, 3), ONE, NONE, ONE, 1),
+    "padded by 2": ((16, 9, 9), (16, 3, 3), ONE, ((2, 2), (2, 1)), ONE, 1),
+}
+ALGORITHMS = {
+    "cpu": ({"winograd": "off"}, {"winograd": "auto"}, {"winograd": "fast"}),
+    "gpu": ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True}),
+}
+
+
+def convolution(label, shape, backends=("cpu", "gpu")):
+    """Forward and backward of a convolution, alone and between fused activations."""
+    image, (k, r, s), stride, padding, dilation, groups = shape
+    weight = filters(k, image[0] // groups, r, s)
+    y = shapes.conv2d_shape(image, weight.shape, stride, padding, dilation)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    forward = {"x": lanes(*image), "weight": weight, "bias": vector(k)} | geometry
+    backward = {"dy": cotangent(*y), "x": lanes(*image), "weight": weight} | geometry
+    options = {"backends": backends, "settings": ALGORITHMS}
+    yield Case("conv2d", label, forward, 2e-6, **options)
+    yield Case("conv2d_backward", label, backward | {"needs": ALL}, 3e-6, **options)
+
+
+def moments_after(backend, a):
+    """conv2d_moments by the separate functions."""
+    y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", *GEOMETRY)))
+    return y, backend.moments(y, a["counts"], a["tree"])
+
+
+GEOMETRY = ("stride", "padding", "dilation", "groups")
+BETWEEN = ("before", "weight", *GEOMETRY, "counts", "tree")
+
+
+def through_activations(backend, a):
+    """conv2d_backward from the activation behind to the one before, with its sums."""
+    source = backend.source(a["y"], *a["behind"])
+    return backend.conv2d_backward(
+        *(a["dy"], *(a[name] for name in BETWEEN), ALL),
+        activation_after=(source, *a["factors"]),
+        sums=True,
+    )
+
+
+def through_activations_separately(backend, a):
+    """The same by the separate functions; without the sums, which need the input before."""
+    active = backend.relu(backend.batchnorm(a["y"], *a["behind"]))
+    dz = backend.relu_dx(a["dy"], active)
+    dy = backend.batchnorm_dx(dz, a["y"], a["behind"][0], *a["factors"], a["counts"])
+    return backend.conv2d_backward(dy, *(a[name] for name in BETWEEN), ALL)
+
+
+def fused_convolution(label, shape, backends=("cpu", "gpu")):
+    image, (k, r, s), *geometry = shape
+    weight = filters(k, image[0] // geometry[3], r, s)
+    y = shapes.conv2d_shape(image, weight.shape, *geometry[:3])
+    shared = {"weight": weight} | dict(zip(GEOMETRY, geometry, strict=True))
+    forward = {"x": deferred(*image), "bias": vector(k)} | shared
+    backward = shared | {
+        "dy": cotangent(*y),
+        "before": deferred(*image),
+        "y": lanes(*y),
+        "behind": [vector(k, low=-0.5, high=0.5)] * 3,
+        "factors": [vector(k, low=-0.5, high=0.5)] * 3,
+    }
+    options = {"backends": backends, "settings": ALGORITHMS}
+    yield Case("conv2d_moments", label, forward, 2e-6, oracle=moments_after, **options)
+    yield Case(
+        *("conv2d_backward", f"{label}, between activations", backward, 3e-6),
+        call=through_activations,
+        oracle=through_activations_separately,
+        **options,
+    )
+
+
+# (C, H, W), (C, K, R, S), stride, cropping
+TRANSPOSED = {
+    "2x2 by 2": ((3, 4, 5), (3, 2, 2, 2), (2, 2), NONE),
+    "4x4 by 2, same": ((4, 3, 4), (4, 8, 4, 4), (2, 2), SAME),
+    "3x3, same": ((9, 8, 8), (9, 10, 3, 3), ONE, SAME),
+    "odd cropping": ((2, 5, 4), (2, 3, 3, 3), (2, 2), ((0, 1), (0, 1))),
+    "gaps": ((2, 3, 3), (2, 3, 2, 1), (3, 2), NONE),
+    "1x1": ((5, 3, 3), (5, 4, 1, 1), ONE, NONE),
+    "asymmetric": ((2, 4, 3), (2, 3, 5, 3), (2, 1), ((3, 1), (0, 2))),
+}
+
+
+def transposed(label, image, size, stride, cropping):
+    spatial = [
+        (n - 1) * step + width - sum(cut)
+        for n, step, width, cut in zip(image[1:], stride, size[2:], cropping, strict=True)
+    ]
+    shared = {"x": lanes(*image), "weight": filters(*size), "stride": stride, "cropping": cropping}
+    settings = {"gpu": ALGORITHMS["gpu"]}
+    yield Case(
+        *("transposed_conv2d", label, shared | {"bias": vector(size[1])}, 1e-5),
+        settings=settings,
+    )
+    backward = shared | {"dy": cotangent(size[1], *spatial), "needs": ALL}
+    yield Case("transposed_conv2d_backward", label, backward, 1e-5, settings=settings)
+
+
+# ---- dense: (outputs, image) ----
+
+DENSE = [(1, (1,)), (10, (37,)), (3, (2, 3, 5)), (16, (64,)), (7, (400,)), (17, (130,))]
+DENSE += [(20, (4, 2, 2)), (68, (5, 3, 3)), (130, (68,))]
+LARGE_DENSE = [(k, (n,)) for k in (1, 2, 10, 17, 100) for n in (1, 31, 1000, 11520)]
+
+
+def fully_connected(outputs, image, backends=("cpu", "gpu"), draw=lanes):
+    features, label = int(np.prod(image)), f"{image} to {outputs}"
+    weight, dy = filters(outputs, features, image=image), cotangent(outputs)
+    label += ", deferred" if draw is deferred else ""
+    x = draw(*image, flattened=True)
+    options = {"tolerance": 2e-6, "backends": backends}
+    yield Case("dense", label, {"x": x, "weight": weight, "bias": vector(outputs)}, **options)
+    backward = {"dy": dy, "x": x, "weight": weight, "needs": ALL}
+    yield Case("dense_backward", label, backward, **options)
+    if draw is lanes and features < 100:
+        yield Case("dense_dx", label, {"dy": dy, "weight": weight}, **options)
+        yield Case("dense_dweight", label, {"dy": dy, "x": x}, **options)
+
+
+# ---- batchnorm, activation ----
+
+CHANNELS = [(1, 5, 7), (3, 1, 1), (4, 6, 6), (20, 3, 5), (132, 2, 3), (129, 1, 2), (6,), (260,)]
+CHANNELS += [(1, 60, 60), (128, 9, 9)]
+
+
+def positive(*shape, **options):
+    return vector(*shape, low=0.5, high=2.0, **options)
+
+
+def batch_normalization(shape):
+    c, label = shape[0], str(shape)
+    x, dy, vectors = lanes(*shape), cotangent(*shape), {"mean": positive(c)}
+    affine = vectors | {"scale": positive(c), "beta": positive(c)}
+    yield Case("channel_sums", label, {"x": dy}, 1e-6)
+    yield Case("moments", label, {"x": x}, 1e-6)
+    yield Case("batchnorm", label, {"x": x} | affine, 1e-6)
+    yield Case("batchnorm_sums", label, {"dy": dy, "x": x} | vectors, 1e-6)
+    factors = {name: positive(c) for name in "abc"}
+    yield Case("batchnorm_dx", label, {"dy": dy, "x": x} | vectors | factors, 1e-6)
+    yield Case("activation", label, {"source": deferred(*shape)}, 1e-6, oracle=activation)
+    yield Case(
+        *("activation_sums", label, {"dy": dy, "y": x, "vectors": [positive(c)] * 3}, 1e-6),
+        call=lambda b, a: b.activation_sums(a["dy"], b.source(a["y"], *a["vectors"]), a["tree"]),
+        oracle=activation_sums,
+    )
+    yield Case("relu", label, {"x": x}, 0)
+    yield Case("relu_dx", label, {"dy": dy, "y": x}, 0)
+
+
+def activation(backend, a):
+    """What the reference stores."""
+    return a["source"]
+
+
+def activation_sums(backend, a):
+    active = backend.batchnorm(a["y"], *a["vectors"])
+    return backend.batchnorm_sums(
+        backend.relu_dx(a["dy"], active), a["y"], a["vectors"][0], a["tree"]
+    )
+
+
+def factors(backend, a):
+    """batchnorm_factors of a backend's own statistics."""
+    statistics = backend.statistics(a["moments"], a["gamma"], 1e-5)
+    return backend.batchnorm_factors(a["sums"], a["gamma"], statistics)
+
+
+def per_channel(c):
+    gamma, double = positive(c), {"dtype": np.float64}
+    moments = positive(1 + 2 * c, **double)
+    folded = {"moments": moments, "gamma": gamma}
+    yield Case(
+        *("statistics", str(c), folded, 1e-7),
+        call=lambda b, a: b.statistics(a["moments"], a["gamma"], 1e-5)[1:],  # behind the count
+        typed=False,
+    )
+    yield Case(
+        *("batchnorm_factors", str(c)),
+        folded | {"sums": vector(2 * c, **double)},
+        1e-6,
+        call=factors,
+        typed=False,
+    )
+    predict = {"gamma": gamma, "variance": positive(c), "epsilon": 1e-5}
+    yield Case("predict_scale", str(c), predict, 1e-7, typed=False)
+
+
+# size of the argument that a gradient takes beside dy: the result, or x
+ACTIVATIONS = {"leaky_relu": {"scale": 0.2}, "tanh": {}, "sigmoid": {}}
+IMAGES = {
+    "pixels": (5, 3, 7),
+    "four channels at once": (8, 4, 4),
+    "features": (21,),
+    "more pixels": (3, 40, 30),
+}
+
+
+def activations(name, options):
+    for label, shape in IMAGES.items():
+        yield Case(name, label, {"x": lanes(*shape)} | options)
+        yield Case(
+            *(f"{name}_dx", label, {"dy": cotangent(*shape), "x": lanes(*shape)}),
+            call=lambda b, a: getattr(b, f"{name}_dx")(
+                a["dy"], getattr(b, name)(a["x"], **options), **options
+            ),
+        )
+
+
+# ---- pool: (C, H, W), size, stride, padding ----
+
+POOLS = {
+    "2x2": ((3, 6, 8), (2, 2), (2, 2), NONE),
+    "2x2, four channels at once": ((8, 4, 6), (2, 2), (2, 2), NONE),
+    "2x2, pixels left over": ((2, 5, 7), (2, 2), (2, 2), NONE),
+    "2x2, padding": ((2, 4, 7), (2, 2), (2, 2), ((1, 0), (1, 1))),
+    "2x2, gaps that padding hides": ((1, 4, 4), (2, 2), (3, 3), ((1, 0), (1, 0))),
+    "3x3 by 2": ((4, 9, 7), (3, 3), (2, 2), NONE),
+    "3x3 by 2, padding": ((5, 8, 6), (3, 3), (2, 2), SAME),
+    "3x3 by 2, padding at the end": ((4, 8, 6), (3, 3), (2, 2), ((0, 1), (0, 1))),
+    "3x3 by 3": ((2, 6, 7), (3, 3), (3, 3), NONE),
+    "overlapping": ((4, 6, 9), (3, 4), (1, 2), ((2, 1), (0, 3))),
+    "overlapping rows": ((2, 7, 6), (3, 2), (2, 2), NONE),
+    "windows end before the image": ((2, 9, 8), (2, 3), (4, 5), NONE),
+    "one row": ((2, 1, 9), (1, 2), (1, 3), ((0, 0), (1, 0))),
+    "global": ((4, 8, 8), (8, 8), (8, 8), NONE),
+    "a row of many threads": ((132, 2, 3), (2, 2), ONE, NONE),
+    "256 places": ((1, 17, 16), (16, 16), ONE, NONE),
+}
+
+
+def pooling(label, shape, size, stride, padding):
+    """To the last bit: every backend adds in the same order. Many pixels are equal."""
+    geometry = {"size": size, "stride": stride, "padding": padding}
+    y = shapes.pool2d_shape(shape, size, stride, padding)
+    dy = cotangent(*y)
+    equal = Draw("lanes", shape, -2, 3, np.int32)  # turned into float32 below
+
+    def maximum(backend, a):
+        y, argmax = backend.max_pool2d(a["x"], **geometry)
+        return y, argmax, backend.max_pool2d_dx(a["dy"], argmax, a["x"], **geometry, tree=a["tree"])
+
+    arguments = {"x": equal._replace(dtype=np.float32), "dy": dy}
+    yield Case("max_pool2d_dx", label, arguments, 0, call=maximum)
+    yield Case("average_pool2d", label, {"x": lanes(*shape)} | geometry, 0)
+    yield Case("average_pool2d_dx", label, {"x": lanes(*shape), "dy": dy} | geometry, 0)
+    yield Case(
+        "max_pool2d_dx", f"{label}, deferred", {"x": deferred(*shape), "dy": dy}, 1e-6, call=maximum
+    )
+    yield Case(
+        "average_pool2d_dx",
+        f"{label}, deferred",
+        {"x": deferred(*shape), "dy": dy} | geometry,
+        1e-6,
+    )
+
+
+# ---- lrn, dropout, join ----
+
+NORMS = {
+    "AlexNet's": (5, 1e-4, 0.75, 2.0),
+    "strong": (5, 2.0, 0.75, 1.0),
+    "even": (4, 1.5, 0.75, 0.5),
+    "one channel": (1, 3.0, 0.75, 1.0),
+    "wider than the image": (30, 1.0, 0.75, 2.0),
+    "another power": (3, 1.0, 0.6, 1.5),
+    "no power": (3, 1.0, 0.0, 1.5),
+    "square root": (3, 20.0, 0.5, 1e-3),
+}
+
+
+def cross_channel(label, numbers):
+    options = dict(zip(("window", "alpha", "beta", "k"), numbers, strict=True))
+    for shape in (*list(IMAGES.values())[:3], (1, 2, 2)):
+        name = f"{label}, {shape}"
+        yield Case("cross_channel_norm", name, {"x": lanes(*shape)} | options, 1e-6)
+        backward = {"dy": cotangent(*shape), "x": lanes(*shape)} | options
+        yield Case("cross_channel_norm_dx", name, backward, 4e-6)
+
+
+def dropped(shape, probability):
+    """To the last bit: every backend drops the same elements."""
+    threshold = round(probability * 65536)
+    arguments = {
+        "x": lanes(*shape),
+        "threshold": threshold,
+        "scale": 65536 / (65536 - threshold),
+        "key": (0x89ABCDEF, 0xFEDCBA98),
+        "epoch": 7,
+        "samples": Draw("samples"),
+    }
+    return Case("dropout", f"{shape}, {probability}", arguments, 0)
+
+
+def joins(shape):
+    a, b, c = shape[0], 3, 4
+    rest = shape[1:]
+    yield Case("add", f"{shape}", {"a": lanes(*shape), "b": lanes(*shape)}, 0)
+    yield Case("add", f"{shape}, deferred", {"a": deferred(*shape), "b": lanes(*shape)}, 1e-6)
+    yield Case(
+        "add", f"{shape}, both deferred", {"a": deferred(*shape), "b": deferred(*shape)}, 1e-6
+    )
+    parts = [lanes(*shape), lanes(b, *rest), lanes(*shape), lanes(c, *rest)]
+    yield Case("concat", f"{shape}", {"arrays": parts}, 0)
+    yield Case("concat", f"{shape}, deferred", {"arrays": [deferred(*shape), *parts]}, 1e-6)
+    channels = (a, b, a, c)
+    yield Case("split", f"{shape}", {"x": lanes(sum(channels), *rest), "channels": channels}, 0)
+
+
+# ---- loss: (classes, pixels) ----
+
+SCORES = [(1, ()), (2, ()), (10, ()), (33, ()), (1000, ()), (4, (1, 1)), (3, (2, 3)), (40, (3, 5))]
+SCORES += [(2, (17, 31))]  # parts of an image, the last one smaller
+
+
+def losses(classes, pixels):
+    label = f"{classes} classes" + (f", {pixels}" if pixels else "")
+    scores = Draw("lanes", (classes, *pixels), -8, 8)
+    labelled = {"logits": scores, "labels": labels(classes, *pixels)}
+    yield Case("softmax", label, {"logits": scores}, 1e-14)
+    yield Case(
+        *("softmax_dx", label, {"logits": scores, "dy": cotangent(classes, *pixels)}, 3e-7),
+        call=lambda b, a: b.softmax_dx(a["dy"], b.softmax(a["logits"])),
+    )
+    yield Case("cross_entropy", label, labelled, 1e-13)
+    yield Case("correct_count", label, labelled, 0)
+    yield Case("cross_entropy_dlogits", label, labelled | {"scale": 0.37}, 2**-23)
+    compared = {"y": scores, "target": scores}
+    for power in (1, 2):
+        name = f"{label}, power {power}"
+        yield Case("errors", name, compared | {"power": power}, 1e-13)
+        yield Case("errors_dy", name, compared | {"power": power, "scale": 0.37}, 2**-23)
+
+
+# ---- optimizer ----
+
+LEARNABLES = [
+    *(vector(5), filters(4, 3, 3, 2), vector(), filters(7, 12, image=(3, 2, 2)), vector(1025)),
+    *(vector(64), filters(3, 2, 4, 4), vector(0), vector(2050)),
+]
+SQUARES = [draw._replace(low=0.0) for draw in LEARNABLES]
+DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
+FACTORS = [1, 2, 0.5, 1, 1, 20, 1, 1, 0.1]
+
+
+def solver(function, states, **numbers):
+    """To the last bit: new weights, and the states that change in place."""
+    lists = {"weights": LEARNABLES, "gradients": LEARNABLES} | states
+    numbers |= {"decays": DECAYS, "factors": FACTORS}
+
+    def step(backend, a):
+        rate = backend.step_number("learning_rate", 0.1)
+        arrays = {name: a[name] for name in lists}
+        updated = getattr(backend, function)(**arrays, learning_rate=rate, **numbers)
+        return [*updated, *(array for name in states for array in arrays[name])]
+
+    return Case(function, "all kinds of learnables", lists, 0, call=step)
+
+
+def clipped(method, threshold):
+    arguments = {"weights": LEARNABLES, "gradients": LEARNABLES}
+    arguments |= {"decays": DECAYS, "method": method, "threshold": threshold}
+    return Case("clip", f"{method}, {threshold}", arguments, 2e-7)
+
+
+# ---- images ----
+
+PIXELS = [(1, 28, 28), (3, 32, 32), (3, 5, 7), (1, 1, 1), (4, 2, 33), (2, 19, 31)]
+
+
+def shown(shape):
+    """To the last bit: mirrored, moved (also such that nothing is left), cut, filled, scaled."""
+    c, h, w = shape
+    moves = {
+        "mirrored": images(low=0, high=4, dtype=np.int32),
+        "top": images(low=-h - 2, high=h + 3, dtype=np.int32),
+        "left": images(low=-w - 2, high=w + 3, dtype=np.int32),
+    }
+    yield Case("images", f"{shape}", {"pixels": images(*shape)}, 0)
+    floats = images(*shape, dtype=np.float32)
+    yield Case("images", f"{shape}, float32", {"pixels": floats}, 0)
+    for size in ((h, w), (max(1, h - 3), max(1, w // 2)), (h + 2, w + 9)):
+        for name, chosen in {"moved": moves, **{n: {n: moves[n]} for n in moves}}.items():
+            arguments = {"pixels": images(*shape), "size": size} | chosen
+            yield Case("images", f"{shape} to {size}, {name}", arguments, 0)
+    for scaled in ((c,), (c, h, w)):
+        for pixels in (images(*shape), floats):
+            kind = np.dtype(pixels.dtype).name
+            arguments = {"pixels": pixels, "size": (h, w)} | moves
+            arguments |= {"fill": vector(c, low=0, high=255, dtype=pixels.dtype)}
+            arguments |= {name: vector(*scaled, low=1, high=200) for name in ("centre", "divisor")}
+            yield Case("images", f"{shape} {kind}, normalized by {scaled}", arguments, 0)
+
+
+def table():
+    """All cases; the first of a function is the one that its costlier checks use."""
+    for label, shape in CONVOLUTIONS.items():
+        yield from convolution(label, shape)
+    for label, shape in LARGE_CONVOLUTIONS.items():
+        yield from convolution(label, shape, CPU)
+    for label in ("3x3", "1x1", "3x3 by 2", "several tiles"):
+        yield from fused_convolution(label, CONVOLUTIONS[label])
+    for label in ("cifar 1", "cifar 9", "odd channels", "16 channels a group"):
+        yield from fused_convolution(label, LARGE_CONVOLUTIONS[label], CPU)
+    for label, shape in TRANSPOSED.items():
+        yield from transposed(label, *shape)
+    for outputs, image in DENSE:
+        yield from fully_connected(outputs, image)
+    for outputs, image in LARGE_DENSE:
+        yield from fully_connected(outputs, image, CPU)
+    for outputs, image in ((10, (3, 4, 5)), (70, (36, 1, 1)), (3, (7, 5, 1))):
+        yield from fully_connected(outputs, image, draw=deferred)
+    for shape in CHANNELS:
+        yield from batch_normalization(shape)
+    for channels in (1, 20, 300):
+        yield from per_channel(channels)
+    running = {"olds": [vector(n) for n in (3, 3, 200, 1)], "decay": 0.1}
+    running["values"] = [draw._replace(dtype=np.float64) for draw in running["olds"]]
+    yield Case("running", "several", running, 1e-6)
+    for name, options in ACTIVATIONS.items():
+        yield from activations(name, options)
+    for label, shape in POOLS.items():
+        yield from pooling(label, *shape)
+    for label, numbers in NORMS.items():
+        yield from cross_channel(label, numbers)
+    for shape in (*IMAGES.values(), (3, 9, 1), (6, 7, 7), (11, 1, 1)):
+        for probability in (0.0, 0.1, 0.5, 0.99):
+            yield dropped(shape, probability)
+    for shape in list(IMAGES.values())[:3]:
+        yield from joins(shape)
+    for classes, pixels in SCORES:
+        yield from losses(classes, pixels)
+    yield solver("sgdm", {"velocities": LEARNABLES}, momentum=0.9)
+    adaptive = {"square_decay": 0.999, "epsilon": 1e-8}
+    moments = {"means": LEARNABLES, "squares": SQUARES}
+    yield solver("adam", moments, gradient_decay=0.9, **adaptive)
+    yield solver("rmsprop", {"squares": SQUARES}, **adaptive)
+    for method in ("l2norm", "global-l2norm", "absolute-value"):
+        for threshold in (0.25, 10.0, 1e6):
+            yield clipped(method, threshold)
+    yield Case("zeros_like", "dense weights", {"x": filters(7, 12, image=(3, 2, 2))}, 0)
+    yield Case(
+        *("from_numpy", "dense weights", {"like": filters(7, 12, image=(3, 2, 2))}, 0),
+        call=lambda b, a: b.from_numpy(np.arange(84.0).reshape(7, 12), a["like"]),
+    )
+    for shape in PIXELS:
+        yield from shown(shape)
+    for shape in ((3, 4, 5), (7,)):
+        yield Case("image_sums", f"{shape}", {"x": lanes(*shape)}, 1e-6, backends=CPU)
+    for stride in (1, 3, 4):
+        for width in (1, 5, 227):
+            rows = vector(7, width, stride, low=0, high=256, dtype=np.uint8)
+            name = f"rows of {width} pixels of {stride} bytes"
+            yield Case("planes", name, {"pixels": rows}, 0, backends=CPU)
+    maps = images(6, low=-2, high=2, dtype=np.float64)
+    for dtype in (np.uint8, np.float32):
+        arguments = {"pixels": images(3, 7, 9, dtype=dtype), "maps": maps, "size": (5, 6)}
+        arguments["fill"] = vector(3, low=0, high=255, dtype=dtype)
+        yield Case("warp", np.dtype(dtype).name, arguments, 0, backends=CPU)
+    words = {"seed": 3, "purpose": "shuffle", "count": 5, "epoch": 2, "samples": Draw("samples")}
+    yield Case("keyed_words", "five each", words, 0, backends=CPU)
+
+
+CASES = list(table())
