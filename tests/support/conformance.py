@@ -80,7 +80,8 @@ class Case(NamedTuple):
     the reference, for functions that the reference lacks. Errors are relative to the largest
     number of the exact result; `tolerance` 0 asks for the bytes that the reference has in float32.
     `settings` are those of `backends.settings` to be tested, by backend; `typed` is whether results
-    have the same types on every backend.
+    have the same types on every backend; `numbers_only` leaves out the checks of several ranks, on
+    a GPU, where they take long.
     """
 
     function: str
@@ -92,6 +93,7 @@ class Case(NamedTuple):
     backends: tuple[str, ...] = ("cpu", "gpu")
     settings: dict[str, tuple[dict, ...]] = {}
     typed: bool = True
+    numbers_only: bool = False
 
     def __str__(self):
         return f"{self.function}, {self.label}"
