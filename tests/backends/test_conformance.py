@@ -73,7 +73,11 @@ def assert_near(case, actual):
         if zeroes_unused(case) and value.ndim > 2 and value.shape[:: value.ndim - 1] == (2, LANES):
             assert not value[-1, ..., LAST:].any(), f"unused lanes of result {i}"
         if not case.tolerance:
-            assert np.array_equal(value, exact if single is None else single[i]), f"result {i}"
+            same = exact if single is None else single[i]
+            assert np.array_equal(value, same, equal_nan=value.dtype.kind == "f"), f"result {i}"
+        elif case.elementwise:
+            rounding = 2**-53 * abs(exact).max(initial=0)
+            np.testing.assert_allclose(value, exact, rtol=case.tolerance, atol=rounding)
         elif value.size:
             error = abs(value - exact).max() / max(abs(exact).max(), 1e-3)
             assert error <= case.tolerance, f"result {i}"
@@ -85,13 +89,13 @@ def zeroes_unused(case):
     return case.function == "images" or "counts" in parameters and case.function not in FUSED
 
 
-def check_on_gpu(name):
-    """A case on the device that is open, for tests that change the kernels."""
-    case = BY_NAME[name]
+def check_on_gpu(device, *names, **values):
+    """Cases on the device that is open, for tests that change its kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        for key, value in case.settings.get("gpu", ({},))[0].items():
+        for key, value in values.items():
             patch.setattr(settings, key, value)
-        assert_near(case, results(case, GPU))
+        for name in names:
+            assert_near(BY_NAME[name], results(BY_NAME[name], GPU))
 
 
 @needed

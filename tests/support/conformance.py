@@ -42,6 +42,8 @@ class Draw(NamedTuple):
     cotangent: bool = False  # zero in unused lanes
     image: tuple | None = None  # of dense weights: the shape of the images they read
     flattened: bool = False  # images, one behind the other
+    rounded: bool = False  # positive numbers are whole, so that many are equal
+    special: bool = False  # with NaN and infinities
 
 
 def lanes(*shape, **options):
@@ -77,17 +79,18 @@ class Case(NamedTuple):
     """A call of the interface.
 
     Without `call` it is function(**arguments), `counts` and `tree` added. `oracle` replaces it on
-    the reference, for functions that the reference lacks. Errors are relative to the largest
-    number of the exact result; `tolerance` 0 asks for the bytes that the reference has in float32.
-    `settings` are those of `backends.settings` to be tested, by backend; `typed` is whether results
-    have the same types on every backend; `numbers_only` leaves out the checks of several ranks, on
-    a GPU, where they take long.
+    the reference, for functions that the reference lacks. Errors are relative to the largest number
+    of the exact result, or each to its own number if `elementwise`; `tolerance` 0 asks for the
+    bytes that the reference has in float32. `settings` are those of `backends.settings` to be
+    tested, by backend; `typed` is whether results have the same types on every backend;
+    `numbers_only` leaves out what takes long on an emulated GPU, the checks of several ranks.
     """
 
     function: str
     label: str
     arguments: dict[str, Any]
     tolerance: float = 3e-7
+    elementwise: bool = False
     call: Callable | None = None
     oracle: Callable | None = None
     backends: tuple[str, ...] = ("cpu", "gpu")
@@ -131,6 +134,11 @@ def drawn(case, name, draw, blocks):
         value = rng.integers(draw.low, draw.high, shape).astype(draw.dtype)
     else:
         value = rng.uniform(draw.low, draw.high, shape).astype(draw.dtype)
+    if draw.rounded:
+        value = np.where(value > 0, np.round(value), value)
+    if draw.special:
+        for start, step, number in (0, 7, np.nan), (3, 5, -np.inf), (1, 11, np.inf):
+            value.reshape(-1)[start::step] = number
     if draw.cotangent:
         value[-1:, ..., LAST:] = 0
     if draw.kind == "deferred":

@@ -94,20 +94,6 @@ def policy(request):
     settings.winograd = before
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_forward_and_gradients(name, policy):
-    case = Case(name)
-    tall = [a.astype(np.float64) for a in (case.x, case.weight, case.bias)]
-    y = reference.conv2d(*tall, *case.how)
-    expected = case.backward(reference, np.float64)
-    for found in everywhere(
-        lambda: (cpu.conv2d(case.x, case.weight, case.bias, *case.how), *case.backward(cpu))
-    ).values():
-        assert error(found[0], y) < (2e-6 if policy == "fast" else 1e-6)
-        for a, b in zip(found[1:], expected, strict=True):
-            assert error(a, b) < 2e-6
-
-
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("name", ["digits 1", "digits 2", "16 channels a group"])
 def test_blocks_shared_by_teams(name, blocks, policy):
@@ -165,39 +151,6 @@ def test_the_fused_pass_has_the_bytes_of_the_separate_ones(name, policy):
         names = ("y", "moments", "dx", "dweight", "dbias", "sums")
         for part, a_, b_ in zip(names, one[build], other[build], strict=True):
             assert bytes_of(a_) == bytes_of(b_), f"{part} on {build}"
-
-
-@pytest.mark.parametrize("name", ["digits 1", "digits 2", "cifar 9", "3x3 by 2"])
-def test_what_a_block_gives_does_not_depend_on_its_neighbours(name, policy):
-    """A rank of five blocks of seven has the nodes that two ranks of the same blocks have."""
-    whole = Case(name, run=(1, 6), leaves=7)
-    dweight = whole.backward(cpu)[1]
-    parts = []
-    for first, stop in ((1, 4), (4, 6)):
-        part = Case(name, run=(1, 6), leaves=7)
-        here = slice(first - 1, stop - 1)
-        part.x, part.dy = part.x[here].copy(), part.dy[here].copy()
-        part.counts = part.counts[here].copy()
-        part.tree = Tree(7, ((0, first), (first, stop), (stop, 7)), 1)
-        found = part.backward(cpu)[1]
-        nodes = part.tree.nodes[1]
-        parts += list(zip(nodes, found.terms[0].nodes, strict=True))
-    assert [node for node, _ in parts] == [(1, 2), (2, 4), (4, 6)]
-    assert whole.tree.nodes[1] == ((1, 2), (2, 4), (4, 6))
-    for (_, node), mine in zip(parts, dweight.terms[0].nodes, strict=True):
-        assert node.tobytes() == mine.tobytes()
-
-
-def test_an_empty_share(policy):
-    case = Case("digits 2", run=(2, 2), leaves=2)
-    y, moments = cpu.conv2d_moments(
-        case.x, case.weight, case.bias, *case.how, case.counts, case.tree
-    )
-    assert y.shape == (0, 20, 24, 24, LANES) and moments.terms[0].nodes == []
-    dx, dweight, dbias = case.backward(cpu)
-    assert dx.shape == case.x.shape
-    assert dweight.terms[0].nodes == [] and dweight.shape == case.weight.shape
-    assert dbias.terms[0].nodes == []
 
 
 def test_not_a_number_stays_one():

@@ -80,46 +80,21 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * size)
 
 
-@pytest.mark.parametrize("features", [1, 3, 16, 31, 1000, 11520])
+SIZES = [(1, None), (3, None), (31, None), (1000, None), (1, 1), (35, 7), (48, 48), (1260, 2)]
+
+
+@pytest.mark.parametrize("features, channels", SIZES)
 @pytest.mark.parametrize("outputs", [1, 2, 7, 10, 16, 17, 100])
-def test_float64(outputs, features):
-    layer, where = Layer(outputs, features, valid=5), tree(2)
-
-    def found():
-        y, (dx, dweight, dbias, sums) = layer.forward(), layer.backward(where)
-        assert sums is None
-        same([y, dx, nodes(dweight)], [*layer.by_plain_loops(where)])
-        return y, dx, dweight, dbias
-
-    x, dy, weight = (v.astype(np.float64) for v in (layer.x, layer.dy, layer.weight))
-    for y, dx, dweight, dbias in everywhere(found).values():
-        close(y, np.einsum("kf,bfl->bkl", weight, x) + layer.bias[:, None])
-        close(dx, np.einsum("kf,bkl->bfl", weight, dy))
-        close(SingleRank().gplus(dweight), np.einsum("bkl,bfl->kf", dy, x))
-        close(SingleRank().gplus(dbias), dy.sum(axis=(0, 2)))
-
-
-@pytest.mark.parametrize("features, channels", [(1, 1), (35, 7), (48, 48), (1728, 3), (1260, 2)])
-@pytest.mark.parametrize("outputs", [3, 10, 70])
-@pytest.mark.parametrize("blocks", [0, 1, 3])
-def test_an_activation_is_read_as_its_values(outputs, features, channels, blocks):
-    """With the sums that batch normalization asks for, of the bytes they have by themselves."""
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_fast_loops_have_the_bytes_of_plain_ones(outputs, features, channels, blocks):
     layer, where = Layer(outputs, features, blocks, 3, channels), tree(blocks)
-    stored = Layer(outputs, features, blocks, 3)
-    assert blocks == 0 or features == 1 or 0.2 < (layer.x > 0).mean() < 0.8
 
-    def found():
-        stored.x = stored.source = cpu.activation(layer.source).reshape(layer.x.shape)
-        y, (dx, dweight, dbias, sums) = layer.forward(), layer.backward(where)
-        same((y, dx, dweight, dbias), (stored.forward(), *stored.backward(where)[:3]))
-        same([y, dx, nodes(dweight)], [*layer.by_plain_loops(where)])
-        same(cpu.dense_dweight(layer.dy, layer.source, where), dweight)
-        by_itself = cpu.activation_sums(dx.reshape(layer.source.x.shape), layer.source, where)
-        same(sums, by_itself)
-        assert sums.shape == (2 * channels,)
-        return y, dx, dweight, dbias, sums
+    def fast():
+        dx, dweight, *_ = layer.backward(where)
+        same((layer.forward(), dx, nodes(dweight)), layer.by_plain_loops(where))  # of this build
+        return dx
 
-    everywhere(found)
+    everywhere(fast)
 
 
 @pytest.mark.parametrize("channels", [None, 5])
@@ -130,17 +105,6 @@ def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
     monkeypatch.setattr(dense, "FEW", 0)
     several = everywhere(lambda: layer.backward(where))
     same([*found.values()], [*several.values()])
-
-
-@pytest.mark.parametrize("needs", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 0, 1)])
-@pytest.mark.parametrize("outputs", [10, 20])
-def test_only_what_is_asked_for(outputs, needs):
-    layer, where = Layer(outputs, 60, 2, channels=3), tree(2)
-    *expected, sums = layer.backward(where)
-    *found, found_sums = layer.backward(where, needs)
-    for value, wanted, asked in zip(found, expected, needs, strict=True):
-        same(value, wanted if asked else None)
-    same(found_sums, sums if needs[0] else None)
 
 
 @pytest.mark.parametrize("blocks, run", [(1, (0, 1)), (8, (0, 8)), (13, (3, 12)), (19, (1, 2))])
@@ -167,28 +131,6 @@ def test_the_bias_gradient_is_channel_sums():
     same(layer.backward(where)[2], cpu.channel_sums(layer.dy, where))
 
 
-@pytest.mark.parametrize("outputs", [10, 100])
-def test_what_a_block_gives_does_not_depend_on_its_neighbours(outputs):
-    layer, blocks = Layer(outputs, 600, 11, channels=4), range(11)
-    y, (dx, _, _, sums) = layer.forward(), layer.backward(tree(11))
-    assert len(nodes(sums)) == 1
-    for b in blocks:
-        one = Layer(outputs, 600, 1, channels=4)
-        one.source = layer.source._replace(x=layer.source.x[b : b + 1])
-        one.dy = layer.dy[b : b + 1]
-        same(one.forward(), y[b])
-        same(one.backward(tree(1))[0], dx[b])
-
-
-def test_an_empty_share():
-    where = Tree(1, ((0, 1), (1, 1)), 1)
-    layer = Layer(20, 30, 0, channels=3)
-    dx, *partials = layer.backward(where)
-    assert layer.forward().shape == (0, 20, LANES) and dx.shape == (0, 30, LANES)
-    assert [p.shape for p in partials] == [(20, 30), (20,), (6,)]
-    assert [nodes(p) for p in partials] == [[], [], []]
-
-
 def test_unused_lanes_of_x_do_not_count():
     """They hold anything finite, where the cotangent is zero."""
     layer, where = Layer(20, 50, 2, 3, channels=5), tree(2)
@@ -207,22 +149,6 @@ def test_not_a_number_stays_one():
     assert np.isnan(y[0, :, 5]).all() and np.isnan(y).sum() == 12
     dweight = SingleRank().gplus(layer.backward(tree(1))[1])
     assert np.isnan(dweight[:, 23]).all() and np.isnan(dweight).sum() == 12
-
-
-def test_arrays_need_not_be_aligned_nor_c_ordered():
-    layer, where = Layer(20, 50, 2, channels=5), tree(2)
-    expected = layer.forward(), *layer.backward(where)
-
-    def unaligned(array):
-        room = np.empty(array.size + 1, array.dtype)[1:].reshape(array.shape)
-        room[...] = array
-        return room
-
-    for other in (unaligned, np.asfortranarray):
-        moved = Layer(20, 50, 2, channels=5)
-        moved.source = DeferredInput(*map(other, moved.source))
-        moved.dy, moved.weight, moved.bias = map(other, (moved.dy, moved.weight, moved.bias))
-        same((moved.forward(), *moved.backward(where)), expected)
 
 
 def test_sums_round_at_most_twice_as_much_as_blas():

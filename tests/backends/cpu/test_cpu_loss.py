@@ -58,44 +58,6 @@ def test_exponential_of_what_is_not_finite():
     assert (y[:3] > 0).all() and y[:3].max() < 1e-300 and np.isnan(y[3])
 
 
-SHAPES = [(1, ()), (2, ()), (10, ()), (1000, ()), (1025, ())]
-SHAPES += [(1, (2,)), (3, (1, 1)), (4, (4, 4)), (21, (5, 7)), (70, (1, 17))]  # (classes, pixels)
-
-
-@pytest.mark.parametrize("blocks", [0, 1, 3])
-@pytest.mark.parametrize("classes, pixels", SHAPES)
-def test_against_numpy(blocks, classes, pixels):
-    logits, labels, counts, tree = some(blocks, classes, last=5, pixels=pixels)
-    dy = numbers("dy", *logits.shape, dtype=np.float32)
-
-    def call():
-        return (
-            cpu.softmax(logits),
-            cpu.cross_entropy(logits, labels, counts, tree),
-            cpu.cross_entropy_dlogits(logits, labels, 0.37, counts),
-            cpu.correct_count(logits, labels, counts, tree),
-            cpu.softmax_dx(dy, p),
-        )
-
-    p = reference.softmax(logits)
-    dx = reference.softmax_dx(dy.astype("f8"), p)
-    d = reference.cross_entropy_dlogits(logits, labels, 0.37, counts)
-    sums = [
-        f(logits, labels, counts, tree) for f in (reference.cross_entropy, reference.correct_count)
-    ]
-    for found in everywhere(call).values():
-        assert [v.dtype.str[1:] for v in found] == ["f8", "f8", "f4", "f8", "f4"]
-        np.testing.assert_allclose(found[4], dx, rtol=2**-23, atol=1e-14)
-        np.testing.assert_allclose(found[0], p, rtol=1e-14)
-        assert found[2].shape == d.shape
-        np.testing.assert_allclose(found[2], d, rtol=2**-23, atol=1e-16)
-        for partial, expected in zip((found[1], found[3]), sums, strict=True):
-            assert partial.shape == () and len(partial.terms[0].nodes) == len(tree.nodes[0])
-            if blocks:
-                wanted = SingleRank().gplus(expected)
-                np.testing.assert_allclose(SingleRank().gplus(partial), wanted, rtol=1e-13)
-
-
 def test_last_blocks_of_every_size():
     """Whatever lies in unused lanes: finite garbage there changes no byte."""
     for last in range(1, LANES + 1):
@@ -109,20 +71,6 @@ def test_last_blocks_of_every_size():
             sums = [f(x, labels, counts, tree) for f in (cpu.cross_entropy, cpu.correct_count)]
             results.append([d.tobytes(), *(SingleRank().gplus(s).tobytes() for s in sums)])
         assert results[0] == results[1]
-
-
-def test_leaves_are_blocks():
-    """A block's sum is the same whoever else holds blocks: only the tree adds them."""
-    logits, labels, counts, _ = some(5, 10, last=3)
-    whole = cpu.cross_entropy(logits, labels, counts, Tree(5, ((0, 5),), 0))
-    nodes = []
-    for rank, (start, stop) in enumerate(((0, 3), (3, 5))):
-        part = slice(start, stop)
-        tree = Tree(5, ((0, 3), (3, 5)), rank)
-        found = cpu.cross_entropy(logits[part], labels[part], counts[part], tree)
-        nodes += [float(node) for node in found.terms[0].nodes]
-    a, b, c, d = nodes  # (0,2) (2,3) (3,4) (4,5)
-    assert float(SingleRank().gplus(whole)) == (a + (b + c)) + d
 
 
 def test_scores_that_are_far_apart():
@@ -188,26 +136,6 @@ def test_errors(blocks, shape, power):
         if blocks:
             wanted = SingleRank().gplus(total)
             np.testing.assert_allclose(SingleRank().gplus(partial), wanted, rtol=1e-13)
-
-
-@pytest.mark.parametrize("pixels", [(), (5, 7)])
-def test_leaves_of_errors_and_pixels_are_blocks(pixels):
-    """A rank that holds three blocks of five, and one that holds two, have the one rank's nodes."""
-    logits, labels, counts, _ = some(5, 4, last=3, pixels=pixels)
-    target = numbers("target", *logits.shape, dtype=np.float32)
-
-    def sums(tree):
-        part = slice(*tree.run)
-        scored = logits[part], labels[part], counts[part], tree
-        yield cpu.cross_entropy(*scored)
-        yield cpu.correct_count(*scored)
-        yield cpu.errors(logits[part], target[part], 2, counts[part], tree)
-
-    whole = [SingleRank().gplus(found) for found in sums(Tree(5, ((0, 5),), 0))]
-    parts = [list(sums(Tree(5, ((0, 3), (3, 5)), rank))) for rank in (0, 1)]
-    for expected, *shared in zip(whole, *parts, strict=True):
-        a, b, c, d = (node for partial in shared for node in partial.terms[0].nodes)
-        assert (a + (b + c)) + d == expected
 
 
 def test_errors_that_are_not_finite():

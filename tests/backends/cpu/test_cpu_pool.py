@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 from cpu_builds import everywhere, needed
-from single_rank import SingleRank, numbers
+from single_rank import numbers
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
-from mpidl.backends import REFERENCE as reference
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.pool import _geometry
-from mpidl.blocks import LANES, DeferredInput
+from mpidl.blocks import LANES
 from mpidl.fold import Tree
 
 pytestmark = needed
@@ -69,71 +68,6 @@ def test_fast_is_plain(case, blocks):
     for found in everywhere(fast).values():
         for one, other in zip(found, (y, argmax, dx, mean, dx_of_mean), strict=True):
             assert one.dtype == other.dtype and np.array_equal(one, other)
-
-
-@EACH
-def test_numpy_gives_the_same(case):
-    """Its sums are added in the same order."""
-    x, (_, *how) = images(case, 2), CASES[case]
-    y, argmax = cpu.max_pool2d(x, *how)
-    dy = numbers("dy", *y.shape, dtype=np.float32)
-    found = [y, argmax, cpu.average_pool2d(x, *how)]
-    found += [cpu.max_pool2d_dx(dy, argmax, x, *how, tree(2))[0]]
-    found += [cpu.average_pool2d_dx(dy, x, *how, tree(2))[0]]
-    expected = [*reference.max_pool2d(x, *how), reference.average_pool2d(x, *how)]
-    expected += [reference.max_pool2d_dx(dy, argmax, x, *how, tree(2))[0]]
-    expected += [reference.average_pool2d_dx(dy, x, *how, tree(2))[0]]
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype and np.array_equal(one, other)
-
-
-@EACH
-@pytest.mark.parametrize("blocks", [0, 3])
-def test_an_activation_is_read_as_its_values(case, blocks):
-    """With the sums that batch normalization asks for, of the bytes they have by themselves."""
-    y, (shape, *how) = images(case, blocks), CASES[case]
-    channels = [numbers(f"{case} {i}", shape[0], dtype=np.float32) for i in range(3)]
-    source = DeferredInput(y, *channels)
-    x = cpu.activation(source)
-    assert blocks == 0 or 0.1 < (x > 0).mean() < 0.95
-
-    def deferred():
-        value, argmax = cpu.max_pool2d(source, *how)
-        dy = numbers("dy", *value.shape, dtype=np.float32)
-        mean = cpu.average_pool2d(source, *how)
-        back = cpu.max_pool2d_dx(dy, argmax, source, *how, tree(blocks))
-        return value, argmax, mean, back, cpu.average_pool2d_dx(dy, source, *how, tree(blocks))
-
-    expected, argmax = cpu.max_pool2d(x, *how)
-    dy = numbers("dy", *expected.shape, dtype=np.float32)
-    dx, _ = cpu.max_pool2d_dx(dy, argmax, x, *how, tree(blocks))
-    dx_of_mean, _ = cpu.average_pool2d_dx(dy, x, *how, tree(blocks))
-    found = everywhere(deferred)[builds.running()]
-    assert np.array_equal(found[0], expected) and np.array_equal(found[1], argmax)
-    assert np.array_equal(found[2], cpu.average_pool2d(x, *how))
-    for (gradient, sums), wanted in zip(found[3:], (dx, dx_of_mean), strict=True):
-        assert np.array_equal(gradient, wanted)
-        if blocks:
-            summed = cpu.activation_sums(wanted, source, tree(blocks))
-            assert SingleRank().gplus(sums).tobytes() == SingleRank().gplus(summed).tobytes()
-            active = np.where(x > 0, wanted, 0).astype(np.float64)
-            centred = active * (y - channels[0][:, None, None, None])
-            exact = np.concatenate([v.sum(axis=(0, 2, 3, 4)) for v in (active, centred)])
-            np.testing.assert_allclose(SingleRank().gplus(sums), exact, rtol=1e-4, atol=1e-3)
-        else:
-            assert sums.terms[0].nodes == [] and sums.shape == (2 * shape[0],)
-
-
-def test_arrays_need_not_be_aligned_nor_c_ordered():
-    x, (_, *how) = images("3x3/2", 2), CASES["3x3/2"]
-    room = np.empty(x.size + 1, np.float32)
-    unaligned = room[1:].reshape(x.shape)
-    unaligned[...] = x
-    strided = np.asfortranarray(x)
-    expected = cpu.max_pool2d(x, *how)
-    for other in (unaligned, strided):
-        for one, wanted in zip(cpu.max_pool2d(other, *how), expected, strict=True):
-            assert np.array_equal(one, wanted)
 
 
 @pytest.mark.parametrize("layer", [dl.MaxPool2D(3, 2), dl.AveragePool2D(2)])

@@ -33,13 +33,6 @@ def test_the_bytes_of_numpy(shape, kind):
             assert found.dtype == kind and found.tobytes() == expected.tobytes()
 
 
-@needed
-def test_no_images():
-    pixels, fill = np.empty((0, 3, 4, 5), np.uint8), np.zeros(3, np.uint8)
-    for warp in (reference.warp, cpu.warp):
-        assert warp(pixels, np.empty((0, 6)), (2, 2), fill).shape == (0, 3, 2, 2)
-
-
 def test_the_identity_and_whole_pixels_are_exact():
     for kind in (np.uint8, np.float32):
         pixels = pixels_of(2, 2, 3, 8, 6).astype(kind)

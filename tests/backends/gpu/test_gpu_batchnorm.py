@@ -105,37 +105,6 @@ def test_moments_do_not_cancel(device, shape, kind):
 
 
 @EACH
-@pytest.mark.parametrize("blocks", [0, 1, 3])
-def test_sums(device, shape, blocks):
-    """channel_sums, batchnorm_sums, activation_sums."""
-    images = max(0, 16 * blocks - 5)
-    x, dy = drawn(0, blocks, *shape, LANES), cotangent(shape, images, blocks)
-    mean, scale, beta = vectors(shape[0], "msb")
-    on_gpu = array.lanes(dy), array.lanes(x), *map(array.plain, (mean, scale, beta))
-    everything = tuple(i for i in range(dy.ndim) if i != 1)
-    near(
-        root(batchnorm.channel_sums(on_gpu[0], tree(blocks))),
-        dy.astype("f8").sum(axis=everything),
-        np.abs(dy).sum(axis=everything),
-    )
-    column = (-1, *(1,) * (dy.ndim - 2))
-    centred = x.astype("f8") - mean.reshape(column)
-    y = centred * scale.reshape(column) + beta.reshape(column)
-    for found, dz in (
-        (batchnorm.batchnorm_sums(*on_gpu[:3], tree(blocks)), dy),
-        (
-            batchnorm.activation_sums(on_gpu[0], DeferredInput(*on_gpu[1:]), tree(blocks)),
-            dy * (y > 0),
-        ),
-    ):
-        assert found.shape == (2 * shape[0],) and found.dtype == np.float64
-        parts = dz, dz * centred
-        exact = np.concatenate([part.sum(axis=everything, dtype="f8") for part in parts])
-        size = np.concatenate([np.abs(part).sum(axis=everything, dtype="f8") for part in parts])
-        near(root(found), exact, size)
-
-
-@EACH
 @pytest.mark.parametrize("images, blocks", [(32, 2), (19, 2), (5, 2), (0, 1), (0, 0)])
 def test_what_is_computed_pixel_by_pixel(device, shape, images, blocks):
     x, dy = drawn(0, blocks, *shape, LANES), cotangent(shape, images, blocks)
@@ -189,64 +158,6 @@ def test_a_small_device_goes_through_all(emulated, shape):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("shape", [(5, 6, 6), (8, 3, 3), (4, 2, 2), (3,)], ids=str)
-def test_any_number_of_ranks_gives_the_same_bytes(device, shape):
-    blocks, images = 5, 70
-    x, dy = drawn(0, blocks, *shape, LANES), cotangent(shape, images, blocks)
-    mean, scale, beta = map(array.plain, vectors(shape[0], "msb"))
-    found = set()
-    for runs in (((0, 5),), ((0, 3), (3, 3), (3, 5)), ((0, 1), (1, 2), (2, 5))):
-        parts = []
-        for rank, (first, last) in enumerate(runs):
-            mine = fold.Tree(blocks, runs, rank)
-            own = array.lanes(x[first:last]), array.lanes(dy[first:last])
-            valid = np.clip(images - LANES * first, 0, LANES * (last - first))
-            valid = array.plain(np.array([valid], "i4"))
-            parts.append(
-                [
-                    batchnorm.moments(own[0], valid, mine),
-                    batchnorm.channel_sums(own[1], mine),
-                    batchnorm.batchnorm_sums(own[1], own[0], mean, mine),
-                    batchnorm.activation_sums(
-                        own[1], DeferredInput(own[0], mean, scale, beta), mine
-                    ),
-                ]
-            )
-        roots = b""
-        for sums in zip(*parts, strict=True):
-            nodes = [np.array(node) for p in sums for node in p.terms[0].nodes]
-            every = [node for own in mine.nodes for node in own]
-            roots += fold.fold_nodes(mine, every, nodes, sums[0].terms[0].combine).tobytes()
-        found.add(roots)
-    assert len(found) == 1
-
-
-def test_any_schedule_gives_the_same_bytes(emulated):
-    found = set()
-    for shape in ((20, 5, 7), (3, 5, 7)):
-        x, dy = drawn(0, 1, *shape, LANES), cotangent(shape, 13, 1)
-        vector = vectors(shape[0], "msbABC")
-        each = set()
-        for order in (0, 1, 2, 2):
-            with emulated(order):
-                on_gpu, on_gpu_dy = array.lanes(x), array.lanes(dy)
-                mean, scale, beta, *factors = map(array.plain, vector)
-                source, (_, valid) = DeferredInput(on_gpu, mean, scale, beta), counts_of(13, 1)
-                partials = [
-                    batchnorm.moments(on_gpu, valid, tree(1)),
-                    batchnorm.channel_sums(on_gpu_dy, tree(1)),
-                    batchnorm.activation_sums(on_gpu_dy, source, tree(1)),
-                ]
-                values = [root(p) for p in partials]
-                values += [
-                    batchnorm.activation(source).numpy(),
-                    batchnorm.activation_dx(on_gpu_dy, source, *factors, valid).numpy(),
-                ]
-                each.add(b"".join(value.tobytes() for value in values))
-        found.add(len(each))
-    assert found == {1}
-
-
 def test_nan_stays(device):
     x = np.zeros((1, 4, 1, 1, LANES), "f4")
     x[0, 0, 0, 0, :2] = np.nan, -0.0
@@ -276,32 +187,6 @@ def test_a_flattened_cotangent_lies_as_its_value(device):
         batchnorm.channel_sums(array.plain(x), tree(1))
 
 
-@pytest.mark.parametrize("channels", [1, 20, 300])
-def test_statistics_and_factors(device, channels):
-    folded = np.concatenate([[48.0], *drawn(0, 2, channels).astype("f8")])
-    folded[1 + channels :] = np.abs(folded[1 + channels :])
-    gamma = drawn(1, channels)
-    count, mean, rstd, variance, shift, scale = batchnorm.statistics(
-        array.plain(folded), array.plain(gamma), 1e-5
-    )
-    exact = reference.statistics(folded, gamma.astype("f8"), 1e-5)
-    assert count.shape == (1,) and float(count) == 48
-    for one, other in zip((mean, rstd, variance), exact[1:4], strict=True):
-        assert one.dtype == np.float64
-        np.testing.assert_allclose(one.numpy(), other, rtol=1e-15)
-    for one, other in zip((shift, scale), exact[4:], strict=True):
-        assert one.dtype == np.float32 and np.array_equal(one.numpy(), other.astype("f4"))
-
-    sums = drawn(2, 2 * channels).astype("f8")
-    statistics = count, mean, rstd, variance, shift, scale
-    found = batchnorm.batchnorm_factors(array.plain(sums), array.plain(gamma), statistics)
-    for one, other in zip(
-        found, reference.batchnorm_factors(sums, gamma.astype("f8"), exact), strict=True
-    ):
-        assert one.dtype == np.float32 and one.shape == (channels,)
-        np.testing.assert_allclose(one.numpy(), other, rtol=1e-7)
-
-
 def test_without_images_all_is_finite(device):
     gamma = array.plain(drawn(1, 7))
     s = batchnorm.statistics(array.plain(np.zeros(15)), gamma, 1e-5)
@@ -319,11 +204,3 @@ def test_running_state(device):
     assert device.launched == ["running"]
     with pytest.raises(TypeError, match="expected float32 and float64 of one size"):
         batchnorm.running([launching.empty((3,))], [launching.empty((3,))], 0.1)
-
-
-def test_predict_scale(device):
-    gamma, variance = drawn(0, 150), drawn(1, 150, low=0, high=2)
-    found = batchnorm.predict_scale(array.plain(gamma), array.plain(variance), 1e-5)
-    exact = reference.predict_scale(gamma, variance, 1e-5)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-7)

@@ -8,7 +8,7 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
 from mpidl.backends.gpu import array, batchnorm, conv, conv_direct, fold, launching
 from mpidl.blocks import LANES
-from mpidl.fold import Tree, add, fold_nodes, split_blocks
+from mpidl.fold import Tree
 
 SAME = ((1, 1), (1, 1))
 NONE = ((0, 0), (0, 0))
@@ -138,21 +138,6 @@ def test_tf32(emulated, monkeypatch, name, truncate):
     assert of_bias <= LIMITS["fp32"]
 
 
-def test_unused_images_have_no_gradient(device):
-    case = Case("digits 2")
-    dx = case.found()[1]
-    assert not dx[-1, ..., 9:].any() and dx[-1, ..., :9].all()
-
-
-@FEW
-def test_any_schedule_gives_the_same_bytes(emulated, name):
-    case, found = Case(name), []
-    for order in (0, 1, 2):
-        with emulated(order):
-            found += [case.products() for _ in range(1 if order else 2)]
-    assert all(other == found[0] for other in found)
-
-
 @pytest.mark.parametrize("name", ["digits 2", "several tiles"])
 def test_no_byte_depends_on_the_tile(emulated, monkeypatch, name):
     case, found = Case(name, 2), []
@@ -212,54 +197,16 @@ def test_what_is_no_number_stays_none(device, monkeypatch, precision, value):
     assert np.isfinite(y[..., :5]).all() and np.isfinite(y[..., 6:]).all()
 
 
-@EACH
-def test_an_empty_share(device, name):
-    case = Case(name, 0)
-    dy, x, weight, bias, count = case.on_device()
-    tree = Tree(3, ((0, 3), (3, 3)), 1)
-    y, moments = conv.conv2d_moments(x, weight, bias, *case.how, count, tree)
-    needs = True, True, True
-    dx, dweight, dbias, _ = conv.conv2d_backward(dy, x, weight, *case.how, count, tree, needs)
-    assert y.shape == case.dy.shape and dx.shape == case.x.shape
-    assert dweight.shape == case.weight.shape and dbias.shape == case.bias.shape
-    assert [len(p.terms[0].nodes) for p in (moments, dweight, dbias)] == [0, 0, 0]
-
-
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("images", [1, 2, 4, 8, 16])
-def test_leaves_of_any_size(device, monkeypatch, images):
+def test_leaves_of_any_size(device, monkeypatch, images, direct):
+    monkeypatch.setattr(settings, "direct", direct)
     case = Case("digits 2", 2)
     monkeypatch.setattr(conv_direct, "images_per_leaf", lambda *_: images)
     dy, x, weight, _, _ = case.on_device()
     leaves, per_block = conv.leaves_of(dy, x, weight, case.how, whole(2))
     assert len(leaves) == 2 * per_block == 2 * LANES // images
     assert error(case.found()[2], case.exact()[2]) <= LIMITS["fp32"]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", ["digits 2", "3x3 by 2"])
-def test_any_shares_give_the_same_bytes(device, name, ranks):
-    blocks = 5
-    case = Case(name, blocks)
-
-    def found(tree):
-        """(dweight's nodes, bytes of y and dx) of one rank."""
-        dy, x, weight, bias, count = case.on_device(slice(*tree.run))
-        y, _ = conv.conv2d_moments(x, weight, bias, *case.how, count, tree)
-        needs = True, True, False
-        dx, dweight, *_ = conv.conv2d_backward(dy, x, weight, *case.how, count, tree, needs)
-        assert all(node.dims == weight.dims for node in dweight.terms[0].nodes)
-        return list(dweight.terms[0].nodes.matrix.numpy()), y.numpy(), dx.numpy()
-
-    (root,), *expected = found(whole(blocks))
-    runs = split_blocks(blocks, ranks, (1, 0, 2)[:ranks])  # 2 ranks: one of them has nothing
-    trees = [Tree(blocks, runs, rank) for rank in range(ranks)]
-    shares = [found(tree) for tree in trees]
-    edges = [node for of_rank in trees[0].nodes for node in of_rank]
-    nodes = [np.array(row) for share in shares for row in share[0]]
-    assert fold_nodes(trees[0], edges, nodes, add).tobytes() == root.tobytes()
-    for i, value in enumerate(expected):
-        together = np.concatenate([share[1 + i] for share in shares])
-        assert together.tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -344,3 +291,19 @@ def test_leaves_fold_in_the_order_of_the_weights(device):
     partial = fold.partial_of_leaves(leaves, whole(1), per_block, like=weight)
     (node,) = partial.terms[0].nodes
     assert node.order == weight.order and node.shape == weight.shape
+
+
+def test_leaves_are_chosen_by_the_whole_mini_batch(device, monkeypatch):
+    """Few where tiles or images fill the device already, and always as one rank has them."""
+    monkeypatch.setattr(device, "processors", 100)
+    sizes = [
+        conv_direct.images_per_leaf(tiles, tree)
+        for tiles in (1, 3, 10, 100)
+        for tree in (whole(8), Tree(8, ((0, 5), (5, 8)), 1))
+    ]
+    assert sizes == [1, 1, 1, 1, 4, 4, 16, 16]
+
+
+def test_what_is_too_large_is_refused():
+    with pytest.raises(ValueError, match="too large"):
+        conv_direct._geometry((1 << 11, 1 << 10, 1 << 10), (1, 1 << 11, 1, 1), ONE, NONE, ONE, 1)

@@ -7,10 +7,10 @@ import pytest
 from single_rank import numbers
 
 from mpidl.backends import REFERENCE as reference
-from mpidl.backends.gpu import array, batchnorm, dense, launching
+from mpidl.backends.gpu import array, dense, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, DeferredInput
-from mpidl.fold import Counter, Tree, add, fold_nodes, split_blocks
+from mpidl.fold import Counter, Tree
 
 ALL = True, True, True
 
@@ -167,41 +167,6 @@ def test_chunks_fill_a_gpu(outputs, features):
     assert chunk % 16 == 0 and tiles >= min(128, features // 128) // 2
 
 
-@pytest.mark.parametrize("outputs, image", [(10, (3, 4, 5)), (70, (36,))])
-def test_an_activation_is_read_as_its_values(device, outputs, image):
-    layer, tree = Layer(outputs, image, 3, activation=True), whole(3)
-    if len(image) == 1:
-        image = (*image, 1, 1)
-        layer.x, layer.image = layer.x.reshape(3, *image, LANES), image
-    y, exact_dx, (exact_dweight,), _ = layer.exact()
-    dx, dweight, _, sums = layer.backward(tree)
-    close(layer.forward(), y)
-    close(dx.numpy(), exact_dx)
-    close(nodes(dweight)[0], exact_dweight)
-    source = layer.uploaded()[0]
-    expected = batchnorm.activation_sums(dx.reshape(source.x.shape), source, tree)
-    assert sums.shape == (2 * image[0],)
-    for one, other in zip(nodes(sums), nodes(expected), strict=True):
-        assert one.tobytes() == other.tobytes()
-
-
-@pytest.mark.parametrize("outputs, image", [(10, (3, 3, 4)), (7, (300,)), (68, (20,))])
-def test_any_schedule_gives_the_same_bytes(emulated, outputs, image):
-    layer, found = Layer(outputs, image, 3), []
-    for order in (0, 1, 2):
-        with emulated(order):
-            found += [layer.everything(whole(3)) for _ in range(2)]
-    assert all(other == found[0] for other in found)
-
-
-@pytest.mark.parametrize("needs", [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 0, 1)])
-def test_only_what_is_asked_for(device, needs):
-    layer = Layer(10, (6, 2, 2), activation=True)
-    *found, sums = layer.backward(whole(2), needs)
-    assert [value is not None for value in found] == [bool(n) for n in needs]
-    assert (sums is not None) == bool(needs[0])
-
-
 def leaf_by_leaf(layer, tree):
     """The nodes of dweight by blocks that are alone, folded on the host."""
     counter = Counter(tree)
@@ -240,35 +205,6 @@ def test_a_node_of_many_blocks_is_folded_by_parts(device, monkeypatch):
     (found,) = nodes(layer.backward(whole(45), (0, 1, 0))[1])
     assert "dense_dweight_long" in device.launched and "fold_float" in device.launched
     assert found.tobytes() == leaf_by_leaf(layer, whole(45))[0].tobytes()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("outputs", [10, 20])
-def test_any_shares_give_the_same_root(device, outputs, ranks):
-    blocks = 7
-    layer = Layer(outputs, (5, 2, 3), blocks, activation=True)
-    alone = layer.backward(whole(blocks))
-    runs = split_blocks(blocks, ranks, (1, 0, 2)[:ranks])  # 2 ranks: one of them has nothing
-    trees = [Tree(blocks, runs, rank) for rank in range(ranks)]
-    shared = [layer.backward(tree, ALL, slice(*tree.run)) for tree in trees]
-    edges = [node for of_rank in trees[0].nodes for node in of_rank]
-    for part in (1, 2, 3):
-        (root,) = nodes(alone[part])
-        parts = [node for found in shared for node in nodes(found[part])]
-        assert fold_nodes(trees[0], edges, parts, add).tobytes() == root.tobytes()
-    dx = np.concatenate([found[0].numpy() for found in shared])
-    assert dx.tobytes() == alone[0].numpy().tobytes()
-    y = np.concatenate([layer.forward(slice(*tree.run)) for tree in trees])
-    assert y.tobytes() == layer.forward().tobytes()
-
-
-def test_an_empty_share(device):
-    tree = Tree(1, ((0, 1), (1, 1)), 1)
-    layer = Layer(20, (5, 2, 3), 0, activation=True)
-    dx, *partials = layer.backward(tree)
-    assert layer.forward().shape == (0, 20, LANES) and dx.shape == (0, 30, LANES)
-    assert [p.shape for p in partials] == [(20, 30), (20,), (10,)]
-    assert [nodes(p) for p in partials] == [[], [], []]
 
 
 def test_unused_images_do_not_count(device):

@@ -32,48 +32,10 @@ def number(value):
     return launching.constant(np.array([value], np.int32))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [0, 1, 5, 16, 17])
-def test_whole_images(device, shape, count):
-    pixels = pixels_of(count, shape)
-    found, expected = images.images(array.plain(pixels)), reference.images(pixels)
-    assert found.order == array.IMAGES and found.dtype == np.float32
-    assert found.numpy().tobytes() == expected.tobytes()
-    floats = images.images(array.plain(pixels.astype(np.float32) / np.float32(255)))
-    assert floats.numpy().tobytes() == expected.tobytes()
-
-
 def test_every_byte_is_divided_as_on_the_host(device):
     pixels = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
     found = images.images(array.plain(pixels)).numpy()
     assert found.tobytes() == reference.images(pixels).tobytes()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [1, 15, 17])
-def test_mirrored_shifted_and_cut(device, shape, count):
-    _, h, w = shape
-    pixels, options = pixels_of(count, shape), moves(count, shape)
-    for size in ((h, w), (max(1, h - 3), max(1, w // 2)), (h + 2, w + 9)):
-        for chosen in (options, *({name: value} for name, value in options.items())):
-            found = images.images(array.plain(pixels), size, **uploaded(chosen)).numpy()
-            assert found.tobytes() == reference.images(pixels, size, **chosen).tobytes()
-
-
-@pytest.mark.parametrize("of_pixels", [False, True])
-def test_filled_and_normalized(device, of_pixels):
-    shape, size = (3, 6, 5), (4, 7)
-    random, options = np.random.default_rng(0), moves(20, shape)
-    numbers = {
-        name: random.uniform(1, 200, (3, *size) if of_pixels else 3).astype(np.float32)
-        for name in ("centre", "divisor")
-    }
-    for show, kind in ((images.images, np.uint8), (images.images, np.float32)):
-        pixels, fill = pixels_of(20, shape).astype(kind), np.array([7, 0, 255], kind)
-        expected = reference.images(pixels, size, **options, fill=fill, **numbers)
-        given = uploaded(options | {"fill": fill} | numbers)
-        found = show(array.plain(pixels), size, **given).numpy()
-        assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("valid, blocks", [(37, 3), (16, 3), (0, 2), (5, 1), (0, 0)])

@@ -9,20 +9,18 @@ import functools
 from typing import NamedTuple
 
 import pytest
-import test_gpu_batchnorm as batchnorm
-import test_gpu_conv_direct as conv_direct
 import test_gpu_dense as dense
 import test_gpu_elementwise as elementwise
 import test_gpu_ends as ends
 import test_gpu_fold as fold
 import test_gpu_layers as layers
 import test_gpu_loss as loss
-import test_gpu_pool as pool
 import test_gpu_solvers as solvers
 import test_program as program
 from emulator import opened
+from test_conformance import check_on_gpu
 
-from mpidl.backends.gpu import array, conv, kernels
+from mpidl.backends.gpu import kernels
 
 ORDERS = (0, 1, 2)
 
@@ -40,29 +38,11 @@ class Fault(NamedTuple):
 
 BARRIER = "__syncthreads();"
 
-# Many steps, ragged in all directions; (C, H, W), (K, R, S), stride, padding, dilation, groups
-LONG = ((36, 5, 3), (20, 3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), 1)
-STRIDED = ((10, 6, 7), (12, 3, 2), (2, 3), ((1, 0), (0, 2)), (1, 2), 2)
 
-
-def convolves(device, what, *shape):
-    """What tensor cores make of a convolution, y, dx or dweight, against float64."""
-    case = conv_direct.Case(None, shape=shape)
-    dy, x = array.lanes(case.dy), array.lanes(case.x)
-    weight, tree, how = array.filters(case.weight), conv_direct.whole(len(case.x)), case.how
-    y, dx, dweight = case.exact()
-    if what == "y":
-        exact, found = y, conv.conv2d(x, weight, array.plain(case.bias), *how).numpy()
-    elif what == "dx":
-        needs = True, False, False
-        found = conv.conv2d_backward(dy, x, weight, *how, None, tree, needs)[0].numpy()
-        exact = dx
-    else:
-        leaves, _ = conv.leaves_of(dy, x, weight, how, tree)
-        k, c, r, s = case.weight.shape
-        found = leaves.numpy().sum(axis=0, dtype="f8").reshape(k, r, s, c).transpose(0, 3, 1, 2)
-        exact = dweight
-    assert conv_direct.error(found, exact) <= 2e-6
+def convolves(device, label, direct=False):
+    """A convolution and its gradients are those of the reference."""
+    names = f"conv2d, {label}", f"conv2d_backward, {label}"
+    check_on_gpu(device, *names, precision="fp32", direct=direct)
 
 
 FAULTS = [
@@ -72,7 +52,7 @@ FAULTS = [
         f"{BARRIER}  // the step has arrived",
         "// the step has arrived",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -80,7 +60,7 @@ FAULTS = [
         f"{BARRIER}\n\n    const int chunk",
         "const int chunk",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -88,7 +68,7 @@ FAULTS = [
         "cp_wait<STAGES - 2>();",
         "cp_wait<STAGES - 1>();",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -96,7 +76,7 @@ FAULTS = [
         "stage - 1);\n        cp_commit();",
         "stage - 1);",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -104,7 +84,7 @@ FAULTS = [
         "load(next, stage == 0 ? STAGES - 1 : stage - 1)",
         "load(next, stage)",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -112,7 +92,7 @@ FAULTS = [
         "&& (u32)v < (u32)W;",
         ";",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -120,7 +100,7 @@ FAULTS = [
         "const bool inside = k < KD;",
         "const bool inside = true;",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -128,7 +108,7 @@ FAULTS = [
         "const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
         "const int of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * BK + (lane >> 3 & 1) * 4;",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -136,7 +116,7 @@ FAULTS = [
         "&& t == h * stride_h",
         "",
         convolves,
-        ("dx", *STRIDED),
+        ("few rows",),
     ),
     Fault(
         "conv_gemm",
@@ -144,7 +124,7 @@ FAULTS = [
         "if (m >= rows) continue;",
         "",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_gemm",
@@ -152,7 +132,7 @@ FAULTS = [
         "mma_tf32(sum[i][j], a, b_low[j]);",
         ";",
         convolves,
-        ("y", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_dweight",
@@ -160,7 +140,7 @@ FAULTS = [
         f"cp_wait<STAGES - 2>();\n        {BARRIER}",
         "cp_wait<STAGES - 2>();",
         convolves,
-        ("dweight", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_dweight",
@@ -168,7 +148,7 @@ FAULTS = [
         f"{BARRIER}\n        if (part > 0) return;",
         "if (part > 0) return;",
         convolves,
-        ("dweight", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_dweight",
@@ -176,7 +156,7 @@ FAULTS = [
         f"{BARRIER}  // all are done",
         "// all are done",
         convolves,
-        ("dweight", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_dweight",
@@ -184,7 +164,7 @@ FAULTS = [
         "wn + NJ * g;",
         "wn + 4 * g;",
         convolves,
-        ("dweight", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_dweight",
@@ -192,7 +172,7 @@ FAULTS = [
         "pq - p * Q) * shape[9] + along",
         "pq - p * Q) * shape[8] + along",
         convolves,
-        ("dweight", *STRIDED),
+        ("few rows",),
     ),
     Fault(
         "conv_weights",
@@ -200,7 +180,7 @@ FAULTS = [
         BARRIER,
         "",
         convolves,
-        ("dx", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_weights",
@@ -208,103 +188,103 @@ FAULTS = [
         "tile[lane][i];",
         "tile[i][lane];",
         convolves,
-        ("dx", *LONG),
+        ("many steps",),
     ),
     Fault(
         "conv_direct",
         "no barrier between reading operands and adding them up",
         f"{BARRIER}\n        add_product(chunk, sums);",
         "add_product(chunk, sums);",
-        conv_direct.test_against_float64,
-        ("3x3",),
+        convolves,
+        ("3x3", True),
     ),
     Fault(
         "conv_direct",
         "no barrier before the tap is read",
         f"{BARRIER}\n        Tap tap = taps[lane];",
         "Tap tap = taps[lane];",
-        conv_direct.test_against_float64,
-        ("3x3",),
+        convolves,
+        ("3x3", True),
     ),
     Fault(
         "conv_direct",
         "pixels to the right of the image are read",
         "w >= 0 && w < W",
         "w >= 0",
-        conv_direct.test_against_float64,
-        ("3x3",),
+        convolves,
+        ("3x3", True),
     ),
     Fault(
         "conv_direct",
         "pixels between those of a stride count",
         "place * stride == moved && place < outputs",
         "place < outputs",
-        conv_direct.test_against_float64,
-        ("3x3 by 2",),
+        convolves,
+        ("3x3 by 2", True),
     ),
     Fault(
         "conv_direct",
         "a leaf's filters of another group",
         "K + group * filters + filter) * width",
         "K + filter) * width",
-        conv_direct.test_against_float64,
-        ("each way its own",),
+        convolves,
+        ("unequal in both directions", True),
     ),
     Fault(
         "pool",
         "of equal pixels the last is taken",
         "found.of[v] > best.of[v] ||",
         "found.of[v] >= best.of[v] ||",
-        pool.test_numpy_gives_the_same,
-        ("3x3/2", 2),
+        check_on_gpu,
+        ("max_pool2d_dx, 3x3 by 2",),
     ),
     Fault(
         "pool",
         "places are counted column by column",
         "place.of[v] == i * S + j",
         "place.of[v] == j * R + i",
-        pool.test_numpy_gives_the_same,
-        ("overlapping", 2),
+        check_on_gpu,
+        ("max_pool2d_dx, overlapping",),
     ),
     Fault(
         "pool",
         "pixels behind the last window",
         "place += (window - (windows - 1)) * stride;",
         "",
-        pool.test_numpy_gives_the_same,
-        ("2x2, pixels left over", 2),
+        check_on_gpu,
+        ("max_pool2d_dx, 2x2, pixels left over",),
     ),
     Fault(
         "batchnorm",
         "no barrier in a block's sum",
         BARRIER,
         "",
-        batchnorm.test_sums,
-        ((20, 3, 5), 1),
+        check_on_gpu,
+        ("batchnorm_sums, (20, 3, 5)",),
     ),
     Fault(
         "batchnorm",
         "rows of a sum are added from another place",
         "shared[k][threadIdx.x + half * tile]",
         "shared[k][threadIdx.x + tile]",
-        batchnorm.test_sums,
-        ((20, 3, 5), 1),
+        check_on_gpu,
+        ("batchnorm_sums, (20, 3, 5)",),
     ),
     Fault(
         "batchnorm",
         "unused images have a gradient",
         "min(n, (long long)valid[0] * pixels)",
         "n",
-        batchnorm.test_what_is_computed_pixel_by_pixel,
-        ((4, 6, 6), 19, 2),
+        check_on_gpu,
+        ("batchnorm_dx, (4, 6, 6)",),
     ),
     Fault(
         "batchnorm",
         "moments are merged without their means' distance",
         "fmaf(delta * delta, weight, square)",
         "square",
-        batchnorm.test_moments,
-        ((1, 60, 60), 32, 2),
+        check_on_gpu,
+        ("moments, (1, 60, 60)",),
     ),
     Fault(
         "fold",
@@ -343,24 +323,24 @@ FAULTS = [
         "no barrier between the stages",
         BARRIER,
         "",
-        dense.test_against_float64,
-        (7, (400,)),
+        check_on_gpu,
+        ("dense, (400,) to 7", "dense_backward, (400,) to 7"),
     ),
     Fault(
         "dense",
         "one stage in shared memory instead of two",
         "tile_a[n & 1]",
         "tile_a[0]",
-        dense.test_against_float64,
-        (7, (400,)),
+        check_on_gpu,
+        ("dense, (400,) to 7", "dense_backward, (400,) to 7"),
     ),
     Fault(
         "dense",
         "quads are looked for where they would lie unturned",
         "&tile[k][turned<WIDTH>(k, place<WIDTH, OWN>(n, 4 * t))]",
         "&tile[k][place<WIDTH, OWN>(n, 4 * t)]",
-        dense.test_against_float64,
-        (68, (5, 3, 3)),
+        check_on_gpu,
+        ("dense, (5, 3, 3) to 68", "dense_backward, (5, 3, 3) to 68"),
     ),
     Fault(
         "dense",
@@ -375,16 +355,16 @@ FAULTS = [
         "rows behind the last are written",
         "if (m >= rows) continue;",
         "",
-        dense.test_against_float64,
-        (17, (130,)),
+        check_on_gpu,
+        ("dense, (130,) to 17", "dense_backward, (130,) to 17"),
     ),
     Fault(
         "loss",
         "no barrier before the warps are added up",
         BARRIER,
         "",
-        loss.test_against_numpy,
-        (2, 2, 17, ()),
+        check_on_gpu,
+        ("cross_entropy, 2 classes",),
     ),
     Fault(
         "loss",
@@ -407,8 +387,8 @@ FAULTS = [
         "a part of an image reaches into the next",
         "min((image + images) * size, (long long)*valid * size)",
         "(long long)*valid * size",
-        loss.test_against_numpy,
-        (2, 2, 19, (17, 31)),
+        check_on_gpu,
+        ("cross_entropy, 2 classes, (17, 31)", "errors, 2 classes, (17, 31), power 2"),
     ),
     Fault(
         "loss",
@@ -446,8 +426,8 @@ FAULTS = [
         "mirrored by one pixel too few",
         "if (turned & LEFT_TO_RIGHT) w = W - 1 - w;",
         "if (turned & LEFT_TO_RIGHT && w) w = W - w;",
-        ends.test_mirrored_shifted_and_cut,
-        ((3, 5, 7), 15),
+        check_on_gpu,
+        ("images, (3, 5, 7), mirrored",),
     ),
     Fault(
         "images",
@@ -491,23 +471,24 @@ FAULTS = [
         "sums before all products are there",
         BARRIER,
         "",
-        layers.test_cross_channel_norm,
-        ((1100,), (5, 2.0, 0.75, 1.0), 2),
+        check_on_gpu,
+        ("cross_channel_norm_dx, strong, (1100,)", "cross_channel_norm, strong, (1100,)"),
     ),
     Fault(
         "dropout",
         "the next call's words are left out",
         "if (skip + count > GROUP)",
         "if (skip + count > GROUP + 8)",
-        layers.test_dropout,
-        ((3, 9, 1), 2, False),
+        check_on_gpu,
+        ("dropout, (3, 9, 1), 0.5",),
     ),
     Fault(
         "concat",
         "all parts begin at the first channel",
         "row * pitch + first + (i",
         "row * pitch + (i",
-        layers.test_four_channels_at_once,
+        check_on_gpu,
+        ("concat, (8, 4, 4)",),
     ),
     Fault(
         "adaptive",

@@ -12,7 +12,7 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, launching, loss
 from mpidl.backends.gpu.sums import Counts
 from mpidl.blocks import LANES, OneRank
-from mpidl.fold import Late, Tree, add, fold_nodes, split_blocks
+from mpidl.fold import Late, Tree
 
 
 def whole(blocks):
@@ -66,40 +66,6 @@ def nodes(partial):
     assert partial.shape == () and partial.dtype == term.dtype == np.float64
     assert all(node.shape == () for node in term.nodes)
     return list(term.nodes.matrix.numpy()[:, 0])
-
-
-CASES = [(1, 1, 16), (2, 2, 17), (3, 10, 40), (1, 32, 1), (2, 33, 32), (2, 1000, 20)]
-CASES = [(*case, ()) for case in CASES] + [
-    (1, 4, 5, (1, 1)),
-    (2, 3, 21, (2, 3)),
-    (1, 40, 16, (3, 5)),
-    (2, 5, 17, (4, 4)),
-    (2, 2, 19, (17, 31)),  # parts of an image, the last one smaller
-]
-
-
-@pytest.mark.parametrize("blocks, classes, valid, pixels", CASES)
-def test_against_numpy(device, blocks, classes, valid, pixels):
-    case = Case(blocks, classes, valid, pixels)
-    p, d, *sums, sign, slope = case.everything()
-    assert p.dtype == np.float64 and d.dtype == sign.dtype == slope.dtype == np.float32
-    np.testing.assert_allclose(p, reference.softmax(case.logits), rtol=1e-14)
-    scores, labels, target, counts = case.logits, case.labels, case.target, case.counts
-    exact = reference.cross_entropy_dlogits(scores, labels, 0.37, counts)
-    np.testing.assert_allclose(d, exact, rtol=2**-23, atol=1e-16)
-    for power, found in (1, sign), (2, slope):
-        exact = reference.errors_dy(scores.astype("f8"), target, power, 0.37, counts)
-        np.testing.assert_allclose(found, exact, rtol=2**-23, atol=0)
-    for found in d, sign, slope:
-        assert not np.moveaxis(found, -1, 1).reshape(blocks * LANES, -1)[valid:].any()
-    tree = whole(blocks)
-    exact = [
-        reference.cross_entropy(scores, labels, counts, tree),
-        reference.correct_count(scores, labels, counts, tree),
-        *(reference.errors(scores.astype("f8"), target, p, counts, tree) for p in (1, 2)),
-    ]
-    leaves = [fold_nodes(tree, tree.nodes[0], e.terms[0].nodes, add) for e in exact]
-    np.testing.assert_allclose(sums, leaves, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("factor, late", [(1.0, 1 / 40), (0.5, 1 / 3), (-3.0, 1.0)])
@@ -163,42 +129,6 @@ def test_any_number_of_images_may_be_unused(device, valid):
         entropy, -np.log(p[np.arange(valid), labels]).sum(), rtol=1e-13, atol=0
     )
     assert correct == (p.argmax(axis=1) == labels).sum()
-
-
-def test_any_schedule_gives_the_same_bytes(emulated):
-    for pixels in (), (5, 9):
-        case, found = Case(2, 70, 20, pixels), []
-        for order in (0, 1, 2):
-            with emulated(order):
-                found += [[v.tobytes() for v in case.everything()] for _ in range(2)]
-        assert all(other == found[0] for other in found)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    "pixels", [(), (2, 2), pytest.param((17, 31), marks=pytest.mark.slow("gpu"))]
-)
-def test_any_shares_give_the_same_root(device, ranks, pixels):
-    blocks = 7
-    case = Case(blocks, 3, 16 * 6 + 3, pixels)
-    alone = list(case.sums(whole(blocks)))
-    runs = split_blocks(blocks, ranks, (1, 0, 2)[:ranks])  # 2 ranks: one of them has nothing
-    trees = [Tree(blocks, runs, rank) for rank in range(ranks)]
-    shared = [list(case.sums(tree, slice(*tree.run))) for tree in trees]
-    edges = [node for of_rank in trees[0].nodes for node in of_rank]
-    for part in range(4):
-        (root,) = nodes(alone[part])
-        parts = [node for found in shared for node in nodes(found[part])]
-        assert fold_nodes(trees[0], edges, parts, add).tobytes() == root.tobytes()
-
-
-def test_an_empty_share(device):
-    case, tree = Case(0, 10, 0), Tree(1, ((0, 1), (1, 1)), 1)
-    logits, labels, counts = case.uploaded()
-    assert loss.softmax(logits).shape == (0, 10, LANES)
-    assert loss.cross_entropy_dlogits(logits, labels, 1, counts).shape == (0, 10, LANES)
-    assert [nodes(partial) for partial in case.sums(tree)] == [[]] * 4
-    assert loss.errors_dy(logits, array.lanes(case.target), 2, 1, counts).shape == (0, 10, LANES)
 
 
 def test_scores_that_lie_otherwise_are_refused(device):
