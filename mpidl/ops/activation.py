@@ -10,6 +10,8 @@ from mpidl.autodiff.tape import op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
+__all__ = ["leaky_relu", "relu", "sigmoid", "softmax", "tanh"]
+
 
 @op(blocks=True)
 def relu(x: Blocked):

@@ -8,6 +8,8 @@ from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 from mpidl.ops.activation import check_scale
 
+__all__ = ["LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
+
 
 @dataclass
 class ReLU(Layer):
