@@ -54,6 +54,10 @@ void mpidl_tanh(const float *x, float *y, int64_t rows);
 void mpidl_tanh_dx(const float *dy, const float *y, float *dx, int64_t rows);
 void mpidl_sigmoid(const float *x, float *y, int64_t rows);
 void mpidl_sigmoid_dx(const float *dy, const float *y, float *dx, int64_t rows);
+void mpidl_gelu(const float *x, float *y, int64_t rows);
+void mpidl_gelu_dx(const float *dy, const float *x, float *dx, int64_t rows);
+void mpidl_gelu_tanh(const float *x, float *y, int64_t rows);
+void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows);
 /* a and b are sources */
 void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
                const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
