@@ -181,7 +181,9 @@ def test_the_kernel_makes_the_bytes_of_numpy():
 
     def step(backend):
         kept = [v.copy() for v in velocities]
-        return backend.sgdm(weights, gradients, kept, 0.0123, 0.9, decays, factors), kept
+        return backend.optimizer_step(
+            "sgdm", weights, gradients, [kept], [0.0123, 0.9], decays, factors
+        ), kept
 
     expected = step(reference)
     for found in everywhere(lambda: step(cpu)).values():

@@ -1,6 +1,7 @@
 """Adam, RMSProp and clipping: against float64 loops, PyTorch, and the kernels against NumPy."""
 
 import math
+import typing
 
 import numpy as np
 import pytest
@@ -9,12 +10,21 @@ from cpu_builds import everywhere, needed
 import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
+from mpidl.backends.reference import optimizer as reference_optimizer
 from mpidl.errors import UserError
+from mpidl.training.optimizers import SOLVERS, SolverName, WeightDecay, of_options
+from mpidl.training.options.solver_options import SOLVER_NAMES
 
 SHAPES = {"conv1.weight": (3, 1, 2, 2), "conv1.bias": (3,), "batchnorm1.gamma": (3,)}
 ODD = [(), (1,), (17,), (3, 5), (128, 128), (16385,), (0, 4), (50_001,)]  # around a tile's size
 DECAYS = [0.0, 0.1, 0.0, 0.01, 1e-4, 1e-10, 0.0, 0.5]
 FACTORS = [1.0, 2.0, 0.5, 1.0, 1.0, 20.0, 1.0, 0.1]
+# The numbers of each formula, and how many arrays of a parameter it keeps.
+FORMULAS = {
+    "sgdm": ([0.0123, 0.9], 1),
+    "adam": ([0.0123, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8], 2),
+    "rmsprop": ([0.0123, 0.999, 1 - 0.999, 1e-8], 1),
+}
 METHODS = ["l2norm", "global-l2norm", "absolute-value"]
 
 
@@ -40,17 +50,14 @@ def awkward(arrays):
 
 
 @needed
-@pytest.mark.parametrize("solver", ["adam", "rmsprop"])
-def test_the_kernel_makes_the_bytes_of_numpy(solver):
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_the_kernel_makes_the_bytes_of_numpy(formula):
+    numbers, tables = FORMULAS[formula]
+
     def step(backend):
-        weights, gradients = odd(0), awkward(odd(1))
-        means, squares = odd(2), odd(3, 0.0)
-        shared = 0.999, 1e-8, DECAYS, FACTORS
-        if solver == "adam":
-            new = backend.adam(weights, gradients, means, squares, 0.0123, 0.9, *shared)
-        else:
-            new = backend.rmsprop(weights, gradients, squares, 0.0123, *shared)
-        return new, means, squares
+        state = [odd(2), odd(3, 0.0)][2 - tables :]
+        shared = state, numbers, DECAYS, FACTORS
+        return [backend.optimizer_step(formula, odd(0), awkward(odd(1)), *shared), *state]
 
     expected = step(reference)
     for found in everywhere(lambda: step(cpu)).values():
@@ -62,22 +69,38 @@ def test_the_kernel_makes_the_bytes_of_numpy(solver):
 
 
 @needed
-@pytest.mark.parametrize("solver", ["sgdm", "adam", "rmsprop"])
-def test_many_learnables_are_written_past_the_caches(solver):
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_many_learnables_are_written_past_the_caches(formula):
     """Another way to memory, the same bytes; also of what does not fill a line."""
     random = np.random.default_rng(0)
     drawn = [[random.random(n, np.float32) for n in (1, 5, (1 << 22) + 19)] for _ in range(4)]
+    numbers, tables = FORMULAS[formula]
 
     def step(backend):
-        weights, gradients, *kept = ([a.copy() for a in arrays] for arrays in drawn)
-        numbers = {"sgdm": (0.01, 0.9), "adam": (0.01, 0.9, 0.999, 1e-8)}
-        kept = kept if solver == "adam" else kept[:1]
-        how = numbers.get(solver, (0.01, 0.999, 1e-8)), ([0.0, 0.1, 0.01], [1.0, 2.0, 0.5])
-        new = getattr(backend, solver)(weights, gradients, *kept, *how[0], *how[1])
-        return [a.tobytes() for arrays in (new, *kept) for a in arrays]
+        weights, gradients, *state = ([a.copy() for a in arrays] for arrays in drawn)
+        shared = state[:tables], numbers, [0.0, 0.1, 0.01], [1.0, 2.0, 0.5]
+        new = backend.optimizer_step(formula, weights, gradients, *shared)
+        return [a.tobytes() for arrays in (new, *state) for a in arrays]
 
     expected = step(reference)
     assert all(found == expected for found in everywhere(lambda: step(cpu)).values())
+
+
+def test_every_formula_is_tested():
+    assert set(FORMULAS) == set(reference_optimizer.FORMULAS)
+
+
+@needed
+def test_a_kernel_refuses_another_number_of_arguments():
+    ones = [np.ones(3, np.float32)]
+    for formula, numbers, state in (
+        ("adam", FORMULAS["sgdm"][0], [ones]),
+        ("sgdm", FORMULAS["sgdm"][0], [ones, ones]),
+        ("bogus", FORMULAS["sgdm"][0], [ones]),
+    ):
+        text = f"no kernel steps by {formula} with {len(numbers)} numbers and {len(state)} arrays"
+        with pytest.raises(TypeError, match=text):
+            cpu.optimizer_step(formula, ones, ones, state, numbers, [0.0])
 
 
 @needed
@@ -253,3 +276,28 @@ def test_values_that_cannot_be_used():
             call()
     assert (dl.Adam(None).learning_rate, dl.SGDM(None).learning_rate) == (0.001, 0.01)
     assert dl.RMSProp(squared_gradient_decay_factor=None).transforms[2].square_decay == 0.9
+
+
+# ---- the registry ----
+
+
+def test_solvers_are_declared_once():
+    assert list(SOLVERS) == list(typing.get_args(SolverName))
+    for name, solver in SOLVERS.items():
+        assert getattr(dl, solver.__name__) is solver and solver.solver == name
+        assert solver()._fused is not None
+        assert all(solver.takes(option) for option in solver.defaults)
+        built = of_options(dl.TrainingOptions(solver=name, l2=0.25))
+        assert type(built) is solver and built.learning_rate == solver.defaults["learning_rate"]
+        assert [part.l2 for part in built.transforms if isinstance(part, WeightDecay)] == [0.25]
+
+
+def test_the_options_have_the_defaults_of_their_solver():
+    assert dl.TrainingOptions().l2 == 1e-4 and dl.TrainingOptions(solver="adam").l2 == 1e-4
+    assert dl.TrainingOptions(solver="rmsprop").squared_gradient_decay_factor == 0.9
+    assert dl.TrainingOptions(solver="sgdm").squared_gradient_decay_factor is None
+    assert set(SOLVER_NAMES) == {
+        *("learning_rate", "momentum", "gradient_decay_factor", "squared_gradient_decay_factor"),
+        "epsilon",
+    }
+    assert dl.TrainingOptions.from_recipe("cifar", solver="adam").l2 == 1e-10
