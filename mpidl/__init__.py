@@ -88,7 +88,7 @@ from mpidl.ops import (
     transposed_conv2d,
 )
 from mpidl.training.files.model_file import load_model, save_model, weights_sha256
-from mpidl.training.optimizers import SGDM, Adam, RMSProp
+from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.trainer import train
 

@@ -12,18 +12,19 @@
 enum {
     CHUNK = 1 << 14,   /* floats of a tile */
     PASSING = 1 << 22, /* floats of all parameters, from which they are written past the caches */
-    NUMBERS = 6,       /* of a formula, at most, the learning rate included */
+    NUMBERS = 7,       /* of a formula, at most, the learning rate included */
     ARRAYS = 2         /* that a formula keeps of a parameter, at most */
 };
 
 /* A formula: its name, and how many numbers and arrays it takes. */
-enum { SGDM, ADAM, RMSPROP, FORMULAS };
+enum { SGDM, ADAM, ADAMW, RMSPROP, FORMULAS };
 static const struct {
     const char *name;
     int64_t numbers, arrays;
 } FORMULA[FORMULAS] = {
     [SGDM] = {"sgdm", 2, 1},
     [ADAM] = {"adam", 6, 2},
+    [ADAMW] = {"adamw", 7, 2},
     [RMSPROP] = {"rmsprop", 4, 1},
 };
 
@@ -69,16 +70,22 @@ INLINE vec root(vec v) {
 INLINE void step(const float *numbers, int formula, int past, float decay, float rate,
                  struct arrays a, int64_t i) {
     vec w = load(a.weight + i), g = load(a.gradient + i), first = load(a.kept[0] + i), stepped;
-    if (decay != 0) g = g + decay * w;
+    if (formula != ADAMW && decay != 0) g = g + decay * w;
     if (formula == SGDM) { /* momentum; the velocity */
         first = numbers[1] * first - rate * g;
         stepped = w + first;
-    } else if (formula == ADAM) { /* decay and share of both means, epsilon; mean, square */
+    } else if (formula == ADAM || formula == ADAMW) {
+        /* decay and share of both means, epsilon, ADAMW's correction; mean, square */
         vec square = load(a.kept[1] + i);
         first = numbers[1] * first + numbers[2] * g;
         square = numbers[3] * square + numbers[4] * (g * g);
-        stepped = w - rate * (first / (root(square) + numbers[5]));
         store(a.kept[1] + i, square);
+        vec direction = first / (root(square) + numbers[5]);
+        if (formula == ADAMW) {
+            direction = numbers[6] * direction;
+            if (decay != 0) direction = direction + decay * w;
+        }
+        stepped = w - rate * direction;
     } else { /* RMSPROP: decay and share of the mean, epsilon; the mean square */
         first = numbers[1] * first + numbers[2] * (g * g);
         stepped = w - rate * (g / (root(first) + numbers[3]));
@@ -123,6 +130,7 @@ static void step_tile(void *argument, int64_t tile, float *own) {
     switch (job.formula) { /* one loop each */
         case SGDM: steps(&job, SGDM, decay, rate, a, count); break;
         case ADAM: steps(&job, ADAM, decay, rate, a, count); break;
+        case ADAMW: steps(&job, ADAMW, decay, rate, a, count); break;
         case RMSPROP: steps(&job, RMSPROP, decay, rate, a, count); break;
     }
 #if defined(__AVX2__)

@@ -102,6 +102,30 @@ extern "C" __global__ void __launch_bounds__(256)
     each_number<2>(step, parameters, places, decays, factors, *learning_rate, chunk);
 }
 
+struct AdamW {
+    float mean_decay, mean_share, square_decay, square_share, epsilon, correction, decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+        kept[0] = mean_decay * kept[0] + mean_share * g;
+        kept[1] = square_decay * kept[1] + square_share * (g * g);
+        float direction = correction * (kept[0] / (__fsqrt_rn(kept[1]) + epsilon));
+        if (decay != 0.0f) direction = direction + decay * w;
+        w = w - rate * direction;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    adamw(const long long* __restrict__ parameters, const int* __restrict__ places,
+          const float* __restrict__ decays, const float* __restrict__ factors,
+          const float* __restrict__ learning_rate, const float* __restrict__ mean_decay,
+          const float* __restrict__ mean_share, const float* __restrict__ square_decay,
+          const float* __restrict__ square_share, const float* __restrict__ epsilon,
+          const float* __restrict__ correction, int chunk) {
+    const AdamW step = {*mean_decay,   *mean_share, *square_decay,
+                        *square_share, *epsilon,    *correction};
+    each_number<2>(step, parameters, places, decays, factors, *learning_rate, chunk);
+}
+
 struct RmsProp {
     float square_decay, square_share, epsilon, decay, rate;
 

@@ -55,6 +55,32 @@ def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, 
     return w - rate * (m / (np.sqrt(v) + epsilon))
 
 
+def adamw(
+    w,
+    g,
+    decay,
+    rate,
+    mean_decay,
+    mean_share,
+    square_decay,
+    square_share,
+    epsilon,
+    correction,
+    m,
+    v,
+):
+    """Return w - rate * (correction * m / (sqrt(v) + epsilon) + decay * w).
+
+    The decay is decoupled: g is the gradient alone. m and v change as for `adam`.
+    """
+    m *= mean_decay
+    m += mean_share * g
+    v *= square_decay
+    v += square_share * (g * g)
+    direction = correction * (m / (np.sqrt(v) + epsilon))
+    return w - rate * _regularized(w, direction, decay)
+
+
 def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
     """Return w - rate * g / (sqrt(v) + epsilon), with g and v as for `adam`."""
     g = _regularized(w, g, decay)
@@ -63,7 +89,7 @@ def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
     return w - rate * (g / (np.sqrt(v) + epsilon))
 
 
-FORMULAS = {formula.__name__: formula for formula in (sgdm, adam, rmsprop)}
+FORMULAS = {formula.__name__: formula for formula in (sgdm, adam, adamw, rmsprop)}
 
 
 def _regularized(w, g, decay):

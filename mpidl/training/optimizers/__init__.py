@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from mpidl.training.optimizers.adam import Adam, AdamMoments
+from mpidl.training.optimizers.adam import Adam, AdamMoments, AdamW, CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, Optimizer, fuses
 from mpidl.training.optimizers.rmsprop import RMSProp, RMSPropMoment
 from mpidl.training.optimizers.sgdm import SGDM, Momentum
@@ -18,8 +18,10 @@ from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDe
 if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions
 
-SolverName = Literal["sgdm", "adam", "rmsprop"]
-SOLVERS: dict[str, type[Solver]] = {solver.solver: solver for solver in (SGDM, Adam, RMSProp)}
+SolverName = Literal["sgdm", "adam", "adamw", "rmsprop"]
+SOLVERS: dict[str, type[Solver]] = {
+    solver.solver: solver for solver in (SGDM, Adam, AdamW, RMSProp)
+}
 
 
 def of_options(options: TrainingOptions, **factors: Factors) -> Solver:
@@ -30,7 +32,9 @@ def of_options(options: TrainingOptions, **factors: Factors) -> Solver:
 __all__ = [
     "Adam",
     "AdamMoments",
+    "AdamW",
     "Clip",
+    "CorrectedAdamMoments",
     "FusedTail",
     "Momentum",
     "Optimizer",

@@ -511,6 +511,23 @@ FAULTS = [
     ),
     Fault(
         "optimizer",
+        "a decoupled decay joins the gradient",
+        "kept[0] = mean_decay * kept[0] + mean_share * g;",
+        "if (decay != 0.0f) g = g + decay * w;\n"
+        "        kept[0] = mean_decay * kept[0] + mean_share * g;",
+        solvers.test_a_step_has_the_bytes_of_numpy,
+        ("adamw",),
+    ),
+    Fault(
+        "optimizer",
+        "the decay is left out of the direction",
+        "if (decay != 0.0f) direction = direction + decay * w;",
+        "",
+        solvers.test_a_step_has_the_bytes_of_numpy,
+        ("adamw",),
+    ),
+    Fault(
+        "optimizer",
         "the gradient is not squared",
         "kept[1] = square_decay * kept[1] + square_share * (g * g)",
         "kept[1] = square_decay * kept[1] + square_share * g",

@@ -8,7 +8,15 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, launching, optimizer
 from mpidl.backends.gpu.recorder import Recorder
 from mpidl.backends.reference import optimizer as reference_optimizer
-from mpidl.training.optimizers import AdamMoments, Clip, Optimizer, Rate, WeightDecay
+from mpidl.training.optimizers import (
+    AdamMoments,
+    Clip,
+    CorrectedAdamMoments,
+    Optimizer,
+    Rate,
+    Transform,
+    WeightDecay,
+)
 
 LEARNABLES = [(5,), (4, 3, 3, 2), (), (7, 12), (1025,), (64,), (3, 2, 4, 4), (0,), (2050,)]
 DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
@@ -17,6 +25,7 @@ FACTORS = [1, 2, 0.5, 1, 1, 20, 1, 1, 0.1]
 FORMULAS = {
     "sgdm": ([0.01, 0.9], 1),
     "adam": ([0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8], 2),
+    "adamw": ([0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-7, 0.3], 2),
     "rmsprop": ([0.01, 0.999, 1 - 0.999, 1e-8], 1),
 }
 
@@ -113,12 +122,31 @@ def test_what_does_not_go_together_is_refused(device):
         optimizer.clip([weight], [plain], [0], "l2norm", 1.0)
 
 
+class Nothing(Transform):
+    """Keeps a chain from being fused."""
+
+    counts_steps = False
+
+    def apply(self, updates, state_arrays, numbers):
+        pass
+
+
+CHAINS = {
+    "adam, decay": lambda: (AdamMoments(), WeightDecay(0.01), Rate()),
+    "adamw, fused": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
+    "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), Nothing(), WeightDecay(0.1), Rate()),
+}
+
+
 @pytest.mark.parametrize("count", [1, 5])
-def test_a_chain_that_no_kernel_fuses_is_recorded(device, count):
+@pytest.mark.parametrize("parts", CHAINS)
+def test_a_chain_is_recorded(device, parts, count):
     """Its numbers change from replay to replay, and its constants do not."""
 
     def chain():
-        return Optimizer(0.1, Clip(2.0), AdamMoments(), WeightDecay(0.01), Rate())
+        return Optimizer(0.1, Clip(2.0), *CHAINS[parts]())
+
+    assert (chain()._fused is not None) == parts.endswith("fused")
 
     names = [f"layer{i}.weight" for i in range(len(LEARNABLES))]
     weights, gradients = (dict(zip(names, draws(w), strict=True)) for w in ("weight", "gradient"))

@@ -9,6 +9,7 @@ from mpidl.errors import UserError
 from mpidl.training.optimizers import (
     AdamMoments,
     Clip,
+    CorrectedAdamMoments,
     Momentum,
     Optimizer,
     Rate,
@@ -70,6 +71,7 @@ class Nothing(Transform):
 PAIRS = {
     "sgdm": lambda: (Rate(), Momentum(0.9)),
     "adam": lambda: (AdamMoments(), Rate()),
+    "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
     "rmsprop": lambda: (RMSPropMoment(), Rate()),
 }
 
@@ -79,9 +81,9 @@ PAIRS = {
 def test_a_chain_is_what_the_fused_kernel_computes(pair, dtype):
     before = WeightDecay(0.01), Clip(2.0)
     fused = Optimizer(0.1, *before, *PAIRS[pair](), learning_rate_factors={"conv1.bias": 0.5})
-    first, second = PAIRS[pair]()
+    first, *others = PAIRS[pair]()
     chain = Optimizer(
-        0.1, *before, first, Nothing(), second, learning_rate_factors={"conv1.bias": 0.5}
+        0.1, *before, first, Nothing(), *others, learning_rate_factors={"conv1.bias": 0.5}
     )
     assert fused._fused is not None and chain._fused is None
     ours, others = stepped(fused, dtype=dtype), stepped(chain, dtype=dtype)
@@ -113,6 +115,30 @@ def test_decoupled_decay_after_the_moments():
         np.testing.assert_allclose(
             decayed[name], ours[name] - np.float32(0.1 * factor) * weight, rtol=1e-5, atol=1e-6
         )
+
+
+def test_the_two_epsilons():
+    """Beside the corrected root or the root: the same for a small one, or after many steps."""
+    weights, gradients = arrays(0, np.float64), arrays(1, np.float64)
+    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # of the first step
+    for name, g in gradients.items():
+        np.testing.assert_allclose(corrected[name], g / (np.abs(g) + 0.1), rtol=1e-12)
+        other = AdamMoments(epsilon=0.1)(weights, gradients)[name]
+        assert np.abs(other - corrected[name]).max() > 0.1
+        small = AdamMoments(epsilon=1e-15)(weights, gradients)[name]
+        ours = CorrectedAdamMoments(epsilon=1e-15)(weights, gradients)[name]
+        np.testing.assert_allclose(ours, small, rtol=1e-10)
+
+
+def test_a_penalty_and_a_decoupled_decay_in_one_chain():
+    """The first joins the gradient, the second the direction; with a kernel and without one."""
+    tail = CorrectedAdamMoments(), WeightDecay(0.3), Rate()
+    fused = stepped(Optimizer(0.1, WeightDecay(0.2), *tail))
+    chain = stepped(Optimizer(0.1, WeightDecay(0.2), tail[0], Nothing(), *tail[1:]))
+    one = stepped(Optimizer(0.1, *tail))
+    for name, weight in fused.items():
+        np.testing.assert_allclose(chain[name], weight, rtol=1e-6, atol=1e-6)
+        assert (np.abs(one[name] - weight).max() > 1e-3) == name.endswith("weight")
 
 
 def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
