@@ -17,12 +17,13 @@ enum {
 };
 
 /* A formula: its name, and how many numbers and arrays it takes. */
-enum { SGDM, ADAM, ADAMW, RMSPROP, FORMULAS };
+enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, FORMULAS };
 static const struct {
     const char *name;
     int64_t numbers, arrays;
 } FORMULA[FORMULAS] = {
     [SGDM] = {"sgdm", 2, 1},
+    [NESTEROV] = {"nesterov", 2, 1},
     [ADAM] = {"adam", 6, 2},
     [ADAMW] = {"adamw", 7, 2},
     [RMSPROP] = {"rmsprop", 4, 1},
@@ -74,6 +75,10 @@ INLINE void step(const float *numbers, int formula, int past, float decay, float
     if (formula == SGDM) { /* momentum; the velocity */
         first = numbers[1] * first - rate * g;
         stepped = w + first;
+    } else if (formula == NESTEROV) { /* as SGDM */
+        vec change = rate * g;
+        first = numbers[1] * first - change;
+        stepped = w + (numbers[1] * first - change);
     } else if (formula == ADAM || formula == ADAMW) {
         /* decay and share of both means, epsilon, ADAMW's correction; mean, square */
         vec square = load(a.kept[1] + i);
@@ -129,6 +134,7 @@ static void step_tile(void *argument, int64_t tile, float *own) {
                        {FROM_FIRST(p->kept[0]), FROM_FIRST(p->kept[1])}};
     switch (job.formula) { /* one loop each */
         case SGDM: steps(&job, SGDM, decay, rate, a, count); break;
+        case NESTEROV: steps(&job, NESTEROV, decay, rate, a, count); break;
         case ADAM: steps(&job, ADAM, decay, rate, a, count); break;
         case ADAMW: steps(&job, ADAMW, decay, rate, a, count); break;
         case RMSPROP: steps(&job, RMSPROP, decay, rate, a, count); break;

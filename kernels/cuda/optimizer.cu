@@ -81,6 +81,26 @@ extern "C" __global__ void __launch_bounds__(256)
     each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
 }
 
+struct Nesterov {
+    float momentum, decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+        if (decay != 0.0f) g = g + decay * w;
+        const float change = rate * g, v = momentum * kept[0] - change;
+        kept[0] = v;
+        w = w + (momentum * v - change);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    nesterov(const long long* __restrict__ parameters, const int* __restrict__ places,
+             const float* __restrict__ decays, const float* __restrict__ factors,
+             const float* __restrict__ learning_rate, const float* __restrict__ momentum,
+             int chunk) {
+    const Nesterov step = {*momentum};
+    each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
+}
+
 struct Adam {
     float mean_decay, mean_share, square_decay, square_share, epsilon, decay, rate;
 

@@ -57,6 +57,10 @@ SOLVERS = {
         *("--solver", "adamw", "--learning-rate", 0.05, "--l2", 0.5, "--epsilon", 0.01),
         *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),
     ],
+    "nesterov": [
+        *("--nesterov", "on", "--learning-rate", 0.05, "--l2", 0.01),
+        *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),
+    ],
 }
 
 
@@ -110,6 +114,7 @@ def test_what_a_resume_may_not_change(runs, tmp_path):
     for words, message in (
         (["--solver", "sgdm"], "--solver was adam, is sgdm"),
         (["--solver", "adamw"], "--solver was adam, is adamw"),
+        (["--nesterov", "on"], "--nesterov was off, is on"),
         (["--epochs", 9], "--epochs was 8, is 9, where --learn-rate-schedule cosine ends"),
         (["--gradient-threshold", "inf"], "--gradient-threshold was 0.3, is inf"),
         (["--validation-patience", 1], "--validation-patience was 2, is 1 (it may only increase)"),

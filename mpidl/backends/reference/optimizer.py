@@ -42,6 +42,14 @@ def sgdm(w, g, decay, rate, momentum, v):
     return w + v
 
 
+def nesterov(w, g, decay, rate, momentum, v):
+    """Return w + momentum * v - rate * g, with g and the new v as for `sgdm`."""
+    change = rate * _regularized(w, g, decay)
+    v *= momentum
+    v -= change
+    return w + (momentum * v - change)
+
+
 def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, epsilon, m, v):
     """Return w - rate * m / (sqrt(v) + epsilon), with g as for `sgdm`.
 
@@ -89,7 +97,7 @@ def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
     return w - rate * (g / (np.sqrt(v) + epsilon))
 
 
-FORMULAS = {formula.__name__: formula for formula in (sgdm, adam, adamw, rmsprop)}
+FORMULAS = {formula.__name__: formula for formula in (sgdm, nesterov, adam, adamw, rmsprop)}
 
 
 def _regularized(w, g, decay):

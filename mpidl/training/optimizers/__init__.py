@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from mpidl.training.optimizers.adam import Adam, AdamMoments, AdamW, CorrectedAdamMoments
 from mpidl.training.optimizers.chain import FusedTail, Optimizer, fuses
 from mpidl.training.optimizers.rmsprop import RMSProp, RMSPropMoment
-from mpidl.training.optimizers.sgdm import SGDM, Momentum
+from mpidl.training.optimizers.sgdm import SGDM, Momentum, NesterovMomentum
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay
 
@@ -37,6 +37,7 @@ __all__ = [
     "CorrectedAdamMoments",
     "FusedTail",
     "Momentum",
+    "NesterovMomentum",
     "Optimizer",
     "RMSProp",
     "RMSPropMoment",

@@ -1,13 +1,16 @@
-"""SGD with momentum: its transform, the kernel that fuses it, and its solver."""
+"""SGD with momentum: its transforms, the kernels that fuse them, and its solver."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
 from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay, check
+from mpidl.training.options.option_types import ON_OFF, check_value, one_of
+
+NESTEROV = one_of(*ON_OFF)  # the values of `nesterov`
 
 
 class Momentum(Transform):
@@ -15,6 +18,7 @@ class Momentum(Transform):
 
     counts_steps = False
     tables = ("velocity",)
+    formula = "sgdm"
 
     def __init__(self, momentum: float = 0.9) -> None:
         self.momentum = check("momentum", momentum)
@@ -23,18 +27,31 @@ class Momentum(Transform):
         return {"momentum": self.momentum}
 
     def apply(self, updates, state_arrays, numbers):
-        updates.arrays = updates.stepped_zeros("sgdm", state_arrays, [-1.0, numbers["momentum"]])
+        updates.arrays = updates.stepped_zeros(
+            self.formula, state_arrays, [-1.0, numbers["momentum"]]
+        )
+
+
+class NesterovMomentum(Momentum):
+    """Accumulate as `Momentum`; the update becomes momentum * v + update.
+
+    Nesterov's accelerated gradient, written so that the parameters are those where the gradient is
+    taken: Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    2013; the form of torch.optim.SGD(nesterov=True).
+    """
+
+    formula = "nesterov"
 
 
 @fuses(Rate, Momentum)
+@fuses(Rate, NesterovMomentum)
 class _RateMomentum(FusedTail):
-    """v <- momentum * v - rate * g, w <- w + v by one kernel."""
+    """v <- momentum * v - rate * g, w <- w + v, or w + momentum * v - rate * g, by one kernel."""
 
-    formula = "sgdm"
     tables = Momentum.tables
 
     def __init__(self, rate: Rate, momentum: Momentum) -> None:
-        self.momentum = momentum
+        self.momentum, self.formula = momentum, momentum.formula
 
     def numbers(self, learning_rate, step):
         return {"learning_rate": learning_rate, **self.momentum.numbers(learning_rate, step)}
@@ -59,6 +76,8 @@ class SGDM(Solver):
         {name: factor}, see `Optimizer`.
     gradient_threshold, gradient_threshold_method
         See `Clip`; the L2 term counts.
+    nesterov : bool
+        Step with w <- w + momentum * v - learning_rate * g, by the new v: see `NesterovMomentum`.
 
     Notes
     -----
@@ -81,13 +100,15 @@ class SGDM(Solver):
         *,
         gradient_threshold: float = math.inf,
         gradient_threshold_method: str = "l2norm",
+        nesterov: bool | Literal["on", "off"] = False,
     ) -> None:
+        is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
         super().__init__(
             self.value("learning_rate", learning_rate),
             WeightDecay(l2, l2_factors),
             Clip(gradient_threshold, gradient_threshold_method),
             Rate(),
-            Momentum(momentum),
+            (NesterovMomentum if is_nesterov else Momentum)(momentum),
             learning_rate_factors=learning_rate_factors,
         )
 

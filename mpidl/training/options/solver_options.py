@@ -10,6 +10,7 @@ from typing import Literal
 
 from mpidl.losses import LOSSES
 from mpidl.training.optimizers import SOLVERS, SolverName
+from mpidl.training.optimizers.sgdm import NESTEROV
 from mpidl.training.optimizers.transforms import RULES
 from mpidl.training.options.option_types import (
     at_least,
@@ -103,6 +104,12 @@ class SolverOptions:
         "Fraction of the previous step that sgdm adds to the current one",
         resume="fixed",
         matlab="Momentum",
+    )
+    nesterov: Literal["on", "off"] | bool = option(
+        "off",
+        NESTEROV,
+        "Nesterov's momentum (sgdm): the gradient is taken where the momentum leads",
+        resume="fixed",
     )
     gradient_decay_factor: float = option(
         0.9,

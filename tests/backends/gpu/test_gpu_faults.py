@@ -511,6 +511,16 @@ FAULTS = [
     ),
     Fault(
         "optimizer",
+        "the velocity before the step leads",
+        "const float change = rate * g, v = momentum * kept[0] - change;\n        kept[0] = v;\n"
+        "        w = w + (momentum * v - change);",
+        "const float change = rate * g, v = momentum * kept[0] - change;\n"
+        "        w = w + (momentum * kept[0] - change);\n        kept[0] = v;",
+        solvers.test_a_step_has_the_bytes_of_numpy,
+        ("nesterov",),
+    ),
+    Fault(
+        "optimizer",
         "a decoupled decay joins the gradient",
         "kept[0] = mean_decay * kept[0] + mean_share * g;",
         "if (decay != 0.0f) g = g + decay * w;\n"

@@ -12,6 +12,7 @@ from mpidl.training.optimizers import (
     AdamMoments,
     Clip,
     CorrectedAdamMoments,
+    NesterovMomentum,
     Optimizer,
     Rate,
     Transform,
@@ -24,6 +25,7 @@ FACTORS = [1, 2, 0.5, 1, 1, 20, 1, 1, 0.1]
 # The numbers of each formula, and how many arrays of a parameter it keeps.
 FORMULAS = {
     "sgdm": ([0.01, 0.9], 1),
+    "nesterov": ([0.01, 0.9], 1),
     "adam": ([0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8], 2),
     "adamw": ([0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-7, 0.3], 2),
     "rmsprop": ([0.01, 0.999, 1 - 0.999, 1e-8], 1),
@@ -134,6 +136,8 @@ class Nothing(Transform):
 CHAINS = {
     "adam, decay": lambda: (AdamMoments(), WeightDecay(0.01), Rate()),
     "adamw, fused": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
+    "nesterov, fused": lambda: (Rate(), NesterovMomentum(0.9)),
+    "nesterov": lambda: (Rate(), Nothing(), NesterovMomentum(0.9)),
     "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), Nothing(), WeightDecay(0.1), Rate()),
 }
 

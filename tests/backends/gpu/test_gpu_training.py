@@ -31,6 +31,8 @@ RMSPROP = {
 }
 SGDM = {"gradient_threshold": 0.1, "learn_rate_schedule": "polynomial", "l2": 0.01}
 
+NESTEROV = SGDM | {"nesterov": True, "learn_rate_schedule": "cosine"}
+
 
 def small():
     layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(CLASSES)]
@@ -55,7 +57,9 @@ def trained(world, **more):
 
 
 @pytest.mark.parametrize(
-    "chosen", [ADAM, ADAMW, RMSPROP, SGDM], ids=["adam", "adamw", "rmsprop", "sgdm"]
+    "chosen",
+    [ADAM, ADAMW, RMSPROP, SGDM, NESTEROV],
+    ids=["adam", "adamw", "rmsprop", "sgdm", "nesterov"],
 )
 def test_recorded_or_not_the_bytes_are_the_same(world, chosen):
     """A replayed step takes this step's rate and count; near the CPU's."""
@@ -83,7 +87,7 @@ def test_graphs_and_their_absence(world):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("chosen", [ADAM, ADAMW], ids=["adam", "adamw"])
+@pytest.mark.parametrize("chosen", [ADAM, ADAMW, NESTEROV], ids=["adam", "adamw", "nesterov"])
 def test_going_on_from_a_checkpoint(world, tmp_path, chosen):
     whole, _ = trained(world, **chosen)
     first = small()

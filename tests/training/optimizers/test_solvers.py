@@ -22,6 +22,7 @@ FACTORS = [1.0, 2.0, 0.5, 1.0, 1.0, 20.0, 1.0, 0.1]
 # The numbers of each formula, and how many arrays of a parameter it keeps.
 FORMULAS = {
     "sgdm": ([0.0123, 0.9], 1),
+    "nesterov": ([0.0123, 0.9], 1),
     "adam": ([0.0123, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8], 2),
     "adamw": ([0.0123, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-7, 0.3], 2),
     "rmsprop": ([0.0123, 0.999, 1 - 0.999, 1e-8], 1),
@@ -381,7 +382,13 @@ def test_the_options_have_the_defaults_of_their_solver():
     assert dl.TrainingOptions(solver="rmsprop").squared_gradient_decay_factor == 0.9
     assert dl.TrainingOptions(solver="sgdm").squared_gradient_decay_factor is None
     assert set(SOLVER_NAMES) == {
-        *("learning_rate", "momentum", "gradient_decay_factor", "squared_gradient_decay_factor"),
+        *(
+            "learning_rate",
+            "momentum",
+            "nesterov",
+            "gradient_decay_factor",
+            "squared_gradient_decay_factor",
+        ),
         "epsilon",
     }
     assert dl.TrainingOptions.from_recipe("cifar", solver="adam").l2 == 1e-10

@@ -11,6 +11,7 @@ from mpidl.training.optimizers import (
     Clip,
     CorrectedAdamMoments,
     Momentum,
+    NesterovMomentum,
     Optimizer,
     Rate,
     RMSPropMoment,
@@ -49,6 +50,8 @@ def test_each_works_alone():
     first = RMSPropMoment(0.75, 1e-12)(weights, gradients)
     assert all(np.allclose(first[n], 2 * np.sign(g), atol=1e-5) for n, g in gradients.items())
     assert all(np.array_equal(Momentum()(weights, gradients)[n], g) for n, g in gradients.items())
+    ahead = NesterovMomentum(0.5)(weights, gradients)
+    assert all(np.array_equal(ahead[n], 0.5 * g + g) for n, g in gradients.items())
 
 
 def stepped(optimizer, count=5, dtype=np.float32):
@@ -70,6 +73,7 @@ class Nothing(Transform):
 
 PAIRS = {
     "sgdm": lambda: (Rate(), Momentum(0.9)),
+    "nesterov": lambda: (Rate(), NesterovMomentum(0.9)),
     "adam": lambda: (AdamMoments(), Rate()),
     "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
     "rmsprop": lambda: (RMSPropMoment(), Rate()),
@@ -93,14 +97,17 @@ def test_a_chain_is_what_the_fused_kernel_computes(pair, dtype):
     assert set(fused.state()) == set(chain.state())
 
 
-def test_the_form_of_pytorch():
-    """Momentum before the rate: w <- w - rate * v, v <- 0.9 v + g."""
+@pytest.mark.parametrize("momentum", [Momentum, NesterovMomentum])
+def test_the_form_of_pytorch(momentum):
+    """Momentum before the rate: w <- w - rate * v, v <- 0.9 v + g; also when the rate changes."""
+    nesterov = momentum is NesterovMomentum
     weights, velocity = arrays(0, np.float64), dict.fromkeys(SHAPES, 0.0)
     for step in range(5):
         for name, gradient in arrays(step + 1, np.float64).items():
             velocity[name] = 0.9 * velocity[name] + gradient
-            weights[name] = weights[name] - 0.1 / (1 + step) * velocity[name]
-    for name, weight in stepped(Optimizer(0.1, Momentum(0.9), Rate())).items():
+            direction = gradient + 0.9 * velocity[name] if nesterov else velocity[name]
+            weights[name] = weights[name] - 0.1 / (1 + step) * direction
+    for name, weight in stepped(Optimizer(0.1, momentum(0.9), Rate())).items():
         np.testing.assert_allclose(weight, weights[name], rtol=1e-5, atol=1e-6)
 
 
