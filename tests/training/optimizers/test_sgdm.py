@@ -73,14 +73,14 @@ def test_pytorch_takes_the_same_steps_at_one_rate(nesterov):
         for w, g in zip(weights, tables(step, np.float64).values(), strict=True):
             w.grad = torch.tensor(g)
         other.step()
-    found = train([0.1] * 6, 0.9, 0.0, np.float64, nesterov=nesterov)
+    ours = train([0.1] * 6, 0.9, 0.0, np.float64, nesterov=nesterov)
     expected = dict(zip(SHAPES, (w.numpy() for w in weights), strict=True))
-    assert distance(found, expected) < 1e-12
+    assert distance(ours, expected) < 1e-12
 
 
-@pytest.mark.parametrize("given", [True, "on"])
-def test_the_names_of_nesterov(given):
-    sgdm, options = SGDM(nesterov=given), TrainingOptions(nesterov=given)
+@pytest.mark.parametrize("nesterov", [True, "on"])
+def test_the_names_of_nesterov(nesterov):
+    sgdm, options = SGDM(nesterov=nesterov), TrainingOptions(nesterov=nesterov)
     assert type(sgdm.transforms[-1]) is NesterovMomentum and options.nesterov == "on"
     assert type(of_options(options).transforms[-1]) is NesterovMomentum
     assert type(of_options(TrainingOptions()).transforms[-1]) is Momentum

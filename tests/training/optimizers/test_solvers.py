@@ -238,23 +238,23 @@ def test_adamw_is_the_papers(decay, epsilon):
 
 def test_adamw_decays_by_the_factors_of_l2():
     factors = {"conv1.weight": 0.5, "conv1.bias": 2.0}
-    found = at_rates(dl.AdamW(l2=0.3, l2_factors=factors), RATES)
-    assert distance(found, adamw_loop(RATES, decay=0.3, factors=factors)) < 1e-6
+    ours = at_rates(dl.AdamW(l2=0.3, l2_factors=factors), RATES)
+    assert distance(ours, adamw_loop(RATES, decay=0.3, factors=factors)) < 1e-6
     start = tables(0)
     zero = {name: np.zeros_like(array) for name, array in start.items()}
     rates = {"conv1.weight": 2.0, "batchnorm1.gamma": 0.0}
-    found = dl.AdamW(0.1, l2=0.3, learning_rate_factors=rates)(start, zero)
-    np.testing.assert_allclose(found["conv1.weight"], 0.94 * start["conv1.weight"], rtol=1e-6)
-    assert found["conv1.bias"].tobytes() == start["conv1.bias"].tobytes()
-    assert found["batchnorm1.gamma"] is start["batchnorm1.gamma"]
+    ours = dl.AdamW(0.1, l2=0.3, learning_rate_factors=rates)(start, zero)
+    np.testing.assert_allclose(ours["conv1.weight"], 0.94 * start["conv1.weight"], rtol=1e-6)
+    assert ours["conv1.bias"].tobytes() == start["conv1.bias"].tobytes()
+    assert ours["batchnorm1.gamma"] is start["batchnorm1.gamma"]
     with pytest.raises(ValueError, match="l2_factors: unknown parameter conv1.bia"):
         dl.AdamW(l2_factors={"conv1.bia": 1.0})(start, zero)
 
 
 def test_adamw_clips_the_gradient_without_its_decay():
-    found = at_rates(dl.AdamW(l2=0.5, epsilon=0.1, gradient_threshold=0.5), RATES)
+    ours = at_rates(dl.AdamW(l2=0.5, epsilon=0.1, gradient_threshold=0.5), RATES)
     expected = adamw_loop(RATES, decay=0.5, epsilon=0.1, threshold=0.5)
-    assert distance(found, expected) < 1e-6
+    assert distance(ours, expected) < 1e-6
     assert distance(adamw_loop(RATES, decay=0.5, epsilon=0.1), expected) > 1e-2
 
 
@@ -273,9 +273,9 @@ def test_pytorch_takes_the_steps_of_adamw():
             for w, g in zip(weights, tables(t, np.float64).values(), strict=True):
                 w.grad = torch.tensor(g)
             other.step()
-        found = at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES, np.float64)
+        ours = at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES, np.float64)
         expected = dict(zip(SHAPES, (w.numpy() for w in weights), strict=True))
-        assert distance(found, expected) < 1e-12
+        assert distance(ours, expected) < 1e-12
 
 
 @pytest.mark.parametrize("solver", ["adam", "rmsprop"])
