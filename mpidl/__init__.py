@@ -49,7 +49,7 @@ from mpidl.ops.lrn import *
 from mpidl.ops.pool import *
 from mpidl.ops.transposed import *
 from mpidl.training.files.model_file import load_model, save_model, weights_sha256
-from mpidl.training.optimizers import SGDM, Adam, RMSProp
+from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.trainer import train
 
