@@ -40,15 +40,22 @@ def tree_sum(leaves, start, stop, combine=np.add):
     return combine(left, tree_sum(leaves, start + half, stop, combine))
 
 
-def layouts(ranks):
-    """Yield (blocks, layout) of the cases for a number of ranks."""
+def cases_of(ranks):
+    """Yield (blocks, layout, width) of the cases for a number of ranks."""
+    if ranks > 24:  # the cost grows with ranks squared
+        for leaves, layout in ((ranks, "equal"), (2 * ranks, "equal"), (45, "rising")):
+            yield leaves, layout, WIDTH
+        yield 45, "one has most", WIDTH
+        return
     few = {1, ranks - 1, ranks, ranks + 1, 3 * ranks + 2} if ranks % 4 == 1 else {ranks + 1}
     for leaves in sorted({*few, 2 * ranks, 45} - {0}):
-        yield leaves, "equal"
-    yield 45, "one has most"
+        yield leaves, "equal", WIDTH
+    yield 45, "one has most", WIDTH
     if ranks > 1:
-        yield 29, "rising"
-        yield 3 * ranks, "every other idles"
+        yield 29, "rising", WIDTH
+        yield 3 * ranks, "every other idles", WIDTH
+    if ranks in (2, 3, 7, 8):  # also fewer values than ranks
+        yield from ((21, "equal", width) for width in (0, 1, 2, 5, 64))
 
 
 def trees_of(leaves, ranks, layout, plain=False):
@@ -85,37 +92,21 @@ def limits_of(algorithm, ranks, leaves, nodes, width):
 
 @pytest.mark.parametrize("ranks", [*range(1, 13), 16, 17, 31, 33, 64])
 def test_all_algorithms_give_the_same_bytes_within_their_limits(ranks):
-    if ranks > 24:  # the cost grows with ranks squared
-        cases = [(ranks, "equal"), (2 * ranks, "equal"), (45, "rising"), (45, "one has most")]
-    else:
-        cases = layouts(ranks)
-    for leaves, layout in cases:
-        values = wide(leaves, leaves, WIDTH)
+    for leaves, layout, width in cases_of(ranks):
+        values = wide(leaves, leaves, width)
         expected = tree_sum(values, 0, leaves).tobytes()
         trees = trees_of(leaves, ranks, layout)
         matrices, _ = simulator.folded(trees, values)
         for algorithm in algorithms(trees[0]):
             outcome = simulator.exchange(algorithm, trees, matrices)
-            case = f"{algorithm.__name__}, {leaves} blocks, {layout}"
+            case = f"{algorithm.__name__}, {leaves} blocks, {layout}, width {width}"
             assert {root.tobytes() for root in outcome.roots} == {expected}, case
             for rank in range(ranks):
                 nodes = trees[0].nodes[rank]
-                rounds, messages, size = limits_of(algorithm, ranks, leaves, nodes, WIDTH)
+                rounds, messages, size = limits_of(algorithm, ranks, leaves, nodes, width)
                 assert outcome.rounds <= rounds, case
                 assert outcome.messages[rank] <= messages, case
                 assert outcome.bytes[rank] <= 4 * size, case
-
-
-@pytest.mark.parametrize("width", [0, 1, 2, 5, 64])
-def test_widths_below_the_number_of_ranks(width):
-    for ranks in (2, 3, 7, 8):
-        values = wide(width, 21, width)
-        expected = tree_sum(values, 0, 21)
-        trees = trees_of(21, ranks, "equal")
-        matrices, _ = simulator.folded(trees, values)
-        for algorithm in algorithms(trees[0]):
-            outcome = simulator.exchange(algorithm, trees, matrices)
-            assert {root.tobytes() for root in outcome.roots} == {expected.tobytes()}
 
 
 def test_moments_are_exchanged_alike():

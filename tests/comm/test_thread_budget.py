@@ -21,42 +21,32 @@ HALVES_OF_64 = bound(range(32), range(32, 64), quota=4)
 
 
 @pytest.mark.parametrize(
-    "ranks, threads",
+    "ranks, threads, expected, warning",
     [
-        (bound(range(8)), [8]),
-        (bound(range(8), range(8)), [4, 4]),
-        (bound(range(8), range(8), range(8)), [2, 2, 2]),
-        (bound(range(4), range(4, 8)), [4, 4]),
-        (bound([0], [1], [2, 3]), [1, 1, 2]),
-        (bound(range(2), range(2), range(2)), [1, 1, 1]),
-        (bound(range(64), quota=4), [4]),
-        (bound(range(64), range(64), quota=4), [2, 2]),
-        (HALVES_OF_64, [2, 2]),
-        ([("node0", Cores(range(4))), ("node1", Cores(range(8)))], [4, 8]),
+        (bound(range(8)), 0, [8], ""),
+        (bound(range(8), range(8)), 0, [4, 4], ""),
+        (bound(range(8), range(8)), 3, [3, 3], ""),
+        (bound(range(8), range(8)), 5, [5, 5], "2 rank(s) x 5 thread(s) on node0 share 8 core(s)"),
+        (bound(range(8), range(8), range(8)), 0, [2, 2, 2], ""),
+        (bound(range(4), range(4, 8)), 0, [4, 4], ""),
+        (bound(range(4), range(4, 8)), 4, [4, 4], ""),
+        (bound([0], [1], [2, 3]), 0, [1, 1, 2], ""),
+        (bound([0], [1, 2, 3]), 2, [2, 2], "rank 0 on node0 runs 2 threads but may use 1 core(s)"),
+        (bound(*[range(2)] * 3), 0, [1] * 3, "3 rank(s) x 1 thread(s) on node0 share 2 core(s)"),
+        (bound(range(64), quota=4), 0, [4], ""),
+        (bound(range(64), quota=4), 8, [8], "1 rank(s) x 8 thread(s) on node0 share 4 core(s)"),
+        (bound(range(64), range(64), quota=4), 0, [2, 2], ""),
+        (HALVES_OF_64, 0, [2, 2], ""),
+        (HALVES_OF_64, 32, [32, 32], "2 rank(s) x 32 thread(s) on node0 share 4 core(s)"),
+        ([("node0", Cores(range(4))), ("node1", Cores(range(8)))], 0, [4, 8], ""),
     ],
 )
-def test_by_default_ranks_divide_the_cores_that_they_share(ranks, threads):
-    assert assign_threads(ranks, 0)[0] == threads
-
-
-@pytest.mark.parametrize(
-    "ranks, threads, text",
-    [
-        (bound(range(8), range(8)), 3, ""),
-        (bound(range(8), range(8)), 0, ""),
-        (bound(range(4), range(4, 8)), 4, ""),
-        (bound(*[range(2)] * 3), 0, "warning: 3 rank(s) x 1 thread(s) on node0 share 2 core(s)"),
-        (bound(range(8), range(8)), 5, "2 rank(s) x 5 thread(s) on node0 share 8 core(s)"),
-        (bound(range(64), quota=4), 8, "1 rank(s) x 8 thread(s) on node0 share 4 core(s)"),
-        (HALVES_OF_64, 32, "2 rank(s) x 32 thread(s) on node0 share 4 core(s)"),
-        (bound([0], [1, 2, 3]), 2, "rank 0 on node0 runs 2 threads but may use 1 core(s)"),
-    ],
-)
-def test_threads_that_do_not_fit_are_reported_in_one_line(ranks, threads, text):
+def test_ranks_divide_their_cores_and_warn_once(ranks, threads, expected, warning):
+    """By default (0) ranks divide the cores that they share."""
     counts, lines = assign_threads(ranks, threads)
-    if threads:
-        assert counts == [threads] * len(ranks)
-    assert len(lines) == bool(text) and text in "".join(lines)
+    assert counts == expected
+    assert len(lines) == bool(warning) and warning in "".join(lines)
+    assert all(line.startswith("warning: ") for line in lines)
 
 
 def test_cores_of_this_process():

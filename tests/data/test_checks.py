@@ -6,15 +6,7 @@ import pytest
 from image_sets import pixels_of, refusal, write_idx
 
 import mpidl as dl
-from mpidl.data import (
-    ArrayDatastore,
-    HDF5Datastore,
-    MinibatchQueue,
-    NodeCache,
-    combined,
-    idx_folder,
-    mat_file,
-)
+from mpidl.data import ArrayDatastore, MinibatchQueue, NodeCache, combined
 from mpidl.data.checks import check_classes, empty_classes_warning
 
 
@@ -29,9 +21,9 @@ def test_pixels_must_be_finite(tmp_path, value):
     idx = write_idx(tmp_path / "train-images-idx3-ubyte", images[:, 0].astype(">f4"), 0x0D)
     write_idx(tmp_path / "train-labels-idx1-ubyte", labels.astype(np.uint8))
     stores = {
-        path: HDF5Datastore(path),
-        mat: mat_file(mat),
-        idx: idx_folder(tmp_path),
+        path: dl.data.HDF5Datastore(path),
+        mat: dl.data.mat_file(mat),
+        idx: dl.data.idx_folder(tmp_path),
         "arrays": ArrayDatastore(images, labels),
     }
     for source, store in stores.items():

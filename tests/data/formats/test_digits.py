@@ -76,18 +76,12 @@ def test_no_digit_is_cut_off(drawn):
     assert rim.max() < module.WHITE[0]
 
 
-@pytest.mark.slow("jobs")
-def test_nearest_class_mean_fails(halves):
-    x, labels, test, expected = halves
+def nearest_class_mean(x, labels, test):
     means = np.stack([x[labels == digit].mean(axis=0) for digit in range(10)])
-    accuracy = (squared_distances(test, means).argmin(axis=1) == expected).mean()
-    print(f"nearest class mean: {accuracy:.3f}")  # pytest -s
-    assert 0.4 <= accuracy <= 0.75
+    return squared_distances(test, means).argmin(axis=1)
 
 
-@pytest.mark.slow("jobs")
-def test_a_linear_classifier_fails(halves):
-    x, labels, test, expected = halves
+def linear_softmax(x, labels, test):
     middle = x.mean(axis=0)
     x = x - middle
     targets = np.eye(10, dtype=np.float32)[labels]
@@ -105,17 +99,23 @@ def test_a_linear_classifier_fails(halves):
             dbias = 0.9 * dbias + p.sum(axis=0)
             weight -= np.float32(rate) * dweight
             bias -= np.float32(rate) * dbias
-    accuracy = (((test - middle) @ weight + bias).argmax(axis=1) == expected).mean()
-    print(f"linear softmax: {accuracy:.3f}")
-    assert 0.6 <= accuracy <= 0.93
+    return ((test - middle) @ weight + bias).argmax(axis=1)
+
+
+def nearest_neighbour(x, labels, test):
+    return labels[squared_distances(test, x).argmin(axis=1)]
 
 
 @pytest.mark.slow("jobs")
-def test_the_nearest_neighbour_fails(halves):
-    x, labels, test, expected = halves
-    accuracy = (labels[squared_distances(test, x).argmin(axis=1)] == expected).mean()
-    print(f"1-nearest neighbour: {accuracy:.3f}")
-    assert 0.9 <= accuracy <= 0.99
+@pytest.mark.parametrize(
+    "classify, low, high",
+    [(nearest_class_mean, 0.4, 0.75), (linear_softmax, 0.6, 0.93), (nearest_neighbour, 0.9, 0.99)],
+)
+def test_simple_classifiers_fail(halves, classify, low, high):
+    *training_and_test, expected = halves
+    accuracy = (classify(*training_and_test) == expected).mean()
+    print(f"{classify.__name__}: {accuracy:.3f}")  # pytest -s
+    assert low <= accuracy <= high
 
 
 def test_folder_is_drawn_once_and_read_back(drawn, tmp_path, monkeypatch):

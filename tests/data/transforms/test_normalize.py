@@ -52,8 +52,8 @@ class Gops:
         return getattr(np, name)(parts, axis=0)
 
 
-def test_statistics_of_floats(world):
-    """They are folded: the same bytes on one rank and on those of this session."""
+def test_statistics_on_the_ranks_of_this_session(world):
+    """Those of floats are folded: the same bytes as on one rank."""
     images = np.random.default_rng(0).normal(5, 2, (85, 3, 4, 6)).astype(np.float32)
     store = dl.ArrayDatastore(images)
     folded, on_one_rank = normalize.statistics(store, world), normalize.statistics(store)
@@ -63,10 +63,7 @@ def test_statistics_of_floats(world):
     assert np.allclose(folded.variance, wide.var(axis=(0, 2, 3)), rtol=1e-13)
     for name in ("mean_image", "mean", "variance", "low", "high"):
         assert getattr(folded, name).tobytes() == getattr(on_one_rank, name).tobytes()
-
-
-def test_statistics_of_bytes_on_real_ranks(world):
-    images = pixels_of(5, 40, 1, 7, 7)
+    images = pixels_of(5, 40, 1, 7, 7)  # bytes
     statistics = normalize.statistics(dl.ArrayDatastore(images), world)
     assert np.array_equal(statistics.variance, exact(images)[2])
 
