@@ -9,7 +9,7 @@ from benchmarks import machine, report, torch_step, turns
 from mpidl import backends, keyed
 from mpidl.backends.cpu import arenas
 from mpidl.errors import Fault
-from mpidl.training.optimizers import SGDM, Adam, RMSProp
+from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
 from mpidl.training.options import configuration
 
 STEPS, TOLERANCE = 3, 1e-5  # relative difference of the weights after so many steps
@@ -17,6 +17,7 @@ STEPS, TOLERANCE = 3, 1e-5  # relative difference of the weights after so many s
 PAIRS = {
     "sgdm": (SGDM, "SGD", {"lr": 0.01, "momentum": 0.9}, ("fused", "foreach")),
     "adam": (Adam, "Adam", {"lr": 0.001}, ("fused", "foreach")),
+    "adamw": (AdamW, "AdamW", {"lr": 0.001, "weight_decay": 0.01}, ("fused", "foreach")),
     "rmsprop": (RMSProp, "RMSprop", {"lr": 0.001, "alpha": 0.9}, ("foreach",)),
 }
 

@@ -230,6 +230,7 @@ def _part(net, layer, shape, inplace):
         "LeakyReLU": lambda: nn.LeakyReLU(layer.scale),
         "Tanh": nn.Tanh,
         "Sigmoid": nn.Sigmoid,
+        "GELU": lambda: nn.GELU(approximate=layer.approximate),
         "GlobalAveragePool2D": lambda: nn.AdaptiveAvgPool2d(1),
         "Dropout": lambda: nn.Dropout(layer.probability),
         "Flatten": nn.Flatten,

@@ -27,68 +27,29 @@ from mpidl.evaluation.confusion import Confusion, confusion_matrix
 from mpidl.evaluation.evaluate import Evaluation, RegressionErrors, evaluate, regression_errors
 from mpidl.evaluation.predict import activations, classify, predict
 from mpidl.fold import Partial
-from mpidl.nn import (
-    Add,
-    AveragePool2D,
-    BatchNorm,
-    Built,
-    Concat,
-    Conv2D,
-    CrossChannelNorm,
-    Dense,
-    Dropout,
-    Flatten,
-    GlobalAveragePool2D,
-    Layer,
-    LeakyReLU,
-    MaxPool2D,
-    Network,
-    ReLU,
-    Sigmoid,
-    Softmax,
-    Tanh,
-    TransposedConv2D,
-    analyze,
-)
-from mpidl.ops import (
-    add,
-    average_pool2d,
-    batchnorm,
-    batchnorm_predict,
-    concat,
-    conv2d,
-    correct_count,
-    cross_channel_norm,
-    dense,
-    divide,
-    dropout,
-    exp,
-    flatten,
-    global_average_pool2d,
-    leaky_relu,
-    log,
-    max_pool2d,
-    mean,
-    mean_absolute_error,
-    mean_squared_error,
-    multiply,
-    negative,
-    power,
-    relu,
-    reshape,
-    sigmoid,
-    softmax,
-    softmax_cross_entropy,
-    sqrt,
-    subtract,
-    sum,
-    tanh,
-    total,
-    transpose,
-    transposed_conv2d,
-)
+from mpidl.nn import Network, analyze
+from mpidl.nn.layers.activation import *
+from mpidl.nn.layers.base import Built, Layer
+from mpidl.nn.layers.convolution import *
+from mpidl.nn.layers.dense import *
+from mpidl.nn.layers.dropout import *
+from mpidl.nn.layers.joins import *
+from mpidl.nn.layers.normalization import *
+from mpidl.nn.layers.pooling import *
+from mpidl.nn.layers.shape import *
+from mpidl.ops.activation import *
+from mpidl.ops.arithmetic import *
+from mpidl.ops.batchnorm import *
+from mpidl.ops.concat import *
+from mpidl.ops.conv import *
+from mpidl.ops.dense import *
+from mpidl.ops.dropout import *
+from mpidl.ops.loss import *
+from mpidl.ops.lrn import *
+from mpidl.ops.pool import *
+from mpidl.ops.transposed import *
 from mpidl.training.files.model_file import load_model, save_model, weights_sha256
-from mpidl.training.optimizers import SGDM, Adam, RMSProp
+from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.trainer import train
 

@@ -222,7 +222,9 @@ def _loss_and_optimizer(net, batch):
         for kind in ("weight", "gradient", "velocity")
     ]
     decays = [1e-3 * (i % 2) for i in range(len(weights))]
-    yield Case("optimizer", "sgdm", batch.count, (*tables, subject.RATE, subject.MOMENTUM, decays))
+    weights, gradients, velocities = tables
+    arguments = weights, gradients, [velocities], [subject.RATE, subject.MOMENTUM], decays
+    yield Case("optimizer", "optimizer_step", batch.count, ("sgdm", *arguments))
 
 
 def _losses(layer, shape, batch):
@@ -254,7 +256,7 @@ def compare(case):
 
 def _convert(arguments, convert):
     return [
-        [convert(entry) for entry in value] if isinstance(value, list) else convert(value)
+        _convert(value, convert) if isinstance(value, list) else convert(value)
         for value in arguments
     ]
 

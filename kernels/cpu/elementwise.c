@@ -15,6 +15,128 @@ struct job {
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* ---- GELU, x Phi(x): Phi is the normal distribution function ----
+ *
+ * The left tail has to be accurate relative to a result that is as small as exp(-x^2 / 2), so the
+ * exponents are sums of two numbers: rounded to one, 80 would be off by 2^-18. Results that are not
+ * normal may be 0. */
+
+struct two {
+    vec high, low;
+};
+
+/* a * b without a rounding, as a sum: `low` is what `high` lacks (Dekker 1971). */
+INLINE struct two exact_product(vec a, vec b) {
+    vec a_high = (vec)((ivec)a & ~0xfff), a_low = a - a_high; /* 12 bits each */
+    vec b_high = (vec)((ivec)b & ~0xfff), b_low = b - b_high;
+    vec high = a * b, low = (a_high * b_high - high) + a_high * b_low + a_low * b_high;
+    return (struct two){high, low + a_low * b_low};
+}
+
+struct exponential {
+    vec rest, power; /* (1 + rest) * power */
+};
+
+/* 2^32 e^(high + low), for a sum from -92 to 0: e^-92 itself is not normal. As
+ * `exponential_of_negative`, but `rest` is rounded to fewer than 2^-25. */
+INLINE struct exponential large_exponential(vec high, vec low) {
+    vec shift = splat(0x1.8p23f);
+    vec shifted = muladd(high, splat(0x1.715476p0f), shift), k = shifted - shift;
+    vec r = muladd(k, splat(-0.693359375f), high);
+    r = r + muladd(k, splat(2.12194440e-4f), low);
+    vec y = splat(1.0f / 5040);
+    y = muladd(y, r, splat(1.0f / 720));
+    y = muladd(y, r, splat(1.0f / 120));
+    y = muladd(y, r, splat(1.0f / 24));
+    y = muladd(y, r, splat(1.0f / 6));
+    y = muladd(y, r, splat(0.5f));
+    vec power = (vec)(((uvec)shifted << 23) + 0x4f800000); /* 2^(k + 32) */
+    return (struct exponential){muladd(r * r, y, r), power};
+}
+
+INLINE vec clipped_magnitude(vec x, float most) { /* NaN stays NaN */
+    return -larger(splat(-most), -magnitude(x));
+}
+
+/* 2^32 exp(-t^2 / 2) */
+INLINE struct exponential large_gauss(vec t) {
+    struct two square = exact_product(t, t);
+    return large_exponential(square.high * -0.5f, square.low * -0.5f);
+}
+
+/* 2 (1 + t) Phi(-t) exp(t^2 / 2) - 1, between -0.15 and 0.05 for t from 0 to 13.2: a rational
+ * function, at most 2^-27 off. */
+INLINE vec tail_ratio(vec t) {
+    vec p = muladd(splat(-0x1.3c896cp-9f), t, splat(-0x1.a6f19cp-7f));
+    p = muladd(p, t, splat(-0x1.5bf8dp-6f));
+    p = muladd(p, t, splat(0x1.76bd76p-5f));
+    p = muladd(p, t, splat(0x1.9deec4p-3f));
+    vec q = muladd(splat(0x1.878abp-7f), t, splat(0x1.c6b3f6p-4f));
+    q = muladd(q, t, splat(0x1.fc83bcp-2f));
+    q = muladd(q, t, splat(0x1.3e1ff2p0f));
+    q = muladd(q, t, splat(0x1.b33ea6p0f));
+    q = muladd(q, t, splat(1));
+    return p * t / q;
+}
+
+/* At most 2.5 ulp off. With t = |x|, t Phi(-t) = t / (1 + t) / 2 (1 + ratio) exp(-t^2 / 2). */
+INLINE vec gelu(vec x) {
+    vec t = clipped_magnitude(x, 13.2f), sum = t + splat(1), quotient = t / sum;
+    vec lost = (splat(1) - sum) + t; /* of the sum, to which the quotient is corrected */
+    struct exponential gauss = large_gauss(t);
+    vec ratio = muladd(lost, quotient - splat(1), tail_ratio(t));
+    ratio = muladd(ratio, gauss.rest, ratio + gauss.rest);
+    vec tail = muladd(quotient, ratio, quotient) * gauss.power * 0x1p-33f;
+    vec negative = choose(x < -13.2f, splat(-0.0f), -tail);
+    return choose(x >= 0, x - tail, negative);
+}
+
+/* Phi(x) + x phi(x), phi the normal density; 1 minus that of -x. */
+INLINE vec gelu_slope(vec x) {
+    vec t = clipped_magnitude(x, 13.2f), half = splat(0.5f) / (t + splat(1));
+    struct exponential gauss = large_gauss(t);
+    vec mills = muladd(half, tail_ratio(t), half); /* Phi(-t) / exp(-t^2 / 2) */
+    vec slope = muladd(t, splat(-0.398942280f), mills);
+    slope = slope * muladd(gauss.power, gauss.rest, gauss.power) * 0x1p-32f;
+    slope = choose(x < -13.2f, zero(), slope);
+    return choose(x >= 0, splat(1) - slope, slope);
+}
+
+/* The approximation x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x times the
+ * logistic function of twice that argument. */
+
+/* 2^32 e^-w, w = b t + c t^3, b = sqrt(8 / pi), c = 0.044715 b, as sums of two. */
+INLINE struct exponential large_cubic_exponential(vec t) {
+    vec b = splat(0x1.988454p0f), b_low = splat(-0x1.857936p-25f);
+    vec c = splat(0x1.2444f2p-4f), c_low = splat(0x1.49b16ap-29f);
+    struct two square = exact_product(t, t), cubic = exact_product(c, square.high);
+    vec sum = b + cubic.high, part = sum - b;
+    vec low = (b - (sum - part)) + (cubic.high - part); /* Knuth's sum of two */
+    low = low + (b_low + muladd(c_low, square.high, muladd(c, square.low, cubic.low)));
+    struct two product = exact_product(t, sum);
+    return large_exponential(-product.high, -muladd(t, low, product.low));
+}
+
+/* At most 3 ulp off. */
+INLINE vec gelu_tanh(vec x) {
+    struct exponential e = large_cubic_exponential(clipped_magnitude(x, 10.2f));
+    vec power = muladd(e.power, e.rest, e.power); /* 2^32 e^-w */
+    vec y = choose(x >= 0, x, x * power) / muladd(power, splat(0x1p-32f), splat(1));
+    return choose(x < -10.2f, splat(-0.0f), choose(x >= 0, y, y * 0x1p-32f));
+}
+
+INLINE vec gelu_tanh_slope(vec x) {
+    vec t = clipped_magnitude(x, 10.2f);
+    struct exponential e = large_cubic_exponential(t);
+    vec power = muladd(e.power, e.rest, e.power) * 0x1p-32f, share = splat(1) / (splat(1) + power);
+    vec argument_slope = muladd(t * t, splat(0.214064474f), splat(0x1.988454p0f)); /* of w */
+    vec slope = power * share * muladd(-t * share, argument_slope, splat(1));
+    slope = choose(x < -10.2f, zero(), slope);
+    return choose(x >= 0, splat(1) - slope, slope);
+}
+
+/* ---- tiles ---- */
+
 /* A tile that sets `out` to an expression of the vectors x and, in gradients, dy. */
 #define EACH_ELEMENT(name, ...)                                                                    \
     static void name(void *argument, int64_t tile, float *own) {                                   \
@@ -36,6 +158,10 @@ EACH_ELEMENT(tanh_tile, hyperbolic_tangent(x))
 EACH_ELEMENT(tanh_dx_tile, DY * muladd(-x, x, splat(1)))
 EACH_ELEMENT(sigmoid_tile, logistic(x))
 EACH_ELEMENT(sigmoid_dx_tile, DY * x * (splat(1) - x))
+EACH_ELEMENT(gelu_tile, gelu(x))
+EACH_ELEMENT(gelu_dx_tile, DY * gelu_slope(x))
+EACH_ELEMENT(gelu_tanh_tile, gelu_tanh(x))
+EACH_ELEMENT(gelu_tanh_dx_tile, DY * gelu_tanh_slope(x))
 
 static void each_row(tile_work *work, struct job job, int64_t rows) {
     job.rows = rows;
@@ -64,6 +190,22 @@ void mpidl_sigmoid(const float *x, float *y, int64_t rows) {
 
 void mpidl_sigmoid_dx(const float *dy, const float *y, float *dx, int64_t rows) {
     each_row(sigmoid_dx_tile, (struct job){.x = y, .dy = dy, .out = dx}, rows);
+}
+
+void mpidl_gelu(const float *x, float *y, int64_t rows) {
+    each_row(gelu_tile, (struct job){.x = x, .out = y}, rows);
+}
+
+void mpidl_gelu_dx(const float *dy, const float *x, float *dx, int64_t rows) {
+    each_row(gelu_dx_tile, (struct job){.x = x, .dy = dy, .out = dx}, rows);
+}
+
+void mpidl_gelu_tanh(const float *x, float *y, int64_t rows) {
+    each_row(gelu_tanh_tile, (struct job){.x = x, .out = y}, rows);
+}
+
+void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows) {
+    each_row(gelu_tanh_dx_tile, (struct job){.x = x, .dy = dy, .out = dx}, rows);
 }
 
 /* ---- the sum of two values, each of which may be an activation that is not stored ---- */

@@ -54,6 +54,10 @@ void mpidl_tanh(const float *x, float *y, int64_t rows);
 void mpidl_tanh_dx(const float *dy, const float *y, float *dx, int64_t rows);
 void mpidl_sigmoid(const float *x, float *y, int64_t rows);
 void mpidl_sigmoid_dx(const float *dy, const float *y, float *dx, int64_t rows);
+void mpidl_gelu(const float *x, float *y, int64_t rows);
+void mpidl_gelu_dx(const float *dy, const float *x, float *dx, int64_t rows);
+void mpidl_gelu_tanh(const float *x, float *y, int64_t rows);
+void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows);
 /* a and b are sources */
 void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
                const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
@@ -143,14 +147,14 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements);
 
-/* optimizer.c, clip.c: parameters are structs of theirs, decays and factors (count). adaptive: Adam,
- * and RMSProp where there are no means. method: 0 the norm of each, 1 of all together, 2 each number;
- * sums: of each 2^14 floats or part of them, of a parameter; scales (count). */
-void mpidl_sgdm(const int64_t *parameters, const float *decays, const float *factors,
-                int64_t count, float learning_rate, float momentum);
-void mpidl_adaptive(const int64_t *parameters, const float *decays, const float *factors,
-                    int64_t count, float learning_rate, double gradient_decay,
-                    double square_decay, float epsilon);
+/* optimizer.c, clip.c: parameters are structs of theirs, decays and factors (count). formula: its
+ * name; numbers (given): the learning rate and the others of the formula, which keeps `arrays` arrays
+ * a parameter; 0 where no formula of the name takes so many. method: 0 the norm of each, 1 of all
+ * together, 2 each number; sums: of each 2^14 floats or part of them, of a parameter; scales (count).
+ */
+int64_t mpidl_optimizer_step(const char *formula, const int64_t *parameters, const float *decays,
+                             const float *factors, int64_t count, const float *numbers,
+                             int64_t given, int64_t arrays);
 void mpidl_clip(const int64_t *parameters, const float *decays, double *sums, double *scales,
                 int64_t count, int64_t method, double threshold);
 

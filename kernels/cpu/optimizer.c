@@ -10,27 +10,40 @@
 #include "team.h"
 
 enum {
-    CHUNK = 1 << 14,  /* floats of a tile */
-    PASSING = 1 << 22 /* floats of all parameters, from which they are written past the caches */
+    CHUNK = 1 << 14,   /* floats of a tile */
+    PASSING = 1 << 22, /* floats of all parameters, from which they are written past the caches */
+    NUMBERS = 7,       /* of a formula, at most, the learning rate included */
+    ARRAYS = 2         /* that a formula keeps of a parameter, at most */
 };
-enum { SGDM, ADAM, RMSPROP };
+
+/* A formula: its name, and how many numbers and arrays it takes. */
+enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, FORMULAS };
+static const struct {
+    const char *name;
+    int64_t numbers, arrays;
+} FORMULA[FORMULAS] = {
+    [SGDM] = {"sgdm", 2, 1},
+    [NESTEROV] = {"nesterov", 2, 1},
+    [ADAM] = {"adam", 6, 2},
+    [ADAMW] = {"adamw", 7, 2},
+    [RMSPROP] = {"rmsprop", 4, 1},
+};
 
 struct parameter { /* as Python hands it over: int64_t[6] */
-    int64_t weight, gradient, mean, kept, stepped; /* addresses; mean is Adam's */
     int64_t floats;
+    int64_t weight, gradient, stepped, kept[ARRAYS]; /* addresses */
 };
 
 struct job {
     const struct parameter *parameters;
-    const float *decays, *factors; /* of each: L2, of the learning rate */
-    float learning_rate, old, new; /* of what is kept, and of what comes to it */
-    float mean_old, mean_new, epsilon;
-    int kind, past;
+    const float *decays, *factors; /* of each: of the weight, of the learning rate */
+    float numbers[NUMBERS];
+    int formula, past;
 };
 
 struct arrays {
     const float *weight, *gradient;
-    float *mean, *kept, *stepped;
+    float *stepped, *kept[ARRAYS];
 };
 
 INLINE void store_past_caches(float *p, vec v) {
@@ -54,47 +67,57 @@ INLINE vec root(vec v) {
 #endif
 }
 
-/* The step of WIDTH numbers from i on. */
-INLINE void step(const struct job *job, int kind, int past, float decay, float rate,
+/* The step of WIDTH numbers from i on: the functions of backends/reference/optimizer.py. */
+INLINE void step(const float *numbers, int formula, int past, float decay, float rate,
                  struct arrays a, int64_t i) {
-    vec w = load(a.weight + i), g = load(a.gradient + i), kept = load(a.kept + i), stepped;
-    if (decay != 0) g = g + decay * w;
-    if (kind == SGDM) {
-        kept = job->old * kept - rate * g;
-        stepped = w + kept;
-    } else {
-        vec towards = g;
-        if (kind == ADAM) {
-            towards = job->mean_old * load(a.mean + i) + job->mean_new * g;
-            store(a.mean + i, towards);
+    vec w = load(a.weight + i), g = load(a.gradient + i), first = load(a.kept[0] + i), stepped;
+    if (formula != ADAMW && decay != 0) g = g + decay * w;
+    if (formula == SGDM) { /* momentum; the velocity */
+        first = numbers[1] * first - rate * g;
+        stepped = w + first;
+    } else if (formula == NESTEROV) { /* as SGDM */
+        vec change = rate * g;
+        first = numbers[1] * first - change;
+        stepped = w + (numbers[1] * first - change);
+    } else if (formula == ADAM || formula == ADAMW) {
+        /* decay and share of both means, epsilon, ADAMW's correction; mean, square */
+        vec square = load(a.kept[1] + i);
+        first = numbers[1] * first + numbers[2] * g;
+        square = numbers[3] * square + numbers[4] * (g * g);
+        store(a.kept[1] + i, square);
+        vec direction = first / (root(square) + numbers[5]);
+        if (formula == ADAMW) {
+            direction = numbers[6] * direction;
+            if (decay != 0) direction = direction + decay * w;
         }
-        kept = job->old * kept + job->new * (g * g);
-        stepped = w - rate * (towards / (root(kept) + job->epsilon));
+        stepped = w - rate * direction;
+    } else { /* RMSPROP: decay and share of the mean, epsilon; the mean square */
+        first = numbers[1] * first + numbers[2] * (g * g);
+        stepped = w - rate * (g / (root(first) + numbers[3]));
     }
-    store(a.kept + i, kept);
+    store(a.kept[0] + i, first);
     if (past)
         store_past_caches(a.stepped + i, stepped);
     else
         store(a.stepped + i, stepped);
 }
 
-INLINE void steps(const struct job *job, int kind, float decay, float rate, struct arrays a,
+INLINE void steps(const struct job *job, int formula, float decay, float rate, struct arrays a,
                   int64_t count) {
     int64_t i = 0;
     int past = job->past && (intptr_t)a.stepped % 64 == 0; /* whole lines at once */
-    for (; i + WIDTH <= count; i += WIDTH) step(job, kind, past, decay, rate, a, i);
+    for (; i + WIDTH <= count; i += WIDTH)
+        step(job->numbers, formula, past, decay, rate, a, i);
     size_t left = (size_t)(count - i) * sizeof(float);
     if (!left) return;
-    float last[5][WIDTH] = {{0}}; /* what does not fill a vector */
-    struct arrays of_last = {last[0], last[1], last[2], last[3], last[4]};
+    float last[3 + ARRAYS][WIDTH] = {{0}}; /* what does not fill a vector */
+    struct arrays of_last = {last[0], last[1], last[2], {last[3], last[4]}};
     memcpy(last[0], a.weight + i, left);
     memcpy(last[1], a.gradient + i, left);
-    if (kind == ADAM) memcpy(last[2], a.mean + i, left);
-    memcpy(last[3], a.kept + i, left);
-    step(job, kind, 0, decay, rate, of_last, 0);
-    if (kind == ADAM) memcpy(a.mean + i, last[2], left);
-    memcpy(a.kept + i, last[3], left);
-    memcpy(a.stepped + i, last[4], left);
+    for (int k = 0; k < FORMULA[formula].arrays; k++) memcpy(last[3 + k], a.kept[k] + i, left);
+    step(job->numbers, formula, 0, decay, rate, of_last, 0);
+    for (int k = 0; k < FORMULA[formula].arrays; k++) memcpy(a.kept[k] + i, last[3 + k], left);
+    memcpy(a.stepped + i, last[2], left);
 }
 
 static void step_tile(void *argument, int64_t tile, float *own) {
@@ -105,55 +128,39 @@ static void step_tile(void *argument, int64_t tile, float *own) {
     for (; tile >= (tiles = (p->floats + CHUNK - 1) / CHUNK); p++) tile -= tiles;
     int64_t first = tile * CHUNK, count = p->floats - first < CHUNK ? p->floats - first : CHUNK;
     int64_t which = p - job.parameters;
-    float decay = job.decays[which], rate = job.learning_rate * job.factors[which];
-#define FROM_FIRST(address) ((float *)(intptr_t)(address) + first)
-    struct arrays a = {FROM_FIRST(p->weight), FROM_FIRST(p->gradient),
-                       job.kind == ADAM ? FROM_FIRST(p->mean) : 0, FROM_FIRST(p->kept),
-                       FROM_FIRST(p->stepped)};
-    if (job.kind == SGDM)
-        steps(&job, SGDM, decay, rate, a, count);
-    else if (job.kind == ADAM)
-        steps(&job, ADAM, decay, rate, a, count);
-    else
-        steps(&job, RMSPROP, decay, rate, a, count);
+    float decay = job.decays[which], rate = job.numbers[0] * job.factors[which];
+#define FROM_FIRST(address) ((address) ? (float *)(intptr_t)(address) + first : 0)
+    struct arrays a = {FROM_FIRST(p->weight), FROM_FIRST(p->gradient), FROM_FIRST(p->stepped),
+                       {FROM_FIRST(p->kept[0]), FROM_FIRST(p->kept[1])}};
+    switch (job.formula) { /* one loop each */
+        case SGDM: steps(&job, SGDM, decay, rate, a, count); break;
+        case NESTEROV: steps(&job, NESTEROV, decay, rate, a, count); break;
+        case ADAM: steps(&job, ADAM, decay, rate, a, count); break;
+        case ADAMW: steps(&job, ADAMW, decay, rate, a, count); break;
+        case RMSPROP: steps(&job, RMSPROP, decay, rate, a, count); break;
+    }
 #if defined(__AVX2__)
     if (job.past) _mm_sfence(); /* before whoever waits for this tile reads it */
 #endif
 }
 
-static void each_parameter(struct job *job, int64_t count) {
+int64_t mpidl_optimizer_step(const char *formula, const int64_t *parameters, const float *decays,
+                             const float *factors, int64_t count, const float *numbers,
+                             int64_t given, int64_t arrays) {
+    struct job job = {.parameters = (const struct parameter *)parameters,
+                      .decays = decays,
+                      .factors = factors};
+    while (job.formula < FORMULAS && strcmp(FORMULA[job.formula].name, formula)) job.formula++;
+    if (job.formula == FORMULAS || given != FORMULA[job.formula].numbers ||
+        arrays != FORMULA[job.formula].arrays)
+        return 0;
+    memcpy(job.numbers, numbers, (size_t)given * sizeof(float));
     int64_t tiles = 0, floats = 0;
     for (int64_t i = 0; i < count; i++) {
-        tiles += (job->parameters[i].floats + CHUNK - 1) / CHUNK;
-        floats += job->parameters[i].floats;
+        tiles += (job.parameters[i].floats + CHUNK - 1) / CHUNK;
+        floats += job.parameters[i].floats;
     }
-    job->past = floats >= PASSING;
-    each_tile(tiles, step_tile, job, 0);
-}
-
-void mpidl_sgdm(const int64_t *parameters, const float *decays, const float *factors,
-                int64_t count, float learning_rate, float momentum) {
-    struct job job = {.parameters = (const struct parameter *)parameters,
-                      .decays = decays,
-                      .factors = factors,
-                      .learning_rate = learning_rate,
-                      .old = momentum,
-                      .kind = SGDM};
-    each_parameter(&job, count);
-}
-
-void mpidl_adaptive(const int64_t *parameters, const float *decays, const float *factors,
-                    int64_t count, float learning_rate, double gradient_decay,
-                    double square_decay, float epsilon) {
-    struct job job = {.parameters = (const struct parameter *)parameters,
-                      .decays = decays,
-                      .factors = factors,
-                      .learning_rate = learning_rate,
-                      .old = (float)square_decay,
-                      .new = (float)(1 - square_decay),
-                      .mean_old = (float)gradient_decay,
-                      .mean_new = (float)(1 - gradient_decay),
-                      .epsilon = epsilon,
-                      .kind = count && parameters[2] ? ADAM : RMSPROP};
-    each_parameter(&job, count);
+    job.past = floats >= PASSING;
+    each_tile(tiles, step_tile, &job, 0);
+    return 1;
 }

@@ -6,7 +6,7 @@ struct alignas(16) Four {
     float of[4];
 };
 
-// y[i] = f(x[i]), or dx[i] = f(dy[i], y[i]), of n numbers.
+// y[i] = f(x[i]), or dx[i] = f(dy[i], y[i]), of n numbers; GELU's gradient takes x for y.
 template <class F>
 __device__ __forceinline__ void each(const float* x, float* y, long long n, F f) {
     const long long step = (long long)gridDim.x * blockDim.x;
@@ -69,6 +69,108 @@ __device__ __forceinline__ float logistic(float x) {
     return (x >= 0.f ? 1.f : e) / (1.f + e);
 }
 
+// GELU, as kernels/cpu/elementwise.c has it, where the errors are stated.
+
+struct Two {
+    float high, low;
+};
+
+__device__ __forceinline__ Two exact_product(float a, float b) {
+    const float high = a * b;
+    return {high, fmaf(a, b, -high)};
+}
+
+struct Exponential {
+    float rest, power;  // (1 + rest) * power
+};
+
+// 2^32 e^(high + low), for a sum from -92 to 0.
+__device__ __forceinline__ Exponential large_exponential(float high, float low) {
+    const float shift = 12582912.f;
+    const float shifted = fmaf(high, 1.44269502f, shift), k = shifted - shift;
+    float r = fmaf(k, -0.693359375f, high);
+    r = r + fmaf(k, 2.12194440e-4f, low);
+    float y = 1.0f / 5040;
+    y = fmaf(y, r, 1.0f / 720);
+    y = fmaf(y, r, 1.0f / 120);
+    y = fmaf(y, r, 1.0f / 24);
+    y = fmaf(y, r, 1.0f / 6);
+    y = fmaf(y, r, 0.5f);
+    const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x4f800000u);
+    return {fmaf(r * r, y, r), power};
+}
+
+__device__ __forceinline__ float clipped_magnitude(float x, float most) {
+    const float a = magnitude(x);
+    return a > most ? most : a;  // NaN stays NaN
+}
+
+__device__ __forceinline__ Exponential large_gauss(float t) {
+    const Two square = exact_product(t, t);
+    return large_exponential(square.high * -0.5f, square.low * -0.5f);
+}
+
+__device__ __forceinline__ float tail_ratio(float t) {
+    float p = fmaf(-0x1.3c896cp-9f, t, -0x1.a6f19cp-7f);
+    p = fmaf(p, t, -0x1.5bf8dp-6f);
+    p = fmaf(p, t, 0x1.76bd76p-5f);
+    p = fmaf(p, t, 0x1.9deec4p-3f);
+    float q = fmaf(0x1.878abp-7f, t, 0x1.c6b3f6p-4f);
+    q = fmaf(q, t, 0x1.fc83bcp-2f);
+    q = fmaf(q, t, 0x1.3e1ff2p0f);
+    q = fmaf(q, t, 0x1.b33ea6p0f);
+    q = fmaf(q, t, 1.f);
+    return p * t / q;
+}
+
+__device__ __forceinline__ float gelu(float x) {
+    const float t = clipped_magnitude(x, 13.2f), sum = t + 1.f, quotient = t / sum;
+    const float lost = (1.f - sum) + t;
+    const Exponential gauss = large_gauss(t);
+    float ratio = fmaf(lost, quotient - 1.f, tail_ratio(t));
+    ratio = fmaf(ratio, gauss.rest, ratio + gauss.rest);
+    const float tail = fmaf(quotient, ratio, quotient) * gauss.power * 0x1p-33f;
+    return x >= 0.f ? x - tail : x < -13.2f ? -0.f : -tail;
+}
+
+__device__ __forceinline__ float gelu_slope(float x) {
+    const float t = clipped_magnitude(x, 13.2f), half = 0.5f / (t + 1.f);
+    const Exponential gauss = large_gauss(t);
+    const float mills = fmaf(half, tail_ratio(t), half);
+    float slope = fmaf(t, -0.398942280f, mills);
+    slope = slope * fmaf(gauss.power, gauss.rest, gauss.power) * 0x1p-32f;
+    slope = x < -13.2f ? 0.f : slope;
+    return x >= 0.f ? 1.f - slope : slope;
+}
+
+__device__ __forceinline__ Exponential large_cubic_exponential(float t) {
+    const float b = 0x1.988454p0f, b_low = -0x1.857936p-25f;
+    const float c = 0x1.2444f2p-4f, c_low = 0x1.49b16ap-29f;
+    const Two square = exact_product(t, t), cubic = exact_product(c, square.high);
+    const float sum = b + cubic.high, part = sum - b;
+    float low = (b - (sum - part)) + (cubic.high - part);
+    low = low + (b_low + fmaf(c_low, square.high, fmaf(c, square.low, cubic.low)));
+    const Two product = exact_product(t, sum);
+    return large_exponential(-product.high, -fmaf(t, low, product.low));
+}
+
+__device__ __forceinline__ float gelu_tanh(float x) {
+    const Exponential e = large_cubic_exponential(clipped_magnitude(x, 10.2f));
+    const float power = fmaf(e.power, e.rest, e.power);
+    const float y = (x >= 0.f ? x : x * power) / fmaf(power, 0x1p-32f, 1.f);
+    return x < -10.2f ? -0.f : x >= 0.f ? y : y * 0x1p-32f;
+}
+
+__device__ __forceinline__ float gelu_tanh_slope(float x) {
+    const float t = clipped_magnitude(x, 10.2f);
+    const Exponential e = large_cubic_exponential(t);
+    const float power = fmaf(e.power, e.rest, e.power) * 0x1p-32f, share = 1.f / (1.f + power);
+    const float argument_slope = fmaf(t * t, 0.214064474f, 0x1.988454p0f);
+    float slope = power * share * fmaf(-t * share, argument_slope, 1.f);
+    slope = x < -10.2f ? 0.f : slope;
+    return x >= 0.f ? 1.f - slope : slope;
+}
+
 extern "C" __global__ void __launch_bounds__(256)
 activation_leaky(const float* __restrict__ x, float* __restrict__ y, float scale, long long n) {
     each(x, y, n, [=](float v) { return v > 0.f ? v : v * scale; });
@@ -100,4 +202,26 @@ extern "C" __global__ void __launch_bounds__(256)
 activation_sigmoid_dx(const float* __restrict__ dy, const float* __restrict__ y,
                       float* __restrict__ dx, long long n) {
     each(dy, y, dx, n, [](float g, float v) { return g * v * (1.f - v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_gelu(const float* __restrict__ x, float* __restrict__ y, long long n) {
+    each(x, y, n, [](float v) { return gelu(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_gelu_dx(const float* __restrict__ dy, const float* __restrict__ x,
+                   float* __restrict__ dx, long long n) {
+    each(dy, x, dx, n, [](float g, float v) { return g * gelu_slope(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_gelu_tanh(const float* __restrict__ x, float* __restrict__ y, long long n) {
+    each(x, y, n, [](float v) { return gelu_tanh(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_gelu_tanh_dx(const float* __restrict__ dy, const float* __restrict__ x,
+                        float* __restrict__ dx, long long n) {
+    each(dy, x, dx, n, [](float g, float v) { return g * gelu_tanh_slope(v); });
 }

@@ -1,51 +1,166 @@
-// SGD with momentum. Nothing is contracted, so that the bytes are those of kernels/cpu/optimizer.c.
-
-struct Step {
-    float rate, momentum, decay;
-
-    __device__ __forceinline__ void take(float& w, float& v, float g) const {
-        if (decay != 0.0f) g = g + decay * w;
-        v = momentum * v - rate * g;
-        w = w + v;
-    }
-};
-
-// Of all parameters at once: v <- momentum * v - rate * factor * (g + decay * w); stepped = w + v,
-// which may lie where w does. decays and factors: of each parameter.
+// Steps of optimizers: a kernel for each formula of backends/reference/optimizer.py. Nothing is
+// contracted, so that the bytes are those of kernels/cpu/optimizer.c.
 //
-// parameters: of each the addresses of weight, gradient, velocity and stepped, and how many floats.
+// parameters: of each how many floats, and the addresses of its weight, gradient, stepped weight and
+// of the arrays that the formula keeps; stepped may lie where the weight does.
 // places: of each block of threads the parameter and the first of the `chunk` floats that it steps.
-extern "C" __global__ void __launch_bounds__(256)
-    sgdm(const long long* __restrict__ parameters, const int* __restrict__ places,
-         const float* __restrict__ decays, const float* __restrict__ factors,
-         const float* __restrict__ learning_rate, const float* __restrict__ momentum, int chunk) {
+// decays and factors: of each parameter. The numbers of a formula are read from memory, so that a
+// replay of a recorded step may change them.
+
+// Calls step.take(weight, gradient, kept) for each number that a block of threads steps, of `kept`
+// the arrays' numbers: it changes the weight and them. step.decay and step.rate: of the parameter.
+template <int ARRAYS, typename Step>
+__device__ __forceinline__ void each_number(Step step, const long long* parameters,
+                                            const int* places, const float* decays,
+                                            const float* factors, float learning_rate, int chunk) {
     const int parameter = places[2 * blockIdx.x], first = places[2 * blockIdx.x + 1];
-    const long long* own = parameters + 5 * parameter;
-    const int count = min((long long)chunk, own[4] - first);
-    const float* w = (const float*)own[0] + first;
-    const float* g = (const float*)own[1] + first;
-    float* v = (float*)own[2] + first;
+    const long long* own = parameters + (4 + ARRAYS) * parameter;
+    const int count = min((long long)chunk, own[0] - first);
+    const float* w = (const float*)own[1] + first;
+    const float* g = (const float*)own[2] + first;
     float* stepped = (float*)own[3] + first;
-    const Step step = {*learning_rate * factors[parameter], *momentum, decays[parameter]};
+    float* kept[ARRAYS];
+    long long addresses = (long long)w | (long long)g | (long long)stepped;
+#pragma unroll
+    for (int k = 0; k < ARRAYS; k++) {
+        kept[k] = (float*)own[4 + k] + first;
+        addresses |= (long long)kept[k];
+    }
+    step.decay = decays[parameter];
+    step.rate = learning_rate * factors[parameter];
     int rest = 0;
-    if (((long long)w & 15) == 0 && ((long long)g & 15) == 0 && ((long long)v & 15) == 0 &&
-        ((long long)stepped & 15) == 0) {
+    if ((addresses & 15) == 0) {
         rest = count / 4 * 4;
         for (int i = 4 * threadIdx.x; i < rest; i += 4 * 256) {
-            float4 weight = *(const float4*)(w + i), velocity = *(const float4*)(v + i);
+            float4 weight = *(const float4*)(w + i);
             const float4 gradient = *(const float4*)(g + i);
-            step.take(weight.x, velocity.x, gradient.x);
-            step.take(weight.y, velocity.y, gradient.y);
-            step.take(weight.z, velocity.z, gradient.z);
-            step.take(weight.w, velocity.w, gradient.w);
-            *(float4*)(v + i) = velocity;
+            float4 old[ARRAYS];
+#pragma unroll
+            for (int k = 0; k < ARRAYS; k++) old[k] = *(const float4*)(kept[k] + i);
+            float x[ARRAYS], y[ARRAYS], z[ARRAYS], u[ARRAYS];
+#pragma unroll
+            for (int k = 0; k < ARRAYS; k++)
+                x[k] = old[k].x, y[k] = old[k].y, z[k] = old[k].z, u[k] = old[k].w;
+            step.take(weight.x, gradient.x, x);
+            step.take(weight.y, gradient.y, y);
+            step.take(weight.z, gradient.z, z);
+            step.take(weight.w, gradient.w, u);
+#pragma unroll
+            for (int k = 0; k < ARRAYS; k++)
+                *(float4*)(kept[k] + i) = make_float4(x[k], y[k], z[k], u[k]);
             *(float4*)(stepped + i) = weight;
         }
     }
     for (int i = rest + threadIdx.x; i < count; i += 256) {
-        float weight = w[i], velocity = v[i];
-        step.take(weight, velocity, g[i]);
-        v[i] = velocity;
+        float weight = w[i], old[ARRAYS];
+#pragma unroll
+        for (int k = 0; k < ARRAYS; k++) old[k] = kept[k][i];
+        step.take(weight, g[i], old);
+#pragma unroll
+        for (int k = 0; k < ARRAYS; k++) kept[k][i] = old[k];
         stepped[i] = weight;
     }
+}
+
+struct Sgdm {
+    float momentum, decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+        if (decay != 0.0f) g = g + decay * w;
+        const float v = momentum * kept[0] - rate * g;
+        kept[0] = v;
+        w = w + v;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    sgdm(const long long* __restrict__ parameters, const int* __restrict__ places,
+         const float* __restrict__ decays, const float* __restrict__ factors,
+         const float* __restrict__ learning_rate, const float* __restrict__ momentum, int chunk) {
+    const Sgdm step = {*momentum};
+    each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
+}
+
+struct Nesterov {
+    float momentum, decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+        if (decay != 0.0f) g = g + decay * w;
+        const float change = rate * g, v = momentum * kept[0] - change;
+        kept[0] = v;
+        w = w + (momentum * v - change);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    nesterov(const long long* __restrict__ parameters, const int* __restrict__ places,
+             const float* __restrict__ decays, const float* __restrict__ factors,
+             const float* __restrict__ learning_rate, const float* __restrict__ momentum,
+             int chunk) {
+    const Nesterov step = {*momentum};
+    each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
+}
+
+struct Adam {
+    float mean_decay, mean_share, square_decay, square_share, epsilon, decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+        if (decay != 0.0f) g = g + decay * w;
+        kept[0] = mean_decay * kept[0] + mean_share * g;
+        kept[1] = square_decay * kept[1] + square_share * (g * g);
+        w = w - rate * (kept[0] / (__fsqrt_rn(kept[1]) + epsilon));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    adam(const long long* __restrict__ parameters, const int* __restrict__ places,
+         const float* __restrict__ decays, const float* __restrict__ factors,
+         const float* __restrict__ learning_rate, const float* __restrict__ mean_decay,
+         const float* __restrict__ mean_share, const float* __restrict__ square_decay,
+         const float* __restrict__ square_share, const float* __restrict__ epsilon, int chunk) {
+    const Adam step = {*mean_decay, *mean_share, *square_decay, *square_share, *epsilon};
+    each_number<2>(step, parameters, places, decays, factors, *learning_rate, chunk);
+}
+
+struct AdamW {
+    float mean_decay, mean_share, square_decay, square_share, epsilon, correction, decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+        kept[0] = mean_decay * kept[0] + mean_share * g;
+        kept[1] = square_decay * kept[1] + square_share * (g * g);
+        float direction = correction * (kept[0] / (__fsqrt_rn(kept[1]) + epsilon));
+        if (decay != 0.0f) direction = direction + decay * w;
+        w = w - rate * direction;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    adamw(const long long* __restrict__ parameters, const int* __restrict__ places,
+          const float* __restrict__ decays, const float* __restrict__ factors,
+          const float* __restrict__ learning_rate, const float* __restrict__ mean_decay,
+          const float* __restrict__ mean_share, const float* __restrict__ square_decay,
+          const float* __restrict__ square_share, const float* __restrict__ epsilon,
+          const float* __restrict__ correction, int chunk) {
+    const AdamW step = {*mean_decay,   *mean_share, *square_decay,
+                        *square_share, *epsilon,    *correction};
+    each_number<2>(step, parameters, places, decays, factors, *learning_rate, chunk);
+}
+
+struct RmsProp {
+    float square_decay, square_share, epsilon, decay, rate;
+
+    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+        if (decay != 0.0f) g = g + decay * w;
+        kept[0] = square_decay * kept[0] + square_share * (g * g);
+        w = w - rate * (g / (__fsqrt_rn(kept[0]) + epsilon));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+    rmsprop(const long long* __restrict__ parameters, const int* __restrict__ places,
+            const float* __restrict__ decays, const float* __restrict__ factors,
+            const float* __restrict__ learning_rate, const float* __restrict__ square_decay,
+            const float* __restrict__ square_share, const float* __restrict__ epsilon, int chunk) {
+    const RmsProp step = {*square_decay, *square_share, *epsilon};
+    each_number<1>(step, parameters, places, decays, factors, *learning_rate, chunk);
 }

@@ -264,6 +264,17 @@ class Backend(TrainingFunctions, Protocol):
     def sigmoid_dx(self, dy: Lanes, y: Lanes) -> Lanes:
         """Return dy * y * (1 - y)."""
 
+    def gelu(self, x: Lanes, approximate: str) -> Lanes:
+        """Return x * Phi(x), Phi the normal distribution function; -inf gives -0.
+
+        With `approximate` "tanh" instead of "none",
+        x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. Results that are not normal may
+        be 0.
+        """
+
+    def gelu_dx(self, dy: Lanes, x: Lanes, approximate: str) -> Lanes:
+        """Return dy times the derivative of `gelu` at x."""
+
     # pool
 
     def max_pool2d(

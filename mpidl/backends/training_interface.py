@@ -73,53 +73,36 @@ class TrainingFunctions(Protocol):
     def from_numpy(self, value: Array, like: Array) -> Array:
         """Return a NumPy array as an Array of the type and memory order of `like`."""
 
-    def sgdm(
+    def optimizer_step(
         self,
+        formula: str,
         weights: Sequence[Array],
         gradients: Sequence[Array],
-        velocities: Sequence[Array],
-        learning_rate: Any,
-        momentum: Any,
+        state: Sequence[Sequence[Array]],
+        numbers: Sequence[Any],
         decays: Sequence[float],
         factors: Sequence[float] | None = None,
     ) -> list[Array]:
-        """Return weights + v, after v <- momentum * v - learning_rate * factor * g in place.
+        """Return the weights after a step by a formula; the state changes in place.
 
-        g is the gradient + decay * weight. `factors` are 1 if None. The arithmetic has the
-        weight's precision. Velocities are C-ordered.
+        Parameters
+        ----------
+        formula : str
+            A name in `reference.optimizer.FORMULAS`, whose functions are the contract of each.
+        state : sequence of sequences
+            For each array that the formula keeps, a sequence with one of each parameter, C-ordered.
+        numbers : sequence
+            The learning rate, then the other numbers of the formula: floats, or `step_number`s.
+        decays : sequence of float
+            For each parameter, the factor of the weight that the formula adds to the gradient or,
+            if it decouples the decay, to the direction.
+        factors : sequence of float, optional
+            For each parameter, the factor of the learning rate; 1 by default.
+
+        Notes
+        -----
+        The arithmetic has the weight's precision, and numbers are rounded to it.
         """
-
-    def adam(
-        self,
-        weights: Sequence[Array],
-        gradients: Sequence[Array],
-        means: Sequence[Array],
-        squares: Sequence[Array],
-        learning_rate: Any,
-        gradient_decay: float,
-        square_decay: float,
-        epsilon: float,
-        decays: Sequence[float],
-        factors: Sequence[float],
-    ) -> list[Array]:
-        """Return weight - learning_rate * factor * m / (sqrt(v) + epsilon), m and v new.
-
-        In place, with g as in `sgdm`: m <- gradient_decay * m + (1 - gradient_decay) * g and
-        v <- square_decay * v + (1 - square_decay) * g**2. Means and squares are C-ordered.
-        """
-
-    def rmsprop(
-        self,
-        weights: Sequence[Array],
-        gradients: Sequence[Array],
-        squares: Sequence[Array],
-        learning_rate: Any,
-        square_decay: float,
-        epsilon: float,
-        decays: Sequence[float],
-        factors: Sequence[float],
-    ) -> list[Array]:
-        """Return weight - learning_rate * factor * g / (sqrt(v) + epsilon), as `adam` does."""
 
     def clip(
         self,

@@ -10,6 +10,8 @@ from mpidl.autodiff.tape import op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
+__all__ = ["gelu", "leaky_relu", "relu", "sigmoid", "softmax", "tanh"]
+
 
 @op(blocks=True)
 def relu(x: Blocked):
@@ -64,6 +66,52 @@ def sigmoid(x: Blocked):
     backend = backends.of(x)
     y = backend.sigmoid(x.lanes)
     return x.like(y), lambda dy, needs: (x.like(backend.sigmoid_dx(dy.lanes, y)),)
+
+
+def check_approximate(name: str, approximate: Any) -> None:
+    """Raise a ValueError unless `approximate` is "none" or "tanh", as `gelu` requires."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"{name}: approximate must be 'none' or 'tanh', got {approximate!r}")
+
+
+@op(blocks=True)
+def gelu(x: Blocked, approximate: str = "none"):
+    """Return the Gaussian error linear unit, x * Phi(x), elementwise.
+
+    Phi is the distribution function of the standard normal distribution.
+
+    Parameters
+    ----------
+    x
+        Blocked.
+    approximate
+        "none": Phi(x) = erfc(-x / sqrt(2)) / 2. "tanh": the approximation
+        (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
+
+    Returns
+    -------
+    Blocked
+        The same shape, in x's type. -inf gives -0.
+
+    Raises
+    ------
+    ValueError
+        If `approximate` is neither.
+
+    Notes
+    -----
+    Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. The names
+    of the approximations are PyTorch's and MATLAB's. GELU is not monotonic, so backward reads x.
+    """
+    check.images("gelu", x)
+    check_approximate("gelu", approximate)
+    backend, lanes = backends.of(x), x.lanes
+    y = backend.gelu(lanes, approximate)
+
+    def vjp(dy, needs):
+        return (x.like(backend.gelu_dx(dy.lanes, lanes, approximate)), None)[: len(needs)]
+
+    return x.like(y), vjp
 
 
 @op(blocks=True)

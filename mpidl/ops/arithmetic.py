@@ -17,6 +17,21 @@ from mpidl.blocks import Blocked, readable
 from mpidl.fold import Partial
 from mpidl.ops.loss import multiply_partial
 
+__all__ = [
+    "add",
+    "divide",
+    "exp",
+    "log",
+    "multiply",
+    "negative",
+    "power",
+    "reshape",
+    "sqrt",
+    "subtract",
+    "total",
+    "transpose",
+]
+
 
 def _sum_to(dy, x):
     """Sum a cotangent over the axes along which x was broadcast, to the shape of x."""

@@ -13,6 +13,8 @@ from mpidl.blocks import Blocked, DeferredActivation, GradientWithSums
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
 
+__all__ = ["batchnorm", "batchnorm_predict"]
+
 
 class Statistics(NamedTuple):
     """The statistics that normalize a mini-batch, from a backend's `statistics`.

@@ -7,6 +7,8 @@ from mpidl.autodiff.tape import op
 from mpidl.blocks import Blocked, readable
 from mpidl.ops import check
 
+__all__ = ["concat"]
+
 
 @op(blocks=True)
 def concat(*values: Blocked):

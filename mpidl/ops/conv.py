@@ -13,6 +13,8 @@ from mpidl.blocks import Blocked
 from mpidl.ops import check
 from mpidl.shapes import conv2d_shape
 
+__all__ = ["conv2d"]
+
 
 def conv2d_arguments(
     x: Any,

@@ -11,6 +11,8 @@ from mpidl.autodiff.tape import op
 from mpidl.blocks import LANES, Blocked, DeferredActivation, GradientWithSums
 from mpidl.ops import check
 
+__all__ = ["dense", "flatten"]
+
 
 @op(blocks=True)
 def flatten(x: Blocked):

@@ -11,6 +11,8 @@ from mpidl.backends.reference.dropout import CHANCES
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
+__all__ = ["dropout"]
+
 
 def dropout_threshold(name: str, probability: Any) -> int:
     """Return in how many of 65536 cases an element is dropped.

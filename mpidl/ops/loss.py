@@ -14,6 +14,15 @@ from mpidl.blocks import LANES, Blocked, zero_unused
 from mpidl.fold import Partial
 from mpidl.ops import check
 
+__all__ = [
+    "correct_count",
+    "mean",
+    "mean_absolute_error",
+    "mean_squared_error",
+    "softmax_cross_entropy",
+    "sum",
+]
+
 
 @op(blocks=True)
 def sum(x: Blocked):

@@ -9,6 +9,8 @@ from mpidl.autodiff.tape import op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
+__all__ = ["cross_channel_norm"]
+
 
 def check_window(name: str, window: Any, alpha: Any, beta: Any, k: Any) -> None:
     """Raise a ValueError if `cross_channel_norm` does not take the arguments."""

@@ -11,6 +11,8 @@ from mpidl.blocks import Blocked, GradientWithSums
 from mpidl.ops import check
 from mpidl.shapes import pool2d_shape
 
+__all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
+
 PLACES = 256  # positions in a window that one byte can number
 
 

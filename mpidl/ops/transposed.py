@@ -13,6 +13,8 @@ from mpidl.blocks import Blocked
 from mpidl.ops import check
 from mpidl.shapes import same_cropping, transposed_conv2d_shape
 
+__all__ = ["transposed_conv2d"]
+
 
 def same_or_crops(
     name: str, cropping: check.PaddingArgument, size: Sequence[int], stride: Sequence[int]

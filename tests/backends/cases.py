@@ -18,6 +18,7 @@ from conformance import (
 )
 
 from mpidl import shapes
+from mpidl.backends.reference import optimizer as reference
 
 CPU = ("cpu",)
 NONE, SAME, ONE = ((0, 0), (0, 0)), ((1, 1), (1, 1)), (1, 1)
@@ -250,8 +251,7 @@ def per_channel(c):
     yield Case("predict_scale", str(c), predict, 1e-7, typed=False)
 
 
-# size of the argument that a gradient takes beside dy: the result, or x
-ACTIVATIONS = {"leaky_relu": {"scale": 0.2}, "tanh": {}, "sigmoid": {}}
+OF_RESULTS = {"leaky_relu": {"scale": 0.2}, "tanh": {}, "sigmoid": {}}
 IMAGES = {
     "pixels": (5, 3, 7),
     "four channels at once": (8, 4, 4),
@@ -261,6 +261,7 @@ IMAGES = {
 
 
 def activations(name, options):
+    """An activation, and its gradient from the backend's own result."""
     for label, shape in IMAGES.items():
         yield Case(name, label, {"x": lanes(*shape)} | options)
         yield Case(
@@ -401,18 +402,34 @@ DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
 FACTORS = [1, 2, 0.5, 1, 1, 20, 1, 1, 0.1]
 
 
-def solver(function, states, **numbers):
-    """To the last bit: new weights, and the states that change in place."""
-    lists = {"weights": LEARNABLES, "gradients": LEARNABLES} | states
-    numbers |= {"decays": DECAYS, "factors": FACTORS}
+ADAM = (0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8)
+FORMULAS = {  # the numbers of each, and what it keeps
+    "sgdm": ((0.1, 0.9), [LEARNABLES]),
+    "nesterov": ((0.1, 0.9), [LEARNABLES]),
+    "adam": (ADAM, [LEARNABLES, SQUARES]),
+    "adamw": ((*ADAM, 0.3), [LEARNABLES, SQUARES]),
+    "rmsprop": ((0.01, 0.999, 1 - 0.999, 1e-8), [SQUARES]),
+}
 
-    def step(backend, a):
-        rate = backend.step_number("learning_rate", 0.1)
-        arrays = {name: a[name] for name in lists}
-        updated = getattr(backend, function)(**arrays, learning_rate=rate, **numbers)
-        return [*updated, *(array for name in states for array in arrays[name])]
 
-    return Case(function, "all kinds of learnables", lists, 0, call=step)
+def step(formula):
+    """To the last bit: new weights, and the state that changes in place."""
+    numbers, state = FORMULAS[formula]
+    names = [f"state {i}" for i in range(len(state))]
+    lists = {"weights": LEARNABLES, "gradients": LEARNABLES} | dict(zip(names, state, strict=True))
+
+    def call(backend, a):
+        arrays = [a[name] for name in names]
+        rate, *others = numbers
+        numbers_of_step = [backend.step_number("learning_rate", rate), *others]
+        return [
+            backend.optimizer_step(
+                *(formula, a["weights"], a["gradients"], arrays, numbers_of_step, DECAYS, FACTORS)
+            ),
+            arrays,
+        ]
+
+    return Case("optimizer_step", formula, lists, 0, call=call)
 
 
 def clipped(method, threshold):
@@ -477,8 +494,13 @@ def table():
     running = {"olds": [vector(n) for n in (3, 3, 200, 1)], "decay": 0.1}
     running["values"] = [draw._replace(dtype=np.float64) for draw in running["olds"]]
     yield Case("running", "several", running, 1e-6)
-    for name, options in ACTIVATIONS.items():
+    for name, options in OF_RESULTS.items():
         yield from activations(name, options)
+    for approximate in ("none", "tanh"):
+        for shape in IMAGES.values():
+            label, x = f"{approximate}, {shape}", {"x": lanes(*shape), "approximate": approximate}
+            yield Case("gelu", label, x)
+            yield Case("gelu_dx", label, {"dy": cotangent(*shape)} | x)
     for label, shape in POOLS.items():
         yield from pooling(label, *shape)
     for label, numbers in NORMS.items():
@@ -494,11 +516,8 @@ def table():
         yield from joins(shape)
     for classes, pixels in SCORES:
         yield from losses(classes, pixels)
-    yield solver("sgdm", {"velocities": LEARNABLES}, momentum=0.9)
-    adaptive = {"square_decay": 0.999, "epsilon": 1e-8}
-    moments = {"means": LEARNABLES, "squares": SQUARES}
-    yield solver("adam", moments, gradient_decay=0.9, **adaptive)
-    yield solver("rmsprop", {"squares": SQUARES}, **adaptive)
+    for formula in reference.FORMULAS:
+        yield step(formula)
     for method in ("l2norm", "global-l2norm", "absolute-value"):
         for threshold in (0.25, 10.0, 1e6):
             yield clipped(method, threshold)

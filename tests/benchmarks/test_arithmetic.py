@@ -163,6 +163,7 @@ BRANCHES = [
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="c"),
     dl.Conv2D(1, 4, after="sum"),
     dl.Tanh(),
+    dl.GELU(),
     dl.Dropout(0.0),
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
     dl.ReLU(after="sum"),  # which others read, too
@@ -170,6 +171,7 @@ BRANCHES = [
     dl.Concat(inputs=("c", "d", "e")),
     dl.Dense(16),
     dl.Sigmoid(),
+    dl.GELU("tanh"),
     dl.Dense(10),
 ]
 

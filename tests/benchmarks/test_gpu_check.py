@@ -86,7 +86,7 @@ def test_every_op_is_near_float64_and_what_is_wrong_is_found(gpu, monkeypatch):
     parity.check_all(report, {"small": zoo.digits((1, 7, 7))}, count=20)
     assert not report.failed and len(report.record["checks"]) == len(parity.KINDS)
     functions = {row[2] for row in report.record["tables"][0]["rows"]}
-    assert {"conv2d", "conv2d_backward", "dense_backward", "moments", "sgdm"} <= functions
+    assert {"conv2d", "conv2d_backward", "dense_backward", "moments", "optimizer_step"} <= functions
     right = parity.reference.conv2d
 
     def with_error(*arguments):

@@ -1,4 +1,4 @@
-"""The exchanges: simulated for 1 to 64 ranks, then by the ranks that run this session."""
+"""Exchanges, simulated for 1 to 64 ranks and run by the ranks of this session."""
 
 import math
 import weakref
@@ -23,14 +23,14 @@ LAYOUTS = {
 
 
 def wide(seed, *shape):
-    """float32 values of many magnitudes, so that every other order of addition shows."""
+    """Return float32 values of many magnitudes, so that another order of addition shows."""
     size = int(np.prod(shape))
     sign = 2 * keyed.uniform(seed, "value", size) - 1
     return (sign * 10.0 ** (6 * keyed.uniform(seed, "size", size) - 3)).reshape(shape).astype("f4")
 
 
 def tree_sum(leaves, start, stop, combine=np.add):
-    """The sum the tree defines, by recursion."""
+    """Return the sum that the tree defines, by recursion."""
     if stop - start == 1:
         return leaves[start].copy()
     half = 1
@@ -40,15 +40,22 @@ def tree_sum(leaves, start, stop, combine=np.add):
     return combine(left, tree_sum(leaves, start + half, stop, combine))
 
 
-def layouts(ranks):
-    """(blocks, load) of the cases tried for a number of ranks."""
+def cases_of(ranks):
+    """Yield (blocks, layout, width) of the cases for a number of ranks."""
+    if ranks > 24:  # the cost grows with ranks squared
+        for leaves, layout in ((ranks, "equal"), (2 * ranks, "equal"), (45, "rising")):
+            yield leaves, layout, WIDTH
+        yield 45, "one has most", WIDTH
+        return
     few = {1, ranks - 1, ranks, ranks + 1, 3 * ranks + 2} if ranks % 4 == 1 else {ranks + 1}
     for leaves in sorted({*few, 2 * ranks, 45} - {0}):
-        yield leaves, "equal"
-    yield 45, "one has most"
+        yield leaves, "equal", WIDTH
+    yield 45, "one has most", WIDTH
     if ranks > 1:
-        yield 29, "rising"
-        yield 3 * ranks, "every other idles"
+        yield 29, "rising", WIDTH
+        yield 3 * ranks, "every other idles", WIDTH
+    if ranks in (2, 3, 7, 8):  # also fewer values than ranks
+        yield from ((21, "equal", width) for width in (0, 1, 2, 5, 64))
 
 
 def trees_of(leaves, ranks, layout, plain=False):
@@ -56,15 +63,15 @@ def trees_of(leaves, ranks, layout, plain=False):
     return [fold.Tree(leaves, runs, rank, plain) for rank in range(ranks)]
 
 
-def ways(tree):
+def algorithms(tree):
     if len(tree.runs) == 1:
         return [exchange.single_rank]
     general = [exchange.gather_nodes, exchange.up_and_down, exchange.segmented]
     return general + ([exchange.pairwise] if exchange._pairs_up(tree) else [])
 
 
-def allowed(way, ranks, leaves, nodes, width):
-    """Rounds, messages and values of one rank, at most: the table in exchange.py."""
+def limits_of(algorithm, ranks, leaves, nodes, width):
+    """Most rounds, messages and values of one rank, by the table in exchange.py."""
     n, hops = len(nodes), math.ceil(math.log2(ranks))
     return {
         exchange.single_rank: (0, 0, 0),
@@ -80,44 +87,29 @@ def allowed(way, ranks, leaves, nodes, width):
             2 * (ranks - 1),
             n * (width - width // ranks) + math.ceil(width / ranks) * (ranks - 1),
         ),
-    }[way]
+    }[algorithm]
 
 
 @pytest.mark.parametrize("ranks", [*range(1, 13), 16, 17, 31, 33, 64])
-def test_all_ways_give_the_same_bytes_and_send_what_the_table_says(ranks):
-    if ranks > 24:  # the cost grows with ranks squared
-        cases = [(ranks, "equal"), (2 * ranks, "equal"), (45, "rising"), (45, "one has most")]
-    else:
-        cases = layouts(ranks)
-    for leaves, layout in cases:
-        values = wide(leaves, leaves, WIDTH)
+def test_all_algorithms_give_the_same_bytes_within_their_limits(ranks):
+    for leaves, layout, width in cases_of(ranks):
+        values = wide(leaves, leaves, width)
         expected = tree_sum(values, 0, leaves).tobytes()
         trees = trees_of(leaves, ranks, layout)
         matrices, _ = simulator.folded(trees, values)
-        for way in ways(trees[0]):
-            found = simulator.exchange(way, trees, matrices)
-            case = f"{way.__name__}, {leaves} blocks, {layout}"
-            assert {root.tobytes() for root in found.roots} == {expected}, case
+        for algorithm in algorithms(trees[0]):
+            outcome = simulator.exchange(algorithm, trees, matrices)
+            case = f"{algorithm.__name__}, {leaves} blocks, {layout}, width {width}"
+            assert {root.tobytes() for root in outcome.roots} == {expected}, case
             for rank in range(ranks):
-                rounds, messages, size = allowed(way, ranks, leaves, trees[0].nodes[rank], WIDTH)
-                assert found.rounds <= rounds, case
-                assert found.messages[rank] <= messages, case
-                assert found.bytes[rank] <= 4 * size, case
+                nodes = trees[0].nodes[rank]
+                rounds, messages, size = limits_of(algorithm, ranks, leaves, nodes, width)
+                assert outcome.rounds <= rounds, case
+                assert outcome.messages[rank] <= messages, case
+                assert outcome.bytes[rank] <= 4 * size, case
 
 
-@pytest.mark.parametrize("width", [0, 1, 2, 5, 64])
-def test_widths_below_the_number_of_ranks(width):
-    for ranks in (2, 3, 7, 8):
-        values = wide(width, 21, width)
-        expected = tree_sum(values, 0, 21)
-        trees = trees_of(21, ranks, "equal")
-        matrices, _ = simulator.folded(trees, values)
-        for way in ways(trees[0]):
-            found = simulator.exchange(way, trees, matrices)
-            assert {root.tobytes() for root in found.roots} == {expected.tobytes()}
-
-
-def test_moments_go_the_same_ways():
+def test_moments_are_exchanged_alike():
     counts = np.arange(1, 33, dtype="f8")
     all_values = np.column_stack([counts, wide(1, 32, 6).astype("f8"), abs(wide(2, 32, 6))])
     for leaves, ranks in ((29, 2), (29, 3), (32, 8), (31, 13)):
@@ -125,15 +117,15 @@ def test_moments_go_the_same_ways():
         expected = tree_sum(values, 0, leaves, fold.merge_moments)
         trees = trees_of(leaves, ranks, "equal")
         matrices, _ = simulator.folded(trees, values, fold.merge_moments)
-        for way in set(ways(trees[0])) - {exchange.segmented}:
-            found = simulator.exchange(way, trees, matrices, fold.merge_moments)
-            assert {root.tobytes() for root in found.roots} == {expected.tobytes()}
-        chosen = exchange.choose_algorithm(trees[0], expected.nbytes, fold.merge_moments)
-        assert chosen is not exchange.segmented  # cutting it would tear mean from M2
+        for algorithm in set(algorithms(trees[0])) - {exchange.segmented}:
+            outcome = simulator.exchange(algorithm, trees, matrices, fold.merge_moments)
+            assert {root.tobytes() for root in outcome.roots} == {expected.tobytes()}
+        choice = exchange.choose_algorithm(trees[0], expected.nbytes, fold.merge_moments)
+        assert choice is not exchange.segmented  # cutting it would tear mean from M2
 
 
-def test_two_exchanges_under_way_do_not_mix():
-    """A tag of its own keeps them apart, though the second may come first."""
+def test_two_pending_exchanges_do_not_mix():
+    """Tags keep them apart, even if messages of the second arrive first."""
     trees = trees_of(13, 5, "equal")
     first, second = wide(1, 13, WIDTH), wide(2, 13, WIDTH)
     wire = simulator.Wire()
@@ -156,10 +148,10 @@ def test_two_exchanges_under_way_do_not_mix():
         assert {e.root.tobytes() for e in group} == {tree_sum(values, 0, 13).tobytes()}
 
 
-def test_the_way_is_chosen_by_layout_and_size_alone():
+def test_the_algorithm_depends_on_layout_and_size_alone():
     small, large = exchange.SMALL_BYTES, exchange.SMALL_BYTES + 1
     table = [
-        # blocks, ranks, bytes, combine, way
+        # blocks, ranks, bytes, combine, algorithm
         (8, 1, small, fold.add, exchange.single_rank),
         (8, 4, small, fold.add, exchange.pairwise),
         (8, 4, large, fold.add, exchange.pairwise),
@@ -171,30 +163,30 @@ def test_the_way_is_chosen_by_layout_and_size_alone():
         (100, 12, small, fold.add, exchange.up_and_down),
         (100, 12, large, fold.merge_moments, exchange.up_and_down),
     ]
-    for leaves, ranks, nbytes, combine, way in table:
+    for leaves, ranks, nbytes, combine, algorithm in table:
         trees = trees_of(leaves, ranks, "equal")
-        # every rank chooses the same, and again the same
-        assert {exchange.choose_algorithm(t, nbytes, combine) for t in trees * 2} == {way}
+        # twice, on every rank
+        assert {exchange.choose_algorithm(t, nbytes, combine) for t in trees * 2} == {algorithm}
 
 
-def test_values_that_are_no_nodes_never_go_up_the_tree():
-    """`plain` ranks hand over one value each, whatever their run: moments must still arrive."""
+def test_plain_moments_never_go_up_the_tree():
+    """`plain` ranks send one value each, whatever their run, and moments must still arrive."""
     counts = np.ones((29, 1))
     values = np.hstack([counts, wide(1, 29, 2), np.zeros((29, 2))])
     for ranks in (3, 12):
         trees = trees_of(29, ranks, "equal", plain=True)
         matrices, _ = simulator.folded(trees, values, fold.merge_moments)
-        way = exchange.choose_algorithm(trees[0], 40, fold.merge_moments)
-        found = simulator.exchange(way, trees, matrices, fold.merge_moments)
-        assert found.roots[0][0] == 29
-        np.testing.assert_allclose(found.roots[0][1:3], values[:, 1:3].mean(axis=0), rtol=1e-12)
+        algorithm = exchange.choose_algorithm(trees[0], 40, fold.merge_moments)
+        root = simulator.exchange(algorithm, trees, matrices, fold.merge_moments).roots[0]
+        assert root[0] == 29
+        np.testing.assert_allclose(root[1:3], values[:, 1:3].mean(axis=0), rtol=1e-12)
 
 
-# by the ranks that run this session
+# By the ranks of this session
 
 
 def leaves_of(count, name, shape):
-    """All leaves of a mini-batch of `count` images: the same numbers on every rank."""
+    """Return all leaves of a mini-batch of `count` images, the same on every rank."""
     return wide(name, -(-count // LANES), *shape)
 
 
@@ -210,9 +202,9 @@ def partial_of(batch, leaves):
 def test_real_ranks_fold_what_one_process_folds(world, blocks, shape):
     count = blocks * LANES - 3
     leaves = leaves_of(count, blocks, shape)
-    found = world.gplus(partial_of(share(count, world), leaves))
-    assert found.shape == shape and found.dtype == np.float32
-    assert found.tobytes() == tree_sum(leaves, 0, blocks).tobytes()
+    total = world.gplus(partial_of(share(count, world), leaves))
+    assert total.shape == shape and total.dtype == np.float32
+    assert total.tobytes() == tree_sum(leaves, 0, blocks).tobytes()
 
 
 def test_real_ranks_with_skewed_shares(world):
@@ -225,8 +217,8 @@ def test_real_ranks_with_skewed_shares(world):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 20])
-def test_many_sums_under_way(world, bucket_bytes):
-    """What backward does: values come one by one, buckets leave at once, all end in `finish`."""
+def test_many_sums_at_once(world, bucket_bytes):
+    """As in backward: values come one by one, full buckets leave at once, `finish` ends all."""
     count, shapes = 7 * LANES - 1, [(9,), (1000, 300), (), (40, 25), (7,), (128, 64), (3,)]
     batch = share(count, world)
     leaves = [leaves_of(count, i, shape) for i, shape in enumerate(shapes)]
@@ -244,8 +236,8 @@ def test_many_sums_under_way(world, bucket_bytes):
     assert not world.pending_exchanges
 
 
-def test_nodes_are_kept_no_longer_than_needed(world):
-    """On one rank they are the sum, without a copy."""
+def test_nodes_are_released_early(world):
+    """On one rank the node itself becomes the sum, without a copy."""
     count = 7 * LANES
     leaves, batch = leaves_of(count, 1, (50, 40)), share(count, world)
     partial, reducer = partial_of(batch, leaves), Reducer(world, 1)
@@ -270,13 +262,13 @@ def test_terms_of_different_types_and_trees_in_one_sum(world):
 
 
 def test_plain_sums_depend_on_the_number_of_ranks(world):
-    """The negative control of this file's tests: MPI's own sum, each share from left to right."""
+    """Negative control: MPI's own sum adds each share from left to right."""
     plain = World(plain=True)
     leaves = leaves_of(17 * LANES, 3, (1000,))
     batch = share(17 * LANES, plain)
     assert batch.tree.plain
-    found = plain.gplus(partial_of(batch, leaves))
+    total = plain.gplus(partial_of(batch, leaves))
     expected = tree_sum(leaves, 0, 17)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-2)
+    np.testing.assert_allclose(total, expected, rtol=1e-3, atol=1e-2)
     if world.size >= 3:
-        assert found.tobytes() != expected.tobytes()
+        assert total.tobytes() != expected.tobytes()

@@ -1,4 +1,4 @@
-"""The world: what the ranks of this session do together."""
+"""World: reductions, messages and shared memory of the ranks that run this session."""
 
 import functools
 import time
@@ -12,24 +12,17 @@ from mpidl.comm import World
 from mpidl.fold import replicated
 
 
-def everyone(world, value):
-    """All ranks' values on all ranks."""
-    return world.broadcast(world.gather(value))
-
-
 def test_ranks_are_numbered_once(world):
     from mpi4py import MPI
 
     assert world.size == MPI.COMM_WORLD.size == len(world.hosts)
-    assert everyone(world, world.rank) == list(range(world.size))
+    assert world.allgather(world.rank) == list(range(world.size))
     assert world.host == world.hosts[world.rank]
-    # neighbours share a host
-    assert len(set(world.hosts)) == 1 + sum(
-        a != b for a, b in zip(world.hosts[:-1], world.hosts[1:], strict=True)
-    )
+    changes = sum(a != b for a, b in zip(world.hosts[:-1], world.hosts[1:], strict=True))
+    assert len(set(world.hosts)) == 1 + changes  # neighbours share a host
 
 
-PLAIN = {
+BY_NUMPY = {
     "and": lambda values: functools.reduce(np.logical_and, values),
     "or": lambda values: functools.reduce(np.logical_or, values),
     "min": lambda values: np.min(values, axis=0),
@@ -58,34 +51,33 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("operation", PLAIN)
-def test_gop(world, operation, kind):
-    values = [VALUES[kind](rank) for rank in range(world.size)]
+@pytest.mark.parametrize("operation", BY_NUMPY)
+def test_gop_and_allreduce(world, operation, kind):
     with np.errstate(over="ignore"):
-        expected = PLAIN[operation]([np.asarray(v) for v in values])
+        expected = BY_NUMPY[operation]([np.asarray(VALUES[kind](r)) for r in range(world.size)])
     if operation in ("and", "or"):
         expected = np.asarray(expected, bool)  # of one rank as well
-    mine = VALUES[kind](world.rank)
-    found = world.gop(operation, mine)
-    assert np.array_equal(found, expected) and np.shape(found) == np.shape(mine)
-    if np.ndim(mine) or isinstance(mine, np.ndarray):
-        assert isinstance(found, np.ndarray) and found is not mine
-        assert not np.shares_memory(found, np.asarray(mine))
-        kinds = "b" if operation in ("and", "or") else "iu" if found.dtype.kind in "iu" else "f"
-        assert found.dtype.kind in kinds + ("b" if operation in ("min", "max") else "")
+    value = VALUES[kind](world.rank)
+    total, reduced = world.gop(operation, value), world.allreduce(value, op=operation)
+    assert np.array_equal(total, expected) and np.shape(total) == np.shape(value)
+    if np.ndim(value) or isinstance(value, np.ndarray):
+        assert isinstance(total, np.ndarray) and total is not value
+        assert not np.shares_memory(total, np.asarray(value))
+        kinds = "b" if operation in ("and", "or") else "iu" if total.dtype.kind in "iu" else "f"
+        assert total.dtype.kind in kinds + ("b" if operation in ("min", "max") else "")
     else:
-        assert type(found) in (bool, int, float)
-    assert len(set(everyone(world, np.asarray(found).tobytes()))) == 1
-
-
-def test_gop_counts_what_is_true(world):
-    assert world.gop("sum", True) == world.size
-    assert world.gop("sum", world.rank == 0) == 1
+        assert type(total) in (bool, int, float)
+    assert len(set(world.allgather(np.asarray(total).tobytes()))) == 1
+    if kind == "list" and operation == "sum":  # allreduce adds lists item by item, as gplus
+        assert reduced == expected.tolist()
+    else:
+        assert type(reduced) is type(total)
+        assert np.asarray(reduced).tobytes() == np.asarray(total).tobytes()
 
 
 def test_gop_applies_a_function_from_rank_0_upwards(world):
-    found = world.gop(lambda left, right: 10 * left + right, world.rank + 1)
-    assert found == int("".join(str(rank + 1) for rank in range(world.size)))
+    digits = world.gop(lambda left, right: 10 * left + right, world.rank + 1)
+    assert digits == int("".join(str(rank + 1) for rank in range(world.size)))
     pairs = np.array([[1.0, world.rank], [0.0, 1.0]])
     product = world.gop(np.matmul, pairs)
     assert product[0, 1] == sum(range(world.size))
@@ -100,53 +92,40 @@ def test_gop_refuses_what_it_cannot_combine(world):
         world.gop("max", None)
 
 
+def partial_of_ones(world, *shape):
+    """The sum of a mini-batch of 37 images of ones, before it is folded over the ranks."""
+    batch = dl.share(37, world)
+    images = np.ones((batch.images[1] - batch.images[0], *shape))
+    return dl.sum(dl.from_images(images, batch))
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (300, 1000)])
 def test_gplus_of_plain_arrays_adds_in_the_order_of_the_ranks(world, shape):
     parts = [numbers(f"part {rank}", *shape, dtype=np.float32) for rank in range(world.size)]
-    found = world.gplus(parts[world.rank])
-    assert found.tobytes() == functools.reduce(np.add, parts).tobytes()
-    assert found.dtype == np.float32
+    total = world.gplus(parts[world.rank])
+    assert total.tobytes() == functools.reduce(np.add, parts).tobytes()
+    assert total.dtype == np.float32
 
 
 def test_gplus_of_dicts_lists_and_tuples(world):
-    batch = dl.share(37, world)
-    ones = dl.from_images(np.ones((batch.images[1] - batch.images[0], 3)), batch)
-    total = dl.sum(ones)
-    values = {"sum": total, "plain": np.arange(2.0), "count": 1, "same": replicated(7.0)}
-    found = world.gplus(values)
-    assert list(found) == list(values)
-    assert found["sum"].tolist() == [37] * 3
-    assert found["plain"].tolist() == [0, world.size] and found["count"] == world.size
-    assert found["same"] == 7
-    first, (second, third) = world.gplus((total * 2, [total, 1]))
+    partial = partial_of_ones(world, 3)
+    values = {"sum": partial, "plain": np.arange(2.0), "count": 1, "same": replicated(7.0)}
+    totals = world.gplus(values)
+    assert list(totals) == list(values)
+    assert totals["sum"].tolist() == [37] * 3
+    assert totals["plain"].tolist() == [0, world.size] and totals["count"] == world.size
+    assert totals["same"] == 7
+    first, (second, third) = world.gplus((partial * 2, [partial, 1]))
     assert (first.tolist(), second.tolist(), third) == ([74] * 3, [37] * 3, world.size)
     assert world.gplus([]) == [] and world.gplus({}) == {}
-    expected = found["sum"].tobytes()
-    found["sum"][...] = 0  # a Partial is not used up, and its sum no part of it
-    assert world.gplus(total).tobytes() == expected
-
-
-@pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.parametrize("operation", PLAIN)
-def test_allreduce_is_gop(world, operation, kind):
-    value = VALUES[kind](world.rank)
-    with np.errstate(over="ignore"):
-        expected = PLAIN[operation]([np.asarray(VALUES[kind](r)) for r in range(world.size)])
-    reduced, by_gop = world.allreduce(value, op=operation), world.gop(operation, value)
-    if operation in ("and", "or"):
-        expected = np.asarray(expected, bool)  # of one rank as well
-    assert np.array_equal(reduced, expected) and np.array_equal(reduced, by_gop)
-    if kind == "list" and operation == "sum":  # item by item, as gplus
-        assert reduced == expected.tolist()
-    else:
-        assert type(reduced) is type(by_gop)
-        assert np.asarray(reduced).tobytes() == np.asarray(by_gop).tobytes()
+    expected = totals["sum"].tobytes()
+    totals["sum"][...] = 0  # a Partial is not used up, and its sum is no part of it
+    assert world.gplus(partial).tobytes() == expected
 
 
 def test_allreduce_adds_by_default_as_gplus_does(world):
     assert world.allreduce(world.rank) == sum(range(world.size))
-    batch = dl.share(37, world)
-    partial = dl.sum(dl.from_images(np.ones((batch.images[1] - batch.images[0], 3)), batch))
+    partial = partial_of_ones(world, 3)
     assert world.allreduce(partial).tobytes() == world.gplus(partial).tobytes()
     values = {"sum": partial, "pair": (1, np.arange(2.0))}
     reduced = world.allreduce(values)
@@ -189,8 +168,8 @@ def test_a_world_shows_its_ranks(world):
 
 @pytest.mark.parametrize("size", [0, 10, 3_000_000])
 def test_gather_and_broadcast(world, size):
-    mine = {"rank": world.rank, "data": np.full(size, world.rank, np.uint8), "none": None}
-    gathered = world.gather(mine)
+    message = {"rank": world.rank, "data": np.full(size, world.rank, np.uint8), "none": None}
+    gathered = world.gather(message)
     world.gather("again")  # a second one does not overtake the first
     if world.rank == 0:
         assert [g["rank"] for g in gathered] == list(range(world.size))
@@ -198,10 +177,10 @@ def test_gather_and_broadcast(world, size):
     else:
         assert gathered is None
     for root in range(world.size):
-        found = world.broadcast(mine if world.rank == root else "not this", root)
-        assert found["rank"] == root and found["none"] is None
-        assert (found["data"] == root).all() and found["data"].shape == (size,)
-        found["data"][:] = 1  # it is the rank's own, to be written to
+        received = world.broadcast(message if world.rank == root else "not this", root)
+        assert received["rank"] == root and received["none"] is None
+        assert (received["data"] == root).all() and received["data"].shape == (size,)
+        received["data"][:] = 1  # a copy that the rank may write to
 
 
 def test_raise_if_any_raises_one_error_on_all_ranks(world):
@@ -215,39 +194,39 @@ def test_raise_if_any_raises_one_error_on_all_ranks(world):
 
 
 def test_every_message_has_arrived_at_the_barrier(world):
-    mine, received = World(), []
-    mine.after_each(received.append)
+    world, received = World(), []
+    world.after_each(received.append)
     for i in range(30):
-        mine.send((mine.rank, i, np.full(100_000 if i == 7 else 3, i)))
+        world.send((world.rank, i, np.full(100_000 if i == 7 else 3, i)))
         if i == 15:
-            mine.gop("sum", 1)  # other calls go on between
-    mine.barrier()
-    if mine.rank == 0:
-        assert len(received) == 30 * mine.size
-        for rank in range(mine.size):  # those of one rank in their order
-            of_rank = [message for message in received if message[0] == rank]
-            assert [i for _, i, _ in of_rank] == list(range(30))
-            assert all((data == i).all() for _, i, data in of_rank)
+            world.gop("sum", 1)  # other calls go on between
+    world.barrier()
+    if world.rank == 0:
+        assert len(received) == 30 * world.size
+        for rank in range(world.size):  # those of one rank in their order
+            from_rank = [message for message in received if message[0] == rank]
+            assert [i for _, i, _ in from_rank] == list(range(30))
+            assert all((data == i).all() for _, i, data in from_rank)
     else:
         assert received == []
-    mine.barrier()  # rank 0 has counted before anyone sends more
-    mine.send((mine.rank, "more", np.zeros(0)))
-    mine.barrier()
-    assert mine.gop("max", len(received)) == 31 * mine.size
+    world.barrier()  # nobody sends more before rank 0 has counted
+    world.send((world.rank, "more", np.zeros(0)))
+    world.barrier()
+    assert world.gop("max", len(received)) == 31 * world.size
 
 
 def test_messages_arrive_while_rank_0_works(world):
-    mine, received = World(), []
-    mine.after_each(received.append)
-    mine.send(mine.rank)
-    if mine.rank == 0:
-        while len(received) < mine.size:
-            mine.progress()
-        assert sorted(received) == list(range(mine.size))
-    mine.barrier()
+    world, received = World(), []
+    world.after_each(received.append)
+    world.send(world.rank)
+    if world.rank == 0:
+        while len(received) < world.size:
+            world.progress()
+        assert sorted(received) == list(range(world.size))
+    world.barrier()
 
 
-def test_send_without_a_handler_is_told(world):
+def test_send_without_a_handler_is_an_error(world):
     if world.rank == 0:
         with pytest.raises(RuntimeError, match="after_each"):
             World(world.transport.MPI.COMM_SELF).send(1)
@@ -271,28 +250,26 @@ def test_a_shared_array_is_shared_by_the_ranks_of_a_host(world):
     assert array.tolist() == expected
 
 
-def test_nobody_leaves_a_barrier_before_all_came(world):
+def test_no_rank_leaves_a_barrier_before_all_have_entered(world):
     for late in range(world.size):
         if world.rank == late:
             time.sleep(0.02)
-        came = time.monotonic()
+        entered = time.monotonic()
         world.barrier()
         left = time.monotonic()
         if len(set(world.hosts)) == 1:  # one clock
-            assert world.gop("max", came) <= world.gop("min", left)
+            assert world.gop("max", entered) <= world.gop("min", left)
 
 
-def test_worlds_of_some_of_the_ranks(world):
+def test_a_world_of_some_of_the_ranks(world):
     from mpi4py import MPI
 
     half = World(MPI.COMM_WORLD.Split(world.rank % 2, world.rank))
     members = [r for r in range(world.size) if r % 2 == world.rank % 2]
     assert (half.rank, half.size) == (members.index(world.rank), len(members))
     assert half.gop("sum", world.rank) == sum(members)
-    batch = dl.share(37, half)
-    n = batch.images[1] - batch.images[0]
-    assert half.gplus(dl.sum(dl.from_images(np.ones(n), batch))) == 37
-    assert world.gop("sum", 1) == world.size  # the first world is as it was
+    assert half.gplus(partial_of_ones(half)) == 37
+    assert world.gop("sum", 1) == world.size  # the first world still works
 
 
 def test_rank_0_reports(world, capsys):

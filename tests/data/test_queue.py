@@ -1,10 +1,10 @@
-"""The mini-batch queue: order, shares, lanes, and the thread that reads ahead."""
+"""The mini-batch queue: order, shares, lanes, memory, and reading ahead."""
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from image_sets import refusal
 from limits import settled
 
 from mpidl.blocks import LANES, blocks_of
@@ -25,12 +25,8 @@ def worlds(size):
     return [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
 
 
-def prefetchers():
-    return [t for t in threading.enumerate() if t.name == "mpidl-prefetch"]
-
-
-class Slow(Datastore):
-    """Images that say when they are read, and fail at one index."""
+class Recording(Datastore):
+    """A dataset that records which images are read, and fails at one index."""
 
     image_shape, dtype, classes = (1, 1, 1), np.dtype(np.uint8), ["a"]
 
@@ -50,21 +46,21 @@ def test_shares_of_all_ranks_are_the_global_order(size, prefetch):
     store = numbered(203)  # mini-batches of 80, 80 and 43; the last block holds 11 images
     queues = [MinibatchQueue(store, 80, 7, world, prefetch=prefetch) for world in worlds(size)]
     order = queues[0].order(4)
-    seen = []
+    indices = []
     for number, shares in enumerate(zip(*(q.epoch(4) for q in queues), strict=True)):
-        wanted = order[number * 80 : number * 80 + 80]
-        assert np.array_equal(np.concatenate([i.batch.indices for i, _ in shares]), wanted)
-        assert np.array_equal(np.concatenate([x.local() for _, x in shares]), wanted)
+        expected = order[number * 80 : number * 80 + 80]
+        assert np.array_equal(np.concatenate([i.batch.indices for i, _ in shares]), expected)
+        assert np.array_equal(np.concatenate([x.local() for _, x in shares]), expected)
         pixels = np.concatenate([images.local() for images, _ in shares])
-        assert np.array_equal(pixels, store.read(wanted) / np.float32(255))
+        assert np.array_equal(pixels, store.read(expected) / np.float32(255))
         for images, labels in shares:
             b = images.batch
-            assert (b.count, b.epoch, b.seed) == (len(wanted), 4, 7)
+            assert (b.count, b.epoch, b.seed) == (len(expected), 4, 7)
             assert images.lanes.shape == (b.blocks, 3, 2, 5, LANES)
             assert images.dtype == np.float32 and images.lanes.flags.c_contiguous
             assert labels.lanes.shape == (b.blocks, LANES) and labels.dtype == np.int32
-        seen.extend(wanted.tolist())
-    assert sorted(seen) == list(range(203)) and number + 1 == len(queues[0]) == 3
+        indices.extend(expected.tolist())
+    assert sorted(indices) == list(range(203)) and number + 1 == len(queues[0]) == 3
 
 
 def test_unused_lanes_are_zero_and_empty_shares_have_no_blocks():
@@ -81,9 +77,9 @@ def test_unused_lanes_are_zero_and_empty_shares_have_no_blocks():
 
 
 def test_pixels_are_divided_and_floats_are_not():
-    every = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
-    ((images, _),) = MinibatchQueue(ArrayDatastore(every)).epoch(0)
-    assert np.array_equal(images.local(), every.astype(np.float32) / np.float32(255))
+    pixels = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
+    ((images, _),) = MinibatchQueue(ArrayDatastore(pixels)).epoch(0)
+    assert np.array_equal(images.local(), pixels.astype(np.float32) / np.float32(255))
     floats = np.random.default_rng(0).normal(size=(20, 3, 2, 2))
     ((images, labels),) = MinibatchQueue(ArrayDatastore(floats), shuffle="never").epoch(0)
     assert np.array_equal(images.local(), floats.astype(np.float32)) and labels is None
@@ -102,21 +98,21 @@ def test_shuffles():
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_start_does_not_read_what_is_before(prefetch):
-    store = Slow(50)
+def test_start_skips_mini_batches_unread(prefetch):
+    store = Recording(50)
     queue = MinibatchQueue(store, 8, prefetch=prefetch)
-    whole = [images.batch.indices.tolist() for images, _ in queue.epoch(2)]
+    indices = [images.batch.indices.tolist() for images, _ in queue.epoch(2)]
     store.reads.clear()
-    assert [i.batch.indices.tolist() for i, _ in queue.epoch(2, start=4)] == whole[4:]
-    assert store.reads == whole[4:]
+    assert [i.batch.indices.tolist() for i, _ in queue.epoch(2, start=4)] == indices[4:]
+    assert store.reads == indices[4:]
     assert list(queue.epoch(2, start=7)) == []
     with pytest.raises(ValueError, match="from 0 to 7, got 8"):
         queue.epoch(2, start=8)
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_thread_reads_so_far_ahead_and_no_farther(prefetch):
-    store = Slow(40)
+def test_the_queue_reads_as_far_ahead_as_prefetch(prefetch):
+    store = Recording(40)
     batches = MinibatchQueue(store, 4, prefetch=prefetch).epoch(0)
     assert store.reads == []
     for used in range(1, 4):
@@ -126,8 +122,8 @@ def test_thread_reads_so_far_ahead_and_no_farther(prefetch):
 
 
 @pytest.mark.parametrize("prefetch, workers", [(0, 1), (1, 1), (2, 1), (3, 4)])
-def test_a_mini_batch_that_is_gone_leaves_its_memory_to_the_next(prefetch, workers):
-    """There are as many as were asked for and the one in use, whatever the threads do."""
+def test_mini_batches_reuse_memory(prefetch, workers):
+    """At most `prefetch` mini-batches and the one in use lie in memory."""
     store = ArrayDatastore(np.ones((400, 1, 32, 32), np.uint8), np.zeros(400, int))
     batches, places = MinibatchQueue(store, 16, prefetch=prefetch, workers=workers).epoch(0), []
     for images, labels in batches:
@@ -137,66 +133,39 @@ def test_a_mini_batch_that_is_gone_leaves_its_memory_to_the_next(prefetch, worke
     assert len(places) == 25 and len(set(places)) <= prefetch + 1
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_error_comes_at_its_mini_batch(prefetch):
-    store = Slow(40, broken=13)
-    batches = MinibatchQueue(store, 4, shuffle="never", prefetch=prefetch).epoch(0)
-    delivered = []
-    with pytest.raises(UserError, match="folder/13.png"):
-        for images, _ in batches:
-            delivered.append(images.batch.indices.tolist())
-    assert delivered == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert not prefetchers() and list(batches) == []
+def test_an_error_is_raised_at_its_mini_batch():
+    batches = MinibatchQueue(Recording(40, broken=13), 4, shuffle="never").epoch(0)
+    assert [next(batches)[0].batch.indices[0] for _ in range(3)] == [0, 4, 8]
+    assert refusal(next, batches) == "folder/13.png: the image cannot be read"
 
 
-def test_thread_ends_with_the_loop():
-    queue = MinibatchQueue(Slow(400), 4)
-    for _ in queue.epoch(0):
-        assert len(prefetchers()) == 1
-        break
-    assert settled(prefetchers, [])
-    with pytest.raises(RuntimeError, match="user's own"):
-        for _ in queue.epoch(0):
-            raise RuntimeError("user's own")
-    assert settled(prefetchers, [])
-    assert len(list(queue.epoch(0))) == 100 and not prefetchers()
-    never_started = queue.epoch(0)
-    assert not prefetchers()
-    del never_started
-
-
-def test_plain_follows_the_world_and_can_be_set():
+def test_plain_follows_the_world_unless_it_is_set():
     store = numbered(40)
-    for world_plain, given, expected in (
-        (True, None, True),
-        (True, False, False),
-        (None, True, True),
-    ):
+    cases = [(True, None, True), (True, False, False), (None, True, True)]
+    for world_plain, plain, expected in cases:
         world = SimpleNamespace(rank=0, size=2)
         if world_plain is not None:
             world.plain = world_plain
-        images, _ = next(MinibatchQueue(store, 40, world=world, plain=given).epoch(0))
+        images, _ = next(MinibatchQueue(store, 40, world=world, plain=plain).epoch(0))
         assert images.batch.tree.plain is expected and images.batch.world is world
 
 
-def test_queue_says_what_it_cannot_use():
+def test_arguments_are_checked():
     store = numbered(4)
-    with pytest.raises(UserError, match="^--batch-size must be at least 1, got 0$"):
-        MinibatchQueue(store, 0)
-    with pytest.raises(UserError, match="got ones: did you mean once"):
-        MinibatchQueue(store, shuffle="ones")
-    with pytest.raises(UserError, match="prefetch must be at least 0, got -1"):
-        MinibatchQueue(store, prefetch=-1)
+    assert refusal(MinibatchQueue, store, 0) == "--batch-size must be at least 1, got 0"
+    assert "got ones: did you mean once" in refusal(MinibatchQueue, store, shuffle="ones")
+    assert "prefetch must be at least 0, got -1" in refusal(MinibatchQueue, store, prefetch=-1)
+    assert refusal(MinibatchQueue, store, workers=0) == "workers must be at least 1, got 0"
     empty = MinibatchQueue(store.subset([]))
     assert len(empty) == 0 and list(empty.epoch(0)) == []
 
 
-def test_real_ranks_share_each_mini_batch(world):
+def test_ranks_share_each_mini_batch(world):
     store = numbered(100)
     for images, labels in MinibatchQueue(store, 48, world=world).epoch(1):
         shares = world.gather((images.batch.indices, labels.local()))
         order = MinibatchQueue(store, 48).order(1)
         if world.rank == 0:
-            indices, found = (np.concatenate(part) for part in zip(*shares, strict=True))
-            assert np.array_equal(indices, found) and set(indices) <= set(order)
+            indices, values = (np.concatenate(part) for part in zip(*shares, strict=True))
+            assert np.array_equal(indices, values) and set(indices) <= set(order)
             assert len(indices) == images.batch.count

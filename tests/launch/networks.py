@@ -25,6 +25,7 @@ def varied(input_shape, classes):
         dl.Conv2D(5, 6, padding=2),
         dl.LeakyReLU(name="leaky"),
         dl.TransposedConv2D(4, 6, 2, "same"),
+        dl.GELU(),
         dl.Tanh(),
         dl.MaxPool2D(2, name="again"),
         dl.Add(inputs=("leaky", "again"), name="sum"),

@@ -174,7 +174,8 @@ def test_optimizers(tmp_path):
     result = mpirun(None, *words, "--json", path, check=0)
     record = json.loads(path.read_text())
     assert_facts(record, "optimizers")
-    kinds = {"sgdm fused", "sgdm foreach", "adam fused", "adam foreach", "rmsprop foreach"}
+    kinds = {f"{name} {how}" for name in ("sgdm", "adam", "adamw") for how in ("fused", "foreach")}
+    kinds.add("rmsprop foreach")
     assert set(record["ratio"]) == set(record["ours_ms"]) == set(record["torch_ms"]) == kinds
     for key, ratio in record["ratio"].items():
         ours, torch = record["ours_ms"][key]["median"], record["torch_ms"][key]["median"]

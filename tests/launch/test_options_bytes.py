@@ -52,6 +52,31 @@ def test_stopped_in_an_epoch_and_resumed_on_other_ranks(runs, pictures, tmp_path
     assert [r for r in records(out) if r[2] != 7] == [r for r in records(runs[1]) if r[2] != 7]
 
 
+SOLVERS = {
+    "adamw": [
+        *("--solver", "adamw", "--learning-rate", 0.05, "--l2", 0.5, "--epsilon", 0.01),
+        *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),
+    ],
+    "nesterov": [
+        *("--nesterov", "on", "--learning-rate", 0.05, "--l2", 0.01),
+        *("--learn-rate-schedule", "cosine", "--gradient-threshold", 0.3),
+    ],
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_solver_makes_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path, solver):
+    words = [*SOLVERS[solver], "--epochs", 3, "--threads", 1]
+    for ranks in (1, 3):
+        small.train(ranks, pictures, tmp_path / str(ranks), *words)
+    halted = tmp_path / "halted"
+    small.train(3, pictures, halted, *words, "--max-iterations", 4)
+    assert small.summary(halted)["iterations"] == 4
+    small.resume(2, halted, "--max-iterations", "none", "--threads", 1)
+    folders = {1: tmp_path / "1", 3: tmp_path / "3", "2, resumed": halted}
+    small.assert_same({n: small.summary(out)["weights_sha256"] for n, out in folders.items()})
+
+
 def test_patience_ends_it_and_the_result_is_the_best_network(runs, pictures, tmp_path):
     """After iteration 6 the loss is not below its least twice."""
     found = [(r[3], r[2]) for r in records(runs[1]) if r[0] == "validation"]
@@ -88,6 +113,8 @@ def test_what_a_resume_may_not_change(runs, tmp_path):
     out = shutil.copytree(runs[1], tmp_path / "run")
     for words, message in (
         (["--solver", "sgdm"], "--solver was adam, is sgdm"),
+        (["--solver", "adamw"], "--solver was adam, is adamw"),
+        (["--nesterov", "on"], "--nesterov was off, is on"),
         (["--epochs", 9], "--epochs was 8, is 9, where --learn-rate-schedule cosine ends"),
         (["--gradient-threshold", "inf"], "--gradient-threshold was 0.3, is inf"),
         (["--validation-patience", 1], "--validation-patience was 2, is 1 (it may only increase)"),

@@ -1,6 +1,7 @@
 """The ops and layers of activations, dropout, cross-channel normalization, transposed convolution,
 "same" padding, sums and concatenations: against PyTorch or loops in float64, and their vjps."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,6 +86,18 @@ CASES = {
         [],
     ),
     "sigmoid": (lambda x: dl.sigmoid(4 * x), lambda x: 1 / (1 + np.e ** (-4 * x)), [(7,)], []),
+    "gelu": (
+        lambda x: dl.gelu(4 * x),
+        lambda x: 2 * x * np.vectorize(math.erfc)(-2 * np.sqrt(2) * x),
+        [(3, 4)],
+        [],
+    ),
+    "gelu, tanh": (
+        lambda x: dl.gelu(3 * x, "tanh"),
+        lambda x: 1.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (3 * x + 0.044715 * 27 * x**3))),
+        [(3, 2, 2)],
+        [],
+    ),
     "global_average_pool2d": (
         dl.global_average_pool2d,
         lambda x: np.array([[[[c.sum() / c.size]] for c in image] for image in x]),
@@ -264,6 +277,20 @@ def test_pytorch_activates_alike(world, name):
     np.testing.assert_allclose(found, expected, rtol=1e-13)
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_pytorch_has_the_same_gelu(world, approximate):
+    torch, f = torch_functions()
+    x, dy = numbers("x", 20, 50, low=-5, high=5), numbers("dy", 20, 50)
+    variable = torch.tensor(x, requires_grad=True)
+    expected = f.gelu(variable, approximate=approximate)
+    expected.backward(torch.tensor(dy))
+    leaf = dl.Var(blocked(world, x))
+    y = dl.gelu(leaf, approximate)
+    dx = tape.backward(y, blocked(world, dy, batch=leaf.value.batch))[leaf]
+    np.testing.assert_allclose(whole(world, y.value), expected.detach().numpy(), rtol=1e-10)
+    np.testing.assert_allclose(whole(world, dx), variable.grad.numpy(), rtol=1e-9, atol=1e-13)
+
+
 # dropout
 
 
@@ -337,6 +364,7 @@ LAYERS = [
     dl.ReLU(name="a"),
     dl.CrossChannelNorm(5, alpha=1e-2),
     dl.LeakyReLU(0.1),
+    dl.GELU(),
     dl.Conv2D((2, 3), 8, padding="same", dilation=2),
     dl.Dropout(0.25, name="drop"),
     dl.Tanh(name="b"),
@@ -345,6 +373,7 @@ LAYERS = [
     dl.MaxPool2D(2, name="down"),
     dl.Concat(inputs=("sum", "a", "down"), name="both"),
     dl.Sigmoid(),
+    dl.GELU("tanh"),
     dl.GlobalAveragePool2D(),
     dl.Dense(3),
     dl.Softmax(),
@@ -461,6 +490,7 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
         ([dl.BatchNorm(epsilon=0.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
         ([dl.BatchNorm(decay=3.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
         ([dl.LeakyReLU(-1.0)], "leakyrelu1: scale must be a number >= 0, got -1.0"),
+        ([dl.GELU("erf")], "gelu1: approximate must be 'none' or 'tanh', got 'erf'"),
         ([dl.CrossChannelNorm(0)], "crosschannelnorm1: window must be an integer >= 1, got 0"),
         ([dl.CrossChannelNorm(3, k=0)], "crosschannelnorm1: expected alpha >= 0, beta >= 0 and"),
         ([dl.Dense(3), dl.GlobalAveragePool2D()], "globalaveragepool1: expected images"),
@@ -488,6 +518,7 @@ def test_layers_that_cannot_be(layers, message):
     "call, message",
     [
         (lambda x: dl.leaky_relu(x, -0.1), "scale must be a number >= 0, got -0.1"),
+        (lambda x: dl.gelu(x, True), "gelu: approximate must be 'none' or 'tanh', got True"),
         (lambda x: dl.cross_channel_norm(x, 0), "window must be an integer >= 1, got 0"),
         (lambda x: dl.cross_channel_norm(x, 5, k=0), "k > 0"),
         (lambda x: dl.dropout(x, 1.5), "dropout: probability must be"),

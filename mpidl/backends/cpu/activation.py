@@ -51,3 +51,14 @@ def sigmoid(x):
 
 def sigmoid_dx(dy, y):
     return _by_element(kernels().sigmoid_dx, dy, y)
+
+
+def gelu(x, approximate):
+    # at most 2.5 ulp off, the approximation 3
+    exact = approximate == "none"
+    return _by_element(kernels().gelu if exact else kernels().gelu_tanh, x)
+
+
+def gelu_dx(dy, x, approximate):
+    exact = approximate == "none"
+    return _by_element(kernels().gelu_dx if exact else kernels().gelu_tanh_dx, dy, x)

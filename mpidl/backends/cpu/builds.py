@@ -77,6 +77,8 @@ def _type(text):
     if match is None:
         return ctypes.c_void_p  # a function
     const, name, star = match.groups()
+    if name == "char":
+        return ctypes.c_char_p
     return _pointer(name, bool(const)) if star else TYPES[name]
 
 

@@ -8,6 +8,8 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.reference.optimizer import CHUNK, METHODS
 
+COLUMNS = 6  # of kernels/cpu/optimizer.c: floats, weight, gradient, new weight, two of the state
+
 
 def _address(array):
     if array.size and array.flags.writeable:  # a quarter of the other's time
@@ -21,50 +23,30 @@ def zeros_like(x):
     return zeros
 
 
-def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
+def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
+    if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
+        raise TypeError(f"{formula}: expected a state of C-ordered arrays that can be written")
     factors = [1.0] * len(weights) if factors is None else factors
-    numbers = learning_rate, momentum
-    return _step("sgdm", weights, gradients, None, velocities, decays, factors, numbers)
-
-
-def adam(
-    weights,
-    gradients,
-    means,
-    squares,
-    learning_rate,
-    gradient_decay,
-    square_decay,
-    epsilon,
-    decays,
-    factors,
-):
-    numbers = learning_rate, gradient_decay, square_decay, epsilon
-    return _step("adaptive", weights, gradients, means, squares, decays, factors, numbers)
-
-
-def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
-    numbers = learning_rate, 0.0, square_decay, epsilon
-    return _step("adaptive", weights, gradients, None, squares, decays, factors, numbers)
-
-
-def _step(kernel, weights, gradients, means, velocities, decays, factors, numbers):
-    """Return the new weights by a kernel, which updates means (or None) and velocities in place."""
-    if not all(a.flags.writeable and a.flags.c_contiguous for a in (*(means or ()), *velocities)):
-        raise TypeError("expected velocities or means that are C-ordered and can be written")
     weights, gradients, stepped = _arrays(weights, gradients)
-    means = [0] * len(weights) if means is None else [_address(m) for m in means]
-    parameters = [
-        (_address(w), _address(g), m, _address(v), _address(new), new.size)
-        for w, g, m, v, new in zip(weights, gradients, means, velocities, stepped, strict=True)
-    ]
-    getattr(kernels(), kernel)(
-        np.array(parameters, np.int64),
+    parameters = np.zeros((len(weights), COLUMNS), np.int64)
+    rows = zip(weights, gradients, stepped, *state, strict=True)
+    for row, arrays in zip(parameters, rows, strict=True):
+        row[0] = arrays[0].size
+        row[1 : 1 + len(arrays)] = [_address(array) for array in arrays]
+    fits = kernels().optimizer_step(
+        formula.encode(),
+        parameters,
         np.array(decays, np.float32),
         np.array(factors, np.float32),
         len(parameters),
-        *numbers,
+        np.array(numbers, np.float32),
+        len(numbers),
+        len(state),
     )
+    if not fits:
+        raise TypeError(
+            f"no kernel steps by {formula} with {len(numbers)} numbers and {len(state)} arrays"
+        )
     return stepped
 
 

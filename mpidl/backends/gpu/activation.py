@@ -57,3 +57,12 @@ def sigmoid(x):
 
 def sigmoid_dx(dy, y):
     return _by_element("sigmoid_dx", dy, y)
+
+
+def gelu(x, approximate):
+    # at most 2.5 ulp off, the approximation 3
+    return _by_element("gelu" if approximate == "none" else "gelu_tanh", x)
+
+
+def gelu_dx(dy, x, approximate):
+    return _by_element("gelu_dx" if approximate == "none" else "gelu_tanh_dx", dy, x)

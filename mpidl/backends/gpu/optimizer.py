@@ -1,5 +1,5 @@
-"""Steps of optimizers, all parameters in one launch (kernels/cuda/optimizer.cu, adaptive.cu), and
-clipping (clip.cu).
+"""Steps of optimizers, all parameters in one launch (kernels/cuda/optimizer.cu), and clipping
+(clip.cu).
 
 Arrays are float32; those of a parameter have one layout.
 """
@@ -58,89 +58,30 @@ def from_numpy(value, like):
     return array.placed(value, like)
 
 
-def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
+def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
     """Return the new weights side by side in one array, each at its place of `places`.
 
-    If the old weights lie so too, the new array can take their place: the kernel reads a number
-    before it writes one there.
+    The kernel has the formula's name. If the old weights lie side by side too, the new array can
+    take their place: the kernel reads a number before it writes one there.
     """
     factors = [1.0] * len(weights) if factors is None else factors
-    _check("sgdm", weights, gradient=gradients, velocity=velocities)
+    _check(formula, weights, gradient=gradients)
+    for arrays in state:
+        _check(formula, weights, state=arrays)
     sizes = tuple(w.size for w in weights)
     chunk, blocks = _blocks(sizes)
     stepped = _side_by_side(weights)
     if not weights:
         return stepped
     launching.launch(
-        "sgdm",
+        formula,
         len(blocks),
         THREADS,
-        _table(weights, gradients, velocities, stepped, sizes),
+        _table(sizes, weights, gradients, stepped, *state),
         launching.constant(blocks),
         launching.constant(np.array(decays, np.float32)),
         launching.constant(np.array(factors, np.float32)),
-        _on_device(learning_rate),
-        _on_device(momentum),
-        chunk,
-    )
-    return stepped
-
-
-def adam(
-    weights,
-    gradients,
-    means,
-    squares,
-    learning_rate,
-    gradient_decay,
-    square_decay,
-    epsilon,
-    decays,
-    factors,
-):
-    # the new weights lie as those of sgdm do
-    _check("adam", weights, gradient=gradients, mean=means, square=squares)
-    numbers = learning_rate, gradient_decay, square_decay, epsilon, decays, factors
-    return _adaptive(weights, gradients, means, squares, *numbers)
-
-
-def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
-    _check("rmsprop", weights, gradient=gradients, square=squares)
-    numbers = learning_rate, 0.0, square_decay, epsilon, decays, factors
-    return _adaptive(weights, gradients, [0] * len(weights), squares, *numbers)
-
-
-def _adaptive(
-    weights,
-    gradients,
-    means,
-    squares,
-    learning_rate,
-    gradient_decay,
-    square_decay,
-    epsilon,
-    decays,
-    factors,
-):
-    sizes = tuple(w.size for w in weights)
-    chunk, blocks = _blocks(sizes)
-    stepped = _side_by_side(weights)
-    if not weights:
-        return stepped
-    launching.launch(
-        "adaptive",
-        len(blocks),
-        THREADS,
-        _table(weights, gradients, means, squares, stepped, sizes),
-        launching.constant(blocks),
-        launching.constant(np.array(decays, np.float32)),
-        launching.constant(np.array(factors, np.float32)),
-        _on_device(learning_rate),
-        gradient_decay,
-        1 - gradient_decay,
-        square_decay,
-        1 - square_decay,
-        epsilon,
+        *map(_on_device, numbers),
         chunk,
     )
     return stepped
@@ -184,12 +125,12 @@ def _check(name, weights, **arrays_by_kind):
         for w, other in zip(weights, arrays, strict=True):
             if _layout(other) != _layout(w):
                 raise ValueError(
-                    f"{name}: a {kind} lies in memory as {_layout(other)}, its weight {w.shape} as "
-                    f"{_layout(w)}"
+                    f"{name}: a {kind} array lies in memory as {_layout(other)}, its weight "
+                    f"{w.shape} as {_layout(w)}"
                 )
             if other.dtype != np.float32 or w.dtype != np.float32:
                 raise TypeError(
-                    f"{name}: expected float32, got {w.dtype} and a {kind} {other.dtype}"
+                    f"{name}: expected float32, got {w.dtype} and a {kind} array of {other.dtype}"
                 )
 
 

@@ -18,68 +18,96 @@ def from_numpy(value, like):
     return np.asarray(value, like.dtype)
 
 
-def sgdm(weights, gradients, velocities, learning_rate, momentum, decays, factors=None):
-    stepped = []
+def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
+    step, stepped = FORMULAS[formula], []
     factors = [1.0] * len(weights) if factors is None else factors
-    parameters = zip(weights, gradients, velocities, decays, factors, strict=True)
-    for w, g, v, decay, factor in parameters:
+    parameters = zip(weights, gradients, decays, factors, *state, strict=True)
+    for w, g, decay, factor, *arrays in parameters:
         number = w.dtype.type
-        g = np.asarray(g, w.dtype)
-        g = g + number(decay) * w if number(decay) else g
-        v *= number(momentum)
-        v -= number(learning_rate) * number(factor) * g
-        stepped.append(w + v)
+        learning_rate, *others = (number(value) for value in numbers)
+        rate = learning_rate * number(factor)
+        stepped.append(step(w, np.asarray(g, w.dtype), number(decay), rate, *others, *arrays))
     return stepped
 
 
-def adam(
-    weights,
-    gradients,
-    means,
-    squares,
-    learning_rate,
-    gradient_decay,
+# The formulas. Each takes a weight and its gradient, the decay, the learning rate times its factor,
+# the formula's other numbers and arrays. It changes the arrays and returns the new weight.
+
+
+def sgdm(w, g, decay, rate, momentum, v):
+    """v <- momentum * v - rate * g, with g = gradient + decay * w; return w + v."""
+    g = _regularized(w, g, decay)
+    v *= momentum
+    v -= rate * g
+    return w + v
+
+
+def nesterov(w, g, decay, rate, momentum, v):
+    """Return w + momentum * v - rate * g, with g and the new v as for `sgdm`."""
+    change = rate * _regularized(w, g, decay)
+    v *= momentum
+    v -= change
+    return w + (momentum * v - change)
+
+
+def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, epsilon, m, v):
+    """Return w - rate * m / (sqrt(v) + epsilon), with g as for `sgdm`.
+
+    m <- mean_decay * m + mean_share * g and v <- square_decay * v + square_share * g**2.
+    """
+    g = _regularized(w, g, decay)
+    m *= mean_decay
+    m += mean_share * g
+    v *= square_decay
+    v += square_share * (g * g)
+    return w - rate * (m / (np.sqrt(v) + epsilon))
+
+
+def adamw(
+    w,
+    g,
+    decay,
+    rate,
+    mean_decay,
+    mean_share,
     square_decay,
+    square_share,
     epsilon,
-    decays,
-    factors,
+    correction,
+    m,
+    v,
 ):
-    stepped = []
-    parameters = zip(weights, gradients, means, squares, decays, factors, strict=True)
-    for w, g, m, v, decay, factor in parameters:
-        number = w.dtype.type
-        g = _regularized(w, g, decay)
-        m *= number(gradient_decay)
-        m += number(1 - gradient_decay) * g
-        stepped.append(_step(w, g, m, v, learning_rate, square_decay, epsilon, factor))
-    return stepped
+    """Return w - rate * (correction * m / (sqrt(v) + epsilon) + decay * w).
+
+    The decay is decoupled: g is the gradient alone. m and v change as for `adam`.
+    """
+    m *= mean_decay
+    m += mean_share * g
+    v *= square_decay
+    v += square_share * (g * g)
+    direction = correction * (m / (np.sqrt(v) + epsilon))
+    return w - rate * _regularized(w, direction, decay)
 
 
-def rmsprop(weights, gradients, squares, learning_rate, square_decay, epsilon, decays, factors):
-    stepped = []
-    for w, g, v, decay, factor in zip(weights, gradients, squares, decays, factors, strict=True):
-        g = _regularized(w, g, decay)
-        stepped.append(_step(w, g, g, v, learning_rate, square_decay, epsilon, factor))
-    return stepped
+def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
+    """Return w - rate * g / (sqrt(v) + epsilon), with g and v as for `adam`."""
+    g = _regularized(w, g, decay)
+    v *= square_decay
+    v += square_share * (g * g)
+    return w - rate * (g / (np.sqrt(v) + epsilon))
+
+
+FORMULAS = {formula.__name__: formula for formula in (sgdm, nesterov, adam, adamw, rmsprop)}
 
 
 def _regularized(w, g, decay):
-    number = w.dtype.type
-    g = np.asarray(g, w.dtype)
-    return g + number(decay) * w if number(decay) else g
-
-
-def _step(w, g, direction, v, learning_rate, square_decay, epsilon, factor):
-    number = w.dtype.type
-    v *= number(square_decay)
-    v += number(1 - square_decay) * (g * g)
-    rate = number(learning_rate) * number(factor)
-    return w - rate * (direction / (np.sqrt(v) + number(epsilon)))
+    return g + decay * w if decay else g
 
 
 def clip(weights, gradients, decays, method, threshold):
     regularized = [
-        _regularized(w, g, d) for w, g, d in zip(weights, gradients, decays, strict=True)
+        _regularized(w, np.asarray(g, w.dtype), w.dtype.type(decay))
+        for w, g, decay in zip(weights, gradients, decays, strict=True)
     ]
     if method == "absolute-value":
         return [np.clip(g, -g.dtype.type(threshold), g.dtype.type(threshold)) for g in regularized]

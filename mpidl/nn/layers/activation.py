@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
-from mpidl.ops.activation import check_scale
+from mpidl.ops.activation import check_approximate, check_scale
+
+__all__ = ["GELU", "LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
 
 
 @dataclass
@@ -52,6 +54,27 @@ class Sigmoid(Layer):
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.sigmoid(x)
+
+
+@dataclass
+class GELU(Layer):
+    """Gaussian error linear unit, x * Phi(x); see `ops.gelu`.
+
+    Parameters
+    ----------
+    approximate
+        "none" for the exact function, or "tanh".
+    """
+
+    approximate: str = "none"
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        check_approximate(self.name, self.approximate)
+        return Built(shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.gelu(x, self.approximate)
 
 
 @dataclass

@@ -11,6 +11,8 @@ from mpidl.ops import check
 from mpidl.ops.transposed import same_or_crops
 from mpidl.shapes import conv2d_shape, transposed_conv2d_shape
 
+__all__ = ["Conv2D", "TransposedConv2D"]
+
 
 @dataclass
 class Conv2D(Weighted):

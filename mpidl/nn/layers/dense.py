@@ -11,6 +11,8 @@ from mpidl import ops
 from mpidl.nn.layers.base import Built, LayerContext, Shape, Value, Weighted, glorot_uniform
 from mpidl.ops import check
 
+__all__ = ["Dense"]
+
 
 @dataclass
 class Dense(Weighted):

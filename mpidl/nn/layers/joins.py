@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 
+__all__ = ["Add", "Concat"]
+
 
 @dataclass
 class Add(Layer):

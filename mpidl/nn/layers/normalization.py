@@ -11,6 +11,8 @@ from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 from mpidl.ops import check
 from mpidl.ops.lrn import check_window
 
+__all__ = ["BatchNorm", "CrossChannelNorm"]
+
 
 @dataclass
 class BatchNorm(Layer):

@@ -8,6 +8,8 @@ from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 from mpidl.ops.pool import PLACES, windows
 
+__all__ = ["AveragePool2D", "GlobalAveragePool2D", "MaxPool2D"]
+
 
 @dataclass
 class MaxPool2D(Layer):

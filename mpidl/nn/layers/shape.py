@@ -9,6 +9,8 @@ import numpy as np
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 
+__all__ = ["Flatten"]
+
 
 @dataclass
 class Flatten(Layer):

@@ -1,28 +1,53 @@
-"""Optimizers: chains of small transforms, each of which works alone."""
+"""Optimizers: chains of small transforms, each of which works alone.
 
-from mpidl.training.optimizers.chain import Optimizer
-from mpidl.training.optimizers.solvers import SGDM, Adam, RMSProp, of_options
-from mpidl.training.optimizers.transforms import (
-    AdamMoments,
-    Clip,
-    Momentum,
-    Rate,
-    RMSPropMoment,
-    Transform,
-    WeightDecay,
-)
+`SOLVERS` is the one list of the optimizers that the options name. The choices of `--solver`, its
+help, the defaults of other options and the options page are read from it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from mpidl.training.optimizers.adam import Adam, AdamMoments, AdamW, CorrectedAdamMoments
+from mpidl.training.optimizers.chain import FusedTail, Optimizer, fuses
+from mpidl.training.optimizers.rmsprop import RMSProp, RMSPropMoment
+from mpidl.training.optimizers.sgdm import SGDM, Momentum, NesterovMomentum
+from mpidl.training.optimizers.solvers import Factors, Solver
+from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay
+
+if TYPE_CHECKING:
+    from mpidl.training.options.training_options import TrainingOptions
+
+SolverName = Literal["sgdm", "adam", "adamw", "rmsprop"]
+SOLVERS: dict[str, type[Solver]] = {
+    solver.solver: solver for solver in (SGDM, Adam, AdamW, RMSProp)
+}
+
+
+def of_options(options: TrainingOptions, **factors: Factors) -> Solver:
+    """Return the optimizer that the options name, with the factors of a network."""
+    return SOLVERS[options.solver].of_options(options, **factors)
+
 
 __all__ = [
     "Adam",
     "AdamMoments",
+    "AdamW",
     "Clip",
+    "CorrectedAdamMoments",
+    "FusedTail",
     "Momentum",
+    "NesterovMomentum",
     "Optimizer",
     "RMSProp",
     "RMSPropMoment",
     "Rate",
     "SGDM",
+    "SOLVERS",
+    "Solver",
+    "SolverName",
     "Transform",
     "WeightDecay",
+    "fuses",
     "of_options",
 ]

@@ -5,7 +5,7 @@ Every rank computes the same step from the same bytes, element by element; nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,25 +14,21 @@ from mpidl import backends
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 from mpidl.training.optimizers.transforms import (
-    AdamMoments,
-    Momentum,
-    Rate,
-    RMSPropMoment,
     Tables,
     Transform,
     Updates,
     WeightDecay,
     backend_of,
+    check,
 )
-from mpidl.training.options import training_options
 
 
 class Optimizer:
     """A chain of transforms whose last updates are added to the parameters.
 
     `Optimizer(0.1, Clip(1.0), WeightDecay(1e-4), Momentum(0.9), Rate())` is gradient descent in
-    PyTorch's form; SGDM, Adam and RMSProp are such chains. Pairs that the kernels fuse run as one:
-    (Rate, Momentum), (AdamMoments, Rate), (RMSPropMoment, Rate) at the end of a chain.
+    PyTorch's form; the solvers are such chains. If a kernel fuses the last transforms of a chain,
+    they run as one: (Rate, Momentum), (AdamMoments, Rate), (RMSPropMoment, Rate); see `fuses`.
 
     Parameters
     ----------
@@ -51,9 +47,9 @@ class Optimizer:
         *transforms: Transform,
         learning_rate_factors: Mapping[str, float] | None = None,
     ) -> None:
-        self.learning_rate = training_options.check("learning_rate", learning_rate)
-        if self.learning_rate is None:
+        if learning_rate is None:
             raise UserError("learning_rate must be positive, found None")
+        self.learning_rate = check("learning_rate", learning_rate)
         for transform in transforms:
             if not isinstance(transform, Transform):
                 raise TypeError(f"expected transforms such as Clip(1.0), got {transform!r}")
@@ -64,9 +60,10 @@ class Optimizer:
             raise ValueError(f"two transforms keep a table of the same name: {', '.join(tables)}")
         self.state_arrays: Tables = {table: {} for table in tables}
         self.steps = 0
-        self._fused = _fused_kernel(transforms)
+        parts, self._fused = _fused_tail(transforms)
+        if self._fused is not None:
+            parts = (*parts, self._fused)
         # each with the prefix of its numbers, as two transforms may use one name
-        parts = transforms if self._fused is None else (*transforms[:-2], self._fused)
         self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(
@@ -201,82 +198,62 @@ class Optimizer:
         self.state_arrays, self.steps = state_arrays, steps
 
 
-class _RateMomentum:
-    """v <- momentum * v - rate * g, w <- w + v by one kernel."""
+class FusedTail:
+    """The last transforms of a chain, computed by one formula of the backends.
 
-    tables = Momentum.tables
+    A subclass takes the transforms and names the formula and the tables of its arrays.
+    """
 
-    def __init__(self, rate: Rate, momentum: Momentum) -> None:
-        self.momentum = momentum
+    formula: str
+    tables: tuple[str, ...]
 
-    def numbers(self, learning_rate, step):
-        return {"learning_rate": learning_rate, "momentum": self.momentum.momentum}
+    def __init__(self, *transforms: Transform) -> None:
+        raise TypeError(f"{type(self).__name__} does not say which transforms it takes")
 
-    def step(self, updates, state_arrays, values):
-        decays, factors = updates.take_decays(), updates.rate_factors
-        numbers = values["learning_rate"], values["momentum"]
-        return updates.backend.sgdm(
-            updates.weights, updates.arrays, *state_arrays, *numbers, decays, factors
-        )
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
+        """Return the numbers of a step, counted from 1, that may differ from step to step."""
+        return {"learning_rate": learning_rate}
 
+    def arguments(self, values: Mapping[str, Any]) -> list[Any]:
+        """Return the numbers of the formula, of the `numbers` as the backend takes them."""
+        return [values["learning_rate"]]
 
-class _AdamRate:
-    """Adam's step by one kernel."""
-
-    tables = AdamMoments.tables
-
-    def __init__(self, moments: AdamMoments, rate: Rate) -> None:
-        self.moments = moments
-
-    def numbers(self, learning_rate, step):
-        return {"learning_rate": self.moments.correction(learning_rate, step)}
-
-    def step(self, updates, state_arrays, values):
-        moments, decays = self.moments, updates.take_decays()
-        numbers = moments.gradient_decay, moments.square_decay, moments.epsilon
-        return updates.backend.adam(
+    def step(self, updates: Updates, state_arrays: list[list], values: Mapping[str, Any]) -> list:
+        """Return the new weights."""
+        return updates.backend.optimizer_step(
+            self.formula,
             updates.weights,
             updates.arrays,
-            *state_arrays,
-            values["learning_rate"],
-            *numbers,
-            decays,
+            state_arrays,
+            self.arguments(values),
+            updates.take_decays(),
             updates.rate_factors,
         )
 
 
-class _RMSPropRate:
-    """RMSProp's step by one kernel."""
-
-    tables = RMSPropMoment.tables
-
-    def __init__(self, moment: RMSPropMoment, rate: Rate) -> None:
-        self.moment = moment
-
-    def numbers(self, learning_rate, step):
-        return {"learning_rate": learning_rate}
-
-    def step(self, updates, state_arrays, values):
-        numbers = values["learning_rate"], self.moment.square_decay, self.moment.epsilon
-        decays, factors = updates.take_decays(), updates.rate_factors
-        return updates.backend.rmsprop(
-            updates.weights, updates.arrays, *state_arrays, *numbers, decays, factors
-        )
+FUSED: dict[tuple[type[Transform], ...], type[FusedTail]] = {}  # `fuses` fills it
 
 
-FUSED: dict[tuple[type[Transform], type[Transform]], Any] = {
-    (Rate, Momentum): _RateMomentum,
-    (AdamMoments, Rate): _AdamRate,
-    (RMSPropMoment, Rate): _RMSPropRate,
-}
+def fuses(*transforms: type[Transform]) -> Callable[[type[FusedTail]], type[FusedTail]]:
+    """Declare which transforms at the end of a chain a FusedTail computes."""
+
+    def declare(tail: type[FusedTail]) -> type[FusedTail]:
+        FUSED[transforms] = tail
+        return tail
+
+    return declare
 
 
-def _fused_kernel(transforms):
-    """Return the kernel of the last two transforms, if the others keep no arrays."""
-    pair = tuple(type(transform) for transform in transforms[-2:])
-    if pair not in FUSED or any(transform.tables for transform in transforms[:-2]):
-        return None
-    return FUSED[pair](*transforms[-2:])
+def _fused_tail(transforms):
+    """Return (the transforms before, a FusedTail of the last ones) or (transforms, None).
+
+    A tail is fused if the transforms before it keep no arrays.
+    """
+    for types, tail in FUSED.items():
+        before, last = transforms[: -len(types)], transforms[-len(types) :]
+        if types == tuple(map(type, last)) and not any(part.tables for part in before):
+            return before, tail(*last)
+    return transforms, None
 
 
 def _arguments(attributes):
@@ -291,8 +268,8 @@ def _added(updates):
     """Return weights + updates, by the kernel of a step of rate -1 without momentum."""
     updates.add_decays()
     ones, decays = [1.0] * len(updates.names), updates.take_decays()
-    return updates.backend.sgdm(
-        updates.weights, updates.arrays, updates.zeros(), -1.0, 0.0, decays, ones
+    return updates.backend.optimizer_step(
+        "sgdm", updates.weights, updates.arrays, [updates.zeros()], [-1.0, 0.0], decays, ones
     )
 
 

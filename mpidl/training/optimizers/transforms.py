@@ -1,23 +1,47 @@
 """Transforms of gradients: the parts that optimizers are chains of.
 
 A transform changes the updates of one step in place: `WeightDecay` and `Clip` change gradients,
-`Momentum`, `AdamMoments` and `RMSPropMoment` turn them into directions, `Rate` into steps. Each
+`Rate` turns directions into steps. The transforms that turn gradients into directions stand beside
+their solvers: `Momentum` (sgdm), `AdamMoments` (adam), `RMSPropMoment` (rmsprop). Each transform
 also works alone: `Clip(1.0)(parameters, gradients)` returns the clipped gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpidl import backends
 from mpidl.backends.interface import Backend
-from mpidl.training.options import training_options
+from mpidl.training.options.option_types import (
+    Rule,
+    check_value,
+    fraction,
+    one_of,
+    positive,
+)
 
 Tables = dict[str, dict[str, Any]]  # {table: {parameter: array}}
+
+# The values of the arguments of transforms and solvers; the options of these names have the same.
+RULES: dict[str, Rule] = {
+    "learning_rate": positive(),
+    "momentum": fraction(),
+    "gradient_decay_factor": fraction(),
+    "squared_gradient_decay_factor": fraction(),
+    "epsilon": positive(),
+    "l2": Rule(float, "at least 0", 0),
+    "gradient_threshold": positive(allow_inf=True),
+    "gradient_threshold_method": one_of("l2norm", "global-l2norm", "absolute-value"),
+}
+
+
+def check(name: str, value: object) -> Any:
+    """Return the value of an argument in its type. Raises UserError if `RULES` refuses it."""
+    return check_value(RULES[name], value, name)
 
 
 class Updates:
@@ -59,6 +83,22 @@ class Updates:
             self.arrays = self.backend.clip(
                 self.weights, self.arrays, decays, "absolute-value", math.inf
             )
+
+    def stepped_zeros(
+        self, formula: str, state_arrays: list[list], numbers: Sequence[Any], factors=None
+    ) -> list:
+        """Return zeros after a step by a formula of the backends: the directions it takes."""
+        self.add_decays()
+        factors = [1.0] * len(self.names) if factors is None else factors
+        return self.backend.optimizer_step(
+            formula,
+            self.zeros(),
+            self.arrays,
+            state_arrays,
+            numbers,
+            self.take_decays(),
+            factors,
+        )
 
     def zeros(self) -> list:
         return [self.backend.zeros_like(weight) for weight in self.weights]
@@ -117,7 +157,7 @@ class WeightDecay(Transform):
     counts_steps = False
 
     def __init__(self, l2: float, factors: Mapping[str, float] | None = None) -> None:
-        self.l2 = training_options.check("l2", l2)
+        self.l2 = check("l2", l2)
         self.factors = dict(factors or {})
 
     def factor(self, name: str) -> float:
@@ -143,8 +183,8 @@ class Clip(Transform):
     counts_steps = False
 
     def __init__(self, threshold: float = math.inf, method: str = "l2norm") -> None:
-        self.threshold = training_options.check("gradient_threshold", threshold)
-        self.method = training_options.check("gradient_threshold_method", method)
+        self.threshold = check("gradient_threshold", threshold)
+        self.method = check("gradient_threshold_method", method)
 
     def apply(self, updates, state_arrays, numbers):
         if self.threshold < math.inf:
@@ -163,125 +203,6 @@ class Rate(Transform):
         return {"learning_rate": learning_rate}
 
     def apply(self, updates, state_arrays, numbers):
-        updates.add_decays()
-        updates.arrays = updates.backend.sgdm(
-            updates.zeros(),
-            updates.arrays,
-            updates.zeros(),
-            numbers["learning_rate"],
-            0.0,
-            updates.take_decays(),
-            updates.rate_factors,
+        updates.arrays = updates.stepped_zeros(
+            "sgdm", [updates.zeros()], [numbers["learning_rate"], 0.0], updates.rate_factors
         )
-
-
-class Momentum(Transform):
-    """Accumulate: v <- momentum * v + update; the update becomes v."""
-
-    counts_steps = False
-    tables = ("velocity",)
-
-    def __init__(self, momentum: float = 0.9) -> None:
-        self.momentum = training_options.check("momentum", momentum)
-
-    def numbers(self, learning_rate, step):
-        return {"momentum": self.momentum}
-
-    def apply(self, updates, state_arrays, numbers):
-        updates.add_decays()
-        ones = [1.0] * len(updates.names)
-        updates.arrays = updates.backend.sgdm(
-            updates.zeros(),
-            updates.arrays,
-            *state_arrays,
-            -1.0,
-            numbers["momentum"],
-            updates.take_decays(),
-            ones,
-        )
-
-
-class AdamMoments(Transform):
-    """Divide the moving mean of the gradient by the root of that of its square.
-
-        m <- gradient_decay * m + (1 - gradient_decay) * g
-        v <- square_decay * v + (1 - square_decay) * g^2
-        direction = correction * m / (sqrt(v) + epsilon)
-
-    with correction = sqrt(1 - square_decay^t) / (1 - gradient_decay^t) in step t. Kingma and Ba,
-    "Adam: a method for stochastic optimization", 2015, algorithm 1 with the order of computation of
-    the end of its section 2, as in MATLAB. PyTorch adds epsilon after the correction of v: the same
-    if epsilon is small beside sqrt(v).
-    """
-
-    tables = ("mean", "square")
-
-    def __init__(
-        self, gradient_decay: float = 0.9, square_decay: float = 0.999, epsilon: float = 1e-8
-    ) -> None:
-        self.gradient_decay = training_options.check("gradient_decay_factor", gradient_decay)
-        self.square_decay = training_options.check("squared_gradient_decay_factor", square_decay)
-        self.epsilon = training_options.check("epsilon", epsilon)
-
-    def correction(self, rate: float, step: int) -> float:
-        """Return rate * correction of a step."""
-        mean = 1 - power(self.gradient_decay, step)
-        square = 1 - power(self.square_decay, step)
-        return rate * math.sqrt(square) / mean
-
-    def numbers(self, learning_rate, step):
-        return {"correction": self.correction(-1.0, step)}
-
-    def apply(self, updates, state_arrays, numbers):
-        updates.add_decays()
-        updates.arrays = updates.backend.adam(
-            updates.zeros(),
-            updates.arrays,
-            *state_arrays,
-            numbers["correction"],
-            self.gradient_decay,
-            self.square_decay,
-            self.epsilon,
-            updates.take_decays(),
-            [1.0] * len(updates.names),
-        )
-
-
-class RMSPropMoment(Transform):
-    """Divide the gradient by the root of the moving mean of its square.
-
-        v <- square_decay * v + (1 - square_decay) * g^2
-        direction = g / (sqrt(v) + epsilon)
-
-    Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012.
-    """
-
-    counts_steps = False
-    tables = ("square",)
-
-    def __init__(self, square_decay: float = 0.9, epsilon: float = 1e-8) -> None:
-        self.square_decay = training_options.check("squared_gradient_decay_factor", square_decay)
-        self.epsilon = training_options.check("epsilon", epsilon)
-
-    def apply(self, updates, state_arrays, numbers):
-        updates.add_decays()
-        updates.arrays = updates.backend.rmsprop(
-            updates.zeros(),
-            updates.arrays,
-            *state_arrays,
-            -1.0,
-            self.square_decay,
-            self.epsilon,
-            updates.take_decays(),
-            [1.0] * len(updates.names),
-        )
-
-
-def power(base: float, exponent: int) -> float:
-    """Return base ** exponent by multiplications alone: C libraries round pow() differently."""
-    result = 1.0
-    while exponent:
-        if exponent & 1:
-            result *= base
-        base, exponent = base * base, exponent >> 1
-    return result

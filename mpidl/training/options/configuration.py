@@ -278,10 +278,13 @@ def changed_on_resume(
         If the run changed; the message names each change.
     """
     refused = []
+    # A checkpoint from before an option existed has its default.
+    defaults = TrainingOptions(solver=saved["options"].get("solver", "sgdm")).as_dict()
+    saved_options = defaults | saved["options"]
     for name, declared in OPTIONS.items():
         rule = declared.metadata["resume"]
-        old, new = saved["options"].get(name), now["options"][name]
-        if name not in saved["options"] or old == new:
+        old, new = saved_options[name], now["options"][name]
+        if old == new:
             continue
         if rule == "fixed":
             per_rank = name == "batch_size" and now["options"]["batch_per_rank"]

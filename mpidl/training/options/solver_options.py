@@ -5,12 +5,14 @@ Annotations stay real types, not strings, so that help() prints them as they are
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from mpidl.losses import LOSSES
+from mpidl.training.optimizers import SOLVERS, SolverName
+from mpidl.training.optimizers.sgdm import NESTEROV
+from mpidl.training.optimizers.transforms import RULES
 from mpidl.training.options.option_types import (
-    Rule,
     at_least,
     factor,
     fraction,
@@ -19,11 +21,28 @@ from mpidl.training.options.option_types import (
     positive,
 )
 
-# Defaults that depend on the solver.
+# Defaults that the solvers choose: {option: {solver: value}}.
 BY_SOLVER: dict[str, dict[str, float]] = {
-    "learning_rate": {"sgdm": 0.01, "adam": 0.001, "rmsprop": 0.001},
-    "squared_gradient_decay_factor": {"adam": 0.999, "rmsprop": 0.9},
+    option: {name: cls.defaults[option] for name, cls in SOLVERS.items() if option in cls.defaults}
+    for option in sorted({option for cls in SOLVERS.values() for option in cls.defaults})
 }
+
+
+def _takers(option: str) -> str:
+    """Return the names of the solvers that take an option, such as "adam, rmsprop"."""
+    return ", ".join(name for name, cls in SOLVERS.items() if cls.takes(option))
+
+
+def _decoupled() -> str:
+    """Return a remark about the solvers that decouple the weight decay, or ""."""
+    names = ", ".join(name for name, cls in SOLVERS.items() if cls.decouples_decay)
+    return f" ({names}: decoupled weight decay, which is not clipped)" if names else ""
+
+
+def _titles() -> str:
+    """Return the solvers in words, such as "SGD with momentum, Adam or RMSProp"."""
+    *titles, last = (cls.title for cls in SOLVERS.values())
+    return f"{', '.join(titles)} or {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,45 +84,52 @@ class SolverOptions:
         resume="fixed",
         matlab="lossFcn of trainnet; classificationLayer, regressionLayer",
     )
-    solver: Literal["sgdm", "adam", "rmsprop"] = option(
+    solver: SolverName = option(
         "sgdm",
-        one_of("sgdm", "adam", "rmsprop"),
-        "Optimizer: SGD with momentum, Adam or RMSProp",
+        one_of(*SOLVERS),
+        f"Optimizer: {_titles()}",
         resume="fixed",
         matlab="solverName",
     )
     learning_rate: float | None = option(
         None,
-        positive(optional=True),
+        RULES["learning_rate"]._replace(optional=True),
         "Initial learning rate",
         resume="fixed",
         matlab="InitialLearnRate",
     )
     momentum: float = option(
         0.9,
-        fraction(),
+        RULES["momentum"],
         "Fraction of the previous step that sgdm adds to the current one",
         resume="fixed",
         matlab="Momentum",
     )
+    nesterov: Literal["on", "off"] | bool = option(
+        "off",
+        NESTEROV,
+        "Nesterov's momentum (sgdm): the gradient is taken where the momentum leads",
+        resume="fixed",
+    )
     gradient_decay_factor: float = option(
         0.9,
-        fraction(),
-        "Decay of the moving mean of the gradient (adam)",
+        RULES["gradient_decay_factor"],
+        f"Decay of the moving mean of the gradient ({_takers('gradient_decay_factor')})",
         resume="fixed",
         matlab="GradientDecayFactor",
     )
     squared_gradient_decay_factor: float | None = option(
         None,
-        fraction(optional=True),
-        "Decay of the moving mean of the squared gradient (adam, rmsprop)",
+        RULES["squared_gradient_decay_factor"]._replace(optional=True),
+        "Decay of the moving mean of the squared gradient "
+        f"({_takers('squared_gradient_decay_factor')})",
         resume="fixed",
         matlab="SquaredGradientDecayFactor",
     )
     epsilon: float = option(
         1e-8,
-        positive(),
-        "Constant added to the denominator of a step (adam, rmsprop)",
+        RULES["epsilon"],
+        f"Constant added to the denominator of a step ({_takers('epsilon')})",
         resume="fixed",
         matlab="Epsilon",
     )
@@ -174,25 +200,36 @@ class SolverOptions:
         resume="fixed",
         matlab="warmupLearnRate(InitialFactor)",
     )
-    l2: float = option(
-        1e-4,
-        Rule(float, "at least 0", 0),
-        "L2 regularization factor; applies to weights only",
+    l2: float | None = option(
+        None,
+        RULES["l2"]._replace(optional=True),
+        f"L2 regularization factor{_decoupled()}; applies to weights only",
         resume="fixed",
         matlab="L2Regularization",
     )
     gradient_threshold: float = option(
         math.inf,
-        positive(allow_inf=True),
+        RULES["gradient_threshold"],
         "Clip gradients above this value, L2 regularization included; inf disables clipping",
         resume="fixed",
         matlab="GradientThreshold",
     )
     gradient_threshold_method: Literal["l2norm", "global-l2norm", "absolute-value"] = option(
         "l2norm",
-        one_of("l2norm", "global-l2norm", "absolute-value"),
+        RULES["gradient_threshold_method"],
         "What to clip: the norm of each learnable's gradient, the norm of all gradients together, "
         "or each element",
         resume="fixed",
         matlab="GradientThresholdMethod",
     )
+
+
+# Options that belong to a solver, as one has no meaning, or another value, for another solver.
+SOLVER_NAMES = (
+    "learning_rate",
+    *(
+        declared.name
+        for declared in fields(SolverOptions)
+        if 0 < sum(cls.takes(declared.name) for cls in SOLVERS.values()) < len(SOLVERS)
+    ),
+)

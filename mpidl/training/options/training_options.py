@@ -30,7 +30,7 @@ from mpidl.training.options.option_types import (
     option,
     positive,
 )
-from mpidl.training.options.solver_options import BY_SOLVER, SolverOptions
+from mpidl.training.options.solver_options import BY_SOLVER, SOLVER_NAMES, SolverOptions
 
 Options = TypeVar("Options")
 
@@ -325,14 +325,13 @@ HINTS = {
 }
 OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
 NAMES = tuple(OPTIONS)
-SOLVER_NAMES = (*BY_SOLVER, "momentum", "gradient_decay_factor", "epsilon")
 
 
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a recipe that keep their meaning beside the given ones.
 
-    A recipe's learning rate and the like belong to its solver; its scale_rate belongs to its
-    learning rate.
+    A recipe's learning rate and the like belong to its solver, and so does an option whose default
+    is another with the new solver; its scale_rate belongs to its learning rate.
 
     Parameters
     ----------
@@ -342,8 +341,12 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
         Options from sources that come before the recipe.
     """
     options = dict(RECIPES.get(name, {}))
-    if overrides.get("solver", options.get("solver", "sgdm")) != options.get("solver", "sgdm"):
-        options = {key: value for key, value in options.items() if key not in SOLVER_NAMES}
+    old = options.get("solver", "sgdm")
+    new = overrides.get("solver", old)
+    if new != old:
+        names = [name for name, values in BY_SOLVER.items() if values.get(new) != values.get(old)]
+        names = {*SOLVER_NAMES, *names}
+        options = {key: value for key, value in options.items() if key not in names}
     if "learning_rate" not in options or overrides.get("learning_rate") is not None:
         options.pop("scale_rate", None)
     return options
@@ -355,9 +358,14 @@ def flag(name: str) -> str:
 
 
 def default_text(name: str) -> str:
-    """Return the default of an option in words, such as "none" or "0.01 (sgdm), 0.001 (adam)"."""
+    """Return the default of an option in words: "none", or "0.01 (sgdm), 0.001 (adam, rmsprop)"."""
     if name in BY_SOLVER:
-        return ", ".join(f"{value:g} ({solver})" for solver, value in BY_SOLVER[name].items())
+        solvers: dict[float, list[str]] = {}
+        for solver, value in BY_SOLVER[name].items():
+            solvers.setdefault(value, []).append(solver)
+        if len(solvers) == 1:
+            return str(*solvers)
+        return ", ".join(f"{value:g} ({', '.join(names)})" for value, names in solvers.items())
     default = OPTIONS[name].default
     return "none" if default is None else str(default)
 

@@ -1,6 +1,8 @@
 """The C kernels of activations, dropout, cross-channel normalization, concatenation and transposed
 convolution against NumPy in float64, on all builds and threads."""
 
+import math
+
 import numpy as np
 import pytest
 from cpu_builds import everywhere, needed
@@ -43,6 +45,69 @@ def test_how_exact_they_are(name, most):
         assert not np.signbit(found[x > 0]).any()
         if name == "tanh":
             assert (np.signbit(found) == np.signbit(x)).all()
+
+
+APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
+
+
+def exact_gelu(x, approximate):
+    """By the C library's erfc, and of the approximation by sums that cancel nothing."""
+    if approximate == "none":
+        return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
+    w = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
+    e = np.exp(-np.abs(np.clip(w, -700, 700)))
+    return np.where(x < 0, x * e, x) / (1 + e)
+
+
+@pytest.mark.parametrize("approximate, most", [("none", 2.5), ("tanh", 3.0)])
+def test_how_exact_gelu_is(approximate, most):
+    """Relative to the result, also far in the left tail, wherever the result is normal."""
+    x = wide()[:, ::4]
+    exact = exact_gelu(x.astype(np.float64), approximate)
+    normal = abs(exact) >= np.finfo(np.float32).tiny
+    assert x[normal].min() < (-13 if approximate == "none" else -10)
+    for y in each(lambda: cpu.gelu(x, approximate)):
+        assert ulps(y, exact)[normal].max() <= most
+        assert (abs(y[~normal]) <= np.finfo(np.float32).tiny).all()
+        assert (np.signbit(y) == np.signbit(x)).all()
+
+
+@APPROXIMATIONS
+def test_how_exact_the_gradient_of_gelu_is(approximate):
+    """Against differences of the oracle in float64, and in the tail relative to the reference."""
+    x, step = np.linspace(-20, 20, 1 << 16).astype(np.float32).reshape(1, -1, LANES), 1e-5
+    one, middle = np.ones_like(x), x.astype(np.float64)
+    differences = exact_gelu(middle + step, approximate) - exact_gelu(middle - step, approximate)
+    slope = reference.gelu_dx(one.astype(np.float64), middle, approximate)
+    assert abs(slope - differences / (2 * step)).max() < 1e-9
+    tail = (x < -1.5) & (abs(slope) > 2.0**-120)
+    for dx in each(lambda: cpu.gelu_dx(one, x, approximate)):
+        assert abs(dx - slope).max() < 2.5e-7
+        assert (abs(dx - slope) / abs(slope))[tail].max() < 1e-6
+
+
+@APPROXIMATIONS
+def test_gelu_of_what_is_not_finite(approximate):
+    x = np.full((1, 2, LANES), np.nan, np.float32)
+    x[0, 0, :6] = np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38
+    one = np.ones_like(x)
+    for y, dx in each(lambda: (cpu.gelu(x, approximate), cpu.gelu_dx(one, x, approximate))):
+        assert y[0, 0, :6].tolist() == [np.inf, 0, 0, 0, x[0, 0, 4], 0]
+        assert np.signbit(y[0, 0, :6]).tolist() == [False, True, False, True, False, True]
+        assert dx[0, 0, :6].tolist() == [1, 0, 0.5, 0.5, 1, 0]
+        assert np.isnan(y[np.isnan(x)]).all() and np.isnan(dx[np.isnan(x)]).all()
+    in_numpy = reference.gelu(x.astype(np.float64), approximate)[0, 0]
+    assert in_numpy[:4].tolist() == [np.inf, 0, 0, 0] and np.isnan(in_numpy[6:]).all()
+
+
+@APPROXIMATIONS
+def test_the_reference_of_gelu(approximate):
+    x = np.linspace(-37, 40, 1001)
+    expected = exact_gelu(x, approximate)
+    np.testing.assert_allclose(reference.gelu(x, approximate), expected, rtol=3e-13, atol=1e-300)
+    single = reference.gelu(x.astype(np.float32), approximate)
+    assert single.dtype == np.float32
+    np.testing.assert_allclose(single, expected, rtol=1e-4, atol=1e-37)
 
 
 def test_what_is_not_finite():

@@ -1,7 +1,7 @@
 """Registers, stack and shared memory of every kernel, as NVRTC's log tells them.
 
 `PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes them to
-kernels/cuda/resources.json; a test compares.
+resources.json in the same folder; a test compares.
 """
 
 import concurrent.futures
@@ -10,9 +10,9 @@ import os
 import re
 import sys
 
-from mpidl.backends.gpu import kernels, nvrtc
+from mpidl.backends.gpu import nvrtc
 
-TABLE = os.path.join(kernels.folder(), "resources.json")
+TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "resources.json")
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90")
 ENTRY = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?"

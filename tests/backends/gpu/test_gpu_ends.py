@@ -135,7 +135,9 @@ def draws(what):
 def stepped(weights, gradients, velocities, rate=0.1, momentum=0.9):
     """New weights and velocities by NumPy."""
     velocities = [np.array(v) for v in velocities]
-    new = reference.sgdm(weights, gradients, velocities, rate, momentum, DECAYS, FACTORS)
+    new = reference.optimizer_step(
+        "sgdm", weights, gradients, [velocities], [rate, momentum], DECAYS, FACTORS
+    )
     return [a.tobytes() for a in map(np.asarray, (*new, *velocities))]
 
 
@@ -155,7 +157,9 @@ def test_a_step_has_the_bytes_of_numpy(device, shifts):
     weights, gradients, velocities = (
         [moved(v, shift) for v in values] for values, shift in zip(host, shifts, strict=True)
     )
-    found = optimizer.sgdm(weights, gradients, velocities, 0.1, 0.9, DECAYS, FACTORS)
+    found = optimizer.optimizer_step(
+        "sgdm", weights, gradients, [velocities], [0.1, 0.9], DECAYS, FACTORS
+    )
     assert device.launched == ["sgdm"]
     for w, old in zip(found, weights, strict=True):
         assert (w.shape, w.dims, w.order) == (old.shape, old.dims, old.order)
@@ -171,9 +175,10 @@ def test_steps_one_after_the_other(device):
     offsets = []
     for step in range(3):
         gradients = draws(f"gradient {step}")
-        rates = 0.1 / (step + 1), 0.9, DECAYS, FACTORS
-        new = reference.sgdm(weights, gradients, velocities, *rates)
-        found = optimizer.sgdm(on_device[0], [layout(g) for g in gradients], on_device[1], *rates)
+        rates = [0.1 / (step + 1), 0.9], DECAYS, FACTORS
+        new = reference.optimizer_step("sgdm", weights, gradients, [velocities], *rates)
+        slopes = [layout(g) for g in gradients]
+        found = optimizer.optimizer_step("sgdm", on_device[0], slopes, [on_device[1]], *rates)
         weights, on_device = new, (found, on_device[1])
         offsets.append([w.offset for w in found])
         assert len({id(w.buffer) for w in found}) == 1
@@ -199,7 +204,9 @@ def test_new_weights_may_lie_where_the_old_ones_do(emulated, monkeypatch, order)
         velocities = [layout(v) for v in host[2]]
         monkeypatch.setattr(array, "empty", lambda shape: flat)
         gradients = [layout(g) for g in host[1]]
-        found = optimizer.sgdm(weights, gradients, velocities, 0.1, 0.9, DECAYS, FACTORS)
+        found = optimizer.optimizer_step(
+            "sgdm", weights, gradients, [velocities], [0.1, 0.9], DECAYS, FACTORS
+        )
         assert [a.numpy().tobytes() for a in (*found, *velocities)] == stepped(*host)
 
 
@@ -210,22 +217,28 @@ def test_many_floats_are_stepped_in_larger_parts(device, monkeypatch, small):
     shape = (11, 999)
     w, g, v = (numbers(what, *shape, dtype=np.float32) for what in "wgv")
     velocity = array.plain(v)
-    (found,) = optimizer.sgdm([array.plain(w)], [array.plain(g)], [velocity], 0.5, 0.25, [1e-3])
-    (new,) = reference.sgdm([w], [g], [v], 0.5, 0.25, [1e-3])
+    numbers_of_step = [0.5, 0.25], [1e-3]
+    (found,) = optimizer.optimizer_step(
+        "sgdm", [array.plain(w)], [array.plain(g)], [[velocity]], *numbers_of_step
+    )
+    (new,) = reference.optimizer_step("sgdm", [w], [g], [[v]], *numbers_of_step)
     assert found.numpy().tobytes() == new.tobytes()
     assert velocity.numpy().tobytes() == v.tobytes()
     optimizer._blocks.cache_clear()
 
 
 def test_no_parameters(device):
-    assert optimizer.sgdm([], [], [], 0.1, 0.9, []) == [] and device.launched == []
+    assert (
+        optimizer.optimizer_step("sgdm", [], [], [[]], [0.1, 0.9], []) == []
+        and device.launched == []
+    )
 
 
 def test_what_does_not_go_together_is_refused(device):
     weight = array.filters(np.zeros((2, 3, 4, 5), np.float32))
     plain = array.plain(np.zeros((2, 3, 4, 5), np.float32))
-    with pytest.raises(ValueError, match="gradient lies in memory"):
-        optimizer.sgdm([weight], [plain], [weight], 0.1, 0.9, [0])
+    with pytest.raises(ValueError, match="gradient array lies in memory"):
+        optimizer.optimizer_step("sgdm", [weight], [plain], [[weight]], [0.1, 0.9], [0])
     double = Array(weight.buffer, np.float64, weight.shape, weight.dims, weight.order)
     with pytest.raises(TypeError, match="float32"):
-        optimizer.sgdm([weight], [weight], [double], 0.1, 0.9, [0])
+        optimizer.optimizer_step("sgdm", [weight], [weight], [[double]], [0.1, 0.9], [0])

@@ -408,8 +408,8 @@ FAULTS = [
     Fault(
         "optimizer",
         "a product and a sum are rounded once",
-        "v = momentum * v - rate * g;",
-        "v = fmaf(momentum, v, -(rate * g));",
+        "v = momentum * kept[0] - rate * g;",
+        "v = fmaf(momentum, kept[0], -(rate * g));",
         ends.test_a_step_has_the_bytes_of_numpy,
         ((0, 0, 0),),
     ),
@@ -491,12 +491,39 @@ FAULTS = [
         ("concat, (8, 4, 4)",),
     ),
     Fault(
-        "adaptive",
+        "optimizer",
+        "the velocity before the step leads",
+        "const float change = rate * g, v = momentum * kept[0] - change;\n        kept[0] = v;\n"
+        "        w = w + (momentum * v - change);",
+        "const float change = rate * g, v = momentum * kept[0] - change;\n"
+        "        w = w + (momentum * kept[0] - change);\n        kept[0] = v;",
+        check_on_gpu,
+        ("optimizer_step, nesterov",),
+    ),
+    Fault(
+        "optimizer",
+        "a decoupled decay joins the gradient",
+        "kept[0] = mean_decay * kept[0] + mean_share * g;",
+        "if (decay != 0.0f) g = g + decay * w;\n"
+        "        kept[0] = mean_decay * kept[0] + mean_share * g;",
+        check_on_gpu,
+        ("optimizer_step, adamw",),
+    ),
+    Fault(
+        "optimizer",
+        "the decay is left out of the direction",
+        "if (decay != 0.0f) direction = direction + decay * w;",
+        "",
+        check_on_gpu,
+        ("optimizer_step, adamw",),
+    ),
+    Fault(
+        "optimizer",
         "the gradient is not squared",
-        "square_share * (g * g)",
-        "square_share * g",
-        solvers.test_a_step_has_the_bytes_of_numpy,
-        ("adam",),
+        "kept[1] = square_decay * kept[1] + square_share * (g * g)",
+        "kept[1] = square_decay * kept[1] + square_share * g",
+        check_on_gpu,
+        ("optimizer_step, adam",),
     ),
     Fault(
         "clip",

@@ -3,8 +3,10 @@ GPUs against NumPy in float64, on the emulated device."""
 
 import numpy as np
 import pytest
+from cpu_builds import BUILDS, everywhere
 
 import mpidl as dl
+from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU as functions
@@ -31,6 +33,32 @@ def test_activations_of_all_sizes(device):
         assert np.nanmax((abs(found - exact) / places)[normal]) <= 2.5
 
 
+APPROXIMATIONS = pytest.mark.parametrize("approximate, most", [("none", 2.5), ("tanh", 3.0)])
+
+
+@APPROXIMATIONS
+def test_gelu_of_all_sizes(device, approximate, most):
+    """Relative to the result where it is normal, and the bytes of the CPU's kernels with FMA."""
+    x = np.concatenate([np.linspace(-14, 14, 4000), np.geomspace(1e-30, 80, 1000)])
+    x = np.concatenate([x, -x, [np.inf, -np.inf, 0, -0.0] + 12 * [np.nan]]).astype(np.float32)
+    x = x.reshape(1, -1, LANES)
+    y = functions.gelu(array.lanes(x), approximate).numpy()
+    dx = functions.gelu_dx(array.lanes(np.ones_like(x)), array.lanes(x), approximate).numpy()
+    assert np.array_equal(np.isnan(y), np.isnan(x)) and np.array_equal(np.isnan(dx), np.isnan(x))
+    exact = reference.gelu(x.astype(np.float64), approximate)
+    normal = (abs(exact) >= 2.0**-126) & np.isfinite(exact)
+    places = np.spacing(abs(exact[normal]).astype(np.float32))
+    assert (abs(y[normal] - exact[normal]) / places).max() <= most
+    assert y[x == np.inf].tolist() == [np.inf] and y[x == -np.inf].tolist() == [0]
+    if "x86-64-v3" in BUILDS:
+        with_fma = everywhere(
+            lambda: (cpu.gelu(x, approximate), cpu.gelu_dx(np.ones_like(x), x, approximate))
+        )["x86-64-v3"]
+        valid = ~np.isnan(x)
+        for found, expected in zip((y, dx), with_fma, strict=True):
+            assert found[valid].tobytes() == expected[valid].tobytes()
+
+
 def test_flattened_images_are_refused(device):
     x = array.lanes(lanes("x", 1, 3, 2, 2)).reshape(1, 12, LANES)
     with pytest.raises(ValueError, match="concat: on a GPU expected images or features"):
@@ -51,6 +79,7 @@ LAYERS = [
     dl.ReLU(name="a"),
     dl.CrossChannelNorm(5),
     dl.LeakyReLU(),
+    dl.GELU(),
     dl.Conv2D(3, 8, padding="same"),
     dl.Dropout(0.25),
     dl.Tanh(name="b"),
@@ -61,6 +90,7 @@ LAYERS = [
     dl.Sigmoid(),
     dl.Flatten(),
     dl.Tanh(),
+    dl.GELU("tanh"),
     dl.Dropout(0.1),
     dl.Dense(6),
     dl.Sigmoid(),

@@ -21,6 +21,7 @@ ADAM = {
     "gradient_threshold": 0.3,
     "gradient_threshold_method": "global-l2norm",
 }
+ADAMW = ADAM | {"solver": "adamw", "l2": 0.5, "epsilon": 0.01}
 RMSPROP = {
     "solver": "rmsprop",
     "gradient_threshold": 0.01,
@@ -29,6 +30,8 @@ RMSPROP = {
     "learn_rate_drop_period": 1,
 }
 SGDM = {"gradient_threshold": 0.1, "learn_rate_schedule": "polynomial", "l2": 0.01}
+
+NESTEROV = SGDM | {"nesterov": True, "learn_rate_schedule": "cosine"}
 
 
 def small():
@@ -53,7 +56,11 @@ def trained(world, **more):
     return net, trainer.train(net, pictures(80), options(**more), world=world)
 
 
-@pytest.mark.parametrize("chosen", [ADAM, RMSPROP, SGDM], ids=["adam", "rmsprop", "sgdm"])
+@pytest.mark.parametrize(
+    "chosen",
+    [ADAM, ADAMW, RMSPROP, SGDM, NESTEROV],
+    ids=["adam", "adamw", "rmsprop", "sgdm", "nesterov"],
+)
 def test_recorded_or_not_the_bytes_are_the_same(world, chosen):
     """A replayed step takes this step's rate and count; near the CPU's."""
     recorded, _ = trained(world, **chosen)
@@ -80,15 +87,16 @@ def test_graphs_and_their_absence(world):
     assert found[0] == found[1]
 
 
-def test_going_on_from_a_checkpoint(world, tmp_path):
-    whole, _ = trained(world, **ADAM)
+@pytest.mark.parametrize("chosen", [ADAM, ADAMW, NESTEROV], ids=["adam", "adamw", "nesterov"])
+def test_going_on_from_a_checkpoint(world, tmp_path, chosen):
+    whole, _ = trained(world, **chosen)
     first = small()
-    known = options(**ADAM, max_iterations=3)
+    known = options(**chosen, max_iterations=3)
     trainer.train(first, pictures(80), known, world=world, out=str(tmp_path))
     from mpidl.training.files import checkpoint
 
     again = small()
-    known = options(**ADAM)
+    known = options(**chosen)
     trainer.train(again, pictures(80), known, world=world, resume=checkpoint.load(str(tmp_path)))
     assert weights_sha256(again) == weights_sha256(whole)
 

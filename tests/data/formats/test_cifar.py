@@ -1,6 +1,7 @@
 """CIFAR's binary files."""
 
 import os
+import pickle
 
 import datafiles
 import numpy as np
@@ -26,49 +27,45 @@ def test_cifar10(tmp_path, inside):
     assert stores[0].images.base is stores[1].images.base
 
 
-def test_cifar100_has_two_kinds_of_labels(tmp_path):
+def test_cifar100_has_fine_and_coarse_labels(tmp_path):
     drawn = datafiles.cifar100(tmp_path / "cifar-100-binary")
     train, test = open_data(str(tmp_path))
     coarse, fine, pixels = drawn["train.bin"]
     assert np.array_equal(train.labels, fine) and train.classes[7] == "fine 7"
     assert np.array_equal(train.read([3])[0], pixels[3])
-    rough = cifar_folder(tmp_path, "train", labels="coarse")
-    assert np.array_equal(rough.labels, coarse) and len(rough.classes) == 20
+    store = cifar_folder(tmp_path, "train", labels="coarse")
+    assert np.array_equal(store.labels, coarse) and len(store.classes) == 20
     assert 'expected "coarse" or "fine", got' in refusal(cifar_folder, tmp_path, labels="rough")
 
 
-def test_cifar_without_names_or_with_a_network_s(tmp_path):
+def test_class_names_of_the_files_or_of_a_network(tmp_path):
     drawn = datafiles.cifar10(tmp_path, names=False)
     assert cifar_folder(tmp_path).classes == [str(i) for i in range(10)]
     datafiles.cifar10(tmp_path)
     turned = cifar_folder(tmp_path, classes=datafiles.CIFAR_NAMES[::-1])
     expected = np.concatenate([drawn[f"data_batch_{i}.bin"][0] for i in range(1, 6)])
     assert np.array_equal(turned.labels, 9 - expected.astype(int))
-    assert "is none of the classes (cat, dog)" in refusal(
-        cifar_folder, tmp_path, classes=["cat", "dog"]
-    )
+    text = refusal(cifar_folder, tmp_path, classes=["cat", "dog"])
+    assert "is none of the classes (cat, dog)" in text
 
 
-def test_cifar_says_what_it_expects(tmp_path):
+def test_damaged_files_are_named(tmp_path):
     datafiles.cifar10(tmp_path)
     path = tmp_path / "data_batch_3.bin"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-5])
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
     text = refusal(open_data, str(tmp_path))
     assert text.startswith(f"{path}: expected records of 3073 bytes (CIFAR-10), found 9214 bytes")
-    path.write_bytes(whole[:3073] + b"\x0a" + whole[3074:])
-    assert refusal(open_data, str(tmp_path)).startswith(
-        f"{path}: image 1: expected a fine label below 10, found 10"
-    )
+    path.write_bytes(content[:3073] + b"\x0a" + content[3074:])
+    text = refusal(open_data, str(tmp_path))
+    assert text.startswith(f"{path}: image 1: expected a fine label below 10, found 10")
     path.unlink()
-    assert "expected data_batch_3.bin beside the others; it is missing" in refusal(
-        open_data, str(tmp_path)
-    )
-    path.write_bytes(whole)
+    text = refusal(open_data, str(tmp_path))
+    assert "expected data_batch_3.bin beside the others; it is missing" in text
+    path.write_bytes(content)
     (tmp_path / "batches.meta.txt").write_text("cat\ndog\n")
-    assert "expected 10 different class names, a line each, found 2" in refusal(
-        open_data, str(tmp_path)
-    )
+    text = refusal(open_data, str(tmp_path))
+    assert "expected 10 different class names, a line each, found 2" in text
     assert "expected data_batch_1.bin or train.bin" in refusal(cifar_folder, tmp_path / "no")
 
 
@@ -77,8 +74,6 @@ def test_pickles_are_never_read(tmp_path, names):
     class Trap:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "sprung"),)
-
-    import pickle
 
     for name in names:
         (tmp_path / name).write_bytes(pickle.dumps(Trap()))

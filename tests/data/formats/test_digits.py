@@ -1,9 +1,10 @@
-"""The embedded digit set: its bytes, how hard it is, and the folder it is written to."""
+"""The embedded digit set: its bytes, its difficulty, and the folder it is written to."""
 
 import importlib
 import os
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from mpidl.data import ArrayDatastore
 from mpidl.data.formats.digit_glyphs import FACES, segments
 from mpidl.errors import UserError
 
-# By its name: mpidl.data may hold the function `digits` in the module's place.
+# mpidl.data may hold the function `digits` instead of the module.
 module = importlib.import_module("mpidl.data.formats.digits")
 
 
@@ -38,9 +39,9 @@ def halves(drawn):
     ]
 
 
-# How hard the set is follows from its bytes, which a test compares each time.
+# The difficulty follows from the bytes, which a test compares each time.
 def squared_distances(x, points):
-    """(len(x), len(points)), less a term that is the same along a row."""
+    """Return (len(x), len(points)), less a term that is constant along a row."""
     return (points * points).sum(axis=1) - 2 * (x @ points.T)
 
 
@@ -52,7 +53,7 @@ def test_bytes_are_the_published_ones(drawn):
     assert len(np.unique(images.reshape(len(images), -1), axis=0)) == len(images)
 
 
-def test_other_bytes_are_warned_of(monkeypatch):
+def test_a_warning_reports_other_bytes(monkeypatch):
     monkeypatch.setattr(module, "SHA256", "0" * 64)
     monkeypatch.setattr(module, "PER_CLASS", 1)
     with pytest.warns(UserWarning, match="not the published one"):
@@ -75,18 +76,12 @@ def test_no_digit_is_cut_off(drawn):
     assert rim.max() < module.WHITE[0]
 
 
-@pytest.mark.slow("jobs")
-def test_nearest_class_mean_fails(halves):
-    x, labels, test, expected = halves
+def nearest_class_mean(x, labels, test):
     means = np.stack([x[labels == digit].mean(axis=0) for digit in range(10)])
-    accuracy = (squared_distances(test, means).argmin(axis=1) == expected).mean()
-    print(f"nearest class mean: {accuracy:.3f}")  # pytest -s
-    assert 0.4 <= accuracy <= 0.75
+    return squared_distances(test, means).argmin(axis=1)
 
 
-@pytest.mark.slow("jobs")
-def test_a_linear_classifier_fails(halves):
-    x, labels, test, expected = halves
+def linear_softmax(x, labels, test):
     middle = x.mean(axis=0)
     x = x - middle
     targets = np.eye(10, dtype=np.float32)[labels]
@@ -104,44 +99,49 @@ def test_a_linear_classifier_fails(halves):
             dbias = 0.9 * dbias + p.sum(axis=0)
             weight -= np.float32(rate) * dweight
             bias -= np.float32(rate) * dbias
-    accuracy = (((test - middle) @ weight + bias).argmax(axis=1) == expected).mean()
-    print(f"linear softmax: {accuracy:.3f}")
-    assert 0.6 <= accuracy <= 0.93
+    return ((test - middle) @ weight + bias).argmax(axis=1)
+
+
+def nearest_neighbour(x, labels, test):
+    return labels[squared_distances(test, x).argmin(axis=1)]
 
 
 @pytest.mark.slow("jobs")
-def test_the_nearest_neighbour_fails(halves):
-    x, labels, test, expected = halves
-    accuracy = (labels[squared_distances(test, x).argmin(axis=1)] == expected).mean()
-    print(f"1-nearest neighbour: {accuracy:.3f}")
-    assert 0.9 <= accuracy <= 0.99
+@pytest.mark.parametrize(
+    "classify, low, high",
+    [(nearest_class_mean, 0.4, 0.75), (linear_softmax, 0.6, 0.93), (nearest_neighbour, 0.9, 0.99)],
+)
+def test_simple_classifiers_fail(halves, classify, low, high):
+    *training_and_test, expected = halves
+    accuracy = (classify(*training_and_test) == expected).mean()
+    print(f"{classify.__name__}: {accuracy:.3f}")  # pytest -s
+    assert low <= accuracy <= high
 
 
 def test_folder_is_drawn_once_and_read_back(drawn, tmp_path, monkeypatch):
-    """With 20 images a class; the trainings whose weights are published write all."""
+    """With 20 images per class; other tests write all."""
     images, labels = (part.reshape(10, 1000, -1)[:, :20] for part in drawn)
     drawn = images.reshape(-1, 28, 28), labels.reshape(-1)
     monkeypatch.setattr(module, "draw", lambda: drawn)
     monkeypatch.setattr(module, "PER_CLASS", 20)
-    found = module.digits(cache=tmp_path)
+    store = module.digits(cache=tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == [f"digits-{module.SHA256[:12]}"]
-    assert found.classes == [str(digit) for digit in range(10)]
-    assert found.image_shape == (1, 28, 28)
-    assert np.array_equal(found.labels, drawn[1])
-    some = np.arange(0, 200, 7)
-    assert np.array_equal(found.read(some)[:, 0], drawn[0][some])
+    assert store.classes == [str(digit) for digit in range(10)]
+    assert store.image_shape == (1, 28, 28)
+    assert np.array_equal(store.labels, drawn[1])
+    assert np.array_equal(store.read(np.arange(200))[:, 0], drawn[0])
 
     monkeypatch.setattr(module, "draw", lambda: pytest.fail("drawn again"))
     monkeypatch.setenv("MPIDL_CACHE", str(tmp_path))
-    assert module.digits().fingerprint() == found.fingerprint()
-    os.remove(found.name(17))
+    assert module.digits().fingerprint() == store.fingerprint()
+    os.remove(store.name(17))
     with pytest.raises(UserError, match="expected 200 images, found 199; remove the folder"):
         module.digits()
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Two images a class."""
+    """Two images per class."""
     monkeypatch.setattr(module, "PER_CLASS", 2)
     monkeypatch.setattr(warnings, "warn", lambda *arguments, **options: None)
 
@@ -151,20 +151,13 @@ def test_two_jobs_at_once(small, tmp_path, monkeypatch):
     both_drawn = threading.Barrier(2)
     rename = module._rename
     monkeypatch.setattr(module, "_rename", lambda *paths: (both_drawn.wait(), rename(*paths)))
-    found = []
-    jobs = [
-        threading.Thread(target=lambda: found.append(module.digits(cache=tmp_path)))
-        for _ in range(2)
-    ]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
-    assert [len(datastore) for datastore in found] == [20, 20]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(module.digits, cache=tmp_path) for _ in range(2)]
+        assert [len(job.result()) for job in jobs] == [20, 20]
     assert [entry.name for entry in tmp_path.iterdir()] == [f"digits-{module.SHA256[:12]}"]
 
 
-def test_what_a_killed_job_left_is_no_set(small, tmp_path):
+def test_a_folder_that_a_killed_job_left_is_ignored(small, tmp_path):
     (tmp_path / "unfinished-abc" / "digits" / "0").mkdir(parents=True)
     assert len(module.digits(cache=tmp_path)) == 20
 
@@ -182,9 +175,9 @@ def test_default_cache(monkeypatch):
 
 def test_all_ranks_share_one_folder(small, world, tmp_path):
     cache = world.broadcast(str(tmp_path))
-    found = module.digits(world, cache=cache if world.rank == 0 else "elsewhere")
-    assert found.folder.startswith(cache) and len(found) == 20
-    assert found.describe() == "digits: 20 images of 1x28x28 in 10 classes"
+    store = module.digits(world, cache=cache if world.rank == 0 else "elsewhere")
+    assert store.folder.startswith(cache) and len(store) == 20
+    assert store.describe() == "digits: 20 images of 1x28x28 in 10 classes"
     world.barrier()
 
 

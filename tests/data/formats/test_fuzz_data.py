@@ -1,9 +1,9 @@
-"""Whatever bytes a data file holds: a datastore or a UserError of one line, in little memory.
+"""Any bytes of a data file give a datastore or a UserError of one line, in little memory.
 
-Each form is fuzzed twice: bytes from nothing behind a right beginning, and whole files of which a
-few places were changed, cut out, doubled or cut off. What opens is read as well. The examples are
-the same in each run (`derandomize`); MPIDL_FUZZ=100000 tries as many, and others each time, as the
-slow part `fuzz` does.
+Each format is fuzzed twice: with random bytes behind a valid beginning, and with valid files of
+which a few places were changed, removed, doubled or cut off. What opens is read as well. The
+examples are the same in each run (`derandomize`); MPIDL_FUZZ=100000 tries as many, different ones
+each time, as the slow part `fuzz` does.
 """
 
 import os
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from image_sets import grow, pixels_of, write_idx
+from image_sets import grow, pixels_of, save, write_idx
 
 from mpidl.data import ArrayDatastore, ImageFolder, open_data, open_test_data, read_idx
 from mpidl.data.checks import read_images, read_targets
@@ -23,10 +23,10 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5_probe, packed, packing
 from mpidl.errors import UserError
 
-MORE = int(os.environ.get("MPIDL_FUZZ", 0))
+EXAMPLES = int(os.environ.get("MPIDL_FUZZ", 0))
 FUZZ = settings(
-    max_examples=MORE or 20,
-    derandomize=not MORE,
+    max_examples=EXAMPLES or 20,
+    derandomize=not EXAMPLES,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
@@ -37,15 +37,15 @@ MEMORY = 600 << 20  # bytes that reading hostile files may add to the peak
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded():
-    """No file had gigabytes of memory taken."""
+    """No file makes mpidl allocate gigabytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
-    taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    assert taken < MEMORY, f"{taken >> 20} MB"
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    assert growth < MEMORY, f"{growth >> 20} MB"
 
 
 def attempt(function, *args, **keywords):
-    """The call's result, or None after a UserError of one short line."""
+    """Return the call's result, or None after a UserError of one short line."""
     try:
         return function(*args, **keywords)
     except UserError as error:
@@ -55,7 +55,7 @@ def attempt(function, *args, **keywords):
 
 
 def use(store):
-    """Read the first and the last images of a datastore, and ask it for all it can say."""
+    """Read images of a datastore and call all that describes it."""
     assert isinstance(store, Datastore)
     indices = np.unique([0, len(store) // 2, len(store) - 1])
     for read in (read_images, read_targets) if store.targets_shape is not None else (read_images,):
@@ -68,88 +68,92 @@ def use(store):
 
 
 def open_and_use(path):
-    """Open it as --data and as --test-data, and use what that gives; whether it opened."""
-    found = attempt(open_data, str(path))
-    for store in found or ():
+    """Open a path as --data and as --test-data and use the datastores; return if it opened."""
+    stores = attempt(open_data, str(path))
+    test = attempt(open_test_data, str(path), classes=["a", "b", "c"], labelled=False)
+    for store in [*(stores or ()), test]:
         if store is not None:
             use(store)
-    test = attempt(open_test_data, str(path), classes=["a", "b", "c"], labelled=False)
-    if test is not None:
-        use(test)
-    return found is not None
+    return stores is not None
+
+
+def open_and_verify(path):
+    """The same for a packed file, whose pixels are compared with their checksums too."""
+    open_and_use(path)
+    store = attempt(packed.PackedDatastore, path, labelled=False)
+    if store is not None:
+        attempt(store.verify)
+    return store is not None
+
+
+NUMBERS = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]  # sizes or offsets
 
 
 @st.composite
-def damaged(draw, whole):
-    """Bytes of `whole` with some of them changed, cut out, doubled, or cut off."""
-    data = bytearray(whole)
+def damaged(draw, content):
+    """Bytes of a file with some of them changed, removed, doubled, or cut off."""
+    data = bytearray(content)
     for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(len(data) - 1, 0)))
-        how = draw(st.sampled_from(["set", "set", "bits", "number", "cut", "out", "twice"]))
-        if how == "set":
-            data[at : at + 1] = bytes([draw(st.integers(0, 255))])
-        elif how == "bits" and data:
-            data[at] ^= 1 << draw(st.integers(0, 7))
-        elif how == "number":  # a size or an offset
-            number = draw(
-                st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1])
-            )
-            data[at : at + 8] = number.to_bytes(8, draw(st.sampled_from(["little", "big"])))
-        elif how == "cut":
-            del data[at:]
-        elif how == "out":
-            del data[at : at + draw(st.integers(1, 64))]
+        i = draw(st.integers(0, max(len(data) - 1, 0)))
+        damage = draw(st.sampled_from(["set", "set", "bits", "number", "cut", "out", "twice"]))
+        if damage == "set":
+            data[i : i + 1] = bytes([draw(st.integers(0, 255))])
+        elif damage == "bits" and data:
+            data[i] ^= 1 << draw(st.integers(0, 7))
+        elif damage == "number":
+            number = draw(st.sampled_from(NUMBERS))
+            data[i : i + 8] = number.to_bytes(8, draw(st.sampled_from(["little", "big"])))
+        elif damage == "cut":
+            del data[i:]
+        elif damage == "out":
+            del data[i : i + draw(st.integers(1, 64))]
         else:
-            data[at:at] = data[at : at + draw(st.integers(1, 64))]
+            data[i:i] = data[i : i + draw(st.integers(1, 64))]
     return bytes(data)
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """HDF5 comes to no end of some damaged files: the helper that tries them out may be ended
-    sooner. `fuzzed` does so once the helper has been started and a good file has been read."""
+    """HDF5 does not finish reading some damaged files, so its helper process is ended soon.
+
+    `fuzz` sets the shorter limit once the helper has started and has read a good file.
+    """
     monkeypatch.setattr(hdf5_probe, "SECONDS", 60.0)
 
 
-def fuzzed(tmp_path, name, beginning, whole, check=open_and_use):
-    """Both ways of fuzzing a file of this name."""
-    path = tmp_path / name
+def fuzz(path, beginning, check=open_and_use):
+    """Fuzz a valid file in both ways; random bytes follow its first `beginning` bytes."""
+    content = path.read_bytes()
 
     @FUZZ
     @given(st.binary(max_size=600))
-    def from_nothing(data):
-        path.write_bytes(beginning + data)
+    def from_random_bytes(data):
+        path.write_bytes(content[:beginning] + data)
         check(path)
 
     @FUZZ
-    @given(damaged(whole))
-    def from_a_whole_file(data):
+    @given(damaged(content))
+    def from_a_valid_file(data):
         path.write_bytes(data)
         check(path)
 
-    path.write_bytes(whole)
     assert check(path)  # which opens the undamaged file
-    hdf5_probe.SECONDS = 1.0  # the fixture sets it back
-    from_nothing()
-    from_a_whole_file()
+    hdf5_probe.SECONDS = 1.0  # the fixture restores it
+    from_random_bytes()
+    from_a_valid_file()
 
 
 @pytest.mark.parametrize("name", ["x", "x.gz"])
 def test_idx(tmp_path, name):
-    whole = write_idx(tmp_path / f"whole{name}", pixels_of(0, 5, 4, 3)).read_bytes()
-    begins = b"\x1f\x8b\x08" if name.endswith("gz") else b"\0\0\x08"
-    fuzzed(tmp_path, name, begins, whole, lambda path: attempt(read_idx, path) is not None)
+    path = write_idx(tmp_path / name, pixels_of(0, 5, 4, 3))
+    fuzz(path, 3, lambda path: attempt(read_idx, path) is not None)
 
 
 @pytest.mark.parametrize("kind", ["images-idx3", "labels-idx1"])
 def test_idx_folder(tmp_path, kind):
-    folder = tmp_path / "set"
-    folder.mkdir()
-    write_idx(folder / "train-images-idx3-ubyte", pixels_of(0, 5, 4, 3))
-    write_idx(folder / "train-labels-idx1-ubyte", np.arange(5, dtype=np.uint8))
-    path = folder / f"train-{kind}-ubyte"
-    whole = path.read_bytes()
-    fuzzed(folder, path.name, b"\0\0", whole, lambda path: open_and_use(folder))
+    write_idx(tmp_path / "train-images-idx3-ubyte", pixels_of(0, 5, 4, 3))
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(5, dtype=np.uint8))
+    fuzz(tmp_path / f"train-{kind}-ubyte", 2, lambda path: open_and_use(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -158,14 +162,13 @@ def test_idx_folder(tmp_path, kind):
 def test_cifar(tmp_path, name):
     write = datafiles.cifar100 if name == "train.bin" else datafiles.cifar10
     write(tmp_path)
-    whole = (tmp_path / name).read_bytes()
-    fuzzed(tmp_path, name, b"", whole, lambda path: open_and_use(tmp_path))
+    fuzz(tmp_path / name, 0, lambda path: open_and_use(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["old", "new", "chunks"])
 def test_hdf5(tmp_path, kind):
-    """The oldest form has no checksums of its own, the newest has them everywhere."""
-    path = tmp_path / "whole.h5"
+    """The oldest version of the format has no checksums, the newest has them everywhere."""
+    path = tmp_path / "x.h5"
     version = {"old": "earliest", "new": "latest", "chunks": "earliest"}[kind]
     options = {"chunks": (2, 4, 3), "compression": "gzip"} if kind == "chunks" else {}
     with h5py.File(path, "w", libver=version) as file:
@@ -173,26 +176,29 @@ def test_hdf5(tmp_path, kind):
         file.attrs["layout"] = "NHW"
         file["labels"] = np.arange(5) % 3
         file["labels"].attrs["classes"] = ["a", "b", "c"]
-    fuzzed(tmp_path, "x.h5", b"\x89HDF\r\n\x1a\n", path.read_bytes())
+    fuzz(path, 8)
 
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_packed(tmp_path, labelled):
-    store = ArrayDatastore(pixels_of(0, 5, 4, 3), np.arange(5) % 3 if labelled else None)
+    store = ArrayDatastore(pixels_of(0, 5, 4, 3))
     if labelled:
         grow(tmp_path / "set")
         store = ImageFolder(tmp_path / "set")
-    packing.pack({"train": store}, tmp_path / "whole.h5")
-    whole = (tmp_path / "whole.h5").read_bytes()
+    packing.pack({"train": store}, tmp_path / "x.h5")
+    fuzz(tmp_path / "x.h5", 8, open_and_verify)
 
-    def check(path):
-        open_and_use(path)
-        found = attempt(packed.PackedDatastore, path, labelled=False)
-        if found is not None:
-            attempt(found.verify)
-        return found is not None
 
-    fuzzed(tmp_path, "x.h5", b"\x89HDF\r\n\x1a\n", whole, check)
+CLASSES = [
+    "[" * 5000,
+    '["a"]',
+    '["\\ud800", "\\udcff", "c"]',
+    '["a", "b", 3]',
+    '{"a": 1}',
+    "[1e999]",
+]
+
+SIGNED = st.integers(-(2**63), 2**63 - 1)
 
 
 @FUZZ
@@ -201,24 +207,8 @@ def test_packed(tmp_path, labelled):
         {},
         optional={
             "format_version": st.one_of(st.integers(-1, 2), st.text(TEXT, max_size=3)),
-            "classes": st.one_of(
-                st.text(TEXT, max_size=8),
-                st.sampled_from(
-                    [
-                        "[" * 5000,
-                        '["a"]',
-                        '["\\ud800", "\\udcff", "c"]',
-                        '["a", "b", 3]',
-                        '{"a": 1}',
-                        "[1e999]",
-                    ]
-                ),
-            ),
-            "chunk_images": st.one_of(
-                st.integers(-(2**63), 2**63 - 1),
-                st.floats(),
-                st.lists(st.integers(0, 9), max_size=2),
-            ),
+            "classes": st.one_of(st.text(TEXT, max_size=8), st.sampled_from(CLASSES)),
+            "chunk_images": st.one_of(SIGNED, st.floats(), st.lists(st.integers(0, 9), max_size=2)),
             "fingerprint": st.one_of(st.text(TEXT, max_size=3), st.integers(0, 9)),
         },
     ),
@@ -235,9 +225,9 @@ def test_packed(tmp_path, labelled):
     ),
 )
 def test_packed_headers(tmp_path_factory, attributes, arrays):
-    """Files of right sums, but of any shapes, types and attributes."""
+    """Files with valid checksums, but any shapes, types and attributes."""
     path = tmp_path_factory.mktemp("packed") / "x.h5"
-    if os.environ.get("MPIDL_FUZZ"):
+    if EXAMPLES:
         path = tmp_path_factory.getbasetemp() / "packed.h5"
         path.unlink(missing_ok=True)
     packing.pack({"train": ArrayDatastore(pixels_of(0, 5, 4, 3), np.arange(5) % 3)}, path)
@@ -255,52 +245,32 @@ def test_packed_headers(tmp_path_factory, attributes, arrays):
             file.attrs["sha256"] = packed.content(file)
         except (UserError, TypeError, ValueError, OverflowError):
             pass  # which the check of the sum will meet as well
-    open_and_use(path)
-    found = attempt(packed.PackedDatastore, path, labelled=False)
-    if found is not None:
-        attempt(found.verify)
+    open_and_verify(path)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_npz(tmp_path, save):
-    labels = np.arange(5) % 3
-    images = pixels_of(0, 5, 4, 3)
+    images, labels = pixels_of(0, 5, 4, 3), np.arange(5) % 3
     arrays = {"images": images, "labels": labels, "images_test": images, "labels_test": labels}
-    save(tmp_path / "whole.npz", classes=["a", "b", "c"], **arrays)
-    fuzzed(tmp_path, "x.npz", b"PK\x03\x04", (tmp_path / "whole.npz").read_bytes())
+    save(tmp_path / "x.npz", classes=["a", "b", "c"], **arrays)
+    fuzz(tmp_path / "x.npz", 4)
 
 
-@pytest.mark.parametrize("compressed", [True, False])
-def test_mat5(tmp_path, compressed):
-    path = datafiles.mat5(
-        tmp_path / "whole.mat",
-        compressed,
-        images=datafiles.matlab(pixels_of(0, 5, 3, 4, 2)),
-        labels=np.array([[1.0], [2], [3], [1], [2]]),
-        classes=datafiles.cells("a", "b", "c"),
-    )
-    whole = path.read_bytes()
-    fuzzed(tmp_path, "x.mat", whole[:128], whole)
+@pytest.mark.parametrize("version", ["5", "5 compressed", "7.3"])
+def test_mat(tmp_path, version):
+    path, classes = tmp_path / "x.mat", ["a", "b", "c"]
+    images = datafiles.matlab(pixels_of(0, 5, 3, 4, 2))
+    variables = {"images": images, "labels": np.array([[1.0], [2], [3], [1], [2]])}
+    if version == "7.3":
+        datafiles.mat73(path, classes=classes, **variables)
+        fuzz(path, 520)
+    else:
+        datafiles.mat5(path, version != "5", classes=datafiles.cells(*classes), **variables)
+        fuzz(path, 128)
 
 
-def test_mat73(tmp_path):
-    path = datafiles.mat73(
-        tmp_path / "whole.mat",
-        images=datafiles.matlab(pixels_of(0, 5, 3, 4, 2)),
-        labels=np.array([[1.0], [2], [3], [1], [2]]),
-        classes=["a", "b", "c"],
-    )
-    whole = path.read_bytes()
-    fuzzed(tmp_path, "x.mat", whole[:512] + b"\x89HDF\r\n\x1a\n", whole)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # of metadata that it does without
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about metadata that it ignores
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "tif"])
 def test_images(tmp_path, suffix):
-    from PIL import Image
-
-    path = tmp_path / "set" / "c" / f"x.{suffix}"
-    path.parent.mkdir(parents=True)
-    Image.fromarray(pixels_of(0, 6, 5, 3)).save(path)
-    whole = path.read_bytes()
-    fuzzed(path.parent, path.name, whole[:8], whole, lambda path: open_and_use(tmp_path / "set"))
+    path = save(tmp_path / "c" / f"x.{suffix}", pixels_of(0, 3, 6, 5))
+    fuzz(path, 8, lambda path: open_and_use(tmp_path))

@@ -23,7 +23,6 @@ def test_idx_folder(tmp_path, separator, suffix):
         assert np.array_equal(store.labels, labels) and store.classes == ["0", "1", "2"]
     assert np.array_equal(open_test_data(str(tmp_path)).images, test.images)
     assert test.describe().startswith(f"{tmp_path}/t10k-images{separator}idx3-ubyte{suffix}: 4 ")
-    # The ranks of two nodes; then two nodes of one host name, which share no memory.
     stores = on_ranks(4, lambda world: idx_folder(tmp_path, "train", world), list("aabb"))
     assert {store.fingerprint() for store in stores} == {train.fingerprint()}
     assert stores[0].images.base is stores[1].images.base
@@ -37,22 +36,23 @@ def test_idx_folder(tmp_path, separator, suffix):
     assert open_data(str(tmp_path))[1] is None
 
 
-def test_idx_is_read_again_by_a_node_that_shares_a_host_name(tmp_path):
+def test_nodes_without_shared_memory_read_the_files_themselves(tmp_path):
+    """Two nodes of one host name, and a node whose shared memory is full."""
     images = pixels_of(0, 3, 2, 2)
     write_idx(tmp_path / "train-images-idx3-ubyte", images)
     write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(3, np.uint8))
 
-    def alone(world):
+    def open_unshared(world):
         world.shared_array = np.zeros
         return idx_folder(tmp_path, "train", world)
 
-    assert all(np.array_equal(store.images[:, 0], images) for store in on_ranks(2, alone))
-
-    def without_room(world):
+    def open_without_room(world):
         world.available_shared_bytes, world.shared_array = lambda: 0, None
         return idx_folder(tmp_path, "train", world)
 
-    assert all(np.array_equal(store.images[:, 0], images) for store in on_ranks(2, without_room))
+    for open_on_rank in (open_unshared, open_without_room):
+        for store in on_ranks(2, open_on_rank):
+            assert np.array_equal(store.images[:, 0], images)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_idx_is_read_again_by_a_node_that_shares_a_host_name(tmp_path):
 )
 def test_read_idx_types(tmp_path, code, dtype):
     values = np.arange(24).reshape(2, 3, 4).astype(dtype)
-    found = read_idx(write_idx(tmp_path / "x", values, code))
-    assert found.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(found, values)
+    array = read_idx(write_idx(tmp_path / "x", values, code))
+    assert array.dtype == np.dtype(dtype).newbyteorder("=") and np.array_equal(array, values)
 
 
-def test_idx_errors(tmp_path):
+def test_damaged_files_and_wrong_labels(tmp_path):
     images = write_idx(tmp_path / "train-images-idx3-ubyte", pixels_of(0, 5, 4, 4))
     labels = write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(4, np.uint8))
     text = refusal(idx_folder, tmp_path)
@@ -73,16 +73,15 @@ def test_idx_errors(tmp_path):
     write_idx(labels, np.array([0, 1, 2, 3, 9], np.uint8))
     text = refusal(idx_folder, tmp_path, classes=["a", "b"])
     assert text.startswith(f"{labels}: expected labels below 2") and text.endswith("got 9")
-    whole = images.read_bytes()
-    images.write_bytes(whole[:-3])
+    content = images.read_bytes()
+    images.write_bytes(content[:-3])
     expected = f"{images}: expected 96 bytes for its sizes [5, 4, 4], found 93: the file is cut s"
     assert refusal(idx_folder, tmp_path).startswith(expected)
-    assert on_ranks(2, lambda world: refusal(idx_folder, tmp_path, "train", world))[1].startswith(
-        expected
-    )
-    images.write_bytes(whole + b"x")
+    texts = on_ranks(2, lambda world: refusal(idx_folder, tmp_path, "train", world))
+    assert texts[1].startswith(expected)
+    images.write_bytes(content + b"x")
     assert "found 97: the file is too long" in refusal(idx_folder, tmp_path)
-    images.write_bytes(whole[:9])
+    images.write_bytes(content[:9])
     assert "cut short" in refusal(idx_folder, tmp_path)
     images.write_bytes(b"\x89PNG....")
     assert refusal(idx_folder, tmp_path).startswith(f"{images}: expected an IDX file")
@@ -92,8 +91,9 @@ def test_idx_errors(tmp_path):
     assert "expected uint8 images in 3 dimensions" in refusal(idx_folder, tmp_path)
     assert refusal(read_idx, tmp_path / "no") == f"{tmp_path}/no: no such file"
     packed = write_idx(tmp_path / "x.gz", pixels_of(0, 50, 4, 4))
-    for content in (packed.read_bytes()[:-20], b"no gzip", packed.read_bytes()[:40] + b"0" * 700):
-        packed.write_bytes(content)
+    content = packed.read_bytes()
+    for damaged in (content[:-20], b"no gzip", content[:40] + b"0" * 700):
+        packed.write_bytes(damaged)
         assert refusal(read_idx, packed).startswith(f"{packed}: the file cannot be read: ")
     assert 'must be "train" or "test"' in refusal(idx_folder, tmp_path, "valid")
 

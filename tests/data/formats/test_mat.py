@@ -1,4 +1,4 @@
-"""MATLAB's .mat files of both kinds: which variables, which labels, which types."""
+"""MATLAB's .mat files of versions 5 and 7.3: variables, labels, targets and types."""
 
 import struct
 
@@ -14,9 +14,11 @@ from mpidl.data import mat_file, open_data, open_test_data
 from mpidl.data.checks import read_targets
 from mpidl.data.formats import mat5
 
+BOTH_VERSIONS = pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
 
-@pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
-def test_mat(tmp_path, write):
+
+@BOTH_VERSIONS
+def test_images_and_labels(tmp_path, write):
     images, labels = pixels_of(0, 9, 3, 4, 5), np.arange(9) % 3 + 1.0
     path = write(tmp_path / "x.mat", images=datafiles.matlab(images), labels=labels[:, None])
     store, test = open_data(str(path))
@@ -29,8 +31,8 @@ def test_mat(tmp_path, write):
     assert all(np.array_equal(s.read([4]), images[[4]]) for s in stores)
 
 
-@pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
-def test_mat_as_matlab_s_examples_have_it(tmp_path, write):
+@BOTH_VERSIONS
+def test_variables_named_as_in_matlab_s_examples(tmp_path, write):
     """XTrain, YTrain, XTest, YTest; gray images of doubles; labels that begin with 0."""
     grays = pixels_of(0, 7, 1, 4, 5) / 255
     parts = {
@@ -48,13 +50,13 @@ def test_mat_as_matlab_s_examples_have_it(tmp_path, write):
     assert open_test_data(str(path)).labels.tolist() == [2, 0]
     flat = write(tmp_path / "y.mat", X=datafiles.matlab(grays)[:, :, 0], Y=parts["YTrain"])
     assert np.array_equal(mat_file(flat).read([3]), train.read([3]))
-    named = mat_file(path, images="XTrain", labels="YTrain", classes=["2", "1", "0"])
-    assert named.labels.tolist() == [2, 1, 0, 2, 1, 0, 2]
+    store = mat_file(path, images="XTrain", labels="YTrain", classes=["2", "1", "0"])
+    assert store.labels.tolist() == [2, 1, 0, 2, 1, 0, 2]
 
 
-@pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
-def test_mat_with_targets(tmp_path, write):
-    """Fractions, several numbers an image, an image each."""
+@BOTH_VERSIONS
+def test_targets(tmp_path, write):
+    """Fractions, several numbers per image, or an image each."""
     images = pixels_of(0, 7, 3, 4, 5)
     outputs = pixels_of(1, 7, 1, 2, 3) / 7
     angles = np.arange(7) / 4 - 1
@@ -66,8 +68,8 @@ def test_mat_with_targets(tmp_path, write):
         (datafiles.matlab(outputs), outputs),
         (datafiles.matlab(outputs.astype(np.float32)), outputs),
     )
-    for i, (given, expected) in enumerate(cases):
-        path = write(tmp_path / f"{i}.mat", XTrain=datafiles.matlab(images), YTrain=given)
+    for i, (targets, expected) in enumerate(cases):
+        path = write(tmp_path / f"{i}.mat", XTrain=datafiles.matlab(images), YTrain=targets)
         store, test = open_data(str(path))
         assert test is None and store.labels is None and store.classes == []
         assert store.targets_shape == expected.shape[1:] and store.targets_dtype == np.float32
@@ -76,97 +78,90 @@ def test_mat_with_targets(tmp_path, write):
         assert store.describe().startswith(f"{path}: 7 images of 3x4x5 with ")
         stores = on_ranks(3, lambda world, path=path: mat_file(path, world), list("aab"))
         assert {s.fingerprint() for s in stores} == {store.fingerprint()}
-    whole = {"XTest": datafiles.matlab(images), "YTest": np.arange(7.0)[:, None]}
-    path = write(tmp_path / "y.mat", XTrain=whole["XTest"], YTrain=angles[:, None], **whole)
-    test = open_data(str(path))[1]  # whose numbers are targets, as those of the training set
+    parts = {"XTest": datafiles.matlab(images), "YTest": np.arange(7.0)[:, None]}
+    path = write(tmp_path / "y.mat", XTrain=parts["XTest"], YTrain=angles[:, None], **parts)
+    test = open_data(str(path))[1]  # whole numbers, but targets as in the training set
     assert test.targets_shape == () and test.targets([5, 2]).tolist() == [5, 2]
     angles[4] = np.nan
-    store = mat_file(write(tmp_path / "z.mat", X=whole["XTest"], Y=angles[:, None]))
+    store = mat_file(write(tmp_path / "z.mat", X=parts["XTest"], Y=angles[:, None]))
     assert "image 4: expected finite targets" in refusal(read_targets, store, [3, 4])
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_mat_class_names(tmp_path, compressed):
+def test_class_names(tmp_path, compressed):
     images = datafiles.matlab(pixels_of(0, 4, 3, 2, 2))
     names = ["cat", "dög", "a long name of an emu"]
     labels = np.array([1, 3, 2, 1], np.int32)
-    known = {"X": images, "Y": labels[:, None]}
-    paths = [
-        datafiles.mat5(
-            tmp_path / "5.mat", compressed, classes=datafiles.cells(*names), other="x", **known
-        ),
-        datafiles.mat73(tmp_path / "73.mat", classes=names, **known),
-    ]
-    for path in paths:
+    variables = {"X": images, "Y": labels[:, None]}
+    path5, path73, cells = tmp_path / "5.mat", tmp_path / "73.mat", datafiles.cells(*names)
+    datafiles.mat5(path5, compressed, classes=cells, other="x", **variables)
+    datafiles.mat73(path73, classes=names, **variables)
+    for path in (path5, path73):
         store = mat_file(path)
         assert store.classes == names and store.labels.tolist() == [0, 2, 1, 0]
         turned = mat_file(path, classes=names[::-1])
         assert turned.labels.tolist() == [2, 0, 1, 2] and turned.classes == names[::-1]
     zero = datafiles.mat73(tmp_path / "0.mat", classes=names, X=images, Y=labels[:, None] - 1)
     assert mat_file(zero).labels.tolist() == [0, 2, 1, 0]
-    few = datafiles.mat73(tmp_path / "few.mat", classes=names[:2], **known)
-    assert "expected labels from 1 to 2, as many as classes has, found 1 to 3" in refusal(
-        mat_file, few
-    )
+    text = refusal(mat_file, datafiles.mat73(path73, classes=names[:2], **variables))
+    assert "expected labels from 1 to 2, as many as classes has, found 1 to 3" in text
     odd = datafiles.cells("cat", np.ones(2), "emu")
-    odd = datafiles.mat5(tmp_path / "odd.mat", compressed, classes=odd, **known)
-    assert "classes (1x3 cell): expected class names as a cell array of texts" in refusal(
-        mat_file, odd
-    )
+    text = refusal(mat_file, datafiles.mat5(path5, compressed, classes=odd, **variables))
+    assert "classes (1x3 cell): expected class names as a cell array of texts" in text
 
 
-@pytest.mark.parametrize("write", [datafiles.mat5, datafiles.mat73])
-def test_mat_refuses_what_is_unclear(tmp_path, write):
+@BOTH_VERSIONS
+def test_unclear_variables_are_refused(tmp_path, write):
     images = datafiles.matlab(pixels_of(0, 5, 3, 4, 4))
     path = tmp_path / "x.mat"
 
-    def told(**variables):
+    def refusal_of(**variables):
         return refusal(open_data, str(write(path, **variables)))
 
     labels = np.ones((5, 1))
-    assert "expected one variable of images" in told(a=images, b=images, labels=labels)
-    assert "expected one variable of 5 labels for images" in told(images=images, a=labels, b=labels)
-    assert "expected one variable of 5 labels" in told(images=images)
-    assert "begin with 0 or 1, found 3 to 5" in told(images=images, labels=labels * [[3], [4], [5],
-                                                                      [3], [4]])  # fmt: skip
-    assert "begin with 0 or 1, found -1" in told(images=images, labels=-labels)
+    assert "expected one variable of images" in refusal_of(a=images, b=images, labels=labels)
+    text = refusal_of(images=images, a=labels, b=labels)
+    assert "expected one variable of 5 labels for images" in text
+    assert "expected one variable of 5 labels" in refusal_of(images=images)
+    numbers = labels * [[3], [4], [5], [3], [4]]
+    assert "begin with 0 or 1, found 3 to 5" in refusal_of(images=images, labels=numbers)
+    assert "begin with 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
     turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # as Python would write it
-    text = told(images=turned, labels=labels)
+    text = refusal_of(images=turned, labels=labels)
     assert "expected one label an image, 3 as the last dimension of images (5x4x4x3 uint8)" in text
     assert "is unclear" in refusal(mat_file, write(path, images=turned), labelled=False)
-    for wrong in (np.ones((3, 5)), np.ones((4, 4, 3, 4)), np.ones((4, 4, 5)), images):
-        text = told(images=images, labels=wrong)
+    for numbers in (np.ones((3, 5)), np.ones((4, 4, 3, 4)), np.ones((4, 4, 5)), images):
+        text = refusal_of(images=images, labels=numbers)
         assert "or targets: 5 x R numbers, or H x W x C x 5 of single or double; found lab" in text
-    text = told(images=images.astype(np.int32), labels=labels)
+    text = refusal_of(images=images.astype(np.int32), labels=labels)
     assert "expected uint8, single or double H x W x C x N" in text
-    assert "expected a variable Z, found images (4x4x3x5 uint8)" in refusal(
-        mat_file, write(path, images=images), images="Z"
-    )
+    text = refusal(mat_file, write(path, images=images), images="Z")
+    assert "expected a variable Z, found images (4x4x3x5 uint8)" in text
     assert mat_file(path, labelled=False).labels is None
     with pytest.raises(dl.UserError, match="label 7 is none of the classes"):
         mat_file(write(path, images=images, labels=labels * 7), classes=["cat", "dog"])
 
 
-def test_mat_with_categorical_labels(tmp_path):
+def test_categorical_labels_are_refused(tmp_path):
     path = datafiles.mat73(
         tmp_path / "x.mat",
         XTrain=datafiles.matlab(pixels_of(0, 5, 3, 4, 4)),
         YTrain=np.zeros((1, 6), np.uint32),
     )
-    with h5py.File(path, "r+") as file:  # a reference into MATLAB's own objects
+    with h5py.File(path, "r+") as file:  # a reference into MATLAB's object system
         file["YTrain"].attrs["MATLAB_class"] = np.bytes_("categorical")
     text = refusal(open_data, str(path))
     assert text.startswith(f"{path}: YTrain (1x6 categorical): expected numbers as labels; in MAT")
     assert "save double(YTrain) and classes = categories(YTrain)" in text
 
 
-def test_mat_that_is_damaged(tmp_path):
+def test_damaged_files(tmp_path):
     images = datafiles.matlab(pixels_of(0, 50, 3, 8, 8))
     for write in (datafiles.mat5, datafiles.mat73):
         path = write(tmp_path / "x.mat", images=images, labels=np.ones((50, 1)))
-        whole = path.read_bytes()
-        for length in (100, len(whole) // 2, len(whole) - 3):
-            path.write_bytes(whole[:length])
+        content = path.read_bytes()
+        for length in (100, len(content) // 2, len(content) - 3):
+            path.write_bytes(content[:length])
             text = refusal(open_data, str(path))
             assert text.startswith(f"{path}: ") and len(text) < 400
     for head in (b"", b"MATLAB 4", bytes(200), b"MATLAB".ljust(124) + b"\0\3IM"):
@@ -174,36 +169,34 @@ def test_mat_that_is_damaged(tmp_path):
         assert "expected a .mat file of version 5 or 7.3" in refusal(mat_file, path)
 
 
+DTYPES = {"double": "float64", "single": "float32"}  # of MATLAB's classes
 STORED = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8"]
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("order", "<>")
-def test_mat_numbers_as_scipy_reads_them(tmp_path, compressed, order):
-    """Whatever type MATLAB stores them by, and in either byte order."""
+def test_numbers_are_read_as_by_scipy(tmp_path, compressed, order):
+    """Whatever type MATLAB stores them in, in either byte order."""
     drawn = {f"x{code}": pixels_of(0, 2, 3, 1, 4).astype(code) - 7 for code in STORED}
     drawn["tiny"] = np.uint8([[7]])
     drawn["none"] = np.zeros((0, 3))
     path = datafiles.mat5(tmp_path / "x.mat", compressed, **drawn)
     if order == ">":
-        path.write_bytes(turned(drawn))
-    known = {variable.name: variable for variable in mat5.variables(path)}
-    held = scipy.io.loadmat(path)
+        path.write_bytes(big_endian(drawn))
+    variables = {variable.name: variable for variable in mat5.variables(path)}
+    by_scipy = scipy.io.loadmat(path)
     for name, value in drawn.items():
-        assert known[name].shape == value.shape and known[name].kind in (
-            value.dtype.name, {"float64": "double", "float32": "single"}.get(value.dtype.name)
-        )  # fmt: skip
-        found = mat5.load(path, [known[name]])[name]
-        assert found.dtype == value.dtype and np.array_equal(found, held[name])
+        variable = variables[name]
+        assert variable.shape == value.shape
+        assert DTYPES.get(variable.kind, variable.kind) == value.dtype.name
+        array = mat5.load(path, [variable])[name]
+        assert array.dtype == value.dtype and np.array_equal(array, by_scipy[name])
 
 
-def turned(variables):
-    """A .mat file in the byte order of other machines; doubles that are bytes are stored so."""
+def big_endian(variables):
+    """Return a .mat file in big-endian order; numbers that fit a byte are stored as bytes."""
     types = {kind: number for number, kind in mat5.NUMBERS.items()}
-    names = {"double": "float64", "single": "float32"}
-    classes = {
-        np.dtype(names.get(c, c)): i for i, c in enumerate(mat5.CLASSES) if i in range(6, 16)
-    }
+    classes = {np.dtype(DTYPES.get(mat5.CLASSES[i], mat5.CLASSES[i])): i for i in range(6, 16)}
 
     def element(kind, data):
         return struct.pack(">II", kind, len(data)) + data + bytes(-len(data) % 8)

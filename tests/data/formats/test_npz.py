@@ -14,7 +14,7 @@ from mpidl.data import npz_file, open_data, open_test_data
 
 
 def write(path, **arrays):
-    """Save arrays to an .npz file, stored; returns its path."""
+    """Save arrays to an uncompressed .npz file; return its path."""
     np.savez(path, **arrays)
     return path
 
@@ -34,7 +34,7 @@ def test_npz(tmp_path, save, dtype, shape):
     assert store.describe() == f"{path}: 7 images of {store.describe().split()[-4]} in 3 classes"
     # The ranks of two nodes read the file once per node.
     stores = on_ranks(4, lambda world: npz_file(path, world), list("aabb"))
-    assert {each.fingerprint() for each in stores} == {store.fingerprint()}
+    assert {s.fingerprint() for s in stores} == {store.fingerprint()}
     assert stores[0].images.base is stores[1].images.base
 
 
@@ -42,14 +42,9 @@ def test_npz(tmp_path, save, dtype, shape):
 def test_npz_with_a_test_set_and_class_names(tmp_path, dtype):
     names = np.array(["ant", "bee", "cow"], dtype)
     images = pixels_of(0, 6, 4, 4)
-    path = write(
-        tmp_path / "x.npz",
-        images=images,
-        labels=np.arange(6.0) % 3,
-        images_test=images[:2],
-        labels_test=[[2], [0]],
-        classes=names,
-    )
+    parts = {"images": images, "labels": np.arange(6.0) % 3}
+    parts |= {"images_test": images[:2], "labels_test": [[2], [0]]}
+    path = write(tmp_path / "x.npz", **parts, classes=names)
     train, test = open_data(str(path))
     assert train.classes == test.classes == ["ant", "bee", "cow"]
     assert train.labels.tolist() == [0, 1, 2] * 2 and test.labels.tolist() == [2, 0]
@@ -113,37 +108,36 @@ def test_damaged_npz(tmp_path):
     assert 'which part must be "train" or "test"' in refusal(npz_file, path, part="valid")
     path.write_bytes(content[:-30])
     assert refusal(open_data, str(path)).startswith(f"{path}: the file cannot be read: ")
-    place = content.index(IMAGES.tobytes())
-    path.write_bytes(content[:place] + b"?" + content[place + 1 :])
+    offset = content.index(IMAGES.tobytes())
+    path.write_bytes(content[:offset] + b"?" + content[offset + 1 :])
     assert "Bad CRC-32" in refusal(open_data, str(path))
-    path.write_bytes(b"")
-    assert "expected an .npz file, a zip archive of arrays" in refusal(open_data, str(path))
     buffer = io.BytesIO()
     np.save(buffer, IMAGES)
-    path.write_bytes(buffer.getvalue())
-    assert "expected an .npz file, a zip archive of arrays" in refusal(open_data, str(path))
+    for content in (b"", buffer.getvalue()):
+        path.write_bytes(content)
+        assert "expected an .npz file, a zip archive of arrays" in refusal(open_data, str(path))
 
 
 def test_npz_that_claims_more_than_it_holds(tmp_path):
-    """Neither a header nor the archive's own table makes it take memory."""
-    buffer = io.BytesIO()
-    header = {"descr": "|u1", "fortran_order": False, "shape": (1 << 40, 4, 4)}
-    np.lib.format.write_array_header_1_0(buffer, header)
-    path = tmp_path / "x.npz"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("images.npy", buffer.getvalue())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Neither a header nor the archive's table makes mpidl allocate memory."""
+    path, memory = tmp_path / "x.npz", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def write_header(*shape):
+        header, buffer = {"descr": "|u1", "fortran_order": False, "shape": shape}, io.BytesIO()
+        np.lib.format.write_array_header_1_0(buffer, header)
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("images.npy", buffer.getvalue())
+        return len(buffer.getvalue())
+
+    write_header(1 << 40, 4, 4)
     assert "bytes for its shape (1099511627776, 4, 4), found" in refusal(npz_file, path)
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, header | {"shape": (1 << 31, 1, 1)})
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("images.npy", buffer.getvalue())
+    length = write_header(1 << 31, 1, 1)
     content = bytearray(path.read_bytes())
-    entry = content.index(b"PK\x01\x02") + 24  # the size that the array is said to have
-    content[entry : entry + 4] = struct.pack("<I", len(buffer.getvalue()) + (1 << 31))
+    entry = content.index(b"PK\x01\x02") + 24  # the size of the array by the archive's table
+    content[entry : entry + 4] = struct.pack("<I", length + (1 << 31))
     path.write_bytes(content)
     assert "2147483776 bytes for its shape (2147483648, 1, 1), found" in refusal(npz_file, path)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10
 
 
 def test_npz_never_unpickles(tmp_path):

@@ -26,28 +26,28 @@ def test_cache_does_not_touch_the_files_again(tmp_path):
     assert len(part) == 6 and np.array_equal(part.read([0]), cache.read(part.indices[:1]))
 
 
-def test_cache_keeps_what_its_budget_allows(tmp_path):
+def test_cache_stores_as_many_images_as_its_budget_allows(tmp_path):
     grow(tmp_path)
     store = ImageFolder(tmp_path)
     cache = NodeCache(store, budget_bytes=4 * 31 + 30)  # 30 pixels and a flag each
     assert cache.capacity == 4
-    whole = cache.read(np.arange(9))
-    assert np.array_equal(whole, store.read(np.arange(9)))
+    images = cache.read(np.arange(9))
+    assert np.array_equal(images, store.read(np.arange(9)))
     for i in (3, 4):
         os.unlink(tmp_path / store.files[i])
-    assert np.array_equal(cache.read([8, 3]), whole[[8, 3]])
+    assert np.array_equal(cache.read([8, 3]), images[[8, 3]])
     assert "no such file" in refusal(cache.read, [3, 4])
     assert NodeCache(store, budget_bytes=0).capacity == 0
-    assert np.array_equal(NodeCache(store, budget_bytes=0).read([1]), whole[[1]])
+    assert np.array_equal(NodeCache(store, budget_bytes=0).read([1]), images[[1]])
     assert NodeCache(ArrayDatastore(pixels_of(0, 4, 2, 2))).capacity == 0
 
 
-def test_cache_has_no_image_before_the_first(tmp_path):
-    """Not image 0, nor the last of those that are kept."""
+def test_cache_refuses_negative_indices(tmp_path):
+    """They name neither image 0 nor the last image."""
     grow(tmp_path)
     cache = NodeCache(ImageFolder(tmp_path), budget_bytes=4 * 31)
     for indices in ([-1], [2, -1]):
-        for _ in range(2):  # before and after images are kept
+        for _ in range(2):  # with an empty cache and a full one
             with pytest.raises(IndexError, match="expected indices from 0, got -1"):
                 cache.read(indices)
             cache.read(np.arange(9))
@@ -72,24 +72,23 @@ def test_cache_is_shared_by_the_ranks_of_a_node(tmp_path):
     assert sorted(reads) == [(1, 5), (2, 5)]
 
 
-def test_cache_keeps_nothing_of_a_failed_read(tmp_path):
+def test_cache_stores_nothing_of_a_failed_read(tmp_path):
     grow(tmp_path)
     cache = NodeCache(ImageFolder(tmp_path))
-    kept, moved = tmp_path / "cat" / "1.png", tmp_path / "moved.png"
-    kept.rename(moved)
-    assert refusal(cache.read, [0, 1]).startswith(f"{kept}: ")
-    moved.rename(kept)
+    path, elsewhere = tmp_path / "cat" / "1.png", tmp_path / "moved.png"
+    path.rename(elsewhere)
+    assert refusal(cache.read, [0, 1]).startswith(f"{path}: ")
+    elsewhere.rename(path)
     assert np.array_equal(cache.read([0, 1]), cache.datastore.read([0, 1]))
     assert cache.tables[0].filled.tolist() == [1, 1] + [0] * 7
 
 
-def test_real_ranks_agree_on_a_set_and_share_a_cache(tmp_path, world):
+def test_ranks_agree_on_a_set_and_share_a_cache(tmp_path, world):
     folder = world.broadcast(tmp_path)
+    drawn = world.broadcast(grow(folder / "set") if world.rank == 0 else None)
     if world.rank == 0:
-        drawn = world.broadcast(grow(folder / "set"))
         write_idx(folder / "t10k-images-idx3-ubyte.gz", pixels_of(0, 5, 4, 4))
-    else:
-        drawn = world.broadcast(None)
+    world.barrier()
     cache = NodeCache(ImageFolder(folder / "set", world), world)
     assert np.array_equal(cache.read([4, 0]), [drawn["dog/1.png"], drawn["cat/0.png"]])
     world.barrier()

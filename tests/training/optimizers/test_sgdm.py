@@ -7,7 +7,8 @@ from cpu_builds import everywhere, needed
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.errors import UserError
-from mpidl.training.optimizers import SGDM
+from mpidl.training.optimizers import SGDM, Momentum, NesterovMomentum, of_options
+from mpidl.training.options.training_options import TrainingOptions
 
 SHAPES = {"conv1.weight": (3, 1, 2, 2), "conv1.bias": (3,), "batchnorm1.gamma": (3,)}
 
@@ -17,7 +18,7 @@ def tables(seed, dtype=np.float32):
     return {name: random.standard_normal(s).astype(dtype) for name, s in SHAPES.items()}
 
 
-def loop(rates, momentum, l2, torch_form=False):
+def loop(rates, momentum, l2, torch_form=False, nesterov=False):
     """The same steps in float64, element by element."""
     weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
     for name, weight in weights.items():
@@ -28,18 +29,22 @@ def loop(rates, momentum, l2, torch_form=False):
                 g = gradient[place] + (l2 * weight[place] if name.endswith(".weight") else 0)
                 if torch_form:
                     velocity[place] = momentum * velocity[place] + g
-                    weight[place] -= rate * velocity[place]
+                    step = g + momentum * velocity[place] if nesterov else velocity[place]
+                    weight[place] -= rate * step
                 else:
+                    old = velocity[place]
                     velocity[place] = momentum * velocity[place] - rate * g
                     weight[place] += velocity[place]
+                    if nesterov:  # Sutskever's: on to where the next gradient is taken
+                        weight[place] += momentum * (velocity[place] - old)
     return weights
 
 
-def train(rates, momentum, l2):
-    sgdm, weights = SGDM(momentum=momentum, l2=l2), tables(0)
+def train(rates, momentum, l2, dtype=np.float32, **options):
+    sgdm, weights = SGDM(momentum=momentum, l2=l2, **options), tables(0, dtype)
     for step, rate in enumerate(rates):
         sgdm.learning_rate = rate
-        weights = sgdm(weights, tables(step + 1))
+        weights = sgdm(weights, tables(step + 1, dtype))
     return weights
 
 
@@ -47,19 +52,49 @@ def distance(one, other):
     return max(np.abs(one[name] - other[name]).max() for name in SHAPES)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("l2", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_steps_are_those_of_a_float64_loop(momentum, l2):
+def test_steps_are_those_of_a_float64_loop(momentum, l2, nesterov):
     rates = [0.1, 0.1, 0.01, 0.01]
-    weights = train(rates, momentum, l2)
+    weights = train(rates, momentum, l2, nesterov=nesterov)
     assert all(array.dtype == np.float32 for array in weights.values())
-    assert distance(weights, loop(rates, momentum, l2)) < 1e-6
+    assert distance(weights, loop(rates, momentum, l2, nesterov=nesterov)) < 1e-6
+    other = distance(weights, loop(rates, momentum, l2, nesterov=not nesterov))
+    assert other > 1e-2 if momentum else other < 1e-6
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_pytorch_takes_the_same_steps_at_one_rate(nesterov):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    weights = [torch.tensor(a) for a in tables(0, np.float64).values()]
+    other = torch.optim.SGD(weights, lr=0.1, momentum=0.9, nesterov=nesterov)
+    for step in range(1, 7):
+        for w, g in zip(weights, tables(step, np.float64).values(), strict=True):
+            w.grad = torch.tensor(g)
+        other.step()
+    ours = train([0.1] * 6, 0.9, 0.0, np.float64, nesterov=nesterov)
+    expected = dict(zip(SHAPES, (w.numpy() for w in weights), strict=True))
+    assert distance(ours, expected) < 1e-12
+
+
+@pytest.mark.parametrize("nesterov", [True, "on"])
+def test_the_names_of_nesterov(nesterov):
+    sgdm, options = SGDM(nesterov=nesterov), TrainingOptions(nesterov=nesterov)
+    assert type(sgdm.transforms[-1]) is NesterovMomentum and options.nesterov == "on"
+    assert type(of_options(options).transforms[-1]) is NesterovMomentum
+    assert type(of_options(TrainingOptions()).transforms[-1]) is Momentum
+    with pytest.raises(UserError, match="nesterov must be on or off, found 'yes'"):
+        SGDM(nesterov="yes")
 
 
 def test_the_two_forms_part_when_the_rate_changes():
     same, changed = [0.1] * 4, [0.1, 0.1, 0.01, 0.01]
     assert distance(train(same, 0.9, 0.0), loop(same, 0.9, 0.0, torch_form=True)) < 1e-6
     assert distance(train(changed, 0.9, 0.0), loop(changed, 0.9, 0.0, torch_form=True)) > 1e-2
+    form = {"torch_form": True, "nesterov": True}
+    assert distance(train(same, 0.9, 0.0, nesterov=True), loop(same, 0.9, 0.0, **form)) < 1e-6
+    assert distance(train(changed, 0.9, 0.0, nesterov=True), loop(changed, 0.9, 0.0, **form)) > 1e-2
 
 
 def test_arguments_are_left_as_they_are():
@@ -121,18 +156,19 @@ def test_what_has_the_factor_0_needs_no_gradient():
         SGDM()(weights, gradients)
 
 
-def test_going_on_from_its_state_makes_the_same_bytes():
-    straight, weights = SGDM(), tables(0)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_going_on_from_its_state_makes_the_same_bytes(nesterov):
+    straight, weights = SGDM(nesterov=nesterov), tables(0)
     for step in (1, 2, 3):
         weights = straight(weights, tables(step))
-    stopped, again = SGDM(), tables(0)
+    stopped, again = SGDM(nesterov=nesterov), tables(0)
     for step in (1, 2):
         again = stopped(again, tables(step))
-    resumed = SGDM()
+    resumed = SGDM(nesterov=nesterov)
     resumed.load_state(stopped.state())
     again = resumed(again, tables(3))
     assert all(again[name].tobytes() == weights[name].tobytes() for name in SHAPES)
-    forgetful = SGDM()(stopped(tables(0), tables(1)), tables(3))
+    forgetful = SGDM(nesterov=nesterov)(stopped(tables(0), tables(1)), tables(3))
     assert distance(forgetful, weights) > 1e-3
 
 
@@ -181,7 +217,9 @@ def test_the_kernel_makes_the_bytes_of_numpy():
 
     def step(backend):
         kept = [v.copy() for v in velocities]
-        return backend.sgdm(weights, gradients, kept, 0.0123, 0.9, decays, factors), kept
+        return backend.optimizer_step(
+            "sgdm", weights, gradients, [kept], [0.0123, 0.9], decays, factors
+        ), kept
 
     expected = step(reference)
     for found in everywhere(lambda: step(cpu)).values():

@@ -1,6 +1,7 @@
-"""Adam, RMSProp and clipping: against float64 loops, PyTorch, and the kernels against NumPy."""
+"""The solvers and clipping: against float64 loops, PyTorch, and the kernels against NumPy."""
 
 import math
+import typing
 
 import numpy as np
 import pytest
@@ -9,12 +10,23 @@ from cpu_builds import everywhere, needed
 import mpidl as dl
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
+from mpidl.backends.reference import optimizer as reference_optimizer
 from mpidl.errors import UserError
+from mpidl.training.optimizers import SOLVERS, SolverName, WeightDecay, of_options
+from mpidl.training.options.solver_options import SOLVER_NAMES
 
 SHAPES = {"conv1.weight": (3, 1, 2, 2), "conv1.bias": (3,), "batchnorm1.gamma": (3,)}
 ODD = [(), (1,), (17,), (3, 5), (128, 128), (16385,), (0, 4), (50_001,)]  # around a tile's size
 DECAYS = [0.0, 0.1, 0.0, 0.01, 1e-4, 1e-10, 0.0, 0.5]
 FACTORS = [1.0, 2.0, 0.5, 1.0, 1.0, 20.0, 1.0, 0.1]
+# The numbers of each formula, and how many arrays of a parameter it keeps.
+FORMULAS = {
+    "sgdm": ([0.0123, 0.9], 1),
+    "nesterov": ([0.0123, 0.9], 1),
+    "adam": ([0.0123, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8], 2),
+    "adamw": ([0.0123, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-7, 0.3], 2),
+    "rmsprop": ([0.0123, 0.999, 1 - 0.999, 1e-8], 1),
+}
 METHODS = ["l2norm", "global-l2norm", "absolute-value"]
 
 
@@ -40,17 +52,14 @@ def awkward(arrays):
 
 
 @needed
-@pytest.mark.parametrize("solver", ["adam", "rmsprop"])
-def test_the_kernel_makes_the_bytes_of_numpy(solver):
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_the_kernel_makes_the_bytes_of_numpy(formula):
+    numbers, tables = FORMULAS[formula]
+
     def step(backend):
-        weights, gradients = odd(0), awkward(odd(1))
-        means, squares = odd(2), odd(3, 0.0)
-        shared = 0.999, 1e-8, DECAYS, FACTORS
-        if solver == "adam":
-            new = backend.adam(weights, gradients, means, squares, 0.0123, 0.9, *shared)
-        else:
-            new = backend.rmsprop(weights, gradients, squares, 0.0123, *shared)
-        return new, means, squares
+        state = [odd(2), odd(3, 0.0)][2 - tables :]
+        shared = state, numbers, DECAYS, FACTORS
+        return [backend.optimizer_step(formula, odd(0), awkward(odd(1)), *shared), *state]
 
     expected = step(reference)
     for found in everywhere(lambda: step(cpu)).values():
@@ -62,22 +71,38 @@ def test_the_kernel_makes_the_bytes_of_numpy(solver):
 
 
 @needed
-@pytest.mark.parametrize("solver", ["sgdm", "adam", "rmsprop"])
-def test_many_learnables_are_written_past_the_caches(solver):
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_many_learnables_are_written_past_the_caches(formula):
     """Another way to memory, the same bytes; also of what does not fill a line."""
     random = np.random.default_rng(0)
     drawn = [[random.random(n, np.float32) for n in (1, 5, (1 << 22) + 19)] for _ in range(4)]
+    numbers, tables = FORMULAS[formula]
 
     def step(backend):
-        weights, gradients, *kept = ([a.copy() for a in arrays] for arrays in drawn)
-        numbers = {"sgdm": (0.01, 0.9), "adam": (0.01, 0.9, 0.999, 1e-8)}
-        kept = kept if solver == "adam" else kept[:1]
-        how = numbers.get(solver, (0.01, 0.999, 1e-8)), ([0.0, 0.1, 0.01], [1.0, 2.0, 0.5])
-        new = getattr(backend, solver)(weights, gradients, *kept, *how[0], *how[1])
-        return [a.tobytes() for arrays in (new, *kept) for a in arrays]
+        weights, gradients, *state = ([a.copy() for a in arrays] for arrays in drawn)
+        shared = state[:tables], numbers, [0.0, 0.1, 0.01], [1.0, 2.0, 0.5]
+        new = backend.optimizer_step(formula, weights, gradients, *shared)
+        return [a.tobytes() for arrays in (new, *state) for a in arrays]
 
     expected = step(reference)
     assert all(found == expected for found in everywhere(lambda: step(cpu)).values())
+
+
+def test_every_formula_is_tested():
+    assert set(FORMULAS) == set(reference_optimizer.FORMULAS)
+
+
+@needed
+def test_a_kernel_refuses_another_number_of_arguments():
+    ones = [np.ones(3, np.float32)]
+    for formula, numbers, state in (
+        ("adam", FORMULAS["sgdm"][0], [ones]),
+        ("sgdm", FORMULAS["sgdm"][0], [ones, ones]),
+        ("bogus", FORMULAS["sgdm"][0], [ones]),
+    ):
+        text = f"no kernel steps by {formula} with {len(numbers)} numbers and {len(state)} arrays"
+        with pytest.raises(TypeError, match=text):
+            cpu.optimizer_step(formula, ones, ones, state, numbers, [0.0])
 
 
 @needed
@@ -146,6 +171,24 @@ def loop(solver, steps, *, rate=0.01, decay=0.999, epsilon=1e-8, l2=0.0):
     return weights
 
 
+def adamw_loop(rates, *, decay=0.01, epsilon=1e-8, factors=None, threshold=math.inf):
+    """AdamW in float64, element by element, as its paper and PyTorch have it."""
+    weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
+    for name, weight in weights.items():
+        factor = (factors or {}).get(name, 1.0 if name.endswith(".weight") else 0.0)
+        gradients = [tables(t)[name].astype(np.float64) for t in range(1, len(rates) + 1)]
+        gradients = [g * min(1.0, threshold / np.linalg.norm(g)) for g in gradients]
+        for place in np.ndindex(weight.shape):
+            w, m, v = float(weight[place]), 0.0, 0.0
+            for t, (rate, gradient) in enumerate(zip(rates, gradients, strict=True), 1):
+                g = float(gradient[place])
+                m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+                mean, square = m / (1 - 0.9**t), v / (1 - 0.999**t)
+                w -= rate * (mean / (math.sqrt(square) + epsilon) + decay * factor * w)
+            weight[place] = w
+    return weights
+
+
 def stepped(optimizer, steps, dtype=np.float32, first=1):
     weights = tables(0, dtype)
     for t in range(first, first + steps):
@@ -170,6 +213,71 @@ def test_steps_are_those_of_a_float64_loop(l2):
     assert distance(stepped(big, 3), loop("adam", 3, decay=0.99, epsilon=0.1)) < 1e-6
 
 
+RATES = [0.1, 0.05, 0.05, 0.01, 0.2]
+
+
+def at_rates(optimizer, rates, dtype=np.float32):
+    weights = tables(0, dtype)
+    for t, rate in enumerate(rates, 1):
+        optimizer.learning_rate = rate
+        weights = optimizer(weights, tables(t, dtype))
+    return weights
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 0.1])
+@pytest.mark.parametrize("decay", [0.0, 0.01, 0.5])
+def test_adamw_is_the_papers(decay, epsilon):
+    """Also with a large epsilon, and at rates that change."""
+    expected = adamw_loop(RATES, decay=decay, epsilon=epsilon)
+    assert distance(at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES), expected) < 1e-6
+    double = at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES, np.float64)
+    assert distance(double, expected) < 1e-7  # whose gradients are float32
+    coupled = at_rates(dl.Adam(epsilon=epsilon, l2=decay), RATES)
+    assert distance(coupled, expected) > 1e-3 or decay == 0.0 and epsilon == 1e-8
+
+
+def test_adamw_decays_by_the_factors_of_l2():
+    factors = {"conv1.weight": 0.5, "conv1.bias": 2.0}
+    ours = at_rates(dl.AdamW(l2=0.3, l2_factors=factors), RATES)
+    assert distance(ours, adamw_loop(RATES, decay=0.3, factors=factors)) < 1e-6
+    start = tables(0)
+    zero = {name: np.zeros_like(array) for name, array in start.items()}
+    rates = {"conv1.weight": 2.0, "batchnorm1.gamma": 0.0}
+    ours = dl.AdamW(0.1, l2=0.3, learning_rate_factors=rates)(start, zero)
+    np.testing.assert_allclose(ours["conv1.weight"], 0.94 * start["conv1.weight"], rtol=1e-6)
+    assert ours["conv1.bias"].tobytes() == start["conv1.bias"].tobytes()
+    assert ours["batchnorm1.gamma"] is start["batchnorm1.gamma"]
+    with pytest.raises(ValueError, match="l2_factors: unknown parameter conv1.bia"):
+        dl.AdamW(l2_factors={"conv1.bia": 1.0})(start, zero)
+
+
+def test_adamw_clips_the_gradient_without_its_decay():
+    ours = at_rates(dl.AdamW(l2=0.5, epsilon=0.1, gradient_threshold=0.5), RATES)
+    expected = adamw_loop(RATES, decay=0.5, epsilon=0.1, threshold=0.5)
+    assert distance(ours, expected) < 1e-6
+    assert distance(adamw_loop(RATES, decay=0.5, epsilon=0.1), expected) > 1e-2
+
+
+def test_pytorch_takes_the_steps_of_adamw():
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    for epsilon, decay in ((1e-8, 0.01), (0.1, 0.5)):
+        weights = [torch.tensor(a) for a in tables(0, np.float64).values()]
+        groups = [
+            {"params": [w], "weight_decay": decay * name.endswith(".weight")}
+            for name, w in zip(SHAPES, weights, strict=True)
+        ]
+        other = torch.optim.AdamW(groups, lr=0.1, eps=epsilon)
+        for t, rate in enumerate(RATES, 1):
+            for group in other.param_groups:
+                group["lr"] = rate
+            for w, g in zip(weights, tables(t, np.float64).values(), strict=True):
+                w.grad = torch.tensor(g)
+            other.step()
+        ours = at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES, np.float64)
+        expected = dict(zip(SHAPES, (w.numpy() for w in weights), strict=True))
+        assert distance(ours, expected) < 1e-12
+
+
 @pytest.mark.parametrize("solver", ["adam", "rmsprop"])
 def test_pytorch_takes_the_same_steps(solver):
     """Its Adam adds epsilon behind the correction: another form, but for a small epsilon."""
@@ -192,7 +300,7 @@ def test_pytorch_takes_the_same_steps(solver):
     assert found < 1e-12 if solver == "rmsprop" else found > 1e-3
 
 
-@pytest.mark.parametrize("kind", [dl.Adam, dl.RMSProp])
+@pytest.mark.parametrize("kind", [dl.Adam, dl.AdamW, dl.RMSProp])
 def test_going_on_from_its_state_makes_the_same_bytes(kind):
     whole = stepped(kind(), 3)
     first = kind()
@@ -217,7 +325,7 @@ def test_a_step_that_is_only_looked_at_does_not_count():
 def test_factors_of_the_learning_rate():
     zero = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     factors = {"conv1.bias": 3.0, "conv1.weight": 0.0}
-    for kind in (dl.Adam, dl.RMSProp):
+    for kind in (dl.Adam, dl.AdamW, dl.RMSProp):
         plain = kind(0.01)(zero, tables(1))
         gradients = tables(1)
         del gradients["conv1.weight"]  # which stays, and needs none
@@ -253,3 +361,41 @@ def test_values_that_cannot_be_used():
             call()
     assert (dl.Adam(None).learning_rate, dl.SGDM(None).learning_rate) == (0.001, 0.01)
     assert dl.RMSProp(squared_gradient_decay_factor=None).transforms[2].square_decay == 0.9
+
+
+# ---- the registry ----
+
+
+def test_solvers_are_declared_once():
+    assert list(SOLVERS) == list(typing.get_args(SolverName))
+    for name, solver in SOLVERS.items():
+        assert getattr(dl, solver.__name__) is solver and solver.solver == name
+        assert solver()._fused is not None
+        assert all(solver.takes(option) for option in solver.defaults)
+        built = of_options(dl.TrainingOptions(solver=name, l2=0.25))
+        assert type(built) is solver and built.learning_rate == solver.defaults["learning_rate"]
+        assert [part.l2 for part in built.transforms if isinstance(part, WeightDecay)] == [0.25]
+
+
+def test_the_options_have_the_defaults_of_their_solver():
+    assert dl.TrainingOptions().l2 == 1e-4 and dl.TrainingOptions(solver="adam").l2 == 1e-4
+    assert dl.TrainingOptions(solver="rmsprop").squared_gradient_decay_factor == 0.9
+    assert dl.TrainingOptions(solver="sgdm").squared_gradient_decay_factor is None
+    assert set(SOLVER_NAMES) == {
+        *(
+            "learning_rate",
+            "momentum",
+            "nesterov",
+            "gradient_decay_factor",
+            "squared_gradient_decay_factor",
+        ),
+        "epsilon",
+    }
+    assert dl.TrainingOptions.from_recipe("cifar", solver="adam").l2 == 1e-10
+
+
+def test_the_decay_of_a_recipe_belongs_to_its_solver():
+    """Decoupled, it has another size."""
+    assert dl.TrainingOptions(solver="adamw").l2 == dl.AdamW().transforms[2].l2 == 0.01
+    assert dl.TrainingOptions.from_recipe("cifar", solver="adamw").l2 == 0.01
+    assert dl.TrainingOptions.from_recipe("cifar", solver="adamw", l2=0.5).l2 == 0.5

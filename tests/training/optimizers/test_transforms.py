@@ -9,7 +9,9 @@ from mpidl.errors import UserError
 from mpidl.training.optimizers import (
     AdamMoments,
     Clip,
+    CorrectedAdamMoments,
     Momentum,
+    NesterovMomentum,
     Optimizer,
     Rate,
     RMSPropMoment,
@@ -48,6 +50,8 @@ def test_each_works_alone():
     first = RMSPropMoment(0.75, 1e-12)(weights, gradients)
     assert all(np.allclose(first[n], 2 * np.sign(g), atol=1e-5) for n, g in gradients.items())
     assert all(np.array_equal(Momentum()(weights, gradients)[n], g) for n, g in gradients.items())
+    ahead = NesterovMomentum(0.5)(weights, gradients)
+    assert all(np.array_equal(ahead[n], 0.5 * g + g) for n, g in gradients.items())
 
 
 def stepped(optimizer, count=5, dtype=np.float32):
@@ -69,7 +73,9 @@ class Nothing(Transform):
 
 PAIRS = {
     "sgdm": lambda: (Rate(), Momentum(0.9)),
+    "nesterov": lambda: (Rate(), NesterovMomentum(0.9)),
     "adam": lambda: (AdamMoments(), Rate()),
+    "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
     "rmsprop": lambda: (RMSPropMoment(), Rate()),
 }
 
@@ -79,9 +85,9 @@ PAIRS = {
 def test_a_chain_is_what_the_fused_kernel_computes(pair, dtype):
     before = WeightDecay(0.01), Clip(2.0)
     fused = Optimizer(0.1, *before, *PAIRS[pair](), learning_rate_factors={"conv1.bias": 0.5})
-    first, second = PAIRS[pair]()
+    first, *others = PAIRS[pair]()
     chain = Optimizer(
-        0.1, *before, first, Nothing(), second, learning_rate_factors={"conv1.bias": 0.5}
+        0.1, *before, first, Nothing(), *others, learning_rate_factors={"conv1.bias": 0.5}
     )
     assert fused._fused is not None and chain._fused is None
     ours, others = stepped(fused, dtype=dtype), stepped(chain, dtype=dtype)
@@ -91,14 +97,17 @@ def test_a_chain_is_what_the_fused_kernel_computes(pair, dtype):
     assert set(fused.state()) == set(chain.state())
 
 
-def test_the_form_of_pytorch():
-    """Momentum before the rate: w <- w - rate * v, v <- 0.9 v + g."""
+@pytest.mark.parametrize("momentum", [Momentum, NesterovMomentum])
+def test_the_form_of_pytorch(momentum):
+    """Momentum before the rate: w <- w - rate * v, v <- 0.9 v + g; also when the rate changes."""
+    nesterov = momentum is NesterovMomentum
     weights, velocity = arrays(0, np.float64), dict.fromkeys(SHAPES, 0.0)
     for step in range(5):
         for name, gradient in arrays(step + 1, np.float64).items():
             velocity[name] = 0.9 * velocity[name] + gradient
-            weights[name] = weights[name] - 0.1 / (1 + step) * velocity[name]
-    for name, weight in stepped(Optimizer(0.1, Momentum(0.9), Rate())).items():
+            direction = gradient + 0.9 * velocity[name] if nesterov else velocity[name]
+            weights[name] = weights[name] - 0.1 / (1 + step) * direction
+    for name, weight in stepped(Optimizer(0.1, momentum(0.9), Rate())).items():
         np.testing.assert_allclose(weight, weights[name], rtol=1e-5, atol=1e-6)
 
 
@@ -113,6 +122,30 @@ def test_decoupled_decay_after_the_moments():
         np.testing.assert_allclose(
             decayed[name], ours[name] - np.float32(0.1 * factor) * weight, rtol=1e-5, atol=1e-6
         )
+
+
+def test_the_two_epsilons():
+    """Beside the corrected root or the root: the same for a small one, or after many steps."""
+    weights, gradients = arrays(0, np.float64), arrays(1, np.float64)
+    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # of the first step
+    for name, g in gradients.items():
+        np.testing.assert_allclose(corrected[name], g / (np.abs(g) + 0.1), rtol=1e-12)
+        other = AdamMoments(epsilon=0.1)(weights, gradients)[name]
+        assert np.abs(other - corrected[name]).max() > 0.1
+        small = AdamMoments(epsilon=1e-15)(weights, gradients)[name]
+        ours = CorrectedAdamMoments(epsilon=1e-15)(weights, gradients)[name]
+        np.testing.assert_allclose(ours, small, rtol=1e-10)
+
+
+def test_a_penalty_and_a_decoupled_decay_in_one_chain():
+    """The first joins the gradient, the second the direction; with a kernel and without one."""
+    tail = CorrectedAdamMoments(), WeightDecay(0.3), Rate()
+    fused = stepped(Optimizer(0.1, WeightDecay(0.2), *tail))
+    chain = stepped(Optimizer(0.1, WeightDecay(0.2), tail[0], Nothing(), *tail[1:]))
+    one = stepped(Optimizer(0.1, *tail))
+    for name, weight in fused.items():
+        np.testing.assert_allclose(chain[name], weight, rtol=1e-6, atol=1e-6)
+        assert (np.abs(one[name] - weight).max() > 1e-3) == name.endswith("weight")
 
 
 def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):

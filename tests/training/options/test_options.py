@@ -253,6 +253,17 @@ def test_what_may_not_change_at_resume(name, value):
     assert f"{training_options.flag(name)} was {old}, is {value}" in text
 
 
+def test_an_option_that_a_checkpoint_lacks_has_its_default():
+    saved = resumable(solver="adam", learning_rate=0.001, squared_gradient_decay_factor=0.999)
+    now = resumable(**saved["options"])
+    for name in ("precision", "squared_gradient_decay_factor", "l2"):
+        del saved["options"][name]
+    configuration.changed_on_resume(saved, now)
+    now["options"]["precision"] = "tf32"
+    text = refused(configuration.changed_on_resume, saved, now)
+    assert "--precision was fp32, is tf32" in text
+
+
 def test_other_ranks_at_resume_where_each_has_its_mini_batch():
     saved, now = resumable(batch_per_rank=32), resumable(batch_per_rank=32, batch_size=64)
     text = refused(configuration.changed_on_resume, saved, now)

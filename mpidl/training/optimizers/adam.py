@@ -1,0 +1,210 @@
+"""Adam and AdamW: their transforms, the kernels that fuse them, and their solvers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpidl.training.optimizers.chain import FusedTail, fuses
+from mpidl.training.optimizers.solvers import Factors, Solver
+from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay, check
+
+
+class AdamMoments(Transform):
+    """Divide the moving mean of the gradient by the root of that of its square.
+
+        m <- gradient_decay * m + (1 - gradient_decay) * g
+        v <- square_decay * v + (1 - square_decay) * g^2
+        direction = correction * m / (sqrt(v) + epsilon)
+
+    with correction = sqrt(1 - square_decay^t) / (1 - gradient_decay^t) in step t. Kingma and Ba,
+    "Adam: a method for stochastic optimization", 2015, algorithm 1 with the order of computation of
+    the end of its section 2, as in MATLAB. PyTorch adds epsilon after the correction of v: the same
+    if epsilon is small beside sqrt(v).
+    """
+
+    tables = ("mean", "square")
+
+    def __init__(
+        self, gradient_decay: float = 0.9, square_decay: float = 0.999, epsilon: float = 1e-8
+    ) -> None:
+        self.gradient_decay = check("gradient_decay_factor", gradient_decay)
+        self.square_decay = check("squared_gradient_decay_factor", square_decay)
+        self.epsilon = check("epsilon", epsilon)
+
+    def correction(self, rate: float, step: int) -> float:
+        """Return rate * correction of a step."""
+        mean = 1 - power(self.gradient_decay, step)
+        square = 1 - power(self.square_decay, step)
+        return rate * math.sqrt(square) / mean
+
+    def numbers(self, learning_rate, step):
+        return {"correction": self.correction(-1.0, step)}
+
+    def arguments(self, rate: Any) -> list[Any]:
+        """Return the numbers of the formula "adam" at a rate."""
+        mean, square = self.gradient_decay, self.square_decay
+        return [rate, mean, 1 - mean, square, 1 - square, self.epsilon]
+
+    def apply(self, updates, state_arrays, numbers):
+        arguments = self.arguments(numbers["correction"])
+        updates.arrays = updates.stepped_zeros("adam", state_arrays, arguments)
+
+
+class CorrectedAdamMoments(AdamMoments):
+    """Adam's direction with epsilon added to the corrected root, as in the papers and PyTorch.
+
+        direction = m_hat / (sqrt(v_hat) + epsilon)
+
+    with m_hat = m / (1 - gradient_decay^t) and v_hat = v / (1 - square_decay^t) in step t. It is
+    computed as `AdamMoments`, whose epsilon in step t is epsilon * sqrt(1 - square_decay^t).
+    """
+
+    def numbers(self, learning_rate, step):
+        return {"correction": self.correction(-1.0, step), "epsilon": self.step_epsilon(step)}
+
+    def step_epsilon(self, step: int) -> float:
+        """Return the epsilon beside the uncorrected root in a step."""
+        return self.epsilon * math.sqrt(1 - power(self.square_decay, step))
+
+    def apply(self, updates, state_arrays, numbers):
+        arguments = [*self.arguments(numbers["correction"])[:-1], numbers["epsilon"]]
+        updates.arrays = updates.stepped_zeros("adam", state_arrays, arguments)
+
+
+@fuses(AdamMoments, Rate)
+class _AdamRate(FusedTail):
+    """Adam's step by one kernel."""
+
+    formula = "adam"
+    tables = AdamMoments.tables
+
+    def __init__(self, moments: AdamMoments, rate: Rate) -> None:
+        self.moments = moments
+
+    def numbers(self, learning_rate, step):
+        return {"learning_rate": self.moments.correction(learning_rate, step)}
+
+    def arguments(self, values):
+        return self.moments.arguments(values["learning_rate"])
+
+
+@fuses(CorrectedAdamMoments, WeightDecay, Rate)
+class _AdamWRate(FusedTail):
+    """AdamW's step by one kernel."""
+
+    formula = "adamw"
+    tables = CorrectedAdamMoments.tables
+
+    def __init__(self, moments: CorrectedAdamMoments, decay: WeightDecay, rate: Rate) -> None:
+        self.moments, self.decay = moments, decay
+
+    def numbers(self, learning_rate, step):
+        correction = self.moments.correction(1.0, step)
+        epsilon = self.moments.step_epsilon(step)
+        return {"learning_rate": learning_rate, "correction": correction, "epsilon": epsilon}
+
+    def arguments(self, values):
+        numbers = self.moments.arguments(values["learning_rate"])[:-1]
+        return [*numbers, values["epsilon"], values["correction"]]
+
+    def step(self, updates, state_arrays, values):
+        self.decay.apply(updates, [], {})  # after the decays of the gradient, which are added
+        return super().step(updates, state_arrays, values)
+
+
+class Adam(Solver):
+    """Adaptive moment estimation, in MATLAB's form (adamupdate): see `AdamMoments`.
+
+        w <- w - learning_rate * correction * m / (sqrt(v) + epsilon)
+
+    The other parameters are those of `SGDM`.
+    """
+
+    solver = "adam"
+    title = "Adam"
+    defaults = Solver.defaults | {"squared_gradient_decay_factor": 0.999}
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        gradient_decay_factor: float = 0.9,
+        squared_gradient_decay_factor: float | None = None,
+        epsilon: float = 1e-8,
+        l2: float = 0.0,
+        l2_factors: Factors = None,
+        learning_rate_factors: Factors = None,
+        *,
+        gradient_threshold: float = math.inf,
+        gradient_threshold_method: str = "l2norm",
+    ) -> None:
+        square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
+        super().__init__(
+            self.value("learning_rate", learning_rate),
+            WeightDecay(l2, l2_factors),
+            Clip(gradient_threshold, gradient_threshold_method),
+            AdamMoments(gradient_decay_factor, square_decay, epsilon),
+            Rate(),
+            learning_rate_factors=learning_rate_factors,
+        )
+
+
+class AdamW(Solver):
+    """Adam with decoupled weight decay: see `CorrectedAdamMoments`.
+
+        w <- w - learning_rate * (m_hat / (sqrt(v_hat) + epsilon) + l2 * factor * w)
+
+    The other parameters are those of `Adam`.
+
+    Parameters
+    ----------
+    l2 : float, optional
+        The weight decay, PyTorch's `weight_decay`; 0.01 by default. Neither the moments nor the
+        clipping contain it.
+    l2_factors : dict, optional
+        {name: factor} of the decay; by default, only names that end in ".weight" decay.
+
+    Notes
+    -----
+    Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, in the form of
+    torch.optim.AdamW: the learning rate of the step multiplies the decay too, as the schedule does
+    in algorithm 2 of the paper, whose lambda is l2 * the rate at the start of the schedule.
+    """
+
+    solver = "adamw"
+    title = "AdamW"
+    defaults = Adam.defaults | {"l2": 0.01}
+    decouples_decay = True
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        gradient_decay_factor: float = 0.9,
+        squared_gradient_decay_factor: float | None = None,
+        epsilon: float = 1e-8,
+        l2: float | None = None,
+        l2_factors: Factors = None,
+        learning_rate_factors: Factors = None,
+        *,
+        gradient_threshold: float = math.inf,
+        gradient_threshold_method: str = "l2norm",
+    ) -> None:
+        square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
+        super().__init__(
+            self.value("learning_rate", learning_rate),
+            Clip(gradient_threshold, gradient_threshold_method),
+            CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
+            WeightDecay(self.value("l2", l2), l2_factors),
+            Rate(),
+            learning_rate_factors=learning_rate_factors,
+        )
+
+
+def power(base: float, exponent: int) -> float:
+    """Return base ** exponent by multiplications alone: C libraries round pow() differently."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base, exponent = base * base, exponent >> 1
+    return result

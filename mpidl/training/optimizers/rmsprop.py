@@ -1,0 +1,86 @@
+"""RMSProp: its transform, the kernel that fuses it, and its solver."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpidl.training.optimizers.chain import FusedTail, fuses
+from mpidl.training.optimizers.solvers import Factors, Solver
+from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay, check
+
+
+class RMSPropMoment(Transform):
+    """Divide the gradient by the root of the moving mean of its square.
+
+        v <- square_decay * v + (1 - square_decay) * g^2
+        direction = g / (sqrt(v) + epsilon)
+
+    Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012.
+    """
+
+    counts_steps = False
+    tables = ("square",)
+
+    def __init__(self, square_decay: float = 0.9, epsilon: float = 1e-8) -> None:
+        self.square_decay = check("squared_gradient_decay_factor", square_decay)
+        self.epsilon = check("epsilon", epsilon)
+
+    def arguments(self, rate: Any) -> list[Any]:
+        """Return the numbers of the formula "rmsprop" at a rate."""
+        return [rate, self.square_decay, 1 - self.square_decay, self.epsilon]
+
+    def apply(self, updates, state_arrays, numbers):
+        updates.arrays = updates.stepped_zeros("rmsprop", state_arrays, self.arguments(-1.0))
+
+
+@fuses(RMSPropMoment, Rate)
+class _RMSPropRate(FusedTail):
+    """RMSProp's step by one kernel."""
+
+    formula = "rmsprop"
+    tables = RMSPropMoment.tables
+
+    def __init__(self, moment: RMSPropMoment, rate: Rate) -> None:
+        self.moment = moment
+
+    def numbers(self, learning_rate, step):
+        return {"learning_rate": learning_rate}
+
+    def arguments(self, values):
+        return self.moment.arguments(values["learning_rate"])
+
+
+class RMSProp(Solver):
+    """Steps divided by the root of the gradient's mean square (rmspropupdate): see `RMSPropMoment`.
+
+        w <- w - learning_rate * g / (sqrt(v) + epsilon)
+
+    The other parameters are those of `SGDM`.
+    """
+
+    solver = "rmsprop"
+    title = "RMSProp"
+    defaults = Solver.defaults | {"squared_gradient_decay_factor": 0.9}
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        squared_gradient_decay_factor: float | None = None,
+        epsilon: float = 1e-8,
+        l2: float = 0.0,
+        l2_factors: Factors = None,
+        learning_rate_factors: Factors = None,
+        *,
+        gradient_threshold: float = math.inf,
+        gradient_threshold_method: str = "l2norm",
+    ) -> None:
+        square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
+        super().__init__(
+            self.value("learning_rate", learning_rate),
+            WeightDecay(l2, l2_factors),
+            Clip(gradient_threshold, gradient_threshold_method),
+            RMSPropMoment(square_decay, epsilon),
+            Rate(),
+            learning_rate_factors=learning_rate_factors,
+        )

@@ -1,0 +1,118 @@
+"""SGD with momentum: its transforms, the kernels that fuse them, and its solver."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from mpidl.training.optimizers.chain import FusedTail, fuses
+from mpidl.training.optimizers.solvers import Factors, Solver
+from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay, check
+from mpidl.training.options.option_types import ON_OFF, check_value, one_of
+
+NESTEROV = one_of(*ON_OFF)  # the values of `nesterov`
+
+
+class Momentum(Transform):
+    """Accumulate: v <- momentum * v + update; the update becomes v."""
+
+    counts_steps = False
+    tables = ("velocity",)
+    formula = "sgdm"
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        self.momentum = check("momentum", momentum)
+
+    def numbers(self, learning_rate, step):
+        return {"momentum": self.momentum}
+
+    def apply(self, updates, state_arrays, numbers):
+        updates.arrays = updates.stepped_zeros(
+            self.formula, state_arrays, [-1.0, numbers["momentum"]]
+        )
+
+
+class NesterovMomentum(Momentum):
+    """Accumulate as `Momentum`; the update becomes momentum * v + update.
+
+    Nesterov's accelerated gradient, written so that the parameters are those where the gradient is
+    taken: Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    2013; the form of torch.optim.SGD(nesterov=True).
+    """
+
+    formula = "nesterov"
+
+
+@fuses(Rate, Momentum)
+@fuses(Rate, NesterovMomentum)
+class _RateMomentum(FusedTail):
+    """v <- momentum * v - rate * g, w <- w + v, or w + momentum * v - rate * g, by one kernel."""
+
+    tables = Momentum.tables
+
+    def __init__(self, rate: Rate, momentum: Momentum) -> None:
+        self.momentum, self.formula = momentum, momentum.formula
+
+    def numbers(self, learning_rate, step):
+        return {"learning_rate": learning_rate, **self.momentum.numbers(learning_rate, step)}
+
+    def arguments(self, values):
+        return [values["learning_rate"], values["momentum"]]
+
+
+class SGDM(Solver):
+    """Stochastic gradient descent with momentum, in MATLAB's form (sgdmupdate).
+
+        v <- momentum * v - learning_rate * g,    w <- w + v
+
+    Parameters
+    ----------
+    learning_rate, momentum : float
+    l2 : float
+        l2 * factor * w is added to the gradient.
+    l2_factors : dict, optional
+        {name: factor}, see `WeightDecay`.
+    learning_rate_factors : dict, optional
+        {name: factor}, see `Optimizer`.
+    gradient_threshold, gradient_threshold_method
+        See `Clip`; the L2 term counts.
+    nesterov : bool
+        Step with w <- w + momentum * v - learning_rate * g, by the new v: see `NesterovMomentum`.
+
+    Notes
+    -----
+    PyTorch has v <- momentum * v + g, w <- w - learning_rate * v. At a constant rate both make the
+    same steps. After a change of the rate, the steps that the momentum keeps are here still those
+    of the old rate; PyTorch scales them to the new one at once.
+    """
+
+    solver = "sgdm"
+    title = "SGD with momentum"
+    defaults = Solver.defaults | {"learning_rate": 0.01}
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        momentum: float = 0.9,
+        l2: float = 0.0,
+        l2_factors: Factors = None,
+        learning_rate_factors: Factors = None,
+        *,
+        gradient_threshold: float = math.inf,
+        gradient_threshold_method: str = "l2norm",
+        nesterov: bool | Literal["on", "off"] = False,
+    ) -> None:
+        is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
+        super().__init__(
+            self.value("learning_rate", learning_rate),
+            WeightDecay(l2, l2_factors),
+            Clip(gradient_threshold, gradient_threshold_method),
+            Rate(),
+            (NesterovMomentum if is_nesterov else Momentum)(momentum),
+            learning_rate_factors=learning_rate_factors,
+        )
+
+    @property
+    def velocity(self) -> dict[str, Any]:
+        """{parameter: array}; empty before the first step."""
+        return self.state_arrays["velocity"]

@@ -1,0 +1,68 @@
+"""The metrics file: its records, and that a resumed run continues it."""
+
+import json
+import os
+
+import pytest
+from image_sets import refusal
+
+from mpidl.report import Metrics, metrics
+
+
+def write(path, iterations, **keywords):
+    """Write records of iterations of epoch 1; return the closed Metrics."""
+    with Metrics(path, **keywords) as records:
+        for iteration in iterations:
+            records.record("iteration", 1, iteration, 0.5 / iteration, 0.01, 100.0, 0.1 * iteration)
+        return records
+
+
+def test_the_keys_of_a_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path) as records:
+        records.record("iteration", 1, 1, 2.5, 0.01, 100.0, 0.5)
+        records.record("epoch", 1, 1, 2.5, 0.01, 100.0, 0.5, accuracy=0.125)
+        lines = path.read_text().splitlines()  # an epoch's record is there at once
+    keys = ["kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds"]
+    assert list(json.loads(lines[0])) == keys
+    assert list(json.loads(lines[1])) == [*keys[:4], "accuracy", *keys[4:]]
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Metrics(path, rank=1).record("batch", 1, 1, 2.5, 0.01, 100.0, 0.5)
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path) as records:
+        records.record("iteration", 1, 1, float("nan"), 0.01, float("inf"), 0.5)
+        records.record("validation", 1, 1, 0.5, 0.01, None, 0.5)  # which trains on no images
+    for line, loss in zip(path.read_text().splitlines(), (None, 0.5), strict=True):
+        record = json.loads(line, parse_constant=lambda text: pytest.fail(text))
+        assert record["loss"] == loss and record["images_per_second"] is None
+
+
+def test_records_after_the_checkpoint_are_cut_at_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 8))
+    with open(path, "a") as file:
+        file.write('{"kind": "iteration", "epoch": 1, "iterat')
+    write(path, (5, 6), cut=4)
+    assert [record["iteration"] for record in metrics.read(path)] == [1, 2, 3, 4, 5, 6]
+    assert len(path.read_text().splitlines()) == 6
+    write(path, (1,))
+    assert len(metrics.read(path)) == 1
+    write(tmp_path / "new.jsonl", (5,), cut=4)
+    assert os.listdir(tmp_path) and not list(tmp_path.glob("*.part"))
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    records = write(tmp_path / "metrics.jsonl", range(1, 4), rank=1)
+    records.flush()
+    assert os.listdir(tmp_path) == []
+
+
+def test_metrics_that_cannot_be_written_are_an_error(tmp_path):
+    path = tmp_path / "nothing" / "metrics.jsonl"
+    assert "metrics.jsonl: cannot be written: No such file" in refusal(Metrics, path)
+    full = Metrics("/dev/full")
+    text = refusal(full.record, "epoch", 1, 1, 0.5, 0.01, 100.0, 1.0)
+    assert "/dev/full: cannot be written: No space left" in text
