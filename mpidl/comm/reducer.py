@@ -118,7 +118,7 @@ class Reducer:
             self._values[name] = value.finish(roots)
             return
         shells = [replace(term, nodes=[]) for term in value.terms]
-        self._values[name] = Partial(shells, value.once, value.shape, value.dtype)
+        self._values[name] = Partial(shells, value.addend, value.shape, value.dtype)
         for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
             if self._bucket and key != self._bucket_key:
@@ -189,5 +189,5 @@ def is_on_host(value: Any) -> bool:
     """Return whether a value, or a Partial's nodes, are in host memory."""
     if not isinstance(value, Partial):
         return True
-    parts = [*(term.nodes for term in value.terms), value.once]
+    parts = [*(term.nodes for term in value.terms), value.addend]
     return not any(isinstance(part, OnDevice) for part in parts)

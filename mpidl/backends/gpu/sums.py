@@ -117,7 +117,7 @@ def _finish(name, partial, roots):
     if partial.shape == ():
         return Pending(partial, roots)
     if not partial.terms:
-        return partial.once
+        return partial.addend
     total = None
     for term, root in zip(partial.terms, roots, strict=True):
         value = root if term.scale == 1.0 else elementwise.scaled(root, term.scale)
@@ -130,6 +130,6 @@ def _finish(name, partial, roots):
         total.order = tuple(range(len(partial.shape)))
     else:
         total.shape, total.dims, total.order = layout.shape, layout.dims, layout.order
-    if partial.once is not None:
-        total = total + partial.once
+    if partial.addend is not None:
+        total = total + partial.addend
     return total
