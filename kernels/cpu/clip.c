@@ -2,10 +2,11 @@
  * the number of threads: 16 lanes a tile, the lanes by a tree, tiles and parameters in order. */
 #include <math.h>
 
+#include "lanes.h"
 #include "mpidl.h"
 #include "team.h"
 
-enum { CHUNK = 1 << 14, LANES = 16 }; /* floats of a tile; sums side by side */
+enum { CHUNK = 1 << 14 };             /* floats of a tile */
 enum { EACH, ALL, NUMBERS };          /* what the threshold is for */
 
 struct parameter { /* as Python hands it over: int64_t[4] */
@@ -27,7 +28,7 @@ struct part { /* of a parameter, as a tile has it */
     int64_t which, count;
 };
 
-static int64_t tiles_of(const struct parameter *p) { return (p->floats + CHUNK - 1) / CHUNK; }
+static int64_t tiles_of(const struct parameter *p) { return parts_of(p->floats, CHUNK); }
 
 static struct part part_of(const struct job *job, int64_t tile) {
     const struct parameter *p = job->parameters;
@@ -36,14 +37,13 @@ static struct part part_of(const struct job *job, int64_t tile) {
     return (struct part){
         (const float *)(intptr_t)p->weight + first, (const float *)(intptr_t)p->gradient + first,
         (float *)(intptr_t)p->clipped + first, job->decays[which], which,
-        p->floats - first < CHUNK ? p->floats - first : CHUNK,
+        least(p->floats - first, CHUNK),
     };
 }
 
 /* The gradient with its L2 regularization goes to `clipped`, the sum of its squares to `sums`. */
 static void square_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     struct part part = part_of(job, tile);
     float *restrict to = part.clipped;
     double lanes[LANES] = {0};
@@ -65,7 +65,6 @@ static void square_tile(void *argument, int64_t tile, float *own) {
 
 static void scale_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     struct part part = part_of(job, tile);
     float scale = (float)job->scales[part.which];
     if (scale == 1) return;

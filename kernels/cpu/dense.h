@@ -36,11 +36,6 @@ struct dense {
     int64_t blocks, features, outputs, channels; /* of features / channels pixels */
 };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* How many parts of `size` there are, the last one smaller. */
-INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
 /* `count` in `parts` parts of about the same size: where part i begins, and part i - 1 ends. */
 INLINE int64_t part(int64_t count, int64_t i, int64_t parts) { return count * i / parts; }
 
@@ -53,10 +48,10 @@ static inline const float *read_features(const struct dense *d, int64_t block, i
     int64_t pixels = d->features / d->channels;
     for (int64_t f = 0; f < count;) {
         int64_t c = (first + f) / pixels, stop = least(count, (c + 1) * pixels - first);
-        vec mean = splat(d->x.mean[c]), scale = splat(d->x.scale[c]), beta = splat(d->x.beta[c]);
+        struct norm n = norm_of(&d->x, c);
         for (; f < stop; f++)
             UNROLL for (int p = 0; p < LANES; p += WIDTH)
-                store(room + f * LANES + p, activate(load(x + f * LANES + p), mean, scale, beta));
+                store(room + f * LANES + p, activate(load(x + f * LANES + p), n));
     }
     return room;
 }

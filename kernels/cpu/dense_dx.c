@@ -120,8 +120,8 @@ void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t sto
     double *row = d->sums + block * 2 * d->channels;
     for (int64_t c = first / pixels; c < stop / pixels; c++) {
         int64_t at = (block * d->features + c * pixels) * LANES;
-        channel_norm_sums(d->dx + at, d->x.x + at, pixels, d->x.mean + c, d->x.scale + c,
-                          d->x.beta + c, row + c, row + d->channels + c);
+        channel_norm_sums(d->dx + at, d->x.x + at, pixels, &d->x, c, row + c,
+                          row + d->channels + c);
     }
 }
 
@@ -137,7 +137,6 @@ struct job {
 };
 
 static void dx_tile(void *argument, int64_t tile, float *own) {
-    (void)own;
     const struct job *job = argument;
     const struct dense *d = job->dense;
     int64_t first = tile % job->groups * job->group, blocks = least(job->group, d->blocks - first);

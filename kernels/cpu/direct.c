@@ -53,14 +53,14 @@ static tile_kernel *const tiles[PIXELS][OUTPUTS] = {NAMES(1), NAMES(2), NAMES(3)
 
 void direct_rows(const struct team *team, const struct direct *d) {
     /* tiles of equal width, or one pixel apart: 32 = 6 + 6 + 5 + 5 + 5 + 5 */
-    int64_t across = (d->columns + PIXELS - 1) / PIXELS;
+    int64_t across = parts_of(d->columns, PIXELS);
     EACH_TILE(team, p, d->rows) {
         for (int64_t i = 0; i < across; i++) {
             int64_t q = d->columns * i / across, width = d->columns * (i + 1) / across - q;
             const float *in = d->in + p * d->in_row + q * LANES;
             float *out = d->out + p * d->out_row + q * d->out_pixel;
             for (int64_t k = 0; k < d->outputs; k += OUTPUTS) {
-                int64_t high = d->outputs - k < OUTPUTS ? d->outputs - k : OUTPUTS;
+                int64_t high = least(d->outputs - k, OUTPUTS);
                 tiles[width - 1][high - 1](in, d->offset, d->taps, d->weight + k * d->taps,
                                            d->bias ? d->bias + k : NULL, out + k * d->out_channel,
                                            d->out_channel, d->out_pixel);
@@ -73,7 +73,7 @@ void direct_rows(const struct team *team, const struct direct *d) {
 void pack_weights(float *out, const float *weight, int64_t outputs, int64_t output_stride,
                   int64_t taps, const int32_t *index) {
     for (int64_t k = 0; k < outputs; k += OUTPUTS) {
-        int64_t high = outputs - k < OUTPUTS ? outputs - k : OUTPUTS;
+        int64_t high = least(outputs - k, OUTPUTS);
         for (int64_t t = 0; t < taps; t++)
             for (int64_t i = 0; i < high; i++)
                 *out++ = weight[(k + i) * output_stride + index[t]];
@@ -135,12 +135,12 @@ int64_t direct_dweight_floats(int64_t taps) {
 
 void direct_dweight_tile(const struct direct_dweight *d, int64_t index, float *own) {
     int64_t k = index * OUTPUTS, taps = d->taps;
-    int64_t high = d->outputs - k < OUTPUTS ? d->outputs - k : OUTPUTS;
+    int64_t high = least(d->outputs - k, OUTPUTS);
     /* bands of rows whose dy stays in the first-level cache while all taps pass over it */
-    int64_t band = 80 / d->columns > 1 ? 80 / d->columns : 1;
-    int64_t groups = (taps + PIXELS - 1) / PIXELS;
+    int64_t band = most(80 / d->columns, 1);
+    int64_t groups = parts_of(taps, PIXELS);
     for (int64_t p = 0; p < d->rows; p += band) {
-        int64_t rows = d->rows - p < band ? d->rows - p : band;
+        int64_t rows = least(d->rows - p, band);
         for (int64_t g = 0; g < groups; g++) {
             int64_t t = taps * g / groups, width = taps * (g + 1) / groups - t;
             dweights[width - 1][high - 1](d->dy + k * d->dy_channel + p * d->dy_row, d->dy_channel,
@@ -153,7 +153,7 @@ void direct_dweight_tile(const struct direct_dweight *d, int64_t index, float *o
     for (int64_t i = 0; i < high * taps; i += LANES) {
         float sums[LANES];
         lane_sums(own + i * LANES, sums);
-        int64_t count = high * taps - i < LANES ? high * taps - i : LANES;
+        int64_t count = least(high * taps - i, LANES);
         memcpy(d->leaf + k * taps + i, sums, (size_t)count * sizeof(float));
     }
 }

@@ -58,10 +58,8 @@ INLINE void philox(uvec a, uvec b, uvec c, uvec d, const uint32_t *key, uvec *wo
 
 static void dropout_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     int64_t block = tile / job->tiles, first = tile % job->tiles * GROUPS;
-    int64_t groups = (job->rows + GROUP - 1) / GROUP;
-    int64_t stop = first + GROUPS < groups ? first + GROUPS : groups;
+    int64_t stop = least(first + GROUPS, parts_of(job->rows, GROUP));
     uint32_t low[LANES], high[LANES];
     for (int lane = 0; lane < LANES; lane++) {
         uint64_t sample = (uint64_t)job->samples[block * LANES + lane];
@@ -92,12 +90,11 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
 
 void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1) {
-    int64_t groups = (rows + GROUP - 1) / GROUP;
     struct job job = {.x = x,
                       .y = y,
                       .samples = samples,
                       .rows = rows,
-                      .tiles = (groups + GROUPS - 1) / GROUPS,
+                      .tiles = parts_of(parts_of(rows, GROUP), GROUPS),
                       .threshold = (int32_t)threshold,
                       .scale = scale,
                       .epoch = (uint32_t)epoch,

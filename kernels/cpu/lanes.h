@@ -40,6 +40,13 @@
 #define PARTS (LANES / WIDTH)
 
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* The number of parts of `size` that cover `count`; the last part may be smaller. */
+INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)") /* "GCC unroll" comes too late for registers */
 #else
@@ -148,6 +155,17 @@ INLINE vec sum_across(vec *rows) {
     return rows[0];
 }
 
+/* The sum of the vectors of a pixel, neighbours first. */
+INLINE vec sum_of_parts(const vec *part) {
+#if PARTS == 4
+    return (part[0] + part[1]) + (part[2] + part[3]);
+#elif PARTS == 2
+    return part[0] + part[1];
+#else
+    return part[0];
+#endif
+}
+
 /* sums[i] = the sum of the 16 lanes of rows + i * LANES, for 16 rows: the tree over the lane's
  * index, neighbours first, whatever the width. */
 INLINE void lane_sums(const float *rows, float *sums) {
@@ -158,12 +176,7 @@ INLINE void lane_sums(const float *rows, float *sums) {
             UNROLL for (int j = 0; j < WIDTH; j++) v[j] = load(rows + (i + j) * LANES + p * WIDTH);
             part[p] = sum_across(v);
         }
-#if PARTS == 4
-        part[0] = (part[0] + part[1]) + (part[2] + part[3]);
-#elif PARTS == 2
-        part[0] = part[0] + part[1];
-#endif
-        store(sums + i, part[0]);
+        store(sums + i, sum_of_parts(part));
     }
 }
 

@@ -27,9 +27,6 @@ struct job {
     int64_t classes, pixels, tiles; /* tiles: of a block */
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
-
 /* amount: of logits or elements, 16 each. */
 static void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t amount) {
     if (amount > FEW || own) {
@@ -42,7 +39,7 @@ static void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t
 
 static void run(tile_work *work, struct job *job, int64_t blocks) {
     int64_t own = job->pixels > 1 ? job->classes * STRIP * LANES : 0; /* see `gathered` */
-    job->tiles = tiles_of(job->pixels, STRIP);
+    job->tiles = parts_of(job->pixels, STRIP);
     each(blocks * job->tiles, work, job, own, blocks * job->classes);
 }
 
@@ -63,7 +60,7 @@ static double *room_for_sums(int64_t count) {
 
 static void sum(tile_work *work, struct job *job, int64_t blocks, double *rows,
                 const int64_t *tree) {
-    job->sums = room_for_sums(blocks * tiles_of(job->pixels, STRIP));
+    job->sums = room_for_sums(blocks * parts_of(job->pixels, STRIP));
     run(work, job, blocks);
     fold_tiles(job->sums, blocks, job->tiles, rows, tree);
 }
@@ -222,7 +219,6 @@ void mpidl_correct_count(const float *logits, const int32_t *labels, const int32
 
 static void softmax_dx_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     struct strip s = strip_of(job, tile);
     for (int64_t i = s.at; i < s.at + s.count * LANES; i += LANES) {
         const float *dy = job->logits + i;
@@ -271,7 +267,6 @@ static struct range range_of(const struct errors *job, int64_t tile) {
 
 static void errors_tile(void *argument, int64_t tile, float *own) {
     const struct errors *job = argument;
-    (void)own;
     struct range r = range_of(job, tile);
     double sums[LANES] = {0}, total = 0;
     if (job->squared)
@@ -289,7 +284,6 @@ static void errors_tile(void *argument, int64_t tile, float *own) {
 
 static void errors_dy_tile(void *argument, int64_t tile, float *own) {
     const struct errors *job = argument;
-    (void)own;
     struct range r = range_of(job, tile);
     for (int64_t i = r.first; i < r.stop; i += LANES) {
         EACH_LANE_OF_ALL {
@@ -303,7 +297,7 @@ static void errors_dy_tile(void *argument, int64_t tile, float *own) {
 
 void mpidl_errors(const float *y, const float *target, int64_t power, const int32_t *counts,
                   double *rows, int64_t blocks, int64_t elements, const int64_t *tree) {
-    int64_t tiles = tiles_of(elements, ROWS);
+    int64_t tiles = parts_of(elements, ROWS);
     struct errors job = {.y = y,
                          .target = target,
                          .counts = counts,
@@ -317,7 +311,7 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
 
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements) {
-    int64_t tiles = tiles_of(elements, ROWS);
+    int64_t tiles = parts_of(elements, ROWS);
     struct errors job = {.y = y,
                          .target = target,
                          .counts = counts,

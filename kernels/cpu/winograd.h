@@ -40,7 +40,7 @@ static inline int64_t winograd_extent(int64_t outputs, int m) {
  * backward, for the gradient with respect to the input, makes C outputs of K inputs. u is made in
  * independent tiles, for each_tile. */
 int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m);
-int64_t winograd_weights_tiles(int64_t inputs, int64_t outputs);
+int64_t winograd_weights_tiles(int64_t outputs);
 void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int backward,
                       int64_t tile);
 

@@ -40,6 +40,15 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
   return p;
 }
 
+// Call a template with 4 channels a thread if they divide evenly, else with 1.
+#define BY_WIDTH(function, ...)                                                                    \
+  do {                                                                                             \
+    if (channels % 4 == 0)                                                                         \
+      function<4>(__VA_ARGS__);                                                                    \
+    else                                                                                           \
+      function<1>(__VA_ARGS__);                                                                    \
+  } while (0)
+
 // One channel. The separate functions and the fused ones are made of these and give the same bytes.
 __device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
   return fmaf(x - mean, scale, beta);
@@ -102,10 +111,7 @@ __device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, 
 extern "C" __global__ void __launch_bounds__(256)
 channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
              int channels, int tile) {
-  if (channels % 4 == 0)
-    leaf_sums<4>(x, leaves, images * pixels, channels, tile);
-  else
-    leaf_sums<1>(x, leaves, images * pixels, channels, tile);
+  BY_WIDTH(leaf_sums, x, leaves, images * pixels, channels, tile);
 }
 
 // Leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows.
@@ -171,10 +177,7 @@ moments(const float* __restrict__ x, const int* __restrict__ valid, double* __re
         int images, int pixels, int channels, int tile) {
   const long long before = (long long)blockIdx.x * images;
   const int here = (int)min((long long)images, max(0ll, valid[0] - before));
-  if (channels % 4 == 0)
-    leaf_moments<4>(x, leaves, here * pixels, images * pixels, channels, tile);
-  else
-    leaf_moments<1>(x, leaves, here * pixels, images * pixels, channels, tile);
+  BY_WIDTH(leaf_moments, x, leaves, here * pixels, images * pixels, channels, tile);
 }
 
 // Leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] of n rows; dz is dy, or, where there is a
@@ -234,10 +237,7 @@ batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,
                const float* __restrict__ beta, double* __restrict__ leaves, int images, int pixels,
                int channels, int tile) {
-  if (channels % 4 == 0)
-    leaf_products<4>(dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
-  else
-    leaf_products<1>(dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
+  BY_WIDTH(leaf_products, dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
 }
 
 template <int VEC>
@@ -273,10 +273,7 @@ extern "C" __global__ void __launch_bounds__(256)
 batchnorm(const float* __restrict__ x, const float* __restrict__ mean,
           const float* __restrict__ scale, const float* __restrict__ beta, float* __restrict__ y,
           int relu, long long n, int channels, int tile) {
-  if (channels % 4 == 0)
-    normalize<4>(x, mean, scale, beta, y, relu, n, channels, tile);
-  else
-    normalize<1>(x, mean, scale, beta, y, relu, n, channels, tile);
+  BY_WIDTH(normalize, x, mean, scale, beta, y, relu, n, channels, tile);
 }
 
 template <int VEC>
@@ -327,17 +324,13 @@ batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restri
              const int* __restrict__ valid, float* dx, int pixels, long long n, int channels,
              int tile) {
   const long long used = min(n, (long long)valid[0] * pixels);
-  if (channels % 4 == 0)
-    normalize_back<4>(dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
-  else
-    normalize_back<1>(dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
+  BY_WIDTH(normalize_back, dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
 }
 
 // Element by element, four at a time: lanes are a multiple of 16 floats.
 extern "C" __global__ void __launch_bounds__(256)
 relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
-  const long long step = (long long)gridDim.x * THREADS;
-  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
+  EACH_INDEX(i, n / 4) {
     Floats<4> v = load<4>(x + 4 * i);
 #pragma unroll
     for (int k = 0; k < 4; ++k) v.at[k] = rectified(v.at[k]);
@@ -348,8 +341,7 @@ relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
 extern "C" __global__ void __launch_bounds__(256)
 relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __restrict__ dx,
         long long n) {
-  const long long step = (long long)gridDim.x * THREADS;
-  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
+  EACH_INDEX(i, n / 4) {
     Floats<4> g = load<4>(dy + 4 * i);
     const Floats<4> v = load<4>(y + 4 * i);
 #pragma unroll

@@ -10,8 +10,7 @@ struct alignas(16) Four {
 template <bool SPLIT, class T>
 __device__ __forceinline__ void move(T* part, T* whole, long long rows, int words, int pitch,
                                      int first) {
-    const long long step = (long long)gridDim.x * blockDim.x, all = rows * words;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    EACH_INDEX(i, rows * words) {
         const long long row = i / words, at = row * pitch + first + (i - row * words);
         if (SPLIT)
             part[i] = whole[at];

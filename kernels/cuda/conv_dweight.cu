@@ -39,14 +39,6 @@ static_assert(BK % STEP == 0 && BK / 8 % SPLIT == 0, "");
 static_assert(PITCH_N % 32 == 8 || PITCH_N % 32 == 24, "");
 static_assert((SPLIT - 1) * BM * BN <= STAGES * STAGE, "");
 
-template <int FLOATS>
-__device__ __forceinline__ void copy(float* to, const float* from, bool ok) {
-    if (FLOATS == 4)
-        cp_async16(to, from, ok);
-    else
-        cp_async4(to, from, ok);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -55,14 +47,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
              int out_height, int out_width, int filters, int taps_down, int taps_across,
              int stride_down, int stride_across, int top, int left, int dilation_down,
              int dilation_across, int groups) {
-#ifdef CONV_SHAPE
-    constexpr int shape[] = {CONV_SHAPE};
-#else
-    const int shape[] = {height,        width,         channels, out_height, out_width,
-                         filters,       taps_down,     taps_across,
-                         stride_down,   stride_across, top,      left,
-                         dilation_down, dilation_across, groups};
-#endif
+    DEFINE_SHAPE(shape);
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], CG = C / shape[14], KG = K / shape[14];
     const int MD = shape[6] * S * CG, pixels = images * P * Q, steps = (pixels + BK - 1) / BK;
@@ -94,7 +79,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
             const int h = p * shape[8] + down, v = (pq - p * Q) * shape[9] + along;
             const bool ok = m_of_chunk < MD && pixel < pixels && (u32)h < (u32)H && (u32)v < (u32)W;
             const float* from = xs + (((image * H + h) * W + v) * C + c_of_chunk);
-            copy<VECTOR_X>(as + row * PITCH_M + chunk * VECTOR_X, ok ? from : x, ok);
+            cp_async<VECTOR_X>(as + row * PITCH_M + chunk * VECTOR_X, ok ? from : x, ok);
         }
         constexpr int COPIES = BK * BN / VECTOR_Y;
 #pragma unroll
@@ -104,7 +89,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
             const int row = number / (BN / VECTOR_Y), n = number % (BN / VECTOR_Y) * VECTOR_Y;
             const int pixel = step * BK + row;
             const bool ok = pixel < pixels && n0 + n < KG;
-            copy<VECTOR_Y>(bs + row * PITCH_N + n, ok ? dys + (pixel * K + n) : dy, ok);
+            cp_async<VECTOR_Y>(bs + row * PITCH_N + n, ok ? dys + (pixel * K + n) : dy, ok);
         }
     };
 
@@ -176,12 +161,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
                 for (int j = 0; j < NJ; ++j) mma_tf32(sum[i][j], a[i], b[j]);
         }
 #if PRECISION == 3
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int j = 0; j < NJ; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
+        move_sums(total, sum);
 #endif
     }
 

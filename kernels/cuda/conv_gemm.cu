@@ -49,13 +49,6 @@ __device__ __forceinline__ int place(int row, int k) {
     return row * BK + ((((k >> 2) ^ row) & 7) << 2) + (k & 3);
 }
 
-__device__ __forceinline__ void copy(float* to, const float* from, bool ok) {
-    if (VECTOR == 4)
-        cp_async16(to, from, ok);
-    else
-        cp_async4(to, from, ok);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -64,14 +57,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
           int width, int channels, int out_height, int out_width, int filters, int taps_down,
           int taps_across, int stride_down, int stride_across, int top, int left,
           int dilation_down, int dilation_across, int groups) {
-#ifdef CONV_SHAPE
-    constexpr int shape[] = {CONV_SHAPE};
-#else
-    const int shape[] = {height,        width,         channels, out_height, out_width,
-                         filters,       taps_down,     taps_across,
-                         stride_down,   stride_across, top,      left,
-                         dilation_down, dilation_across, groups};
-#endif
+    DEFINE_SHAPE(shape);
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], stride_h = shape[8], stride_w = shape[9];
     const int dilation_h = shape[12], dilation_w = shape[13];
@@ -125,7 +111,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             const bool ok = inside && (u32)h < (u32)H && (u32)v < (u32)W;
             const float* from = x + row.at + (down * W + along) * C + c;
 #endif
-            copy(as + place(first + i * STEP, chunk * VECTOR), ok ? from : x, ok);
+            cp_async<VECTOR>(as + place(first + i * STEP, chunk * VECTOR), ok ? from : x, ok);
         }
 #pragma unroll 2
         for (int i = 0; i < (BN + STEP - 1) / STEP; ++i) {
@@ -133,7 +119,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             if (BN % STEP && n >= BN) break;
             const bool ok = inside && n0 + n < KG;
             const float* from = filters_of_group + (long long)(n0 + n) * KD + k;
-            copy(bs + place(n, chunk * VECTOR), ok ? from : w, ok);
+            cp_async<VECTOR>(bs + place(n, chunk * VECTOR), ok ? from : w, ok);
         }
     };
 
@@ -189,12 +175,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             }
         }
 #if PRECISION == 3
-#pragma unroll
-        for (int i = 0; i < MI; ++i)
-#pragma unroll
-            for (int j = 0; j < NJ; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
+        move_sums(total, sum);
 #endif
     }
 

@@ -32,6 +32,13 @@ __device__ __forceinline__ void add_warps(double* of_warp, double value, double*
     }
 }
 
+// The sum over a warp's lanes, in each of them.
+__device__ __forceinline__ double sum_of_warp(double value) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
+    return value;
+}
+
 // Of a row: the largest of its logits, and the sum over the classes of e^(logit - top).
 struct Normalizer {
     double top, sum;
@@ -48,8 +55,7 @@ __device__ __forceinline__ Normalizer normalizer(const float* logits, int classe
     Normalizer found = {top, 0.0};
 #pragma unroll 1
     for (int c = lane; c < classes; c += LANES_OF_WARP) found.sum += exp(logits[c] - found.top);
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) found.sum += shfl_xor(found.sum, mask);
+    found.sum = sum_of_warp(found.sum);
     return found;
 }
 
@@ -76,8 +82,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const int lane = threadIdx.x % LANES_OF_WARP;
     double inner = 0.0;
     for (int c = lane; c < classes; c += LANES_OF_WARP) inner += p[first + c] * dy[first + c];
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) inner += shfl_xor(inner, mask);
+    inner = sum_of_warp(inner);
     for (int c = lane; c < classes; c += LANES_OF_WARP)
         dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
 }
@@ -179,8 +184,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const double e = error(y, target, i, elements, near, far);
         value += power == 2 ? e * e : fabs(e);
     }
-    for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
-    add_warps(of_warp, value, rows);
+    add_warps(of_warp, sum_of_warp(value), rows);
 }
 
 // dy = (y - target) * factor * late, or its sign times that where power is 1; 0 in unused images.
@@ -190,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(256)
                    float* __restrict__ dy, int near, int far, int power, int elements,
                    long long n) {
     const double scale = late ? *late * factor : factor;
-    const long long used = (long long)*valid * elements, step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    const long long used = (long long)*valid * elements;
+    EACH_INDEX(i, n) {
         double e = 0.0;
         if (i < used) e = error(y, target, i, elements, near, far);
         if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // what is not a number stays

@@ -37,8 +37,7 @@ __device__ __forceinline__ float denominator(const float* x, int c, int C, int b
 extern "C" __global__ void __launch_bounds__(256)
 lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, int before,
     int behind, float a, float k, double beta) {
-    const long long step = (long long)gridDim.x * blockDim.x, all = rows * C;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    EACH_INDEX(i, rows * C) {
         const int c = (int)(i % C);
         float ratio;
         y[i] = x[i] * power(denominator(x + i - c, c, C, before, behind, a, k), beta, ratio);
