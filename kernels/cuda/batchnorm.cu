@@ -330,7 +330,8 @@ batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restri
 // Element by element, four at a time: lanes are a multiple of 16 floats.
 extern "C" __global__ void __launch_bounds__(256)
 relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
-  EACH_INDEX(i, n / 4) {
+  const long long step = (long long)gridDim.x * THREADS;
+  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
     Floats<4> v = load<4>(x + 4 * i);
 #pragma unroll
     for (int k = 0; k < 4; ++k) v.at[k] = rectified(v.at[k]);
@@ -341,7 +342,8 @@ relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
 extern "C" __global__ void __launch_bounds__(256)
 relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __restrict__ dx,
         long long n) {
-  EACH_INDEX(i, n / 4) {
+  const long long step = (long long)gridDim.x * THREADS;
+  for (long long i = (long long)blockIdx.x * THREADS + threadIdx.x; 4 * i < n; i += step) {
     Floats<4> g = load<4>(dy + 4 * i);
     const Floats<4> v = load<4>(y + 4 * i);
 #pragma unroll

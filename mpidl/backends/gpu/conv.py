@@ -170,19 +170,12 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
     tile = gemm_tile(shape, blocks * LANES * pixels, device.processors)
     vector = _vector(shape.channels // shape.groups, x, weight)
     rows = len(y) * LANES * pixels
-    launching.launch(
-        "conv_gemm",
-        -(-rows // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups,
-        threads_of(tile),
-        x,
-        weight,
-        bias,
-        y,
-        rows,
-        *shape,
-        shared=tile["STAGES"] * (tile["BM"] + tile["BN"]) * STEP * 4,
-        defines=definitions(tile, shape, device, VECTOR=vector, BACKWARD=int(backward)),
-    )
+    grid = -(-rows // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
+    arguments = x, weight, bias, y, rows, *shape
+    shared = tile["STAGES"] * (tile["BM"] + tile["BN"]) * STEP * 4
+    defines = definitions(tile, shape, device, VECTOR=vector, BACKWARD=int(backward))
+    name, threads = "conv_gemm", threads_of(tile)
+    launching.launch(name, grid, threads, *arguments, shared=shared, defines=defines)
 
 
 def leaves_of(dy, x, weight, conv_args, tree):

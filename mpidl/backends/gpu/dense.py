@@ -48,31 +48,16 @@ def dense(x, weight, bias):
     chunk = chunk_of(outputs, features)
     chunks = -(-features // chunk)
     sums = y if chunks == 1 else array.empty((chunks, images * outputs))
-    large = outputs > FEW and _large(images, -(-outputs // TILE) * chunks)
-    launching.launch(
-        "dense_large" if large else "dense_many" if outputs > FEW else "dense_few",
-        (
-            -(-outputs // (FEW if outputs <= FEW else TILE)),
-            -(-images // (LARGE if large else TILE)),
-            chunks,
-        ),
-        THREADS,
-        x,
-        weight,
-        bias if chunks == 1 else None,
-        sums,
-        images,
-        outputs,
-        features,
-        chunk,
-        _aligned(features, x, weight),
-        _aligned(outputs, sums),
-    )
+    few, large = outputs <= FEW, outputs > FEW and _large(images, -(-outputs // TILE) * chunks)
+    name = "dense_few" if few else "dense_large" if large else "dense_many"
+    grid = -(-outputs // (FEW if few else TILE)), -(-images // (LARGE if large else TILE)), chunks
+    arrays = x, weight, bias if chunks == 1 else None, sums
+    aligned = _aligned(features, x, weight), _aligned(outputs, sums)
+    launching.launch(name, grid, THREADS, *arrays, images, outputs, features, chunk, *aligned)
     if chunks > 1:
         count = images * outputs
-        launching.launch(
-            "dense_chunks", -(-count // 256), 256, sums, bias, y, count, outputs, chunks
-        )
+        blocks = -(-count // 256)
+        launching.launch("dense_chunks", blocks, 256, sums, bias, y, count, outputs, chunks)
     return y
 
 
@@ -97,19 +82,10 @@ def dense_dx(dy, weight):
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
     large = _large(images, -(-features // TILE))
-    launching.launch(
-        "dense_dx_large" if large else "dense_dx",
-        (-(-features // TILE), -(-images // (LARGE if large else TILE))),
-        THREADS,
-        dy,
-        weight,
-        dx,
-        images,
-        outputs,
-        features,
-        _aligned(outputs, dy),
-        _aligned(features, weight, dx),
-    )
+    name = "dense_dx_large" if large else "dense_dx"
+    grid = -(-features // TILE), -(-images // (LARGE if large else TILE))
+    numbers = images, outputs, features, _aligned(outputs, dy), _aligned(features, weight, dx)
+    launching.launch(name, grid, THREADS, dy, weight, dx, *numbers)
     return dx.reshape(dy.dims[0], features, LANES)
 
 
@@ -123,20 +99,10 @@ def dense_dweight(dy, x, tree):
     kernel, ranges, ends = _cut(nodes, outputs, features, tree.plain)
     rows, columns, _ = FOLDS[kernel]
     matrix = array.empty((len(ranges), outputs * features))
-    launching.launch(
-        kernel,
-        (-(-features // columns), -(-outputs // rows), len(ranges)),
-        THREADS,
-        dy,
-        x,
-        matrix,
-        launching.constant(np.array(ranges, np.int32)),
-        outputs,
-        features,
-        int(tree.plain),
-        _aligned(outputs, dy),
-        _aligned(features, x, matrix),
-    )
+    grid = -(-features // columns), -(-outputs // rows), len(ranges)
+    arrays = dy, x, matrix, launching.constant(np.array(ranges, np.int32))
+    aligned = _aligned(outputs, dy), _aligned(features, x, matrix)
+    launching.launch(kernel, grid, THREADS, *arrays, outputs, features, int(tree.plain), *aligned)
     if len(ranges) > len(nodes):
         matrix = fold.fold_rows(matrix, ends)
     like = Array(None, np.float32, (outputs, features), (outputs, *x.dims[1:-1]), (0, *x.order[2:]))

@@ -270,9 +270,9 @@ def empty_like(array, dtype=None):
     return y
 
 
-def blocks_of_threads(elements):
+def blocks_of_threads(elements, per_thread=1):
     """Return how many blocks of THREADS to launch for so many elements."""
-    return min(-(-elements // THREADS), 32 * device().processors)
+    return min(-(-elements // (THREADS * per_thread)), 32 * device().processors)
 
 
 def kind_of(x):

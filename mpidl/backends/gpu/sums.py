@@ -34,16 +34,13 @@ class Counts:
         """Return epoch (1,) and sample numbers (blocks * 16,), int32, 0 in unused images."""
         samples = np.zeros(batch.blocks * LANES, np.int32)
         samples[: len(batch.indices)] = batch.indices
-        return launching.scalar("epoch", batch.epoch, np.int32), launching.scalar(
-            "samples", samples, np.int32
-        )
+        epoch = launching.scalar("epoch", batch.epoch, np.int32)
+        return epoch, launching.scalar("samples", samples, np.int32)
 
     def per_image(self, batch):
         """Return 1 / count, as a Late."""
-        return Late(
-            lambda: 1.0 / (self.count or batch.count),
-            launching.scalar("per_image", 1.0 / batch.count, np.float64),
-        )
+        number = launching.scalar("per_image", 1.0 / batch.count, np.float64)
+        return Late(lambda: 1.0 / (self.count or batch.count), number)
 
 
 class Pending:
