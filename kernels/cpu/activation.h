@@ -1,5 +1,5 @@
-/* What batch normalization and ReLU do to one channel of one block; the fused passes and the
- * separate ones are made of these, so that both give the same bytes.
+/* Batch normalization and ReLU of one channel of one block. The fused passes and the separate ones
+ * use these functions, so both give the same bytes.
  *
  * Sums run over a channel's pixels lane by lane, pixel i into accumulator i % 4, and over the lanes
  * by their tree. A value's unused lanes are masked; a cotangent's are zero. */
@@ -8,7 +8,7 @@
 
 #include "lanes.h"
 
-/* How an activation is read: x itself, or, where mean is not NULL, max(0, (x - mean) * scale + beta)
+/* An activation as it is read: x itself or, if mean is not NULL, max(0, (x - mean) * scale + beta)
  * by channel, which is never stored. */
 struct source {
     const float *x, *mean, *scale, *beta;
@@ -66,8 +66,8 @@ static inline float channel_sum(const float *x, int64_t rows, int64_t columns, i
     return lanes_total(total);
 }
 
-/* row = (mean, M2) of a channel over its `pixels` pixels of `valid` lanes. The mean is taken first
- * and M2 about it; the mean's own rounding is corrected. */
+/* Mean and M2 of a channel over its `pixels` pixels of `valid` lanes. M2 is taken about the rounded
+ * mean; the rounding of the mean is corrected. */
 static inline void channel_moments(const float *x, int64_t pixels, int valid, double *mean,
                                    double *m2) {
     vec total[PARTS], error[PARTS], square[PARTS];
@@ -115,7 +115,7 @@ static inline void channel_norm_sums(const float *da, const float *x, int64_t pi
 #define PIXEL(i, dz)                                                                               \
     {                                                                                              \
         vec z = dz;                                                                                \
-        s[i] += z, q[i] = muladd(z, load(v + (j + i) * LANES) - n.mean, q[i]);                          \
+        s[i] += z, q[i] = muladd(z, load(v + (j + i) * LANES) - n.mean, q[i]);                     \
     }
 #define PIXELS(dz)                                                                                 \
     {                                                                                              \

@@ -1,10 +1,10 @@
-/* Batch normalization and ReLU by themselves: the path that is not fused with the convolution. */
+/* Batch normalization and ReLU that are not fused with a convolution. */
 #include "activation.h"
 #include "fold.h"
 #include "mpidl.h"
 #include "team.h"
 
-/* One job for all: tiles are (block, channel). */
+/* The job of all passes; a tile is (block, channel). */
 struct job {
     struct source x; /* without `scale`: no ReLU follows */
     const float *dy, *a, *b, *c;
@@ -112,7 +112,7 @@ void mpidl_batchnorm_dx(const float *dy, const float *x, const float *mean, cons
     each_channel(dx_tile, job, blocks, channels, 1, pixels);
 }
 
-/* A block's channel of x is a run of floats: tiles of them serve the ReLU too. */
+/* ReLU uses the same tiles: a block's channel of x is a run of floats. */
 static void relu_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     PLACE(job, tile);

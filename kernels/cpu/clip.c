@@ -1,5 +1,5 @@
-/* Gradients no larger than a threshold. Norms are sums of squares in double, in one order whatever
- * the number of threads: 16 lanes a tile, the lanes by a tree, tiles and parameters in order. */
+/* Clips gradients at a threshold. Norms are sums of squares in double, in an order that does not
+ * depend on the threads: 16 lanes per tile, the lanes by a tree, tiles and parameters in order. */
 #include <math.h>
 
 #include "lanes.h"
@@ -7,9 +7,9 @@
 #include "team.h"
 
 enum { CHUNK = 1 << 14 };             /* floats of a tile */
-enum { EACH, ALL, NUMBERS };          /* what the threshold is for */
+enum { EACH, ALL, NUMBERS };          /* what the threshold limits */
 
-struct parameter { /* as Python hands it over: int64_t[4] */
+struct parameter { /* int64_t[4] in Python */
     int64_t weight, gradient, clipped; /* addresses */
     int64_t floats;
 };
@@ -22,7 +22,7 @@ struct job {
     float threshold;
 };
 
-struct part { /* of a parameter, as a tile has it */
+struct part { /* the part of a parameter that a tile holds */
     const float *weight, *gradient;
     float *clipped, decay;
     int64_t which, count;
@@ -71,7 +71,7 @@ static void scale_tile(void *argument, int64_t tile, float *own) {
     for (int64_t i = 0; i < part.count; i++) part.clipped[i] *= scale;
 }
 
-/* What a norm of this square is multiplied by. A norm that is no number stays one. */
+/* The factor for a gradient whose norm has this square. NaN stays NaN. */
 static double factor(double square, double threshold) {
     double norm = sqrt(square);
     return norm <= threshold ? 1 : threshold / norm;

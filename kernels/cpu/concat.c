@@ -1,4 +1,4 @@
-/* Values one behind the other along the channels, and apart again. */
+/* Joins values along the channels, and splits them again. */
 #include "activation.h"
 #include "mpidl.h"
 #include "team.h"

@@ -1,6 +1,7 @@
-/* Passes of a convolution over a rank's blocks. A pass fuses what is cheap while a block is in
- * cache: forward reads its input through the activation before it and takes the moments of what it
- * made; backward goes through the activation behind it and adds up what the one before it needs. */
+/* Passes of a convolution over a rank's blocks. A pass also does the work that is cheap while a
+ * block is in cache. Forward reads its input through the activation before it and takes the moments
+ * of its output. Backward goes through the activation after it and computes the sums that the
+ * activation before it needs. */
 #include "conv.h"
 
 #include "fold.h"
@@ -26,15 +27,16 @@ struct pass {
     float *y, *dx;
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
-    struct winograd shape; /* of a group of the pass: what makes y, or dx; m is 0 if direct */
+    struct winograd shape; /* of a group: the convolution that makes y, or dx; m is 0 if direct */
     int backward;
-    int64_t step_h, step_w, in_step; /* between the output pixels of a phase; between their inputs */
+    int64_t step_h, step_w; /* between the output pixels of a phase */
+    int64_t in_step;        /* between the rows of their inputs */
     const float *packed;  /* transformed weights, each group `packed_group` floats */
     int64_t packed_group;
-    int64_t winograd_at;  /* where its scratch begins in the team's */
+    int64_t winograd_at;  /* offset of its scratch in the team's */
     int64_t dweight_m;
     struct padded in, out; /* x, dy; data is the team's */
-    int in_place;         /* x is read where it is */
+    int in_place;         /* x is read without a copy */
     int64_t before, left; /* border of dy */
     int64_t taps;         /* of x, for forward and dweight */
     int32_t *offset;
@@ -50,7 +52,7 @@ static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t pha
     p->channel_stride = p->rows * p->row_stride;
 }
 
-/* How x lies in scratch; `m` is the largest Winograd tile that will read it, or 0. */
+/* Set the layout of x in scratch; `m` is the largest Winograd tile that reads it, or 0. */
 static void lay_out_x(struct pass *pass, int64_t m) {
     const struct conv *c = &pass->c;
     int64_t rows = most(c->H + c->top + c->bottom, (c->P - 1) * c->stride_h + 1);
@@ -63,7 +65,7 @@ static void lay_out_x(struct pass *pass, int64_t m) {
     pass->in_place = !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
 }
 
-/* Where the taps (channel of the group, r, s) of output pixel (0, 0) lie in padded x. */
+/* Set the offsets in padded x of the taps (channel of the group, r, s) of output pixel (0, 0). */
 static void find_taps(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t wide = pass->in.columns / c->stride_w;
@@ -79,7 +81,7 @@ static void find_taps(struct pass *pass) {
             }
 }
 
-/* Bring the block's x to where the kernels read it; returns its place. */
+/* Return the block's x as the kernels read it: padded in scratch, or in place. */
 static const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
     const struct conv *c = &pass->c;
     const float *x = pass->x.x + block * c->C * c->H * c->W * LANES;
@@ -103,7 +105,7 @@ static void transform_tile(void *job, int64_t tile, float *own) {
                      pass->shape.m, pass->backward, tile % each);
 }
 
-/* Returns the floats of scratch that winograd_conv takes. */
+/* Return the floats of scratch that winograd_conv takes. */
 static int64_t transform_weights(struct pass *pass) {
     const struct winograd *w = &pass->shape;
     pass->packed_group = winograd_weights_floats(w->inputs, w->outputs, w->m);
@@ -112,7 +114,7 @@ static int64_t transform_weights(struct pass *pass) {
     return winograd_conv_floats(w);
 }
 
-/* The block's y from padded x, or its dx from padded dy. */
+/* Compute the block's y from padded x, or its dx from padded dy. */
 static void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
                      const float *in, float *out) {
     const struct winograd *w = &pass->shape;
@@ -204,7 +206,8 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
 
 /* Backward */
 
-/* How dy lies in scratch: a border as wide as the taps of dx reach, and whole Winograd tiles. */
+/* Set the layout of dy in scratch: a border as wide as the taps of dx reach, whole Winograd
+ * tiles. */
 static void lay_out_dy(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t reach_h = (c->R - 1) * c->dilation_h - c->top,
@@ -227,7 +230,7 @@ static void lay_out_dy(struct pass *pass) {
     lay_out(&pass->out, rows, columns, 1);
 }
 
-/* For each remainder of dx's rows and columns by the strides, which taps reach them, and where. */
+/* Find the phases of dx: for each remainder by the strides, the taps that reach its pixels. */
 static void find_phases(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
@@ -311,7 +314,7 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
         fill_gradient(&out, k, &pass->dy, pass->dy.dy + at + k * pixels,
                       pass->dy.y.mean ? pass->dy.y.x + at + k * pixels : NULL, pass->counts[block],
                       c->P, c->Q, pass->before, pass->left);
-        if (leaf) /* the bias's gradient stands behind the weights' */
+        if (leaf) /* the gradient of the bias follows that of the weights */
             leaf[c->K * pass->taps + k] =
                 channel_sum(out.data + k * out.channel_stride + pass->before * out.row_stride +
                                 pass->left * LANES,

@@ -1,6 +1,7 @@
-/* Dropout: the elements that are kept are told by numbers that depend on (key, epoch, sample,
- * element) alone, computed here by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
- * as 1, 2, 3", SC 2011): forward and backward are one pass, and nothing is stored.
+/* Dropout. A random number for each element decides whether the element is kept. It depends only on
+ * (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al., "Parallel random
+ * numbers: as easy as 1, 2, 3", SC 2011). So forward and backward are one pass, and nothing is
+ * stored.
  *
  * A call of the generator serves GROUP consecutive elements of each of the 16 samples, 16 bits for
  * each; see mpidl/backends/reference/dropout.py, which has the same bytes. */

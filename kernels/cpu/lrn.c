@@ -5,7 +5,7 @@
 #include "special.h"
 #include "team.h"
 
-enum { RUN = 32, USUAL = 5 }; /* pixels of a tile; channels of a window whose loops are unrolled */
+enum { RUN = 32, USUAL = 5 }; /* pixels of a tile; channels of an unrolled window */
 #define FEW _Pragma("GCC unroll 8")
 
 struct job {
@@ -17,7 +17,7 @@ struct job {
     double beta;
 };
 
-/* d^-beta, and, where `ratio` is not NULL, that divided by d. */
+/* d^-beta and, if `ratio` is not NULL, d^-beta / d. */
 INLINE vec power(vec d, double beta, vec *ratio) {
     if (beta == 0.75) {
         vec root = inverse_fourth_root(d), square = root * root, cube = square * root;

@@ -1,10 +1,11 @@
-/* Blocks copied into padded scratch, on the way through what the copy is to be: an activation that
- * is not stored, or the gradient behind batch normalization and ReLU. */
+/* Copies blocks into padded scratch. The copy may compute an activation that is not stored, or take
+ * a gradient back through ReLU and batch normalization. */
 #include "conv.h"
 
 static void clear(float *from, float *to) { memset(from, 0, (size_t)(to - from) * sizeof(float)); }
 
-/* Make the border of a channel zero, and of each row what `inside` does not write. */
+/* Set the border of a channel to zero, or the whole channel if it has phases; return the
+ * channel. */
 static float *clear_border(const struct padded *p, int64_t channel, int64_t height, int64_t width,
                            int64_t top, int64_t left) {
     float *data = p->data + channel * p->channel_stride;
@@ -30,7 +31,7 @@ void fill_source(const struct padded *p, int64_t channel, const struct source *s
     for (int64_t r = 0; r < height; r++, x += width * LANES) {
         float *row = data + (top + r) * p->row_stride;
         for (int64_t phase = 0; phase < p->phases; phase++) {
-            /* the first column of the image that belongs to this phase, and where it goes */
+            /* the first column of the image in this phase */
             int64_t first = ((phase - left) % p->phases + p->phases) % p->phases;
             const float *from = x + first * LANES;
             float *to = row + (phase * wide + (left + first) / p->phases) * LANES;

@@ -5,7 +5,7 @@
 #include "mpidl.h"
 #include "team.h"
 
-/* As Python hands it over: int64_t[11]. */
+/* int64_t[11] in Python. */
 struct windows {
     int64_t C, H, W, P, Q, R, S, stride_h, stride_w, top, left;
 };
@@ -19,7 +19,7 @@ struct job {
     double *sums;
 };
 
-/* Along one axis: the places [first, stop) of a window that are no padding, and its pixel `start`
+/* Along one axis: the places [first, stop) of a window that are not padding, and the pixel `start`
  * at place 0, which may be padding. */
 struct span {
     int64_t start, first, stop;
@@ -92,7 +92,7 @@ void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, in
 
 /* ---- forward ---- */
 
-/* One lane's part of a channel: where its pixels lie, and how they are read. */
+/* The vectors of one part of a channel's lanes, and their normalization. */
 struct channel {
     const float *x;
     struct norm norm;
@@ -103,7 +103,7 @@ INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
     return deferred ? activate(v, c->norm) : v;
 }
 
-/* Windows of fixed size are small; of any size, more copies of the loops would be no faster. */
+/* Unroll little: fixed windows are small, and for others more copies would not be faster. */
 #define FEW _Pragma("GCC unroll 4")
 
 /* The largest of a window's places [i0, i1) x [j0, j1), the first of equal ones; NaN is larger than
@@ -185,7 +185,7 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
 
 /* ---- backward ---- */
 
-/* What a window hands to the pixel at its place i * S + j. `dy` of a mean is divided already. */
+/* The gradient that a window passes to the pixel at `place`. For a mean, dy is divided already. */
 INLINE vec handed(const float *dy, const uint8_t *argmax, int64_t window, int64_t place) {
     vec d = load(dy + window * LANES);
     return argmax ? keep(load_bytes(argmax + window * LANES) == (int32_t)place, d) : d;

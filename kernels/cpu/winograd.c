@@ -4,7 +4,7 @@
 #include "mpidl.h"
 #include "winograd_tiles.h"
 
-/* What is sized here follows from the layer's shape alone, and from nothing of the machine.
+/* All sizes follow from the layer's shape alone, not from the machine.
  *
  * The tiles of a block are taken in bands of consecutive tiles, so that their transformed inputs V
  * and the products M stay in cache. In a band, with T tiles:
@@ -79,7 +79,7 @@ INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t output
             for (int tap = 0; tap < 9; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
 }
 
-/* The same where there are four of both and 7 more floats behind the last. */
+/* The same for four inputs and four outputs with 7 more floats behind the last. */
 INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16]) {
     for (int f = 0; f < 16; f += WIDTH)
         for (int tap = 0; tap < 9; tap += WIDTH) {
@@ -92,7 +92,7 @@ INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*ta
         }
 }
 
-/* G g G^T of four inputs' filters to four outputs at a time, that is of 16 filters. */
+/* G g G^T of 16 filters at a time: of four inputs to four outputs. */
 INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
                             const int backward, int64_t quad) {
     const int n = m + 2;
@@ -140,13 +140,13 @@ void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int
     else weights_of_quad(w, u, K, C, 2, 0, tile);
 }
 
-/* The panels of a band: its vectors divided evenly. */
+/* The panels of a band divide its vectors evenly. */
 static int64_t panel_count(int64_t vectors) { return parts_of(vectors, PANEL); }
 static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
     return vectors * panel / count;
 }
 
-/* place[v]: where vector v (tile * PARTS + part) of channel c of a band is in V. */
+/* place[v]: offset in V of vector v (tile * PARTS + part) of channel c of a band. */
 static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t c) {
     int64_t count = panel_count(vectors);
     for (int64_t panel = 0; panel < count; panel++) {
@@ -157,8 +157,8 @@ static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t
     }
 }
 
-/* M of one panel and four outputs, at one point. A long sum would lose what good points gain: it is
- * made of sums of at most `most` terms. */
+/* M of one panel and four outputs, at one point. A long sum would lose the accuracy that good
+ * points give, so it is divided into sums of at most `most` terms. */
 INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t most, float *M,
                      int64_t output, const int vectors) {
     const int64_t sums = parts_of(inputs, most);
@@ -201,7 +201,7 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
     }
 }
 
-/* y of one tile from M, its points `point` floats apart. rows and columns: what is valid of it. */
+/* y of one tile from M, whose points are `point` floats apart. Only rows x columns are written. */
 INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64_t row,
                         int64_t rows, int64_t columns, const int m) {
     const int n = m + 2;
@@ -271,7 +271,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             const int64_t rows = shape->rows - r, columns = shape->columns - c;
             float *to = y.at + o * y.channel + r * y.row + c * LANES;
             const float *from = M + (o * tiles + t - first) * LANES;
-            if (o + 1 < outputs) /* y is not in cache as a rule: begin to bring its next lines */
+            if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
                 UNROLL for (int i = 0; i < m; i++)
                     UNROLL for (int j = 0; j < m; j++)
                         __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
@@ -304,7 +304,7 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
     }
 }
 
-/* One block, as tests call it. */
+/* One block, for tests. */
 struct example {
     struct winograd shape;
     int backward;

@@ -10,8 +10,8 @@
  * Tiles are taken in bands, points in the groups of winograd_tiles.h, so that V = B^T d B and
  * D = A dy A^T stay in cache. For each point the sum S is a matrix product, in one of two layouts:
  *
- *  - where the outputs are a multiple of 16, D is transposed: a vector holds outputs, and tiles and
- *    images are one dimension, that of the terms:
+ *  - if the outputs are a multiple of 16, D is transposed: a vector holds outputs, and tiles and
+ *    images are one dimension, the terms of the sum:
  *        V[point][input][tile, image]   D[point][panel of outputs][tile, image][output]
  *        S[point][16 outputs][input][output]
  *  - else a vector holds images, which are added up at the end of a band:
@@ -21,7 +21,7 @@
 enum {
     M = 4,
     N = 6,
-    QUAD = 4,                         /* outputs of a register tile where vectors hold images, */
+    QUAD = 4,                         /* outputs of a register tile if vectors hold images, */
     INPUTS = REGISTERS == 32 ? 4 : 3, /* and inputs */
     MOST = 64,                        /* tiles of a band */
     BAND_BYTES = 512 << 10,           /* of V and D of two lines of points */
@@ -46,14 +46,14 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
             }
 }
 
-/* How a shape is worked on. It follows from the shape alone, but for the width of panels, on which
- * no sum depends. */
+/* The layout of the work for a shape. It follows from the shape alone, except for the width of
+ * panels, which changes no sum. */
 struct plan {
     int64_t inputs, outputs, C, K; /* C and K: rounded up to register tiles */
     int transposed;
     int64_t across, tiles, bands, most; /* tiles in a row of tiles, in all; bands; tiles of one */
     int64_t panel;                      /* outputs of one */
-    int64_t channel;                    /* strides in floats: of V's, and of D's where images */
+    int64_t channel; /* stride in floats of V's channels, and of D's if vectors hold images */
     int64_t v_point, d_point, s_point;
     float *V, *D, *S, *T;
 };
@@ -65,7 +65,7 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
     p.across = parts_of(shape->columns, M);
     p.tiles = p.across * parts_of(shape->rows, M);
     int64_t fit = BAND_BYTES / (2 * N * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
-    /* A band adds to all of S: this many tiles are as much to read and write as S. */
+    /* A band adds to all of S; so many tiles are as much memory traffic as S. */
     int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
     p.bands = parts_of(p.tiles, least(most(fit, worth), MOST));
     p.most = parts_of(p.tiles, p.bands);
@@ -216,8 +216,9 @@ static void point_transposed(const struct plan *p, const float *V, const float *
 /* A stage of the tree that adds up lanes, see sum_across. */
 #define ADD_LANES(a, b, step) (LOWER(a, b, step) + HIGHER(a, b, step))
 
-/* Of `inputs` inputs and four outputs, the sums over tiles in one part of the lanes, an input's to
- * LANES floats at `sums`. Two stages of adding up lanes are done: lane j is of output j % 4. */
+/* The sums over tiles of `inputs` inputs and four outputs, in one part of the lanes; an input
+ * has LANES floats of `sums`. Two stages of adding up lanes are done: lane j belongs to output j
+ * % 4. */
 INLINE void multiply_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                            float *sums, const int inputs) {
     vec sum[INPUTS][QUAD];
@@ -362,7 +363,7 @@ void winograd_dweight(const struct team *team, const struct winograd *shape, str
         (p->transposed ? finish_transposed : finish_lanes)(p, tile, dweight);
 }
 
-/* One block, as tests call it. */
+/* One block, for tests. */
 struct example {
     struct winograd shape;
     struct pixels x, dy;

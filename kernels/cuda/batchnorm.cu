@@ -2,7 +2,7 @@
 //
 // A block takes the channels of one tile (blockIdx.y) and a run of rows: thread t has channels
 // VEC * (t % tile) on and rows t / tile, t / tile + rows, ..., so that it meets the same channels
-// all the way and neighbours read neighbouring memory. VEC is 4 where C is a multiple of 4, else 1.
+// all the way and neighbours read neighbouring memory. VEC is 4 if C is a multiple of 4, else 1.
 
 constexpr int THREADS = 256;
 constexpr int TOGETHER = 8;  // rows that a sum takes at a time: loads in flight, and short sums
@@ -18,7 +18,7 @@ template <int VEC> __device__ __forceinline__ void store(float* x, Floats<VEC> v
   *reinterpret_cast<Floats<VEC>*>(x) = v;
 }
 
-// Of a vector (C,), which need not begin at a multiple of 16 bytes.
+// Load part of a vector (C,), which need not be aligned to 16 bytes.
 template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vector, int channel) {
   Floats<VEC> v;
 #pragma unroll
@@ -117,7 +117,7 @@ channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images
 // Leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows.
 //
 // In one pass: rows are taken less the leaf's first one, so that a mean far from 0 costs no digits;
-// a few at a time, their mean first and M2 about it; those are merged by Chan's formula. As the row
+// a few at a time, their mean first and M2 about it; Chan's formula merges them. Because the row
 // that was subtracted is one of the leaf, the double sums at the end do not cancel by more than n.
 template <int VEC>
 __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int n, int all,
@@ -180,8 +180,8 @@ moments(const float* __restrict__ x, const int* __restrict__ valid, double* __re
   BY_WIDTH(leaf_moments, x, leaves, here * pixels, images * pixels, channels, tile);
 }
 
-// Leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] of n rows; dz is dy, or, where there is a
-// scale, dy where the activation is > 0.
+// Leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] of n rows; dz is dy or, if scale is
+// given, dy where the activation is > 0.
 template <int VEC>
 __device__ __forceinline__ void leaf_products(const float* dy, const float* x, const float* mean,
                                               const float* scale, const float* beta,
@@ -352,7 +352,8 @@ relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __rest
   }
 }
 
-// Of folded moments [count, mean, M2]; a thread a channel. With no image all is finite.
+// The statistics of folded moments [count, mean, M2]; one thread per channel. Without images all
+// results are finite.
 extern "C" __global__ void __launch_bounds__(128)
 statistics(const double* __restrict__ folded, const float* __restrict__ gamma, double epsilon,
            double* __restrict__ count, double* __restrict__ mean, double* __restrict__ rstd,
@@ -370,7 +371,7 @@ statistics(const double* __restrict__ folded, const float* __restrict__ gamma, d
   scale[c] = (float)(gamma[c] * r);
 }
 
-// Of the folded [sum of dy, sum of dy * (x - mean)].
+// The factors of dx from the folded [sum of dy, sum of dy * (x - mean)].
 extern "C" __global__ void __launch_bounds__(128)
 batchnorm_factors(const double* __restrict__ sums, const float* __restrict__ gamma,
                   const double* __restrict__ count, const double* __restrict__ rstd,

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) squares[blockIdx.x] = square;
 }
 
-// What a norm of this square is multiplied by. A norm that is no number stays one.
+// The factor for a gradient whose norm has this square. NaN stays NaN.
 __device__ __forceinline__ float scale_of(double square, double threshold) {
     const double norm = sqrt(square);
     return norm <= threshold ? 1.0f : (float)(threshold / norm);

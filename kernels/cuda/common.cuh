@@ -1,5 +1,5 @@
-// Put before every .cu file as text: names for what CUDA C has no word for. Where kernels run on
-// the CPU (tests/emulator/shim.h) the same names are given there.
+// Prepended to every .cu file as text: functions that CUDA C lacks. tests/emulator/shim.h defines the
+// same names for kernels that run on the CPU.
 #ifndef MPIDL_EMULATED
 
 typedef unsigned int u32;
@@ -93,9 +93,10 @@ __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
             for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
 }
 
-// A float as tensor cores take it, who read its upper 19 bits. TERMS 3: high is the nearest number of
-// so many bits, low what is left, exactly (12 bits, of which 11 are read). TERMS 1: high is that once
-// the lower bits are dropped; infinity and NaN stay, which the addition could make a number of.
+// A float as tensor cores read it: its upper 19 bits. TERMS 3: high is the nearest number of 19 bits,
+// low is exactly the rest (12 bits, 11 of them are read). TERMS 1: high becomes the nearest number
+// once the lower bits are dropped; infinity and NaN stay as they are, because the addition could turn
+// them into numbers.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
         high = (value + 0x1000u) & 0xffffe000u;

@@ -1,7 +1,7 @@
-// Values one behind the other along their channels, and apart again.
+// Joins values along the channels, and splits them again.
 //
-// part: `rows` rows of `words` numbers, which are the channels of a pixel; whole: rows of `pitch`,
-// in which those of the part begin at `first`.
+// part: `rows` rows of `words` numbers, the channels of a pixel; whole: rows of `pitch` numbers, in
+// which the part begins at `first`.
 
 struct alignas(16) Four {
     float of[4];

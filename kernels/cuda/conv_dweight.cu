@@ -10,7 +10,7 @@
 // pitches of 8 modulo 32 floats meet all banks, and a lane reads MI * 2 or NJ neighbours at once,
 // which only names the rows and columns of the products anew. Warps share a tile along m and n,
 // and along the pixels of a step (SPLIT of them, whose sums are added in order at the end). A block
-// of threads makes one tile of one leaf: what a leaf is made of depends on its images alone.
+// of threads computes one tile of one leaf, so a leaf depends on its images alone.
 //
 // Definitions: as in conv_gemm.cu; VECTOR_X, VECTOR_Y: floats of x and of dy copied at once.
 #ifndef BM
@@ -66,7 +66,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
     const float* xs = x + leaf * images * H * W * C + group * CG;
     const float* dys = dy + leaf * pixels * K + group * KG + n0;
 
-    // what this thread copies of x: always the same tap and channels
+    // this thread copies the same tap and channels of x in every step
     const int chunk = tid % CHUNKS, first = tid / CHUNKS, m_of_chunk = m0 + chunk * VECTOR_X;
     const int tap = m_of_chunk / CG, c_of_chunk = m_of_chunk - tap * CG;
     const int down = tap / S * shape[12] - shape[10], along = tap % S * shape[13] - shape[11];

@@ -8,7 +8,7 @@
 //
 //   forward        x (images, H, W, C), w (K, R, S, C/groups): row of x = p * stride - top + r * d
 //   backward-data  x is dy, w is transposed (conv_weights.cu): with t = p + top - r * d the row
-//                  of dy is t / stride, where that is a whole number; H, W, C are those of dy
+//                  of dy is t / stride, if that is an integer; H, W, C are the sizes of dy
 //
 // A block of threads owns BM x BN of y and goes through k in steps of BK: a step's parts of A and w
 // are copied to shared memory while the steps before are multiplied. PRECISION 3 is 3xTF32: each
@@ -16,7 +16,7 @@
 // an element of y is made of, and in which order, does not depend on the tile it lies in.
 //
 // Definitions: BM, BN and WM, WN: tiles of a block and of a warp; BK 32; STAGES of shared memory;
-// VECTOR: floats copied at once (4 where the channels of a group are a multiple of 4, else 1);
+// VECTOR: floats copied at once (4 if the channels of a group are a multiple of 4, else 1);
 // BACKWARD; CONV_SHAPE: the kernel's arguments from `height` on as constants (optional).
 #ifndef BM
 #define BM 128
@@ -123,12 +123,12 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
         }
     };
 
-    // where this lane reads its row of a matrix at k = 0; those at other k differ in single bits
+    // offset of this lane's row of a matrix at k = 0; other k change single bits of it
     const int of_a = place(wm + (lane & 15), (lane >> 4) * 4);
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
 #if PRECISION == 3
-    float total[MI][NJ][4] = {};  // tensor cores may truncate what they add to: short runs
+    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so runs are short
 #endif
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
@@ -148,7 +148,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             u32 b[NJ][2], b_low[NJ][2];
 #pragma unroll
             for (int j = 0; j < NJ; j += 2) {
-                u32 two[2][2];  // columns j and j + 1; where there is no other, one of them twice
+                u32 two[2][2];  // columns j and j + 1; the last column twice if their number is odd
                 const int again = j + 1 < NJ ? 0 : (lane >> 4) * 8 * BK;
                 ldsm4(two[0][0], two[0][1], two[1][0], two[1][1],
                       bs + j * 8 * BK - again + (of_b ^ k));

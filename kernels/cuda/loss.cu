@@ -1,5 +1,5 @@
-// Softmax, cross-entropy and errors, in double: what a training step reports, where its gradient
-// begins.
+// Softmax, cross-entropy and errors, in double: the reported losses and the gradients with which
+// backward starts.
 //
 // logits (rows, classes), as memory orders them: a row is an image or, of images, a pixel. A block
 // of threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class, and
@@ -39,7 +39,7 @@ __device__ __forceinline__ double sum_of_warp(double value) {
     return value;
 }
 
-// Of a row: the largest of its logits, and the sum over the classes of e^(logit - top).
+// For a row: the largest logit, and the sum over the classes of e^(logit - top).
 struct Normalizer {
     double top, sum;
 };
@@ -59,7 +59,7 @@ __device__ __forceinline__ Normalizer normalizer(const float* logits, int classe
     return found;
 }
 
-// Of this thread's warp: which of the block's rows it has first, and which of all.
+// The first row of this thread's warp, counted in the block and over all blocks.
 __device__ __forceinline__ int row_of_block() { return threadIdx.x / LANES_OF_WARP; }
 __device__ __forceinline__ long long row_of_all() {
     return (long long)blockIdx.x * ROWS + row_of_block();
@@ -126,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// Whether (value, place) comes before (best, at) where the largest is looked for: of equal ones the
-// first, and what is not a number before all.
+// Whether (value, place) comes before (best, at) in the search for the largest: the first of equal
+// values, and NaN before all others.
 __device__ __forceinline__ bool before(float value, int place, float best, int at) {
     const bool strange = value != value, best_strange = best != best;
     if (strange != best_strange) return strange;
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // y - target of element i. Where an image of y has k in memory, the target has it at
-// k % near * far + k / near: at k, where near is all elements.
+// k % near * far + k / near: at k, if near is all elements.
 __device__ __forceinline__ double error(const float* y, const float* target, long long i,
                                         int elements, int near, int far) {
     long long at = i;
@@ -172,7 +172,7 @@ __device__ __forceinline__ double error(const float* y, const float* target, lon
     return (double)y[i] - target[at];
 }
 
-// rows (leaves): of |y - target|, or its square where power is 2.
+// rows (leaves): of |y - target|, or its square if power is 2.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors(const float* __restrict__ y, const float* __restrict__ target,
                 const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(256)
     add_warps(of_warp, sum_of_warp(value), rows);
 }
 
-// dy = (y - target) * factor * late, or its sign times that where power is 1; 0 in unused images.
+// dy = (y - target) * factor * late, or its sign times that if power is 1; 0 in unused images.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors_dy(const float* __restrict__ y, const float* __restrict__ target,
                    const int* __restrict__ valid, double factor, const double* __restrict__ late,
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(256)
     EACH_INDEX(i, n) {
         double e = 0.0;
         if (i < used) e = error(y, target, i, elements, near, far);
-        if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // what is not a number stays
+        if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // NaN stays NaN
         dy[i] = i < used ? (float)(e * scale) : 0.0f;
     }
 }

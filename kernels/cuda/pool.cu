@@ -1,6 +1,6 @@
 // Max and average pooling of NHWC images.
 //
-// A CTA takes one row of what is written, Q * C or W * C numbers that lie side by side; a thread
+// A CTA writes one row of the output, Q * C or W * C numbers that lie side by side; a thread
 // takes POOL_WIDTH consecutive channels, so that reads and writes coalesce. Nothing is scattered:
 // in the gradients each pixel of x gathers from the windows that contain it, in the order of its
 // places in them, row by row. Windows may overlap, and reach into the padding, but none lies in it
@@ -10,7 +10,7 @@
 #define POOL_WIDTH 1 // channels of a thread: 4, where that divides C, or 1
 #endif
 
-// What a thread reads and writes in one access.
+// The channels that a thread reads or writes in one access.
 struct alignas(4 * POOL_WIDTH) Values {
     float of[POOL_WIDTH];
 };
@@ -117,7 +117,7 @@ __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char
     }
 }
 
-// y: the largest pixel of each window, the first of equal ones, NaN where a pixel is NaN; argmax:
+// y: the largest pixel of each window, the first of equal ones, NaN if a pixel is NaN; argmax:
 // its place in the window, counted row by row. x (images, H, W, C), y and argmax (images, P, Q, C).
 // Grid: images * P.
 extern "C" __global__ void __launch_bounds__(256) max_pool2d(

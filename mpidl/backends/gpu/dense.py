@@ -40,7 +40,7 @@ def rows_of(value, name):
 
 
 def dense(x, weight, bias):
-    x = _read(x)
+    x = read(x)
     _check(x, weight)
     blocks, outputs, features = x.dims[0], len(weight), math.prod(x.dims[1:-1])
     images = blocks * LANES
@@ -92,7 +92,7 @@ def dense_dx(dy, weight):
 def dense_dweight(dy, x, tree):
     # Nothing is as large as the nodes: leaves, one a block, are folded in registers. How blocks
     # are cut into ranges changes no byte, so that it may depend on what this rank holds.
-    x = _read(x)
+    x = read(x)
     _, outputs = rows_of(dy, "dense_dweight")
     features = math.prod(x.dims[1:-1])
     nodes = [(start - tree.run[0], stop - tree.run[0]) for start, stop in tree.nodes[tree.rank]]
@@ -135,7 +135,7 @@ def _cut(nodes, outputs, features, plain):
 
 
 def dense_backward(dy, x, weight, tree, needs):
-    values = _read(x)
+    values = read(x)
     _check(values, weight)
     dx = dense_dx(dy, weight) if needs[0] else None
     sums = None
@@ -147,10 +147,6 @@ def dense_backward(dy, x, weight, tree, needs):
         channel_sums(dy, tree) if needs[2] else None,
         sums,
     )
-
-
-def _read(x):
-    return read(x) if isinstance(x, DeferredInput) else x
 
 
 def _check(x, weight):

@@ -5,6 +5,9 @@ ranks exchange nodes through pinned host memory and MPI or, with a mover (`comm.
 GPU. Either way the same operands are combined in the same order: the same bytes.
 """
 
+import functools
+import operator
+
 import numpy as np
 
 from mpidl.backends.gpu import elementwise, fold, launching
@@ -115,10 +118,11 @@ def _finish(name, partial, roots):
         return Pending(partial, roots)
     if not partial.terms:
         return partial.addend
-    total = None
-    for term, root in zip(partial.terms, roots, strict=True):
-        value = root if term.scale == 1.0 else elementwise.scaled(root, term.scale)
-        total = value if total is None else total + value
+    scaled = [
+        root if term.scale == 1.0 else elementwise.scaled(root, term.scale)
+        for term, root in zip(partial.terms, roots, strict=True)
+    ]
+    total = functools.reduce(operator.add, scaled)
     if partial.dtype != total.dtype:
         raise TypeError(f"{name or 'a sum'}: {total.dtype} on a GPU cannot become {partial.dtype}")
     layout = next((t.nodes.like for t in partial.terms if t.nodes.like is not None), None)
