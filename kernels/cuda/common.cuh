@@ -1,5 +1,5 @@
-// Prepended to every .cu file as text: functions that CUDA C lacks. tests/emulator/shim.h defines the
-// same names for kernels that run on the CPU.
+// Prepended to every .cu file as text: functions that CUDA C lacks. tests/emulator/shim.h defines
+// the same names for kernels that run on the CPU.
 #ifndef MPIDL_EMULATED
 
 typedef unsigned int u32;
@@ -93,10 +93,10 @@ __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
             for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
 }
 
-// A float as tensor cores read it: its upper 19 bits. TERMS 3: high is the nearest number of 19 bits,
-// low is exactly the rest (12 bits, 11 of them are read). TERMS 1: high becomes the nearest number
-// once the lower bits are dropped; infinity and NaN stay as they are, because the addition could turn
-// them into numbers.
+// A float as tensor cores read it: its upper 19 bits. TERMS 3: high is the nearest number of 19
+// bits, low is exactly the rest (12 bits, 11 of them are read). TERMS 1: high becomes the nearest
+// number once the lower bits are dropped; infinity and NaN stay as they are, because the addition
+// could turn them into numbers.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
         high = (value + 0x1000u) & 0xffffe000u;

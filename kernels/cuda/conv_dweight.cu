@@ -2,9 +2,9 @@
 //
 //   leaf[n][m] = sum over pixels of X[pixel][m] dy[pixel][n]
 //
-// pixel = (image, p, q) of the `images` images of one leaf; n = a filter of the group; m = (r, s, c)
-// of the group; X[pixel][m] is the pixel of x under tap (r, s), or 0 outside of the image. A leaf is
-// (K, R, S, C/groups), as the filters lie in memory.
+// pixel = (image, p, q) of the `images` images of one leaf; n = a filter of the group; m = (r, s,
+// c) of the group; X[pixel][m] is the pixel of x under tap (r, s), or 0 outside of the image. A
+// leaf is (K, R, S, C/groups), as the filters lie in memory.
 //
 // Both matrices have the sum's index as their rows, so fragments are read by plain loads: row
 // pitches of 8 modulo 32 floats meet all banks, and a lane reads MI * 2 or NJ neighbours at once,

@@ -274,10 +274,10 @@ extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
 // nodes (ranges, outputs, features): of each range of blocks dy^T x, a leaf being a block of 16
 // images. Block z of the grid has one range.
 //
-// Leaves are folded as they arrive. Level l holds the node of the 2^l leaves before leaf i if bit l of
-// i is set. Leaf i is added to the nodes of the levels below its first 0 bit, and the sum is stored
-// at that level. The last leaf is added to all levels. So LEVELS registers per element are enough for
-// 2^LEVELS leaves. plain: one sum of all, from left to right.
+// Leaves are folded as they arrive. Level l holds the node of the 2^l leaves before leaf i if bit l
+// of i is set. Leaf i is added to the nodes of the levels below its first 0 bit, and the sum is
+// stored at that level. The last leaf is added to all levels. So LEVELS registers per element are
+// enough for 2^LEVELS leaves. plain: one sum of all, from left to right.
 //
 // ranges: of each its first block, counted from this share's first, and how many there are.
 template <int LEVELS, int ROWS, int COLUMNS, int T, int U>

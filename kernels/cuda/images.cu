@@ -13,8 +13,8 @@ __device__ __forceinline__ int said(const int* option, int image) {
     return option ? option[image] : 0;
 }
 
-// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored as is said;
-// `fill` (C), or 0, outside of the image. A value is (pixel - centre) / divisor, of each channel or,
+// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored as is said; `fill`
+// (C), or 0, outside of the image. A value is (pixel - centre) / divisor, of each channel or,
 // of_pixels, of each (c, p, q). Zeros in images from *valid on. Image i is number indices[i] of
 // `pixels`, or i if indices is null. `parts` blocks of threads have an image.
 template <class T>

@@ -2,13 +2,14 @@
 // backward starts.
 //
 // logits (rows, classes), as memory orders them: a row is an image or, of images, a pixel. A block
-// of threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class, and
-// each other by one tree. Errors are of elements, each a thread's.
+// of threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class,
+// and each other by one tree. Errors are of elements, each a thread's.
 
 enum { ROWS = 16, LANES_OF_WARP = 32 };
 
 // A leaf of a sum over images, blockIdx.x: its rows or elements, of images that are used. An image
-// has `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in all.
+// has `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in
+// all.
 struct Range {
     long long first, stop;
 };
