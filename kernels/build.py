@@ -19,10 +19,10 @@ import sys
 import time
 import uuid
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-SOURCES = os.path.join(HERE, "cpu")
-LIB = os.path.join(HERE, "lib")
-OBJECTS = os.path.join(os.path.dirname(HERE), "build", "kernels")
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+SOURCES = os.path.join(FOLDER, "cpu")
+LIB = os.path.join(FOLDER, "lib")
+OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
 
 # The kernels add and multiply in a fixed order: nothing here may let a compiler change it.
 FLAGS = (
