@@ -17,9 +17,10 @@ This module does arithmetic only: it does not call MPI.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Any, NoReturn
 
 import numpy as np
@@ -296,9 +297,9 @@ class Partial:
     ----------
     terms
         The sums. Each term is folded, then scaled; the terms are then added in order.
-    once
-        The sum of the replicated addends (for example a penalty), or None. It is added last, and
-        once rather than once per rank.
+    addend
+        The sum of what every rank has already (for example a penalty), or None. It is added last,
+        and not once per rank.
     shape, dtype
         Shape and type of the total.
 
@@ -308,12 +309,12 @@ class Partial:
     nodes, and the set of nodes depends on the number of ranks.
     """
 
-    __slots__ = ("terms", "once", "shape", "dtype")
+    __slots__ = ("terms", "addend", "shape", "dtype")
 
     def __init__(
-        self, terms: Sequence[Term], once: Any, shape: Sequence[int], dtype: DTypeLike
+        self, terms: Sequence[Term], addend: Any, shape: Sequence[int], dtype: DTypeLike
     ) -> None:
-        self.terms, self.once = terms, once
+        self.terms, self.addend = terms, addend
         self.shape: tuple[int, ...] = tuple(shape)
         self.dtype: np.dtype = np.dtype(dtype)
 
@@ -325,9 +326,7 @@ class Partial:
                     "go over the images and leave the rest of a shape, (3,) of (N, 3); for one "
                     "number per image, (N,), write a custom op (@dl.op)"
                 )
-            addend = other.once if self.once is None else self.once
-            if self.once is not None and other.once is not None:
-                addend = self.once + other.once
+            addend = _sum_of_present(self.addend, other.addend)
             return Partial([*self.terms, *other.terms], addend, self.shape, self.dtype)
         if not isinstance(other, PLAIN):
             return NotImplemented  # for example a Var, which handles the addition
@@ -335,8 +334,8 @@ class Partial:
             raise ValueError(
                 f"adding an array of shape {np.shape(other)} to a Partial of shape {self.shape}"
             )
-        addend = other if self.once is None else self.once + other
-        return Partial(self.terms, np.asarray(addend, self.dtype), self.shape, self.dtype)
+        addend = np.asarray(_sum_of_present(self.addend, other), self.dtype)
+        return Partial(self.terms, addend, self.shape, self.dtype)
 
     __radd__ = __add__
 
@@ -347,7 +346,9 @@ class Partial:
             self._refuse()
         factor = factor if isinstance(factor, Late) else float(factor)
         terms = [replace(t, scale=t.scale * factor) for t in self.terms]
-        addend = None if self.once is None else np.asarray(self.once * float(factor), self.dtype)
+        addend = self.addend
+        if addend is not None:
+            addend = np.asarray(addend * float(factor), self.dtype)
         return Partial(terms, addend, self.shape, self.dtype)
 
     __rmul__ = __mul__
@@ -365,19 +366,18 @@ class Partial:
 
     def astype(self, dtype: DTypeLike) -> Partial:
         """Return the same sum, converted to another type after the fold."""
-        return Partial(self.terms, self.once, self.shape, dtype)
+        return Partial(self.terms, self.addend, self.shape, dtype)
 
     def finish(self, roots: Sequence[np.ndarray]) -> np.ndarray:
         """Return the total, given the root of each term.
 
         Each root is scaled, the terms are added in order, and the replicated addend comes last.
         """
-        total = None
-        for term, root in zip(self.terms, roots, strict=True):
-            value = root if term.scale == 1.0 else root * root.dtype.type(float(term.scale))
-            total = value if total is None else total + value
-        if self.once is not None:
-            total = self.once if total is None else total + self.once
+        scaled = [
+            root if term.scale == 1.0 else root * root.dtype.type(float(term.scale))
+            for term, root in zip(self.terms, roots, strict=True)
+        ]
+        total = _sum_of_present(*scaled, self.addend)
         return np.asarray(total, self.dtype).reshape(self.shape)
 
     def local(self) -> np.ndarray:
@@ -401,8 +401,14 @@ class Partial:
 
     def __repr__(self) -> str:
         terms = ", ".join(f"{len(t.nodes)} node(s) x {float(t.scale):g}" for t in self.terms)
-        addend = "" if self.once is None else ", plus a replicated addend"
-        return f"Partial(shape={self.shape}, dtype={self.dtype}, terms=[{terms}]{addend})"
+        suffix = "" if self.addend is None else ", plus a replicated addend"
+        return f"Partial(shape={self.shape}, dtype={self.dtype}, terms=[{terms}]{suffix})"
+
+
+def _sum_of_present(*values):
+    """Return the sum of the values that are not None, in their order; None if all are."""
+    present = [value for value in values if value is not None]
+    return reduce(operator.add, present) if present else None
 
 
 def replicated(value: Any) -> Partial:

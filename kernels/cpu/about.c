@@ -1,4 +1,4 @@
-/* What this library is. build.py defines SOURCES and DECLARATIONS. */
+/* The identity of this library. build.py defines SOURCES and DECLARATIONS. */
 #include "mpidl.h"
 
 #ifndef SOURCES

@@ -1,5 +1,5 @@
-/* What batch normalization and ReLU do to one channel of one block; the fused passes and the
- * separate ones are made of these, so that both give the same bytes.
+/* Batch normalization and ReLU of one channel of one block. The fused passes and the separate ones
+ * use these functions, so both give the same bytes.
  *
  * Sums run over a channel's pixels lane by lane, pixel i into accumulator i % 4, and over the lanes
  * by their tree. A value's unused lanes are masked; a cotangent's are zero. */
@@ -8,18 +8,28 @@
 
 #include "lanes.h"
 
-/* How an activation is read: x itself, or, where mean is not NULL, max(0, (x - mean) * scale + beta)
+/* An activation as it is read: x itself or, if mean is not NULL, max(0, (x - mean) * scale + beta)
  * by channel, which is never stored. */
 struct source {
     const float *x, *mean, *scale, *beta;
 };
 
-INLINE vec normalize(vec x, vec mean, vec scale, vec beta) {
-    return muladd(x - mean, scale, beta);
+/* The normalization of one channel, the same in all lanes; zeros without one. */
+struct norm {
+    vec mean, scale, beta;
+};
+
+INLINE struct norm norm_of(const struct source *s, int64_t channel) {
+    struct norm n = {zero(), zero(), zero()};
+    if (s->mean) n.mean = splat(s->mean[channel]);
+    if (s->scale) n.scale = splat(s->scale[channel]), n.beta = splat(s->beta[channel]);
+    return n;
 }
 
-INLINE vec activate(vec x, vec mean, vec scale, vec beta) {
-    return larger(zero(), normalize(x, mean, scale, beta)); /* in that order: NaN stays NaN */
+INLINE vec normalize(vec x, struct norm n) { return muladd(x - n.mean, n.scale, n.beta); }
+
+INLINE vec activate(vec x, struct norm n) {
+    return larger(zero(), normalize(x, n)); /* in that order: NaN stays NaN */
 }
 
 /* The cotangent of the normalized value from that of its ReLU. */
@@ -56,8 +66,8 @@ static inline float channel_sum(const float *x, int64_t rows, int64_t columns, i
     return lanes_total(total);
 }
 
-/* row = (mean, M2) of a channel over its `pixels` pixels of `valid` lanes. The mean is taken first
- * and M2 about it; the mean's own rounding is corrected. */
+/* Mean and M2 of a channel over its `pixels` pixels of `valid` lanes. M2 is taken about the rounded
+ * mean; the rounding of the mean is corrected. */
 static inline void channel_moments(const float *x, int64_t pixels, int valid, double *mean,
                                    double *m2) {
     vec total[PARTS], error[PARTS], square[PARTS];
@@ -93,19 +103,19 @@ static inline void channel_moments(const float *x, int64_t pixels, int valid, do
 }
 
 /* *sum = sum of dz, *product = sum of dz * (x - mean), over a channel's pixels; dz is da where the
- * activation is > 0 (with scale NULL: da itself). mean, scale, beta point at this channel's. */
+ * activation is > 0 (if source->scale is NULL: da itself). x points at this channel. */
 static inline void channel_norm_sums(const float *da, const float *x, int64_t pixels,
-                                     const float *mean, const float *scale, const float *beta,
-                                     double *sum, double *product) {
+                                     const struct source *source, int64_t channel, double *sum,
+                                     double *product) {
     vec sums[PARTS], products[PARTS];
+    struct norm n = norm_of(source, channel);
     for (int p = 0; p < PARTS; p++) {
         vec s[4] = {zero(), zero(), zero(), zero()}, q[4] = {zero(), zero(), zero(), zero()};
         const float *d = da + p * WIDTH, *v = x + p * WIDTH;
-        vec m = splat(*mean);
 #define PIXEL(i, dz)                                                                               \
     {                                                                                              \
         vec z = dz;                                                                                \
-        s[i] += z, q[i] = muladd(z, load(v + (j + i) * LANES) - m, q[i]);                          \
+        s[i] += z, q[i] = muladd(z, load(v + (j + i) * LANES) - n.mean, q[i]);                     \
     }
 #define PIXELS(dz)                                                                                 \
     {                                                                                              \
@@ -113,13 +123,10 @@ static inline void channel_norm_sums(const float *da, const float *x, int64_t pi
         for (; j + 4 <= pixels; j += 4) UNROLL for (int i = 0; i < 4; i++) PIXEL(i, dz)            \
         for (int i = 0; j + i < pixels; i++) PIXEL(i, dz)                                          \
     }
-        if (scale) {
-            vec sc = splat(*scale), be = splat(*beta);
-            PIXELS(relu_back(load(d + (j + i) * LANES),
-                             normalize(load(v + (j + i) * LANES), m, sc, be)))
-        } else {
+        if (source->scale)
+            PIXELS(relu_back(load(d + (j + i) * LANES), normalize(load(v + (j + i) * LANES), n)))
+        else
             PIXELS(load(d + (j + i) * LANES))
-        }
 #undef PIXELS
 #undef PIXEL
         sums[p] = four(s), products[p] = four(q);

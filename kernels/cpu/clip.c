@@ -1,14 +1,15 @@
-/* Gradients no larger than a threshold. Norms are sums of squares in double, in one order whatever
- * the number of threads: 16 lanes a tile, the lanes by a tree, tiles and parameters in order. */
+/* Clips gradients at a threshold. Norms are sums of squares in double, in an order that does not
+ * depend on the threads: 16 lanes per tile, the lanes by a tree, tiles and parameters in order. */
 #include <math.h>
 
+#include "lanes.h"
 #include "mpidl.h"
 #include "team.h"
 
-enum { CHUNK = 1 << 14, LANES = 16 }; /* floats of a tile; sums side by side */
-enum { EACH, ALL, NUMBERS };          /* what the threshold is for */
+enum { CHUNK = 1 << 14 };             /* floats of a tile */
+enum { EACH, ALL, NUMBERS };          /* what the threshold limits */
 
-struct parameter { /* as Python hands it over: int64_t[4] */
+struct parameter { /* int64_t[4] in Python */
     int64_t weight, gradient, clipped; /* addresses */
     int64_t floats;
 };
@@ -21,13 +22,13 @@ struct job {
     float threshold;
 };
 
-struct part { /* of a parameter, as a tile has it */
+struct part { /* the part of a parameter that a tile holds */
     const float *weight, *gradient;
     float *clipped, decay;
     int64_t which, count;
 };
 
-static int64_t tiles_of(const struct parameter *p) { return (p->floats + CHUNK - 1) / CHUNK; }
+static int64_t tiles_of(const struct parameter *p) { return parts_of(p->floats, CHUNK); }
 
 static struct part part_of(const struct job *job, int64_t tile) {
     const struct parameter *p = job->parameters;
@@ -36,14 +37,13 @@ static struct part part_of(const struct job *job, int64_t tile) {
     return (struct part){
         (const float *)(intptr_t)p->weight + first, (const float *)(intptr_t)p->gradient + first,
         (float *)(intptr_t)p->clipped + first, job->decays[which], which,
-        p->floats - first < CHUNK ? p->floats - first : CHUNK,
+        least(p->floats - first, CHUNK),
     };
 }
 
 /* The gradient with its L2 regularization goes to `clipped`, the sum of its squares to `sums`. */
 static void square_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     struct part part = part_of(job, tile);
     float *restrict to = part.clipped;
     double lanes[LANES] = {0};
@@ -65,14 +65,13 @@ static void square_tile(void *argument, int64_t tile, float *own) {
 
 static void scale_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     struct part part = part_of(job, tile);
     float scale = (float)job->scales[part.which];
     if (scale == 1) return;
     for (int64_t i = 0; i < part.count; i++) part.clipped[i] *= scale;
 }
 
-/* What a norm of this square is multiplied by. A norm that is no number stays one. */
+/* The factor for a gradient whose norm has this square. NaN stays NaN. */
 static double factor(double square, double threshold) {
     double norm = sqrt(square);
     return norm <= threshold ? 1 : threshold / norm;

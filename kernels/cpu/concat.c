@@ -1,4 +1,4 @@
-/* Values one behind the other along the channels, and apart again. */
+/* Joins values along the channels, and splits them again. */
 #include "activation.h"
 #include "mpidl.h"
 #include "team.h"
@@ -12,13 +12,10 @@ struct job {
     int split;
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static void copy_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     const struct source *s = &job->part;
-    (void)own;
-    int64_t tiles = (job->rows + ROWS - 1) / ROWS, block = tile / tiles;
+    int64_t tiles = parts_of(job->rows, ROWS), block = tile / tiles;
     int64_t row = tile % tiles * ROWS, stop = least(job->rows, row + ROWS);
     float *part = (float *)(uintptr_t)s->x + block * job->rows * LANES;
     float *whole = job->whole + block * job->pitch * LANES;
@@ -31,10 +28,9 @@ static void copy_tile(void *argument, int64_t tile, float *own) {
     while (row < stop) { /* channel by channel */
         int64_t channel = row / job->pixels;
         int64_t end = least(stop, (channel + 1) * job->pixels) * LANES;
-        vec mean = splat(s->mean[channel]), scale = splat(s->scale[channel]),
-            beta = splat(s->beta[channel]);
+        struct norm n = norm_of(s, channel);
         for (int64_t i = row * LANES; i < end; i += WIDTH)
-            store(whole + i, activate(load(part + i), mean, scale, beta));
+            store(whole + i, activate(load(part + i), n));
         row = end / LANES;
     }
 }
@@ -43,7 +39,7 @@ static void copy(struct job job, int64_t blocks, int64_t all, int64_t first) {
     job.rows = job.channels * job.pixels;
     job.pitch = all * job.pixels;
     job.whole += first * job.pixels * LANES;
-    each_tile(blocks * ((job.rows + ROWS - 1) / ROWS), copy_tile, &job, 0);
+    each_tile(blocks * parts_of(job.rows, ROWS), copy_tile, &job, 0);
 }
 
 void mpidl_concat(const float *x, const float *mean, const float *scale, const float *beta,

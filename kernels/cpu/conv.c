@@ -1,6 +1,7 @@
-/* Passes of a convolution over a rank's blocks. A pass fuses what is cheap while a block is in
- * cache: forward reads its input through the activation before it and takes the moments of what it
- * made; backward goes through the activation behind it and adds up what the one before it needs. */
+/* Passes of a convolution over a rank's blocks. A pass also does the work that is cheap while a
+ * block is in cache. Forward reads its input through the activation before it and takes the moments
+ * of its output. Backward goes through the activation after it and computes the sums that the
+ * activation before it needs. */
 #include "conv.h"
 
 #include "fold.h"
@@ -9,9 +10,13 @@
 
 enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES }; /* scratch slots */
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t tiles(int64_t n, int64_t size) { return (n + size - 1) / size; }
+/* Output pixels whose row and column have the remainders `row` and `column` by the step of the
+ * pass: a direct convolution with the taps of the filter that reach them. Forward is one phase. */
+struct phase {
+    int64_t row, column, rows, columns, taps;
+    const int32_t *offset;
+    const float *weight; /* of all groups */
+};
 
 struct pass {
     struct conv c;
@@ -22,48 +27,45 @@ struct pass {
     float *y, *dx;
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
+    struct winograd shape; /* of a group: the convolution that makes y, or dx; m is 0 if direct */
+    int backward;
+    int64_t step_h, step_w; /* between the output pixels of a phase */
+    int64_t in_step;        /* between the rows of their inputs */
     const float *packed;  /* transformed weights, each group `packed_group` floats */
     int64_t packed_group;
-    int64_t winograd_at;  /* where its scratch begins in the team's */
-    int backward;
-    int64_t m;            /* of the Winograd tile, 0: direct */
+    int64_t winograd_at;  /* offset of its scratch in the team's */
     int64_t dweight_m;
     struct padded in, out; /* x, dy; data is the team's */
-    int in_place;         /* x is read where it is */
+    int in_place;         /* x is read without a copy */
     int64_t before, left; /* border of dy */
     int64_t taps;         /* of x, for forward and dweight */
     int32_t *offset;
-    struct phase *phases; /* of dx */
+    const struct phase *phases;
     int64_t phase_count;
     struct leaves *leaves; /* or NULL: no dweight */
 };
 
-/* Of dx, the pixels whose row and column have one remainder by the strides: a direct convolution of
- * dy with those taps of the filter that reach them. */
-struct phase {
-    int64_t row, column, rows, columns, taps;
-    int32_t *offset;
-    float *weight; /* of all groups */
-};
-
 static void lay_out(struct padded *p, int64_t rows, int64_t columns, int64_t phases) {
     p->rows = rows, p->phases = phases;
-    p->columns = tiles(columns, phases) * phases;
+    p->columns = parts_of(columns, phases) * phases;
     p->row_stride = p->columns * LANES;
     p->channel_stride = p->rows * p->row_stride;
 }
 
-/* How x lies in scratch; `m` is the largest Winograd tile that will read it, or 0. */
+/* Set the layout of x in scratch; `m` is the largest Winograd tile that reads it, or 0. */
 static void lay_out_x(struct pass *pass, int64_t m) {
     const struct conv *c = &pass->c;
     int64_t rows = most(c->H + c->top + c->bottom, (c->P - 1) * c->stride_h + 1);
     int64_t columns = most(c->W + c->left + c->right, (c->Q - 1) * c->stride_w + 1);
-    if (m) rows = most(rows, tiles(c->P, m) * m + 2), columns = most(columns, tiles(c->Q, m) * m + 2);
+    if (m) {
+        rows = most(rows, winograd_extent(c->P, (int)m));
+        columns = most(columns, winograd_extent(c->Q, (int)m));
+    }
     lay_out(&pass->in, rows, columns, c->stride_w);
     pass->in_place = !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
 }
 
-/* Where the taps (channel of the group, r, s) of output pixel (0, 0) lie in padded x. */
+/* Set the offsets in padded x of the taps (channel of the group, r, s) of output pixel (0, 0). */
 static void find_taps(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t wide = pass->in.columns / c->stride_w;
@@ -79,14 +81,10 @@ static void find_taps(struct pass *pass) {
             }
 }
 
-static const float *x_of(const struct pass *pass, int64_t block) {
-    return pass->x.x + block * pass->c.C * pass->c.H * pass->c.W * LANES;
-}
-
-/* Bring the block's x to where the kernels read it; returns its place. */
+/* Return the block's x as the kernels read it: padded in scratch, or in place. */
 static const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
     const struct conv *c = &pass->c;
-    const float *x = x_of(pass, block);
+    const float *x = pass->x.x + block * c->C * c->H * c->W * LANES;
     if (pass->in_place) return x;
     struct padded in = pass->in;
     in.data = team->shared;
@@ -100,53 +98,64 @@ static const float *bring_x(const struct team *team, const struct pass *pass, in
 static void transform_tile(void *job, int64_t tile, float *own) {
     const struct pass *pass = job;
     const struct conv *c = &pass->c;
-    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups;
-    int64_t each = pass->backward ? winograd_weights_tiles(outputs, inputs)
-                                  : winograd_weights_tiles(inputs, outputs);
-    (void)own;
-    winograd_weights(pass->weight + tile / each * outputs * inputs * 9,
-                     (float *)pass->packed + tile / each * pass->packed_group, outputs, inputs,
-                     (int)pass->m, pass->backward, tile % each);
+    int64_t filters = c->K / c->groups, channels = c->C / c->groups;
+    int64_t each = winograd_weights_tiles(pass->shape.outputs);
+    winograd_weights(pass->weight + tile / each * filters * channels * 9,
+                     (float *)pass->packed + tile / each * pass->packed_group, filters, channels,
+                     pass->shape.m, pass->backward, tile % each);
 }
 
-static void transform_weights(struct pass *pass, int64_t inputs, int64_t outputs) {
-    pass->packed_group = winograd_weights_floats(inputs, outputs, (int)pass->m);
+/* Return the floats of scratch that winograd_conv takes. */
+static int64_t transform_weights(struct pass *pass) {
+    const struct winograd *w = &pass->shape;
+    pass->packed_group = winograd_weights_floats(w->inputs, w->outputs, w->m);
     pass->packed = scratch(WEIGHTS, pass->c.groups * pass->packed_group);
-    each_tile(pass->c.groups * winograd_weights_tiles(inputs, outputs), transform_tile, pass, 0);
+    each_tile(pass->c.groups * winograd_weights_tiles(w->outputs), transform_tile, pass, 0);
+    return winograd_conv_floats(w);
+}
+
+/* Compute the block's y from padded x, or its dx from padded dy. */
+static void convolve(const struct team *team, const struct pass *pass, const struct padded *from,
+                     const float *in, float *out) {
+    const struct winograd *w = &pass->shape;
+    int64_t row = w->columns * LANES, channel = w->rows * row;
+    for (int64_t g = 0; g < pass->c.groups; g++) {
+        const float *group = in + g * w->inputs * from->channel_stride;
+        const float *bias = pass->bias ? pass->bias + g * w->outputs : NULL;
+        float *to = out + g * w->outputs * channel;
+        if (w->m)
+            winograd_conv(
+                team, w, (struct pixels){(float *)group, from->channel_stride, from->row_stride},
+                pass->packed + g * pass->packed_group, bias, (struct pixels){to, channel, row},
+                team->shared + pass->winograd_at);
+        for (int64_t i = 0; i < pass->phase_count; i++) {
+            const struct phase *phase = &pass->phases[i];
+            struct direct d = {.taps = phase->taps,
+                               .offset = phase->offset,
+                               .weight = phase->weight + g * w->outputs * phase->taps,
+                               .bias = bias,
+                               .outputs = w->outputs,
+                               .out = to + phase->row * row + phase->column * LANES,
+                               .out_channel = channel,
+                               .out_row = pass->step_h * row,
+                               .out_pixel = pass->step_w * LANES,
+                               .rows = phase->rows,
+                               .columns = phase->columns,
+                               .in = group,
+                               .in_row = pass->in_step * from->row_stride};
+            direct_rows(team, &d);
+        }
+    }
 }
 
 static void forward_block(const struct team *team, void *job, int64_t block) {
     const struct pass *pass = job;
     const struct conv *c = &pass->c;
-    int64_t pixels = c->P * c->Q * LANES, outputs = c->K / c->groups, inputs = c->C / c->groups;
+    int64_t pixels = c->P * c->Q * LANES;
     float *y = pass->y + block * c->K * pixels;
     const float *in = bring_x(team, pass, block);
     meet(team);
-    for (int64_t g = 0; g < c->groups; g++) {
-        const float *group = in + g * inputs * pass->in.channel_stride;
-        if (pass->m) {
-            struct winograd w = {inputs, outputs, c->P, c->Q, (int)pass->m};
-            struct pixels from = {(float *)group, pass->in.channel_stride, pass->in.row_stride};
-            struct pixels to = {y + g * outputs * pixels, pixels, c->Q * LANES};
-            winograd_conv(team, &w, from, pass->packed + g * pass->packed_group,
-                          pass->bias + g * outputs, to, team->shared + pass->winograd_at);
-            continue;
-        }
-        struct direct d = {.taps = pass->taps,
-                           .offset = pass->offset,
-                           .weight = pass->packed + g * outputs * pass->taps,
-                           .bias = pass->bias + g * outputs,
-                           .outputs = outputs,
-                           .out = y + g * outputs * pixels,
-                           .out_channel = pixels,
-                           .out_row = c->Q * LANES,
-                           .out_pixel = LANES,
-                           .rows = c->P,
-                           .columns = c->Q,
-                           .in = group,
-                           .in_row = c->stride_h * pass->in.row_stride};
-        direct_rows(team, &d);
-    }
+    convolve(team, pass, &pass->in, in, y);
     if (!pass->rows) return;
     meet(team);
     double *row = pass->rows + block * (1 + 2 * c->K);
@@ -160,40 +169,45 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
                   int64_t m) {
-    struct pass pass = {.c = *(const struct conv *)shape,
+    struct conv c = *(const struct conv *)shape;
+    int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, extra = 0;
+    struct pass pass = {.c = c,
                         .x = {x, mean, scale, beta},
                         .weight = weight,
                         .bias = bias,
                         .y = y,
                         .rows = moments,
                         .counts = counts,
-                        .m = m};
-    const struct conv *c = &pass.c;
+                        .shape = {inputs, outputs, c.P, c.Q, (int)m},
+                        .step_h = 1,
+                        .step_w = 1,
+                        .in_step = c.stride_h,
+                        .taps = inputs * c.R * c.S};
     if (blocks == 0) return;
-    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, extra = 0;
-    pass.taps = inputs * c->R * c->S;
     lay_out_x(&pass, m);
-    pass.winograd_at = pass.in_place ? 0 : c->C * pass.in.channel_stride;
+    pass.winograd_at = pass.in_place ? 0 : c.C * pass.in.channel_stride;
+    struct phase phase = {.rows = c.P, .columns = c.Q, .taps = pass.taps};
     if (m) {
-        transform_weights(&pass, inputs, outputs);
-        extra = winograd_conv_floats(&(struct winograd){inputs, outputs, c->P, c->Q, (int)m});
+        extra = transform_weights(&pass);
     } else {
         find_taps(&pass);
         int32_t *index = (int32_t *)scratch(INDICES, pass.taps);
         for (int64_t t = 0; t < pass.taps; t++) index[t] = (int32_t)t;
-        float *packed = scratch(WEIGHTS, c->K * pass.taps);
-        for (int64_t g = 0; g < c->groups; g++)
+        float *packed = scratch(WEIGHTS, c.K * pass.taps);
+        for (int64_t g = 0; g < c.groups; g++)
             pack_weights(packed + g * outputs * pass.taps, weight + g * outputs * pass.taps,
                          outputs, pass.taps, pass.taps, index);
-        pass.packed = packed;
+        phase.offset = pass.offset, phase.weight = packed;
+        pass.phases = &phase, pass.phase_count = 1;
     }
     each_block(blocks, forward_block, &pass, pass.winograd_at + extra, 0);
-    if (moments) fold_moments(moments, c->K, (const struct tree *)tree);
+    if (moments) fold_moments(moments, c.K, (const struct tree *)tree);
 }
 
 /* Backward */
 
-/* How dy lies in scratch: a border as wide as the taps of dx reach, and whole Winograd tiles. */
+/* Set the layout of dy in scratch: a border as wide as the taps of dx reach, whole Winograd
+ * tiles. */
 static void lay_out_dy(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t reach_h = (c->R - 1) * c->dilation_h - c->top,
@@ -201,22 +215,22 @@ static void lay_out_dy(struct pass *pass) {
     int64_t after = (c->H - 1 + c->top) / c->stride_h - (c->P - 1);
     int64_t right = (c->W - 1 + c->left) / c->stride_w - (c->Q - 1);
     if (!pass->dx) reach_h = reach_w = after = right = 0;
-    pass->before = reach_h > 0 ? tiles(reach_h, c->stride_h) : 0;
-    pass->left = reach_w > 0 ? tiles(reach_w, c->stride_w) : 0;
+    pass->before = reach_h > 0 ? parts_of(reach_h, c->stride_h) : 0;
+    pass->left = reach_w > 0 ? parts_of(reach_w, c->stride_w) : 0;
     int64_t rows = pass->before + c->P + most(after, 0);
     int64_t columns = pass->left + c->Q + most(right, 0);
-    if (pass->dx && pass->m) {
-        rows = most(rows, tiles(c->H, pass->m) * pass->m + 2);
-        columns = most(columns, tiles(c->W, pass->m) * pass->m + 2);
+    if (pass->dx && pass->shape.m) {
+        rows = most(rows, winograd_extent(c->H, pass->shape.m));
+        columns = most(columns, winograd_extent(c->W, pass->shape.m));
     }
     if (pass->leaves && pass->dweight_m) {
-        rows = most(rows, pass->before + tiles(c->P, pass->dweight_m) * pass->dweight_m);
-        columns = most(columns, pass->left + tiles(c->Q, pass->dweight_m) * pass->dweight_m);
+        rows = most(rows, pass->before + parts_of(c->P, pass->dweight_m) * pass->dweight_m);
+        columns = most(columns, pass->left + parts_of(c->Q, pass->dweight_m) * pass->dweight_m);
     }
     lay_out(&pass->out, rows, columns, 1);
 }
 
-/* For each remainder of dx's rows and columns by the strides, which taps reach them, and where. */
+/* Find the phases of dx: for each remainder by the strides, the taps that reach its pixels. */
 static void find_phases(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
@@ -232,8 +246,8 @@ static void find_phases(struct pass *pass) {
             struct phase *phase = &phases[pass->phase_count++];
             *phase = (struct phase){.row = row,
                                     .column = column,
-                                    .rows = tiles(c->H - row, c->stride_h),
-                                    .columns = tiles(c->W - column, c->stride_w),
+                                    .rows = parts_of(c->H - row, c->stride_h),
+                                    .columns = parts_of(c->W - column, c->stride_w),
                                     .offset = offset,
                                     .weight = packed};
             for (int64_t k = 0; k < outputs; k++)
@@ -253,43 +267,6 @@ static void find_phases(struct pass *pass) {
                              phase->taps, index);
             offset += phase->taps;
         }
-}
-
-static void dx_block(const struct team *team, const struct pass *pass, int64_t block,
-                     const float *dy) {
-    const struct conv *c = &pass->c;
-    int64_t pixels = c->H * c->W * LANES, outputs = c->K / c->groups, inputs = c->C / c->groups;
-    float *dx = pass->dx + block * c->C * pixels;
-    for (int64_t g = 0; g < c->groups; g++) {
-        const float *group = dy + g * outputs * pass->out.channel_stride;
-        const float *bias = pass->bias ? pass->bias + g * inputs : NULL;
-        if (pass->m) {
-            struct winograd w = {outputs, inputs, c->H, c->W, (int)pass->m};
-            struct pixels from = {(float *)group, pass->out.channel_stride, pass->out.row_stride};
-            struct pixels to = {dx + g * inputs * pixels, pixels, c->W * LANES};
-            winograd_conv(team, &w, from, pass->packed + g * pass->packed_group, bias, to,
-                          team->shared + pass->winograd_at);
-            continue;
-        }
-        for (int64_t i = 0; i < pass->phase_count; i++) {
-            const struct phase *phase = &pass->phases[i];
-            struct direct d = {
-                .taps = phase->taps,
-                .offset = phase->offset,
-                .weight = phase->weight + g * inputs * phase->taps,
-                .bias = bias,
-                .outputs = inputs,
-                .out = dx + g * inputs * pixels + (phase->row * c->W + phase->column) * LANES,
-                .out_channel = pixels,
-                .out_row = c->stride_h * c->W * LANES,
-                .out_pixel = c->stride_w * LANES,
-                .rows = phase->rows,
-                .columns = phase->columns,
-                .in = group,
-                .in_row = pass->out.row_stride};
-            direct_rows(team, &d);
-        }
-    }
 }
 
 static void dweight_block(const struct team *team, const struct pass *pass, const float *x,
@@ -322,7 +299,7 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
                                    .rows = c->P,
                                    .columns = c->Q,
                                    .leaf = group};
-        EACH_TILE(team, t, tiles(outputs, OUTPUTS)) direct_dweight_tile(&d, t, team->own);
+        EACH_TILE(team, t, parts_of(outputs, OUTPUTS)) direct_dweight_tile(&d, t, team->own);
     }
 }
 
@@ -337,7 +314,7 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
         fill_gradient(&out, k, &pass->dy, pass->dy.dy + at + k * pixels,
                       pass->dy.y.mean ? pass->dy.y.x + at + k * pixels : NULL, pass->counts[block],
                       c->P, c->Q, pass->before, pass->left);
-        if (leaf) /* the bias's gradient stands behind the weights' */
+        if (leaf) /* the gradient of the bias follows that of the weights */
             leaf[c->K * pass->taps + k] =
                 channel_sum(out.data + k * out.channel_stride + pass->before * out.row_stride +
                                 pass->left * LANES,
@@ -348,15 +325,15 @@ static void backward_block(const struct team *team, void *job, int64_t block) {
     tick();
     if (leaf) dweight_block(team, pass, x, out.data, leaf);
     tick();
-    if (pass->dx) dx_block(team, pass, block, out.data);
+    if (pass->dx)
+        convolve(team, pass, &out, out.data, pass->dx + block * c->C * c->H * c->W * LANES);
     if (pass->rows) {
         meet(team);
         double *row = pass->rows + block * 2 * c->C;
         EACH_TILE(team, ci, c->C) {
             int64_t channel = (block * c->C + ci) * c->H * c->W * LANES;
-            channel_norm_sums(pass->dx + channel, pass->x.x + channel, c->H * c->W,
-                              pass->x.mean + ci, pass->x.scale + ci, pass->x.beta + ci, row + ci,
-                              row + c->C + ci);
+            channel_norm_sums(pass->dx + channel, pass->x.x + channel, c->H * c->W, &pass->x, ci,
+                              row + ci, row + c->C + ci);
         }
     }
     if (leaf) leaf_done(team, pass->leaves, block);
@@ -371,7 +348,9 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const int64_t *shape, const int64_t *tree, int64_t m,
                            int64_t dweight_m) {
     struct leaves leaves;
-    struct pass pass = {.c = *(const struct conv *)shape,
+    struct conv c = *(const struct conv *)shape;
+    int64_t outputs = c.K / c.groups, inputs = c.C / c.groups, own = 0, extra = 0;
+    struct pass pass = {.c = c,
                         .x = {x, mean, scale, beta},
                         .dy = {dy, {y, y_mean, y_scale, y_beta}, a, b, c_},
                         .weight = weight,
@@ -379,35 +358,34 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                         .dx = dx,
                         .rows = sums,
                         .counts = counts,
-                        .m = m,
+                        .shape = {outputs, inputs, c.H, c.W, (int)m},
+                        .backward = 1,
+                        .step_h = c.stride_h,
+                        .step_w = c.stride_w,
+                        .in_step = 1,
                         .dweight_m = dweight_m,
+                        .taps = inputs * c.R * c.S,
                         .leaves = dweight ? &leaves : NULL};
-    const struct conv *c = &pass.c;
     if (blocks == 0) return;
-    int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, own = 0, extra = 0;
-    pass.taps = inputs * c->R * c->S;
     lay_out_x(&pass, dweight ? dweight_m : 0);
     lay_out_dy(&pass);
-    if (dx && m) {
-        pass.backward = 1;
-        transform_weights(&pass, outputs, inputs);
-        extra = winograd_conv_floats(&(struct winograd){outputs, inputs, c->H, c->W, (int)m});
-    } else if (dx) {
+    if (dx && m)
+        extra = transform_weights(&pass);
+    else if (dx)
         find_phases(&pass);
-    }
     if (dweight) {
         if (dweight_m) {
             extra = most(extra, winograd_dweight_floats(
-                                    &(struct winograd){inputs, outputs, c->P, c->Q, 4}));
+                                    &(struct winograd){inputs, outputs, c.P, c.Q, 4}));
         } else {
             find_taps(&pass);
             own = direct_dweight_floats(pass.taps);
         }
-        leaves_begin(&leaves, (const struct tree *)tree, c->K * pass.taps + c->K, dweight, nodes,
+        leaves_begin(&leaves, (const struct tree *)tree, c.K * pass.taps + c.K, dweight, nodes,
                      LEAVES);
     }
-    pass.winograd_at = c->C * pass.in.channel_stride + c->K * pass.out.channel_stride;
+    pass.winograd_at = c.C * pass.in.channel_stride + c.K * pass.out.channel_stride;
     each_block(blocks, backward_block, &pass, pass.winograd_at + extra, own);
     if (dweight) leaves_end(&leaves);
-    if (sums) fold_sums(sums, 2 * c->C, (const struct tree *)tree);
+    if (sums) fold_sums(sums, 2 * c.C, (const struct tree *)tree);
 }

@@ -1,27 +1,28 @@
-/* Convolutions: their shapes, how blocks are copied into padded scratch, the direct kernels. */
+/* Convolutions: shapes, copies of blocks in padded scratch, direct kernels. */
 #ifndef MPIDL_CONV_H
 #define MPIDL_CONV_H
 
 #include "activation.h"
 #include "team.h"
 
-/* A convolution of one (C, H, W) image, as Python hands it over: int64_t[17]. */
+/* A convolution of one (C, H, W) image, int64_t[17] in Python. */
 struct conv {
     int64_t C, H, W, K, P, Q, R, S;
     int64_t stride_h, stride_w, top, bottom, left, right, dilation_h, dilation_w, groups;
 };
 
-/* Images of a block with a border around them: `data` is the first pixel of the border. Rows and
- * columns count the border. Where `phases` is not 1, a row keeps the pixels of equal column % phases
- * together (phase by phase, each `columns / phases` wide), so that a strided kernel reads neighbours.
+/* Images of a block with a border: `data` is the first pixel of the border. Rows and columns
+ * include the border. If `phases` is not 1, a row keeps the pixels of equal column % phases
+ * together (phase by phase, each `columns / phases` wide), so that a strided kernel reads
+ * neighbours.
  */
 struct padded {
     float *data;
     int64_t rows, columns, phases, row_stride, channel_stride; /* strides in floats */
 };
 
-/* The gradient of a convolution's output: dy itself, or, where y.mean is not NULL, that of the
- * batch normalization and ReLU behind it (see normalize_back), dy being the activation's. */
+/* The gradient of a convolution's output y: dy itself or, if y.mean is not NULL, dy taken back
+ * through the ReLU and batch normalization that follow (see normalize_back). */
 struct gradient {
     const float *dy;
     struct source y;
@@ -35,24 +36,24 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
                    const float *dy, const float *y, int valid, int64_t height, int64_t width,
                    int64_t top, int64_t left);
 
-/* How many outputs share a tile of weights, the last one less where it does not divide. */
+/* Outputs that share a tile of weights; the last tile may have fewer. */
 enum { OUTPUTS = 4 };
 
 /* A sum of shifted images: out[k] = bias[k] + sum over t of weight[t][k] * image at offset[t]. */
 struct direct {
     int64_t taps;            /* channels of the group times taps of the filter */
-    const int32_t *offset;   /* of each, in floats from a pixel's own place */
+    const int32_t *offset;   /* of each tap, in floats from the pixel */
     const float *weight;     /* [outputs / 4][taps][4], the last tile narrower */
     const float *bias;       /* or NULL */
     int64_t outputs;
     float *out;              /* first pixel of the first output */
     int64_t out_channel, out_row, out_pixel; /* strides in floats */
     int64_t rows, columns;   /* of the output */
-    const float *in;         /* the place of output pixel (0, 0) */
+    const float *in;         /* the input at output pixel (0, 0) */
     int64_t in_row;          /* stride in floats from one output row to the next */
 };
 
-/* Rows EACH_TILE deals to this member. */
+/* Compute the rows that EACH_TILE deals to this member. */
 void direct_rows(const struct team *team, const struct direct *d);
 
 /* Pack weight rows for `direct`: out[taps][tile] of outputs k .. k + tile - 1. `place(k, t)` of the

@@ -26,8 +26,8 @@ void mpidl_dense_plain(const float *x, const float *mean, const float *scale, co
             }
 }
 
-/* A tile: TILE outputs of `group` blocks, a panel of features after the other, so that the panel's
- * x stays in the cache for all of its outputs. */
+/* A tile has TILE outputs of `group` blocks. It takes one panel of features after the other, so
+ * that the panel's x stays in cache for all outputs. */
 enum { TILE = 64 };
 
 struct job {
@@ -69,12 +69,7 @@ static void multiply_rows(const float *weight, int64_t row, const float *const *
         else                                                                                       \
             multiply(weight, row, x, y, count, n, 1);                                              \
         break;
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if REGISTERS == 32
-        CASE(7) CASE(8)
-#endif
-    }
+    switch (rows) { EACH_ROWS(CASE) }
 #undef CASE
 }
 
@@ -83,7 +78,7 @@ static void forward_tile(void *argument, int64_t tile, float *own) {
     const struct dense *d = job->dense;
     int64_t first = tile / job->tiles * job->group, blocks = least(job->group, d->blocks - first);
     int64_t k0 = tile % job->tiles * TILE, outputs = least(TILE, d->outputs - k0);
-    int64_t steps = parts_of(outputs, ROWS); /* each of about as many rows: none has a few only */
+    int64_t steps = parts_of(outputs, ROWS); /* of about the same number of rows each */
     float *y = d->y + (first * d->outputs + k0) * LANES;
 
     for (int64_t b = 0; b < blocks; b++)
@@ -126,8 +121,8 @@ void mpidl_dense(const float *x, const float *mean, const float *scale, const fl
                       .outputs = outputs,
                       .channels = channels};
     struct job job = {.dense = &d, .tiles = parts_of(outputs, TILE)};
-    /* with few outputs the blocks are dealt, in pairs if there are enough of them; else the
-     * weights, each read once for all blocks */
+    /* few outputs: deal the blocks, in pairs if there are enough; many: deal the weights, each of
+     * which is then read once for all blocks */
     job.group = job.tiles > 1 ? MANY_BLOCKS : blocks >= 2 * teams_for(blocks) ? 2 : 1;
     job.panel = job.tiles > 1 ? PANEL : SEGMENT;
     each_tile(job.tiles * parts_of(blocks, job.group), forward_tile, &job,

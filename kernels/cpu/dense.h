@@ -1,12 +1,12 @@
-/* What the files of fully connected layers share: y = weight x + bias, where x (blocks, features,
- * 16), weight (outputs, features), bias (outputs), y (blocks, outputs, 16).
+/* Shared by the files of fully connected layers: y = weight x + bias with x (blocks, features, 16),
+ * weight (outputs, features), bias (outputs), y (blocks, outputs, 16).
  *
- * No sum is one long chain, which would round more. A sum over features (forward) is made of
- * SEGMENTs of consecutive features, each added up from its first to its last, and added to the
- * bias in order. A sum over outputs (backward) is made in the same way of groups of at most GROUP
- * outputs, all of about the same size. A sum over images is a leaf of the tree: from image 0 to
- * image 15. How much is computed at once, and for how many blocks, decides only when something is
- * added, never in which order: no result depends on it. */
+ * No sum is one long chain, which would round more. Forward divides a sum over features into
+ * SEGMENTs of consecutive features. It adds each segment up from first to last, then adds the
+ * segments to the bias in order. Backward divides a sum over outputs in the same way into groups of
+ * at most GROUP outputs, all of about the same size. A sum over images is a leaf of the tree: from
+ * image 0 to image 15. The sizes of tiles decide only when something is added, never in which
+ * order, so no result depends on them. */
 #ifndef MPIDL_DENSE_H
 #define MPIDL_DENSE_H
 
@@ -16,10 +16,10 @@
 
 enum { SEGMENT = 256, GROUP = 8 };
 
-/* Features, and blocks, that are worked on together. */
+/* Features, and blocks, that are computed together. */
 enum { PANEL = 512, MANY_BLOCKS = 8 };
 
-/* So many rows of weights and two vectors of images fill the registers with their sums. */
+/* Rows of weights whose sums, for two vectors of images, fill the registers. */
 #if REGISTERS == 32
 enum { ROWS = 8 };
 #else
@@ -36,16 +36,31 @@ struct dense {
     int64_t blocks, features, outputs, channels; /* of features / channels pixels */
 };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+/* Return the job of a backward pass; the caller sets the members that only some passes use. */
+static inline struct dense backward_of(struct source x, const float *dy, const int64_t *tree,
+                                       int64_t features, int64_t channels, int64_t outputs) {
+    const struct tree *t = (const struct tree *)tree;
+    return (struct dense){.x = x,
+                          .dy = dy,
+                          .tree = t,
+                          .blocks = t->stop - t->first,
+                          .features = features,
+                          .outputs = outputs,
+                          .channels = channels};
+}
 
-/* How many parts of `size` there are, the last one smaller. */
-INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+/* Cases of a switch over the rows of a tile, 1 .. ROWS. */
+#if REGISTERS == 32
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#else
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#endif
 
-/* `count` in `parts` parts of about the same size: where part i begins, and part i - 1 ends. */
+/* The start of part i if `count` is divided into `parts` parts of about the same size. */
 INLINE int64_t part(int64_t count, int64_t i, int64_t parts) { return count * i / parts; }
 
-/* A block's features [first, first + count), activated: where they lie, which is in `room` (count,
- * 16) if they had to be computed. */
+/* Return the activated features [first, first + count) of a block. They lie in `room` (count, 16)
+ * if they had to be computed. */
 static inline const float *read_features(const struct dense *d, int64_t block, int64_t first,
                                          int64_t count, float *room) {
     const float *x = d->x.x + (block * d->features + first) * LANES;
@@ -53,19 +68,19 @@ static inline const float *read_features(const struct dense *d, int64_t block, i
     int64_t pixels = d->features / d->channels;
     for (int64_t f = 0; f < count;) {
         int64_t c = (first + f) / pixels, stop = least(count, (c + 1) * pixels - first);
-        vec mean = splat(d->x.mean[c]), scale = splat(d->x.scale[c]), beta = splat(d->x.beta[c]);
+        struct norm n = norm_of(&d->x, c);
         for (; f < stop; f++)
             UNROLL for (int p = 0; p < LANES; p += WIDTH)
-                store(room + f * LANES + p, activate(load(x + f * LANES + p), mean, scale, beta));
+                store(room + f * LANES + p, activate(load(x + f * LANES + p), n));
     }
     return room;
 }
 
 /* dense_dx.c: dx of `count` features from f on, of `blocks` blocks from `first` on. */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first, int64_t blocks);
-/* The sums of the channels that are the features [first, stop) of a block, once dx is there. */
+/* The sums of the channels of the features [first, stop) of a block, after dx is complete. */
 void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t stop);
-/* About PANEL features: whole channels, where they are summed. */
+/* The number of features of a tile: about PANEL; whole channels if their sums are needed. */
 int64_t dense_tile(const struct dense *d);
 
 #endif

@@ -36,13 +36,13 @@ void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mea
     memcpy(nodes, slots, (size_t)(counter.count * size) * sizeof *slots);
 }
 
-/* What the binary counter will do at each block: how often what has arrived is joined with what
- * lies below it, and whether what results is a node of this rank. */
+/* The step of the binary counter at each block: how often the new value is joined with the value
+ * below it, and whether the result is a node of this rank. */
 struct plan {
     uint8_t joins, stays;
 };
 
-/* room: a float a block. */
+/* room: one float per block. */
 static struct plan *make_plan(const struct tree *tree, float *room) {
     struct plan *plan = (struct plan *)room;
     int64_t last[SLOTS]; /* that arrived at each height */
@@ -83,14 +83,14 @@ INLINE void stream(float *to, vec v) {
 #endif
 }
 
-/* Other threads see what was streamed. */
+/* Make streamed stores visible to other threads. */
 INLINE void streamed(void) {
 #if defined(__AVX2__)
     _mm_sfence();
 #endif
 }
 
-/* One block's leaf, folded with what lies below it. `height`: how many values lie there. */
+/* Compute one block's leaf and fold it with the `height` values below it. */
 INLINE void fold_leaf(const struct tile *t, struct plan plan, int height, const int rows) {
     vec sum[ROWS][2], x[2];
     UNROLL for (int j = 0; j < rows; j++)
@@ -127,17 +127,12 @@ static void fold_rows(const struct tile *t, struct plan plan, int height, int ro
     case n:                                                                                        \
         fold_leaf(t, plan, height, n);                                                             \
         break;
-    switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if REGISTERS == 32
-        CASE(7) CASE(8)
-#endif
-    }
+    switch (rows) { EACH_ROWS(CASE) }
 #undef CASE
 }
 
-/* Of one block, to (16, stride): features [first, first + count) an image after the other, zeros up
- * to a multiple of ACROSS. room: for an activation. */
+/* Transpose the features [first, first + count) of a block to (16, stride): image after image,
+ * zeros up to a multiple of ACROSS. room: scratch for an activation. */
 static void turn(const struct dense *d, int64_t block, int64_t first, int64_t count, float *room,
                  float *to, int64_t stride) {
     const float *x = read_features(d, block, first, count, room);
@@ -203,7 +198,7 @@ static void dweight_tile(void *argument, int64_t number, float *own) {
     if (job->stream) streamed();
 }
 
-/* Beyond this the gradient is written past the caches; its rows must begin at lines then. */
+/* Return whether the gradient is written past the caches. Its rows must start at cache lines. */
 static int streams(const struct dense *d) {
     const int64_t large = 4 << 20; /* floats */
     return d->outputs * d->features >= large && d->features % LANES == 0 &&
@@ -213,14 +208,9 @@ static int streams(const struct dense *d) {
 void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, const float *scale,
                          const float *beta, float *nodes, const int64_t *tree, int64_t features,
                          int64_t channels, int64_t outputs) {
-    struct dense d = {.x = {x, mean, scale, beta},
-                      .dy = dy,
-                      .nodes = nodes,
-                      .tree = (const struct tree *)tree,
-                      .features = features,
-                      .outputs = outputs,
-                      .channels = channels};
-    d.blocks = d.tree->stop - d.tree->first;
+    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
+                                 channels, outputs);
+    d.nodes = nodes;
     if (d.blocks == 0) return;
     int64_t room = (1 << 17) / (d.blocks * LANES); /* so that all blocks' x stays in the cache */
     struct job job = {.dense = &d, .groups = parts_of(outputs, MANY_OUTPUTS)};
@@ -254,9 +244,8 @@ static void dbias_tile(void *argument, int64_t tile, float *own) {
 }
 
 void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs) {
-    struct dense d = {
-        .dy = dy, .nodes = nodes, .tree = (const struct tree *)tree, .outputs = outputs};
-    d.blocks = d.tree->stop - d.tree->first;
+    struct dense d = backward_of((struct source){0}, dy, tree, 0, 0, outputs);
+    d.nodes = nodes;
     if (d.blocks == 0) return;
     each_tile(parts_of(outputs, LANES), dbias_tile, &d,
               d.blocks + counter_slots(d.blocks) * LANES);
@@ -316,17 +305,9 @@ void mpidl_dense_backward(const float *dy, const float *x, const float *mean, co
                           const float *beta, const float *weight, float *dx, double *sums,
                           float *nodes, const int64_t *tree, int64_t features, int64_t channels,
                           int64_t outputs) {
-    struct dense d = {.x = {x, mean, scale, beta},
-                      .weight = weight,
-                      .dy = dy,
-                      .dx = dx,
-                      .sums = sums,
-                      .nodes = nodes,
-                      .tree = (const struct tree *)tree,
-                      .features = features,
-                      .outputs = outputs,
-                      .channels = channels};
-    d.blocks = d.tree->stop - d.tree->first;
+    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
+                                 channels, outputs);
+    d.weight = weight, d.dx = dx, d.sums = sums, d.nodes = nodes;
     if (d.blocks == 0) return;
     struct job job = {.dense = &d, .panel = dense_tile(&d)};
     job.stride = parts_of(job.panel, ACROSS) * ACROSS + LANES;

@@ -22,7 +22,7 @@ void mpidl_dense_dx_plain(const float *dy, const float *weight, float *dx, int64
             }
 }
 
-/* How many groups of outputs are added to dx at once: where registers allow it several, so that dx
+/* Groups of outputs that are added to dx at once: several if the registers allow it, so that dx
  * goes through the cache less often. */
 #if REGISTERS == 32
 enum { GROUPS = 4 };
@@ -30,8 +30,8 @@ enum { GROUPS = 4 };
 enum { GROUPS = 1 };
 #endif
 
-/* `groups` groups of outputs: weights from `weight` on, dy of its vectors of images; to be added to
- * dx, or put there. */
+/* `groups` groups of outputs: weights from `weight` on, and dy of the vectors of images. If `add`,
+ * the result is added to dx; else it replaces dx. */
 struct visit {
     const float *weight;
     int64_t row;
@@ -120,8 +120,8 @@ void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t sto
     double *row = d->sums + block * 2 * d->channels;
     for (int64_t c = first / pixels; c < stop / pixels; c++) {
         int64_t at = (block * d->features + c * pixels) * LANES;
-        channel_norm_sums(d->dx + at, d->x.x + at, pixels, d->x.mean + c, d->x.scale + c,
-                          d->x.beta + c, row + c, row + d->channels + c);
+        channel_norm_sums(d->dx + at, d->x.x + at, pixels, &d->x, c, row + c,
+                          row + d->channels + c);
     }
 }
 
@@ -137,7 +137,6 @@ struct job {
 };
 
 static void dx_tile(void *argument, int64_t tile, float *own) {
-    (void)own;
     const struct job *job = argument;
     const struct dense *d = job->dense;
     int64_t first = tile % job->groups * job->group, blocks = least(job->group, d->blocks - first);
@@ -151,16 +150,9 @@ static void dx_tile(void *argument, int64_t tile, float *own) {
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
                     const float *beta, const float *weight, float *dx, double *sums,
                     const int64_t *tree, int64_t features, int64_t channels, int64_t outputs) {
-    struct dense d = {.x = {x, mean, scale, beta},
-                      .weight = weight,
-                      .dy = dy,
-                      .dx = dx,
-                      .sums = sums,
-                      .tree = (const struct tree *)tree,
-                      .features = features,
-                      .outputs = outputs,
-                      .channels = channels};
-    d.blocks = d.tree->stop - d.tree->first;
+    struct dense d = backward_of((struct source){x, mean, scale, beta}, dy, tree, features,
+                                 channels, outputs);
+    d.weight = weight, d.dx = dx, d.sums = sums;
     struct job job = {&d, dense_tile(&d), MANY_BLOCKS, parts_of(d.blocks, MANY_BLOCKS)};
     each_tile(parts_of(features, job.tile) * job.groups, dx_tile, &job, 0);
     if (sums) fold_sums(sums, 2 * channels, d.tree);

@@ -2,7 +2,7 @@
  * and group, because a table says where each tap of each channel lies. */
 #include "conv.h"
 
-/* The widest tiles whose accumulators, and what is multiplied, stay in registers. */
+/* The widest tiles whose sums and operands stay in registers. */
 #if REGISTERS == 32
 #define PIXELS 6
 #else
@@ -40,27 +40,34 @@ typedef void tile_kernel(const float *, const int32_t *, int64_t, const float *,
                                int64_t pixel) {                                                    \
         tile(in, offset, taps, w, bias, out, channel, pixel, X, K);                                \
     }
-#define TILES_OF(X) TILE(X, 1) TILE(X, 2) TILE(X, 3) TILE(X, 4)
-TILES_OF(1) TILES_OF(2) TILES_OF(3)
-#define NAMES(X) {tile_##X##x1, tile_##X##x2, tile_##X##x3, tile_##X##x4}
+
+/* Define kernel(X, K) for each width X and number of outputs K, and a table of them. */
+#define ROW_OF(kernel, X) kernel(X, 1) kernel(X, 2) kernel(X, 3) kernel(X, 4)
+#define NAMES(name, X) {name##X##x1, name##X##x2, name##X##x3, name##X##x4}
 #if PIXELS == 6
-TILES_OF(4) TILES_OF(5) TILES_OF(6)
-static tile_kernel *const tiles[PIXELS][OUTPUTS] = {NAMES(1), NAMES(2), NAMES(3),
-                                                    NAMES(4), NAMES(5), NAMES(6)};
+#define DEFINE(kernel)                                                                             \
+    ROW_OF(kernel, 1) ROW_OF(kernel, 2) ROW_OF(kernel, 3)                                          \
+    ROW_OF(kernel, 4) ROW_OF(kernel, 5) ROW_OF(kernel, 6)
+#define TABLE(name)                                                                                \
+    {NAMES(name, 1), NAMES(name, 2), NAMES(name, 3), NAMES(name, 4), NAMES(name, 5), NAMES(name, 6)}
 #else
-static tile_kernel *const tiles[PIXELS][OUTPUTS] = {NAMES(1), NAMES(2), NAMES(3)};
+#define DEFINE(kernel) ROW_OF(kernel, 1) ROW_OF(kernel, 2) ROW_OF(kernel, 3)
+#define TABLE(name) {NAMES(name, 1), NAMES(name, 2), NAMES(name, 3)}
 #endif
+
+DEFINE(TILE)
+static tile_kernel *const tiles[PIXELS][OUTPUTS] = TABLE(tile_);
 
 void direct_rows(const struct team *team, const struct direct *d) {
     /* tiles of equal width, or one pixel apart: 32 = 6 + 6 + 5 + 5 + 5 + 5 */
-    int64_t across = (d->columns + PIXELS - 1) / PIXELS;
+    int64_t across = parts_of(d->columns, PIXELS);
     EACH_TILE(team, p, d->rows) {
         for (int64_t i = 0; i < across; i++) {
             int64_t q = d->columns * i / across, width = d->columns * (i + 1) / across - q;
             const float *in = d->in + p * d->in_row + q * LANES;
             float *out = d->out + p * d->out_row + q * d->out_pixel;
             for (int64_t k = 0; k < d->outputs; k += OUTPUTS) {
-                int64_t high = d->outputs - k < OUTPUTS ? d->outputs - k : OUTPUTS;
+                int64_t high = least(d->outputs - k, OUTPUTS);
                 tiles[width - 1][high - 1](in, d->offset, d->taps, d->weight + k * d->taps,
                                            d->bias ? d->bias + k : NULL, out + k * d->out_channel,
                                            d->out_channel, d->out_pixel);
@@ -73,7 +80,7 @@ void direct_rows(const struct team *team, const struct direct *d) {
 void pack_weights(float *out, const float *weight, int64_t outputs, int64_t output_stride,
                   int64_t taps, const int32_t *index) {
     for (int64_t k = 0; k < outputs; k += OUTPUTS) {
-        int64_t high = outputs - k < OUTPUTS ? outputs - k : OUTPUTS;
+        int64_t high = least(outputs - k, OUTPUTS);
         for (int64_t t = 0; t < taps; t++)
             for (int64_t i = 0; i < high; i++)
                 *out++ = weight[(k + i) * output_stride + index[t]];
@@ -116,18 +123,9 @@ typedef void dweight_kernel(const float *, int64_t, int64_t, const float *, cons
         dweight_tile(dy, dy_channel, dy_row, in, fixed, in_row, rows, columns, sums, stride,       \
                      first, N, K);                                                                 \
     }
-#define DWEIGHTS_OF(N) DWEIGHT(N, 1) DWEIGHT(N, 2) DWEIGHT(N, 3) DWEIGHT(N, 4)
-#define DWEIGHT_NAMES(N) {dweight_##N##x1, dweight_##N##x2, dweight_##N##x3, dweight_##N##x4}
-DWEIGHTS_OF(1) DWEIGHTS_OF(2) DWEIGHTS_OF(3)
-#if PIXELS == 6
-DWEIGHTS_OF(4) DWEIGHTS_OF(5) DWEIGHTS_OF(6)
-static dweight_kernel *const dweights[PIXELS][OUTPUTS] = {DWEIGHT_NAMES(1), DWEIGHT_NAMES(2),
-                                                          DWEIGHT_NAMES(3), DWEIGHT_NAMES(4),
-                                                          DWEIGHT_NAMES(5), DWEIGHT_NAMES(6)};
-#else
-static dweight_kernel *const dweights[PIXELS][OUTPUTS] = {DWEIGHT_NAMES(1), DWEIGHT_NAMES(2),
-                                                          DWEIGHT_NAMES(3)};
-#endif
+
+DEFINE(DWEIGHT)
+static dweight_kernel *const dweights[PIXELS][OUTPUTS] = TABLE(dweight_);
 
 int64_t direct_dweight_floats(int64_t taps) {
     return (OUTPUTS * taps + LANES) * LANES; /* lane_sums reads 16 rows at a time */
@@ -135,12 +133,12 @@ int64_t direct_dweight_floats(int64_t taps) {
 
 void direct_dweight_tile(const struct direct_dweight *d, int64_t index, float *own) {
     int64_t k = index * OUTPUTS, taps = d->taps;
-    int64_t high = d->outputs - k < OUTPUTS ? d->outputs - k : OUTPUTS;
+    int64_t high = least(d->outputs - k, OUTPUTS);
     /* bands of rows whose dy stays in the first-level cache while all taps pass over it */
-    int64_t band = 80 / d->columns > 1 ? 80 / d->columns : 1;
-    int64_t groups = (taps + PIXELS - 1) / PIXELS;
+    int64_t band = most(80 / d->columns, 1);
+    int64_t groups = parts_of(taps, PIXELS);
     for (int64_t p = 0; p < d->rows; p += band) {
-        int64_t rows = d->rows - p < band ? d->rows - p : band;
+        int64_t rows = least(d->rows - p, band);
         for (int64_t g = 0; g < groups; g++) {
             int64_t t = taps * g / groups, width = taps * (g + 1) / groups - t;
             dweights[width - 1][high - 1](d->dy + k * d->dy_channel + p * d->dy_row, d->dy_channel,
@@ -153,7 +151,7 @@ void direct_dweight_tile(const struct direct_dweight *d, int64_t index, float *o
     for (int64_t i = 0; i < high * taps; i += LANES) {
         float sums[LANES];
         lane_sums(own + i * LANES, sums);
-        int64_t count = high * taps - i < LANES ? high * taps - i : LANES;
+        int64_t count = least(high * taps - i, LANES);
         memcpy(d->leaf + k * taps + i, sums, (size_t)count * sizeof(float));
     }
 }

@@ -1,6 +1,7 @@
-/* Dropout: the elements that are kept are told by numbers that depend on (key, epoch, sample,
- * element) alone, computed here by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
- * as 1, 2, 3", SC 2011): forward and backward are one pass, and nothing is stored.
+/* Dropout. A random number for each element decides whether the element is kept. It depends only on
+ * (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al., "Parallel random
+ * numbers: as easy as 1, 2, 3", SC 2011). So forward and backward are one pass, and nothing is
+ * stored.
  *
  * A call of the generator serves GROUP consecutive elements of each of the 16 samples, 16 bits for
  * each; see mpidl/backends/reference/dropout.py, which has the same bytes. */
@@ -58,10 +59,8 @@ INLINE void philox(uvec a, uvec b, uvec c, uvec d, const uint32_t *key, uvec *wo
 
 static void dropout_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     int64_t block = tile / job->tiles, first = tile % job->tiles * GROUPS;
-    int64_t groups = (job->rows + GROUP - 1) / GROUP;
-    int64_t stop = first + GROUPS < groups ? first + GROUPS : groups;
+    int64_t stop = least(first + GROUPS, parts_of(job->rows, GROUP));
     uint32_t low[LANES], high[LANES];
     for (int lane = 0; lane < LANES; lane++) {
         uint64_t sample = (uint64_t)job->samples[block * LANES + lane];
@@ -92,12 +91,11 @@ static void dropout_tile(void *argument, int64_t tile, float *own) {
 
 void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1) {
-    int64_t groups = (rows + GROUP - 1) / GROUP;
     struct job job = {.x = x,
                       .y = y,
                       .samples = samples,
                       .rows = rows,
-                      .tiles = (groups + GROUPS - 1) / GROUPS,
+                      .tiles = parts_of(parts_of(rows, GROUP), GROUPS),
                       .threshold = (int32_t)threshold,
                       .scale = scale,
                       .epoch = (uint32_t)epoch,

@@ -13,8 +13,6 @@ struct job {
     int64_t rows, channels, pixels;
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* ---- GELU, x Phi(x): Phi is the normal distribution function ----
  *
  * The left tail has to be accurate relative to a result that is as small as exp(-x^2 / 2), so the
@@ -210,23 +208,7 @@ void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows
 
 /* ---- the sum of two values, each of which may be an activation that is not stored ---- */
 
-/* A source's values of one channel. */
-struct reader {
-    vec mean, scale, beta;
-    int deferred;
-};
-
-INLINE struct reader reader_of(const struct source *s, int64_t channel) {
-    struct reader r = {.deferred = s->mean != NULL};
-    if (r.deferred)
-        r.mean = splat(s->mean[channel]), r.scale = splat(s->scale[channel]),
-        r.beta = splat(s->beta[channel]);
-    return r;
-}
-
-INLINE vec value(const struct reader *r, vec x) {
-    return r->deferred ? activate(x, r->mean, r->scale, r->beta) : x;
-}
+INLINE vec value(vec x, int deferred, struct norm n) { return deferred ? activate(x, n) : x; }
 
 static void add_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
@@ -235,12 +217,14 @@ static void add_tile(void *argument, int64_t tile, float *own) {
     while (row < stop) { /* channel by channel */
         int64_t channel = row / job->pixels;
         int64_t end = least(stop, (channel + 1) * job->pixels) * LANES;
-        struct reader a = reader_of(&job->a, channel % job->channels),
-                      b = reader_of(&job->b, channel % job->channels);
         const float *x = job->a.x, *y = job->b.x;
-        if (a.deferred || b.deferred)
+        struct norm a = norm_of(&job->a, channel % job->channels);
+        struct norm b = norm_of(&job->b, channel % job->channels);
+        int a_deferred = job->a.mean != NULL, b_deferred = job->b.mean != NULL;
+        if (a_deferred || b_deferred)
             for (int64_t i = row * LANES; i < end; i += WIDTH)
-                store(job->out + i, value(&a, load(x + i)) + value(&b, load(y + i)));
+                store(job->out + i, value(load(x + i), a_deferred, a) +
+                                        value(load(y + i), b_deferred, b));
         else
             for (int64_t i = row * LANES; i < end; i += WIDTH)
                 store(job->out + i, load(x + i) + load(y + i));

@@ -1,23 +1,23 @@
-/* The tree that adds up a mini-batch in one order, however many ranks and threads share it: the
- * same as mpidl/fold.py, whose text explains it. */
+/* The tree that adds up a mini-batch in one order, on any number of ranks and threads. It is the
+ * tree of mpidl/fold.py, which explains it. */
 #ifndef MPIDL_FOLD_H
 #define MPIDL_FOLD_H
 
 #include "team.h"
 
-/* As Python hands it over: int64_t[4]. */
+/* int64_t[4] in Python. */
 struct tree {
     int64_t first, stop; /* this rank's blocks */
     int64_t leaves;      /* of the whole mini-batch */
     int64_t plain;       /* 1: each run from left to right, see fold.Tree */
 };
 
-/* Whether two neighbours may be combined into [start, stop) as soon as both are there. */
+/* Whether two neighbours that form [start, stop) may be combined. */
 int joins(const struct tree *tree, int64_t start, int64_t stop);
 
-/* A binary counter over values that arrive in the order of their blocks. It does not own memory:
- * `slots` are where the values on its stack live, the first at the bottom. Between runs of one
- * rank's blocks (one a team) counters are merged by pushing the nodes of one to the other. */
+/* A binary counter over values that arrive in the order of their blocks. It owns no memory: the
+ * values of its stack lie in the caller's slots, the first at the bottom. The counters of several
+ * teams are merged by pushing the nodes of one to the other. */
 enum { SLOTS = 64 };
 struct counter {
     const struct tree *tree;
@@ -31,8 +31,8 @@ void counter_begin(struct counter *counter, const struct tree *tree, int64_t fir
 /* The value in slot `count` has arrived and ends at block `stop`. */
 void counter_push(struct counter *counter, int64_t stop);
 
-/* Whether the two topmost values are to be combined now (into the lower slot): then do it, call
- * counter_pop, and ask again. */
+/* Whether the caller must combine the two topmost values now, into the lower slot. It then calls
+ * counter_pop and asks again. */
 int counter_joins(const struct counter *counter);
 void counter_pop(struct counter *counter);
 
@@ -44,25 +44,25 @@ int counter_slots(int64_t blocks);
 struct leaves {
     const struct tree *tree;
     int64_t size;
-    float *nodes; /* this rank's, one after the other: where the result goes */
+    float *nodes; /* the result: this rank's nodes, one after the other */
     int64_t node_count;
-    float *room; /* for what does not fit there */
+    float *room; /* for values that do not fit into `nodes` */
     int slots;
-    struct counter counters[MOST_THREADS]; /* each member of a team keeps its team's */
+    struct counter counters[MOST_THREADS]; /* each member of a team keeps a copy */
 };
 
 /* Before the pass. `nodes` has room for `node_count` values; scratch slot `slot` is used. */
 void leaves_begin(struct leaves *leaves, const struct tree *tree, int64_t size, float *nodes,
                   int64_t node_count, int slot);
-/* Where the leaf of `block` (of this rank, from 0) is to be written, by all members together. */
+/* The memory into which all members of the team write the leaf of `block` (counted from 0). */
 float *leaf_of(const struct team *team, struct leaves *leaves, int64_t block);
-/* All members of the team, once the leaf is complete; they meet in it. */
+/* Called by all members of the team when the leaf is complete; they meet in it. */
 void leaf_done(const struct team *team, struct leaves *leaves, int64_t block);
 /* After the pass. */
 void leaves_end(struct leaves *leaves);
 
-/* Fold rows of doubles, one a block of [tree->first, tree->stop), into this rank's nodes, which are
- * left in the first rows; returns how many. */
+/* Fold rows of doubles, one for each block of [tree->first, tree->stop), into this rank's nodes.
+ * The first rows hold the nodes afterwards; return their number. */
 int64_t fold_sums(double *rows, int64_t width, const struct tree *tree);
 /* The same for (count, mean, M2) of `channels` channels: rows of 1 + 2 * channels. */
 int64_t fold_moments(double *rows, int64_t channels, const struct tree *tree);

@@ -1,6 +1,6 @@
-/* Pixels of image files to blocks: one byte a pixel, image after image, to normalized floats, 16
- * images a line. The threads that read ahead call this while the main thread computes, so that
- * nothing of team.h is used here. */
+/* Converts pixels of image files, bytes or floats, image after image, to blocks of normalized
+ * floats, 16 images to a line. Threads that read ahead call these functions while the main thread
+ * computes, so nothing here uses team.h. */
 #include "bytes.h"
 #include "mpidl.h"
 
@@ -8,18 +8,18 @@ enum { CHUNK = 16 }; /* pixels of a row that are turned together */
 
 typedef uint8_t line __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* As Python hands it over: int64_t[6]. Of images (C, H, W), a window of P x Q. of_pixels: whether
- * centre and divisor are numbers of each pixel (C, P, Q), not of each channel (C). */
+/* int64_t[6] in Python. A window of P x Q of images (C, H, W). of_pixels: whether centre and
+ * divisor have a number per pixel (C, P, Q) rather than per channel (C). */
 struct crop {
     int64_t C, H, W, P, Q, of_pixels;
 };
 
 enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 }; /* bits of mirrored */
 
-/* What is said of each image, or 0 of all. */
+/* The option of an image, or 0 if the option is not given. */
 static int64_t of(const int32_t *option, int64_t image) { return option ? option[image] : 0; }
 
-/* Where pixel (c, p, q) of the window finds what it is normalized by. */
+/* The index of the numbers that normalize pixel (c, p, q) of the window. */
 static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
@@ -54,7 +54,7 @@ void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *sh
     WINDOW_OF(uint8_t, 255.0f)
 }
 
-/* Of numbers, which are left as they are where no centre is given. */
+/* For floats, which stay as they are if centre is NULL. */
 void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
@@ -97,7 +97,7 @@ INLINE line reversed(line v) {
 }
 #endif
 
-/* v, or v reversed: of 16 images each is something else, which a branch would not foresee. */
+/* v, or v reversed, without a branch: images are mirrored at random. */
 INLINE line ordered(line v, int64_t mirrored) {
 #if defined(__AVX2__)
     static const int8_t order[2][CHUNK] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
@@ -108,14 +108,14 @@ INLINE line ordered(line v, int64_t mirrored) {
 #endif
 }
 
-/* How an image is looked at; row: that of the present row of the window, NULL outside. */
+/* The window of an image; row: the image's row at the current row of the window, NULL outside. */
 struct look {
     int64_t top, left, mirrored;
     const uint8_t *row;
 };
 
-/* Pixels [q, q + CHUNK) of the window's row, of W pixels in the image, mirrored or not; `outside`
- * outside of it. What may be read begins at `all` and ends at `end`. */
+/* Return the pixels [q, q + CHUNK) of the window's row, mirrored or not, with the value `outside`
+ * outside the image. The image has rows of W pixels; memory from `all` to `end` may be read. */
 INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8_t *all,
                       const uint8_t *end, line outside) {
     static const uint8_t index[CHUNK] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -124,7 +124,7 @@ INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8
     int64_t begin = first < 0 ? -first : 0, stop = W - first < CHUNK ? W - first : CHUNK;
     const uint8_t *from = row + (mirrored ? W - first - CHUNK : first);
     if (begin >= stop) return outside;
-    if (from >= all && end - from >= CHUNK) { /* what it reads of other rows is left out */
+    if (from >= all && end - from >= CHUNK) { /* pixels of other rows are masked out */
         line seen = ordered(load_line(from), mirrored);
         if (begin == 0 && stop == CHUNK) return seen;
         line at = load_line(index);
@@ -137,7 +137,7 @@ INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8
     return load_line(chunk);
 }
 
-/* The next row of a mirrored image will be read: the processor foresees it from left to right. */
+/* Prefetch the next row of a mirrored image: the processor prefetches only from left to right. */
 INLINE void soon(const struct look *look, const struct crop *s, const uint8_t *all,
                  const uint8_t *end) {
     if (!(look->mirrored & LEFT_TO_RIGHT)) return;
@@ -199,8 +199,7 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
 
 /* ---- a decoder's rows to planes ---- */
 
-/* As Python hands it over: int64_t[5]. A pixel has `stride` bytes, of which the first C count; a
- * row has `row` bytes. */
+/* int64_t[5] in Python. A pixel has `stride` bytes; the first C are used. A row has `row` bytes. */
 struct picture {
     int64_t C, H, W, stride, row;
 };
@@ -213,7 +212,7 @@ typedef int32_t four __attribute__((vector_size(LANES), aligned(1), may_alias));
 #define PICK(type, a, b, ...) __builtin_shuffle((type)(a), (type)(b), (type){__VA_ARGS__})
 #endif
 
-/* 16 pixels of 4 bytes to 16 bytes of each of the first three channels. */
+/* Split 16 pixels of 4 bytes into 16 bytes of each of the first three channels. */
 INLINE void part(const uint8_t *from, uint8_t *red, uint8_t *green, uint8_t *blue) {
     line v[4];
     UNROLL for (int i = 0; i < 4; i++) {
@@ -244,7 +243,7 @@ void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes) 
     }
 }
 
-/* Of the Arrow C data interface. */
+/* From the Arrow C data interface. */
 struct ArrowArray {
     int64_t length, null_count, offset, n_buffers, n_children;
     const void **buffers; /* a mask, the values */
@@ -253,6 +252,6 @@ struct ArrowArray {
 
 void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes) {
     const struct ArrowArray *a = (const struct ArrowArray *)(intptr_t)array;
-    if (a->n_children) a = a->children[0]; /* pixels of several bytes: theirs */
+    if (a->n_children) a = a->children[0]; /* pixels of several bytes are children */
     mpidl_planes((const uint8_t *)a->buffers[1], shape, planes);
 }

@@ -1,11 +1,11 @@
 /* Random words by key: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
- * SC 2011), one counter after the other, as NumPy's generator counts: (element, sample, epoch, 0),
- * the first of which is 1. */
+ * SC 2011). Counters follow each other as in NumPy's generator: (element, sample, epoch, 0), where
+ * the element starts at 1. */
 #include <string.h>
 
 #include "mpidl.h"
 
-__extension__ typedef unsigned __int128 wide; /* of 64-bit machines, which all builds are for */
+__extension__ typedef unsigned __int128 wide; /* all builds are for 64-bit machines */
 
 enum { ROUNDS = 10, WORDS = 4 };
 

@@ -1,15 +1,15 @@
 /* Vectors of a build's native width over the 16 images of a block.
  *
- * A pixel of a block is LANES = 16 floats, one an image: one 64-byte line. A build works on vectors
- * of WIDTH floats (16, 8 or 4), so that a pixel is PARTS of them. A kernel runs over the parts
- * outside and is written once for all widths:
+ * A pixel of a block is LANES = 16 floats, one per image: one 64-byte line. A build uses vectors of
+ * WIDTH floats (16, 8 or 4), so a pixel is PARTS of them. A kernel loops over the parts outside and
+ * is written once for all widths:
  *
  *     for (int part = 0; part < LANES; part += WIDTH)
  *         ... load(x + pixel * LANES + part) ...
  *
- * What a lane computes does not depend on the width: products are added by `muladd`, one rounding
- * where the machine has FMA, the compiler may contract nothing else (-ffp-contract=off), and lanes
- * are added up by one tree over their index. So the AVX2 and the AVX-512 builds give the same bytes.
+ * The result of a lane does not depend on the width. `muladd` adds products, with one rounding if
+ * the machine has FMA; the compiler may contract nothing else (-ffp-contract=off); and lanes are
+ * added up by one tree over their index. So the AVX2 and the AVX-512 builds give the same bytes.
  */
 #ifndef MPIDL_LANES_H
 #define MPIDL_LANES_H
@@ -40,6 +40,13 @@
 #define PARTS (LANES / WIDTH)
 
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* The number of parts of `size` that cover `count`; the last part may be smaller. */
+INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)") /* "GCC unroll" comes too late for registers */
 #else
@@ -51,10 +58,10 @@ typedef int32_t ivec __attribute__((vector_size(WIDTH * 4), aligned(4), may_alia
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec v) { *(vec *)p = v; }
-INLINE vec splat(float f) { return f - (vec){0}; } /* f - 0 is f, also where f is -0 */
+INLINE vec splat(float f) { return f - (vec){0}; } /* f - 0 is f, even if f is -0 */
 INLINE vec zero(void) { return (vec){0}; }
 
-/* a * b + c, rounded once where the machine can. */
+/* a * b + c, rounded once if the machine has FMA. */
 INLINE vec muladd(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -67,13 +74,13 @@ INLINE vec muladd(vec a, vec b, vec c) {
 #endif
 }
 
-/* v where the mask is set, else 0. A mask is what a comparison of vectors gives. */
+/* v where the mask is set, else 0. A mask is the result of a comparison of vectors. */
 INLINE vec keep(ivec mask, vec v) { return (vec)(mask & (ivec)v); }
 
 /* a where the mask is set, else b. */
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
-/* The larger of a and b; b where one of them is not a number. */
+/* The larger of a and b; b if one of them is NaN. */
 INLINE vec larger(vec a, vec b) {
 #if defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -148,6 +155,17 @@ INLINE vec sum_across(vec *rows) {
     return rows[0];
 }
 
+/* The sum of the vectors of a pixel, neighbours first. */
+INLINE vec sum_of_parts(const vec *part) {
+#if PARTS == 4
+    return (part[0] + part[1]) + (part[2] + part[3]);
+#elif PARTS == 2
+    return part[0] + part[1];
+#else
+    return part[0];
+#endif
+}
+
 /* sums[i] = the sum of the 16 lanes of rows + i * LANES, for 16 rows: the tree over the lane's
  * index, neighbours first, whatever the width. */
 INLINE void lane_sums(const float *rows, float *sums) {
@@ -158,12 +176,7 @@ INLINE void lane_sums(const float *rows, float *sums) {
             UNROLL for (int j = 0; j < WIDTH; j++) v[j] = load(rows + (i + j) * LANES + p * WIDTH);
             part[p] = sum_across(v);
         }
-#if PARTS == 4
-        part[0] = (part[0] + part[1]) + (part[2] + part[3]);
-#elif PARTS == 2
-        part[0] = part[0] + part[1];
-#endif
-        store(sums + i, part[0]);
+        store(sums + i, sum_of_parts(part));
     }
 }
 

@@ -1,5 +1,5 @@
-/* Softmax, cross-entropy and errors, in double: what a training step reports, and where its gradient
- * begins. A loop over the 16 lanes is one the compiler makes vectors of.
+/* Softmax, cross-entropy and errors, in double: the reported losses and the gradients with which
+ * backward starts. The compiler vectorizes loops over the 16 lanes.
  *
  * A tile is up to STRIP pixels of a block, each with its classes, or up to ROWS elements. Tiles do
  * not depend on the number of threads, and a block's sum is that of its tiles in their order. */
@@ -11,7 +11,7 @@
 #include "team.h"
 
 #define EACH_LANE_OF_ALL for (int lane = 0; lane < LANES; lane++)
-enum { FEW = 2048 }; /* so much is not worth waking a thread for */
+enum { FEW = 2048 }; /* amount up to which one thread is faster */
 enum { STRIP = 16, ROWS = 1024 };
 
 void mpidl_exp(const double *x, double *y, int64_t count) {
@@ -27,10 +27,7 @@ struct job {
     int64_t classes, pixels, tiles; /* tiles: of a block */
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
-
-/* amount: of logits or elements, 16 each. */
+/* amount: number of logits or elements, 16 floats each. */
 static void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t amount) {
     if (amount > FEW || own) {
         each_tile(tiles, work, job, own);
@@ -42,11 +39,11 @@ static void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t
 
 static void run(tile_work *work, struct job *job, int64_t blocks) {
     int64_t own = job->pixels > 1 ? job->classes * STRIP * LANES : 0; /* see `gathered` */
-    job->tiles = tiles_of(job->pixels, STRIP);
+    job->tiles = parts_of(job->pixels, STRIP);
     each(blocks * job->tiles, work, job, own, blocks * job->classes);
 }
 
-/* Fold the sums of tiles: the blocks' into rows, and these into this rank's nodes. */
+/* Add the tiles of each block up into rows, and fold the rows into this rank's nodes. */
 static void fold_tiles(const double *sums, int64_t blocks, int64_t tiles, double *rows,
                        const int64_t *tree) {
     for (int64_t block = 0; block < blocks; block++) {
@@ -63,12 +60,12 @@ static double *room_for_sums(int64_t count) {
 
 static void sum(tile_work *work, struct job *job, int64_t blocks, double *rows,
                 const int64_t *tree) {
-    job->sums = room_for_sums(blocks * tiles_of(job->pixels, STRIP));
+    job->sums = room_for_sums(blocks * parts_of(job->pixels, STRIP));
     run(work, job, blocks);
     fold_tiles(job->sums, blocks, job->tiles, rows, tree);
 }
 
-/* Where a tile lies in an array (blocks, classes, pixels, 16), from class to class `far` floats. */
+/* The place of a tile in an array (blocks, classes, pixels, 16); classes are `far` floats apart. */
 struct strip {
     int64_t block, at, labels, count, far;
 };
@@ -82,8 +79,9 @@ static struct strip strip_of(const struct job *job, int64_t tile) {
                           .far = job->pixels * LANES};
 }
 
-/* The logits of a strip, from class to class count * 16 floats. Those of several pixels are copied:
- * the caches keep few lines that lie as far apart as the pixels of classes often do. */
+/* Return the logits of a strip, classes count * 16 floats apart. Strips of several pixels are
+ * copied, because caches keep few lines at the large powers of two by which classes often lie
+ * apart. */
 static const float *gathered(const struct job *job, const struct strip *s, float *own) {
     const float *x = job->logits + s->at;
     if (job->pixels == 1) return x;
@@ -93,8 +91,8 @@ static const float *gathered(const struct job *job, const struct strip *s, float
     return own;
 }
 
-/* Of a pixel's logits, `step` floats from class to class. top: of each image the largest; sum: of
- * e^(logit - top) over the classes. */
+/* For a pixel's logits, classes `step` floats apart: top is the largest of each image, and sum is
+ * the sum of e^(logit - top) over the classes. */
 static void normalizers(const float *x, int64_t classes, int64_t step, double *top, double *sum) {
     float largest[LANES];
     memcpy(largest, x, sizeof largest);
@@ -157,7 +155,7 @@ static void dlogits_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-/* The first of equal logits counts, and one that is not a number before all. */
+/* The first of equal logits counts, and NaN before all others. */
 static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct strip s = strip_of(job, tile);
@@ -222,7 +220,6 @@ void mpidl_correct_count(const float *logits, const int32_t *labels, const int32
 
 static void softmax_dx_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     struct strip s = strip_of(job, tile);
     for (int64_t i = s.at; i < s.at + s.count * LANES; i += LANES) {
         const float *dy = job->logits + i;
@@ -238,11 +235,8 @@ static void softmax_dx_tile(void *argument, int64_t tile, float *own) {
 
 void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
                       int64_t pixels) {
-    struct job job = {.logits = dy,
-                      .p = (double *)(uintptr_t)p,
-                      .dlogits = dx,
-                      .classes = classes,
-                      .pixels = pixels};
+    struct job job = of_labels(dy, NULL, NULL, classes, pixels);
+    job.p = (double *)(uintptr_t)p, job.dlogits = dx;
     run(softmax_dx_tile, &job, blocks);
 }
 
@@ -258,7 +252,7 @@ struct errors {
     int squared;
 };
 
-/* Of a tile: its block, and its elements (blocks, elements, 16) as floats [first, stop). */
+/* The block of a tile, and the floats [first, stop) of its elements. */
 struct range {
     int64_t block, first, stop;
 };
@@ -269,9 +263,18 @@ static struct range range_of(const struct errors *job, int64_t tile) {
         block, (at + row) * LANES, (at + least(job->elements, row + ROWS)) * LANES};
 }
 
+static struct errors errors_of(const float *y, const float *target, int64_t power,
+                               const int32_t *counts, int64_t elements) {
+    return (struct errors){.y = y,
+                           .target = target,
+                           .counts = counts,
+                           .elements = elements,
+                           .tiles = parts_of(elements, ROWS),
+                           .squared = power == 2};
+}
+
 static void errors_tile(void *argument, int64_t tile, float *own) {
     const struct errors *job = argument;
-    (void)own;
     struct range r = range_of(job, tile);
     double sums[LANES] = {0}, total = 0;
     if (job->squared)
@@ -289,7 +292,6 @@ static void errors_tile(void *argument, int64_t tile, float *own) {
 
 static void errors_dy_tile(void *argument, int64_t tile, float *own) {
     const struct errors *job = argument;
-    (void)own;
     struct range r = range_of(job, tile);
     for (int64_t i = r.first; i < r.stop; i += LANES) {
         EACH_LANE_OF_ALL {
@@ -303,28 +305,15 @@ static void errors_dy_tile(void *argument, int64_t tile, float *own) {
 
 void mpidl_errors(const float *y, const float *target, int64_t power, const int32_t *counts,
                   double *rows, int64_t blocks, int64_t elements, const int64_t *tree) {
-    int64_t tiles = tiles_of(elements, ROWS);
-    struct errors job = {.y = y,
-                         .target = target,
-                         .counts = counts,
-                         .sums = room_for_sums(blocks * tiles),
-                         .elements = elements,
-                         .tiles = tiles,
-                         .squared = power == 2};
-    each(blocks * tiles, errors_tile, &job, 0, blocks * elements);
-    fold_tiles(job.sums, blocks, tiles, rows, tree);
+    struct errors job = errors_of(y, target, power, counts, elements);
+    job.sums = room_for_sums(blocks * job.tiles);
+    each(blocks * job.tiles, errors_tile, &job, 0, blocks * elements);
+    fold_tiles(job.sums, blocks, job.tiles, rows, tree);
 }
 
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements) {
-    int64_t tiles = tiles_of(elements, ROWS);
-    struct errors job = {.y = y,
-                         .target = target,
-                         .counts = counts,
-                         .dy = dy,
-                         .scale = scale,
-                         .elements = elements,
-                         .tiles = tiles,
-                         .squared = power == 2};
-    each(blocks * tiles, errors_dy_tile, &job, 0, blocks * elements);
+    struct errors job = errors_of(y, target, power, counts, elements);
+    job.dy = dy, job.scale = scale;
+    each(blocks * job.tiles, errors_dy_tile, &job, 0, blocks * elements);
 }

@@ -5,7 +5,7 @@
 #include "special.h"
 #include "team.h"
 
-enum { RUN = 32, USUAL = 5 }; /* pixels of a tile; channels of a window whose loops are unrolled */
+enum { RUN = 32, USUAL = 5 }; /* pixels of a tile; channels of an unrolled window */
 #define FEW _Pragma("GCC unroll 8")
 
 struct job {
@@ -17,10 +17,7 @@ struct job {
     double beta;
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* d^-beta, and, where `ratio` is not NULL, that divided by d. */
+/* d^-beta and, if `ratio` is not NULL, d^-beta / d. */
 INLINE vec power(vec d, double beta, vec *ratio) {
     if (beta == 0.75) {
         vec root = inverse_fourth_root(d), square = root * root, cube = square * root;
@@ -134,7 +131,6 @@ INLINE void backward(const struct job *job, int64_t tile, double beta, float *ow
 /* With beta a constant, the usual one has no call in its loops. */
 static void norm_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     if (job->beta == 0.75)
         forward(job, tile, 0.75);
     else
@@ -155,7 +151,7 @@ static struct job job_of(const float *x, float *out, int64_t channels, int64_t p
                       .out = out,
                       .channels = channels,
                       .pixels = pixels,
-                      .runs = (pixels + RUN - 1) / RUN,
+                      .runs = parts_of(pixels, RUN),
                       .before = least((window - 1) / 2, channels - 1),
                       .behind = least(window / 2, channels - 1),
                       .k = (float)k,

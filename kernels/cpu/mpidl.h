@@ -1,30 +1,30 @@
-/* What the library exports. mpidl/backends/native.py reads this file for the names and types of the
- * arguments: one declaration a function, of the types int64_t, double, float, a pointer to one of
- * them or to int32_t or uint8_t, or a function without arguments; a result is one of these or a
- * text. Pointers may be NULL where it says so. Nothing here fails: Python has checked the arguments.
+/* The functions that the library exports. mpidl/backends/cpu/builds.py reads their names and
+ * argument types from this file. An argument is int64_t, double, float, a pointer to one of these
+ * or to int32_t or uint8_t, or a function without arguments. A result is one of these or a text. A
+ * pointer may be NULL only if its comment says so. No function fails: Python checks the arguments.
  *
- * Shapes: x (blocks, C, H, W, 16); a source is how an activation is read, either `x` itself, or,
- * where `mean` is not NULL, max(0, (x - mean) * scale + beta) by channel, which is never stored.
+ * Shapes: x is (blocks, C, H, W, 16). A source is an activation as it is read: `x` itself or, if
+ * `mean` is not NULL, max(0, (x - mean) * scale + beta) by channel, which is never stored.
  */
 #ifndef MPIDL_H
 #define MPIDL_H
 
 #include <stdint.h>
 
-#pragma GCC visibility push(default) /* all else is hidden: it must not meet another library's */
+#pragma GCC visibility push(default) /* other symbols are hidden from other libraries */
 
 /* about.c */
 const char *mpidl_compiler(void);     /* "gcc 12.2.0" */
-const char *mpidl_sources(void);      /* a hash of what it was compiled from */
-const char *mpidl_declarations(void); /* this file, as it was then */
+const char *mpidl_sources(void);      /* a hash of its sources */
+const char *mpidl_declarations(void); /* the text of this file when it was compiled */
 
 /* team.c */
-int64_t mpidl_set_threads(int64_t count); /* returns how many there are */
-/* Run about every millisecond of a pass by the thread that called this; NULL: nothing any more. */
+int64_t mpidl_set_threads(int64_t count); /* returns the number that runs */
+/* The calling thread runs `function` about every millisecond of a pass; NULL ends that. */
 void mpidl_set_hook(void (*function)(void));
 
 /* peak.c */
-/* Adds products up in registers, `iterations` times; returns how many operations that were, two a
+/* Adds products up in registers, `iterations` times; returns the number of operations, two per
  * product. result: 32 floats, the factor in the first 16, the term in the others. */
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
 void mpidl_copy(const float *from, float *to, int64_t floats);
@@ -36,7 +36,7 @@ void mpidl_moments(const float *x, double *rows, const int32_t *counts, int64_t 
                    int64_t channels, int64_t pixels, const int64_t *tree);
 void mpidl_batchnorm(const float *x, const float *mean, const float *scale, const float *beta,
                      float *y, int64_t relu, int64_t blocks, int64_t channels, int64_t pixels);
-/* scale and beta NULL: there is no ReLU behind */
+/* scale and beta are NULL if no ReLU follows */
 void mpidl_batchnorm_sums(const float *dy, const float *x, const float *mean, const float *scale,
                           const float *beta, double *rows, int64_t blocks, int64_t channels,
                           int64_t pixels, const int64_t *tree);
@@ -63,7 +63,8 @@ void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const 
                const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
                float *y, int64_t blocks, int64_t channels, int64_t pixels);
 
-/* concat.c: x, a source in mpidl_concat, are the channels of y from `first` on; y has `all` */
+/* concat.c: x holds the channels of y from `first` on; y has `all`. In mpidl_concat x is a
+ * source. */
 void mpidl_concat(const float *x, const float *mean, const float *scale, const float *beta,
                   float *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t all,
                   int64_t first);
@@ -81,16 +82,16 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
                                  int64_t channels, int64_t pixels, int64_t window, double alpha,
                                  double beta, double k);
 
-/* conv.c: shape is struct conv of conv.h; m and dweight_m: the Winograd tile, 0 for direct.
+/* conv.c: shape is struct conv of conv.h; m and dweight_m are Winograd tiles, 0 for direct sums.
  * moments (blocks, 1 + 2K), or NULL: (count, mean, M2) of y, folded into the first rows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
                   int64_t m);
-/* dy: of y, or, where y_mean is not NULL, of the activation of y, whose batch normalization hands
- * a * dz + b * (y - mean) + c back. dx NULL: not wanted; sums (blocks, 2C) or NULL: of dx, see
- * mpidl_batchnorm_sums; bias (C) or NULL: is added to dx; dweight NULL: not wanted, else (nodes,
- * K * C/groups * R * S + K), the bias's gradient last. */
+/* dy: gradient of y or, if y_mean is not NULL, of the activation of y; batch normalization then
+ * turns it into a * dz + b * (y - mean) + c. dx may be NULL. sums (blocks, 2C) or NULL: of dx, see
+ * mpidl_batchnorm_sums. bias (C) or NULL: added to dx. dweight, or NULL: (nodes, K * C/groups * R *
+ * S + K), the gradient of the bias last. */
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, const float *a,
                            const float *b, const float *c, const float *x, const float *mean,
@@ -100,8 +101,8 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const int64_t *shape, const int64_t *tree, int64_t m,
                            int64_t dweight_m);
 
-/* pool.c: shape is struct windows of pool.c; max pooling where argmax is given, (blocks, C, P, Q, 16)
- * places in the window, else the mean. x is a source. sums (blocks, 2C) or NULL: of dx, see
+/* pool.c: shape is struct windows of pool.c. Max pooling if argmax is not NULL: (blocks, C, P, Q,
+ * 16) places in the window; else the mean. x is a source. sums (blocks, 2C) or NULL: of dx, see
  * mpidl_batchnorm_sums. */
 void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
                   float *y, uint8_t *argmax, int64_t blocks, const int64_t *shape);
@@ -116,7 +117,7 @@ void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, in
 /* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m,
  * backward. x (inputs, rows to whole tiles of m + 2, columns to whole tiles of m + 2, 16), y
  * (outputs, rows, columns, 16), dy (outputs, rows to whole tiles of 4, columns, 16), w and dweight
- * (outputs, inputs, 3, 3), backward (inputs, outputs, 3, 3). u is for the transformed weights. */
+ * (outputs, inputs, 3, 3), backward (inputs, outputs, 3, 3). u receives the transformed weights. */
 int64_t mpidl_winograd_weights_floats(const int64_t *shape);
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape);
@@ -127,8 +128,8 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
                                   const int64_t *shape);
 
 /* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
- * elements, 16), rows (blocks): sums over a block's images, folded into the first ones. power: 1 or 2,
- * see backends/reference/loss.py */
+ * elements, 16), rows (blocks): sums over a block's images, folded into the first ones. power: 1 or
+ * 2, see backends/reference/loss.py */
 void mpidl_exp(const double *x, double *y, int64_t count);
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes, int64_t pixels);
 void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
@@ -147,11 +148,11 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements);
 
-/* optimizer.c, clip.c: parameters are structs of theirs, decays and factors (count). formula: its
+/* optimizer.c, clip.c: parameters are structs of those files, decays and factors (count). formula: its
  * name; numbers (given): the learning rate and the others of the formula, which keeps `arrays` arrays
- * a parameter; 0 where no formula of the name takes so many. method: 0 the norm of each, 1 of all
- * together, 2 each number; sums: of each 2^14 floats or part of them, of a parameter; scales (count).
- */
+ * for each parameter; returns 0 if no formula of that name takes so many. method: 0 the norm of each,
+ * 1 of all together, 2 each number. sums: one for each run of at most 2^14 floats of a parameter;
+ * scales (count). */
 int64_t mpidl_optimizer_step(const char *formula, const int64_t *parameters, const float *decays,
                              const float *factors, int64_t count, const float *numbers,
                              int64_t given, int64_t arrays);
@@ -167,7 +168,7 @@ void mpidl_dense(const float *x, const float *mean, const float *scale, const fl
 void mpidl_dense_plain(const float *x, const float *mean, const float *scale, const float *beta,
                        const float *weight, const float *bias, float *y, int64_t blocks,
                        int64_t features, int64_t channels, int64_t outputs);
-/* sums (blocks, 2 * channels) or NULL: of dx, see mpidl_batchnorm_sums; x is read for them alone */
+/* sums (blocks, 2 * channels) or NULL: of dx, see mpidl_batchnorm_sums; only they read x */
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
                     const float *beta, const float *weight, float *dx, double *sums,
                     const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
@@ -188,10 +189,11 @@ void mpidl_dense_backward(const float *dy, const float *x, const float *mean, co
                           int64_t outputs);
 
 /* images.c: pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16), zero in unused lanes; shape is
- * struct crop of images.c. Of each image, or NULL: whether it is mirrored (1 left to right, 2 top to
- * bottom, 3 both), and which pixel of it, then, comes first; where that leaves the image the value of
- * fill (C), or 0. A value is (pixel - centre) / divisor, both (C) or (C, P, Q); without them bytes are
- * divided by 255 and floats are left as they are. Any thread may call these. */
+ * struct crop of images.c. mirrored, top and left, or NULL: for each image, whether it is mirrored
+ * (1 left to right, 2 top to bottom, 3 both) and the first pixel of its window after that. Pixels
+ * outside the image have the value of fill (C), or 0. A value is (pixel - centre) / divisor, both
+ * (C) or (C, P, Q); without them bytes are divided by 255 and floats stay as they are. Any thread
+ * may call these functions. */
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                   const int32_t *mirrored, const int32_t *top, const int32_t *left,
                   const uint8_t *fill, const float *centre, const float *divisor, float *lanes);
@@ -205,21 +207,21 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             float *lanes);
 /* rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
-/* the same of a struct ArrowArray of the Arrow C data interface, at this address */
+/* the same for a struct ArrowArray of the Arrow C data interface, given by its address */
 void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes);
 
-/* warp.c: images (count, C, H, W) to (count, C, P, Q) by an affine map each, (count, 6): pixel (p, q)
- * shows the image at row m[3] * q + m[4] * p + m[5], column m[0] * q + m[1] * p + m[2], between its
- * pixels bilinearly; outside of the image lies fill (C). shape: C, H, W, P, Q. Any thread. */
+/* warp.c: images (count, C, H, W) to (count, C, P, Q) by an affine map each, (count, 6): pixel (p,
+ * q) shows the image at row m[3] * q + m[4] * p + m[5], column m[0] * q + m[1] * p + m[2], between
+ * its pixels bilinearly; fill (C) continues the image outside. shape: C, H, W, P, Q. Any thread. */
 void mpidl_warp(const uint8_t *pixels, int64_t count, const int64_t *shape, const double *maps,
                 const uint8_t *fill, uint8_t *out);
 void mpidl_warp_of_floats(const float *pixels, int64_t count, const int64_t *shape,
                           const double *maps, const float *fill, float *out);
 
-/* keyed.c: words (samples, count) of Philox4x64-10, as mpidl/keyed.py has them of each sample; key:
- * its two words. Any thread. */
+/* keyed.c: words (samples, count) of Philox4x64-10, those of mpidl/keyed.py for each sample; key:
+ * two words. Any thread. */
 void mpidl_keyed_words(const int64_t *key, int64_t epoch, const int64_t *samples, int64_t n,
                        int64_t count, int64_t *words);
 
-#pragma GCC visibility pop /* every declaration stands above */
+#pragma GCC visibility pop /* all declarations stand above */
 #endif

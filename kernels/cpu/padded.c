@@ -1,10 +1,11 @@
-/* Blocks copied into padded scratch, on the way through what the copy is to be: an activation that
- * is not stored, or the gradient behind batch normalization and ReLU. */
+/* Copies blocks into padded scratch. The copy may compute an activation that is not stored, or take
+ * a gradient back through ReLU and batch normalization. */
 #include "conv.h"
 
 static void clear(float *from, float *to) { memset(from, 0, (size_t)(to - from) * sizeof(float)); }
 
-/* Make the border of a channel zero, and of each row what `inside` does not write. */
+/* Set the border of a channel to zero, or the whole channel if it has phases; return the
+ * channel. */
 static float *clear_border(const struct padded *p, int64_t channel, int64_t height, int64_t width,
                            int64_t top, int64_t left) {
     float *data = p->data + channel * p->channel_stride;
@@ -26,22 +27,19 @@ void fill_source(const struct padded *p, int64_t channel, const struct source *s
                  const float *x, int64_t height, int64_t width, int64_t top, int64_t left) {
     float *data = clear_border(p, channel, height, width, top, left);
     int64_t wide = p->columns / p->phases;
-    vec mean = zero(), scale = zero(), beta = zero();
-    if (source->mean)
-        mean = splat(source->mean[channel]), scale = splat(source->scale[channel]),
-        beta = splat(source->beta[channel]);
+    struct norm n = norm_of(source, channel);
     for (int64_t r = 0; r < height; r++, x += width * LANES) {
         float *row = data + (top + r) * p->row_stride;
         for (int64_t phase = 0; phase < p->phases; phase++) {
-            /* the first column of the image that belongs to this phase, and where it goes */
+            /* the first column of the image in this phase */
             int64_t first = ((phase - left) % p->phases + p->phases) % p->phases;
             const float *from = x + first * LANES;
             float *to = row + (phase * wide + (left + first) / p->phases) * LANES;
-            int64_t step = p->phases * LANES, count = (width - first + p->phases - 1) / p->phases;
+            int64_t step = p->phases * LANES, count = parts_of(width - first, p->phases);
             if (source->mean)
                 for (int64_t i = 0; i < count; i++, from += step, to += LANES)
                     for (int part = 0; part < LANES; part += WIDTH)
-                        store(to + part, activate(load(from + part), mean, scale, beta));
+                        store(to + part, activate(load(from + part), n));
             else
                 for (int64_t i = 0; i < count; i++, from += step, to += LANES)
                     for (int part = 0; part < LANES; part += WIDTH)
@@ -60,17 +58,16 @@ void fill_gradient(const struct padded *p, int64_t channel, const struct gradien
             memcpy(row, dy, (size_t)(width * LANES) * sizeof(float));
         return;
     }
-    vec mean = splat(g->y.mean[channel]), scale = splat(g->y.scale[channel]),
-        beta = splat(g->y.beta[channel]), a = splat(g->a[channel]), b = splat(g->b[channel]),
-        c = splat(g->c[channel]);
+    struct norm n = norm_of(&g->y, channel);
+    vec a = splat(g->a[channel]), b = splat(g->b[channel]), c = splat(g->c[channel]);
     ivec used[PARTS];
     for (int part = 0; part < PARTS; part++) used[part] = lanes_below(valid, part * WIDTH);
     for (int64_t r = 0; r < height; r++, row += p->row_stride)
         for (int64_t i = 0; i < width * LANES; i += LANES, dy += LANES, y += LANES)
             for (int part = 0; part < PARTS; part++) {
                 vec v = load(y + part * WIDTH), d = load(dy + part * WIDTH);
-                vec dz = relu_back(d, normalize(v, mean, scale, beta));
+                vec dz = relu_back(d, normalize(v, n));
                 store(row + i + part * WIDTH,
-                      keep(used[part], normalize_back(dz, v, mean, a, b, c)));
+                      keep(used[part], normalize_back(dz, v, n.mean, a, b, c)));
             }
 }

@@ -1,9 +1,8 @@
-/* What this core can do at most: products added, and bytes copied. The yardsticks of the
- * benchmarks; nothing else calls them. */
+/* The peak rates of a core: multiply-adds and copied bytes. Only the benchmarks call these. */
 #include "lanes.h"
 #include "mpidl.h"
 
-/* As many independent sums as registers hold beside the factors: enough to hide the latency. */
+/* The independent sums that fit into registers beside the factors; enough to hide the latency. */
 #if REGISTERS == 32
 #define SUMS 24
 #else

@@ -5,7 +5,7 @@
 #include "mpidl.h"
 #include "team.h"
 
-/* As Python hands it over: int64_t[11]. */
+/* int64_t[11] in Python. */
 struct windows {
     int64_t C, H, W, P, Q, R, S, stride_h, stride_w, top, left;
 };
@@ -19,10 +19,7 @@ struct job {
     double *sums;
 };
 
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Along one axis: the places [first, stop) of a window that are no padding, and its pixel `start`
+/* Along one axis: the places [first, stop) of a window that are not padding, and the pixel `start`
  * at place 0, which may be padding. */
 struct span {
     int64_t start, first, stop;
@@ -95,18 +92,18 @@ void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, in
 
 /* ---- forward ---- */
 
-/* One lane's part of a channel: where its pixels lie, and how they are read. */
+/* The vectors of one part of a channel's lanes, and their normalization. */
 struct channel {
     const float *x;
-    vec mean, scale, beta;
+    struct norm norm;
 };
 
 INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
     vec v = load(c->x + at * LANES);
-    return deferred ? activate(v, c->mean, c->scale, c->beta) : v;
+    return deferred ? activate(v, c->norm) : v;
 }
 
-/* Windows of fixed size are small; of any size, more copies of the loops would be no faster. */
+/* Unroll little: fixed windows are small, and for others more copies would not be faster. */
 #define FEW _Pragma("GCC unroll 4")
 
 /* The largest of a window's places [i0, i1) x [j0, j1), the first of equal ones; NaN is larger than
@@ -171,13 +168,10 @@ INLINE void pool_channel(const struct windows *w, const struct channel *c, int d
 
 static void pool_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
-    (void)own;
     const struct windows *w = job->windows;
     const struct source *s = &job->source;
     int64_t at = tile % w->C, out = tile * w->P * w->Q * LANES;
-    struct channel c = {0};
-    if (s->mean)
-        c.mean = splat(s->mean[at]), c.scale = splat(s->scale[at]), c.beta = splat(s->beta[at]);
+    struct channel c = {.norm = norm_of(s, at)};
     for (int64_t part = 0; part < LANES; part += WIDTH) {
         c.x = s->x + tile * w->H * w->W * LANES + part;
         float *y = job->y + out + part;
@@ -191,7 +185,7 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
 
 /* ---- backward ---- */
 
-/* What a window hands to the pixel at its place i * S + j. `dy` of a mean is divided already. */
+/* The gradient that a window passes to the pixel at `place`. For a mean, dy is divided already. */
 INLINE vec handed(const float *dy, const uint8_t *argmax, int64_t window, int64_t place) {
     vec d = load(dy + window * LANES);
     return argmax ? keep(load_bytes(argmax + window * LANES) == (int32_t)place, d) : d;
@@ -317,8 +311,8 @@ static void pool_dx_tile(void *argument, int64_t tile, float *own) {
     }
     if (job->sums) {
         double *row = job->sums + tile / w->C * 2 * w->C;
-        channel_norm_sums(dx, s->x + tile * pixels * LANES, pixels, s->mean + at, s->scale + at,
-                          s->beta + at, row + at, row + w->C + at);
+        channel_norm_sums(dx, s->x + tile * pixels * LANES, pixels, s, at, row + at,
+                          row + w->C + at);
     }
 }
 

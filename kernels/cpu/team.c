@@ -25,7 +25,7 @@ struct room {
     int64_t floats;
 };
 
-/* What the threads do now: a pass over blocks, or over tiles. */
+/* The current pass of the threads, over blocks or over tiles. */
 static struct pass {
     block_work *block;
     tile_work *tile;
@@ -41,7 +41,7 @@ static struct barrier barriers[MOST_THREADS];
 static struct room own[MOST_THREADS], shared[MOST_THREADS], slots[16];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t begin = PTHREAD_COND_INITIALIZER;
-static atomic_int generation, busy; /* of passes; workers that are still in this one */
+static atomic_int generation, busy; /* number of the pass; workers that are still in it */
 static int sleeping, leaving;
 static void (*hook)(void);
 static pthread_t watcher; /* the thread that set the hook, and alone runs it */
@@ -49,7 +49,7 @@ static long last_tick;
 
 static void *reserve(size_t bytes) {
     const size_t huge = 2 << 20;
-#if !defined(__SANITIZE_ADDRESS__) /* which watches what lies behind the bytes asked for */
+#if !defined(__SANITIZE_ADDRESS__) /* which checks the memory behind the block */
     bytes = (bytes + huge - 1) / huge * huge;
 #endif
     void *memory = NULL;
@@ -80,7 +80,7 @@ static void relax(int *spins) {
         __builtin_ia32_pause();
 #endif
     } else {
-        sched_yield(); /* somebody else may need this core to get on */
+        sched_yield(); /* another thread may need this core */
     }
 }
 
@@ -107,11 +107,11 @@ void meet(const struct team *team) {
     while (atomic_load(&b->round) == round) relax(&spins);
 }
 
-/* The first teams have one member more where it does not divide. */
+/* If the division leaves a remainder, the first teams have one member more. */
 int members_of(int index, int teams) { return threads / teams + (index < threads % teams); }
 
-/* Rounding as IEEE 754 has it on every thread: a library that was compiled with -ffast-math may have
- * switched numbers near 0 off on the one that loaded it. */
+/* Select IEEE 754 rounding on every thread: a library that was compiled with -ffast-math may have
+ * switched denormal numbers off on the thread that loaded it. */
 static unsigned standard_rounding(void) {
 #if defined(__x86_64__)
     unsigned before = __builtin_ia32_stmxcsr();
@@ -189,7 +189,7 @@ static void announce(void) {
 }
 
 static void start_workers(int wanted) {
-    atomic_store(&generation, 0); /* nobody is there to have seen another */
+    atomic_store(&generation, 0); /* no worker has seen another value */
     for (; threads < wanted; threads++)
         if (pthread_create(&workers[threads], NULL, run_worker, (void *)(intptr_t)threads)) break;
 }
@@ -201,10 +201,10 @@ static void stop_workers(void) {
     leaving = 0;
 }
 
-/* A forked child has the memory but none of the threads: it goes on by itself. */
+/* A forked child has the memory but not the threads: it continues with one thread. */
 static void in_child(void) {
     threads = 1, sleeping = 0, leaving = 0;
-    hook = NULL; /* its messages are the parent's */
+    hook = NULL; /* its messages belong to the parent */
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&begin, NULL);
 }
@@ -225,7 +225,7 @@ static void run_pass(void) {
 }
 
 int teams_for(int64_t blocks) {
-    /* the number of teams with the fewest turns of block / members; more teams where equal */
+    /* the number of teams with the fewest turns of block / members; of equal ones the largest */
     int best = 1;
     double least = 0;
     for (int teams = 1; teams <= threads && teams <= blocks; teams++) {
@@ -258,7 +258,7 @@ int64_t mpidl_set_threads(int64_t count) {
     if (count == threads) return threads;
     if (threads > 1) stop_workers();
     start_workers((int)count);
-    return threads; /* fewer where the system gives no more: the bytes are the same */
+    return threads; /* the system may allow fewer threads: the bytes are the same */
 }
 
 void mpidl_set_hook(void (*function)(void)) { hook = function, watcher = pthread_self(); }

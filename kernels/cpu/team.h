@@ -1,9 +1,9 @@
-/* Threads: who works on which block, and on which part of it.
+/* Threads, and the blocks and tiles that each of them computes.
  *
- * A pass over a rank's blocks is shared by teams. A team owns a run of consecutive blocks and does
- * one after the other; where there are fewer blocks than threads a team has several members, who
- * share each block's tiles. All members run the same function on the block (as MPI ranks run the
- * same program): each takes the tiles that are its own, and `meet` is their barrier:
+ * Teams share a pass over a rank's blocks. A team owns a run of consecutive blocks and computes one
+ * after the other. If there are fewer blocks than threads, a team has several members, which share
+ * each block's tiles. All members run the same function on the block, as MPI ranks run the same
+ * program: each computes its own tiles, and `meet` is their barrier:
  *
  *     static void work(const struct team *team, void *job, int64_t block) {
  *         EACH_TILE(team, c, channels) fill(job, block, c, team->shared);
@@ -24,9 +24,9 @@ enum { MOST_THREADS = 256 };
 struct barrier;
 
 struct team {
-    int thread;                 /* which of all threads, 0 the caller's */
-    int index, teams;           /* which team, of how many */
-    int member, members;        /* which of this team's threads, of how many */
+    int thread;                 /* number of the thread; 0 is the caller */
+    int index, teams;           /* number of the team, and of teams */
+    int member, members;        /* number of the member, and of members */
     int64_t first, stop;        /* the team's blocks */
     float *shared;              /* scratch of the team */
     float *own;                 /* scratch of this member */
@@ -42,28 +42,29 @@ struct team {
 typedef void block_work(const struct team *team, void *job, int64_t block);
 typedef void tile_work(void *job, int64_t tile, float *own);
 
-/* Run `work` on each of `blocks` blocks; shared and own: floats of scratch, 64-byte aligned, with
- * unknown contents. Returns when all is done. */
+/* Run `work` on each of `blocks` blocks and wait for all. shared and own: floats of scratch,
+ * 64-byte aligned, uninitialized. */
 void each_block(int64_t blocks, block_work *work, void *job, int64_t shared, int64_t own);
 
-/* Into how many teams each_block(blocks) will divide the threads. */
+/* The number of teams into which each_block(blocks) divides the threads. */
 int teams_for(int64_t blocks);
 
-/* How many threads team `index` of `teams` has; team 0 has the first ones, and so on. */
+/* The number of threads of team `index` of `teams`; team 0 has the first ones, and so on. */
 int members_of(int index, int teams);
 
 /* Run `work` on each of `tiles` independent tiles. */
 void each_tile(int64_t tiles, tile_work *work, void *job, int64_t own);
 
-/* All members of the team have come here. */
+/* Wait for all members of the team. */
 void meet(const struct team *team);
 
-/* Let the hook run if it is time: to be called every millisecond or so of work. Only the thread that
- * set it runs it, whoever calls this. */
+/* Run the hook if it is due; kernels call this about every millisecond. On threads other than the
+ * one that set the hook it does nothing. */
 void tick(void);
 
-/* 64-byte aligned memory of the process for `floats` floats, on huge pages where they are offered;
- * `slot` tells buffers apart. It stays valid until the slot is asked for more. Main thread only. */
+/* 64-byte aligned memory of the process for `floats` floats, on huge pages if the system offers
+ * them. `slot` identifies the buffer, which is valid until a call asks the slot for more. Main
+ * thread only. */
 float *scratch(int slot, int64_t floats);
 
 #endif

@@ -1,23 +1,23 @@
-/* Images turned, scaled and sheared: each output pixel looks up where it comes from. Of the threads
- * that read ahead: nothing of team.h is used here. Sums and products are rounded one by one, in the
- * order written, so that all builds give the same bytes. */
+/* Rotates, scales and shears images: each output pixel is interpolated at its place in the input.
+ * Threads that read ahead call these functions, so nothing here uses team.h. Sums and products are
+ * rounded one by one, in the order written, so all builds give the same bytes. */
 #include <math.h>
 
 #include "mpidl.h"
 
-/* As Python hands it over: int64_t[5]. */
+/* int64_t[5] in Python. */
 struct warp {
     int64_t C, H, W, P, Q;
 };
 
-/* Where an output pixel comes from: the pixel above and left of that place, and how far beyond it
- * that lies, from 0 to 1. */
+/* The place in the input of an output pixel: the input pixel above and left of it, and the distance
+ * from that pixel, 0 to 1. */
 struct from {
     int64_t h, w;
     float down, across;
 };
 
-/* Of places far away the last bits do not matter: nothing of the image is there. */
+/* Clamp places far outside the image, which all have the same value. */
 static double near(double at, int64_t size) {
     return at < -2 ? -2 : at > (double)size + 1 ? (double)size + 1 : at;
 }

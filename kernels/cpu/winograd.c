@@ -4,7 +4,7 @@
 #include "mpidl.h"
 #include "winograd_tiles.h"
 
-/* What is sized here follows from the layer's shape alone, and from nothing of the machine.
+/* All sizes follow from the layer's shape alone, not from the machine.
  *
  * The tiles of a block are taken in bands of consecutive tiles, so that their transformed inputs V
  * and the products M stay in cache. In a band, with T tiles:
@@ -41,7 +41,7 @@ void mpidl_winograd_conv_plain(const float *x, const float *w, const float *bias
 }
 
 static int64_t points(int m) { return (m + 2) * (m + 2); }
-static int64_t quads(int64_t outputs) { return (outputs + QUAD - 1) / QUAD; }
+static int64_t quads(int64_t outputs) { return parts_of(outputs, QUAD); }
 
 struct bands {
     int64_t across, tiles, most; /* tiles in a row of tiles, in all, and at most in a band */
@@ -50,28 +50,24 @@ struct bands {
 static struct bands bands_of(const struct winograd *shape) {
     int m = shape->m;
     struct bands bands;
-    bands.across = (shape->columns + m - 1) / m;
-    bands.tiles = bands.across * ((shape->rows + m - 1) / m);
+    bands.across = parts_of(shape->columns, m);
+    bands.tiles = bands.across * parts_of(shape->rows, m);
     int64_t bytes = points(m) * (shape->inputs + QUAD * quads(shape->outputs)) * LANES * 4;
     int64_t fit = BAND_BYTES / bytes / 6 * 6;
-    fit = fit < 6 ? 6 : fit > MOST ? MOST : fit;
-    bands.most = fit < bands.tiles ? fit : bands.tiles;
+    bands.most = least(least(most(fit, 6), MOST), bands.tiles);
     return bands;
 }
 
 /* From one point to the next of u. */
 static int64_t u_stride(int64_t inputs, int64_t outputs) {
-    return odd_lines((quads(outputs) * QUAD * inputs + LANES - 1) / LANES);
+    return odd_lines(parts_of(quads(outputs) * QUAD * inputs, LANES));
 }
 
 int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m) {
     return points(m) * u_stride(inputs, outputs);
 }
 
-int64_t winograd_weights_tiles(int64_t inputs, int64_t outputs) {
-    (void)inputs;
-    return quads(outputs);
-}
+int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
 
 /* taps[tap][input * 4 + output] of the filters of four inputs to four outputs, or of fewer: zeros
  * then. From output to output it is `to` floats, from input to input `from`. */
@@ -83,7 +79,7 @@ INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t output
             for (int tap = 0; tap < 9; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
 }
 
-/* The same where there are four of both and 7 more floats behind the last. */
+/* The same for four inputs and four outputs with 7 more floats behind the last. */
 INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16]) {
     for (int f = 0; f < 16; f += WIDTH)
         for (int tap = 0; tap < 9; tap += WIDTH) {
@@ -96,7 +92,7 @@ INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*ta
         }
 }
 
-/* G g G^T of four inputs' filters to four outputs at a time, that is of 16 filters. */
+/* G g G^T of 16 filters at a time: of four inputs to four outputs. */
 INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
                             const int backward, int64_t quad) {
     const int n = m + 2;
@@ -104,11 +100,11 @@ INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, cons
     const int64_t to = backward ? 9 : C * 9, from = backward ? C * 9 : 9;
     const int64_t point = u_stride(inputs, outputs);
     const float *last = w + (K * C - 1) * 9;
-    int64_t many = outputs - quad * QUAD < QUAD ? outputs - quad * QUAD : QUAD;
+    int64_t many = least(outputs - quad * QUAD, QUAD);
     w += quad * QUAD * to;
     u += quad * QUAD * inputs;
     for (int64_t input = 0; input < inputs; input += 4, w += 4 * from, u += 4 * QUAD) {
-        int64_t count = inputs - input < 4 ? inputs - input : 4;
+        int64_t count = least(inputs - input, 4);
         float taps[9][16] __attribute__((aligned(64)));
         if (many == QUAD && count == 4 && w + 3 * to + 3 * from < last)
             gather_all_taps(w, to, from, taps);
@@ -144,13 +140,13 @@ void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int
     else weights_of_quad(w, u, K, C, 2, 0, tile);
 }
 
-/* The panels of a band: its vectors divided evenly. */
-static int64_t panel_count(int64_t vectors) { return (vectors + PANEL - 1) / PANEL; }
+/* The panels of a band divide its vectors evenly. */
+static int64_t panel_count(int64_t vectors) { return parts_of(vectors, PANEL); }
 static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
     return vectors * panel / count;
 }
 
-/* place[v]: where vector v (tile * PARTS + part) of channel c of a band is in V. */
+/* place[v]: offset in V of vector v (tile * PARTS + part) of channel c of a band. */
 static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t c) {
     int64_t count = panel_count(vectors);
     for (int64_t panel = 0; panel < count; panel++) {
@@ -161,11 +157,11 @@ static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t
     }
 }
 
-/* M of one panel and four outputs, at one point. A long sum would lose what good points gain: it is
- * made of sums of at most `most` terms. */
+/* M of one panel and four outputs, at one point. A long sum would lose the accuracy that good
+ * points give, so it is divided into sums of at most `most` terms. */
 INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t most, float *M,
                      int64_t output, const int vectors) {
-    const int64_t sums = (inputs + most - 1) / most;
+    const int64_t sums = parts_of(inputs, most);
     for (int64_t s = 0, c = 0; s < sums; s++) {
         const int64_t stop = inputs * (s + 1) / sums;
         vec sum[QUAD][PANEL];
@@ -205,7 +201,7 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
     }
 }
 
-/* y of one tile from M, its points `point` floats apart. rows and columns: what is valid of it. */
+/* y of one tile from M, whose points are `point` floats apart. Only rows x columns are written. */
 INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64_t row,
                         int64_t rows, int64_t columns, const int m) {
     const int n = m + 2;
@@ -239,8 +235,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
         int64_t place[MOST * PARTS];
         find_places(place, vectors, inputs, c);
         for (int64_t t = first, next; t < stop; t = next) {
-            next = t / across * across + across;
-            if (next > stop) next = stop;
+            next = least(t / across * across + across, stop);
             const float *from = x.at + c * x.channel + t / across * m * x.row +
                                 t % across * m * LANES;
             for (int part = 0; part < PARTS; part++) {
@@ -276,7 +271,7 @@ INLINE void convolve_band(const struct team *team, const struct winograd *shape,
             const int64_t rows = shape->rows - r, columns = shape->columns - c;
             float *to = y.at + o * y.channel + r * y.row + c * LANES;
             const float *from = M + (o * tiles + t - first) * LANES;
-            if (o + 1 < outputs) /* y is not in cache as a rule: begin to bring its next lines */
+            if (o + 1 < outputs) /* prefetch the next lines of y, which are rarely in cache */
                 UNROLL for (int i = 0; i < m; i++)
                     UNROLL for (int j = 0; j < m; j++)
                         __builtin_prefetch(to + y.channel + i * y.row + j * LANES, 1);
@@ -299,7 +294,7 @@ int64_t winograd_conv_floats(const struct winograd *shape) {
 void winograd_conv(const struct team *team, const struct winograd *shape, struct pixels x,
                    const float *u, const float *bias, struct pixels y, float *scratch) {
     struct bands bands = bands_of(shape);
-    int64_t count = (bands.tiles + bands.most - 1) / bands.most;
+    int64_t count = parts_of(bands.tiles, bands.most);
     for (int64_t band = 0; band < count; band++) {
         int64_t first = bands.tiles * band / count, stop = bands.tiles * (band + 1) / count;
         if (shape->m == 4)
@@ -309,7 +304,7 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
     }
 }
 
-/* One block, as tests call it. */
+/* One block, for tests. */
 struct example {
     struct winograd shape;
     int backward;
@@ -321,14 +316,12 @@ struct example {
 static void example_weights(void *job, int64_t tile, float *own) {
     const struct example *e = job;
     const int64_t inputs = e->shape.inputs, outputs = e->shape.outputs;
-    (void)own;
     winograd_weights(e->w, e->u, e->backward ? inputs : outputs, e->backward ? outputs : inputs,
                      e->shape.m, e->backward, tile);
 }
 
 static void example_conv(const struct team *team, void *job, int64_t block) {
     const struct example *e = job;
-    (void)block;
     winograd_conv(team, &e->shape, e->x, e->u, e->bias, e->y, team->shared);
 }
 
@@ -346,6 +339,6 @@ void mpidl_winograd_conv(const float *x, const float *w, const float *bias, floa
     const int64_t row = winograd_extent(shape[3], e.shape.m) * LANES;
     e.x = (struct pixels){(float *)x, winograd_extent(shape[2], e.shape.m) * row, row};
     e.y = (struct pixels){y, shape[2] * shape[3] * LANES, shape[3] * LANES};
-    each_tile(winograd_weights_tiles(shape[0], shape[1]), example_weights, &e, 0);
+    each_tile(winograd_weights_tiles(shape[1]), example_weights, &e, 0);
     each_block(1, example_conv, &e, winograd_conv_floats(&e.shape), 0);
 }

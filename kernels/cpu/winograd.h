@@ -6,8 +6,8 @@
  *     Y = A^T [ sum over channels of (G g G^T) . (B^T d B) ] A        g 3x3, d a tile of the input
  *
  * 2.25 times fewer for m = 2, 4 times fewer for m = 4. All members of a team call these functions
- * for a block (see team.h) with the same arguments; what one reads must be there (`meet` before),
- * and what they write is there after the next `meet` of the caller.
+ * for a block (see team.h) with the same arguments. Their inputs must be complete (`meet` before),
+ * and their outputs are complete after the caller's next `meet`.
  */
 #ifndef MPIDL_WINOGRAD_H
 #define MPIDL_WINOGRAD_H
@@ -16,9 +16,10 @@
 
 #include "team.h"
 
-/* Of one block, or of one group of its channels. Tiles cover the output from its first pixel; those
- * at the right and the bottom may reach over its edge, where x (and dy for dweight) must be zero:
- * x has at least winograd_extent(rows, m) rows and winograd_extent(columns, m) columns. */
+/* A convolution of one block, or of one group of its channels. Tiles cover the output from its
+ * first pixel. Tiles at the right and the bottom may extend beyond it; x (and dy for dweight) is
+ * zero there: x has at least winograd_extent(rows, m) rows and winograd_extent(columns, m)
+ * columns. */
 struct winograd {
     int64_t inputs, outputs; /* channels */
     int64_t rows, columns;   /* pixels of the output */
@@ -40,7 +41,7 @@ static inline int64_t winograd_extent(int64_t outputs, int m) {
  * backward, for the gradient with respect to the input, makes C outputs of K inputs. u is made in
  * independent tiles, for each_tile. */
 int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m);
-int64_t winograd_weights_tiles(int64_t inputs, int64_t outputs);
+int64_t winograd_weights_tiles(int64_t outputs);
 void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int backward,
                       int64_t tile);
 

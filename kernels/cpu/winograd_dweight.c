@@ -10,8 +10,8 @@
  * Tiles are taken in bands, points in the groups of winograd_tiles.h, so that V = B^T d B and
  * D = A dy A^T stay in cache. For each point the sum S is a matrix product, in one of two layouts:
  *
- *  - where the outputs are a multiple of 16, D is transposed: a vector holds outputs, and tiles and
- *    images are one dimension, that of the terms:
+ *  - if the outputs are a multiple of 16, D is transposed: a vector holds outputs, and tiles and
+ *    images are one dimension, the terms of the sum:
  *        V[point][input][tile, image]   D[point][panel of outputs][tile, image][output]
  *        S[point][16 outputs][input][output]
  *  - else a vector holds images, which are added up at the end of a band:
@@ -21,7 +21,7 @@
 enum {
     M = 4,
     N = 6,
-    QUAD = 4,                         /* outputs of a register tile where vectors hold images, */
+    QUAD = 4,                         /* outputs of a register tile if vectors hold images, */
     INPUTS = REGISTERS == 32 ? 4 : 3, /* and inputs */
     MOST = 64,                        /* tiles of a band */
     BAND_BYTES = 512 << 10,           /* of V and D of two lines of points */
@@ -46,18 +46,14 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
             }
 }
 
-static int64_t round_up(int64_t n, int64_t multiple) {
-    return (n + multiple - 1) / multiple * multiple;
-}
-
-/* How a shape is worked on. It follows from the shape alone, but for the width of panels, on which
- * no sum depends. */
+/* The layout of the work for a shape. It follows from the shape alone, except for the width of
+ * panels, which changes no sum. */
 struct plan {
     int64_t inputs, outputs, C, K; /* C and K: rounded up to register tiles */
     int transposed;
     int64_t across, tiles, bands, most; /* tiles in a row of tiles, in all; bands; tiles of one */
     int64_t panel;                      /* outputs of one */
-    int64_t channel;                    /* strides in floats: of V's, and of D's where images */
+    int64_t channel; /* stride in floats of V's channels, and of D's if vectors hold images */
     int64_t v_point, d_point, s_point;
     float *V, *D, *S, *T;
 };
@@ -65,17 +61,14 @@ struct plan {
 static struct plan plan_of(const struct winograd *shape, float *scratch) {
     struct plan p = {.inputs = shape->inputs, .outputs = shape->outputs};
     p.transposed = p.outputs % 16 == 0;
-    p.C = round_up(p.inputs, 4), p.K = round_up(p.outputs, QUAD);
-    p.across = (shape->columns + M - 1) / M;
-    p.tiles = p.across * ((shape->rows + M - 1) / M);
+    p.C = parts_of(p.inputs, 4) * 4, p.K = parts_of(p.outputs, QUAD) * QUAD;
+    p.across = parts_of(shape->columns, M);
+    p.tiles = p.across * parts_of(shape->rows, M);
     int64_t fit = BAND_BYTES / (2 * N * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
-    /* A band adds to all of S: this many tiles are as much to read and write as S. */
-    int64_t least = p.inputs * p.outputs / (8 * (p.inputs + p.outputs));
-    least = least < 4 ? 4 : least;
-    fit = fit < least ? least : fit;
-    fit = fit > MOST ? MOST : fit;
-    p.bands = (p.tiles + fit - 1) / fit;
-    p.most = (p.tiles + p.bands - 1) / p.bands;
+    /* A band adds to all of S; so many tiles are as much memory traffic as S. */
+    int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
+    p.bands = parts_of(p.tiles, least(most(fit, worth), MOST));
+    p.most = parts_of(p.tiles, p.bands);
     p.panel = 16;
     if (WIDTH == 16)
         for (int64_t outputs = 32; outputs <= 64; outputs += 16)
@@ -137,8 +130,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
     for (int64_t t = 0; t < tiles; t++) place[t * PARTS] = t * LANES;
     EACH_TILE(team, i, p->inputs) {
         for (int64_t t = first, next; t < first + tiles; t = next) {
-            next = t / across * across + across;
-            if (next > first + tiles) next = first + tiles;
+            next = least(t / across * across + across, first + tiles);
             const float *from = x.at + i * x.channel + t / across * M * x.row +
                                 t % across * M * LANES;
             float *to = p->V + i * p->channel + (t - first) * LANES;
@@ -224,8 +216,9 @@ static void point_transposed(const struct plan *p, const float *V, const float *
 /* A stage of the tree that adds up lanes, see sum_across. */
 #define ADD_LANES(a, b, step) (LOWER(a, b, step) + HIGHER(a, b, step))
 
-/* Of `inputs` inputs and four outputs, the sums over tiles in one part of the lanes, an input's to
- * LANES floats at `sums`. Two stages of adding up lanes are done: lane j is of output j % 4. */
+/* The sums over tiles of `inputs` inputs and four outputs, in one part of the lanes; an input
+ * has LANES floats of `sums`. Two stages of adding up lanes are done: lane j belongs to output j
+ * % 4. */
 INLINE void multiply_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                            float *sums, const int inputs) {
     vec sum[INPUTS][QUAD];
@@ -261,13 +254,9 @@ INLINE void add_lanes(const float *sums, float *S, int add) {
 #endif
             part_sum[part] = v[0];
         }
-#if PARTS == 4
-        part_sum[0] = (part_sum[0] + part_sum[1]) + (part_sum[2] + part_sum[3]);
-#elif PARTS == 2
-        part_sum[0] += part_sum[1];
-#endif
-        if (add) part_sum[0] += load(S);
-        store(S, part_sum[0]);
+        vec sum = sum_of_parts(part_sum);
+        if (add) sum += load(S);
+        store(S, sum);
     }
 }
 
@@ -276,7 +265,7 @@ static void point_lanes(const struct plan *p, const float *V, const float *D, in
     enum { CHUNK = 48 }; /* inputs; a multiple of 4 and of INPUTS */
     float sums[CHUNK * LANES] __attribute__((aligned(64)));
     for (int64_t first = 0; first < p->inputs; first += CHUNK) {
-        const int64_t count = p->inputs - first < CHUNK ? p->inputs - first : CHUNK;
+        const int64_t count = least(p->inputs - first, CHUNK);
         for (int64_t i = count; i % 4; i++) memset(sums + i * LANES, 0, LANES * sizeof(float));
         for (int64_t o = 0; o < p->K; o += QUAD) {
             for (int part = 0; part < LANES; part += WIDTH)
@@ -320,7 +309,7 @@ static void finish_transposed(const struct plan *p, int64_t tile, float *dweight
     float taps[16][LANES] __attribute__((aligned(64))) = {{0}}; /* 9 of the 16 are used */
     const float *S = p->S + tile * p->C * LANES;
     for (int64_t i = 0; i < p->inputs; i += 16) {
-        int64_t count = p->inputs - i < 16 ? p->inputs - i : 16;
+        int64_t count = least(p->inputs - i, 16);
         for (int64_t j = 0; j < count; j++) {
             filters(S + (i + j) * LANES, p->s_point, taps);
             transpose_16(taps[0], LANES, filter + j * 9, ROW); /* 7 too many: the next's */
@@ -374,7 +363,7 @@ void winograd_dweight(const struct team *team, const struct winograd *shape, str
         (p->transposed ? finish_transposed : finish_lanes)(p, tile, dweight);
 }
 
-/* One block, as tests call it. */
+/* One block, for tests. */
 struct example {
     struct winograd shape;
     struct pixels x, dy;
@@ -383,7 +372,6 @@ struct example {
 
 static void example_dweight(const struct team *team, void *job, int64_t block) {
     const struct example *e = job;
-    (void)block;
     winograd_dweight(team, &e->shape, e->x, e->dy, e->dweight, team->shared);
 }
 

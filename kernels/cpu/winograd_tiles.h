@@ -3,8 +3,8 @@
  * A product of polynomials is found from its values at points: 0, 1, -1 and infinity for F(2, 3),
  * and 0, +-NEAR, +-FAR and infinity for F(4, 3). Any points are exact with real numbers; rounding
  * depends on them. 5/8 and 3/2 have less than half the error of the classic 1 and 2, and the least
- * of what was tried (tests/backends/cpu/test_cpu_winograd.py prints it); and what B and A hold, squares and products
- * of small dyadic fractions, is exact in float32.
+ * of the points that were tried (tests/backends/cpu/test_cpu_winograd.py prints it). The elements
+ * of B and A, squares and products of small dyadic fractions, are exact in float32.
  *
  * B^T and A below have rows of points; a pair +-p shares its even and odd parts. "Lines" are these
  * rows in groups that share work: the first point, the pairs, infinity.
@@ -19,8 +19,8 @@
 #define NEAR2 (NEAR * NEAR)
 #define FAR2 (FAR * FAR)
 
-/* A stride in floats of at least so many lines of 16. The number is odd: what is at such strides is
- * in different sets of a cache. */
+/* A stride in floats of at least `lines` lines of 16. The number of lines is odd, so that data at
+ * such strides fall into different sets of a cache. */
 static inline int64_t odd_lines(int64_t lines) { return (lines | 1) * LANES; }
 
 /* A matrix of 16 x 16 floats, its rows `row` floats apart, to columns `column` floats apart. */
@@ -127,7 +127,7 @@ INLINE void gradient_line(const vec *d, vec *out) {
     gradient_group(d, out + 5, 3);
 }
 
-/* What the rows of G are divided by, of F(4, 3): the products of differences of points. */
+/* The divisors of the rows of G of F(4, 3): products of differences of points. */
 #define SCALE0 ((float)(1 / ((double)NEAR2 * FAR2)))
 #define SCALE1 ((float)(1 / (2 * (double)NEAR2 * (NEAR2 - FAR2))))
 #define SCALE2 ((float)(1 / (2 * (double)FAR2 * (FAR2 - NEAR2))))

@@ -2,7 +2,7 @@
 //
 // A block takes the channels of one tile (blockIdx.y) and a run of rows: thread t has channels
 // VEC * (t % tile) on and rows t / tile, t / tile + rows, ..., so that it meets the same channels
-// all the way and neighbours read neighbouring memory. VEC is 4 where C is a multiple of 4, else 1.
+// all the way and neighbours read neighbouring memory. VEC is 4 if C is a multiple of 4, else 1.
 
 constexpr int THREADS = 256;
 constexpr int TOGETHER = 8;  // rows that a sum takes at a time: loads in flight, and short sums
@@ -18,7 +18,7 @@ template <int VEC> __device__ __forceinline__ void store(float* x, Floats<VEC> v
   *reinterpret_cast<Floats<VEC>*>(x) = v;
 }
 
-// Of a vector (C,), which need not begin at a multiple of 16 bytes.
+// Load part of a vector (C,), which need not be aligned to 16 bytes.
 template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vector, int channel) {
   Floats<VEC> v;
 #pragma unroll
@@ -39,6 +39,15 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
   p.inside = p.row < p.rows && p.channel < channels;
   return p;
 }
+
+// Call a template with 4 channels a thread if they divide evenly, else with 1.
+#define BY_WIDTH(function, ...)                                                                    \
+  do {                                                                                             \
+    if (channels % 4 == 0)                                                                         \
+      function<4>(__VA_ARGS__);                                                                    \
+    else                                                                                           \
+      function<1>(__VA_ARGS__);                                                                    \
+  } while (0)
 
 // One channel. The separate functions and the fused ones are made of these and give the same bytes.
 __device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
@@ -102,16 +111,13 @@ __device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, 
 extern "C" __global__ void __launch_bounds__(256)
 channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
              int channels, int tile) {
-  if (channels % 4 == 0)
-    leaf_sums<4>(x, leaves, images * pixels, channels, tile);
-  else
-    leaf_sums<1>(x, leaves, images * pixels, channels, tile);
+  BY_WIDTH(leaf_sums, x, leaves, images * pixels, channels, tile);
 }
 
 // Leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows.
 //
 // In one pass: rows are taken less the leaf's first one, so that a mean far from 0 costs no digits;
-// a few at a time, their mean first and M2 about it; those are merged by Chan's formula. As the row
+// a few at a time, their mean first and M2 about it; Chan's formula merges them. Because the row
 // that was subtracted is one of the leaf, the double sums at the end do not cancel by more than n.
 template <int VEC>
 __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int n, int all,
@@ -171,14 +177,11 @@ moments(const float* __restrict__ x, const int* __restrict__ valid, double* __re
         int images, int pixels, int channels, int tile) {
   const long long before = (long long)blockIdx.x * images;
   const int here = (int)min((long long)images, max(0ll, valid[0] - before));
-  if (channels % 4 == 0)
-    leaf_moments<4>(x, leaves, here * pixels, images * pixels, channels, tile);
-  else
-    leaf_moments<1>(x, leaves, here * pixels, images * pixels, channels, tile);
+  BY_WIDTH(leaf_moments, x, leaves, here * pixels, images * pixels, channels, tile);
 }
 
-// Leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] of n rows; dz is dy, or, where there is a
-// scale, dy where the activation is > 0.
+// Leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] of n rows; dz is dy or, if scale is
+// given, dy where the activation is > 0.
 template <int VEC>
 __device__ __forceinline__ void leaf_products(const float* dy, const float* x, const float* mean,
                                               const float* scale, const float* beta,
@@ -234,10 +237,7 @@ batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,
                const float* __restrict__ beta, double* __restrict__ leaves, int images, int pixels,
                int channels, int tile) {
-  if (channels % 4 == 0)
-    leaf_products<4>(dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
-  else
-    leaf_products<1>(dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
+  BY_WIDTH(leaf_products, dy, x, mean, scale, beta, leaves, images * pixels, channels, tile);
 }
 
 template <int VEC>
@@ -273,10 +273,7 @@ extern "C" __global__ void __launch_bounds__(256)
 batchnorm(const float* __restrict__ x, const float* __restrict__ mean,
           const float* __restrict__ scale, const float* __restrict__ beta, float* __restrict__ y,
           int relu, long long n, int channels, int tile) {
-  if (channels % 4 == 0)
-    normalize<4>(x, mean, scale, beta, y, relu, n, channels, tile);
-  else
-    normalize<1>(x, mean, scale, beta, y, relu, n, channels, tile);
+  BY_WIDTH(normalize, x, mean, scale, beta, y, relu, n, channels, tile);
 }
 
 template <int VEC>
@@ -327,10 +324,7 @@ batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restri
              const int* __restrict__ valid, float* dx, int pixels, long long n, int channels,
              int tile) {
   const long long used = min(n, (long long)valid[0] * pixels);
-  if (channels % 4 == 0)
-    normalize_back<4>(dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
-  else
-    normalize_back<1>(dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
+  BY_WIDTH(normalize_back, dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
 }
 
 // Element by element, four at a time: lanes are a multiple of 16 floats.
@@ -358,7 +352,8 @@ relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __rest
   }
 }
 
-// Of folded moments [count, mean, M2]; a thread a channel. With no image all is finite.
+// The statistics of folded moments [count, mean, M2]; one thread per channel. Without images all
+// results are finite.
 extern "C" __global__ void __launch_bounds__(128)
 statistics(const double* __restrict__ folded, const float* __restrict__ gamma, double epsilon,
            double* __restrict__ count, double* __restrict__ mean, double* __restrict__ rstd,
@@ -376,7 +371,7 @@ statistics(const double* __restrict__ folded, const float* __restrict__ gamma, d
   scale[c] = (float)(gamma[c] * r);
 }
 
-// Of the folded [sum of dy, sum of dy * (x - mean)].
+// The factors of dx from the folded [sum of dy, sum of dy * (x - mean)].
 extern "C" __global__ void __launch_bounds__(128)
 batchnorm_factors(const double* __restrict__ sums, const float* __restrict__ gamma,
                   const double* __restrict__ count, const double* __restrict__ rstd,

@@ -13,11 +13,11 @@ __device__ __forceinline__ double sum_of_block(double own, double* sums) {
     return sums[0];
 }
 
-// clipped = gradient + decay * weight, no larger than the limit in either direction (infinity: as it
-// is); squares: of each block of threads the sum of the squares of its `chunk` floats.
+// clipped = gradient + decay * weight, no larger than the limit in either direction (infinity: as
+// it is); squares: of each block of threads the sum of the squares of its `chunk` floats.
 //
-// parameters: of each the addresses of weight, gradient and clipped, and how many floats. places: of
-// each block of threads the parameter and the first of its floats.
+// parameters: of each the addresses of weight, gradient and clipped, and how many floats. places:
+// of each block of threads the parameter and the first of its floats.
 extern "C" __global__ void __launch_bounds__(256)
     clip_numbers(const long long* __restrict__ parameters, const int* __restrict__ places,
                  const float* __restrict__ decays, float limit, int chunk,
@@ -41,15 +41,15 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) squares[blockIdx.x] = square;
 }
 
-// What a norm of this square is multiplied by. A norm that is no number stays one.
+// The factor for a gradient whose norm has this square. NaN stays NaN.
 __device__ __forceinline__ float scale_of(double square, double threshold) {
     const double norm = sqrt(square);
     return norm <= threshold ? 1.0f : (float)(threshold / norm);
 }
 
-// scales: of each parameter the factor that makes its norm, or `together` that of all parameters, no
-// larger than the threshold. firsts: of each the first of its squares, and one past the last. One
-// block of threads.
+// scales: of each parameter the factor that makes its norm, or `together` that of all parameters,
+// no larger than the threshold. firsts: of each the first of its squares, and one past the last.
+// One block of threads.
 extern "C" __global__ void __launch_bounds__(256)
     clip_scales(const double* __restrict__ squares, const int* __restrict__ firsts, int count,
                 int together, double threshold, float* __restrict__ scales) {

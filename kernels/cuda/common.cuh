@@ -1,5 +1,5 @@
-// Put before every .cu file as text: names for what CUDA C has no word for. Where kernels run on
-// the CPU (tests/emulator/shim.h) the same names are given there.
+// Prepended to every .cu file as text: functions that CUDA C lacks. tests/emulator/shim.h defines
+// the same names for kernels that run on the CPU.
 #ifndef MPIDL_EMULATED
 
 typedef unsigned int u32;
@@ -11,15 +11,6 @@ typedef unsigned int u32;
 template <class T> __device__ __forceinline__ T shfl_xor(T v, int mask) {
     return __shfl_xor_sync(0xffffffffu, v, mask);
 }
-template <class T> __device__ __forceinline__ T shfl_down(T v, int by) {
-    return __shfl_down_sync(0xffffffffu, v, by);
-}
-template <class T> __device__ __forceinline__ T shfl_up(T v, int by) {
-    return __shfl_up_sync(0xffffffffu, v, by);
-}
-template <class T> __device__ __forceinline__ T shfl(T v, int lane) {
-    return __shfl_sync(0xffffffffu, v, lane);
-}
 
 #if __CUDA_ARCH__ >= 800
 
@@ -27,15 +18,11 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
-// Copy 16, 8 or 4 bytes from global to shared memory in the background; zeros where not `ok`
+// Copy 16 or 4 bytes from global to shared memory in the background; zeros where not `ok`
 // (`from` must still be an address). They have arrived after cp_wait, for this thread alone.
 __device__ __forceinline__ void cp_async16(void* to, const void* from, bool ok) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
                  :: "r"(shared_address(to)), "l"(from), "r"(ok ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void cp_async8(void* to, const void* from, bool ok) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n"
-                 :: "r"(shared_address(to)), "l"(from), "r"(ok ? 8 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async4(void* to, const void* from, bool ok) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n"
@@ -67,9 +54,49 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const
 #endif
 #endif
 
-// A float as tensor cores take it, who read its upper 19 bits. TERMS 3: high is the nearest number of
-// so many bits, low what is left, exactly (12 bits, of which 11 are read). TERMS 1: high is that once
-// the lower bits are dropped; infinity and NaN stay, which the addition could make a number of.
+// Deal the indices below `count` to the threads of the grid, neighbours to neighbours.
+#define EACH_INDEX(i, count)                                                                       \
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x, count_of_##i = (count),   \
+                   step_of_##i = (long long)gridDim.x * blockDim.x;                                \
+         i < count_of_##i; i += step_of_##i)
+
+#if defined(MPIDL_EMULATED) || __CUDA_ARCH__ >= 800
+template <int FLOATS>
+__device__ __forceinline__ void cp_async(float* to, const float* from, bool ok) {
+    if (FLOATS == 4)
+        cp_async16(to, from, ok);
+    else
+        cp_async4(to, from, ok);
+}
+#endif
+
+// The shape of a convolution: the kernel's arguments from `height` on, or CONV_SHAPE as constants.
+#ifdef CONV_SHAPE
+#define DEFINE_SHAPE(shape) constexpr int shape[] = {CONV_SHAPE}
+#else
+#define DEFINE_SHAPE(shape)                                                                        \
+    const int shape[] = {height,      width,         channels, out_height, out_width,              \
+                         filters,     taps_down,     taps_across,                                  \
+                         stride_down, stride_across, top,      left,                               \
+                         dilation_down, dilation_across, groups}
+#endif
+
+// total += sum, and sum = 0, of a warp's products.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
+                                          float (&sum)[ROWS][COLUMNS][4]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
+}
+
+// A float as tensor cores read it: its upper 19 bits. TERMS 3: high is the nearest number of 19
+// bits, low is exactly the rest (12 bits, 11 of them are read). TERMS 1: high becomes the nearest
+// number once the lower bits are dropped; infinity and NaN stay as they are, because the addition
+// could turn them into numbers.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
         high = (value + 0x1000u) & 0xffffe000u;

@@ -1,7 +1,7 @@
-// Values one behind the other along their channels, and apart again.
+// Joins values along the channels, and splits them again.
 //
-// part: `rows` rows of `words` numbers, which are the channels of a pixel; whole: rows of `pitch`,
-// in which those of the part begin at `first`.
+// part: `rows` rows of `words` numbers, the channels of a pixel; whole: rows of `pitch` numbers, in
+// which the part begins at `first`.
 
 struct alignas(16) Four {
     float of[4];
@@ -10,8 +10,7 @@ struct alignas(16) Four {
 template <bool SPLIT, class T>
 __device__ __forceinline__ void move(T* part, T* whole, long long rows, int words, int pitch,
                                      int first) {
-    const long long step = (long long)gridDim.x * blockDim.x, all = rows * words;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    EACH_INDEX(i, rows * words) {
         const long long row = i / words, at = row * pitch + first + (i - row * words);
         if (SPLIT)
             part[i] = whole[at];

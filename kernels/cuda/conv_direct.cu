@@ -1,5 +1,5 @@
-// Convolution in plain float32, for any GPU: what GPUs without tensor cores for TF32 run, and the
-// reference of the kernels that use them.
+// Convolution in plain float32, for any GPU. GPUs without TF32 tensor cores run these kernels; on
+// others they are the reference.
 //
 // Each of the three passes is a product out[m][n] = sum over t of a[m][t] * b[t][n]:
 //
@@ -29,14 +29,15 @@ struct alignas(16) Operands {
 };
 
 // A pixel, of y or of x: its place in its image (padding counts from -top, -left), and where that
-// image begins; image is -1 where there is no such pixel.
+// image begins; image is -1 if there is no such pixel.
 struct Pixel {
     long long image;
     int row, column;
 };
 
 // A tap of the filters with a channel or a filter: by how much it moves a pixel, the offset of the
-// channel or filter in a pixel, that of the weights; channel is -1 where there is no such tap.
+// channel or filter in a pixel, and the offset of the weights; channel is -1 if there is no such
+// tap.
 struct Tap {
     int down, across, channel, weights;
 };
@@ -64,7 +65,7 @@ __device__ __forceinline__ Pixel pixel_of(long long n, long long pixels, int row
     return {image * values, place / columns, place % columns};
 }
 
-// Of y's rows or columns, the one that a tap takes from x's; -1 where there is none.
+// The row or column of y that a tap takes from a row or column of x; -1 if there is none.
 __device__ __forceinline__ int output_of(int moved, int stride, int outputs) {
     if (moved < 0) return -1;
     int place = stride == 1 ? moved : moved / stride;
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     }
 }
 
-// dx: each pixel of x gathers from those of y that it went into. dy (images, P, Q, K),
+// dx: each pixel of x gathers from the pixels of y that read it. dy (images, P, Q, K),
 // dx (images, H, W, C). Grid: tiles of pixels, tiles of a group's channels, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,

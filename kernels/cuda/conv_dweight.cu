@@ -2,15 +2,15 @@
 //
 //   leaf[n][m] = sum over pixels of X[pixel][m] dy[pixel][n]
 //
-// pixel = (image, p, q) of the `images` images of one leaf; n = a filter of the group; m = (r, s, c)
-// of the group; X[pixel][m] is the pixel of x under tap (r, s), or 0 outside of the image. A leaf is
-// (K, R, S, C/groups), as the filters lie in memory.
+// pixel = (image, p, q) of the `images` images of one leaf; n = a filter of the group; m = (r, s,
+// c) of the group; X[pixel][m] is the pixel of x under tap (r, s), or 0 outside of the image. A
+// leaf is (K, R, S, C/groups), as the filters lie in memory.
 //
 // Both matrices have the sum's index as their rows, so fragments are read by plain loads: row
 // pitches of 8 modulo 32 floats meet all banks, and a lane reads MI * 2 or NJ neighbours at once,
 // which only names the rows and columns of the products anew. Warps share a tile along m and n,
 // and along the pixels of a step (SPLIT of them, whose sums are added in order at the end). A block
-// of threads makes one tile of one leaf: what a leaf is made of depends on its images alone.
+// of threads computes one tile of one leaf, so a leaf depends on its images alone.
 //
 // Definitions: as in conv_gemm.cu; VECTOR_X, VECTOR_Y: floats of x and of dy copied at once.
 #ifndef BM
@@ -39,14 +39,6 @@ static_assert(BK % STEP == 0 && BK / 8 % SPLIT == 0, "");
 static_assert(PITCH_N % 32 == 8 || PITCH_N % 32 == 24, "");
 static_assert((SPLIT - 1) * BM * BN <= STAGES * STAGE, "");
 
-template <int FLOATS>
-__device__ __forceinline__ void copy(float* to, const float* from, bool ok) {
-    if (FLOATS == 4)
-        cp_async16(to, from, ok);
-    else
-        cp_async4(to, from, ok);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -55,14 +47,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
              int out_height, int out_width, int filters, int taps_down, int taps_across,
              int stride_down, int stride_across, int top, int left, int dilation_down,
              int dilation_across, int groups) {
-#ifdef CONV_SHAPE
-    constexpr int shape[] = {CONV_SHAPE};
-#else
-    const int shape[] = {height,        width,         channels, out_height, out_width,
-                         filters,       taps_down,     taps_across,
-                         stride_down,   stride_across, top,      left,
-                         dilation_down, dilation_across, groups};
-#endif
+    DEFINE_SHAPE(shape);
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], CG = C / shape[14], KG = K / shape[14];
     const int MD = shape[6] * S * CG, pixels = images * P * Q, steps = (pixels + BK - 1) / BK;
@@ -81,7 +66,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
     const float* xs = x + leaf * images * H * W * C + group * CG;
     const float* dys = dy + leaf * pixels * K + group * KG + n0;
 
-    // what this thread copies of x: always the same tap and channels
+    // this thread copies the same tap and channels of x in every step
     const int chunk = tid % CHUNKS, first = tid / CHUNKS, m_of_chunk = m0 + chunk * VECTOR_X;
     const int tap = m_of_chunk / CG, c_of_chunk = m_of_chunk - tap * CG;
     const int down = tap / S * shape[12] - shape[10], along = tap % S * shape[13] - shape[11];
@@ -94,7 +79,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
             const int h = p * shape[8] + down, v = (pq - p * Q) * shape[9] + along;
             const bool ok = m_of_chunk < MD && pixel < pixels && (u32)h < (u32)H && (u32)v < (u32)W;
             const float* from = xs + (((image * H + h) * W + v) * C + c_of_chunk);
-            copy<VECTOR_X>(as + row * PITCH_M + chunk * VECTOR_X, ok ? from : x, ok);
+            cp_async<VECTOR_X>(as + row * PITCH_M + chunk * VECTOR_X, ok ? from : x, ok);
         }
         constexpr int COPIES = BK * BN / VECTOR_Y;
 #pragma unroll
@@ -104,7 +89,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
             const int row = number / (BN / VECTOR_Y), n = number % (BN / VECTOR_Y) * VECTOR_Y;
             const int pixel = step * BK + row;
             const bool ok = pixel < pixels && n0 + n < KG;
-            copy<VECTOR_Y>(bs + row * PITCH_N + n, ok ? dys + (pixel * K + n) : dy, ok);
+            cp_async<VECTOR_Y>(bs + row * PITCH_N + n, ok ? dys + (pixel * K + n) : dy, ok);
         }
     };
 
@@ -176,12 +161,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
                 for (int j = 0; j < NJ; ++j) mma_tf32(sum[i][j], a[i], b[j]);
         }
 #if PRECISION == 3
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int j = 0; j < NJ; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
+        move_sums(total, sum);
 #endif
     }
 

@@ -8,7 +8,7 @@
 //
 //   forward        x (images, H, W, C), w (K, R, S, C/groups): row of x = p * stride - top + r * d
 //   backward-data  x is dy, w is transposed (conv_weights.cu): with t = p + top - r * d the row
-//                  of dy is t / stride, where that is a whole number; H, W, C are those of dy
+//                  of dy is t / stride, if that is an integer; H, W, C are the sizes of dy
 //
 // A block of threads owns BM x BN of y and goes through k in steps of BK: a step's parts of A and w
 // are copied to shared memory while the steps before are multiplied. PRECISION 3 is 3xTF32: each
@@ -16,7 +16,7 @@
 // an element of y is made of, and in which order, does not depend on the tile it lies in.
 //
 // Definitions: BM, BN and WM, WN: tiles of a block and of a warp; BK 32; STAGES of shared memory;
-// VECTOR: floats copied at once (4 where the channels of a group are a multiple of 4, else 1);
+// VECTOR: floats copied at once (4 if the channels of a group are a multiple of 4, else 1);
 // BACKWARD; CONV_SHAPE: the kernel's arguments from `height` on as constants (optional).
 #ifndef BM
 #define BM 128
@@ -49,13 +49,6 @@ __device__ __forceinline__ int place(int row, int k) {
     return row * BK + ((((k >> 2) ^ row) & 7) << 2) + (k & 3);
 }
 
-__device__ __forceinline__ void copy(float* to, const float* from, bool ok) {
-    if (VECTOR == 4)
-        cp_async16(to, from, ok);
-    else
-        cp_async4(to, from, ok);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -64,14 +57,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
           int width, int channels, int out_height, int out_width, int filters, int taps_down,
           int taps_across, int stride_down, int stride_across, int top, int left,
           int dilation_down, int dilation_across, int groups) {
-#ifdef CONV_SHAPE
-    constexpr int shape[] = {CONV_SHAPE};
-#else
-    const int shape[] = {height,        width,         channels, out_height, out_width,
-                         filters,       taps_down,     taps_across,
-                         stride_down,   stride_across, top,      left,
-                         dilation_down, dilation_across, groups};
-#endif
+    DEFINE_SHAPE(shape);
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], stride_h = shape[8], stride_w = shape[9];
     const int dilation_h = shape[12], dilation_w = shape[13];
@@ -125,7 +111,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             const bool ok = inside && (u32)h < (u32)H && (u32)v < (u32)W;
             const float* from = x + row.at + (down * W + along) * C + c;
 #endif
-            copy(as + place(first + i * STEP, chunk * VECTOR), ok ? from : x, ok);
+            cp_async<VECTOR>(as + place(first + i * STEP, chunk * VECTOR), ok ? from : x, ok);
         }
 #pragma unroll 2
         for (int i = 0; i < (BN + STEP - 1) / STEP; ++i) {
@@ -133,16 +119,16 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             if (BN % STEP && n >= BN) break;
             const bool ok = inside && n0 + n < KG;
             const float* from = filters_of_group + (long long)(n0 + n) * KD + k;
-            copy(bs + place(n, chunk * VECTOR), ok ? from : w, ok);
+            cp_async<VECTOR>(bs + place(n, chunk * VECTOR), ok ? from : w, ok);
         }
     };
 
-    // where this lane reads its row of a matrix at k = 0; those at other k differ in single bits
+    // offset of this lane's row of a matrix at k = 0; other k change single bits of it
     const int of_a = place(wm + (lane & 15), (lane >> 4) * 4);
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
 #if PRECISION == 3
-    float total[MI][NJ][4] = {};  // tensor cores may truncate what they add to: short runs
+    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so runs are short
 #endif
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
@@ -162,7 +148,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             u32 b[NJ][2], b_low[NJ][2];
 #pragma unroll
             for (int j = 0; j < NJ; j += 2) {
-                u32 two[2][2];  // columns j and j + 1; where there is no other, one of them twice
+                u32 two[2][2];  // columns j and j + 1; the last column twice if their number is odd
                 const int again = j + 1 < NJ ? 0 : (lane >> 4) * 8 * BK;
                 ldsm4(two[0][0], two[0][1], two[1][0], two[1][1],
                       bs + j * 8 * BK - again + (of_b ^ k));
@@ -189,12 +175,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             }
         }
 #if PRECISION == 3
-#pragma unroll
-        for (int i = 0; i < MI; ++i)
-#pragma unroll
-            for (int j = 0; j < NJ; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
+        move_sums(total, sum);
 #endif
     }
 

@@ -81,7 +81,7 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
     static_assert(ROWS / T * ACROSS == THREADS, "a thread for each group of elements");
     float sum[T][U];
 
-    // Of `size` columns, dealt to threads of `own` each: where element t of thread n lies.
+    // The column of element t of thread n, if `size` columns are dealt to threads of `own` each.
     template <int size, int own> static __device__ __forceinline__ int place(int n, int t) {
         constexpr int group = own < 4 ? own : 4;
         return t / group * (size / (own / group)) + n * group + t % group;
@@ -137,7 +137,7 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
         }
     }
 
-    // Writes what lies within (rows, columns), at `first_row`, `first_column` of a matrix; bias:
+    // Writes the elements within (rows, columns), at `first_row`, `first_column` of a matrix; bias:
     // of each column, or null.
     __device__ __forceinline__ void write(float* to, const float* bias, int first_row,
                                           int first_column, int rows, int columns,
@@ -165,7 +165,7 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
 };
 
 // One tile of a (rows x products) times b (products x columns), from product k to `stop`.
-// a lies along its products; b too where ALONG. The tile of block (x: columns, y: rows).
+// a lies along its products; b too if ALONG. The tile of block (x: columns, y: rows).
 template <int ROWS, int COLUMNS, int T, int U, bool ALONG>
 __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
     float (*tile_a)[DEPTH][ROWS], float (*tile_b)[DEPTH][COLUMNS], const float* a, const float* b,
@@ -209,7 +209,7 @@ __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
         .write(sums + (long long)blockIdx.z * images * outputs, bias, blockIdx.y * ROWS,           \
                blockIdx.x * COLUMNS, images, outputs, aligned_out)
 
-// Of at most 16 outputs; tiles of 64 images x 16 outputs.
+// For at most 16 outputs; tiles of 64 images x 16 outputs.
 extern "C" __global__ void __launch_bounds__(128) dense_few(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
@@ -274,10 +274,10 @@ extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
 // nodes (ranges, outputs, features): of each range of blocks dy^T x, a leaf being a block of 16
 // images. Block z of the grid has one range.
 //
-// Leaves are folded as they come: leaf i of a range finds, waiting at the levels of i's binary
-// digits, the nodes of 1, 2, 4, ... leaves before it, and takes up those up to the first digit that
-// is 0, where the sum waits in turn. The last leaf takes up all of them. So LEVELS registers an
-// element do for 2^LEVELS leaves. plain: one sum of all, from left to right.
+// Leaves are folded as they arrive. Level l holds the node of the 2^l leaves before leaf i if bit l
+// of i is set. Leaf i is added to the nodes of the levels below its first 0 bit, and the sum is
+// stored at that level. The last leaf is added to all levels. So LEVELS registers per element are
+// enough for 2^LEVELS leaves. plain: one sum of all, from left to right.
 //
 // ranges: of each its first block, counted from this share's first, and how many there are.
 template <int LEVELS, int ROWS, int COLUMNS, int T, int U>
@@ -334,7 +334,7 @@ __device__ __forceinline__ void fold_leaves(float (*tile_a)[DEPTH][ROWS],
     fold_leaves<LEVELS, ROWS, COLUMNS, T, U>(tile_a, tile_b, dy, x, nodes, ranges, outputs,       \
                                              features, plain, aligned_dy, aligned)
 
-// Of at most 16 outputs; ranges of up to 2^6 blocks.
+// For at most 16 outputs; ranges of up to 2^6 blocks.
 extern "C" __global__ void __launch_bounds__(128) dense_dweight_few(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ nodes,
     const int* __restrict__ ranges, int outputs, int features, int plain, int aligned_dy,

@@ -1,7 +1,7 @@
-// Dropout: which elements are kept is told by numbers that depend on (key, epoch, sample, element)
-// alone, by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
-// the bytes of kernels/cpu/dropout.c and of mpidl/backends/reference/dropout.py. Forward and backward
-// are one pass.
+// Dropout. A random number for each element decides whether the element is kept. It depends only on
+// (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al., "Parallel random
+// numbers: as easy as 1, 2, 3", SC 2011). The bytes are those of kernels/cpu/dropout.c and of
+// mpidl/backends/reference/dropout.py. Forward and backward are one pass.
 
 typedef unsigned long long u64;
 

@@ -8,15 +8,15 @@ __device__ __forceinline__ float usual(float) { return 1.0f; }
 
 enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 };  // bits of mirrored
 
-// What is said of each image, or 0 of all.
+// The option of an image, or 0 if the option is null.
 __device__ __forceinline__ int said(const int* option, int image) {
     return option ? option[image] : 0;
 }
 
-// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored as is said;
-// `fill` (C), or 0, outside of the image. A value is (pixel - centre) / divisor, of each channel or,
+// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored as is said; `fill`
+// (C), or 0, outside of the image. A value is (pixel - centre) / divisor, of each channel or,
 // of_pixels, of each (c, p, q). Zeros in images from *valid on. Image i is number indices[i] of
-// `pixels`, or i where indices is null. `parts` blocks of threads have an image.
+// `pixels`, or i if indices is null. `parts` blocks of threads have an image.
 template <class T>
 __device__ __forceinline__ void window(const T* pixels, const int* indices, const int* valid,
                                        const int* mirrored, const int* top, const int* left,
@@ -52,7 +52,7 @@ __device__ __forceinline__ void window(const T* pixels, const int* indices, cons
     }
 }
 
-// Of bytes, which are divided by 255 where no centre is given.
+// For bytes, which are divided by 255 if centre is null.
 extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
     const unsigned char* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
            of_pixels, count, parts);
 }
 
-// Of numbers, which are left as they are where no centre is given.
+// For floats, which stay as they are if centre is null.
 extern "C" __global__ void __launch_bounds__(256) images_of_floats(
     const float* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(256) images_of_floats(
            of_pixels, count, parts);
 }
 
-// What goes with an image: table (n, channels, places) to lanes (image, places, channels), words of
+// Targets of images: table (n, channels, places) to lanes (image, places, channels), words of
 // four bytes as they are. Zeros in images from *valid on; see `window`.
 extern "C" __global__ void __launch_bounds__(256)
     images_targets(const int* __restrict__ table, const int* __restrict__ indices,

@@ -1,14 +1,15 @@
-// Softmax, cross-entropy and errors, in double: what a training step reports, where its gradient
-// begins.
+// Softmax, cross-entropy and errors, in double: the reported losses and the gradients with which
+// backward starts.
 //
 // logits (rows, classes), as memory orders them: a row is an image or, of images, a pixel. A block
-// of threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class, and
-// each other by one tree. Errors are of elements, each a thread's.
+// of threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class,
+// and each other by one tree. Errors are of elements, each a thread's.
 
 enum { ROWS = 16, LANES_OF_WARP = 32 };
 
 // A leaf of a sum over images, blockIdx.x: its rows or elements, of images that are used. An image
-// has `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in all.
+// has `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in
+// all.
 struct Range {
     long long first, stop;
 };
@@ -32,7 +33,14 @@ __device__ __forceinline__ void add_warps(double* of_warp, double value, double*
     }
 }
 
-// Of a row: the largest of its logits, and the sum over the classes of e^(logit - top).
+// The sum over a warp's lanes, in each of them.
+__device__ __forceinline__ double sum_of_warp(double value) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
+    return value;
+}
+
+// For a row: the largest logit, and the sum over the classes of e^(logit - top).
 struct Normalizer {
     double top, sum;
 };
@@ -48,12 +56,11 @@ __device__ __forceinline__ Normalizer normalizer(const float* logits, int classe
     Normalizer found = {top, 0.0};
 #pragma unroll 1
     for (int c = lane; c < classes; c += LANES_OF_WARP) found.sum += exp(logits[c] - found.top);
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) found.sum += shfl_xor(found.sum, mask);
+    found.sum = sum_of_warp(found.sum);
     return found;
 }
 
-// Of this thread's warp: which of the block's rows it has first, and which of all.
+// The first row of this thread's warp, counted in the block and over all blocks.
 __device__ __forceinline__ int row_of_block() { return threadIdx.x / LANES_OF_WARP; }
 __device__ __forceinline__ long long row_of_all() {
     return (long long)blockIdx.x * ROWS + row_of_block();
@@ -76,8 +83,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const int lane = threadIdx.x % LANES_OF_WARP;
     double inner = 0.0;
     for (int c = lane; c < classes; c += LANES_OF_WARP) inner += p[first + c] * dy[first + c];
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) inner += shfl_xor(inner, mask);
+    inner = sum_of_warp(inner);
     for (int c = lane; c < classes; c += LANES_OF_WARP)
         dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
 }
@@ -121,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// Whether (value, place) comes before (best, at) where the largest is looked for: of equal ones the
-// first, and what is not a number before all.
+// Whether (value, place) comes before (best, at) in the search for the largest: the first of equal
+// values, and NaN before all others.
 __device__ __forceinline__ bool before(float value, int place, float best, int at) {
     const bool strange = value != value, best_strange = best != best;
     if (strange != best_strange) return strange;
@@ -155,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // y - target of element i. Where an image of y has k in memory, the target has it at
-// k % near * far + k / near: at k, where near is all elements.
+// k % near * far + k / near: at k, if near is all elements.
 __device__ __forceinline__ double error(const float* y, const float* target, long long i,
                                         int elements, int near, int far) {
     long long at = i;
@@ -167,7 +173,7 @@ __device__ __forceinline__ double error(const float* y, const float* target, lon
     return (double)y[i] - target[at];
 }
 
-// rows (leaves): of |y - target|, or its square where power is 2.
+// rows (leaves): of |y - target|, or its square if power is 2.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors(const float* __restrict__ y, const float* __restrict__ target,
                 const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
@@ -179,22 +185,21 @@ extern "C" __global__ void __launch_bounds__(256)
         const double e = error(y, target, i, elements, near, far);
         value += power == 2 ? e * e : fabs(e);
     }
-    for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
-    add_warps(of_warp, value, rows);
+    add_warps(of_warp, sum_of_warp(value), rows);
 }
 
-// dy = (y - target) * factor * late, or its sign times that where power is 1; 0 in unused images.
+// dy = (y - target) * factor * late, or its sign times that if power is 1; 0 in unused images.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors_dy(const float* __restrict__ y, const float* __restrict__ target,
                    const int* __restrict__ valid, double factor, const double* __restrict__ late,
                    float* __restrict__ dy, int near, int far, int power, int elements,
                    long long n) {
     const double scale = late ? *late * factor : factor;
-    const long long used = (long long)*valid * elements, step = (long long)gridDim.x * blockDim.x;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += step) {
+    const long long used = (long long)*valid * elements;
+    EACH_INDEX(i, n) {
         double e = 0.0;
         if (i < used) e = error(y, target, i, elements, near, far);
-        if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // what is not a number stays
+        if (power == 1) e = e > 0.0 ? 1.0 : e < 0.0 ? -1.0 : e;  // NaN stays NaN
         dy[i] = i < used ? (float)(e * scale) : 0.0f;
     }
 }

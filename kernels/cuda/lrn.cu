@@ -24,7 +24,7 @@ __device__ __forceinline__ float power(float d, double beta, float& ratio) {
     return result;
 }
 
-// Of channel c of a pixel, whose channels begin at x.
+// The denominator of channel c of a pixel whose channels begin at x.
 __device__ __forceinline__ float denominator(const float* x, int c, int C, int before, int behind,
                                              float a, float k) {
     const int first = max(0, c - before), stop = min(C, c + behind + 1);
@@ -37,8 +37,7 @@ __device__ __forceinline__ float denominator(const float* x, int c, int C, int b
 extern "C" __global__ void __launch_bounds__(256)
 lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, int before,
     int behind, float a, float k, double beta) {
-    const long long step = (long long)gridDim.x * blockDim.x, all = rows * C;
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    EACH_INDEX(i, rows * C) {
         const int c = (int)(i % C);
         float ratio;
         y[i] = x[i] * power(denominator(x + i - c, c, C, before, behind, a, k), beta, ratio);
@@ -46,8 +45,8 @@ lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, i
 }
 
 // dx = dy d^-beta - factor x (sum of dy x d^(-beta - 1) over the channels in whose window it is).
-// A block has `height` rows and `width` channels of each, blockIdx.y says which; it finds the
-// products of those and of the channels around that reach them, then adds them up.
+// A block has `height` rows and, by blockIdx.y, `width` channels of each. It computes the products
+// of these channels and of the channels around them, then adds them up.
 extern "C" __global__ void __launch_bounds__(256)
 lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
        long long rows, int C, int before, int behind, float a, float k, double beta, float factor,

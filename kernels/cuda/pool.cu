@@ -1,6 +1,6 @@
 // Max and average pooling of NHWC images.
 //
-// A CTA takes one row of what is written, Q * C or W * C numbers that lie side by side; a thread
+// A CTA writes one row of the output, Q * C or W * C numbers that lie side by side; a thread
 // takes POOL_WIDTH consecutive channels, so that reads and writes coalesce. Nothing is scattered:
 // in the gradients each pixel of x gathers from the windows that contain it, in the order of its
 // places in them, row by row. Windows may overlap, and reach into the padding, but none lies in it
@@ -10,7 +10,7 @@
 #define POOL_WIDTH 1 // channels of a thread: 4, where that divides C, or 1
 #endif
 
-// What a thread reads and writes in one access.
+// The channels that a thread reads or writes in one access.
 struct alignas(4 * POOL_WIDTH) Values {
     float of[POOL_WIDTH];
 };
@@ -52,44 +52,48 @@ __device__ __forceinline__ Containing containing(int pixel, int stride, int befo
     return {place, window};
 }
 
-// y: the largest pixel of each window, of equal ones the first, NaN where a pixel is NaN; argmax:
-// its place in the window, counted row by row. x (images, H, W, C), y and argmax (images, P, Q, C).
-// Grid: images * P.
-extern "C" __global__ void __launch_bounds__(256) max_pool2d(
-    const float* __restrict__ x, float* __restrict__ y, unsigned char* __restrict__ argmax, int C,
-    int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
+// A CTA's row of y, and of argmax if MAX: of each window the largest pixel and its place, or the
+// mean, in which padding counts as zeros.
+template <bool MAX>
+__device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char* argmax, int C,
+                                         int H, int W, int P, int Q, int R, int S, int stride_h,
+                                         int stride_w, int top, int left) {
     const Span rows = span_of(blockIdx.x % P, stride_h, top, R, H);
     const float* image = x + (long long)(blockIdx.x / P) * H * W * C;
     const long long row = (long long)blockIdx.x * Q * C;
     for (int at = threadIdx.x * POOL_WIDTH; at < Q * C; at += blockDim.x * POOL_WIDTH) {
         Span columns = span_of(at / C, stride_w, left, S, W);
-        Values best;
+        Values result = {};
         Places place;
-        for (int v = 0; v < POOL_WIDTH; v++) {
-            best.of[v] = -__int_as_float(0x7f800000); // -infinity
+        for (int v = 0; MAX && v < POOL_WIDTH; v++) {
+            result.of[v] = -__int_as_float(0x7f800000); // -infinity
             place.of[v] = (unsigned char)(rows.first * S + columns.first);
         }
         for (int i = rows.first; i < rows.stop; i++) {
             const float* line = image + (long long)(rows.start + i) * W * C + at % C;
             for (int j = columns.first; j < columns.stop; j++) {
-                Values found = load(line + (columns.start + j) * C);
+                Values pixel = load(line + (columns.start + j) * C);
                 for (int v = 0; v < POOL_WIDTH; v++) {
-                    bool larger = found.of[v] > best.of[v] || found.of[v] != found.of[v];
-                    if (larger) best.of[v] = found.of[v], place.of[v] = (unsigned char)(i * S + j);
+                    const float value = pixel.of[v];
+                    if (!MAX)
+                        result.of[v] += value;
+                    else if (value > result.of[v] || value != value)
+                        result.of[v] = value, place.of[v] = (unsigned char)(i * S + j);
                 }
             }
         }
-        store(y + row + at, best);
-        *reinterpret_cast<Places*>(argmax + row + at) = place;
+        for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] /= (float)(R * S);
+        store(y + row + at, result);
+        if (MAX) *reinterpret_cast<Places*>(argmax + row + at) = place;
     }
 }
 
-// dx: each pixel of x takes the dy of the windows whose largest it is. dy and argmax
-// (images, P, Q, C), dx (images, H, W, C). Grid: images * H.
-extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
-    const float* __restrict__ dy, const unsigned char* __restrict__ argmax, float* __restrict__ dx,
-    int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top,
-    int left) {
+// A CTA's row of dx: each pixel takes the dy of the windows whose largest it is, or its part of the
+// dy of the windows that contain it.
+template <bool MAX>
+__device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char* argmax,
+                                            float* dx, int C, int H, int W, int P, int Q, int R,
+                                            int S, int stride_h, int stride_w, int top, int left) {
     const Containing rows = containing(blockIdx.x % H, stride_h, top, P);
     const long long image = (long long)(blockIdx.x / H) * P * Q * C;
     const long long row = (long long)blockIdx.x * W * C;
@@ -100,54 +104,46 @@ extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
             const long long line = image + (long long)p * Q * C + at % C;
             for (int j = columns.place, q = columns.window; j < S && q >= 0; j += stride_w, q--) {
                 Values part = load(dy + line + q * C);
-                Places place = *reinterpret_cast<const Places*>(argmax + line + q * C);
+                Places place;
+                if (MAX) place = *reinterpret_cast<const Places*>(argmax + line + q * C);
                 for (int v = 0; v < POOL_WIDTH; v++)
-                    if (place.of[v] == i * S + j) sum.of[v] += part.of[v];
+                    if (!MAX)
+                        sum.of[v] += part.of[v] / (float)(R * S);
+                    else if (place.of[v] == i * S + j)
+                        sum.of[v] += part.of[v];
             }
         }
         store(dx + row + at, sum);
     }
 }
 
-// y: the mean of each window, in which padding counts as zeros; as max_pool2d.
+// y: the largest pixel of each window, the first of equal ones, NaN if a pixel is NaN; argmax:
+// its place in the window, counted row by row. x (images, H, W, C), y and argmax (images, P, Q, C).
+// Grid: images * P.
+extern "C" __global__ void __launch_bounds__(256) max_pool2d(
+    const float* __restrict__ x, float* __restrict__ y, unsigned char* __restrict__ argmax, int C,
+    int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
+    pool_row<true>(x, y, argmax, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
+}
+
+// dy and argmax (images, P, Q, C), dx (images, H, W, C). Grid: images * H.
+extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
+    const float* __restrict__ dy, const unsigned char* __restrict__ argmax, float* __restrict__ dx,
+    int C, int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top,
+    int left) {
+    pool_row_dx<true>(dy, argmax, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
+}
+
+// As max_pool2d.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d(
     const float* __restrict__ x, float* __restrict__ y, int C, int H, int W, int P, int Q, int R,
     int S, int stride_h, int stride_w, int top, int left) {
-    const Span rows = span_of(blockIdx.x % P, stride_h, top, R, H);
-    const float* image = x + (long long)(blockIdx.x / P) * H * W * C;
-    const long long row = (long long)blockIdx.x * Q * C;
-    for (int at = threadIdx.x * POOL_WIDTH; at < Q * C; at += blockDim.x * POOL_WIDTH) {
-        Span columns = span_of(at / C, stride_w, left, S, W);
-        Values sum = {};
-        for (int i = rows.first; i < rows.stop; i++) {
-            const float* line = image + (long long)(rows.start + i) * W * C + at % C;
-            for (int j = columns.first; j < columns.stop; j++) {
-                Values found = load(line + (columns.start + j) * C);
-                for (int v = 0; v < POOL_WIDTH; v++) sum.of[v] += found.of[v];
-            }
-        }
-        for (int v = 0; v < POOL_WIDTH; v++) sum.of[v] /= (float)(R * S);
-        store(y + row + at, sum);
-    }
+    pool_row<false>(x, y, 0, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
 }
 
-// dx: each pixel of x takes its part of the dy of the windows that contain it; as max_pool2d_dx.
+// As max_pool2d_dx.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d_dx(
     const float* __restrict__ dy, float* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
     int S, int stride_h, int stride_w, int top, int left) {
-    const Containing rows = containing(blockIdx.x % H, stride_h, top, P);
-    const long long image = (long long)(blockIdx.x / H) * P * Q * C;
-    const long long row = (long long)blockIdx.x * W * C;
-    for (int at = threadIdx.x * POOL_WIDTH; at < W * C; at += blockDim.x * POOL_WIDTH) {
-        Containing columns = containing(at / C, stride_w, left, Q);
-        Values sum = {};
-        for (int i = rows.place, p = rows.window; i < R && p >= 0; i += stride_h, p--) {
-            const float* line = dy + image + (long long)p * Q * C + at % C;
-            for (int j = columns.place, q = columns.window; j < S && q >= 0; j += stride_w, q--) {
-                Values part = load(line + q * C);
-                for (int v = 0; v < POOL_WIDTH; v++) sum.of[v] += part.of[v] / (float)(R * S);
-            }
-        }
-        store(dx + row + at, sum);
-    }
+    pool_row_dx<false>(dy, 0, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
 }

@@ -1,7 +1,8 @@
-// The two ends of a recorded step: what the host says of this step, and what it will be told.
+// The two ends of a recorded step: the numbers that the host passes to it, and its results.
 
 // The host writes one row of `ring` for each step, in pinned memory, and runs on; `counter` counts
-// the steps on the device. This step's row is copied to where all kernels of the program read it.
+// the steps on the device. The kernel copies this step's row to `controls`, which all kernels of
+// the program read.
 extern "C" __global__ void __launch_bounds__(256)
 program_begin(const int* __restrict__ ring, int rows, int words, int* __restrict__ counter,
               int* __restrict__ controls) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 from collections.abc import Iterable
@@ -16,11 +17,23 @@ FUNCTIONS = tuple(
 )
 
 
+# The modules that define them, in each backend's package.
+FAMILIES = (
+    *("conv", "transposed", "dense", "batchnorm", "activation", "pool", "lrn", "dropout", "join"),
+    *("loss", "optimizer", "images"),
+)
+
+
 class _Functions(types.SimpleNamespace):
     """What `gather` returns: a Backend whose functions are plain attributes."""
 
     def __repr__(self):
         return f"<backend {self.name}>"
+
+
+def families(package: str) -> list[types.ModuleType]:
+    """Return the modules FAMILIES of a backend's package."""
+    return [importlib.import_module(f"{package}.{family}") for family in FAMILIES]
 
 
 def gather(
@@ -45,19 +58,18 @@ def gather(
     TypeError
         If a function of `Backend` is missing that the capabilities do not excuse.
     """
-    functions = _Functions(
-        name=name, fuses_convolutions=fuses_convolutions, arrays_on_device=arrays_on_device
-    )
-    missing = (frozenset() if fuses_convolutions else FUSED) | (
+    functions = {
+        function: value
+        for family in families
+        for function, value in vars(family).items()
+        if function in FUNCTIONS and getattr(value, "__module__", None) == family.__name__
+    }
+    excused = (frozenset() if fuses_convolutions else FUSED) | (
         HOST if arrays_on_device else frozenset()
     )
-    for family in families:
-        for function in FUNCTIONS:
-            if getattr(vars(family).get(function), "__module__", None) == family.__name__:
-                setattr(functions, function, vars(family)[function])
-    for function in FUNCTIONS:
-        if not hasattr(functions, function) and function not in missing:
-            if not hasattr(fallback, function):
-                raise TypeError(f"backend {name}: no module defines {function}")
-            setattr(functions, function, getattr(fallback, function))
-    return cast(Backend, functions)
+    for function in sorted(set(FUNCTIONS) - set(functions) - excused):
+        if not hasattr(fallback, function):
+            raise TypeError(f"backend {name}: no module defines {function}")
+        functions[function] = getattr(fallback, function)
+    capabilities = {"fuses_convolutions": fuses_convolutions, "arrays_on_device": arrays_on_device}
+    return cast(Backend, _Functions(name=name, **capabilities, **functions))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpidl.comm.reducer import PendingExchange, start_exchange
+from mpidl.comm.exchange import choose_algorithm
+from mpidl.comm.reducer import PendingExchange
 from mpidl.comm.transport import Transport
 
 if TYPE_CHECKING:
@@ -185,7 +186,9 @@ class Messaging:
 
     def start(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> PendingExchange:
         """Start an exchange, as `exchange`, and return it at once for `wait`; collective."""
-        pending = start_exchange(self.transport, self._new_tag(), tree, matrix, combine)
+        algorithm = choose_algorithm(tree, matrix.shape[1] * matrix.itemsize, combine)
+        steps = algorithm(self.transport, self._new_tag(), tree, matrix, combine)
+        pending = PendingExchange(steps)
         if not pending.is_complete:
             self.pending_exchanges.append(pending)
         return pending

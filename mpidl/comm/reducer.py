@@ -11,10 +11,9 @@ import numpy as np
 from mpidl.backends.cpu import builds
 from mpidl.comm import exchange
 from mpidl.device_array import OnDevice
-from mpidl.fold import Partial, Tree
+from mpidl.fold import Partial
 
 if TYPE_CHECKING:
-    from mpidl.comm.transport import Transport
     from mpidl.comm.world import World
 
 BUCKET_BYTES = 1 << 18  # the digits network's dense layer leaves as soon as its gradient is final
@@ -46,14 +45,6 @@ class PendingExchange:
             self.requests = next(self._steps)
         except StopIteration as end:
             self.root, self.is_complete, self.requests = end.value, True, []
-
-
-def start_exchange(
-    transport: Transport, tag: int, tree: Tree, matrix: np.ndarray, combine: exchange.Combine
-) -> PendingExchange:
-    """Start to fold a (nodes, width) matrix by the algorithm for its layout and size."""
-    algorithm = exchange.choose_algorithm(tree, matrix.shape[1] * matrix.itemsize, combine)
-    return PendingExchange(algorithm(transport, tag, tree, matrix, combine))
 
 
 class Reducer:
@@ -118,7 +109,7 @@ class Reducer:
             self._values[name] = value.finish(roots)
             return
         shells = [replace(term, nodes=[]) for term in value.terms]
-        self._values[name] = Partial(shells, value.once, value.shape, value.dtype)
+        self._values[name] = Partial(shells, value.addend, value.shape, value.dtype)
         for index, term in enumerate(value.terms):
             key = (term.tree, term.combine, term.dtype)
             if self._bucket and key != self._bucket_key:
@@ -189,5 +180,5 @@ def is_on_host(value: Any) -> bool:
     """Return whether a value, or a Partial's nodes, are in host memory."""
     if not isinstance(value, Partial):
         return True
-    parts = [*(term.nodes for term in value.terms), value.once]
+    parts = [*(term.nodes for term in value.terms), value.addend]
     return not any(isinstance(part, OnDevice) for part in parts)

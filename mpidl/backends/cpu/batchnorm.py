@@ -28,9 +28,8 @@ def channel_sums(x, tree):
 def moments(x, counts, tree):
     blocks, channels, pixels = sizes(x)
     rows = np.empty((blocks, 1 + 2 * channels))
-    kernels().moments(
-        np.ascontiguousarray(x), rows, counts, blocks, channels, pixels, tree_of(tree)
-    )
+    geometry = blocks, channels, pixels, tree_of(tree)
+    kernels().moments(np.ascontiguousarray(x), rows, counts, *geometry)
     return partial_of_rows(rows, tree, merge_moments)
 
 
@@ -60,18 +59,8 @@ def activation_sums(dy, source, tree):
 def _sums(dy, x, mean, scale, beta, tree):
     blocks, channels, pixels = sizes(x)
     rows = np.empty((blocks, 2 * channels))
-    kernels().batchnorm_sums(
-        np.ascontiguousarray(dy),
-        x,
-        mean,
-        scale,
-        beta,
-        rows,
-        blocks,
-        channels,
-        pixels,
-        tree_of(tree),
-    )
+    geometry = blocks, channels, pixels, tree_of(tree)
+    kernels().batchnorm_sums(np.ascontiguousarray(dy), x, mean, scale, beta, rows, *geometry)
     return partial_of_rows(rows, tree)
 
 

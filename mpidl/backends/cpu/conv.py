@@ -8,19 +8,12 @@ from mpidl import shapes
 from mpidl.backends import settings
 from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
-from mpidl.backends.cpu.call import (
-    nodes_of,
-    partial_of_rows,
-    per_channel,
-    source_of,
-    tree_of,
-)
+from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
 from mpidl.blocks import LANES
 from mpidl.fold import Partial, Term, add, merge_moments
 
 SAVING = 8  # channels below which the gradients are direct
 FEW = 32  # channels below which the forward convolution is direct
-NOTHING = None, None, None
 
 
 @functools.lru_cache(maxsize=256)
@@ -93,9 +86,8 @@ def _forward(x, weight, bias, conv_args, counts=None, tree=None):
     y = arenas.empty((blocks, *output, source[0].shape[-1]))
     rows = None if tree is None else np.empty((blocks, 1 + 2 * len(weight)))
     weight, bias = per_channel(weight), per_channel(bias)
-    kernels().conv2d(
-        *source, weight, bias, y, rows, counts, blocks, shape, tree and tree_of(tree), m
-    )
+    geometry = counts, blocks, shape, tree and tree_of(tree), m
+    kernels().conv2d(*source, weight, bias, y, rows, *geometry)
     return y, rows
 
 
@@ -129,23 +121,9 @@ def conv2d_backward(
     nodes = None
     if needs[1] or needs[2]:
         nodes = arenas.empty((nodes_of(tree), weight.size + len(weight)))
-    kernels().conv2d_backward(
-        dy,
-        *after,
-        *source,
-        per_channel(weight),
-        None,
-        dx,
-        rows,
-        nodes,
-        0 if nodes is None else len(nodes),
-        counts,
-        blocks,
-        shape,
-        tree_of(tree),
-        m,
-        dweight_m,
-    )
+    outputs = dx, rows, nodes, 0 if nodes is None else len(nodes)
+    geometry = counts, blocks, shape, tree_of(tree), m, dweight_m
+    kernels().conv2d_backward(dy, *after, *source, per_channel(weight), None, *outputs, *geometry)
     dweight = dbias = None
     if nodes is not None:
         split = [(row[: weight.size].reshape(weight.shape), row[weight.size :]) for row in nodes]

@@ -37,9 +37,8 @@ def dense_dweight(dy, x, tree):
     source = source_of(x)
     features, channels = _sizes(source[0])
     nodes = arenas.empty((nodes_of(tree), dy.shape[1], features))
-    kernels().dense_dweight(
-        np.ascontiguousarray(dy), *source, nodes, tree_of(tree), features, channels, dy.shape[1]
-    )
+    sizes = tree_of(tree), features, channels, dy.shape[1]
+    kernels().dense_dweight(np.ascontiguousarray(dy), *source, nodes, *sizes)
     return partial_of_rows(nodes, tree)
 
 

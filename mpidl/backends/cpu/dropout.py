@@ -11,15 +11,6 @@ def dropout(x, threshold, scale, key, epoch, samples):
     y = arenas.empty(x.shape)
     blocks, channels, pixels = sizes(x)
     samples = np.ascontiguousarray(samples, np.int64)
-    kernels().dropout(
-        np.ascontiguousarray(x),
-        y,
-        samples,
-        blocks,
-        channels * pixels,
-        threshold,
-        scale,
-        epoch,
-        *key,
-    )
+    numbers = blocks, channels * pixels, threshold, scale, epoch, *key
+    kernels().dropout(np.ascontiguousarray(x), y, samples, *numbers)
     return y

@@ -28,17 +28,17 @@ def images(
     count, *image = pixels.shape
     p, q = image[1:] if size is None else size
     lanes = arenas.empty((blocks_of(count), image[0], p, q, LANES)) if out is None else out
-    moves = (
-        None if m is None else np.ascontiguousarray(m, np.int32) for m in (mirrored, top, left)
-    )
-    fill = None if fill is None else np.ascontiguousarray(fill, pixels.dtype)
-    numbers = (
-        None if v is None else np.ascontiguousarray(v, np.float32) for v in (centre, divisor)
-    )
+    moves = (_or_none(m, np.int32) for m in (mirrored, top, left))
+    fill = _or_none(fill, pixels.dtype)
+    numbers = (_or_none(v, np.float32) for v in (centre, divisor))
     shape = np.array([*image, p, q, centre is not None and np.ndim(centre) == 3], np.int64)
     call = kernels().images if pixels.dtype == np.uint8 else kernels().images_of_floats
     call(pixels, count, shape, *moves, fill, *numbers, lanes)
     return lanes
+
+
+def _or_none(option, dtype):
+    return None if option is None else np.ascontiguousarray(option, dtype)
 
 
 def warp(pixels, maps, size, fill):

@@ -5,13 +5,9 @@ import math
 import numpy as np
 
 from mpidl.backends.cpu import arenas
+from mpidl.backends.cpu.batchnorm import sizes
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import partial_of_rows, tree_of
-
-
-def _sizes(x):
-    """Return (blocks, classes, pixels) of scores (B, K, ..., 16)."""
-    return *x.shape[:2], math.prod(x.shape[2:-1])
 
 
 def _labels(labels):
@@ -20,13 +16,13 @@ def _labels(labels):
 
 def softmax(logits):
     p = arenas.empty(logits.shape, np.float64)
-    kernels().softmax(np.ascontiguousarray(logits), p, *_sizes(logits))
+    kernels().softmax(np.ascontiguousarray(logits), p, *sizes(logits))
     return p
 
 
 def softmax_dx(dy, p):
     dx = arenas.empty(dy.shape)
-    kernels().softmax_dx(np.ascontiguousarray(dy), np.ascontiguousarray(p), dx, *_sizes(dy))
+    kernels().softmax_dx(np.ascontiguousarray(dy), np.ascontiguousarray(p), dx, *sizes(dy))
     return dx
 
 
@@ -37,7 +33,7 @@ def cross_entropy(logits, labels, counts, tree):
 def cross_entropy_dlogits(logits, labels, scale, counts):
     d = arenas.empty(logits.shape)
     logits = np.ascontiguousarray(logits)
-    kernels().cross_entropy_dlogits(logits, _labels(labels), counts, scale, d, *_sizes(logits))
+    kernels().cross_entropy_dlogits(logits, _labels(labels), counts, scale, d, *sizes(logits))
     return d
 
 
@@ -48,7 +44,7 @@ def correct_count(logits, labels, counts, tree):
 def _summed(function, logits, labels, counts, tree):
     rows = np.empty(len(logits))
     logits = np.ascontiguousarray(logits)
-    function(logits, _labels(labels), counts, rows, *_sizes(logits), tree_of(tree))
+    function(logits, _labels(labels), counts, rows, *sizes(logits), tree_of(tree))
     return partial_of_rows(rows, tree)
 
 

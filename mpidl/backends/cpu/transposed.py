@@ -13,24 +13,12 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     y = arenas.empty((len(x), *shape, x.shape[-1]))
     geometry, _, (_, m, _) = conv.plan(y, weight, stride, cropping, *shapes.PLAIN)
-    kernels().conv2d_backward(
-        np.ascontiguousarray(x),
-        *(None,) * 7,
-        y,  # only its shape matters
-        *(None,) * 3,
-        per_channel(weight),
-        per_channel(bias),
-        y,
-        None,
-        None,
-        0,
-        np.zeros(len(x), np.int32),  # the counts, which the weights' gradient alone asks for
-        len(x),
-        geometry,
-        np.zeros(4, np.int64),
-        m,
-        0,
-    )
+    # x is the gradient dy, and y the gradient dx: there are no sums and no gradient of the weights
+    source, after, outputs = (y, *(None,) * 3), (None,) * 7, (y, None, None, 0)
+    numbers = np.zeros(len(x), np.int32), len(x), geometry, np.zeros(4, np.int64), m, 0
+    weight, bias = per_channel(weight), per_channel(bias)
+    x = np.ascontiguousarray(x)
+    kernels().conv2d_backward(x, *after, *source, weight, bias, *outputs, *numbers)
     return y
 
 

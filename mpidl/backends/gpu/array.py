@@ -15,6 +15,7 @@ import numpy as np
 
 from mpidl.backends.gpu import launching
 from mpidl.backends.gpu.launching import Array as Array
+from mpidl.backends.gpu.launching import empty as empty
 from mpidl.backends.gpu.launching import empty_like as empty_like
 from mpidl.blocks import LANES
 
@@ -60,11 +61,6 @@ class Bounds:
 def in_memory(array, dims, order):
     """Return a NumPy array as memory orders it: C-contiguous in that order."""
     return np.ascontiguousarray(np.reshape(array, dims).transpose(order))
-
-
-def empty(shape, dtype=np.float32):
-    """Return an uninitialized Array in C order."""
-    return launching.empty(tuple(shape), dtype)
 
 
 def empty_lanes(shape, dtype=np.float32):

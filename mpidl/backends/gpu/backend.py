@@ -6,24 +6,6 @@ waits for the device or looks at a number. Sums go to the fold (`fold`), then ov
 (`sums`).
 """
 
-from mpidl.backends.gather import gather
-from mpidl.backends.gpu import (
-    activation,
-    batchnorm,
-    conv,
-    dense,
-    dropout,
-    images,
-    join,
-    loss,
-    lrn,
-    optimizer,
-    pool,
-    transposed,
-)
+from mpidl.backends.gather import families, gather
 
-FAMILIES = (
-    *(conv, transposed, dense, batchnorm, activation, pool, lrn, dropout, join),
-    *(loss, optimizer, images),
-)
-GPU = gather("gpu", FAMILIES, fuses_convolutions=True, arrays_on_device=True)
+GPU = gather("gpu", families(__package__), fuses_convolutions=True, arrays_on_device=True)

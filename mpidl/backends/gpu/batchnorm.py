@@ -129,9 +129,8 @@ def _normalized(x, mean, scale, beta, relu):
     images, pixels, channels = _sizes(x)
     y, rows = array.empty_like(x), images * pixels
     grid, tile = _grid(rows, channels)
-    launching.launch(
-        "batchnorm", grid, THREADS, x, mean, scale, beta, y, relu, rows, channels, tile
-    )
+    vectors, numbers = (mean, scale, beta), (relu, rows, channels, tile)
+    launching.launch("batchnorm", grid, THREADS, x, *vectors, y, *numbers)
     return y
 
 
@@ -145,9 +144,8 @@ def activation_dx(dy, source, a, b, c, counts, overwrite=False):
     The result takes dy's memory if `overwrite`.
     """
     x, mean, scale, beta = source
-    return _back(
-        dy, x, mean, scale, beta, a, b, c, counts, dy if overwrite else array.empty_like(x)
-    )
+    dx = dy if overwrite else array.empty_like(x)
+    return _back(dy, x, mean, scale, beta, a, b, c, counts, dx)
 
 
 def _back(dy, x, mean, scale, beta, a, b, c, counts, dx):

@@ -170,19 +170,12 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
     tile = gemm_tile(shape, blocks * LANES * pixels, device.processors)
     vector = _vector(shape.channels // shape.groups, x, weight)
     rows = len(y) * LANES * pixels
-    launching.launch(
-        "conv_gemm",
-        -(-rows // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups,
-        threads_of(tile),
-        x,
-        weight,
-        bias,
-        y,
-        rows,
-        *shape,
-        shared=tile["STAGES"] * (tile["BM"] + tile["BN"]) * STEP * 4,
-        defines=definitions(tile, shape, device, VECTOR=vector, BACKWARD=int(backward)),
-    )
+    grid = -(-rows // tile["BM"]) * columns_of(shape, tile["BN"]) * shape.groups
+    arguments = x, weight, bias, y, rows, *shape
+    shared = tile["STAGES"] * (tile["BM"] + tile["BN"]) * STEP * 4
+    defines = definitions(tile, shape, device, VECTOR=vector, BACKWARD=int(backward))
+    threads = threads_of(tile)
+    launching.launch("conv_gemm", grid, threads, *arguments, shared=shared, defines=defines)
 
 
 def leaves_of(dy, x, weight, conv_args, tree):
@@ -201,24 +194,13 @@ def leaves_of(dy, x, weight, conv_args, tree):
     images = conv_direct.images_per_leaf(tiles, tree)
     leaves = array.empty((len(x) * (LANES // images), weight.size))
     pitches = tile["BM"] + 8, tile["BN"] + (0 if tile["BN"] % 32 == 24 else 8)
-    launching.launch(
-        "conv_dweight",
-        len(leaves) * tiles,
-        threads_of(tile),
-        dy,
-        x,
-        leaves,
-        images,
-        *shape,
-        shared=tile["STAGES"] * sum(pitches) * STEP * 4,
-        defines=definitions(
-            tile,
-            shape,
-            device,
-            VECTOR_X=_vector(shape.channels // shape.groups, x),
-            VECTOR_Y=_vector(shape.filters_of_group, dy),
-        ),
-    )
+    arguments = dy, x, leaves, images, *shape
+    shared = tile["STAGES"] * sum(pitches) * STEP * 4
+    x_vector = _vector(shape.channels // shape.groups, x)
+    dy_vector = _vector(shape.filters_of_group, dy)
+    defines = definitions(tile, shape, device, VECTOR_X=x_vector, VECTOR_Y=dy_vector)
+    grid, threads = len(leaves) * tiles, threads_of(tile)
+    launching.launch("conv_dweight", grid, threads, *arguments, shared=shared, defines=defines)
     return leaves, LANES // images
 
 

@@ -284,15 +284,8 @@ class CudaDevice:
         values = launch.values()
         places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         try:
-            self.driver.launchKernel(
-                handle,
-                *launch.grid,
-                *launch.block,
-                launch.shared,
-                self.stream,
-                ctypes.addressof(places),
-                0,
-            )
+            geometry = *launch.grid, *launch.block, launch.shared
+            self.driver.launchKernel(handle, *geometry, self.stream, ctypes.addressof(places), 0)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{launch.name}: grid {launch.grid}, block {launch.block}, {launch.shared} bytes "

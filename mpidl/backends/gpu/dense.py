@@ -40,7 +40,7 @@ def rows_of(value, name):
 
 
 def dense(x, weight, bias):
-    x = _read(x)
+    x = read(x)
     _check(x, weight)
     blocks, outputs, features = x.dims[0], len(weight), math.prod(x.dims[1:-1])
     images = blocks * LANES
@@ -48,31 +48,16 @@ def dense(x, weight, bias):
     chunk = chunk_of(outputs, features)
     chunks = -(-features // chunk)
     sums = y if chunks == 1 else array.empty((chunks, images * outputs))
-    large = outputs > FEW and _large(images, -(-outputs // TILE) * chunks)
-    launching.launch(
-        "dense_large" if large else "dense_many" if outputs > FEW else "dense_few",
-        (
-            -(-outputs // (FEW if outputs <= FEW else TILE)),
-            -(-images // (LARGE if large else TILE)),
-            chunks,
-        ),
-        THREADS,
-        x,
-        weight,
-        bias if chunks == 1 else None,
-        sums,
-        images,
-        outputs,
-        features,
-        chunk,
-        _aligned(features, x, weight),
-        _aligned(outputs, sums),
-    )
+    few, large = outputs <= FEW, outputs > FEW and _large(images, -(-outputs // TILE) * chunks)
+    name = "dense_few" if few else "dense_large" if large else "dense_many"
+    grid = -(-outputs // (FEW if few else TILE)), -(-images // (LARGE if large else TILE)), chunks
+    arrays = x, weight, bias if chunks == 1 else None, sums
+    aligned = _aligned(features, x, weight), _aligned(outputs, sums)
+    launching.launch(name, grid, THREADS, *arrays, images, outputs, features, chunk, *aligned)
     if chunks > 1:
         count = images * outputs
-        launching.launch(
-            "dense_chunks", -(-count // 256), 256, sums, bias, y, count, outputs, chunks
-        )
+        blocks = -(-count // 256)
+        launching.launch("dense_chunks", blocks, 256, sums, bias, y, count, outputs, chunks)
     return y
 
 
@@ -97,46 +82,27 @@ def dense_dx(dy, weight):
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
     large = _large(images, -(-features // TILE))
-    launching.launch(
-        "dense_dx_large" if large else "dense_dx",
-        (-(-features // TILE), -(-images // (LARGE if large else TILE))),
-        THREADS,
-        dy,
-        weight,
-        dx,
-        images,
-        outputs,
-        features,
-        _aligned(outputs, dy),
-        _aligned(features, weight, dx),
-    )
+    name = "dense_dx_large" if large else "dense_dx"
+    grid = -(-features // TILE), -(-images // (LARGE if large else TILE))
+    numbers = images, outputs, features, _aligned(outputs, dy), _aligned(features, weight, dx)
+    launching.launch(name, grid, THREADS, dy, weight, dx, *numbers)
     return dx.reshape(dy.dims[0], features, LANES)
 
 
 def dense_dweight(dy, x, tree):
     # Nothing is as large as the nodes: leaves, one a block, are folded in registers. How blocks
     # are cut into ranges changes no byte, so that it may depend on what this rank holds.
-    x = _read(x)
+    x = read(x)
     _, outputs = rows_of(dy, "dense_dweight")
     features = math.prod(x.dims[1:-1])
     nodes = [(start - tree.run[0], stop - tree.run[0]) for start, stop in tree.nodes[tree.rank]]
     kernel, ranges, ends = _cut(nodes, outputs, features, tree.plain)
     rows, columns, _ = FOLDS[kernel]
     matrix = array.empty((len(ranges), outputs * features))
-    launching.launch(
-        kernel,
-        (-(-features // columns), -(-outputs // rows), len(ranges)),
-        THREADS,
-        dy,
-        x,
-        matrix,
-        launching.constant(np.array(ranges, np.int32)),
-        outputs,
-        features,
-        int(tree.plain),
-        _aligned(outputs, dy),
-        _aligned(features, x, matrix),
-    )
+    grid = -(-features // columns), -(-outputs // rows), len(ranges)
+    arrays = dy, x, matrix, launching.constant(np.array(ranges, np.int32))
+    aligned = _aligned(outputs, dy), _aligned(features, x, matrix)
+    launching.launch(kernel, grid, THREADS, *arrays, outputs, features, int(tree.plain), *aligned)
     if len(ranges) > len(nodes):
         matrix = fold.fold_rows(matrix, ends)
     like = Array(None, np.float32, (outputs, features), (outputs, *x.dims[1:-1]), (0, *x.order[2:]))
@@ -169,7 +135,7 @@ def _cut(nodes, outputs, features, plain):
 
 
 def dense_backward(dy, x, weight, tree, needs):
-    values = _read(x)
+    values = read(x)
     _check(values, weight)
     dx = dense_dx(dy, weight) if needs[0] else None
     sums = None
@@ -181,10 +147,6 @@ def dense_backward(dy, x, weight, tree, needs):
         channel_sums(dy, tree) if needs[2] else None,
         sums,
     )
-
-
-def _read(x):
-    return read(x) if isinstance(x, DeferredInput) else x
 
 
 def _check(x, weight):

@@ -10,17 +10,9 @@ from mpidl.fold import Late
 def scaled(x, factor):
     """Return x * factor; factor is a number or a `fold.Late`, rounded to x's type first."""
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
-    y, kind = array.empty_like(x), launching.kind_of(x)
-    launching.launch(
-        f"scaled_{kind}",
-        launching.blocks_of_threads(x.size),
-        THREADS,
-        x,
-        float(number),
-        late,
-        y,
-        x.size,
-    )
+    y, blocks = array.empty_like(x), launching.blocks_of_threads(x.size)
+    name = f"scaled_{launching.kind_of(x)}"
+    launching.launch(name, blocks, THREADS, x, float(number), late, y, x.size)
     return y
 
 

@@ -122,16 +122,9 @@ def fold_all(matrix, tree, combine=add, shape=None, like=None):
         return _seen_as(matrix.row(0), shape, like)
     order = [(start, (stop - start - 1).bit_length()) for start, stop in nodes]
     root, width = launching.empty(matrix.shape[1:], matrix.dtype), _width(matrix, combine)
-    launching.launch(
-        f"combine_{_kind(matrix, combine)}",
-        -(-width // 128),
-        128,
-        matrix,
-        launching.constant(np.array(order, np.int32)),
-        root,
-        len(nodes),
-        width,
-    )
+    order = launching.constant(np.array(order, np.int32))
+    name, blocks = f"combine_{_kind(matrix, combine)}", -(-width // 128)
+    launching.launch(name, blocks, 128, matrix, order, root, len(nodes), width)
     return _seen_as(root, shape, like)
 
 

@@ -48,27 +48,11 @@ def images(
     p, q = image[1:] if size is None else size
     lanes = array.empty_lanes((blocks, image[0], p, q, LANES)) if out is None else out
     parts = _parts(image[0] * p * q)
-    launching.launch(
-        "images_of_bytes" if pixels.dtype == np.uint8 else "images_of_floats",
-        blocks * LANES * parts,
-        THREADS,
-        pixels,
-        indices,
-        counts,
-        mirrored,
-        top,
-        left,
-        fill,
-        centre,
-        divisor,
-        lanes,
-        *image,
-        p,
-        q,
-        int(centre is not None and len(centre.shape) == 3),
-        images_of_share,
-        parts,
-    )
+    of_pixels = int(centre is not None and len(centre.shape) == 3)
+    name = "images_of_bytes" if pixels.dtype == np.uint8 else "images_of_floats"
+    moves, numbers = (mirrored, top, left), (*image, p, q, of_pixels, images_of_share, parts)
+    arrays = pixels, indices, counts, *moves, fill, centre, divisor, lanes
+    launching.launch(name, blocks * LANES * parts, THREADS, *arrays, *numbers)
     return lanes
 
 
@@ -90,19 +74,9 @@ def targets(table, *, indices=None, counts=None, blocks=None):
     lanes = array.empty_lanes((blocks, *shape, LANES), table.dtype)
     channels = shape[0] if len(shape) == 3 else 1  # images, which lie as NHWC
     parts = _parts(math.prod(shape))
-    launching.launch(
-        "images_targets",
-        blocks * LANES * parts,
-        THREADS,
-        _words(table),
-        indices,
-        counts,
-        _words(lanes),
-        channels,
-        math.prod(shape) // channels,
-        count,
-        parts,
-    )
+    arrays = _words(table), indices, counts, _words(lanes)
+    numbers = channels, math.prod(shape) // channels, count, parts
+    launching.launch("images_targets", blocks * LANES * parts, THREADS, *arrays, *numbers)
     return lanes
 
 

@@ -4,8 +4,7 @@ import math
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import read
-
-THREADS = 256
+from mpidl.backends.gpu.launching import THREADS
 
 
 def rows_and_channels(name, x):
@@ -25,10 +24,9 @@ def rows_and_channels(name, x):
 def _move(name, part, joined, first):
     """Launch concat or split for one part."""
     rows, words = rows_and_channels(name, part)
-    blocks = min(-(-part.size // (4 * THREADS)), 32 * launching.device().processors)
-    launching.launch(
-        name, blocks, THREADS, part, joined, rows, words, rows_and_channels(name, joined)[1], first
-    )
+    _, pitch = rows_and_channels(name, joined)
+    blocks = launching.blocks_of_threads(part.size, per_thread=4)
+    launching.launch(name, blocks, THREADS, part, joined, rows, words, pitch, first)
 
 
 def concat(arrays):

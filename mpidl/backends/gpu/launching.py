@@ -270,9 +270,9 @@ def empty_like(array, dtype=None):
     return y
 
 
-def blocks_of_threads(elements):
+def blocks_of_threads(elements, per_thread=1):
     """Return how many blocks of THREADS to launch for so many elements."""
-    return min(-(-elements // THREADS), 32 * device().processors)
+    return min(-(-elements // (THREADS * per_thread)), 32 * device().processors)
 
 
 def kind_of(x):
@@ -318,29 +318,31 @@ def constant(value):
     return _constants[key]
 
 
+def _fixed(shape, dtype):
+    """Return an uninitialized Array at a fixed place, which no program plans."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    owner = device().allocate(max(nbytes, 1))
+    return Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
+
+
 def _uploaded(value):
-    """Return a new Array with this value, which no program plans."""
-    owner = device().allocate(max(value.nbytes, 1))
-    device().upload(owner.address, value)
-    block = Block(owner.address, value.nbytes, owner=owner)
-    return Array(block, value.dtype, value.shape)
+    y = _fixed(value.shape, value.dtype)
+    device().upload(y.address, value)
+    return y
 
 
 def persistent(shape, dtype=np.float32):
     """Return an Array of zeros at a fixed place, which no program plans."""
-    size = int(np.prod(shape, dtype=np.int64))
-    words = size * np.dtype(dtype).itemsize // 4
+    zeros = _fixed(shape, dtype)
+    words = zeros.nbytes // WORD
     if words < LARGE:
-        return _uploaded(np.zeros(shape, dtype))
-    # the host uploads no zeros of the size of a data set
-    nbytes = size * np.dtype(dtype).itemsize
-    owner = device().allocate(nbytes)
-    zeros = Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
-    as_words = Array(zeros.buffer, np.int32, (words,))
-    clearing = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
-    device().launch(load(clearing), clearing)
-    rest = np.zeros(nbytes - 4 * words, np.uint8)
-    device().upload(owner.address + 4 * words, rest)
+        words = 0
+    else:  # a kernel: the host uploads no zeros of the size of a data set
+        as_words = Array(zeros.buffer, np.int32, (words,))
+        clearing = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
+        device().launch(load(clearing), clearing)
+    rest = np.zeros(zeros.nbytes - WORD * words, np.uint8)
+    device().upload(zeros.address + WORD * words, rest)
     return zeros
 
 

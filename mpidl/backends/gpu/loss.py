@@ -62,18 +62,9 @@ def cross_entropy(logits, labels, counts, tree):
 def cross_entropy_dlogits(logits, labels, scale, counts):
     rows, pixels, classes = _pixels_of(logits, "cross_entropy_dlogits")
     d = array.empty_like(logits)
-    launching.launch(
-        "loss_dlogits",
-        rows // ROWS,
-        THREADS,
-        logits,
-        _labels(labels, "cross_entropy_dlogits"),
-        counts,
-        *_scale(scale),
-        d,
-        classes,
-        pixels,
-    )
+    arrays = logits, _labels(labels, "cross_entropy_dlogits"), counts
+    numbers = *_scale(scale), d, classes, pixels
+    launching.launch("loss_dlogits", rows // ROWS, THREADS, *arrays, *numbers)
     return d
 
 
@@ -95,12 +86,10 @@ def errors(y, target, power, counts, tree):
 
 def errors_dy(y, target, power, scale, counts):
     elements, inner, outer = _apart(y, target)
-    d, threads = array.empty_like(y), OF_ELEMENTS.threads
-    blocks = min(-(-y.size // threads), 32 * launching.device().processors)
-    numbers = inner, outer, power, elements, y.size
-    launching.launch(
-        "loss_errors_dy", blocks, threads, y, target, counts, *_scale(scale), d, *numbers
-    )
+    d = array.empty_like(y)
+    blocks, threads = launching.blocks_of_threads(y.size), launching.THREADS
+    numbers = *_scale(scale), d, inner, outer, power, elements, y.size
+    launching.launch("loss_errors_dy", blocks, threads, y, target, counts, *numbers)
     return d
 
 

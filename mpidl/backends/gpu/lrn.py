@@ -3,8 +3,8 @@
 from mpidl import shapes
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.join import rows_and_channels
+from mpidl.backends.gpu.launching import THREADS
 
-THREADS = 256
 SHARED = 48 << 10  # bytes that every GPU gives a block
 
 
@@ -20,7 +20,7 @@ def _norm(x, window, alpha, k):
 def cross_channel_norm(x, window, alpha, beta, k):
     numbers = _norm(x, window, alpha, k)
     y = array.empty_like(x)
-    blocks = min(-(-x.size // THREADS), 32 * launching.device().processors)
+    blocks = launching.blocks_of_threads(x.size)
     launching.launch("lrn", blocks, THREADS, x, y, *numbers, beta)
     return y
 
@@ -36,19 +36,8 @@ def cross_channel_norm_dx(dy, x, window, alpha, beta, k):
     width = min(channels, 4 * THREADS)
     height = max(1, 4 * THREADS // width)
     height = max(1, min(height, SHARED // 4 // (width + channels_before + channels_after)))
-    dx = array.empty_like(x)
-    launching.launch(
-        "lrn_dx",
-        (-(-rows // height), -(-channels // width)),
-        THREADS,
-        dy,
-        x,
-        dx,
-        *numbers,
-        beta,
-        2 * alpha * beta / window,
-        height,
-        width,
-        shared=4 * height * (width + channels_before + channels_after),
-    )
+    dx, grid = array.empty_like(x), (-(-rows // height), -(-channels // width))
+    shared = 4 * height * (width + channels_before + channels_after)
+    numbers = *numbers, beta, 2 * alpha * beta / window, height, width
+    launching.launch("lrn_dx", grid, THREADS, dy, x, dx, *numbers, shared=shared)
     return dx

@@ -118,36 +118,18 @@ class Recorder:
         results = results.reshape(ROWS, max(len(ends), 1))
         controls = launching.persistent((words,), np.int32)
         self.controls.address = controls.address
-        self.launch(
-            kernels.make(
-                "program_end",
-                1,
-                32,
-                (addresses, len(ends), counter, _as_device_array(results, np.float64)),
-            )
-        )
-        begin = kernels.make(
-            "program_begin",
-            1,
-            256,
-            (_as_device_array(ring, np.int32), ROWS, words, counter, controls),
-        )
+        arguments = addresses, len(ends), counter, _as_device_array(results, np.float64)
+        self.launch(kernels.make("program_end", 1, 32, arguments))
+        arguments = _as_device_array(ring, np.int32), ROWS, words, counter, controls
+        begin = kernels.make("program_begin", 1, 256, arguments)
         slab, nbytes = self._plan()
         self.steps.insert(0, Kernel(begin))
         for table in self.tables:
             self.device.upload(table.address, table.filled())
         self.device.synchronize()
-        return Program(
-            self.device,
-            _segments(self.steps),
-            ring,
-            results,
-            self.slots,
-            list(outputs),
-            (slab, controls, counter, self.tables),
-            nbytes,
-            graphs,
-        )
+        segments, owners = _segments(self.steps), (slab, controls, counter, self.tables)
+        memory = ring, results, self.slots, list(outputs), owners, nbytes
+        return Program(self.device, segments, *memory, graphs)
 
     def _carry(self):
         """Let new arrays take the old ones' memory if nothing reads the old ones later.

@@ -5,6 +5,9 @@ ranks exchange nodes through pinned host memory and MPI or, with a mover (`comm.
 GPU. Either way the same operands are combined in the same order: the same bytes.
 """
 
+import functools
+import operator
+
 import numpy as np
 
 from mpidl.backends.gpu import elementwise, fold, launching
@@ -34,16 +37,13 @@ class Counts:
         """Return epoch (1,) and sample numbers (blocks * 16,), int32, 0 in unused images."""
         samples = np.zeros(batch.blocks * LANES, np.int32)
         samples[: len(batch.indices)] = batch.indices
-        return launching.scalar("epoch", batch.epoch, np.int32), launching.scalar(
-            "samples", samples, np.int32
-        )
+        epoch = launching.scalar("epoch", batch.epoch, np.int32)
+        return epoch, launching.scalar("samples", samples, np.int32)
 
     def per_image(self, batch):
         """Return 1 / count, as a Late."""
-        return Late(
-            lambda: 1.0 / (self.count or batch.count),
-            launching.scalar("per_image", 1.0 / batch.count, np.float64),
-        )
+        number = launching.scalar("per_image", 1.0 / batch.count, np.float64)
+        return Late(lambda: 1.0 / (self.count or batch.count), number)
 
 
 class Pending:
@@ -117,11 +117,12 @@ def _finish(name, partial, roots):
     if partial.shape == ():
         return Pending(partial, roots)
     if not partial.terms:
-        return partial.once
-    total = None
-    for term, root in zip(partial.terms, roots, strict=True):
-        value = root if term.scale == 1.0 else elementwise.scaled(root, term.scale)
-        total = value if total is None else total + value
+        return partial.addend
+    scaled = [
+        root if term.scale == 1.0 else elementwise.scaled(root, term.scale)
+        for term, root in zip(partial.terms, roots, strict=True)
+    ]
+    total = functools.reduce(operator.add, scaled)
     if partial.dtype != total.dtype:
         raise TypeError(f"{name or 'a sum'}: {total.dtype} on a GPU cannot become {partial.dtype}")
     layout = next((t.nodes.like for t in partial.terms if t.nodes.like is not None), None)
@@ -130,6 +131,6 @@ def _finish(name, partial, roots):
         total.order = tuple(range(len(partial.shape)))
     else:
         total.shape, total.dims, total.order = layout.shape, layout.dims, layout.order
-    if partial.once is not None:
-        total = total + partial.once
+    if partial.addend is not None:
+        total = total + partial.addend
     return total
