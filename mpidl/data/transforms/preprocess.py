@@ -17,7 +17,7 @@ from mpidl import backends
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, describe_derived
+from mpidl.data.datastore import Datastore, Derived, describe_derived
 from mpidl.errors import UserError
 from mpidl.files import digest
 
@@ -158,36 +158,22 @@ class Preprocess:
 AS_IT_IS = Preprocess()
 
 
-class Preprocessed(Datastore):
+class Preprocessed(Derived):
     """Another datastore with preprocessed images; labels and targets are unchanged."""
 
     def __init__(self, datastore: Datastore, preprocess: Preprocess):
-        self.datastore, self.preprocess = datastore, preprocess
+        super().__init__(datastore)
+        self.preprocess = preprocess
         self.image_shape = preprocess.image_shape(datastore.image_shape)
-        self.dtype, self.in_memory = datastore.dtype, False
-        self.classes, self.labels = datastore.classes, datastore.labels
-        self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
-
-    def __len__(self):
-        return len(self.datastore)
 
     def read(self, indices):
-        return self.preprocess.of_arrays(read_images(self.datastore, indices))
-
-    def targets(self, indices):
-        return self.datastore.targets(indices)
-
-    def name(self, i):
-        return self.datastore.name(i)
-
-    def located(self, i):
-        return self.datastore.located(i)
+        return self.preprocess.of_arrays(read_images(self.parent, indices))
 
     def describe(self):
-        return describe_derived(self.datastore, self.preprocess, self)
+        return describe_derived(self.parent, self.preprocess, self)
 
     def fingerprint(self):
-        return digest(self.datastore.fingerprint(), self.preprocess)
+        return digest(self.parent.fingerprint(), self.preprocess)
 
 
 def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:

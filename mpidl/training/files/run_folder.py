@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -15,7 +16,7 @@ import numpy as np
 
 from mpidl.comm import World
 from mpidl.errors import Fault, UserError
-from mpidl.files import on_rank_0
+from mpidl.files import call_together, on_rank_0, reason
 from mpidl.report import Metrics, plots
 from mpidl.training.files import checkpoint
 from mpidl.training.progress import Position
@@ -108,10 +109,13 @@ class RunFolder:
             self.resume = on_rank_0(world, lambda: checkpoint.load(resume))
 
     def make(self) -> None:
-        """Make the folder, without an earlier run's files. Raises OSError."""
-        if self.is_to_be_cleared:
-            make_folder(self.out, self.resumed)
-        os.makedirs(self.out, exist_ok=True)
+        """Make the folder, without an earlier run's files. Raises UserError."""
+        try:
+            if self.is_to_be_cleared:
+                make_folder(self.out, self.resumed)
+            os.makedirs(self.out, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.out}: cannot be made: {reason(error)}") from error
 
 
 class RunWriter:
@@ -135,18 +139,14 @@ class RunWriter:
         self.record_error: UserError | None = None
         self.plot_time = -math.inf
         if folder.out is not None:
-            error = None
-            try:
-                if world.rank == 0:
-                    folder.make()
-                path = os.path.join(self.out, "metrics.jsonl")
-                self.metrics = Metrics(path, world.rank, cut=last_iteration)
-            except UserError as user_error:
-                error = user_error
-            except OSError as os_error:
-                reason = os_error.strerror or os_error
-                error = UserError(f"{self.out}: cannot be made: {reason}")
-            world.raise_if_any(error)
+            self._on_rank_0(folder.make)
+            path = os.path.join(self.out, "metrics.jsonl")
+            open_metrics = functools.partial(Metrics, path, world.rank, cut=last_iteration)
+            self.metrics = call_together(world, open_metrics)
+
+    def _on_rank_0(self, function):
+        """Call a function on rank 0; raise its UserError on all ranks. Collective."""
+        call_together(self.world, function if self.world.rank == 0 else lambda: None)
 
     def record(self, *numbers: Any) -> None:
         """Write a line of metrics.jsonl; the arguments are those of `Metrics.record`."""
@@ -174,27 +174,27 @@ class RunWriter:
         """
         if self.out is None:
             return
-        error = self.record_error
         self._compare(tables, position.iteration)
         self._check_finite(tables, position.iteration, learning_rate)
-        if self.world.rank == 0 and error is None:
-            try:
-                self.metrics.flush()
-                checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
-            except UserError as user_error:
-                error = user_error
-        self.world.raise_if_any(error)
+
+        def write():
+            if self.record_error is not None:
+                raise self.record_error
+            self.metrics.flush()
+            checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
+
+        self._on_rank_0(write)
 
     def plot(self, end: bool = False) -> None:
         """Draw progress.png; before the end of a run at most every PLOT_SECONDS."""
-        error, is_due = None, end or time.monotonic() - self.plot_time >= PLOT_SECONDS
-        if self.out is not None and self.world.rank == 0 and is_due:
-            try:
+
+        def draw():
+            if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:
                 plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
-            except UserError as user_error:
-                error = user_error
-            self.plot_time = time.monotonic()
-        self.world.raise_if_any(error)
+                self.plot_time = time.monotonic()
+
+        if self.out is not None:
+            self._on_rank_0(draw)
 
     def close(self) -> None:
         if self.metrics:
