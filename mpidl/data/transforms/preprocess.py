@@ -18,6 +18,7 @@ from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore, Derived, describe_derived
+from mpidl.data.transforms.augment import centred, checked_size
 from mpidl.errors import UserError
 from mpidl.files import digest
 
@@ -60,7 +61,7 @@ class Preprocess:
         for name in ("size", "crop"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _size(name, value))
+                object.__setattr__(self, name, checked_size(name, value))
 
     def __bool__(self):
         return any((self.colour, self.size, self.crop))
@@ -251,19 +252,8 @@ def _resize(images, size):
 
 def _box(size, crop):
     """Return (left, top, right, bottom) of a centred window."""
-    top, left = ((n - m) // 2 for n, m in zip(size, crop, strict=True))
+    top, left = centred((1, *size), crop)
     return left, top, left + crop[1], top + crop[0]
-
-
-def _size(name, value):
-    """Return a size as (height, width). Raises UserError if it is none."""
-    try:
-        height, width = (int(n) for n in value)
-    except (TypeError, ValueError):
-        raise UserError(f"{name}: expected (height, width), got {value!r}") from None
-    if min(height, width) < 1:
-        raise UserError(f"{name}: expected at least one pixel each way, got {value!r}")
-    return height, width
 
 
 def _times(size):
