@@ -26,7 +26,7 @@ def worlds(size):
 
 
 def prefetchers():
-    return [t for t in threading.enumerate() if t.name == "mpidl-prefetch"]
+    return [t for t in threading.enumerate() if t.name.startswith("mpidl-prefetch")]
 
 
 class Slow(Datastore):

@@ -8,10 +8,9 @@ chunk whose checksum matches. At the end the file is flushed to disk and renamed
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ import numpy as np
 from mpidl.data.checks import read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5, packed
+from mpidl.data.loading.workers import Job, prefetch_items
 from mpidl.errors import UserError
 from mpidl.files import digest, sync_folder, unreadable
 from mpidl.text import printable
@@ -199,10 +199,8 @@ def _offsets(path, plan):
 def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
     """Write all missing chunks; return False if stop() ended it."""
 
-    def chunk(part, number):
-        store, step = parts[part], plan[part]["chunk_images"]
-        first = number * step
-        last = min(first + step, len(store))
+    def chunk(part, number, first, last):
+        store = parts[part]
         if not _is_written(descriptor, store, offsets[part], number, first, last):
             indices = np.arange(first, last)
             arrays = []
@@ -214,28 +212,24 @@ def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
                 arrays.append(array)
             total = np.frombuffer(packed.checksum(*arrays), np.uint8)
             _write(descriptor, total, offsets[part]["checksums"] + 32 * number)
-        return last - first
 
-    jobs = [
-        (part, number)
+    jobs = (
+        Job([functools.partial(chunk, part, number, first, last)], lambda n=last - first: n)
         for part, store in parts.items()
-        for number in range(-(-len(store) // plan[part]["chunk_images"]))
-    ]
-    pending = collections.deque()
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        try:
-            for job in jobs:
-                pending.append(pool.submit(chunk, *job))
-                while len(pending) > threads:
-                    progress(pending.popleft().result())
-                if stop is not None and stop():
-                    return False
-            while pending:
-                progress(pending.popleft().result())
-        finally:
-            for future in pending:
-                future.cancel()
+        for number, first, last in _chunks(len(store), plan[part]["chunk_images"])
+    )
+    with contextlib.closing(prefetch_items(jobs, threads + 1, threads)) as counts:
+        for count in counts:
+            progress(count)
+            if stop is not None and stop():
+                return False
     return True
+
+
+def _chunks(count, step):
+    """Yield (number, first image, last image + 1) of each chunk."""
+    for number, first in enumerate(range(0, count, step)):
+        yield number, first, min(first + step, count)
 
 
 def _is_written(descriptor, store, offsets, number, first, last):
