@@ -134,6 +134,16 @@ def test_the_validation_at_the_end_is_told_and_drawn(world, tmp_path, monkeypatc
     ]
 
 
+def test_the_last_picture_is_drawn_before_the_run_is_called_done(world, tmp_path, monkeypatch):
+    calls, out = [], world.broadcast(str(tmp_path))
+    monkeypatch.setattr(plots, "progress", lambda path, _: calls.append("picture"))
+    options = dl.TrainingOptions(
+        epochs=1, batch_size=40, output_functions=lambda info: calls.append(info.state)
+    )
+    dl.train(small(), pictures(100), options, world=world, out=out, console=Console(1))
+    assert calls[-1] == "done" and (world.rank or calls[-2] == "picture")
+
+
 def test_patience_and_the_best_network(world):
     """At a rate like this the loss goes up; the network is that of where it was least."""
     how = {

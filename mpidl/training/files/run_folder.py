@@ -117,11 +117,18 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"{self.out}: cannot be made: {reason(error)}") from error
 
+    def advice(self, learning_rate: float) -> str:
+        """Return what a user may do about numbers that are not finite."""
+        has_checkpoint = self.out and checkpoint.exists(self.out)
+        return f"lower --learning-rate (now {learning_rate:g}) or look at the images" + (
+            f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
+        )
+
 
 class RunWriter:
     """Writes the files of a run, on rank 0; without a folder it writes nothing.
 
-    All methods but `record` and `advice` are collective. If rank 0 cannot write, all ranks raise
+    All methods but `record` are collective. If rank 0 cannot write, all ranks raise
     UserError; for a record they do so at the next checkpoint.
 
     Parameters
@@ -134,7 +141,7 @@ class RunWriter:
     """
 
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
-        self.out, self.world = folder.out, world
+        self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
         self.record_error: UserError | None = None
         self.plot_time = -math.inf
@@ -200,13 +207,6 @@ class RunWriter:
         if self.metrics:
             self.metrics.close()
 
-    def advice(self, learning_rate: float) -> str:
-        """Return what a user may do about numbers that are not finite."""
-        has_checkpoint = self.out and checkpoint.exists(self.out)
-        return f"lower --learning-rate (now {learning_rate:g}) or look at the images" + (
-            f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
-        )
-
     def _compare(self, tables, iteration):
         sha256 = hashlib.sha256()
         for arrays in tables.values():
@@ -225,5 +225,5 @@ class RunWriter:
                 if not np.isfinite(array).all():
                     raise Fault(
                         f"{name} is not finite after iteration {iteration}, on all ranks; "
-                        f"{self.advice(learning_rate)}"
+                        f"{self.folder.advice(learning_rate)}"
                     )
