@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import shutil
@@ -199,8 +198,8 @@ def _offsets(path, plan):
 def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
     """Write all missing chunks; return False if stop() ended it."""
 
-    def chunk(part, number, first, last):
-        store = parts[part]
+    def write(part, first, last):
+        store, number = parts[part], first // plan[part]["chunk_images"]
         if not _is_written(descriptor, store, offsets[part], number, first, last):
             indices = np.arange(first, last)
             arrays = []
@@ -213,10 +212,14 @@ def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
             total = np.frombuffer(packed.checksum(*arrays), np.uint8)
             _write(descriptor, total, offsets[part]["checksums"] + 32 * number)
 
+    def job(part, first):
+        last = min(first + plan[part]["chunk_images"], len(parts[part]))
+        return Job([lambda: write(part, first, last)], lambda: last - first)
+
     jobs = (
-        Job([functools.partial(chunk, part, number, first, last)], lambda n=last - first: n)
+        job(part, first)
         for part, store in parts.items()
-        for number, first, last in _chunks(len(store), plan[part]["chunk_images"])
+        for first in range(0, len(store), plan[part]["chunk_images"])
     )
     with contextlib.closing(prefetch_items(jobs, threads + 1, threads)) as counts:
         for count in counts:
@@ -224,12 +227,6 @@ def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
             if stop is not None and stop():
                 return False
     return True
-
-
-def _chunks(count, step):
-    """Yield (number, first image, last image + 1) of each chunk."""
-    for number, first in enumerate(range(0, count, step)):
-        yield number, first, min(first + step, count)
 
 
 def _is_written(descriptor, store, offsets, number, first, last):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -20,7 +20,10 @@ from mpidl.files import call_together
 
 USUAL = "rescale-zero-one"
 # For floats, only the first two need no statistics.
-NAMES = ("none", USUAL, "rescale-symmetric", "zerocenter", "zerocenter-element", "zscore")
+Name = Literal[
+    "none", "rescale-zero-one", "rescale-symmetric", "zerocenter", "zerocenter-element", "zscore"
+]
+NAMES = get_args(Name)
 CHUNK = 16 << 20  # bytes of images that the statistics read at a time
 FLAT = 1e-12  # a channel with less variance than this times its squared mean counts as constant
 

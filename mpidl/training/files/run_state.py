@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +46,7 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     return tables, facts
 
 
-def restore(trainer: Trainer, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
     """Continue the run of a checkpoint.
 
     Raises
