@@ -77,13 +77,13 @@ def _add_subject(parser, command):
             "thread beside BLAS (digits,cifar,shapes,dense)"
         )
         networks = ["digits", "cifar", "shapes", "dense"]
-        add_option(parser, "--networks", "NAME,NAME,...", text, networks, _words)
+        parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
     else:
         text = "digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
         text += "FUNCTION(input_shape, 10) (digits)"
-        add_option(parser, "--network", "NAME", text, "digits")
+        parser.text("--network", "NAME", text, default="digits")
     text = "shape of an image (that of the network, else 1x28x28)"
-    add_option(parser, "--image", "CxHxW", text, None, _image)
+    parser.text("--image", "CxHxW", text, type=_image)
     parser.add_options("batch_size", "winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
     if command != "accuracy":
@@ -91,7 +91,7 @@ def _add_subject(parser, command):
     if command in ("step", "fold"):
         default = " (1,2, or the ranks that mpirun started)" if command == "fold" else ""
         text = f"numbers of ranks to start, in processes that take turns{default}"
-        add_option(parser, "--ranks", "N,N,...", text, None, rank_counts)
+        parser.text("--ranks", "N,N,...", text, type=rank_counts)
         _add_counts(parser, ("iterations", 10, "steps in a turn"))
     if command == "fold":
         parser.add_options("batchnorm")
@@ -104,7 +104,7 @@ def _add_subject(parser, command):
 def _add_input(parser, command):
     text = "the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
     text += "convolution, about as fast as JPEG files are read (alexnet)"
-    add_option(parser, "--network", "NAME", text, "alexnet")
+    parser.text("--network", "NAME", text, default="alexnet")
     _add_counts(
         parser,
         ("side", 227, "pixels a side of an image"),
@@ -116,14 +116,14 @@ def _add_input(parser, command):
         ("cache-mb", 256, "with --memory, --cache-mb of the training"),
     )
     text = "threads that read and decode (1)"
-    add_option(parser, "--workers", "N,N,...", text, [1], _worker_counts)
+    parser.text("--workers", "N,N,...", text, default=[1], type=_worker_counts)
     text = "measure the peak memory of training on a large packed set instead, beyond that of "
     text += "training on one mini-batch of it, with the network light"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "with --memory, numbers of ranks to train on (1,4)"
-    add_option(parser, "--ranks", "N,N,...", text, [1, 4], rank_counts)
+    parser.text("--ranks", "N,N,...", text, default=[1, 4], type=rank_counts)
     text = f"kinds of files to read ({','.join(KINDS)})"
-    add_option(parser, "--kinds", "NAME,...", text, KINDS, _names("--kinds", KINDS))
+    parser.text("--kinds", "NAME,...", text, default=KINDS, type=_names("--kinds", KINDS))
 
 
 def _add_against(parser, command):
@@ -131,7 +131,7 @@ def _add_against(parser, command):
     networks = ["digits", "cifar", "resnet"]
     text = f"the network ({', '.join(networks)}; digits)"
     one_of = functools.partial(_one_of, "--network", candidates=networks)
-    add_option(parser, "--network", "NAME", text, "digits", one_of)
+    parser.text("--network", "NAME", text, default="digits", type=one_of)
     parser.add_options("batch_size", "timeout")
     _add_counts(parser, ("rounds", 15, "rounds in which all take turns"))
 
@@ -144,46 +144,38 @@ def _add_compare(parser):
     text = "our ranks, and as many processes of DistributedDataParallel over gloo"
     _add_counts(parser, ("ranks", 1, text))
     text = f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})"
-    add_option(parser, "--variants", "NAME,...", text, VARIANTS, _names("--variants", VARIANTS))
+    parser.text(
+        "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
+    )
     text = "hold both sides to these instructions"
-    add_option(
-        parser, "--held-to", "avx2", text, None, lambda name: _one_of("--held-to", name, ["avx2"])
+    parser.text(
+        "--held-to",
+        "avx2",
+        text,
+        type=lambda name: _one_of("--held-to", name, ["avx2"]),
     )
     text = "measure the peak memory of a step, not its time"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "other libraries to time beside PyTorch"
     libraries = _names("--with", ["jax", "mygrad"])
-    add_option(parser, "--with", "jax,mygrad", text, [], libraries, dest="libraries")
-    add_option(parser, "--with-python", "PATH", "the Python that has them (this one)")
+    parser.text("--with", "jax,mygrad", text, default=[], type=libraries, dest="libraries")
+    parser.text("--with-python", "PATH", "the Python that has them (this one)")
 
 
 def _add_gpu(parser, command):
     settings = ["digits:128", "digits:1024", "cifar:256", "cifar:1024"]
     text = f"networks and batch sizes to time ({','.join(settings)})"
-    add_option(parser, "--settings", "NETWORK:BATCH,...", text, settings, _words)
+    parser.text("--settings", "NETWORK:BATCH,...", text, default=settings, type=_words)
     text = "time limit of all; compiled variants come last (900)"
-    add_option(parser, "--limit", "SECONDS", text, 900, count("--limit"))
+    parser.text("--limit", "SECONDS", text, default=900, type=count("--limit"))
     _add_counts(parser, ROUNDS)
-
-
-def add_option(
-    parser: argparse.ArgumentParser,
-    flag: str,
-    metavar: str,
-    text: str,
-    default: object = None,
-    parse: Callable[[str], object] = str,
-    **keywords,
-) -> None:
-    """Add an option to a parser; `text` is its help, `parse` converts its value."""
-    parser.add_argument(flag, metavar=metavar, help=text, default=default, type=parse, **keywords)
 
 
 def _add_counts(parser, *counts):
     """Add options that take whole numbers, each (name, default, help)."""
     for name, default, text in counts:
         flag = f"--{name}"
-        add_option(parser, flag, "N", f"{text} ({default})", default, count(flag))
+        parser.text(flag, "N", f"{text} ({default})", default=default, type=count(flag))
 
 
 def _words(text: str) -> list[str]:

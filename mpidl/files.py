@@ -47,8 +47,9 @@ def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
         return UserError(f"{printable(path)}: no such file")
     if isinstance(error, IsADirectoryError):
         return UserError(f"{printable(path)}: expected a file, found a folder")
-    lines = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()
-    text = f"{printable(path)}: the file cannot be read: {lines[0][:MAX_REASON]}"
+    text = (
+        f"{printable(path)}: the file cannot be read: {reason(error).splitlines()[0]:.{MAX_REASON}}"
+    )
     return UserError("".join(c if c.isprintable() else "?" for c in text))
 
 
@@ -124,14 +125,30 @@ def on_rank_0(world: Any, function: Callable[[], T]) -> T:
     """
     if world is None:
         return function()
-    result = error = None
-    if world.rank == 0:
-        try:
-            result = function()
-        except UserError as e:
-            error = e
+    return world.broadcast(call_together(world, function if world.rank == 0 else lambda: None))
+
+
+def call_together(world: Any, function: Callable[[], T]) -> T:
+    """Return what a function returns on this rank. Collective.
+
+    Raises
+    ------
+    UserError
+        On all ranks, if the function raises it on any.
+    """
+    result: Any = None
+    error = None
+    try:
+        result = function()
+    except UserError as e:
+        error = e
     world.raise_if_any(error)
-    return world.broadcast(result)
+    return result
+
+
+def reason(error: Exception) -> str:
+    """Return what went wrong, without the path and number in the text of an OSError."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def digest(*parts: object) -> str:
@@ -178,16 +195,16 @@ def write_whole(
             os.fsync(file.fileno())
         if aside is not None:
             os.replace(path, aside)
-            _sync_folder(folder)
+            sync_folder(folder)
         os.replace(part, path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Flush renames in a folder to disk; some file systems refuse the call and need none."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):

@@ -14,7 +14,6 @@ import time
 from typing import NamedTuple
 
 from benchmarks import machine, report
-from benchmarks.arguments import add_option
 from mpidl.backends.gpu.discovery import visible
 from mpidl.cli.arguments import Parser, count
 from mpidl.comm import failure
@@ -107,10 +106,10 @@ def _arguments(argv):
     parser.prog = "run/gpu-check"
     default = os.environ.get("OUT") or "gpu-check-results"
     text = "folder of the results ($OUT, or ./%(default)s)"
-    add_option(parser, "--out", "DIR", text, default)
-    add_option(parser, "--stages", "NAME,NAME,...", "run these alone (all)", NAMES, _stages)
+    parser.text("--out", "DIR", text, default=default)
+    parser.text("--stages", "NAME,NAME,...", "run these alone (all)", default=NAMES, type=_stages)
     text = "time limit of all stages together (%(default)s)"
-    add_option(parser, "--limit", "SECONDS", text, LIMIT, count("--limit"))
+    parser.text("--limit", "SECONDS", text, default=LIMIT, type=count("--limit"))
     return parser.parse(argv)
 
 

@@ -95,6 +95,10 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"unexpected argument {extra[0]} (--help lists the options)")
         return arguments
 
+    def text(self, flag: str, metavar: str, text: str, **keywords: Any) -> None:
+        """Add a flag that takes a text; `text` is its help, `keywords` those of add_argument."""
+        self.add_argument(flag, metavar=metavar, help=text, **keywords)
+
     def add_options(self, *names: str, **defaults: object) -> None:
         """Add flags for options of training; `defaults` replace the defaults that --help shows."""
         for name in names:
@@ -164,10 +168,10 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         argument_default=argparse.SUPPRESS,
     )
     _add_data(parser)
-    parser.add_argument(
+    parser.text(
         "--test-data",
-        metavar="DATA",
-        help="Test images; default: those that come with --data, else --test-fraction of it",
+        "DATA",
+        "Test images; default: those that come with --data, else --test-fraction of it",
     )
     parser.add(
         "test_fraction",
@@ -175,32 +179,30 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
         "come with it; 0 disables the test",
         str(training_options.RUN["test_fraction"]),
     )
-    parser.add_argument(
+    parser.text(
         "--validation-data",
-        metavar="DATA|test",
-        help="Images to validate on during training; test uses the test images; default: none",
+        "DATA|test",
+        "Images to validate on during training; test uses the test images; default: none",
     )
     add_preprocess(parser)
     parser.add_options(*training_options.NAMES)
-    parser.add_argument(
+    parser.text(
         "--preview",
+        "FILE.png",
+        "Draw images before and after augmentation, and exit without training",
         type=_png_path,
-        metavar="FILE.png",
-        help="Draw images before and after augmentation, and exit without training",
     )
-    parser.add_argument(
+    parser.text(
         "--out",
-        metavar="DIR",
-        help="Folder for the results; it may not contain a run unless --resume or --overwrite is "
+        "DIR",
+        "Folder for the results; it may not contain a run unless --resume or --overwrite is "
         "given; default: the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist",
     )
-    parser.add_argument(
-        "--resume", metavar="DIR", help="Resume training from the checkpoint in DIR"
-    )
+    parser.text("--resume", "DIR", "Resume training from the checkpoint in DIR")
     parser.add_argument(
         "--overwrite", action="store_true", help="Replace the run in the folder of --out"
     )
-    parser.add_argument("--config", metavar="FILE.toml", help="Read options from this file")
+    parser.text("--config", "FILE.toml", "Read options from this file")
     return vars(parser.parse(argv))
 
 
@@ -222,36 +224,30 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         epilog="--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
         "preprocessing, also if only one of them is given.",
     )
-    parser.add_argument("--model", metavar="FILE.h5", required=True, help="The model.h5 of a run")
-    parser.add_argument(
-        "--layers",
-        metavar="FILE.py",
-        help="Python file with the custom layer classes that the model has",
+    parser.text("--model", "FILE.h5", "The model.h5 of a run", required=True)
+    parser.text(
+        "--layers", "FILE.py", "Python file with the custom layer classes that the model has"
     )
-    parser.add_argument("--data", metavar="DATA", required=True, help=DATA_HELP)
-    parser.add_argument(
+    parser.text("--data", "DATA", DATA_HELP, required=True)
+    parser.text(
         "--out",
-        metavar="FILE",
-        help="Write the results. FILE.csv has a row per image: its name, its class and a score per "
+        "FILE",
+        "Write the results. FILE.csv has a row per image: its name, its class and a score per "
         "class; for a model that gives numbers, its name, the numbers and the targets. FILE.npy "
         "or FILE.h5 is an array, for --activations and models without classes",
     )
-    parser.add_argument(
+    parser.text(
         "--top-k",
+        "K",
+        "Print the fraction of images whose class is among the K largest scores",
         type=count("--top-k"),
-        metavar="K",
-        help="Print the fraction of images whose class is among the K largest scores",
     )
-    parser.add_argument(
+    parser.text(
         "--confusion",
-        metavar="FILE",
-        help="Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
+        "FILE",
+        "Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
     )
-    parser.add_argument(
-        "--activations",
-        metavar="LAYER",
-        help="Write what this layer computes for each image to --out",
-    )
+    parser.text("--activations", "LAYER", "Write what this layer computes for each image to --out")
     add_preprocess(parser, "as for the model")
     parser.add_options(*PREDICT)
     defaults = {name: training_options.OPTIONS[name].default for name in PREDICT}
@@ -278,12 +274,12 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         quiet,
         epilog="exit codes: 0 the weights are equal; 1 they differ, or a fault; 2 unusable options",
     )
-    parser.add_argument(
+    parser.text(
         "--ranks",
+        "N,N,...",
+        "Numbers of ranks to compare; default: 1,2,3,4",
         type=rank_counts,
         default=[1, 2, 3, 4],
-        metavar="N,N,...",
-        help="Numbers of ranks to compare; default: 1,2,3,4",
     )
     _add_data(parser)
     add_preprocess(parser)
@@ -315,29 +311,29 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
         "Show what mpidl found on this machine and its ranks, or the layers of a network.",
         quiet,
     )
-    parser.add_argument(
+    parser.text(
         "--network",
-        metavar="NAME",
-        help="Show the layers of this network with their learnables, memory and operations: "
+        "NAME",
+        "Show the layers of this network with their learnables, memory and operations: "
         f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
     )
-    parser.add_argument(
+    parser.text(
         "--input-shape",
+        "C,H,W",
+        "Shape of an image for --network; default: that of the images it was designed for",
         type=image_shape,
-        metavar="C,H,W",
-        help="Shape of an image for --network; default: that of the images it was designed for",
     )
-    parser.add_argument(
+    parser.text(
         "--classes",
+        "N",
+        "Number of classes for --network; default: that of the data it was designed for",
         type=count("--classes"),
-        metavar="N",
-        help="Number of classes for --network; default: that of the data it was designed for",
     )
-    parser.add_argument(
+    parser.text(
         "--batch-size",
+        "N",
+        "Images per mini-batch for --network; default: that of its recipe, else 128",
         type=count("--batch-size"),
-        metavar="N",
-        help="Images per mini-batch for --network; default: that of its recipe, else 128",
     )
     namespace = parser.parse(argv)
     sizes = ("input_shape", "classes", "batch_size")
@@ -363,20 +359,15 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _add_data(parser):
-    parser.add_argument(
+    parser.text(
         "--network",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help=f"Network to train: {', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, which is called "
+        "NAME",
+        f"Network to train: {', '.join(zoo.NETWORKS)}, or FILE.py:FUNCTION, which is called "
         "with input_shape and classes. A returned Network keeps its learnables; a list of layers "
         "is initialized from --seed; default: digits",
-    )
-    parser.add_argument(
-        "--data",
         default=argparse.SUPPRESS,
-        metavar="DATA",
-        help=f"{DATA_HELP}; default: digits",
     )
+    parser.text("--data", "DATA", f"{DATA_HELP}; default: digits", default=argparse.SUPPRESS)
 
 
 def add_preprocess(parser: Parser, default: str = "none") -> None:

@@ -126,6 +126,14 @@ def _print_files(paths):
             print(f"{title}: {path}")
 
 
+def _batches(parsed, world, net, images, function):
+    """Yield (indices, results) of each mini-batch on rank 0, nothing elsewhere. Collective."""
+    size = parsed.batch_size
+    for batch in predict.by_batch(net, images, function, world=world, batch_size=size):
+        if world.rank == 0:
+            yield batch
+
+
 def _write(parsed, world, net, images, name):
     """Write the outputs for all images to --out, one mini-batch at a time, in their order."""
     file = None
@@ -134,12 +142,8 @@ def _write(parsed, world, net, images, name):
         if images.labels is not None:
             image_facts["labels"] = images.labels
         file = arrays.ArrayFile(parsed.out, name, (len(images), *net.output_shape), image_facts)
-    batches = predict.by_batch(
-        net, images, predict.outputs, world=world, batch_size=parsed.batch_size
-    )
-    for _, values in batches:
-        if values is not None:
-            file.write(values)
+    for _, values in _batches(parsed, world, net, images, predict.outputs):
+        file.write(values)
     on_rank_0(world, lambda: file.close())
 
 
@@ -150,12 +154,7 @@ def _write_numbers(parsed, world, net, images):
     rows = csv.writer(text, lineterminator="\n")
     target_count = math.prod(images.targets_shape) if has_targets else 0
     rows.writerow(["image", *_numbered("output", count), *_numbered("target", target_count)])
-    batches = predict.by_batch(
-        net, images, predict.outputs, world=world, batch_size=parsed.batch_size
-    )
-    for indices, values in batches:
-        if indices is None:
-            continue
+    for indices, values in _batches(parsed, world, net, images, predict.outputs):
         targets = [()] * len(indices)
         if has_targets:
             targets = read_targets(images, indices).reshape(len(indices), target_count).tolist()
@@ -195,12 +194,7 @@ def _classes(parsed, world, net, images, classes, reason):
     rows = csv.writer(text, lineterminator="\n")
     names = [printable(name) for name in class_names(classes, count)]
     rows.writerow(["image", "predicted", *names])
-    batches = predict.by_batch(
-        net, images, predict.scores_and_labels, world=world, batch_size=parsed.batch_size
-    )
-    for indices, outputs in batches:
-        if indices is None:
-            continue
+    for indices, outputs in _batches(parsed, world, net, images, predict.scores_and_labels):
         scores, ranked, predicted = outputs
         if images.labels is not None:
             confusion.tally(table, images.labels[indices], predicted)

@@ -61,17 +61,7 @@ def read_images(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
     UserError
         If `datastore.read` returns another shape or kind, or a NaN or infinity.
     """
-    images = np.asarray(datastore.read(indices))
-    expected = (len(indices), *datastore.image_shape)
-    right = images.dtype == np.uint8 if datastore.dtype == np.uint8 else images.dtype.kind == "f"
-    if images.shape != expected or not right:
-        raise UserError(
-            f"{type(datastore).__name__}.read: expected {datastore.dtype} of shape {expected}, got "
-            f"{images.dtype} of shape {images.shape}"
-        )
-    images = images.astype(datastore.dtype, copy=False)
-    check_finite(images, datastore, indices, "pixels")
-    return images
+    return _read(datastore, "read", indices, datastore.image_shape, datastore.dtype, "pixels")
 
 
 def read_targets(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
@@ -87,17 +77,23 @@ def read_targets(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
     UserError
         If `datastore.targets` returns another shape or kind, or a NaN or infinity.
     """
-    targets = np.asarray(datastore.targets(indices))
-    expected = (len(indices), *datastore.targets_shape)
-    kinds = "iub" if datastore.targets_dtype.kind in "iu" else "f"
-    if targets.shape != expected or targets.dtype.kind not in kinds:
+    shape, dtype = datastore.targets_shape, datastore.targets_dtype
+    return _read(datastore, "targets", indices, shape, dtype, "targets")
+
+
+def _read(datastore, method, indices, shape, dtype, noun):
+    """Return what a method of the datastore returns, checked and in its dtype."""
+    arrays = np.asarray(getattr(datastore, method)(indices))
+    expected, kinds = (len(indices), *shape), "iub" if dtype.kind in "iu" else "f"
+    fits = arrays.dtype == dtype if dtype == np.uint8 else arrays.dtype.kind in kinds
+    if arrays.shape != expected or not fits:
         raise UserError(
-            f"{type(datastore).__name__}.targets: expected {datastore.targets_dtype} of shape "
-            f"{expected}, got {targets.dtype} of shape {targets.shape}"
+            f"{type(datastore).__name__}.{method}: expected {dtype} of shape {expected}, got "
+            f"{arrays.dtype} of shape {arrays.shape}"
         )
-    targets = targets.astype(datastore.targets_dtype, copy=False)
-    check_finite(targets, datastore, indices, "targets")
-    return targets
+    arrays = arrays.astype(dtype, copy=False)
+    check_finite(arrays, datastore, indices, noun)
+    return arrays
 
 
 def check_finite(arrays: np.ndarray, datastore: Datastore, indices: np.ndarray, kind: str) -> None:

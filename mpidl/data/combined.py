@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, counted
+from mpidl.data.datastore import Datastore, Derived, counted
 from mpidl.data.labels import check_int32
 from mpidl.errors import UserError
 from mpidl.files import digest
 
 
-class Combined(Datastore):
+class Combined(Derived):
     """Images of one set with targets of another. See `combined`."""
 
     def __init__(
@@ -29,9 +29,8 @@ class Combined(Datastore):
                 f"combined: expected as many {noun} as images, found {len(targets)} for "
                 f"{images.describe()}"
             )
-        self.images, self.target_source = images, targets
-        self.image_shape, self.dtype = images.image_shape, images.dtype
-        self.labels, self.classes = images.labels, images.classes
+        super().__init__(images)
+        self.target_source = targets
         self.in_memory, self.preprocess = images.in_memory, images.preprocess
         self.scaled = False  # whether targets are pixels to divide by 255
         if isinstance(targets, Datastore):
@@ -64,12 +63,6 @@ class Combined(Datastore):
             )
         self.classes = [str(name) for name in classes]
 
-    def __len__(self):
-        return len(self.images)
-
-    def read(self, indices):
-        return self.images.read(indices)
-
     def targets(self, indices):
         source, dtype = self.target_source, self.targets_dtype
         if not isinstance(source, Datastore):
@@ -79,19 +72,13 @@ class Combined(Datastore):
             return pixels / np.float32(255)
         return pixels.reshape(len(pixels), *self.targets_shape).astype(dtype, copy=False)
 
-    def name(self, i):
-        return self.images.name(i)
-
-    def located(self, i):
-        return self.images.located(i)
-
     def describe(self):
-        return f"{self.images.describe().rpartition(': ')[0] or 'combined'}: {counted(self)}"
+        return f"{self.parent.describe().rpartition(': ')[0] or 'combined'}: {counted(self)}"
 
     def fingerprint(self):
         source = self.target_source
         part = source.fingerprint() if isinstance(source, Datastore) else source
-        return digest(self.images.fingerprint(), part, self.targets_shape, self.targets_dtype.str)
+        return digest(self.parent.fingerprint(), part, self.targets_shape, self.targets_dtype.str)
 
 
 def _label_map_shape(targets):

@@ -225,26 +225,54 @@ class ArrayDatastore(Datastore):
         return digest(super().fingerprint(), self.images[sample])
 
 
-class Subset(Datastore):
+class Derived(Datastore):
+    """Base of sets made from another: what a subclass does not define is the parent's."""
+
+    def __init__(self, parent: Datastore):
+        self.parent = parent
+        self.image_shape, self.dtype = parent.image_shape, parent.dtype
+        self.labels, self.classes = parent.labels, parent.classes
+        self.targets_shape, self.targets_dtype = parent.targets_shape, parent.targets_dtype
+
+    def __len__(self):
+        return len(self.parent)
+
+    def read(self, indices):
+        return self.parent.read(indices)
+
+    def targets(self, indices):
+        return self.parent.targets(indices)
+
+    def name(self, i):
+        return self.parent.name(i)
+
+    def located(self, i):
+        return self.parent.located(i)
+
+    def describe(self):
+        return self.parent.describe()
+
+    def fingerprint(self):
+        return self.parent.fingerprint()
+
+
+class Subset(Derived):
     """Images of another datastore selected by index. See `Datastore.subset`."""
 
     def __init__(self, datastore: Datastore, indices: Sequence[int] | np.ndarray):
+        super().__init__(datastore)
         selected = np.asarray(indices, np.int64).reshape(-1)
         if len(selected) and not 0 <= selected.min() <= selected.max() < len(datastore):
             raise IndexError(
                 f"expected indices from 0 to {len(datastore) - 1}, "
                 f"got {selected.min()} to {selected.max()}"
             )
-        labels = datastore.labels
-        self.labels = None if labels is None else labels[selected]
-        self.parent: Datastore = datastore
+        if datastore.labels is not None:
+            self.labels = datastore.labels[selected]
         self.indices: np.ndarray = selected
         if isinstance(datastore, Subset):
             self.parent, self.indices = datastore.parent, datastore.indices[selected]
-        self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
-        self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
-        self.classes, self.in_memory = datastore.classes, datastore.in_memory
-        self.preprocess = datastore.preprocess
+        self.in_memory, self.preprocess = datastore.in_memory, datastore.preprocess
 
     def __len__(self):
         return len(self.indices)
@@ -268,7 +296,7 @@ class Subset(Datastore):
         return digest(self.parent.fingerprint(), self.indices)
 
 
-class Transformed(Datastore):
+class Transformed(Derived):
     """Another datastore with a function applied to each image. See `Datastore.transform`."""
 
     def __init__(
@@ -279,9 +307,8 @@ class Transformed(Datastore):
         image_shape: tuple[int, ...] | None = None,
         dtype: np.dtype | type | None = None,
     ):
-        self.parent, self.function, self.include_index = parent, function, include_index
-        self.labels, self.classes = parent.labels, parent.classes
-        self.targets_shape, self.targets_dtype = parent.targets_shape, parent.targets_dtype
+        super().__init__(parent)
+        self.function, self.include_index = function, include_index
         if image_shape is None or dtype is None:
             if not len(parent):
                 raise UserError(
@@ -292,9 +319,6 @@ class Transformed(Datastore):
             image_shape, dtype = first.shape, first.dtype
         self.image_shape = tuple(int(size) for size in image_shape)
         self.dtype = np.dtype(np.uint8 if np.dtype(dtype) == np.uint8 else np.float32)
-
-    def __len__(self):
-        return len(self.parent)
 
     def _apply(self, image, i):
         """Return the function's result for image i, checked."""
@@ -318,15 +342,6 @@ class Transformed(Datastore):
                 )
             slot[...] = output
         return outputs
-
-    def targets(self, indices):
-        return self.parent.targets(indices)
-
-    def name(self, i):
-        return self.parent.name(i)
-
-    def located(self, i):
-        return self.parent.located(i)
 
     def describe(self):
         return describe_derived(self.parent, "transformed", self)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import FILES, FOLDERS, FORMATS, KEYWORDS
 from mpidl.data.formats.folder import check_folder
-from mpidl.data.formats.format import Format, OpenOptions, World, file_format
+from mpidl.data.formats.format import Format, OpenOptions, World, agreed_format, file_format
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, preprocessed
 from mpidl.errors import UserError
-from mpidl.files import on_rank_0
 
 
 def open_data(
@@ -93,8 +92,7 @@ def _format_of(text: str, world: World, option: str) -> Format:
     for candidate in KEYWORDS:
         if text == candidate.name:
             return candidate
-    name = on_rank_0(world, lambda: _recognized(text, option).name)
-    return next(candidate for candidate in FORMATS if candidate.name == name)
+    return agreed_format(world, FORMATS, lambda: _recognized(text, option))
 
 
 def _recognized(path: str, option: str) -> Format:

@@ -125,6 +125,23 @@ def agreed(
         yield ready.pop()  # without a reference here, the next mini-batch may take its memory
 
 
+def in_order(
+    net: Network,
+    datastore: Datastore,
+    world: World,
+    batch_size: int,
+    signals: Signals | None = None,
+    **options: Any,
+) -> Generator[tuple, None, None]:
+    """Yield all mini-batches in the datastore's order, transformed for a network; see `agreed`.
+
+    `options` are further arguments of `MinibatchQueue`.
+    """
+    options |= {"shuffle": "never", **net.input_transform()}
+    queue = MinibatchQueue(datastore, batch_size, world=world, **options)
+    return agreed(queue.epoch(0), world, signals)
+
+
 def evaluate(
     net: Network,
     datastore: Datastore,
@@ -178,15 +195,10 @@ def evaluate(
     world = World() if world is None else world
     totals, n, in_top_k = [0.0, 0.0], 0, 0
     table = np.zeros((classes, classes), np.int64) if confusion else None
-    queue_options: dict[str, Any] = {
-        "shuffle": "never",
-        "prefetch": prefetch,
-        **net.input_transform(),
-    }
-    queue_options["classes"] = losses.label_limit(loss, net)
-    queue = MinibatchQueue(datastore, batch_size, world=world, **queue_options)
+    limit = losses.label_limit(loss, net)
+    batches = in_order(net, datastore, world, batch_size, signals, prefetch=prefetch, classes=limit)
     net, function = net.on(world.device), losses.loss_function(loss)
-    for images, labels in agreed(queue.epoch(0), world, signals):
+    for images, labels in batches:
         if top_k or confusion:
             scores = net.logits(images)
             terms = losses.cross_entropy_of(scores, labels)
@@ -298,13 +310,12 @@ def regression_errors(
         )
     world = World() if world is None else world
     totals, n = np.zeros(2), 0
-    queue = MinibatchQueue(
-        datastore, batch_size, world=world, shuffle="never", **net.input_transform()
-    )
+    batches = in_order(net, datastore, world, batch_size)
     net = net.on(world.device)
-    for images, targets in agreed(queue.epoch(0), world):
+    for images, targets in batches:
         totals += world.gplus(_errors(net(images), targets))
         n += images.batch.count
+        del images, targets  # frees their memory for the next mini-batch
     elements = max(n * int(np.prod(net.output_shape)), 1)
     squared, absolute = totals / elements
     return RegressionErrors(float(np.sqrt(squared)), float(absolute), n)

@@ -12,10 +12,10 @@ import numpy as np
 from mpidl import losses, ops
 from mpidl.blocks import Blocked
 from mpidl.comm import World
-from mpidl.data import ArrayDatastore, MinibatchQueue
+from mpidl.data import ArrayDatastore
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
-from mpidl.evaluation.evaluate import BATCH, agreed
+from mpidl.evaluation.evaluate import BATCH, in_order
 from mpidl.nn import Network
 
 
@@ -196,12 +196,12 @@ def by_batch(
     (ndarray of int, result of the function)
         Indices of the images, and their entries; (None, None) on the other ranks.
     """
-    queue = MinibatchQueue(
-        datastore, batch_size, world=world, shuffle="never", **net.input_transform()
-    )
+    batches = in_order(net, datastore, world, batch_size)
     net = net.on(world.device)
-    for images, _ in agreed(queue.epoch(0), world):
-        shares = world.gather((images.batch.indices, function(net, images)))
+    for images, targets in batches:
+        entries = images.batch.indices, function(net, images)
+        del images, targets  # frees their memory for the next mini-batch
+        shares = world.gather(entries)
         if shares is None:
             yield None, None
             continue

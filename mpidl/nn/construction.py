@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from mpidl.nn import graph, layers
 from mpidl.nn.layers import Built, Layer
 from mpidl.nn.summary import times
 from mpidl.ops import check
-
-if TYPE_CHECKING:
-    from mpidl.nn.network import Network
 
 
 def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
@@ -141,17 +138,3 @@ def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) ->
 def layer_of(key: str) -> str:
     """Return "conv1", the name of the layer, of a key "conv1.weight"."""
     return key.rsplit(".", 1)[0]
-
-
-def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
-    """Return {learnable: shape of the images that its layer reads}.
-
-    Flattened images keep their layout on a GPU, also through layers without learnables.
-    """
-    with_learnables = {layer_of(key) for key in net.parameters}
-    shapes, inputs = {graph.IMAGES: net.input_shape}, {}
-    for layer, reads, shape in zip(net.layers, net.reads, net.output_shapes, strict=True):
-        before = inputs[layer.name] = shapes[reads[0]]
-        flat = len(shape) == 1 and shape[0] == math.prod(before)
-        shapes[layer.name] = before if flat and layer.name not in with_learnables else shape
-    return {key: inputs[layer_of(key)] for key in net.parameters}

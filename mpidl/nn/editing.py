@@ -1,9 +1,9 @@
-"""Networks made from parts of another network: replaced layers, a network up to a layer."""
+"""Changes of a network: frozen layers, replaced layers, the network up to a layer."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,22 @@ from mpidl.nn.layers import Layer
 
 if TYPE_CHECKING:
     from mpidl.nn.network import Network
+
+
+def set_layers(net: Network, layers: list[Any]) -> Network:
+    """Replace the list of layers by others that read the same, and return the network."""
+    net.layers = layers
+    net.plan_runs()
+    return net
+
+
+def set_trainable(net: Network, names: Sequence[str], trainable: bool) -> Network:
+    """Freeze layers or train them again, and return the network; see `Network.freeze`."""
+    layers = list(net.layers)
+    for i in map(net.layer_number, names):
+        layers[i] = copy.copy(layers[i])
+        layers[i].trainable = trainable
+    return set_layers(net, layers)
 
 
 def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | None) -> Network:

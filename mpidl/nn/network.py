@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff import Var, value_of
+from mpidl.autodiff import value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
-from mpidl.nn import construction, editing, fusion, graph
+from mpidl.nn import construction, editing, graph, placement
 from mpidl.nn.layers import Layer, LayerContext, Softmax
 from mpidl.nn.layers.base import Value
+from mpidl.nn.plan import Plan
 from mpidl.nn.summary import Analysis, layer_table, times
 from mpidl.ops import check
 from mpidl.text import did_you_mean
 
 Arrays: TypeAlias = dict[str, Any]  # {"conv1.weight": NumPy array, array on a GPU, or Var}
-
-
-class _Run(NamedTuple):
-    """Layers that are applied at once."""
-
-    layers: tuple[Layer, ...]
-    reads: tuple[str, ...]  # the names that the first layer reads
-    released: list[str]  # the names that no later run reads
 
 
 class Network:
@@ -48,8 +41,6 @@ class Network:
     ----------
     layers
         The named layers; `net["conv1"]` is one of them.
-    layer_names
-        Their names.
     parameters, state
         The learnables and the state, {"conv1.weight": float32 array, ...} in the order of the
         layers. Assign a new dict to change them.
@@ -107,14 +98,7 @@ class Network:
 
     def plan_runs(self) -> None:
         """Find the runs of layers, fused and one by one, after the layers have changed."""
-        self._runs: dict[bool, list[_Run]] = {}
-        single = [(i,) for i in range(len(self.layers))]
-        for fused, runs in ((True, fusion.find_runs(self.layers, self.reads)), (False, single)):
-            last_reads = graph.last_readers(self.reads, runs)
-            self._runs[fused] = [
-                _Run(tuple(self.layers[i] for i in run), self.reads[run[0]], released)
-                for run, released in zip(runs, last_reads, strict=True)
-            ]
+        self._plan = Plan(self.layers, self.reads)
 
     @property
     def layer_names(self) -> list[str]:
@@ -164,14 +148,7 @@ class Network:
             A GPU (a world's `device`), or None for host memory. Images of an op must lie where its
             learnables do.
         """
-        if device is None:
-            self._parameters = {name: np.asarray(a) for name, a in self._parameters.items()}
-            self._state = {name: np.asarray(a) for name, a in self._state.items()}
-            return self
-        from mpidl.backends.gpu import array
-
-        self._parameters = array.together(self._parameters, construction.image_shapes(self))
-        self._state = array.together(self._state, {})
+        placement.move(self, device)
         return self
 
     @property
@@ -196,10 +173,9 @@ class Network:
     @property
     def factors(self) -> dict[str, dict[str, float]]:
         """The factors of all learnables for an optimizer: dl.SGDM(0.01, **net.factors)."""
-        factors, layers = {}, {layer.name: layer for layer in self.layers}
-        for name in self._parameters:
-            layer, learnable = name.rsplit(".", 1)
-            factors[name] = layers[layer].factors(learnable)
+        layers = {layer.name: layer for layer in self.layers}
+        pairs = (key.rsplit(".", 1) for key in self._parameters)
+        factors = {f"{layer}.{name}": layers[layer].factors(name) for layer, name in pairs}
         return {
             "learning_rate_factors": {name: rate for name, (rate, _) in factors.items()},
             "l2_factors": {name: decay for name, (_, decay) in factors.items()},
@@ -217,20 +193,11 @@ class Network:
         KeyError
             If a name is unknown.
         """
-        return self._set_trainable(names, False)
+        return editing.set_trainable(self, names, False)
 
     def unfreeze(self, *names: str) -> Network:
         """Train the layers of these names again, and return the network."""
-        return self._set_trainable(names, True)
-
-    def _set_trainable(self, names, trainable):
-        layers = list(self.layers)
-        for i in map(self.layer_number, names):
-            layers[i] = copy.copy(layers[i])
-            layers[i].trainable = trainable
-        self.layers = layers
-        self.plan_runs()
-        return self
+        return editing.set_trainable(self, names, True)
 
     def replace_layers(self, layers: Mapping[str, Layer], seed: int | None = None) -> Network:
         """Return a new network with some layers replaced: {"dense1": dl.Dense(5)}.
@@ -287,10 +254,7 @@ class Network:
         layers
             One layer of the same kind for each layer.
         """
-        changed = copy.copy(self)
-        changed.layers = list(layers)
-        changed.plan_runs()
-        return changed
+        return editing.set_layers(copy.copy(self), list(layers))
 
     def __call__(self, images: Value) -> Any:
         """Return the last layer's output, (N, *output_shape).
@@ -309,7 +273,7 @@ class Network:
             raise ValueError(
                 f"the network takes images of shape {self.input_shape}, got {images.shape[1:]}"
             )
-        return self._apply(images, self._runs_of(images), self.layers[-1].name)
+        return self._output(self.layers[-1].name, images)
 
     def logits(self, images: Value) -> Any:
         """Return the scores that losses take.
@@ -318,27 +282,11 @@ class Network:
         """
         if not isinstance(self.layers[-1], Softmax):
             return self(images)
-        return self._apply(images, self._runs_of(images)[:-1], *self.reads[-1])
+        return self._output(self.reads[-1][0], images)
 
-    def _runs_of(self, images):
+    def _output(self, name, images):
         check.images("a network", value_of(images))
-        return self._runs[self.fuse and fusion.can_fuse(images)]
-
-    def _apply(self, images, runs, output_name):
-        """Apply the runs and return an output that the last of them leaves alive."""
-        outputs: dict[str, Blocked | Var] = {graph.IMAGES: images}
-        for run in runs:
-            contexts = [self._context(layer) for layer in run.layers]
-            x: Any = tuple(outputs[name] for name in run.reads)
-            x = x if graph.input_names(run.layers[0]) else x[0]
-            if len(run.layers) > 1:
-                x = fusion.forward(run.layers, x, contexts)
-            else:
-                x = run.layers[0].forward(x, contexts[0])
-            outputs[run.layers[-1].name] = x
-            for name in run.released:
-                outputs.pop(name, None)
-        return outputs[output_name]
+        return self._plan.output(name, images, self.fuse, self._context)
 
     def _context(self, layer):
         training = self.training and layer.trainable
@@ -422,18 +370,16 @@ class Network:
     def table(self, kind: str = "parameters") -> list[tuple[str, str, tuple[int, ...], int]]:
         """Return rows (layer, name, shape, count) of "parameters" (learnables) or "state"."""
         arrays = {"parameters": self._parameters, "state": self._state}[kind]
-        rows = []
-        for key, a in arrays.items():
-            layer, name = key.rsplit(".", 1)
-            rows.append((layer, name, a.shape, int(np.prod(a.shape))))
-        return rows
+        names = (key.rsplit(".", 1) for key in arrays)
+        rows = zip(names, arrays.values(), strict=True)
+        return [(layer, name, a.shape, int(np.prod(a.shape))) for (layer, name), a in rows]
 
     def stored_layers(self) -> set[str]:
         """Return the names of the layers whose outputs a training step stores.
 
         A run of fused layers stores the output of its convolution.
         """
-        return {run.layers[0].name for run in self._runs[self.fuse]}
+        return {run.layers[0].name for run in self._plan.runs[self.fuse]}
 
     def analyze(self, batch_size: int = 128) -> Analysis:
         """Return the `Analysis` of the layers: shapes, learnables, memory, operations."""

@@ -30,19 +30,10 @@ def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: in
     -----
     The network of MATLAB's "Train Network in Parallel with Custom Training Loop".
     """
-    layers: list[Layer] = [
-        Conv2D(5, 20),
-        BatchNorm(),
-        ReLU(),
-        Conv2D(3, 20, padding=1),
-        BatchNorm(),
-        ReLU(),
-        Conv2D(3, 20, padding=1),
-        BatchNorm(),
-        ReLU(),
-        Dense(classes),
-    ]
-    return Network(layers, input_shape, seed=seed)
+    layers: list[Layer] = []
+    for size, padding in ((5, 0), (3, 1), (3, 1)):
+        layers += [Conv2D(size, 20, padding=padding), BatchNorm(), ReLU()]
+    return Network([*layers, Dense(classes)], input_shape, seed=seed)
 
 
 def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
@@ -169,6 +160,15 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "alexnet": alexnet,
 }
 
+# SGD with momentum whose rate falls to a tenth.
+_STEPS: dict[str, Any] = {
+    "learn_rate_schedule": "piecewise",
+    "learn_rate_drop_factor": 0.1,
+    "momentum": 0.9,
+    "shuffle": "every-epoch",
+}
+_MOVED: dict[str, Any] = {"flip": "x", "translate": 4, "validation_frequency": 0}
+
 RECIPES: dict[str, dict[str, Any]] = {
     "digits": {
         "epochs": 20,
@@ -180,45 +180,32 @@ RECIPES: dict[str, dict[str, Any]] = {
         "batchnorm_statistics": "moving",
     },
     "cifar": {
+        **_STEPS,
+        **_MOVED,
         "epochs": 50,
         "batch_size": 256,
         "learning_rate": 0.1,
         "scale_rate": 256,
-        "learn_rate_schedule": "piecewise",
-        "learn_rate_drop_factor": 0.1,
         "learn_rate_drop_period": 45,
-        "momentum": 0.9,
         "l2": 1e-10,
-        "shuffle": "every-epoch",
-        "flip": "x",
-        "translate": 4,
-        "validation_frequency": 0,
     },
     "resnet": {
+        **_STEPS,
+        **_MOVED,
         "epochs": 80,
         "batch_size": 128,
         "learning_rate": 0.1,
         "scale_rate": 128,
-        "learn_rate_schedule": "piecewise",
-        "learn_rate_drop_factor": 0.1,
         "learn_rate_drop_period": 60,
-        "momentum": 0.9,
         "l2": 1e-4,
-        "shuffle": "every-epoch",
-        "flip": "x",
-        "translate": 4,
-        "validation_frequency": 0,
     },
     "alexnet": {
+        **_STEPS,
         "epochs": 30,
         "batch_size": 250,
         "learning_rate": 0.00125,
         "scale_rate": 250,
-        "learn_rate_schedule": "piecewise",
-        "learn_rate_drop_factor": 0.1,
         "learn_rate_drop_period": 20,
-        "momentum": 0.9,
         "l2": 1e-4,
-        "shuffle": "every-epoch",
     },
 }

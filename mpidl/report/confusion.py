@@ -1,13 +1,13 @@
 """Pictures of confusion matrices."""
 
 import importlib.util
-import io
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from mpidl.errors import UserError
+from mpidl.report.plots import new_figure, png_of
 
 COLOURS = "Blues"
 MAX_NUMBERS = 30  # classes; above, the cells have no room for numbers
@@ -42,13 +42,9 @@ def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     bytes
         A PNG file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     k = len(classes)
     side = min(max(3.5 + 0.45 * k, 5.0), 16.0)
-    figure = Figure(figsize=(side, side), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(side, side)
     axes = figure.subplots()
     fractions = [[n / max(int(row.sum()), 1) for n in row] for row in counts]
     axes.imshow(fractions, cmap=COLOURS, vmin=0, vmax=1)
@@ -68,6 +64,4 @@ def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     title = f"accuracy {accuracy:.4f} of {int(counts.sum())} labels"
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[:].set_visible(False)
-    out = io.BytesIO()
-    figure.savefig(out, format="png")
-    return out.getvalue()
+    return png_of(figure)

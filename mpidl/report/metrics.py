@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object per line, for each iteration, epoch and validation."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import time
 from typing import Any
 
 from mpidl.errors import UserError
+from mpidl.files import reason, write_whole
 
 KINDS = ("iteration", "epoch", "validation")
 FLUSH_SECONDS = 2.0
@@ -39,12 +41,10 @@ class Metrics:
         self.flushed = time.monotonic()
         if rank:
             return
-        try:
+        with self._writing():
             if cut is not None:
                 self.cut(cut)
             self.file = open(path, "w" if cut is None else "a")
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def __enter__(self):
         return self
@@ -101,47 +101,39 @@ class Metrics:
         record["learning_rate"] = number(learning_rate)
         record["images_per_second"] = number(images_per_second)
         record["seconds"] = number(seconds)
-        try:
+        with self._writing():
             self.file.write(json.dumps(record, allow_nan=False) + "\n")
             if kind != "iteration" or time.monotonic() - self.flushed > FLUSH_SECONDS:
                 self.file.flush()
                 self.flushed = time.monotonic()
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def flush(self) -> None:
         """Write all records to disk, before each checkpoint."""
         if self.file is not None:
-            try:
+            with self._writing():
                 self.file.flush()
                 os.fsync(self.file.fileno())
-            except OSError as error:
-                raise self._unwritable(error) from error
 
     def close(self) -> None:
         """Close the file."""
         if self.file is not None:
             file, self.file = self.file, None
-            try:
+            with self._writing():
                 file.close()
-            except OSError as error:
-                raise self._unwritable(error) from error
 
     def cut(self, iteration: int) -> None:
         """Remove the records after an iteration, and lines that are not records."""
         if not os.path.exists(self.path):
             return
-        part = f"{self.path}.part"
-        with open(part, "w") as file:
-            for record in read(self.path):
-                if record["iteration"] <= iteration:
-                    file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self.path)
+        records = [record for record in read(self.path) if record["iteration"] <= iteration]
+        write_whole(self.path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
-    def _unwritable(self, error):
-        return UserError(f"{self.path}: cannot be written: {error.strerror or error}")
+    @contextlib.contextmanager
+    def _writing(self):
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written: {reason(error)}") from error
 
 
 def read(path: str | os.PathLike) -> list[dict[str, Any]]:

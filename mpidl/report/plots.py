@@ -1,9 +1,10 @@
 """progress.png: loss and accuracy against iterations."""
 
-import contextlib
+import io
 import os
+from typing import Any
 
-from mpidl.errors import UserError
+from mpidl.files import write_whole
 from mpidl.report import metrics
 
 TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
@@ -33,14 +34,10 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
         If the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        figure = new_figure(9, 6.5)
     except ImportError:
         return False
-
     records = metrics.read(metrics_path)
-    figure = Figure(figsize=(9, 6.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     loss_axes, accuracy_axes = figure.subplots(2, 1, sharex=True)
 
     ends = {r["epoch"]: r["iteration"] for r in records if r.get("kind") == "epoch"}
@@ -58,15 +55,22 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
     _mark_epochs(loss_axes, accuracy_axes, ends)
     loss_axes.set_title("Training progress", loc="left", pad=26)
 
-    part = f"{png_path}.part"
-    try:
-        figure.savefig(part, format="png")
-        os.replace(part, png_path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise UserError(f"{png_path}: cannot be written: {error.strerror or error}") from error
+    write_whole(png_path, png_of(figure))
     return True
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure, in inches; ImportError without matplotlib."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def png_of(figure: Any) -> bytes:
+    """Return the content of a PNG file of a figure."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
 
 
 def _draw(axes, records, ends, key, factor):

@@ -1,7 +1,7 @@
 """Hooks: what a run does beside its steps, each in a class of its own.
 
 A hook is an object with some of these methods; the trainer calls those that it has, in the order of
-the hooks, on every rank, so hooks may be collective:
+the hooks (`end` in the reverse order), on every rank, so hooks may be collective:
 
     start(trainer)              before the first iteration
     iteration(trainer, result)  for the `StepResult` of each iteration, in order; on a GPU up to
@@ -11,7 +11,7 @@ the hooks, on every rank, so hooks may be collective:
     epoch(trainer, summary)     after the last mini-batch of an epoch: an `EpochSummary`
     finish(trainer)             after the last mini-batch, before what is done to the network at
                                 the end (the best network, statistics of the population)
-    end(trainer)                when the network is final
+    end(trainer)                when the network is final; the run's files are complete then
 
 `trainer.stop()` ends the run after the current mini-batch, on all ranks.
 """
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpidl.errors import UserError
+from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import Progress
 
 EVENTS = ("start", "iteration", "step", "epoch", "finish", "end")
@@ -58,7 +59,8 @@ class Hooks:
     def __init__(self, hooks: Iterable[Any]) -> None:
         hooks = list(hooks)
         for event in EVENTS:
-            methods = [getattr(hook, event) for hook in hooks if hasattr(hook, event)]
+            order = reversed(hooks) if event == "end" else hooks  # files before announcements
+            methods = [getattr(hook, event) for hook in order if hasattr(hook, event)]
             setattr(self, event, _call_each(methods))
 
 
@@ -193,3 +195,12 @@ class PlotHook:
 
     def end(self, trainer):
         trainer.writer.plot(end=True)
+
+
+def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -> Hooks:
+    """Return all hooks of a run, in their order; `balancer` is a LoadBalancer or None."""
+    hooks = [MetricsHook(), ValidationHook(), ConsoleHook(), OutputFunctionsHook(), *user_hooks]
+    hooks += [BalanceHook(balancer)] if balancer else []
+    hooks.append(CheckpointHook())
+    hooks += [PlotHook()] if options.plots != "none" else []
+    return Hooks(hooks)

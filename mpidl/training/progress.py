@@ -35,11 +35,14 @@ class Position:
         self.images += info.images
         self.all_images += info.images
 
-    def end_epoch(self) -> None:
-        """Go to the start of the next epoch."""
+    def end_epoch(self, learning_rate: float, images_per_second: float) -> EpochSummary:
+        """Go to the start of the next epoch; return the summary of the one that has ended."""
         self.epoch_loss = self.loss / self.images
+        means = self.epoch_loss, self.accuracy
+        summary = EpochSummary(self.epoch, self.iteration, *means, learning_rate, images_per_second)
         self.epoch, self.batch = self.epoch + 1, 0
         self.loss, self.correct, self.images = 0.0, None, 0
+        return summary
 
     @property
     def accuracy(self) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import math
 import sys
 import time
@@ -28,14 +27,13 @@ from mpidl.report import Console
 from mpidl.training import hooks as hook_classes
 from mpidl.training import input_pipeline, memory_budget
 from mpidl.training.batchnorm_population import population_state
-from mpidl.training.files import checkpoint, model_file
+from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
 from mpidl.training.load_balancing import LoadBalancer
 from mpidl.training.optimizers import of_options
-from mpidl.training.optimizers.checks import check_optimizer, describe_spec, optimizer_spec
-from mpidl.training.options.configuration import changed_on_resume, resumable, shares
+from mpidl.training.optimizers.checks import check_optimizer, optimizer_spec
 from mpidl.training.options.training_options import TrainingOptions
-from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position, Result
+from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
 from mpidl.training.schedules import rate_of
 from mpidl.training.steps import StepInfo, make_step
 
@@ -181,7 +179,6 @@ class Trainer:
         self.net, self.options, self.world, self.signals = net, options, world, signals
         self.console, self.optimizer, self.facts = console, optimizer, {}
         self.optimizer_spec, self._results = spec, collections.deque()
-        self._is_reporting = False
         load = options.load(world.size)
         cache_bytes = memory_budget.for_images(options, datastore, world)
         self.datastore = NodeCache(datastore, world, cache_bytes)
@@ -190,28 +187,17 @@ class Trainer:
         arrays = None
         if folder.resume is not None:
             arrays = folder.resume[0]
-            self._restore(*folder.resume)
+            run_state.restore(self, *folder.resume)
         queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
         queue_options |= {"load": load, "sampling": options.sampling}
         balancer = LoadBalancer(world) if options.worker_load == "measured" else None
         self.queue, self.step = make_step(
-            net, optimizer, options, world, self.datastore, queue_options, balancer, self._advice
+            net, optimizer, options, world, self.datastore, queue_options, balancer, folder.advice
         )
         self.start_time = time.monotonic() - self.position.seconds
         last_iteration = None if folder.resume is None else self.position.iteration
         self.writer = RunWriter(folder, world, last_iteration)
-        self.hooks = hook_classes.Hooks(
-            [
-                hook_classes.MetricsHook(),
-                hook_classes.ValidationHook(),
-                hook_classes.ConsoleHook(),
-                hook_classes.OutputFunctionsHook(),
-                *hooks,
-                *([hook_classes.BalanceHook(balancer)] if balancer else []),
-                hook_classes.CheckpointHook(),
-                *([hook_classes.PlotHook()] if options.plots != "none" else []),
-            ]
-        )
+        self.hooks = hook_classes.of_run(hooks, options, balancer)
 
     @property
     def max_iterations(self) -> float:
@@ -293,11 +279,7 @@ class Trainer:
         self.wait()
         if self.at_epoch_end:
             speed = (position.images - images_before) / (time.monotonic() - start_time)
-            loss, rate = position.loss / position.images, self.optimizer.learning_rate
-            summary = EpochSummary(
-                position.epoch, position.iteration, loss, position.accuracy, rate, speed
-            )
-            position.end_epoch()
+            summary = position.end_epoch(self.optimizer.learning_rate, speed)
             self.hooks.epoch(self, summary)
 
     def _next_step(self, images):
@@ -312,19 +294,16 @@ class Trainer:
 
         A hook that waits for steps, or saves, counts the results; the outermost call tells them.
         """
+        is_outermost = not self._results
         try:
             for result in results:
                 self.position.add(result)
                 self._results.append(result)
             self.position.seconds = time.monotonic() - self.start_time
         finally:
-            if not self._is_reporting:
-                self._is_reporting = True
-                try:
-                    while self._results:
-                        self.hooks.iteration(self, self._results.popleft())
-                finally:
-                    self._is_reporting = False
+            while is_outermost and self._results:
+                self.hooks.iteration(self, self._results[0])
+                self._results.popleft()
 
     def wait(self) -> None:
         """Wait for the submitted steps, and report them. Before it the network may lag behind."""
@@ -393,68 +372,18 @@ class Trainer:
         self.step.close()
         self.validation.give_best(self.net)
         if options.batchnorm_statistics == "population" and position.iteration:
-            queue_options = {
-                "shuffle": "never",
-                "prefetch": options.prefetch,
-                **self.net.input_transform(),
-            }
+            queue_options = {"prefetch": options.prefetch, **self.net.input_transform()}
+            arguments = self.datastore, options.batch_size, options.seed, self.world, "never"
             # in place of training's queue, whose memory goes
-            self.queue = MinibatchQueue(
-                self.datastore, options.batch_size, world=self.world, **queue_options
-            )
+            self.queue = MinibatchQueue(*arguments, **queue_options)
             net = self.net.on(self.world.device)
             state = population_state(net, self.queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
-
-    def _advice(self, learning_rate):
-        return self.writer.advice(learning_rate)
 
     def save(self) -> None:
         """Write a checkpoint, if the run has a folder. Collective."""
         if self.writer.out is None:
             return
         self.wait()
-        tables = {
-            "learnables": {name: np.asarray(a) for name, a in self.net.parameters.items()},
-            "state": {name: np.asarray(a) for name, a in self.net.state.items()},
-            "optimizer": self.optimizer.state(),
-            **self.validation.tables(),
-            **input_pipeline.tables(self.net),
-        }
-        facts = {
-            "network": self.net.spec(),
-            "input_shape": self.net.input_shape,
-            "classes": self.net.classes,
-            "normalization": self.net.normalization.name,
-            "crop": self.net.crop,
-            "preprocess": self.net.preprocess,
-            "options": self.options.as_dict(),
-            "optimizer": self.optimizer_spec,
-            "validation": self.validation.facts(),
-            "fingerprint": self.datastore.fingerprint(),
-            "shares": shares(self.options, self.world.size),
-            **input_pipeline.facts(self.options),
-            **self.facts,
-        }
+        tables, facts = run_state.collect(self)
         self.writer.save(tables, self.position, facts, self.optimizer.learning_rate)
-
-    def _restore(self, arrays, facts):
-        now = resumable(self.options, self.net, self.datastore, self.world.size)
-        changed_on_resume(facts, now, "the run of this checkpoint")
-        input_pipeline.check_unchanged(facts, self.options)
-        before = facts.get("optimizer")  # absent from older checkpoints
-        if before != json.loads(json.dumps(self.optimizer_spec)):
-            raise UserError(
-                f"optimizer: expected {describe_spec(before)}, as in the run of this checkpoint, "
-                f"found {describe_spec(self.optimizer_spec)}"
-            )
-        self.net.parameters = model_file.matching(
-            self.net.parameters, arrays["learnables"], checkpoint.CURRENT
-        )
-        self.net.state = model_file.matching(self.net.state, arrays["state"], checkpoint.CURRENT)
-        try:
-            self.optimizer.load_state(arrays["optimizer"])
-        except ValueError as error:
-            raise UserError(f"optimizer: {error}") from error
-        self.validation.restore(arrays, facts)
-        self.position = Position(**facts["position"])

@@ -128,6 +128,16 @@ def test_the_last_validation_is_printed_and_plotted(world, tmp_path, monkeypatch
     ]
 
 
+def test_the_last_picture_is_drawn_before_the_run_is_called_done(world, tmp_path, monkeypatch):
+    calls, out = [], world.broadcast(str(tmp_path))
+    monkeypatch.setattr(plots, "progress", lambda path, _: calls.append("picture"))
+    options = dl.TrainingOptions(
+        epochs=1, batch_size=40, output_functions=lambda info: calls.append(info.state)
+    )
+    dl.train(small(), pictures(100), options, world=world, out=out, console=Console(1))
+    assert calls[-1] == "done" and (world.rank or calls[-2] == "picture")
+
+
 def test_patience_and_the_best_network(world):
     """The loss rises at a high rate; the best network is the one of the least loss."""
     options = {"validation": HELD_OUT, "validation_frequency": 1, "shuffle": "every-epoch"}

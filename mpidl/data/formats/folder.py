@@ -15,7 +15,7 @@ from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import KINDS, SUFFIXES, decode
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
 from mpidl.errors import UserError
-from mpidl.files import Stamp, changed, digest, on_rank_0, stamp
+from mpidl.files import Stamp, changed, digest, on_rank_0, reason, stamp
 from mpidl.text import did_you_mean, printable
 
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -253,11 +253,6 @@ def check_folder(folder: str, option: str | None = None) -> None:
         visible(folder)
     except OSError as e:
         raise UserError(f"{prefix}: the folder cannot be read: {reason(e)}") from None
-
-
-def reason(error: Exception) -> str:
-    """Return what went wrong, without the path and number in the text of an OSError."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def is_image_file(entry: os.DirEntry) -> bool:

@@ -104,6 +104,14 @@ def format_of_parts(
     return Format(name, recognizes, open_data, open_test_data, noun, suffixes)
 
 
+def agreed_format(
+    world: World, formats: Sequence[Format], recognize: Callable[[], Format]
+) -> Format:
+    """Return the one of the formats that rank 0 recognizes. Collective."""
+    name = on_rank_0(world, lambda: recognize().name)
+    return next(candidate for candidate in formats if candidate.name == name)
+
+
 def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
     """Return the first of the formats that recognizes a file.
 

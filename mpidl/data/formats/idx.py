@@ -14,6 +14,7 @@ from mpidl.data.datastore import ArrayDatastore, check_labels
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.loading.node_memory import once_per_node
 from mpidl.errors import UserError
+from mpidl.files import unreadable
 from mpidl.text import printable
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -52,11 +53,8 @@ def read_idx(path: str | os.PathLike) -> np.ndarray:
                 raise UserError(_length_error(path, expected, sizes, size, "cut short"))
             data = head + file.read(max(0, expected - len(head)))
             excess = file.read(1)
-    except FileNotFoundError:
-        raise UserError(f"{printable(path)}: no such file") from None
     except (OSError, EOFError, MemoryError, zlib.error) as e:
-        reason = getattr(e, "strerror", None) or str(e) or type(e).__name__
-        raise UserError(f"{printable(path)}: the file cannot be read: {reason}") from None
+        raise unreadable(path, e) from None
     if len(data) != expected or excess:
         size = on_disk if excess and not packed else len(data) + len(excess)
         problem = "too long" if len(data) > expected or excess else "cut short"
@@ -176,8 +174,7 @@ def read_pixels(path: str) -> np.ndarray:
             f"{printable(path)}: expected uint8 images in 3 dimensions, found {pixels.dtype} in "
             f"{pixels.ndim}"
         )
-    with np.errstate(over="ignore"):  # reading reports an infinity with its image
-        return pixels if pixels.dtype == np.uint8 else pixels.astype(np.float32)
+    return pixels
 
 
 FORMAT = format_of_parts(

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, planes_of
 from mpidl.errors import UserError
-from mpidl.files import Stamp, stamp
+from mpidl.files import Stamp, reason, stamp
 from mpidl.text import printable
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
@@ -82,8 +82,7 @@ def decode(
     except UserError as e:  # the image does not fit the Preprocess
         raise UserError(f"{printable(path)}: {e}") from None
     except Exception as e:  # Pillow raises many kinds for damaged files
-        text = getattr(e, "strerror", None) or str(e) or type(e).__name__
-        text = text.splitlines()[0]
+        text = reason(e).splitlines()[0]
         raise UserError(f"{printable(path)}: the image cannot be read: {text}") from None
 
 

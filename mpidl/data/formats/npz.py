@@ -176,7 +176,7 @@ def _load(archive: np.lib.npyio.NpzFile, path: str, name: str, kinds: str, noun:
 
 
 def _load_images(archive: np.lib.npyio.NpzFile, path: str, name: str) -> np.ndarray:
-    """Return the images, (n, C, H, W) of uint8 or float32 in C order."""
+    """Return the images, (n, C, H, W) of uint8 or floats."""
     source = f"{printable(path)}: {name}"
     shape, dtype = _header(archive, path, name)
     if dtype != np.uint8 and dtype.kind != "f":
@@ -191,9 +191,7 @@ def _load_images(archive: np.lib.npyio.NpzFile, path: str, name: str) -> np.ndar
     if not math.prod(shape):
         raise UserError(f"{source}: expected images, found none (shape {shape})")
     images = archive[name]
-    images = images[:, None] if images.ndim == 3 else images
-    with np.errstate(over="ignore"):  # reading reports an infinity with its image
-        return np.ascontiguousarray(images, None if dtype == np.uint8 else np.float32)
+    return images[:, None] if images.ndim == 3 else images
 
 
 FORMAT = format_of_parts(

@@ -8,8 +8,6 @@ chunk whose checksum matches. At the end the file is flushed to disk and renamed
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import fcntl
 import json
@@ -23,8 +21,9 @@ import numpy as np
 from mpidl.data.checks import read_images, read_targets
 from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5, packed
+from mpidl.data.loading.workers import Job, prefetch_items
 from mpidl.errors import UserError
-from mpidl.files import digest, unreadable
+from mpidl.files import digest, sync_folder, unreadable
 from mpidl.text import printable
 
 CHUNK = 4 << 20  # bytes, approximately
@@ -81,16 +80,13 @@ def pack(
             if offsets is None:
                 _lay_out(part_path, parts, plan)
                 offsets = _offsets(part_path, plan)
-            if not _fill(descriptor, parts, plan, offsets, threads, progress or _nothing, stop):
+            progress = progress or (lambda count: None)
+            if not _fill(descriptor, parts, plan, offsets, threads, progress, stop):
                 return False
             _finish(part_path, path, descriptor)
     except OSError as e:
         raise UserError(f"{printable(path)}: cannot be written: {e.strerror or e}") from None
     return True
-
-
-def _nothing(count):
-    pass
 
 
 @contextlib.contextmanager
@@ -113,9 +109,7 @@ def _plan(parts):
     """Describe what is packed; only an unfinished file with the same plan is continued."""
     plan = {}
     for part, store in parts.items():
-        size = int(np.prod(store.image_shape)) * store.dtype.itemsize
-        if store.targets_shape is not None:
-            size += int(np.prod(store.targets_shape)) * store.targets_dtype.itemsize
+        size = sum(_entry_bytes(shape, dtype) for shape, dtype in _tables(store).values())
         written = getattr(store, "written", None)
         plan[part] = {
             "fingerprint": store.fingerprint(),
@@ -125,6 +119,18 @@ def _plan(parts):
             "size": size,
         }
     return plan
+
+
+def _tables(store):
+    """Return {dataset: (shape, dtype) of an entry} of what is packed beside labels and names."""
+    tables = {"images": (store.image_shape, store.dtype)}
+    if store.targets_shape is not None:
+        tables["targets"] = store.targets_shape, store.targets_dtype
+    return tables
+
+
+def _entry_bytes(shape, dtype):
+    return int(np.prod(shape)) * dtype.itemsize
 
 
 def _lay_out(path, parts, plan):
@@ -142,11 +148,6 @@ def _lay_out(path, parts, plan):
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_obj_track_times(False)
-
-    def place(group, name, shape, dtype):
-        """Create a dataset whose numbers are written without HDF5."""
-        space, kind = h5py.h5s.create_simple(shape), h5py.h5t.py_create(np.dtype(dtype))
-        h5py.h5d.create(group.id, name.encode(), kind, space, creation)
 
     with h5py.File(path, "w", libver=("v108", "v108"), locking=False) as file:
         classes = next(iter(parts.values())).classes
@@ -170,9 +171,9 @@ def _lay_out(path, parts, plan):
                 group.create_dataset("name_ends", data=ends, track_times=False)
             zeros = np.zeros((-(-count // step), 32), np.uint8)
             group.create_dataset("checksums", data=zeros, track_times=False)
-            place(group, "images", (count, *store.image_shape), store.dtype)
-            if store.targets_shape is not None:
-                place(group, "targets", (count, *store.targets_shape), store.targets_dtype)
+            for name, (shape, dtype) in _tables(store).items():  # written without HDF5
+                space = h5py.h5s.create_simple((count, *shape))
+                h5py.h5d.create(group.id, name.encode(), h5py.h5t.py_create(dtype), space, creation)
         file.attrs["plan"] = json.dumps(plan)
 
 
@@ -197,42 +198,34 @@ def _offsets(path, plan):
 def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
     """Write all missing chunks; return False if stop() ended it."""
 
-    def chunk(part, number):
-        store, step = parts[part], plan[part]["chunk_images"]
-        first = number * step
-        last = min(first + step, len(store))
+    def write(part, first, last):
+        store, number = parts[part], first // plan[part]["chunk_images"]
         if not _is_written(descriptor, store, offsets[part], number, first, last):
             indices = np.arange(first, last)
-            arrays = {"images": read_images(store, indices).astype(store.dtype, copy=False)}
-            if store.targets_shape is not None:
-                arrays["targets"] = read_targets(store, indices)
-            for name, array in arrays.items():
+            arrays = []
+            for name, read in zip(_tables(store), (read_images, read_targets), strict=False):
+                array = read(store, indices)
                 array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
                 entry = array.nbytes // len(array)
                 _write(descriptor, array, offsets[part][name] + first * entry)
-            total = np.frombuffer(packed.checksum(*arrays.values()), np.uint8)
+                arrays.append(array)
+            total = np.frombuffer(packed.checksum(*arrays), np.uint8)
             _write(descriptor, total, offsets[part]["checksums"] + 32 * number)
-        return last - first
 
-    jobs = [
-        (part, number)
+    def job(part, first):
+        last = min(first + plan[part]["chunk_images"], len(parts[part]))
+        return Job([lambda: write(part, first, last)], lambda: last - first)
+
+    jobs = (
+        job(part, first)
         for part, store in parts.items()
-        for number in range(-(-len(store) // plan[part]["chunk_images"]))
-    ]
-    pending = collections.deque()
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        try:
-            for job in jobs:
-                pending.append(pool.submit(chunk, *job))
-                while len(pending) > threads:
-                    progress(pending.popleft().result())
-                if stop is not None and stop():
-                    return False
-            while pending:
-                progress(pending.popleft().result())
-        finally:
-            for future in pending:
-                future.cancel()
+        for first in range(0, len(store), plan[part]["chunk_images"])
+    )
+    with contextlib.closing(prefetch_items(jobs, threads + 1, threads)) as counts:
+        for count in counts:
+            progress(count)
+            if stop is not None and stop():
+                return False
     return True
 
 
@@ -242,11 +235,8 @@ def _is_written(descriptor, store, offsets, number, first, last):
     if not any(expected):
         return False
     arrays = []
-    tables = {"images": (store.image_shape, store.dtype)}
-    if store.targets_shape is not None:
-        tables["targets"] = store.targets_shape, store.targets_dtype
-    for name, (shape, dtype) in tables.items():
-        entry = int(np.prod(shape)) * dtype.itemsize
+    for name, (shape, dtype) in _tables(store).items():
+        entry = _entry_bytes(shape, dtype)
         data = _read(descriptor, (last - first) * entry, offsets[name] + first * entry)
         arrays.append(np.frombuffer(data, np.uint8))
     return packed.checksum(*arrays) == bytes(expected)
@@ -280,7 +270,4 @@ def _finish(part_path, path, descriptor):
         raise unreadable(part_path, e) from None
     os.fsync(descriptor)
     os.replace(part_path, path)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    with contextlib.suppress(OSError):  # some file systems have no such call and need none
-        os.fsync(folder)
-    os.close(folder)
+    sync_folder(os.path.dirname(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from mpidl.data.datastore import Datastore
-from mpidl.data.formats.format import Format, OpenOptions, World, file_format
+from mpidl.data.formats.format import Format, OpenOptions, World, agreed_format, file_format
 from mpidl.data.transforms.preprocess import AS_IT_IS
 from mpidl.files import on_rank_0
 
@@ -19,8 +19,7 @@ def split_files(formats: tuple[Format, ...]) -> Format:
         return next((path for path in paths if os.path.isfile(path)), None)
 
     def format_of(path: str, world: World, option: str) -> Format:
-        name = on_rank_0(world, lambda: file_format(path, option, formats).name)
-        return next(fmt for fmt in formats if fmt.name == name)
+        return agreed_format(world, formats, lambda: file_format(path, option, formats))
 
     def open_data(
         folder: str, world: World, options: OpenOptions

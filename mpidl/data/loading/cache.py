@@ -9,12 +9,12 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.checks import read_images, read_targets
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import Datastore, Derived
 
 GIB = 1 << 30
 
 
-class NodeCache(Datastore):
+class NodeCache(Derived):
     """Another datastore, each of whose images is read and decoded once per node.
 
     The cache holds the first images by index, with their targets if the set has any, as many as
@@ -33,11 +33,8 @@ class NodeCache(Datastore):
     """
 
     def __init__(self, datastore: Datastore, world: Any = None, budget_bytes: int = GIB):
-        self.datastore = datastore
-        self.image_shape, self.dtype = datastore.image_shape, datastore.dtype
-        self.classes, self.labels = datastore.classes, datastore.labels
+        super().__init__(datastore)
         self.preprocess = datastore.preprocess
-        self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
         tables: list = [(self.image_shape, self.dtype, read_images)]
         if self.targets_shape is not None:
             tables.append((self.targets_shape, self.targets_dtype, read_targets))
@@ -58,26 +55,11 @@ class NodeCache(Datastore):
         for table in self.tables:
             table.close(self.world)
 
-    def __len__(self):
-        return len(self.datastore)
-
     def read(self, indices):
         return self.tables[0].rows(np.asarray(indices, np.int64))
 
     def targets(self, indices):
         return self.tables[1].rows(np.asarray(indices, np.int64))
-
-    def name(self, i):
-        return self.datastore.name(i)
-
-    def located(self, i):
-        return self.datastore.located(i)
-
-    def describe(self):
-        return self.datastore.describe()
-
-    def fingerprint(self):
-        return self.datastore.fingerprint()
 
 
 class _Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 from typing import NamedTuple
 
@@ -102,21 +103,27 @@ def upload_feeds(
     feeds: Generator[tuple[Feed, None]], pipeline: Pipeline
 ) -> Generator[tuple[Blocked, Blocked | None]]:
     """Generate (images, labels) on the GPU from each (Feed, None), in the calling thread."""
+    with contextlib.closing(feeds):
+        # map() keeps no reference: the next mini-batch may take the memory of this one.
+        yield from map(functools.partial(_upload, pipeline.normalization.arrays()), feeds)
+
+
+def _upload(statistics, item):
+    """Return (images, labels) on the GPU of a (Feed, None)."""
     # Loaded late: only ranks with a GPU import its backend.
     from mpidl.backends.gpu import array
     from mpidl.backends.gpu import images as gpu_images
 
-    with contextlib.closing(feeds):
-        for feed, _ in feeds:
-            batch = feed.batch
-            layout = {"counts": batch.counts(), "blocks": batch.blocks}
-            options = {
-                name: array.plain(value) if isinstance(value, np.ndarray) else value
-                for name, value in (feed.moves | pipeline.normalization.arrays()).items()
-            }
-            images, labels = gpu_images.images(array.plain(feed.pixels), **options, **layout), None
-            if feed.labels is not None:
-                lanes = gpu_images.targets(array.plain(feed.labels), **layout)
-                lanes.bounds = array.Bounds(feed.bounds)
-                labels = Blocked(lanes, batch)
-            yield Blocked(images, batch), labels
+    feed, _ = item
+    batch, labels = feed.batch, None
+    layout = {"counts": batch.counts(), "blocks": batch.blocks}
+    options = {
+        name: array.plain(value) if isinstance(value, np.ndarray) else value
+        for name, value in (feed.moves | statistics).items()
+    }
+    images = gpu_images.images(array.plain(feed.pixels), **options, **layout)
+    if feed.labels is not None:
+        lanes = gpu_images.targets(array.plain(feed.labels), **layout)
+        lanes.bounds = array.Bounds(feed.bounds)
+        labels = Blocked(lanes, batch)
+    return Blocked(images, batch), labels

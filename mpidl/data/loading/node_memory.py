@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpidl.errors import UserError
-from mpidl.files import on_rank_0
+from mpidl.files import call_together, on_rank_0
 from mpidl.text import printable
 
 
@@ -26,7 +26,7 @@ def once_per_node(
     world : World or None
         The ranks; None for one rank.
     load : callable
-        Returns (images, rest).
+        Returns (images, rest); images of uint8, or of floats, which become float32.
     path : str
         Path of the data, for messages.
 
@@ -42,19 +42,26 @@ def once_per_node(
     UserError
         On all ranks, if `load` raises it on any, or if two nodes load images of different shapes.
     """
+
+    def load_pixels():
+        images, rest = load()
+        dtype = np.uint8 if images.dtype == np.uint8 else np.float32
+        with np.errstate(over="ignore"):  # reading reports an infinity with its image
+            return np.ascontiguousarray(images, dtype), rest
+
     if world is None:
-        return load()
+        return load_pixels()
     loaded: dict[str, np.ndarray] = {}
 
     def load_and_keep():
-        loaded["images"], rest = load()
+        loaded["images"], rest = load_pixels()
         return loaded["images"].shape, loaded["images"].dtype.str, rest
 
     shape, dtype, rest = on_rank_0(world, load_and_keep)
 
     def read():
         images = loaded.pop("images", None)
-        images = load()[0] if images is None else images
+        images = load_pixels()[0] if images is None else images
         if images.shape != shape:
             raise UserError(
                 f"{printable(path)}: images of shape {images.shape} on {world.host}, {shape} on "
@@ -63,7 +70,7 @@ def once_per_node(
         return images
 
     if math.prod(shape) * np.dtype(dtype).itemsize > world.available_shared_bytes() // 2:
-        return _call_together(world, read), rest
+        return call_together(world, read), rest
     images = world.shared_array(shape, np.dtype(dtype))
     filled = world.shared_array((1,), np.uint8)
 
@@ -73,19 +80,8 @@ def once_per_node(
             filled[0] = 1
 
     first = world.hosts.index(world.host) == world.rank
-    _call_together(world, fill if first else lambda: None)
+    call_together(world, fill if first else lambda: None)
     # If two nodes share one host name, the second is still unfilled: all its ranks load and write
     # the same bytes.
-    _call_together(world, fill)
+    call_together(world, fill)
     return images, rest
-
-
-def _call_together(world, function):
-    """Return function(); if it raises UserError on any rank, raise it on all. Collective."""
-    result = error = None
-    try:
-        result = function()
-    except UserError as raised:
-        error = raised
-    world.raise_if_any(error)
-    return result

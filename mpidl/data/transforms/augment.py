@@ -134,7 +134,7 @@ class Augmenter:
             if any(edge != int(edge) for edge in getattr(self, name)):
                 raise UserError(f"{name}: expected whole pixels, got {getattr(self, name)}")
         if self.crop is not None:
-            object.__setattr__(self, "crop", _size(self.crop))
+            object.__setattr__(self, "crop", checked_size("crop", self.crop))
         fill = np.atleast_1d(np.asarray(self.fill, np.float64))
         if fill.ndim != 1 or not np.isfinite(fill).all():
             raise UserError(f"fill: expected a number, or one a channel, got {self.fill}")
@@ -340,14 +340,14 @@ def _range(name, value, symmetric=False):
     return low, high
 
 
-def _size(value):
-    """Return a crop as (height, width). Raises UserError if it is none."""
+def checked_size(name: str, value: Any) -> tuple[int, int]:
+    """Return a size as (height, width); raise UserError, naming the argument, if it is none."""
     try:
         height, width = (int(n) for n in value)
     except (TypeError, ValueError):
-        raise UserError(f"crop: expected (height, width), got {value!r}") from None
+        raise UserError(f"{name}: expected (height, width), got {value!r}") from None
     if min(height, width) < 1:
-        raise UserError(f"crop: expected at least one pixel each way, got {value!r}")
+        raise UserError(f"{name}: expected at least one pixel each way, got {value!r}")
     return height, width
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -16,10 +16,14 @@ from mpidl.blocks import LANES, OneRank, blocks_of
 from mpidl.data.checks import read_images
 from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
+from mpidl.files import call_together
 
 USUAL = "rescale-zero-one"
 # For floats, only the first two need no statistics.
-NAMES = ("none", USUAL, "rescale-symmetric", "zerocenter", "zerocenter-element", "zscore")
+Name = Literal[
+    "none", "rescale-zero-one", "rescale-symmetric", "zerocenter", "zerocenter-element", "zscore"
+]
+NAMES = get_args(Name)
 CHUNK = 16 << 20  # bytes of images that the statistics read at a time
 FLAT = 1e-12  # a channel with less variance than this times its squared mean counts as constant
 
@@ -211,18 +215,14 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
     n, shape, world = len(datastore), datastore.image_shape, OneRank() if world is None else world
     leaves = blocks_of(n)
     tree = fold.Tree(leaves, fold.split_blocks(leaves, world.size), world.rank)
-    local, error = _LocalSums(tree, datastore), None
-    try:
-        local.read(datastore, *(min(edge * LANES, n) for edge in tree.run))
-    except UserError as raised:
-        error = raised
-    low, high, sums, squares = local.low, local.high, local.sums, local.squares
-    if world.size > 1:
-        world.raise_if_any(error)
-        low, high = world.gop("min", low), world.gop("max", high)
-        sums, squares = world.gop("sum", sums), world.gop("sum", squares)
-    elif error is not None:
-        raise error
+    local, run = _LocalSums(tree, datastore), [min(edge * LANES, n) for edge in tree.run]
+    if world.size == 1:
+        local.read(datastore, *run)
+        low, high, sums, squares = local.low, local.high, local.sums, local.squares
+    else:
+        call_together(world, lambda: local.read(datastore, *run))
+        low, high = world.gop("min", local.low), world.gop("max", local.high)
+        sums, squares = world.gop("sum", local.sums), world.gop("sum", local.squares)
     if datastore.dtype == np.uint8:
         mean_image = sums / n
         total, pixels = sums.sum(axis=(1, 2)), n * shape[1] * shape[2]

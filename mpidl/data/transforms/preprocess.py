@@ -17,7 +17,8 @@ from mpidl import backends
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, describe_derived
+from mpidl.data.datastore import Datastore, Derived, describe_derived
+from mpidl.data.transforms.augment import centred, checked_size
 from mpidl.errors import UserError
 from mpidl.files import digest
 
@@ -60,7 +61,7 @@ class Preprocess:
         for name in ("size", "crop"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _size(name, value))
+                object.__setattr__(self, name, checked_size(name, value))
 
     def __bool__(self):
         return any((self.colour, self.size, self.crop))
@@ -158,36 +159,22 @@ class Preprocess:
 AS_IT_IS = Preprocess()
 
 
-class Preprocessed(Datastore):
+class Preprocessed(Derived):
     """Another datastore with preprocessed images; labels and targets are unchanged."""
 
     def __init__(self, datastore: Datastore, preprocess: Preprocess):
-        self.datastore, self.preprocess = datastore, preprocess
+        super().__init__(datastore)
+        self.preprocess = preprocess
         self.image_shape = preprocess.image_shape(datastore.image_shape)
-        self.dtype, self.in_memory = datastore.dtype, False
-        self.classes, self.labels = datastore.classes, datastore.labels
-        self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
-
-    def __len__(self):
-        return len(self.datastore)
 
     def read(self, indices):
-        return self.preprocess.of_arrays(read_images(self.datastore, indices))
-
-    def targets(self, indices):
-        return self.datastore.targets(indices)
-
-    def name(self, i):
-        return self.datastore.name(i)
-
-    def located(self, i):
-        return self.datastore.located(i)
+        return self.preprocess.of_arrays(read_images(self.parent, indices))
 
     def describe(self):
-        return describe_derived(self.datastore, self.preprocess, self)
+        return describe_derived(self.parent, self.preprocess, self)
 
     def fingerprint(self):
-        return digest(self.datastore.fingerprint(), self.preprocess)
+        return digest(self.parent.fingerprint(), self.preprocess)
 
 
 def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
@@ -265,19 +252,8 @@ def _resize(images, size):
 
 def _box(size, crop):
     """Return (left, top, right, bottom) of a centred window."""
-    top, left = ((n - m) // 2 for n, m in zip(size, crop, strict=True))
+    top, left = centred((1, *size), crop)
     return left, top, left + crop[1], top + crop[0]
-
-
-def _size(name, value):
-    """Return a size as (height, width). Raises UserError if it is none."""
-    try:
-        height, width = (int(n) for n in value)
-    except (TypeError, ValueError):
-        raise UserError(f"{name}: expected (height, width), got {value!r}") from None
-    if min(height, width) < 1:
-        raise UserError(f"{name}: expected at least one pixel each way, got {value!r}")
-    return height, width
 
 
 def _times(size):

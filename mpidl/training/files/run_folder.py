@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -15,7 +16,7 @@ import numpy as np
 
 from mpidl.comm import World
 from mpidl.errors import Fault, UserError
-from mpidl.files import on_rank_0
+from mpidl.files import call_together, on_rank_0, reason
 from mpidl.report import Metrics, plots
 from mpidl.training.files import checkpoint
 from mpidl.training.progress import Position
@@ -108,16 +109,26 @@ class RunFolder:
             self.resume = on_rank_0(world, lambda: checkpoint.load(resume))
 
     def make(self) -> None:
-        """Make the folder, without an earlier run's files. Raises OSError."""
-        if self.is_to_be_cleared:
-            make_folder(self.out, self.resumed)
-        os.makedirs(self.out, exist_ok=True)
+        """Make the folder, without an earlier run's files. Raises UserError."""
+        try:
+            if self.is_to_be_cleared:
+                make_folder(self.out, self.resumed)
+            os.makedirs(self.out, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.out}: cannot be made: {reason(error)}") from error
+
+    def advice(self, learning_rate: float) -> str:
+        """Return what a user may do about numbers that are not finite."""
+        has_checkpoint = self.out and checkpoint.exists(self.out)
+        return f"lower --learning-rate (now {learning_rate:g}) or look at the images" + (
+            f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
+        )
 
 
 class RunWriter:
     """Writes the files of a run, on rank 0; without a folder it writes nothing.
 
-    All methods but `record` and `advice` are collective. If rank 0 cannot write, all ranks raise
+    All methods but `record` are collective. If rank 0 cannot write, all ranks raise
     UserError; for a record they do so at the next checkpoint.
 
     Parameters
@@ -130,23 +141,19 @@ class RunWriter:
     """
 
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
-        self.out, self.world = folder.out, world
+        self.folder, self.out, self.world = folder, folder.out, world
         self.metrics: Metrics | None = None
         self.record_error: UserError | None = None
         self.plot_time = -math.inf
         if folder.out is not None:
-            error = None
-            try:
-                if world.rank == 0:
-                    folder.make()
-                path = os.path.join(self.out, "metrics.jsonl")
-                self.metrics = Metrics(path, world.rank, cut=last_iteration)
-            except UserError as user_error:
-                error = user_error
-            except OSError as os_error:
-                reason = os_error.strerror or os_error
-                error = UserError(f"{self.out}: cannot be made: {reason}")
-            world.raise_if_any(error)
+            self._on_rank_0(folder.make)
+            path = os.path.join(self.out, "metrics.jsonl")
+            open_metrics = functools.partial(Metrics, path, world.rank, cut=last_iteration)
+            self.metrics = call_together(world, open_metrics)
+
+    def _on_rank_0(self, function):
+        """Call a function on rank 0; raise its UserError on all ranks. Collective."""
+        call_together(self.world, function if self.world.rank == 0 else lambda: None)
 
     def record(self, *numbers: Any) -> None:
         """Write a line of metrics.jsonl; the arguments are those of `Metrics.record`."""
@@ -174,38 +181,31 @@ class RunWriter:
         """
         if self.out is None:
             return
-        error = self.record_error
         self._compare(tables, position.iteration)
         self._check_finite(tables, position.iteration, learning_rate)
-        if self.world.rank == 0 and error is None:
-            try:
-                self.metrics.flush()
-                checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
-            except UserError as user_error:
-                error = user_error
-        self.world.raise_if_any(error)
+
+        def write():
+            if self.record_error is not None:
+                raise self.record_error
+            self.metrics.flush()
+            checkpoint.save(self.out, tables, {"position": asdict(position), **facts})
+
+        self._on_rank_0(write)
 
     def plot(self, end: bool = False) -> None:
         """Draw progress.png; before the end of a run at most every PLOT_SECONDS."""
-        error, is_due = None, end or time.monotonic() - self.plot_time >= PLOT_SECONDS
-        if self.out is not None and self.world.rank == 0 and is_due:
-            try:
+
+        def draw():
+            if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:
                 plots.progress(self.metrics.path, os.path.join(self.out, "progress.png"))
-            except UserError as user_error:
-                error = user_error
-            self.plot_time = time.monotonic()
-        self.world.raise_if_any(error)
+                self.plot_time = time.monotonic()
+
+        if self.out is not None:
+            self._on_rank_0(draw)
 
     def close(self) -> None:
         if self.metrics:
             self.metrics.close()
-
-    def advice(self, learning_rate: float) -> str:
-        """Return what a user may do about numbers that are not finite."""
-        has_checkpoint = self.out and checkpoint.exists(self.out)
-        return f"lower --learning-rate (now {learning_rate:g}) or look at the images" + (
-            f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
-        )
 
     def _compare(self, tables, iteration):
         sha256 = hashlib.sha256()
@@ -225,5 +225,5 @@ class RunWriter:
                 if not np.isfinite(array).all():
                     raise Fault(
                         f"{name} is not finite after iteration {iteration}, on all ranks; "
-                        f"{self.advice(learning_rate)}"
+                        f"{self.folder.advice(learning_rate)}"
                     )

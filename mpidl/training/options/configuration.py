@@ -22,6 +22,7 @@ from mpidl.training.options.option_types import (
     fraction,
     nearest,
     one_of,
+    rule_of,
 )
 from mpidl.training.options.training_options import (
     NAMES,
@@ -35,7 +36,7 @@ from mpidl.training.schedules import ENDING
 
 TEXT = Rule(str, "a text", pattern="(?s).*")
 RULES: dict[str, Rule] = {
-    **{name: declared.metadata["rule"] for name, declared in OPTIONS.items()},
+    **{name: rule_of(declared) for name, declared in OPTIONS.items()},
     **{name: TEXT._replace(optional=default is None) for name, default in RUN.items()},
     "test_fraction": fraction(),
     "colour": one_of("gray", "rgb", optional=True),

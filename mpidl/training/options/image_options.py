@@ -7,48 +7,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mpidl.data.transforms.normalize import NAMES as NORMALIZATIONS
-from mpidl.training.options.option_types import SIZE, Rule, Size, at_least, one_of, option
+from mpidl.data.transforms.normalize import Name
+from mpidl.training.options.option_types import SIZE, Rule, Size, at_least, choice, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """The part of `TrainingOptions` about images."""
 
-    shuffle: Literal["never", "once", "every-epoch"] = option(
+    shuffle: Literal["never", "once", "every-epoch"] = choice(
         "once",
-        one_of("never", "once", "every-epoch"),
         "When to shuffle the training set",
         resume="fixed",
         matlab="Shuffle",
     )
-    sampling: Literal["global", "partition"] = option(
+    sampling: Literal["global", "partition"] = choice(
         "global",
-        one_of("global", "partition"),
         "How ranks draw images: from the whole training set, or each rank from its own partition "
         "(the weights then depend on the number of ranks)",
         resume="fixed",
         matlab="partition",
     )
-    normalization: Literal[
-        "none",
+    normalization: Name = choice(
         "rescale-zero-one",
-        "rescale-symmetric",
-        "zerocenter",
-        "zerocenter-element",
-        "zscore",
-    ] = option(
-        "rescale-zero-one",
-        one_of(*NORMALIZATIONS),
         "Normalization of pixels: unchanged; divided by 255; scaled to [-1, 1]; minus the mean of "
         "each channel; minus the mean image; or minus the mean and divided by the standard "
         "deviation of each channel. Statistics are those of the training set",
         resume="fixed",
         matlab="imageInputLayer(Normalization)",
     )
-    flip: Literal["none", "x", "y", "xy"] = option(
+    flip: Literal["none", "x", "y", "xy"] = choice(
         "none",
-        one_of("none", "x", "y", "xy"),
         "Mirror a random half of the training images: x left to right, y top to bottom, xy both "
         "independently",
         resume="fixed",

@@ -5,8 +5,8 @@ import numbers
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from dataclasses import Field, field
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
@@ -111,7 +111,7 @@ def size_of(text: str | None) -> tuple[int, int] | None:
 
 def option(
     default: object,
-    rule: Rule,
+    rule: Rule | None,
     text: str,
     *,
     resume: Literal["free", "fixed", "up"] = "free",
@@ -123,8 +123,8 @@ def option(
     ----------
     default : object
         Value if no source gives one.
-    rule : Rule
-        The values that the option takes.
+    rule : Rule or None
+        The values that the option takes; None takes the names in its annotation.
     text : str
         Help text.
     resume : {"free", "fixed", "up"}
@@ -134,6 +134,16 @@ def option(
     """
     facts = {"rule": rule, "help": text, "resume": resume, "matlab": matlab}
     return field(default=default, metadata=facts)
+
+
+def choice(default: str, text: str, **facts: Any) -> Any:
+    """Declare an option that takes the names in its annotation, a `Literal`; see `option`."""
+    return option(default, None, text, **facts)
+
+
+def rule_of(declared: Field) -> Rule:
+    """Return the rule of a field that `option` or `choice` declared."""
+    return declared.metadata["rule"] or one_of(*get_args(declared.type))
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:

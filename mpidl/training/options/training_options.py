@@ -23,12 +23,14 @@ from mpidl.training.options.option_types import (
     Rule,
     at_least,
     check_value,
+    choice,
     fraction,
     nearest,
     number_list,
     one_of,
     option,
     positive,
+    rule_of,
 )
 from mpidl.training.options.solver_options import BY_SOLVER, SOLVER_NAMES, SolverOptions
 
@@ -103,31 +105,27 @@ class TrainingOptions(ImageOptions, SolverOptions):
         resume="up",
         matlab="ValidationPatience",
     )
-    output_network: Literal["last-iteration", "best-validation"] = option(
+    output_network: Literal["last-iteration", "best-validation"] = choice(
         "last-iteration",
-        one_of("last-iteration", "best-validation"),
         "Which network training returns: that of the last iteration, or the one with the lowest "
         "validation loss",
         resume="fixed",
         matlab="OutputNetwork",
     )
-    batchnorm: Literal["global", "local"] = option(
+    batchnorm: Literal["global", "local"] = choice(
         "global",
-        one_of("global", "local"),
         "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "
         "(the weights then depend on the number of ranks)",
         resume="fixed",
     )
-    batchnorm_statistics: Literal["population", "moving"] = option(
+    batchnorm_statistics: Literal["population", "moving"] = choice(
         "population",
-        one_of("population", "moving"),
         "Batch-norm statistics of the trained network: those of the training set, computed in a "
         "final pass over it, or the moving averages of training",
         matlab="BatchNormalizationStatistics",
     )
-    device: Literal["auto", "cpu", "gpu"] = option(
+    device: Literal["auto", "cpu", "gpu"] = choice(
         "auto",
-        one_of("auto", "cpu", "gpu"),
         "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
         matlab="ExecutionEnvironment",
     )
@@ -138,15 +136,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
         "host's ranks take them; none uses all",
         matlab="gpuDevice",
     )
-    graphs: Literal["auto", "off"] = option(
+    graphs: Literal["auto", "off"] = choice(
         "auto",
-        one_of("auto", "off"),
         "On GPUs, auto records a training step and launches it as CUDA graphs; off launches each "
         "kernel separately",
     )
-    precision: Literal["fp32", "tf32"] = option(
+    precision: Literal["fp32", "tf32"] = choice(
         "fp32",
-        one_of("fp32", "tf32"),
         "Precision of products on a GPU's tensor cores: fp32 matches float32, tf32 is faster with "
         "10-bit mantissas",
         resume="fixed",
@@ -172,9 +168,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         "equally",
         matlab="WorkerLoad",
     )
-    winograd: Literal["auto", "off", "fast"] = option(
+    winograd: Literal["auto", "off", "fast"] = choice(
         "auto",
-        one_of("auto", "off", "fast"),
         "Winograd's algorithm for 3x3 convolutions on CPUs: where its rounding is harmless, never, "
         "or wherever it is fast",
         resume="fixed",
@@ -202,9 +197,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         "iterations, except for the last one if it does not end an epoch",
         matlab="VerboseFrequency",
     )
-    plots: Literal["training-progress", "none"] = option(
+    plots: Literal["training-progress", "none"] = choice(
         "training-progress",
-        one_of("training-progress", "none"),
         "Draw progress.png in the results folder if matplotlib is installed: at the end of "
         "epochs, at most every 10 s, and at the end of the run",
         matlab="Plots",
@@ -389,14 +383,14 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     UserError
         If the option does not take the value.
     """
-    return check_value(OPTIONS[name].metadata["rule"], value, spelled or name, text)
+    return check_value(rule_of(OPTIONS[name]), value, spelled or name, text)
 
 
 def _parameters():
     """Yield the documentation of the options for the docstring of `TrainingOptions`."""
     indent = " " * 8
     for name, declared in OPTIONS.items():
-        rule, text = declared.metadata["rule"], declared.metadata["help"]
+        rule, text = rule_of(declared), declared.metadata["help"]
         kind = inspect.formatannotation(declared.type).replace("collections.abc.", "")
         if rule.choices and not rule.pattern:
             kind = f"{{{', '.join(map(repr, rule.choices))}}}"

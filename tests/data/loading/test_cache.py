@@ -79,7 +79,7 @@ def test_cache_stores_nothing_of_a_failed_read(tmp_path):
     path.rename(elsewhere)
     assert refusal(cache.read, [0, 1]).startswith(f"{path}: ")
     elsewhere.rename(path)
-    assert np.array_equal(cache.read([0, 1]), cache.datastore.read([0, 1]))
+    assert np.array_equal(cache.read([0, 1]), cache.parent.read([0, 1]))
     assert cache.tables[0].filled.tolist() == [1, 1] + [0] * 7
 
 

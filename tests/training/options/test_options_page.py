@@ -18,6 +18,7 @@ HEAD = "| option | default | MATLAB | description |\n|---|---|---|---|"
 def tables():
     """Return {part: text of its table} for each part of TrainingOptions."""
     from mpidl.training.options.image_options import ImageOptions
+    from mpidl.training.options.option_types import rule_of
     from mpidl.training.options.solver_options import SolverOptions
     from mpidl.training.options.training_options import OPTIONS, default_text, flag
 
@@ -28,7 +29,7 @@ def tables():
 
     def row(name):
         facts = OPTIONS[name].metadata
-        values = ", ".join(f"`{choice}`" for choice in facts["rule"].choices)
+        values = ", ".join(f"`{choice}`" for choice in rule_of(OPTIONS[name]).choices)
         text = facts["help"] + (f" ({values})" if values else "")
         matlab = f"`{facts['matlab']}`" if facts["matlab"] else ""
         return f"| `{flag(name)}` | {default_text(name)} | {matlab} | {text} |"
@@ -63,12 +64,13 @@ def literals(annotation):
 
 def test_annotations_have_the_choices_and_defaults_of_the_rules():
     from mpidl import TrainingOptions
+    from mpidl.training.options.option_types import rule_of
     from mpidl.training.options.training_options import OPTIONS
 
     parameters = inspect.signature(TrainingOptions).parameters
     assert str(parameters["epochs"]) == "epochs: int = 30"
     for name, declared in OPTIONS.items():
-        rule = declared.metadata["rule"]
+        rule = rule_of(declared)
         assert not isinstance(declared.type, str), name
         if not rule.pattern:
             assert literals(declared.type) == list(rule.choices), name

@@ -1,0 +1,40 @@
+"""Where the learnables and the state of a network lie: in host memory or on a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.nn import graph
+from mpidl.nn.construction import layer_of
+
+if TYPE_CHECKING:
+    from mpidl.nn.network import Network
+
+
+def move(net: Network, device: Any) -> None:
+    """Move the arrays of a network to a GPU, or to host memory; see `Network.to`."""
+    if device is None:
+        net._parameters = {name: np.asarray(a) for name, a in net._parameters.items()}
+        net._state = {name: np.asarray(a) for name, a in net._state.items()}
+        return
+    from mpidl.backends.gpu import array
+
+    net._parameters = array.together(net._parameters, image_shapes(net))
+    net._state = array.together(net._state, {})
+
+
+def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
+    """Return {learnable: shape of the images that its layer reads}.
+
+    Flattened images keep their layout on a GPU, also through layers without learnables.
+    """
+    with_learnables = {layer_of(key) for key in net.parameters}
+    shapes, inputs = {graph.IMAGES: net.input_shape}, {}
+    for layer, reads, shape in zip(net.layers, net.reads, net.output_shapes, strict=True):
+        before = inputs[layer.name] = shapes[reads[0]]
+        flat = len(shape) == 1 and shape[0] == math.prod(before)
+        shapes[layer.name] = before if flat and layer.name not in with_learnables else shape
+    return {key: inputs[layer_of(key)] for key in net.parameters}

@@ -1,0 +1,60 @@
+"""The order in which the layers of a network run, and which outputs stay alive meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mpidl.nn import fusion, graph
+from mpidl.nn.layers import Layer, LayerContext
+from mpidl.nn.layers.base import Value
+
+
+class Run(NamedTuple):
+    """Layers that are applied at once."""
+
+    layers: tuple[Layer, ...]
+    reads: tuple[str, ...]  # the names that the first layer reads
+    released: list[str]  # the names that no later run reads
+
+
+class Plan:
+    """The runs of a network's layers, fused and one by one.
+
+    Parameters
+    ----------
+    layers
+        The layers.
+    reads
+        The names that each layer reads.
+    """
+
+    def __init__(self, layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> None:
+        self.runs: dict[bool, list[Run]] = {}
+        single = [(i,) for i in range(len(layers))]
+        for fused, numbers in ((True, fusion.find_runs(layers, reads)), (False, single)):
+            last_reads = graph.last_readers(reads, numbers)
+            self.runs[fused] = [
+                Run(tuple(layers[i] for i in run), reads[run[0]], released)
+                for run, released in zip(numbers, last_reads, strict=True)
+            ]
+
+    def output(
+        self, name: str, images: Value, fuse: bool, context_of: Callable[[Layer], LayerContext]
+    ) -> Any:
+        """Return the output of a layer, which ends a run, or the images for their name."""
+        outputs: dict[str, Any] = {graph.IMAGES: images}
+        for run in self.runs[fuse and fusion.can_fuse(images)]:
+            if name in outputs:
+                break
+            contexts = [context_of(layer) for layer in run.layers]
+            x: Any = tuple(outputs[read] for read in run.reads)
+            x = x if graph.input_names(run.layers[0]) else x[0]
+            if len(run.layers) > 1:
+                x = fusion.forward(run.layers, x, contexts)
+            else:
+                x = run.layers[0].forward(x, contexts[0])
+            outputs[run.layers[-1].name] = x
+            for read in run.released:
+                outputs.pop(read, None)
+        return outputs[name]

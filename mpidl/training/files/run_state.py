@@ -1,0 +1,75 @@
+"""What a checkpoint holds of a run: collected from its trainer, and restored to it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.training import input_pipeline
+from mpidl.training.files import checkpoint, model_file
+from mpidl.training.optimizers.checks import describe_spec
+from mpidl.training.options.configuration import changed_on_resume, resumable, shares
+from mpidl.training.progress import Position
+
+if TYPE_CHECKING:
+    from mpidl.training.trainer import Trainer
+
+
+def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tables and facts of a checkpoint, besides the position."""
+    net, options, validation = trainer.net, trainer.options, trainer.validation
+    tables = {
+        "learnables": {name: np.asarray(a) for name, a in net.parameters.items()},
+        "state": {name: np.asarray(a) for name, a in net.state.items()},
+        "optimizer": trainer.optimizer.state(),
+        **validation.tables(),
+        **input_pipeline.tables(net),
+    }
+    facts = {
+        "network": net.spec(),
+        "input_shape": net.input_shape,
+        "classes": net.classes,
+        "normalization": net.normalization.name,
+        "crop": net.crop,
+        "preprocess": net.preprocess,
+        "options": options.as_dict(),
+        "optimizer": trainer.optimizer_spec,
+        "validation": validation.facts(),
+        "fingerprint": trainer.datastore.fingerprint(),
+        "shares": shares(options, trainer.world.size),
+        **input_pipeline.facts(options),
+        **trainer.facts,
+    }
+    return tables, facts
+
+
+def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Continue the run of a checkpoint.
+
+    Raises
+    ------
+    UserError
+        If the run has other options, another network, optimizer or other images.
+    """
+    net, options = trainer.net, trainer.options
+    now = resumable(options, net, trainer.datastore, trainer.world.size)
+    changed_on_resume(facts, now, "the run of this checkpoint")
+    input_pipeline.check_unchanged(facts, options)
+    before = facts.get("optimizer")  # absent from older checkpoints
+    if before != json.loads(json.dumps(trainer.optimizer_spec)):
+        raise UserError(
+            f"optimizer: expected {describe_spec(before)}, as in the run of this checkpoint, "
+            f"found {describe_spec(trainer.optimizer_spec)}"
+        )
+    learnables, state = arrays["learnables"], arrays["state"]
+    net.parameters = model_file.matching(net.parameters, learnables, checkpoint.CURRENT)
+    net.state = model_file.matching(net.state, state, checkpoint.CURRENT)
+    try:
+        trainer.optimizer.load_state(arrays["optimizer"])
+    except ValueError as error:
+        raise UserError(f"optimizer: {error}") from error
+    trainer.validation.restore(arrays, facts)
+    trainer.position = Position(**facts["position"])
