@@ -16,7 +16,7 @@ from launcher import ROOT, environment, mpirun
 from mpidl.backends.cpu import builds
 
 KERNEL_TESTS = sorted(
-    path for path in (ROOT / "tests").rglob("test_*.py") if "everywhere(" in path.read_text()
+    path for path in (ROOT / "tests").rglob("test_*.py") if "on_all_builds(" in path.read_text()
 )
 
 

@@ -339,10 +339,7 @@ def test_predict_with_layers_of_a_user(pictures, tmp_path):
     for options, text in (
         ([], "its network cannot be built: unknown layer type 'Halved'"),
         (["--layers", tmp_path / "none.py"], "--layers: no file"),
-        (
-            ["--layers", tmp_path / "bare.py"],
-            "expected a class derived from dl.",
-        ),
+        (["--layers", tmp_path / "bare.py"], "expected a class derived from dl."),
     ):
         (line,) = small.own_lines(predict(*words, *options, check=2))
         assert text in line

@@ -77,10 +77,7 @@ def test_options_that_decide_from_step_to_step(pictures, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, network, loss",
-    [
-        pytest.param("images", "shades", "mse", marks=MORE),
-        ("pixels", "pixels", "crossentropy"),
-    ],
+    [pytest.param("images", "shades", "mse", marks=MORE), ("pixels", "pixels", "crossentropy")],
 )
 @pytest.mark.parametrize("resident", ["0.5", pytest.param("0", marks=MORE)])
 @pytest.mark.slow("gpu")

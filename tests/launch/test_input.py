@@ -38,10 +38,7 @@ RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
 
 @pytest.mark.parametrize(
     "cases",
-    [
-        [(1, 1, 1), (3, 2, 4)],
-        pytest.param(RANKS_THREADS_WORKERS, marks=pytest.mark.slow("ranks")),
-    ],
+    [[(1, 1, 1), (3, 2, 4)], pytest.param(RANKS_THREADS_WORKERS, marks=pytest.mark.slow("ranks"))],
     ids=["some", "all"],
 )
 def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):

@@ -13,7 +13,7 @@ from mpidl.fold import Partial
 # slow part `threads` has more.
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
-needed = pytest.mark.skipif(
+needs_kernels = pytest.mark.skipif(
     builds.running() == "numpy",
     reason="no kernels, or MPIDL_CPU=numpy: python kernels/build.py compiles them",
 )
@@ -28,7 +28,7 @@ def bytes_of(value):
     return None if value is None else np.asarray(value).tobytes()
 
 
-def everywhere(call):
+def on_all_builds(call):
     """{build: call()}, where the number of threads did not matter, nor AVX-512 or AVX2."""
     found, before = {}, builds.running()
     try:

@@ -34,7 +34,7 @@ def blocked(world, *arrays, batch=None):
     return values if len(values) > 1 else values[0]
 
 
-def whole(world, value):
+def all_images(world, value):
     """All images of a Blocked value on every rank, as a plain array in their order."""
     shares = world.broadcast(world.gather(value.local())) if world.size > 1 else [value.local()]
     return np.concatenate(shares)

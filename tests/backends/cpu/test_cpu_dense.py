@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_builds import bytes_of, everywhere, needed
+from cpu_builds import bytes_of, needs_kernels, on_all_builds
 from single_rank import SingleRank, blocked, numbers
 
 import mpidl as dl
@@ -17,7 +17,7 @@ from mpidl.backends.cpu.call import nodes_of, source_of, tree_of
 from mpidl.blocks import LANES, DeferredActivation, DeferredInput
 from mpidl.fold import Counter, Tree
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 ALL = True, True, True
 
@@ -92,7 +92,7 @@ def test_float64(outputs, features):
         return y, dx, dweight, dbias
 
     x, dy, weight = (v.astype(np.float64) for v in (layer.x, layer.dy, layer.weight))
-    for y, dx, dweight, dbias in everywhere(found).values():
+    for y, dx, dweight, dbias in on_all_builds(found).values():
         close(y, np.einsum("kf,bfl->bkl", weight, x) + layer.bias[:, None])
         close(dx, np.einsum("kf,bkl->bfl", weight, dy))
         close(SingleRank().gplus(dweight), np.einsum("bkl,bfl->kf", dy, x))
@@ -119,16 +119,16 @@ def test_an_activation_is_read_as_its_values(outputs, features, channels, blocks
         assert sums.shape == (2 * channels,)
         return y, dx, dweight, dbias, sums
 
-    everywhere(found)
+    on_all_builds(found)
 
 
 @pytest.mark.parametrize("channels", [None, 5])
 @pytest.mark.parametrize("outputs", [1, 10, 16])
 def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
     layer, where = Layer(outputs, 700, 5, 11, channels), tree(5)
-    found = everywhere(lambda: layer.backward(where))
+    found = on_all_builds(lambda: layer.backward(where))
     monkeypatch.setattr(dense, "FEW", 0)
-    several = everywhere(lambda: layer.backward(where))
+    several = on_all_builds(lambda: layer.backward(where))
     same([*found.values()], [*several.values()])
 
 

@@ -3,7 +3,7 @@ convolution against NumPy in float64, on all builds and threads."""
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 from single_rank import SingleRank, numbers
 
 from mpidl.backends import CPU as cpu
@@ -12,7 +12,7 @@ from mpidl.backends.reference.dropout import chances, philox
 from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 SHAPES = {"pixels": (5, 3, 7), "many": (3, 40, 30), "features": (21,)}
 EACH = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -28,7 +28,7 @@ def tree(blocks):
 
 def each(call):
     """The result of every build, once per build."""
-    return everywhere(call).values()
+    return on_all_builds(call).values()
 
 
 def near(found, exact, relative=3e-7):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 from single_rank import SingleRank, numbers
 
 import mpidl as dl
@@ -13,7 +13,7 @@ from mpidl.backends.cpu.pool import _geometry
 from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 # (C, H, W), size, stride, padding: those with a path of their own, and others
 CASES = {
@@ -66,7 +66,7 @@ def test_fast_is_plain(case, blocks):
     library.pool2d_plain(x, mean, None, blocks, geometry)
     library.pool2d_dx_plain(dy, argmax, dx, blocks, geometry)
     library.pool2d_dx_plain(dy, None, dx_of_mean, blocks, geometry)
-    for found in everywhere(fast).values():
+    for found in on_all_builds(fast).values():
         for one, other in zip(found, (y, argmax, dx, mean, dx_of_mean), strict=True):
             assert one.dtype == other.dtype and np.array_equal(one, other)
 
@@ -108,7 +108,7 @@ def test_an_activation_is_read_as_its_values(case, blocks):
     dy = numbers("dy", *expected.shape, dtype=np.float32)
     dx, _ = cpu.max_pool2d_dx(dy, argmax, x, *how, tree(blocks))
     dx_of_mean, _ = cpu.average_pool2d_dx(dy, x, *how, tree(blocks))
-    found = everywhere(deferred)[builds.running()]
+    found = on_all_builds(deferred)[builds.running()]
     assert np.array_equal(found[0], expected) and np.array_equal(found[1], argmax)
     assert np.array_equal(found[2], cpu.average_pool2d(x, *how))
     for (gradient, sums), wanted in zip(found[3:], (dx, dx_of_mean), strict=True):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
@@ -39,7 +39,7 @@ def awkward(arrays):
     return found
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("solver", ["adam", "rmsprop"])
 def test_the_kernel_makes_the_bytes_of_numpy(solver):
     def step(backend):
@@ -53,7 +53,7 @@ def test_the_kernel_makes_the_bytes_of_numpy(solver):
         return new, means, squares
 
     expected = step(reference)
-    for found in everywhere(lambda: step(cpu)).values():
+    for found in on_all_builds(lambda: step(cpu)).values():
         for one, other in zip(found, expected, strict=True):
             assert [np.asarray(a).tobytes() for a in one] == [
                 np.asarray(a).tobytes() for a in other
@@ -61,7 +61,7 @@ def test_the_kernel_makes_the_bytes_of_numpy(solver):
             assert all(a.dtype == np.float32 for a in one)
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("solver", ["sgdm", "adam", "rmsprop"])
 def test_many_learnables_are_written_past_the_caches(solver):
     """Another way to memory, the same bytes; also of what does not fill a line."""
@@ -77,10 +77,10 @@ def test_many_learnables_are_written_past_the_caches(solver):
         return [a.tobytes() for arrays in (new, *kept) for a in arrays]
 
     expected = step(reference)
-    assert all(found == expected for found in everywhere(lambda: step(cpu)).values())
+    assert all(found == expected for found in on_all_builds(lambda: step(cpu)).values())
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("threshold", [0.5, 300.0, 1e9])
 @pytest.mark.parametrize("method", METHODS)
 def test_clipping_in_c_makes_the_bytes_of_numpy(method, threshold):
@@ -89,14 +89,14 @@ def test_clipping_in_c_makes_the_bytes_of_numpy(method, threshold):
     expected = [
         np.asarray(a) for a in reference.clip(weights, gradients, DECAYS, method, threshold)
     ]
-    for found in everywhere(
+    for found in on_all_builds(
         lambda: cpu.clip(weights, gradients, DECAYS, method, threshold)
     ).values():
         assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
         assert [a.shape for a in found] == ODD
 
 
-@pytest.mark.parametrize("backend", [reference, pytest.param(cpu, marks=needed)])
+@pytest.mark.parametrize("backend", [reference, pytest.param(cpu, marks=needs_kernels)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_visible(backend, bad):
     gradients = [np.ones(3, np.float32), np.ones(20, np.float32)]
