@@ -1,4 +1,4 @@
-"""Random numbers by key: frozen for good, since the weights of past runs depend on them."""
+"""Random numbers by key, which are frozen: the weights of past runs depend on them."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ MASK = (1 << 64) - 1
 
 
 def philox(counter, key, rounds=10):
-    """Philox4x64-10 in plain integers, from the paper (Salmon et al., SC 2011, section 3.3)."""
+    """Compute Philox4x64-10 in plain integers (Salmon et al., SC 2011, section 3.3)."""
     c, k = list(counter), list(key)
     for _ in range(rounds):
         left, right = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
@@ -42,47 +42,38 @@ def test_words_of_many_samples():
     for count in (1, 4, 7, 12):
         expected = [keyed.words(7, "é", count, epoch=3, sample=int(s)) for s in samples]
         for backend in (reference, backends.of_type(np.float32)):
-            found = backend.keyed_words(7, "é", count, 3, samples)
-            assert found.dtype == np.uint64 and np.array_equal(found, expected)
+            words = backend.keyed_words(7, "é", count, 3, samples)
+            assert words.dtype == np.uint64 and np.array_equal(words, expected)
     assert backends.of_type(np.float32).keyed_words(7, "é", 3, 0, []).shape == (0, 3)
 
 
 def test_the_numbers_are_frozen():
-    """These hashes never change: with them every past run would become another."""
-
-    def digest(array, form):
-        return hashlib.sha256(np.ascontiguousarray(array).astype(form).tobytes()).hexdigest()[:16]
-
-    assert digest(keyed.words(0, "shuffle", 100), "<u8") == "eca2b56bcb0e2941"
-    assert (
-        digest(keyed.words(1, "initial conv1.weight", 500, epoch=2, sample=3), "<u8")
-        == "1319f7b98e98c6d2"
-    )
-    assert digest(keyed.uniform(42, "dropout", 100, epoch=1), "<f8") == "7ec8ea0a1074f3cc"
-    assert digest(keyed.permutation(1000, 0, "shuffle", epoch=5), "<i8") == "e62cc1b98651ba13"
+    """These hashes never change: other numbers would change every past run."""
+    initial = keyed.words(1, "initial conv1.weight", 500, epoch=2, sample=3)
+    for numbers, dtype, digest in (
+        (keyed.words(0, "shuffle", 100), "<u8", "eca2b56bcb0e2941"),
+        (initial, "<u8", "1319f7b98e98c6d2"),
+        (keyed.uniform(42, "dropout", 100, epoch=1), "<f8", "7ec8ea0a1074f3cc"),
+        (keyed.permutation(1000, 0, "shuffle", epoch=5), "<i8", "e62cc1b98651ba13"),
+    ):
+        data = np.ascontiguousarray(numbers).astype(dtype).tobytes()
+        assert hashlib.sha256(data).hexdigest()[:16] == digest
 
 
-def test_more_words_begin_with_the_same():
-    many = keyed.words(3, "noise", 1000)
+def test_fewer_words_are_the_first_of_more():
+    words = keyed.words(3, "noise", 1000)
     for count in (0, 1, 2, 3, 4, 5, 63, 64, 999):
-        assert np.array_equal(keyed.words(3, "noise", count), many[:count])
+        assert np.array_equal(keyed.words(3, "noise", count), words[:count])
 
 
 def test_every_part_of_the_key_counts():
-    drawn = [
+    keys = [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]
+    keys += [(10, "a", 0, 0), (1, "0\0a", 0, 0)]
+    words = [
         keyed.words(seed, purpose, 8, epoch=epoch, sample=sample)
-        for seed, purpose, epoch, sample in [
-            (0, "a", 0, 0),
-            (1, "a", 0, 0),
-            (0, "b", 0, 0),
-            (0, "a", 1, 0),
-            (0, "a", 0, 1),
-            (10, "a", 0, 0),
-            (1, "0\0a", 0, 0),
-        ]
+        for seed, purpose, epoch, sample in keys
     ]
-    assert len({words.tobytes() for words in drawn}) == len(drawn)
-    assert len(np.unique(np.concatenate(drawn))) == 8 * len(drawn)
+    assert len(np.unique(np.concatenate(words))) == 8 * len(keys)
 
 
 def test_uniform_numbers_are_uniform():
@@ -94,7 +85,7 @@ def test_uniform_numbers_are_uniform():
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 17, 10_000])
-def test_a_permutation_is_one(n):
+def test_a_permutation_holds_every_number_once(n):
     order = keyed.permutation(n, 0, "shuffle")
     assert np.array_equal(np.sort(order), np.arange(n))
     if n > 10:
@@ -103,5 +94,5 @@ def test_a_permutation_is_one(n):
 
 
 def test_all_ranks_draw_the_same(world):
-    mine = keyed.words(11, "rank", 1000)
-    assert world.gop("and", np.array_equal(world.broadcast(mine), mine))
+    words = keyed.words(11, "rank", 1000)
+    assert world.gop("and", np.array_equal(world.broadcast(words), words))
