@@ -22,6 +22,10 @@ from mpidl.backends.gpu import kernels, launching
 
 GUARD = 1024  # bytes before and after each allocation that no kernel may write
 ALIGNED = 256
+Size = ctypes.c_uint * 3
+# of shim::launch: values, grid, block, shared, schedule, truncating, guards, n_guards, culprit
+ARGUMENTS = [ctypes.c_void_p, Size, Size, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlong)]
 
 
 class Region:
@@ -81,7 +85,7 @@ class Kernel:
     def __init__(self, name, library):
         self.name = name
         self.run = getattr(library, f"run_{name}")
-        self.run.restype = ctypes.c_char_p
+        self.run.argtypes, self.run.restype = ARGUMENTS, ctypes.c_char_p
         self.threads = getattr(library, f"threads_{name}")()  # of its __launch_bounds__
 
 
@@ -200,17 +204,9 @@ class EmulatedDevice:
         )
         _, guards = self._tables()
         culprit = ctypes.c_longlong()
-        error = handle.run(
-            pointers,
-            (ctypes.c_uint * 3)(*grid),
-            (ctypes.c_uint * 3)(*block),
-            ctypes.c_size_t(shared),
-            self.order,
-            int(self.truncate),
-            ctypes.c_void_p(guards.ctypes.data),
-            ctypes.c_longlong(len(guards)),
-            ctypes.byref(culprit),
-        )
+        schedule, table = (self.order, self.truncate), (guards.ctypes.data, len(guards))
+        sizes = Size(*grid), Size(*block), shared
+        error = handle.run(pointers, *sizes, *schedule, *table, ctypes.byref(culprit))
         if error is not None:
             text = error.decode()
             if culprit.value >= 0:

@@ -4,46 +4,39 @@ import h5py
 import numpy as np
 import scipy.io
 
+CIFAR_NAMES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+
+
+def _write_cifar(folder, names, count, label_counts, seed):
+    """Write CIFAR's binary files of random images; return {file name: (*labels, pixels)}."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays, random = {}, np.random.default_rng(seed)
+    for name in names:
+        labels = [random.integers(0, classes, count, dtype=np.uint8) for classes in label_counts]
+        pixels = random.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
+        records = np.hstack([np.stack(labels, axis=1), pixels.reshape(count, -1)])
+        (folder / name).write_bytes(records.tobytes())
+        arrays[name] = *labels, pixels
+    return arrays
+
 
 def cifar10(folder, per_file=3, names=True):
     """Write CIFAR-10's binary files; return {file name: (labels, pixels (n, 3, 32, 32))}."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    numbers = np.random.default_rng(10)
-    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-        labels = numbers.integers(0, 10, per_file, dtype=np.uint8)
-        pixels = numbers.integers(0, 256, (per_file, 3, 32, 32), dtype=np.uint8)
-        records = [bytes([c]) + image.tobytes() for c, image in zip(labels, pixels, strict=True)]
-        (folder / name).write_bytes(b"".join(records))
-        drawn[name] = labels, pixels
+    files = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    arrays = _write_cifar(folder, files, per_file, [10], seed=10)
     if names:
         text = "".join(f"{name}\n" for name in CIFAR_NAMES)
         (folder / "batches.meta.txt").write_text(text + "\n")
-    return drawn
-
-
-CIFAR_NAMES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+    return arrays
 
 
 def cifar100(folder, n=4):
     """Write CIFAR-100's binary files; return {file name: (coarse, fine, pixels)}."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    numbers = np.random.default_rng(100)
-    for name in ("train.bin", "test.bin"):
-        coarse = numbers.integers(0, 20, n, dtype=np.uint8)
-        fine = numbers.integers(0, 100, n, dtype=np.uint8)
-        pixels = numbers.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
-        records = [
-            bytes([c, f]) + image.tobytes()
-            for c, f, image in zip(coarse, fine, pixels, strict=True)
-        ]
-        (folder / name).write_bytes(b"".join(records))
-        drawn[name] = coarse, fine, pixels
+    arrays = _write_cifar(folder, ("train.bin", "test.bin"), n, [20, 100], seed=100)
     for kind, count in (("coarse", 20), ("fine", 100)):
         names = "".join(f"{kind} {i}\n" for i in range(count))
         (folder / f"{kind}_label_names.txt").write_text(names)
-    return drawn
+    return arrays
 
 
 def hdf5(path, images, labels=None, classes=None, layout=None, targets=None, **options):

@@ -2,6 +2,7 @@
 
 import gzip
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -50,10 +51,10 @@ def refusal(function, *args, **kwargs):
 
 
 def on_ranks(size, function, hosts=None):
-    """Return the results of function(world) on simulated ranks, each of them a thread."""
+    """Return the result or exception of function(world) on each simulated rank, a thread."""
     barrier = threading.Barrier(size)
     hosts = hosts or ["node0"] * size
-    slots, results = [None] * size, [None] * size
+    slots = [None] * size
 
     class World:
         def __init__(self, rank):
@@ -80,15 +81,6 @@ def on_ranks(size, function, hosts=None):
         def shared_array(self, shape, dtype):
             return self.exchange(np.zeros(shape, dtype))[hosts.index(self.host)]
 
-    def run(rank):
-        try:
-            results[rank] = function(World(rank))
-        except BaseException as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(function, World(rank)) for rank in range(size)]
+    return [future.exception() or future.result() for future in futures]
