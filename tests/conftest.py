@@ -1,8 +1,8 @@
 """pytest under mpirun: every rank runs every test, rank 0 reports, a failing rank ends the job.
 
-`python -m pytest` runs all tests on one rank; `mpirun -n 3 python -m pytest tests` runs on three
-those that have the fixture `world`. A collective call that some rank never reaches would hang,
-so the first failure anywhere is printed, headed by its rank, and aborts all ranks.
+`python -m pytest` runs all tests on one rank; `mpirun -n 3 python -m pytest tests` runs the tests
+with the fixture `world` on three ranks. A collective call that one rank never reaches would hang,
+so the first rank that fails prints its failure and aborts all ranks.
 """
 
 import contextlib
@@ -22,24 +22,24 @@ from mpidl.backends.cpu import builds
 from mpidl.comm import serial
 from mpidl.report import plots
 
-# Read before MPI is initialized: Open MPI sets them in a process that no mpirun started, too.
+# Read before MPI is initialized: Open MPI also sets them in a process that no mpirun started.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
-# With it Python writes the end of a line by itself, and mpirun mixes what ranks print.
+# With it Python writes each line end separately, and mpirun mixes the lines of the ranks.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-MPI = serial.load()  # which initializes MPI
+MPI = serial.load()  # initializes MPI
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-# Files of one rank: those that start mpirun themselves, those of kernels on an emulated GPU, and
-# those in which no world is spoken of.
-HERE = Path(__file__).resolve().parent
-ALONE = {HERE / "backends" / "gpu", HERE / "launch"}
-ALONE |= {path for path in HERE.rglob("test_*.py") if "world" not in path.read_text()}
+# Tests of one rank: those that start mpirun, those of kernels on an emulated GPU, and files
+# without the word `world`.
+TESTS = Path(__file__).resolve().parent
+SINGLE_RANK = {TESTS / "backends" / "gpu", TESTS / "launch"}
+SINGLE_RANK |= {path for path in TESTS.rglob("test_*.py") if "world" not in path.read_text()}
 
 
 @pytest.fixture(scope="session")
 def world():
-    """The ranks that run this session."""
+    """A world of the ranks that run this session."""
     from mpidl.comm import World
 
     return World()
@@ -47,7 +47,7 @@ def world():
 
 @pytest.fixture(autouse=True)
 def _settings_are_restored():
-    """A test that configures the backends leaves nothing of it to the next."""
+    """Restore the backends' settings after each test."""
     before = dict(vars(settings))
     yield
     if settings.threads != before["threads"] and builds.kernels() is not None:
@@ -57,7 +57,7 @@ def _settings_are_restored():
 
 @pytest.fixture
 def without_plots(monkeypatch):
-    """Runs draw no progress.png, which takes longer than the trainings of most tests."""
+    """Draw no progress.png, which takes longer than the trainings of most tests."""
     monkeypatch.setattr(plots, "progress", lambda *paths: False)
 
 
@@ -69,10 +69,10 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugins that make the folders and the reporter
+@pytest.hookimpl(tryfirst=True)  # before the plugins that create the folders and the reporter
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow(part): a cross-check that --slow PART asks for")
-    config.addinivalue_line("markers", "timeout(seconds): a limit of its own, see limits.py")
+    config.addinivalue_line("markers", "slow(part): a cross-check that --slow PART selects")
+    config.addinivalue_line("markers", "timeout(seconds): the limit of one test, see limits.py")
     if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
         raise pytest.UsageError(
             f"mpirun started {LAUNCHED_RANKS} ranks, {MPI.get_vendor()[0]} counts {SIZE}: "
@@ -93,11 +93,14 @@ def pytest_configure(config):
         config.pluginmanager.set_blocked("terminalreporter")
 
 
-@pytest.hookimpl(trylast=True)  # when there is a terminal reporter
+@pytest.hookimpl(trylast=True)  # the terminal reporter exists
 def pytest_sessionstart(session):
     config = session.config
-    if RANK > 0:  # one rank writes the cache; all read it, so that all select the same tests
-        config.cache.set = lambda key, value: None
+    if RANK > 0:
+        # One rank writes the cache; all read it and select the same tests. `-p no:cacheprovider`
+        # leaves the configuration without a cache.
+        if hasattr(config, "cache"):
+            config.cache.set = lambda key, value: None
     elif not hasattr(config, "workerinput"):
         config.pluginmanager.register(progress.Progress(config), "progress")
 
@@ -112,28 +115,28 @@ def pytest_report_header(config):
 
 def pytest_ignore_collect(collection_path, config):
     path = collection_path.resolve()
-    if LAUNCHED_RANKS and not ALONE.isdisjoint([path, *path.parents]):
+    if LAUNCHED_RANKS and not SINGLE_RANK.isdisjoint([path, *path.parents]):
         return True
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keep the tests of the depth that was asked for, the longest files first."""
+    """Select the tests that `--slow` names, and sort them: the longest files come first."""
     part = config.getoption("--slow")
-    left_out = [item for item in items if not _is_asked_for(item, part)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-    known = progress.table().get(progress.Facts.of_environment().name, {})
+    selected = [item for item in items if _is_selected(item, part)]
+    deselected = set(items).difference(selected)
+    if deselected:
+        config.hook.pytest_deselected(items=list(deselected))
+    durations = progress.table().get(progress.Facts.of_environment().name, {})
 
     def seconds(item):
-        return -known.get(progress.file_of(item.nodeid), [0])[0]
+        return durations.get(progress.file_of(item.nodeid), [0])[0]
 
-    unwanted = set(left_out)
-    items[:] = sorted((item for item in items if item not in unwanted), key=seconds)
+    items[:] = sorted(selected, key=seconds, reverse=True)
 
 
-def _is_asked_for(item, part):
+def _is_selected(item, part):
     if LAUNCHED_RANKS and "world" not in item.fixturenames:
-        return False  # further ranks would do the same once more
+        return False  # each rank would repeat it
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
     if part is None:
         return not marks
@@ -141,7 +144,7 @@ def _is_asked_for(item, part):
 
 
 def pytest_collection_finish(session):
-    """Ranks that run different tests would wait for each other for ever."""
+    """Check that all ranks run the same tests; otherwise they would wait for each other forever."""
     if SIZE > 1:
         names = "\n".join(item.nodeid for item in session.items)
         digests = MPI.COMM_WORLD.allgather(hashlib.sha256(names.encode()).hexdigest())
@@ -164,16 +167,15 @@ def pytest_internalerror(excrepr):
     _end_the_job("pytest's own error", excrepr)
 
 
-def _end_the_job(what, report):
-    """Print what failed on this rank and abort all ranks; a session of one rank goes on."""
+def _end_the_job(title, report):
+    """Print a failure of this rank and abort all ranks; a session of one rank continues."""
     if SIZE == 1:
         return
     text = getattr(report, "longreprtext", None) or str(report)
-    for title, content in getattr(report, "sections", ()):
-        text += f"\n--- {title} ---\n{content}"
-    heading = f"rank {RANK} of {SIZE}: {what}"
+    for heading, content in getattr(report, "sections", ()):
+        text += f"\n--- {heading} ---\n{content}"
     sys.stdout.flush()
-    sys.stderr.write(f"\n=== {heading} failed ===\n{text}\n")
+    sys.stderr.write(f"\n=== rank {RANK} of {SIZE}: {title} failed ===\n{text}\n")
     sys.stderr.flush()
     MPI.COMM_WORLD.Abort(1)
 
@@ -182,8 +184,8 @@ def _end_the_job(what, report):
 def pytest_sessionfinish(session, exitstatus):
     if SIZE > 1 and exitstatus == pytest.ExitCode.OK:
         session.config.pluginmanager.get_plugin("limits").timer.enter_last()
-        MPI.COMM_WORLD.barrier()  # a test may have handed its folder to the other ranks
-        mine = Path(session.config.option.basetemp)
-        shutil.rmtree(mine, ignore_errors=True)
+        MPI.COMM_WORLD.barrier()  # other ranks may use a folder of this one
+        folder = Path(session.config.option.basetemp)
+        shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # not empty yet: the last rank removes it
-            mine.parent.rmdir()
+            folder.parent.rmdir()

@@ -1,11 +1,11 @@
-"""A limit for each test, which follows the machine's speed, and the stacks of one that hangs.
+"""A time limit for each test that follows the machine's speed, and the stacks of tests that hang.
 
 The limits are pytest-timeout's: `timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`.
-They count seconds of a quiet machine. When a limit runs out, the machine's speed is measured, and a
-test on a machine three times slower gets three times as long. There is no limit to a whole run.
+They count seconds of a quiet machine. When a limit expires, this module measures the machine's
+speed, and a test on a machine three times slower gets three times as long. A run has no limit.
 
-In one process a test past its limit fails where it stands, and the next one runs. Under mpirun one
-rank names the test, prints the stack of every rank and ends the job.
+In one process a test past its limit fails at its current line, and the next test runs. Under
+mpirun one rank names the test, prints the stack of every rank and ends the job.
 """
 
 import faulthandler
@@ -22,54 +22,56 @@ from pathlib import Path
 
 import pytest
 
-REFERENCE = 500e6  # bytes per second that a core of the machine of the limits hashes by BLAKE2b
-TEARDOWN = 10  # seconds that the fixtures of a test past its limit have at least
-GRACE = 30  # seconds after which a process that ignores the alarm is ended by faulthandler
+REFERENCE = 500e6  # bytes per second that a core of the reference machine hashes with BLAKE2b
+TEARDOWN = 10  # least seconds for the fixtures of a test past its limit
+GRACE = 30  # seconds until faulthandler ends a process that ignores the alarm
 
 
 def slowness(seconds: float = 0.3) -> float:
-    """How many times slower than the reference a core is now, at least 1.
+    """Return how many times slower than the reference a core is now, at least 1.
 
-    Other work on the machine and a CPU quota count as slowness, as they do for the tests.
+    Other work on the machine and a CPU quota slow this measurement as they slow the tests.
     """
     chunk, hashed, start = bytes(1 << 16), 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
-        hashlib.blake2b(chunk)  # without the interpreter's lock
+        hashlib.blake2b(chunk)  # releases the interpreter's lock
         hashed += len(chunk)
     return max(1.0, REFERENCE * elapsed / hashed)
 
 
 def exceeded(start: float, seconds: float) -> bool:
-    """Whether more than so many seconds of a quiet machine have passed since `start`, a reading of
-    time.monotonic()."""
+    """Return whether more seconds of a quiet machine have passed since `start`.
+
+    `start` is a value of time.monotonic().
+    """
     elapsed = time.monotonic() - start
     return elapsed > seconds and elapsed > seconds * slowness()
 
 
 def wait_until(condition) -> None:
-    """Return once condition() is true; the test's limit ends a wait that is in vain."""
+    """Return once condition() is true; the test's limit ends a wait that never succeeds."""
     while not condition():
         time.sleep(0.01)
 
 
 def without_pytest(stacks: str) -> str:
-    """The stacks that faulthandler wrote, without the frames below a test."""
+    """Remove pytest's frames below a test from the stacks that faulthandler wrote."""
     package = r'[^"\n]*/(_pytest|pytest|pluggy|xdist|execnet)/[^"\n]*'
     return re.sub(rf'  File "({package}|<frozen runpy>)", [^\n]*\n', "", stacks)
 
 
-def settled(value, wanted) -> bool:
-    """Wait until value() is `wanted`, and tell whether it still is a moment later."""
-    wait_until(lambda: value() == wanted)
+def settled(value, expected) -> bool:
+    """Wait until value() is `expected`, and return whether it still is a moment later."""
+    wait_until(lambda: value() == expected)
     time.sleep(0.02)
-    return value() == wanted
+    return value() == expected
 
 
 class Alarm:
-    """The limit of the running test in a process of its own: the test fails, the next one runs."""
+    """The limit of the running test in a single process: the test fails, and the next one runs."""
 
     def __init__(self):
-        self.stderr = os.dup(2)  # while pytest does not capture it
+        self.stderr = os.dup(2)  # before pytest captures it
         signal.signal(signal.SIGALRM, self._expire)
         self.start, self.limit = 0.0, 0.0
 
@@ -82,8 +84,8 @@ class Alarm:
         faulthandler.cancel_dump_traceback_later()
 
     def _arm(self, seconds):
-        # A process that stays in C code never calls _expire(): faulthandler ends it from a thread
-        # of its own, and says where it was.
+        # A process that stays in C code never calls _expire(). The thread of faulthandler ends it
+        # and prints its stack.
         faulthandler.dump_traceback_later(3 * seconds + GRACE, exit=True, file=self.stderr)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -93,7 +95,7 @@ class Alarm:
         if elapsed < limit:
             self._arm(limit - elapsed)
             return
-        # What is torn down behind a test has a limit, too, with time to end a job.
+        # The teardown has a limit too, which leaves time to end a job.
         self.start, self.limit = time.monotonic(), max(self.limit, TEARDOWN)
         self._arm(self.limit)
         with tempfile.TemporaryFile("w+") as file:
@@ -104,10 +106,11 @@ class Alarm:
 
 
 class Watch:
-    """The limit of the running test under mpirun; all ranks are on this host.
+    """The limit of the running test under mpirun, with all ranks on this host.
 
-    Each rank writes its position into a table that all of them map. The first rank whose limit runs
-    out names the test that holds the others up, has every rank write its stack, and ends the job.
+    Each rank writes its position into a table that all ranks map. The first rank whose limit
+    expires names the test that the others wait for, has every rank write its stack, and ends the
+    job.
     """
 
     POSITION, START, LIMIT, PID = range(4)
@@ -130,14 +133,14 @@ class Watch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def number(self, items):
-        """Name the positions; the ranks have agreed on the list of tests."""
+        """Name the positions after the tests, whose list is the same on all ranks."""
         self.names |= {i: item.nodeid for i, item in enumerate(items)}
         self.names[len(items)] = "the end of the run"
         self.positions = {item: i for i, item in enumerate(items)}
         self.cancel()
 
     def enter_last(self):
-        """Wait for the other ranks, at the end of the run."""
+        """Enter the wait for the other ranks at the end of the run."""
         self.enter(len(self.positions), 60)
 
     def set(self, item, limit):
@@ -162,7 +165,7 @@ class Watch:
                 self._end_the_job(factor)
 
     def _is_hindmost_due(self, factor):
-        """Whether the ranks that are furthest behind are past their limits, and this one is."""
+        """Return whether this rank and all ranks at the earliest position exceed their limits."""
         now, rows = time.monotonic(), self.table.tolist()
         due = [now - start > factor * limit for _, start, limit, _ in rows]
         last = min(position for position, *_ in rows)
@@ -174,18 +177,18 @@ class Watch:
         try:
             os.close(os.open(self.folder / "expired", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
-            return  # another rank does it
+            return  # another rank ends the job
         rows = self.table.tolist()
         pids = [int(row[self.PID]) for row in rows]
         for pid in pids:
             os.kill(pid, signal.SIGUSR2)
         time.sleep(2)
         positions = [int(row[self.POSITION]) for row in rows]
-        behind = [rank for rank, position in enumerate(positions) if position == min(positions)]
-        limit = factor * rows[behind[0]][self.LIMIT]
+        late_ranks = [rank for rank, position in enumerate(positions) if position == min(positions)]
+        limit = factor * rows[late_ranks[0]][self.LIMIT]
         lines = [
             f"\n=== {self.names[min(positions)]} did not end within its limit of {limit:.0f} s on "
-            f"rank {', '.join(map(str, behind))} of {self.size} ==="
+            f"rank {', '.join(map(str, late_ranks))} of {self.size} ==="
         ]
         for rank, position in enumerate(positions):
             text = without_pytest((self.folder / f"stack-{rank}").read_text())
@@ -200,9 +203,9 @@ class Watch:
 
 
 class Limits:
-    """The plugin: pytest-timeout's limits, kept by an Alarm or a Watch.
+    """The plugin that sets pytest-timeout's limits by an Alarm or a Watch.
 
-    Without pytest-timeout, as on a machine where nothing can be installed, no test has a limit.
+    Without pytest-timeout, as on a machine without network access, no test has a limit.
     """
 
     def __init__(self, timer):
@@ -215,7 +218,7 @@ class Limits:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_timeout_cancel_timer(self, item):
-        return True  # comes with a failure too, when fixtures have yet to be torn down
+        return True  # also called after a failure, before the fixtures' teardown
 
     def pytest_runtest_logfinish(self, nodeid):
         self.timer.cancel()

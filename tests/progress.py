@@ -1,8 +1,8 @@
-"""What a person sees of a run of tests: a line every few seconds, with the time that is left.
+"""The progress of a run of tests: a line every few seconds, with the time that is left.
 
-The expectation is tests/durations.json, {run: {file: [seconds, tests]}} on a quiet machine with two
-cores; the tests that have ended say how much slower this machine is. `run/test --record` writes the
-table anew.
+The expected times are in tests/durations.json, {run: {file: [seconds, tests]}}, measured on a quiet
+machine with two cores; the tests that have ended show how much slower this machine is.
+`run/test --record` writes the file.
 """
 
 import functools
@@ -17,18 +17,18 @@ import pytest
 
 VARIABLE = "MPIDL_TEST_RUN"
 TABLE = Path(__file__).with_name("durations.json")
-EVERY = 10  # seconds between two lines
-PRIOR = 10  # seconds at the table's pace that the first measurements are mixed with
-UNKNOWN = 0.2  # seconds for a test of a file that the table does not know
+LINE_PERIOD = 10  # seconds between two lines
+PRIOR = 10  # seconds at the table's pace, which dampen the first measurements
+UNKNOWN = 0.2  # seconds of a test whose file the table lacks
 
 
 class Facts(NamedTuple):
-    """What tests/suite.py says of the run that this pytest is."""
+    """What tests/suite.py tells this pytest about its run."""
 
     name: str = "tests"
     position: str = "1 of 1"
-    later: float = 0.0  # seconds of the runs behind it, on a quiet machine
-    processes: int = 1  # how many tests run at a time
+    later: float = 0.0  # seconds of the following runs, on a quiet machine
+    processes: int = 1  # tests that run at a time
     record: bool = False
 
     @classmethod
@@ -45,7 +45,7 @@ def table():
 
 
 def seconds_of_files(name):
-    """How long the tests of each file of a run took on a quiet machine."""
+    """Return the seconds of each file of a run on a quiet machine."""
     return [seconds for seconds, _ in table().get(name, {}).values()]
 
 
@@ -58,25 +58,25 @@ def clock(seconds):
 
 
 class Progress:
-    """The plugin, for the one process that reports."""
+    """The plugin of the process that reports."""
 
     def __init__(self, config):
         self.run = Facts.of_environment()
-        self.known = table().get(self.run.name, {})
+        self.durations = table().get(self.run.name, {})
         self.terminal = config.pluginmanager.get_plugin("terminalreporter")
         self.quiet = config.option.verbose == 0
         self.terminal.showfspath = not self.quiet
         self.total, self.expected = 0, Counter()  # tests; seconds of each file
-        self.done, self.failed, self.spent = set(), 0, 0.0
+        self.finished, self.failed, self.spent = set(), 0, 0.0
         self.measured = defaultdict(lambda: [0.0, 0])
         self.start = self.last = time.monotonic()
 
     def weight(self, nodeid):
-        seconds, count = self.known.get(file_of(nodeid), (UNKNOWN, 1))
+        seconds, count = self.durations.get(file_of(nodeid), (UNKNOWN, 1))
         return seconds / count
 
     def expect(self, nodeids):
-        """The tests that will run, which another process may have collected."""
+        """Set the tests that will run, which another process may have collected."""
         self.total = len(nodeids)
         self.expected = sum(map(self.weight, nodeids))
         self.start = self.last = time.monotonic()
@@ -92,7 +92,7 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report):
-        """No dot for each test; what failed is told at once."""
+        """Print no dot for each test; failures are printed at once."""
         if not self.quiet:
             return None
         if report.passed:
@@ -108,19 +108,21 @@ class Progress:
             self.failed += 1
             self.say(f"FAILED {name} ({report.when})")
         if report.when == "teardown":
-            self.done.add(name)
+            self.finished.add(name)
             self.measured[file_of(name)][1] += 1
             self.spent += self.weight(name)
-            if self.quiet and time.monotonic() - self.last > EVERY:
+            if self.quiet and time.monotonic() - self.last > LINE_PERIOD:
                 self.last = time.monotonic()
                 self.say(self.line())
 
     def line(self):
         elapsed = time.monotonic() - self.start
-        spent, ahead = self.spent / self.run.processes, self.expected / self.run.processes
-        pace = (elapsed + PRIOR) / (spent + PRIOR)  # this machine's seconds for one of the table's
-        left = pace * max(ahead - spent, 0)
-        text = f"run {self.run.position} ({self.run.name}): {len(self.done)} of {self.total} tests"
+        spent, total = self.spent / self.run.processes, self.expected / self.run.processes
+        pace = (elapsed + PRIOR) / (spent + PRIOR)  # this machine's seconds per second of the table
+        left = pace * max(total - spent, 0)
+        text = (
+            f"run {self.run.position} ({self.run.name}): {len(self.finished)} of {self.total} tests"
+        )
         text += f", {self.failed} failed" if self.failed else ""
         text += f"; {clock(left)} left"
         if self.run.later:
@@ -138,10 +140,10 @@ class Progress:
             write(table() | {self.run.name: files})
 
 
-def write(known):
-    """Write the table, one line for each file."""
+def write(durations):
+    """Write the table with a line per file."""
     runs = []
-    for name, files in known.items():
+    for name, files in durations.items():
         lines = ",\n".join(f"  {json.dumps(file)}: {json.dumps(v)}" for file, v in files.items())
         runs.append(f" {json.dumps(name)}: {{\n{lines}\n }}")
     TABLE.write_text("{\n" + ",\n".join(runs) + "\n}\n")

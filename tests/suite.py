@@ -1,4 +1,4 @@
-"""The runs of `run/test`: which there are, and how long they should take.
+"""The runs of `run/test` and their expected times.
 
     run/test [ARGUMENT ...]             every promise once; the arguments go to pytest
     run/test --all [ARGUMENT ...]       and every slow cross-check
@@ -27,17 +27,16 @@ import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTHING_SELECTED = 5  # pytest's exit code
-MOST_PROCESSES = 16  # of one run, each of some hundred MB
+MAX_PROCESSES = 16  # of one run, each of some hundred MB
 
 
 class Run(NamedTuple):
-    """A run of pytest: under mpirun on so many ranks, or without, on all cores.
+    """A run of pytest: under mpirun on `ranks` ranks or, with 0, without mpirun on all cores.
 
-    spread: pytest-xdist's way to deal tests to processes; by files, what a file prepares is made
-    once.
+    spread: how pytest-xdist deals tests to processes; by files, each module's fixtures run once.
     """
 
-    about: str
+    description: str
     ranks: int = 0
     arguments: tuple = ()
     environment: tuple = ()
@@ -47,13 +46,13 @@ class Run(NamedTuple):
         return 1 if self.ranks else cores
 
     def expected(self, name, cores):
-        """Seconds that it should take on a quiet machine."""
+        """Return the seconds that it should take on a quiet machine."""
         files, processes = progress.seconds_of_files(name), self.processes(cores)
         longest = max(files, default=0) if self.spread == "loadfile" else 0
         return max(sum(files) / processes, longest)
 
     def command(self, cores, arguments):
-        """`arguments`, where there are any, say which tests of those of this run are wanted."""
+        """Return the command line; `arguments` are pytest's and may select tests of this run."""
         pytest = [sys.executable, "-m", "pytest"]
         if self.ranks:
             start = ["mpirun", "-n", str(self.ranks), *pytest]
@@ -64,9 +63,9 @@ class Run(NamedTuple):
         return [*start, *self.arguments, *arguments]
 
 
-def marked(about, part, **keywords):
-    """The tests that are marked `slow(part)`."""
-    return Run(about, arguments=("--slow", part), **keywords)
+def marked(description, part, **keywords):
+    """Return the run of the tests marked `slow(part)`."""
+    return Run(description, arguments=("--slow", part), **keywords)
 
 
 CORE = (
@@ -122,11 +121,11 @@ def parser():
 
 
 class Suite:
-    """Runs, one after the other, and what has become of them."""
+    """Runs that follow each other, with their times and failures."""
 
     def __init__(self, options, arguments):
         self.options, self.arguments = options, arguments
-        self.cores = min(options.cores, MOST_PROCESSES)
+        self.cores = min(options.cores, MAX_PROCESSES)
         self.start, self.timings, self.failed, self.is_empty = time.monotonic(), [], [], True
 
     def expected(self, names):
@@ -135,8 +134,10 @@ class Suite:
     def run(self, name, position, later):
         run, start = RUNS[name], time.monotonic()
         command = run.command(self.cores, self.arguments)
-        about = progress.clock(self.expected([name]))
-        print(f"\n== run {position}: {name}, {run.about}; about {about} on a quiet machine")
+        expected = progress.clock(self.expected([name]))
+        print(
+            f"\n== run {position}: {name}, {run.description}; about {expected} on a quiet machine"
+        )
         print(" ".join([Path(command[0]).name, *command[1:]]), flush=True)
         facts = progress.Facts(
             name, position, later, run.processes(self.cores), self.options.record
@@ -155,19 +156,19 @@ class Suite:
             self.run(name, f"{i + 1} of {len(names)}", self.expected(names[i + 1 :]))
 
     def run_within(self, budget):
-        """The parts that should end within the budget; the first one changes from day to day."""
+        """Run the parts that should end within the budget; the first one changes every day."""
         names, today = list(PARTS), datetime.date.today().toordinal()
         pace = max((time.monotonic() - self.start) / max(self.expected(QUICK), 1), 1)
-        chosen, left = [], self.start + budget - time.monotonic()
+        parts, left = [], self.start + budget - time.monotonic()
         for i in range(len(names)):
             name = names[(today + i) % len(names)]
-            if pace * self.expected([*chosen, name]) <= left:
-                chosen.append(name)
-        print(f"\nslow parts within {budget:.0f} s, today: {', '.join(chosen) or 'none'}")
-        self.run_all(chosen)
+            if pace * self.expected([*parts, name]) <= left:
+                parts.append(name)
+        print(f"\nslow parts within {budget:.0f} s, today: {', '.join(parts) or 'none'}")
+        self.run_all(parts)
 
     def report(self):
-        """Print how it went; the exit code."""
+        """Print the times and the failures and return the exit code."""
         if self.is_empty:
             self.failed.append("no test was run")
         print(f"\n{', '.join(self.timings)}; total {progress.clock(time.monotonic() - self.start)}")
@@ -176,14 +177,14 @@ class Suite:
 
 
 def main():
-    # Started in the background this ignores INT, and the tests would pass that on to their jobs.
+    # A process in the background ignores INT, and the tests' jobs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options, arguments = parser().parse_known_args()
     if options.list:
         for name, run in RUNS.items():
             seconds = run.expected(name, options.cores)
             depth = "every time" if name in QUICK else "slow part "
-            print(f"{depth}  {progress.clock(seconds):>5}  {name}: {run.about}")
+            print(f"{depth}  {progress.clock(seconds):>5}  {name}: {run.description}")
         return 0
     if not shutil.which("mpirun"):
         sys.exit("run/test: no mpirun on PATH")

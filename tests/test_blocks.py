@@ -1,4 +1,4 @@
-"""The block: shares of a mini-batch, lanes, and values that hold one entry per image."""
+"""Blocks: shares of a mini-batch, lanes, and values with an entry per image."""
 
 from types import SimpleNamespace
 
@@ -92,7 +92,7 @@ def test_zero_unused_touches_the_unused_lanes_alone(world):
         lambda x: list(x),
     ],
 )
-def test_what_would_see_one_share_only_is_refused(world, use):
+def test_operations_that_see_only_one_share_are_refused(world, use):
     batch = dl.share(20, world)
     x = dl.from_images(np.ones((batch.images[1] - batch.images[0], 2)), batch)
     with pytest.raises(TypeError, match=r"dl\.mean"):
@@ -100,6 +100,7 @@ def test_what_would_see_one_share_only_is_refused(world, use):
 
 
 def test_a_world_of_plain_sums_makes_plain_shares():
-    assert dl.share(40, SimpleNamespace(rank=0, size=2, plain=True)).tree.plain
-    assert not dl.share(40, SimpleNamespace(rank=0, size=2, plain=True), plain=False).tree.plain
+    world = SimpleNamespace(rank=0, size=2, plain=True)
+    assert dl.share(40, world).tree.plain
+    assert not dl.share(40, world, plain=False).tree.plain
     assert not dl.share(40, ranks(2)[0]).tree.plain

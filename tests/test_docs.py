@@ -1,7 +1,7 @@
-"""What the documents show works: their blocks of Python run, each document's in one namespace;
-their commands and options exist; their links lead somewhere.
+"""The documents show what works: Python blocks run; commands, options, names and links exist.
 
-The digit set is stood in for by a small one, and `photos` is a small folder of images.
+The blocks of a document share a namespace. A small data set replaces the digits, and `photos` is a
+small folder of images.
 """
 
 import re
@@ -19,7 +19,7 @@ from mpidl.training.options import configuration
 ROOT = documented_commands.ROOT
 DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "kernels" / "README.md"]
-# Options of programs that are not ours, which the documents speak of.
+# Options of other programs that the documents mention.
 FOREIGN = {
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
     *("--shm-size",),
@@ -27,9 +27,9 @@ FOREIGN = {
 
 
 def blocks(path):
-    """(number of its first line, source) of each block of Python in a document."""
-    found = documented_commands.fences(path.read_text())
-    return [(line, source) for line, language, source in found if language == "python"]
+    """Return (number of the first line, source) of each Python block in a document."""
+    fences = documented_commands.fences(path.read_text())
+    return [(line, source) for line, language, source in fences if language == "python"]
 
 
 def small_digits(world=None):
@@ -39,13 +39,13 @@ def small_digits(world=None):
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
-    folder = Path(world.broadcast(str(tmp_path)))  # one for all ranks, as a program would see it
+    folder = Path(world.broadcast(str(tmp_path)))  # one for all ranks
     if world.rank == 0:
         grow(folder / "photos", per_class=10, shape=(3, 8, 8))
     world.barrier()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(dl.data, "digits", small_digits)
-    if world.size > 1:  # ranks start no ranks
+    if world.size > 1:  # ranks cannot start ranks
 
         def launch(function, *arguments, ranks):
             return function(world, *arguments)
@@ -53,31 +53,29 @@ def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
         monkeypatch.setattr(dl, "launch", launch)
     namespace = {"__name__": "__main__"}
     for line, source in blocks(path):
-        # so that a traceback names the document and the line
-        code = compile("\n" * line + source, str(path), "exec")
-        exec(code, namespace)
+        # A traceback names the document and the line.
+        exec(compile("\n" * line + source, str(path), "exec"), namespace)
     world.barrier()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_blocks_are_of_a_known_kind(path):
-    """A block of another language would be run by nobody."""
-    found = {language for _, language, _ in documented_commands.fences(path.read_text())}
-    assert found <= documented_commands.FENCES
+def test_blocks_are_in_languages_that_are_checked(path):
+    languages = {language for _, language, _ in documented_commands.fences(path.read_text())}
+    assert languages <= documented_commands.FENCES
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_exist(path):
-    found = [
-        f"{path.name}:{line}: {command}: {wrong}"
+    problems = [
+        f"{path.name}:{line}: {command}: {problem}"
         for line, command in documented_commands.commands(path.read_text())
-        if (wrong := documented_commands.problem(command))
+        if (problem := documented_commands.problem(command))
     ]
-    assert found == []
+    assert problems == []
 
 
 @pytest.mark.parametrize(
-    ("command", "wrong"),
+    ("command", "problem"),
     [
         ("./run/tran --epochs 3", "no program ./run/tran"),
         ("./run/train --epoch 3  # a comment", "unknown option --epoch: did you mean --epochs"),
@@ -89,21 +87,22 @@ def test_commands_exist(path):
         ("pip install '.[mpich,none]'", "no extra none"),
     ],
 )
-def test_a_wrong_command_is_seen(command, wrong):
+def test_a_wrong_command_is_found(command, problem):
     """The negative control."""
-    assert documented_commands.is_command(command) and wrong in documented_commands.problem(command)
+    assert documented_commands.is_command(command)
+    assert problem in documented_commands.problem(command)
 
 
 def test_options_and_variables_exist():
-    known, set_by = documented_commands.flags() | FOREIGN, documented_commands.variables()
-    known |= {flag for action in suite.parser()._actions for flag in action.option_strings}
+    flags, variables = documented_commands.flags() | FOREIGN, documented_commands.variables()
+    flags |= {flag for action in suite.parser()._actions for flag in action.option_strings}
     unknown = []
     for path in PAGES:
         text = path.read_text()
         inline = re.findall(r"`([^`\n]+)`", text)
         options = {flag for words in inline for flag in re.findall(r"(?<!\S)--[a-z][\w-]+", words)}
         names = set(re.findall(r"\bMPIDL_[A-Z_]+\b", text))
-        unknown += [f"{path.name}: {name}" for name in sorted(options - known | names - set_by)]
+        unknown += [f"{path.name}: {name}" for name in sorted(options - flags | names - variables)]
     assert unknown == []
 
 
@@ -117,21 +116,21 @@ def test_files_of_options_can_be_read(tmp_path):
 
 
 def test_public_names_exist():
-    """Every `dl.name` that is written between back quotes, or in a block."""
+    """Every `dl.name` in a document is a name of mpidl."""
     unknown = []
     for path in PAGES:
         for name in sorted(set(re.findall(r"\bdl((?:\.[A-Za-z_]\w*)+)", path.read_text()))):
-            found = dl
+            target = dl
             for part in name[1:].split("."):
-                found = getattr(found, part, None)
-                if not isinstance(found, type(dl)):
-                    break  # a name of mpidl; attributes of what it makes are not looked up
-            if found is None:
+                target = getattr(target, part, None)
+                if not isinstance(target, type(dl)):
+                    break  # attributes of classes and functions are not checked
+            if target is None:
                 unknown.append(f"{path.name}: dl{name}")
     assert unknown == []
 
 
-def test_every_row_of_matlab_has_an_answer():
+def test_every_row_of_the_matlab_tables_is_complete():
     rows = [line for line in (ROOT / "docs" / "matlab.md").read_text().splitlines() if "|" in line]
     cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
     assert [row for row in cells if not row[0] or not row[-1]] == [] and len(cells) > 60

@@ -1,4 +1,4 @@
-"""The tree, the counter that folds it, and Partials: arithmetic alone, ranks played by a loop."""
+"""The tree, the counter that folds it, and Partials; a loop plays the ranks."""
 
 import numpy as np
 import pytest
@@ -6,39 +6,40 @@ import pytest
 from mpidl import fold, keyed
 
 
-def node_of(start, stop):
-    """The tree over blocks start..stop-1 as nested pairs, from its definition."""
-    if stop - start == 1:
-        return (start,)
+def middle_of(start, stop):
+    """Return where a node splits: at the largest power of two below its length."""
     half = 1
     while 2 * half < stop - start:
         half *= 2
-    return (node_of(start, start + half), node_of(start + half, stop))
+    return start + half
+
+
+def node_of(start, stop):
+    """Return the tree over blocks start..stop-1 as nested pairs, from its definition."""
+    if stop - start == 1:
+        return (start,)
+    middle = middle_of(start, stop)
+    return (node_of(start, middle), node_of(middle, stop))
 
 
 def ranges_of(start, stop):
-    """All nodes (start, stop) of that tree."""
+    """Return all nodes (start, stop) of that tree."""
     if stop - start == 1:
         return {(start, stop)}
-    half = 1
-    while 2 * half < stop - start:
-        half *= 2
-    middle = start + half
+    middle = middle_of(start, stop)
     return {(start, stop)} | ranges_of(start, middle) | ranges_of(middle, stop)
 
 
 def tree_sum(leaves, start, stop):
-    """The sum the tree defines, by recursion."""
+    """Return the sum that the tree defines, by recursion."""
     if stop - start == 1:
         return leaves[start]
-    half = 1
-    while 2 * half < stop - start:
-        half *= 2
-    return tree_sum(leaves, start, start + half) + tree_sum(leaves, start + half, stop)
+    middle = middle_of(start, stop)
+    return tree_sum(leaves, start, middle) + tree_sum(leaves, middle, stop)
 
 
 def pair(left, right):
-    """A combine operation that writes down what was combined, instead of adding."""
+    """Combine two nodes by recording them as a pair instead of adding them."""
     out = np.empty((), object)
     out[()] = (left[()], right[()])
     return out
@@ -51,13 +52,13 @@ def leaf(block):
 
 
 def shares(count, ranks, plain=False):
-    """The Tree of each of `ranks` ranks."""
+    """Return the Tree of each of `ranks` ranks."""
     runs = fold.split_blocks(count, ranks)
     return [fold.Tree(count, runs, rank, plain) for rank in range(ranks)]
 
 
 def counted(tree, values, combine=fold.add):
-    """The counter of one rank, having folded its run of `values`."""
+    """Return the counter of one rank after folding its run of `values`."""
     counter = fold.Counter(tree, combine)
     for block in range(*tree.run):
         counter.push(values[block].copy())
@@ -65,18 +66,18 @@ def counted(tree, values, combine=fold.add):
 
 
 def add_up(partials):
-    """What World.gplus does with the Partials of all ranks, one after the other."""
+    """Add up the Partials of all ranks as World.gplus does."""
     roots = []
     for terms in zip(*(p.terms for p in partials), strict=True):
         tree = terms[0].tree
-        nodes = [node for own in tree.nodes for node in own]
+        nodes = [node for rank_nodes in tree.nodes for node in rank_nodes]
         values = [value.copy() for term in terms for value in term.nodes]
         roots.append(fold.fold_nodes(tree, nodes, values, terms[0].combine))
     return partials[0].finish(roots)
 
 
 def wide(seed, *shape):
-    """float32 values of many magnitudes, so that every other order of addition shows."""
+    """Return float32 values of many magnitudes, which show any other order of addition."""
     size = int(np.prod(shape))
     sign = 2 * keyed.uniform(seed, "value", size) - 1
     return (sign * 10.0 ** (6 * keyed.uniform(seed, "size", size) - 3)).reshape(shape).astype("f4")
@@ -89,9 +90,9 @@ def test_the_counter_builds_the_tree_of_the_definition(ranks):
         trees = shares(leaves, ranks)
         counters = [counted(tree, blocks, pair) for tree in trees]
         for tree, counter in zip(trees, counters, strict=True):
-            # what a rank hands over are exactly its nodes, each combined as the tree says
+            # A rank hands over exactly its nodes, each combined as the tree says.
             assert [v[()] for v in counter.values] == [node_of(*n) for n in tree.nodes[tree.rank]]
-        nodes = [node for own in trees[0].nodes for node in own]
+        nodes = [node for rank_nodes in trees[0].nodes for node in rank_nodes]
         values = [value for counter in counters for value in counter.values]
         assert fold.fold_nodes(trees[0], nodes, values, pair)[()] == node_of(0, leaves)
 
@@ -118,7 +119,7 @@ def test_maximal_nodes_are_the_fewest_that_cover_a_run():
                 assert fold.maximal_nodes((start, stop), leaves) == tuple(sorted(outermost))
 
 
-def test_few_values_stay_alive():
+def test_the_counter_keeps_few_values():
     tree = shares(1000, 1)[0]
     counter = fold.Counter(tree)
     for _ in range(1000):
@@ -126,7 +127,7 @@ def test_few_values_stay_alive():
         assert len(counter.values) <= 10  # log2(1000) rounded up
 
 
-def test_shares_go_by_load_and_cover_all_blocks():
+def test_shares_follow_the_load_and_cover_all_blocks():
     assert fold.split_blocks(7, 3) == ((0, 3), (3, 5), (5, 7))
     assert fold.split_blocks(2, 4) == ((0, 1), (1, 2), (2, 2), (2, 2))
     assert fold.split_blocks(8, 3, (1, 0, 3)) == ((0, 2), (2, 2), (2, 8))
@@ -165,35 +166,38 @@ def test_moments_merge_to_mean_and_variance_of_all_images():
     images = wide(2, 53, 6).astype("f8") + 1e4  # a mean far from 0: E[x^2] - E[x]^2 would cancel
     channels = images.reshape(53, 3, 2).transpose(1, 0, 2)
     leaves = []
-    for start in range(0, 53, 4):  # ragged: the last leaf holds one image
+    for start in range(0, 53, 4):  # the last leaf holds one image
         part = channels[:, start : start + 4].reshape(3, -1)
         mean = part.mean(axis=1)
         m2 = ((part - mean[:, None]) ** 2).sum(axis=1)
         leaves.append(np.concatenate([[part.shape[1]], mean, m2]))
-    found = set()
+    results = set()
     for ranks in range(1, 13):
         trees = shares(len(leaves), ranks)
         partials = [counted(t, leaves, fold.merge_moments).partial((7,), "f8") for t in trees]
         merged = add_up(partials)
-        found.add(merged.tobytes())
+        results.add(merged.tobytes())
         assert merged[0] == 106
         np.testing.assert_allclose(merged[1:4], channels.reshape(3, -1).mean(axis=1), rtol=1e-14)
         np.testing.assert_allclose(
             merged[4:] / merged[0], channels.reshape(3, -1).var(axis=1), rtol=1e-10
         )
-    assert len(found) == 1
+    assert len(results) == 1
 
 
 def test_moments_of_no_image_change_nothing():
-    some = np.array([3.0, 0.1, -2.0, 0.7, 5.0])
-    none, other = np.zeros(5), np.array([0.0, 9.0, 9.0, 9.0, 9.0])
-    assert fold.merge_moments(some.copy(), none.copy()).tobytes() == some.tobytes()
-    assert fold.merge_moments(none.copy(), some.copy()).tobytes() == some.tobytes()
-    assert fold.merge_moments(none.copy(), other.copy()).tobytes() == none.tobytes()
+    moments = np.array([3.0, 0.1, -2.0, 0.7, 5.0])
+    empty, stale = np.zeros(5), np.array([0.0, 9.0, 9.0, 9.0, 9.0])
+    for left, right, expected in (
+        (moments, empty, moments),
+        (empty, moments, moments),
+        (empty, stale, empty),
+    ):
+        assert fold.merge_moments(left.copy(), right.copy()).tobytes() == expected.tobytes()
 
 
 def two_sums(ranks, leaves=37):
-    """Of each rank, the Partials of two sums over the same blocks."""
+    """Return each rank's Partials of two sums over the same blocks."""
     a, b = wide(3, leaves, 41), wide(4, leaves, 41)
     trees = shares(leaves, ranks)
     return [(counted(t, a).partial((41,)), counted(t, b).partial((41,))) for t in trees]
@@ -204,7 +208,7 @@ def combined(ranks):
 
 
 def test_sums_and_multiples_of_partials_do_not_depend_on_the_ranks():
-    """Terms stay apart: each is folded, then scaled, then the terms are added, `once` last."""
+    """Each term is folded, then scaled; then the terms are added, and `once` last."""
     a, b = (tree_sum(wide(seed, 37, 41), 0, 37) for seed in (3, 4))
     expected = a * np.float32(0.3) + b * np.float32(-1 / 7) + np.float32(2)
     for ranks in (1, 2, 3, 5, 8, 12):
@@ -212,9 +216,11 @@ def test_sums_and_multiples_of_partials_do_not_depend_on_the_ranks():
 
 
 def test_adding_node_by_node_would_depend_on_the_ranks():
-    """Why terms stay apart. (a0 + b0) + (a1 + b1) is not (a0 + a1) + (b0 + b1) in floating point:
-    sums added or scaled at the nodes are rounded there, and which nodes there are depends on how
-    many ranks share the blocks."""
+    """The reason for separate terms: adding or scaling at the nodes rounds there.
+
+    (a0 + b0) + (a1 + b1) is not (a0 + a1) + (b0 + b1) in floating point, and the number of ranks
+    decides which nodes exist.
+    """
 
     def node_by_node(ranks):
         partials = []
@@ -232,18 +238,18 @@ def test_adding_node_by_node_would_depend_on_the_ranks():
     np.testing.assert_allclose(node_by_node(3), combined(3), rtol=1e-3, atol=1e-2)
 
 
-def test_what_is_replicated_counts_once():
+def test_replicated_addends_count_once():
     for ranks in (1, 3, 5):
         ones = [counted(t, np.ones((9, 1), "f4")).partial((1,)) for t in shares(9, ranks)]
         penalty = np.array([0.5], "f4")
         assert add_up([penalty + p + 1.0 for p in ones]) == 10.5
         assert add_up([(p + 1.0) * 2 for p in ones]) == 20
         assert add_up([-p + penalty for p in ones]) == -8.5
-    (only,) = [fold.replicated(np.float32(3)) + fold.replicated(np.float32(4))]
-    assert only.finish([]) == 7 and only.terms == []
+    replicated = fold.replicated(np.float32(3)) + fold.replicated(np.float32(4))
+    assert replicated.finish([]) == 7 and replicated.terms == []
 
 
-def test_an_array_that_does_not_fit_is_refused():
+def test_addends_of_other_shapes_are_refused():
     (tree,) = shares(2, 1)
     p = counted(tree, np.ones((2, 3), "f4")).partial((3,))
     with pytest.raises(ValueError, match=r"array of shape \(2,\) to a Partial of shape \(3,\)"):
@@ -270,7 +276,7 @@ def test_an_array_that_does_not_fit_is_refused():
         lambda p: f"{p:.3f}",
     ],
 )
-def test_a_nonlinear_use_names_gplus(use):
+def test_the_error_of_a_nonlinear_use_names_gplus(use):
     with pytest.raises(TypeError, match="gplus"):
         use(fold.replicated(np.float32(3)))
 
@@ -283,12 +289,12 @@ def test_arrays_leave_arithmetic_to_the_partial():
         np.exp(p)
 
 
-def test_the_counter_notices_blocks_left_out_and_values_of_another_type():
+def test_the_counter_refuses_missing_blocks_and_values_of_another_type():
     (tree,) = shares(3, 1)
     counter = fold.Counter(tree)
     counter.push(np.ones(2, "f4"))
     with pytest.raises(ValueError, match="folded blocks up to 1"):
         counter.partial((2,))
-    whole = counted(tree, np.ones((3, 2), "f8"))
+    doubles = counted(tree, np.ones((3, 2), "f8"))
     with pytest.raises(ValueError, match="type float64, said to be of shape .* float32"):
-        whole.partial((2,), np.float32)
+        doubles.partial((2,), np.float32)

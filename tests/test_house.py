@@ -1,4 +1,4 @@
-"""The counts of house.py, and that names in the package say what they are."""
+"""The counts of house.py, and the number of vague names in the package."""
 
 import house
 

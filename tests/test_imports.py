@@ -1,4 +1,4 @@
-"""The direction of the imports, read from the sources: kernels to commands, and never back."""
+"""The direction of the imports, read from the sources: from commands to kernels, never back."""
 
 import ast
 import functools
@@ -8,24 +8,14 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
-# What each room of the house may import beside itself. A room is a package, or a module at the top.
-BOTTOM = {
-    "errors",
-    "text",
-    "files",
-    "keyed",
-    "fold",
-    "blocks",
-    "shapes",
-    "device_array",
-    "autodiff",
-}
+# The packages, and modules at the top, that each of them may import beside itself.
+BOTTOM = set("errors text files keyed fold blocks shapes device_array autodiff".split())
 BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
 NN = OPS | {"ops"}
-BESIDE = {"comm", "data", "report"}
+SERVICES = {"comm", "data", "report"}
 LOSSES = NN | {"nn", "data"}
-EVALUATION = LOSSES | BESIDE | {"losses"}
+EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
 CLI = TRAINING | {"training"}
 MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
@@ -43,14 +33,14 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
 
-# Who may import a foreign package at all, and which of them only inside functions.
+# The modules that may import a foreign package, and the packages for imports inside functions only.
 ONLY_IN = {"mpi4py": ("mpidl.comm",), "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl")}
 ONLY_LATE = {"cupy", "h5py", "matplotlib", "rich", "torch"}
 EARLY, LATE, TYPING = "when imported", "when called", "for a type checker"
 
 
 def read_package():
-    """Of each module of the package, its text, by its dotted name."""
+    """Return {dotted name: source} of the modules of the package."""
     texts = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -59,7 +49,7 @@ def read_package():
 
 
 def imports_of(module, text, modules):
-    """Of each import in the text: (what it names, line, when: EARLY, LATE or TYPING).
+    """Return (module, line, time: EARLY, LATE or TYPING) of each import in the text.
 
     `from mpidl import fold` names mpidl.fold; `from mpidl import World` names mpidl itself.
     """
@@ -72,16 +62,18 @@ def imports_of(module, text, modules):
         if node.level:
             up = module.split(".")[: len(module.split(".")) - node.level + is_package]
             base = ".".join([*up, base] if base else up)
-        whole = [f"{base}.{alias.name}" for alias in node.names]
-        return [name if name in modules else base for name in whole]
+        targets = [f"{base}.{alias.name}" for alias in node.names]
+        return [target if target in modules else base for target in targets]
 
     return [(name, node.lineno, time) for node, time in import_nodes(text) for name in names(node)]
 
 
-@functools.cache  # most tests change a line or two of the whole package
+@functools.cache  # most tests change only a line or two of the package
 def import_nodes(text):
-    """The imports of a text, each with its time: when the module is imported (EARLY), when a
-    function runs (LATE), or never, for a type checker alone (TYPING)."""
+    """Return (import, time) of each import of a text.
+
+    EARLY: when the module is imported; LATE: when a function runs; TYPING: for a type checker only.
+    """
 
     def walk(node, time):
         for child in ast.iter_child_nodes(node):
@@ -97,47 +89,47 @@ def import_nodes(text):
 
 
 def violations(texts):
-    """One line for each import that breaks a rule; texts: {dotted module name: source}."""
-    found, graph = [], {}
+    """Return a line for each import that breaks a rule; texts: {dotted module name: source}."""
+    errors, graph = [], {}
     for module, text in texts.items():
-        room = (module.split(".") + [""])[1]
-        allowed = MAY_IMPORT.get(room, COMMANDS) | {room}
+        package = (module.split(".") + [""])[1]
+        allowed = MAY_IMPORT.get(package, COMMANDS) | {package}
         for name, line, time in imports_of(module, text, texts):
-            where, top = f"{module}:{line} imports {name}", name.split(".")[0]
+            position, top = f"{module}:{line} imports {name}", name.split(".")[0]
             if top == "mpidl":
                 target = (name.split(".") + [""])[1]
-                if target == "" and room in MAY_IMPORT:
-                    found.append(f"{where}: the public names stand above it")
+                if target == "" and package in MAY_IMPORT:
+                    errors.append(f"{position}: the public names stand above it")
                 elif target not in allowed and target != "":
-                    found.append(f"{where}: {room or 'mpidl'} may not import {target}")
-                if time != TYPING and name != module:  # a late import that dodges a circle is one
+                    errors.append(f"{position}: {package or 'mpidl'} may not import {target}")
+                if time != TYPING and name != module:  # late imports close a cycle, too
                     graph.setdefault(module, set()).add(name)
             if top in ONLY_IN and not module.startswith(ONLY_IN[top]):
-                found.append(f"{where}: only {' and '.join(ONLY_IN[top])} may")
+                errors.append(f"{position}: only {' and '.join(ONLY_IN[top])} may")
             if top in ONLY_LATE and time == EARLY:
-                found.append(f"{where}: only inside a function")
-    return found + [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(graph)]
+                errors.append(f"{position}: only inside a function")
+    return errors + [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(graph)]
 
 
 def cycles(graph):
-    """The cycles of a graph {node: set of nodes} that a walk in sorted order comes upon."""
-    found, done, path = [], set(), []
+    """Return the cycles that a walk in sorted order meets in a graph {node: set of nodes}."""
+    paths, visited, path = [], set(), []
 
     def visit(node):
         if node in path:
-            found.append([*path[path.index(node) :], node])
-        elif node not in done:
+            paths.append([*path[path.index(node) :], node])
+        elif node not in visited:
             path.append(node)
             for following in sorted(graph.get(node, ())):
                 visit(following)
-            done.add(path.pop())
+            visited.add(path.pop())
 
     for node in sorted(graph):
         visit(node)
-    return found
+    return paths
 
 
-def test_the_package_keeps_the_direction():
+def test_the_package_follows_the_rules():
     texts = read_package()
     assert {"mpidl.fold", "mpidl.comm", "mpidl.ops.conv"} <= set(texts)
     assert violations(texts) == []
@@ -168,14 +160,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("expected", BROKEN)
-def test_a_broken_rule_is_seen(expected):
-    """The negative control: a module that breaks a rule, put among the real ones."""
-    kept = read_package() | BROKEN[expected]
-    assert any(expected in line for line in violations(kept)), violations(kept)
+def test_a_broken_rule_is_found(expected):
+    """The negative control: a module that breaks a rule, among the real ones."""
+    lines = violations(read_package() | BROKEN[expected])
+    assert any(expected in line for line in lines), lines
 
 
-def test_what_is_allowed_passes():
+def test_imports_for_typing_and_inside_functions_are_allowed():
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import b\n"
     text += "def f():\n    import h5py, rich\n"
-    fine = {"mpidl.training.a": text, "mpidl.training.b": "from mpidl.training import a\n"}
-    assert violations(read_package() | fine) == []
+    allowed = {"mpidl.training.a": text, "mpidl.training.b": "from mpidl.training import a\n"}
+    assert violations(read_package() | allowed) == []

@@ -1,4 +1,4 @@
-"""Random numbers by key: frozen for good, since the weights of past runs depend on them."""
+"""Random numbers by key, which are frozen: the weights of past runs depend on them."""
 
 import hashlib
 
@@ -12,16 +12,11 @@ MASK = (1 << 64) - 1
 
 
 def philox(counter, key, rounds=10):
-    """Philox4x64-10 in plain integers, from the paper (Salmon et al., SC 2011, section 3.3)."""
+    """Compute Philox4x64-10 in plain integers (Salmon et al., SC 2011, section 3.3)."""
     c, k = list(counter), list(key)
     for _ in range(rounds):
         left, right = 0xD2E7470EE14C6C93 * c[0], 0xCA5A826395121157 * c[2]
-        c = [
-            (right >> 64) ^ c[1] ^ k[0],
-            right & MASK,
-            (left >> 64) ^ c[3] ^ k[1],
-            left & MASK,
-        ]
+        c = [(right >> 64) ^ c[1] ^ k[0], right & MASK, (left >> 64) ^ c[3] ^ k[1], left & MASK]
         k = [(k[0] + 0x9E3779B97F4A7C15) & MASK, (k[1] + 0xBB67AE8584CAA73B) & MASK]
     return c
 
@@ -29,19 +24,9 @@ def philox(counter, key, rounds=10):
 def test_the_plain_generator_has_the_published_values():
     """The known answers that come with the authors' Random123 library (kat_vectors)."""
     zeros = philox([0] * 4, [0] * 2)
-    assert zeros == [
-        0x16554D9ECA36314C,
-        0xDB20FE9D672D0FDC,
-        0xD7E772CEE186176B,
-        0x7E68B68AEC7BA23B,
-    ]
+    assert zeros == [0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B]
     ones = philox([MASK] * 4, [MASK] * 2)
-    assert ones == [
-        0x87B092C3013FE90B,
-        0x438C3C67BE8D0224,
-        0x9CC7D7C69CD777B6,
-        0xA09CAEBF594F0BA0,
-    ]
+    assert ones == [0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0]
 
 
 @pytest.mark.parametrize("seed, purpose, epoch, sample", [(0, "shuffle", 0, 0), (7, "é", 3, 59999)])
@@ -57,47 +42,38 @@ def test_words_of_many_samples():
     for count in (1, 4, 7, 12):
         expected = [keyed.words(7, "é", count, epoch=3, sample=int(s)) for s in samples]
         for backend in (reference, backends.of_type(np.float32)):
-            found = backend.keyed_words(7, "é", count, 3, samples)
-            assert found.dtype == np.uint64 and np.array_equal(found, expected)
+            words = backend.keyed_words(7, "é", count, 3, samples)
+            assert words.dtype == np.uint64 and np.array_equal(words, expected)
     assert backends.of_type(np.float32).keyed_words(7, "é", 3, 0, []).shape == (0, 3)
 
 
 def test_the_numbers_are_frozen():
-    """These hashes never change: with them every past run would become another."""
-
-    def digest(array, form):
-        return hashlib.sha256(np.ascontiguousarray(array).astype(form).tobytes()).hexdigest()[:16]
-
-    assert digest(keyed.words(0, "shuffle", 100), "<u8") == "eca2b56bcb0e2941"
-    assert (
-        digest(keyed.words(1, "initial conv1.weight", 500, epoch=2, sample=3), "<u8")
-        == "1319f7b98e98c6d2"
-    )
-    assert digest(keyed.uniform(42, "dropout", 100, epoch=1), "<f8") == "7ec8ea0a1074f3cc"
-    assert digest(keyed.permutation(1000, 0, "shuffle", epoch=5), "<i8") == "e62cc1b98651ba13"
+    """These hashes never change: other numbers would change every past run."""
+    initial = keyed.words(1, "initial conv1.weight", 500, epoch=2, sample=3)
+    for numbers, dtype, digest in (
+        (keyed.words(0, "shuffle", 100), "<u8", "eca2b56bcb0e2941"),
+        (initial, "<u8", "1319f7b98e98c6d2"),
+        (keyed.uniform(42, "dropout", 100, epoch=1), "<f8", "7ec8ea0a1074f3cc"),
+        (keyed.permutation(1000, 0, "shuffle", epoch=5), "<i8", "e62cc1b98651ba13"),
+    ):
+        data = np.ascontiguousarray(numbers).astype(dtype).tobytes()
+        assert hashlib.sha256(data).hexdigest()[:16] == digest
 
 
-def test_more_words_begin_with_the_same():
-    many = keyed.words(3, "noise", 1000)
+def test_fewer_words_are_the_first_of_more():
+    words = keyed.words(3, "noise", 1000)
     for count in (0, 1, 2, 3, 4, 5, 63, 64, 999):
-        assert np.array_equal(keyed.words(3, "noise", count), many[:count])
+        assert np.array_equal(keyed.words(3, "noise", count), words[:count])
 
 
 def test_every_part_of_the_key_counts():
-    drawn = [
+    keys = [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]
+    keys += [(10, "a", 0, 0), (1, "0\0a", 0, 0)]
+    words = [
         keyed.words(seed, purpose, 8, epoch=epoch, sample=sample)
-        for seed, purpose, epoch, sample in [
-            (0, "a", 0, 0),
-            (1, "a", 0, 0),
-            (0, "b", 0, 0),
-            (0, "a", 1, 0),
-            (0, "a", 0, 1),
-            (10, "a", 0, 0),
-            (1, "0\0a", 0, 0),
-        ]
+        for seed, purpose, epoch, sample in keys
     ]
-    assert len({words.tobytes() for words in drawn}) == len(drawn)
-    assert len(np.unique(np.concatenate(drawn))) == 8 * len(drawn)
+    assert len(np.unique(np.concatenate(words))) == 8 * len(keys)
 
 
 def test_uniform_numbers_are_uniform():
@@ -109,7 +85,7 @@ def test_uniform_numbers_are_uniform():
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 17, 10_000])
-def test_a_permutation_is_one(n):
+def test_a_permutation_holds_every_number_once(n):
     order = keyed.permutation(n, 0, "shuffle")
     assert np.array_equal(np.sort(order), np.arange(n))
     if n > 10:
@@ -118,5 +94,5 @@ def test_a_permutation_is_one(n):
 
 
 def test_all_ranks_draw_the_same(world):
-    mine = keyed.words(11, "rank", 1000)
-    assert world.gop("and", np.array_equal(world.broadcast(mine), mine))
+    words = keyed.words(11, "rank", 1000)
+    assert world.gop("and", np.array_equal(world.broadcast(words), words))

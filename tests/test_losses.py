@@ -1,4 +1,4 @@
-"""What is minimized: losses by name and by function; right on any number of ranks."""
+"""Losses by name and by function, on any number of ranks."""
 
 import json
 
@@ -23,7 +23,7 @@ def world():
 
 
 class Pairs(Datastore):
-    """Images, and beside them targets of any kind."""
+    """Images with targets of any kind."""
 
     def __init__(self, count, targets):
         self.images = numbers("objective", count, 1, SIDE, SIDE, low=0, high=255).astype(np.uint8)
@@ -50,7 +50,7 @@ def brightness(images):
 
 
 def bright(images):
-    """A label for each pixel."""
+    """Return a label for each pixel."""
     return (images[:, 0] // 86).astype(np.int32)
 
 
@@ -69,38 +69,33 @@ def to_numbers(count=1):
 
 
 def trained(world, net, store, out=None, resume=None, **options):
-    given = {"epochs": 3, "batch_size": 40, "learning_rate": 0.1, "verbose": "off"} | options
-    known = dl.TrainingOptions(**given)
-    return net, dl.train(net, store, known, world=world, out=out, resume=resume)
+    options = {"epochs": 3, "batch_size": 40, "learning_rate": 0.1, "verbose": "off"} | options
+    options = dl.TrainingOptions(**options)
+    return net, dl.train(net, store, options, world=world, out=out, resume=resume)
 
 
-def test_mean_squared_error_is_learned(world):
-    told, store = [], Pairs(90, halves)
-    before = dl.regression_errors(to_images(), store, world=world)
-    net, result = trained(
-        world, to_images(), store, loss="mse", validation=store, output_functions=told.append
-    )
-    after = dl.regression_errors(net, store, world=world)
-    assert after.rmse < 0.5 * before.rmse
-    found = dl.evaluate(net, store, world=world, loss="mse", batch_size=33)
-    assert found.accuracy is None and found.images == 90
-    assert found.loss == pytest.approx(after.rmse**2, rel=1e-6)
-    assert all(info.accuracy is None for info in told) and told[-1].loss == result.loss
-    assert told[-1].validation_loss == pytest.approx(found.loss, rel=1e-6)
+@pytest.mark.parametrize("loss", ["mse", "mae"])
+def test_regression_errors_are_learned(world, loss):
+    steps, store = [], Pairs(90, halves)
 
+    def error(net):
+        errors = dl.regression_errors(net, store, world=world)
+        return errors.rmse**2 if loss == "mse" else errors.mae
 
-def test_mean_absolute_error_is_learned(world):
-    store = Pairs(90, halves)
-    before = dl.regression_errors(to_images(), store, world=world)
-    net, result = trained(world, to_images(), store, loss="mae", validation=store)
-    after = dl.regression_errors(net, store, world=world)
-    found = dl.evaluate(net, store, world=world, loss="mae", batch_size=33)
-    assert after.mae < 0.5 * before.mae and found.loss == pytest.approx(after.mae, rel=1e-6)
-    assert found.accuracy is None and result.loss < before.mae
+    before = error(to_images())
+    options = {"loss": loss, "validation": store, "output_functions": steps.append}
+    net, result = trained(world, to_images(), store, **options)
+    after = error(net)
+    assert after < (0.25 if loss == "mse" else 0.5) * before and result.loss < before
+    scores = dl.evaluate(net, store, world=world, loss=loss, batch_size=33)
+    assert scores.accuracy is None and scores.images == 90
+    assert scores.loss == pytest.approx(after, rel=1e-6)
+    assert all(info.accuracy is None for info in steps) and steps[-1].loss == result.loss
+    assert steps[-1].validation_loss == pytest.approx(scores.loss, rel=1e-6)
 
 
 def test_the_first_loss_is_that_of_float64(world):
-    """With a rate next to nothing the loss of the epoch is the initial network's."""
+    """With a rate near zero, the loss of the epoch is that of the initial network."""
     store = Pairs(50, brightness)
     net, result = trained(
         world, to_numbers(), store, loss="mse", epochs=1, batch_size=50, learning_rate=1e-12
@@ -110,64 +105,66 @@ def test_the_first_loss_is_that_of_float64(world):
 
 
 def trained_outputs(store, world):
-    """The outputs of the initial network in training mode, batch normalization and all, float64."""
+    """Return the float64 outputs of the initial network in training mode."""
     images, targets = next(dl.MinibatchQueue(store, 50, world=world, shuffle="never").epoch(1))
-    (_, gathered), _, _ = dl.value_and_grad(kept, reduce=None)(to_numbers(), images, targets)
+    (_, gathered), _, _ = dl.value_and_grad(loss_and_outputs, reduce=None)(
+        to_numbers(), images, targets
+    )
     parts = world.broadcast(world.gather(gathered.local().astype(np.float64)))
     return np.concatenate(parts)
 
 
-def kept(net, images, targets):
-    found = net(images)
-    return dl.mean_squared_error(found, targets), found
+def loss_and_outputs(net, images, targets):
+    outputs = net(images)
+    return dl.mean_squared_error(outputs, targets), outputs
 
 
-def test_a_function_is_its_name(world):
-    def own(net, images, targets):
-        return dl.mean_squared_error(net(images), targets)
+def custom_mse(net, images, targets):
+    return dl.mean_squared_error(net(images), targets)
 
+
+def test_a_function_gives_the_weights_of_a_name(world):
     store = Pairs(70, brightness)
-    nets = [trained(world, to_numbers(), store, loss=loss)[0] for loss in ("mse", own)]
+    nets = [trained(world, to_numbers(), store, loss=loss)[0] for loss in ("mse", custom_mse)]
     assert weights_sha256(nets[0]) == weights_sha256(nets[1])
 
 
-def test_a_function_may_tell_how_many_are_right(world):
+def test_a_function_may_count_correct_outputs(world):
     labels = np.arange(70) % CLASSES
     store = dl.ArrayDatastore(Pairs(70, brightness).images, labels)
 
-    def own(net, images, labels):
+    def custom(net, images, labels):
         scores = net.logits(images)
         return dl.softmax_cross_entropy(scores, labels), dl.correct_count(scores, labels)
 
-    nets, results, told = [], [], ([], [])
-    for loss, seen in zip(("crossentropy", own), told, strict=True):
-        options = {"loss": loss, "output_functions": seen.append}
+    results = []
+    for loss in ("crossentropy", custom):
+        steps = []
+        options = {"loss": loss, "output_functions": steps.append}
         net, result = trained(world, to_numbers(CLASSES), store, **options)
-        nets.append(weights_sha256(net))
-        results.append(result.loss)
-    assert nets[0] == nets[1] and results[0] == results[1]
-    accuracies = [[info.accuracy for info in seen] for seen in told]
-    assert accuracies[0] == accuracies[1] and max(a for a in accuracies[0] if a) > 0.3
+        accuracies = [info.accuracy for info in steps]
+        results.append((weights_sha256(net), result.loss, accuracies))
+    assert results[0] == results[1] and max(a for a in accuracies if a) > 0.3
 
 
 def test_labels_of_pixels(world):
-    told, store = [], Pairs(90, bright)
-    how = {"validation": store, "validation_frequency": 0, "output_functions": told.append}
-    net, _ = trained(world, to_pixels(), store, epochs=8, **how)
-    found = dl.evaluate(net, store, world=world, confusion=True)
+    steps, store = [], Pairs(90, bright)
+    options = {"validation": store, "validation_frequency": 0, "output_functions": steps.append}
+    net, _ = trained(world, to_pixels(), store, epochs=8, **options)
+    evaluation = dl.evaluate(net, store, world=world, confusion=True)
     scores = dl.predict(net, store, world=world)
-    right = (scores.argmax(axis=1) == store.values).mean()
-    assert found.accuracy == pytest.approx(right, rel=1e-12) and right > 0.8
-    assert found.confusion.accuracy == found.accuracy
-    assert found.confusion.counts.sum() == 90 * SIDE * SIDE
-    chances = np.exp(scores.astype(np.float64))
-    chances /= chances.sum(axis=1, keepdims=True)
-    shown = dl.predict(net, store, world=world, softmax=True)
-    np.testing.assert_allclose(shown, chances, atol=2e-6)
-    own = np.take_along_axis(chances, store.values[:, None].astype(np.int64), axis=1)
-    assert found.loss == pytest.approx(-np.log(own).mean(), rel=1e-5)
+    accuracy = (scores.argmax(axis=1) == store.values).mean()
+    assert evaluation.accuracy == pytest.approx(accuracy, rel=1e-12) and accuracy > 0.8
+    assert evaluation.confusion.accuracy == evaluation.accuracy
+    assert evaluation.confusion.counts.sum() == 90 * SIDE * SIDE
+    expected = np.exp(scores.astype(np.float64))
+    expected /= expected.sum(axis=1, keepdims=True)
+    probabilities = dl.predict(net, store, world=world, softmax=True)
+    np.testing.assert_allclose(probabilities, expected, atol=2e-6)
+    correct = np.take_along_axis(expected, store.values[:, None].astype(np.int64), axis=1)
+    assert evaluation.loss == pytest.approx(-np.log(correct).mean(), rel=1e-5)
     assert np.array_equal(dl.classify(net, store, world=world), scores.argmax(axis=1))
-    assert all(0 <= info.accuracy <= 1 for info in told if info.accuracy is not None)
+    assert all(0 <= info.accuracy <= 1 for info in steps if info.accuracy is not None)
 
 
 @pytest.mark.parametrize("label", [CLASSES, -1])
@@ -188,37 +185,31 @@ def test_metrics_of_a_loss_without_accuracy(world, tmp_path):
 
 def test_resume_and_another_loss(world, tmp_path):
     out, store = world.broadcast(str(tmp_path)), Pairs(70, brightness)
-    whole, _ = trained(world, to_numbers(), store, loss="mse", epochs=3)
+    expected, _ = trained(world, to_numbers(), store, loss="mse", epochs=3)
     trained(world, to_numbers(), store, out=out, loss="mse", max_iterations=3)
-    kept = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
+    record = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
     with pytest.raises(UserError, match="--loss was mse, is function"):
-        trained(
-            world,
-            to_numbers(),
-            store,
-            resume=kept,
-            loss=lambda net, x, y: dl.mean_squared_error(net(x), y),
-        )
-    again, _ = trained(world, to_numbers(), store, resume=kept, loss="mse", epochs=3)
-    assert weights_sha256(again) == weights_sha256(whole)
+        trained(world, to_numbers(), store, resume=record, loss=custom_mse)
+    resumed, _ = trained(world, to_numbers(), store, resume=record, loss="mse", epochs=3)
+    assert weights_sha256(resumed) == weights_sha256(expected)
 
 
-def test_a_number_that_every_rank_has_counts_once(world):
+def test_a_plain_number_counts_once_on_all_ranks(world):
     def loss(net, images, targets):
         return dl.mean_squared_error(net(images), targets), 20.0
 
-    told, store = [], Pairs(50, brightness)
-    how = {"loss": loss, "validation": store, "output_functions": told.append}
-    trained(world, to_numbers(), store, batch_size=25, epochs=1, **how)
-    assert [info.accuracy for info in told if info.state == "epoch"] == [20 / 25]
-    assert told[-1].validation_accuracy == 20 / 50
+    steps, store = [], Pairs(50, brightness)
+    options = {"loss": loss, "validation": store, "output_functions": steps.append}
+    trained(world, to_numbers(), store, batch_size=25, epochs=1, **options)
+    assert [info.accuracy for info in steps if info.state == "epoch"] == [20 / 25]
+    assert steps[-1].validation_accuracy == 20 / 50
 
 
 def test_refusals(world):
     labelled = dl.ArrayDatastore(Pairs(20, brightness).images, np.arange(20) % CLASSES)
     bare = dl.ArrayDatastore(labelled.images)
-    numbered, pictured, pixels = (Pairs(20, of) for of in (brightness, halves, bright))
-    one = dl.ArrayDatastore(labelled.images, np.zeros(20, np.int64), ["a", "b", "c"])
+    numbered, pictured, pixels = (Pairs(20, targets) for targets in (brightness, halves, bright))
+    one_class = dl.ArrayDatastore(labelled.images, np.zeros(20, np.int64), ["a", "b", "c"])
     for net, store, loss, text in (
         (to_numbers(), pictured, "crossentropy", "are floats; --loss mse .*; pixel_labels"),
         (to_numbers(), labelled, "mse", "expected images with targets, found labels alone"),
@@ -233,10 +224,10 @@ def test_refusals(world):
             losses.check(loss, net, store)
         with pytest.raises(UserError):
             trained(world, net, store, loss=loss)
-    losses.check("crossentropy", to_numbers(CLASSES), one)
+    losses.check("crossentropy", to_numbers(CLASSES), one_class)
     losses.check("crossentropy", to_pixels(), Pairs(20, lambda images: bright(images)[:, None]))
     with pytest.raises(UserError, match="of two classes at least"):
-        trained(world, to_numbers(CLASSES), one)
+        trained(world, to_numbers(CLASSES), one_class)
     with pytest.raises(UserError, match="loss must be crossentropy, mse or mae, found 'l1'"):
         dl.TrainingOptions(loss="l1")
     with pytest.raises(UserError, match="loss must be .* or a function, found l1"):
@@ -253,5 +244,5 @@ def test_refusals(world):
 
 
 def three(net, images, targets):
-    found = dl.mean_squared_error(net(images), targets)
-    return found, found, found
+    loss = custom_mse(net, images, targets)
+    return loss, loss, loss

@@ -1,4 +1,4 @@
-"""What values and networks print: one readable line, and a table in a notebook."""
+"""Values and networks print as one readable line, and as a table in a notebook."""
 
 import numpy as np
 from single_rank import SingleRank
@@ -14,7 +14,7 @@ def batch():
 
 
 def test_batch():
-    assert repr(batch()) == ("Batch(41 images, blocks [0, 3) of 3 on rank 0 of 1, epoch=2, seed=7)")
+    assert repr(batch()) == "Batch(41 images, blocks [0, 3) of 3 on rank 0 of 1, epoch=2, seed=7)"
 
 
 def test_blocked():
@@ -30,7 +30,7 @@ def test_partial():
     assert repr(loss + np.ones(2)) == f"{text}, plus a replicated addend)"
 
 
-def test_partial_whose_factor_is_known_late():
+def test_partial_with_a_late_factor():
     factor = fold.Late(lambda: 0.25, None)
     assert "node(s) x 0.25]" in repr(dl.sum(dl.from_images(np.ones(41), batch())) * factor)
 

@@ -86,7 +86,7 @@ def test_gradients_against_finite_differences(world, model):
 
     assert loss.shape == () and loss == pytest.approx(at(p), rel=1e-14)
     assert list(gradients) == list(p)
-    assert_slopes(gradients, finite_differences(at, p, most=12))
+    assert_slopes(gradients, finite_differences(at, p, max_elements=12))
 
 
 @pytest.mark.parametrize("count", COUNTS)

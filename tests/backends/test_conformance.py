@@ -21,7 +21,7 @@ from conformance import (
     results,
     share,
 )
-from cpu_builds import bytes_of, everywhere, needed
+from cpu_builds import bytes_of, needs_kernels, on_all_builds
 
 from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
@@ -98,10 +98,10 @@ def check_on_gpu(device, *names, **values):
             assert_near(BY_NAME[name], results(BY_NAME[name], GPU))
 
 
-@needed
+@needs_kernels
 @each("cpu")
 def test_the_cpu_computes_what_the_reference_does(case, values):
-    for actual in everywhere(lambda: results(case, CPU)).values():
+    for actual in on_all_builds(lambda: results(case, CPU)).values():
         assert_near(case, actual)
 
 
@@ -116,7 +116,7 @@ def assert_shares(case, backend):
     assert bytes_of(alone) == bytes_of(shared)
 
 
-@needed
+@needs_kernels
 @each("cpu", most=1)
 def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
     assert_shares(case, CPU)
@@ -150,7 +150,7 @@ def draws(case):
     return itertools.chain(*(v if isinstance(v, list) else [v] for v in case.arguments.values()))
 
 
-@needed
+@needs_kernels
 @each("cpu", of_images(CASES), most=1)
 def test_an_empty_share_on_a_cpu(case, values):
     assert_empty(case, CPU)
@@ -177,7 +177,7 @@ def assert_stored(case, backend):
     assert bytes_of([host(v) for v in fused]) == bytes_of([host(v) for v in stored])
 
 
-@needed
+@needs_kernels
 @each("cpu", DEFERRED)
 def test_an_activation_is_read_as_its_values_on_a_cpu(case, values):
     assert_stored(case, CPU)
@@ -202,7 +202,7 @@ def assert_needs(case, backend):
             assert value is None or bytes_of(host(value)) == bytes_of(host(full))
 
 
-@needed
+@needs_kernels
 @each("cpu", SELECTIVE, most=1)
 def test_only_needed_gradients_are_computed_on_a_cpu(case, values):
     assert_needs(case, CPU)
@@ -219,7 +219,7 @@ def unaligned(value):
     return room[1:].reshape(value.shape)
 
 
-@needed
+@needs_kernels
 @each("cpu", [c for c in CASES if "weights" not in c.arguments and c.function != "planes"], most=1)
 def test_arrays_need_not_be_aligned_nor_c_ordered(case, values):
     expected = bytes_of(results(case, CPU))

@@ -1,8 +1,8 @@
-"""A GPU for tests, on the CPU: the Device that kernels/cuda run on where there is none.
+"""An emulated GPU for tests: a Device on the CPU that runs the kernels of kernels/cuda.
 
-Kernels are compiled by g++ (see compiler.py) and run thread by thread (see shim.h). What is wrong
-with them shows: memory starts as NaN, writes next to an allocation and pointers into none are
-errors, copies in the background land when they are waited for and not before.
+g++ compiles the kernels (compiler.py), which run thread by thread (shim.h). The emulator shows
+their errors: memory starts as NaN; writes beside an allocation and pointers outside of all raise;
+a copy in the background lands when a stream waits for it and not before.
 """
 
 import bisect
@@ -20,15 +20,21 @@ import numpy as np
 from emulator import compiler
 from mpidl.backends.gpu import kernels, launching
 
-GUARD = 1024  # bytes before and after each allocation that nothing may write to
+GUARD = 1024  # bytes before and after each allocation that no kernel may write
 ALIGNED = 256
+Size = ctypes.c_uint * 3
+# of shim::launch: values, grid, block, shared, schedule, truncating, guards, n_guards, culprit
+ARGUMENTS = [ctypes.c_void_p, Size, Size, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlong)]
 
 
 class Region:
-    """Memory that all emulated devices of a process share, apart from the process's own: a kernel
-    that writes far out of bounds hits this. Bytes that nobody holds are 0xFF."""
+    """Memory that all emulated devices of a process share, apart from that of the process.
 
-    AHEAD = 1 << 20  # bytes that are filled at a time
+    A kernel that writes far out of bounds hits this memory. Free bytes are 0xFF.
+    """
+
+    FILL = 1 << 20  # bytes that are filled at a time
 
     def __init__(self, nbytes):
         no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python has from 3.13 on
@@ -36,21 +42,21 @@ class Region:
         self._map = mmap.mmap(-1, nbytes, flags)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._base = self._bytes.ctypes.data
-        self._used, self._filled = self.AHEAD, 0
+        self._used, self._filled = self.FILL, 0
         self._free = defaultdict(list)  # {bytes: addresses}
 
     def take(self, nbytes):
-        """The address of so many bytes, a multiple of 256."""
+        """Return the address of `nbytes` bytes, a multiple of 256."""
         if self._free[nbytes]:
             return self._free[nbytes].pop()
-        at, self._used = self._used, self._used + nbytes
-        if self._used + self.AHEAD > len(self._bytes):
+        offset, self._used = self._used, self._used + nbytes
+        if self._used + self.FILL > len(self._bytes):
             raise MemoryError(f"emulated GPU: {nbytes} bytes do not fit")
-        if self._used + self.AHEAD > self._filled:
-            stop = self._used + 2 * self.AHEAD
+        if self._used + self.FILL > self._filled:
+            stop = self._used + 2 * self.FILL
             self._bytes[self._filled : stop] = 0xFF
             self._filled = stop
-        return self._base + at
+        return self._base + offset
 
     def give_back(self, address, nbytes):
         ctypes.memset(address, 0xFF, nbytes)
@@ -63,8 +69,10 @@ def region():
 
 
 class Memory:
-    """An allocation on the device; it goes back when this is collected. Its `nbytes` are those
-    that a device would set aside; the guard behind it begins where those asked for end."""
+    """An allocation on the device, which its collection frees.
+
+    `nbytes` is rounded up as by a device; the guard after it begins where the request ends.
+    """
 
     def __init__(self, device, address, nbytes):
         self.address, self.nbytes = address, -(-nbytes // ALIGNED) * ALIGNED
@@ -77,22 +85,22 @@ class Kernel:
     def __init__(self, name, library):
         self.name = name
         self.run = getattr(library, f"run_{name}")
-        self.run.restype = ctypes.c_char_p
+        self.run.argtypes, self.run.restype = ARGUMENTS, ctypes.c_char_p
         self.threads = getattr(library, f"threads_{name}")()  # of its __launch_bounds__
 
 
 class Token:
-    """A point on a stream. `land`: what arrives only once the point is waited for."""
+    """A point on a stream; waiting for it calls `land`, which completes the copies before it."""
 
     def __init__(self, moment=None, land=None):
         self.moment, self.land = moment, land
 
 
 class EmulatedDevice:
-    """The Device protocol on the CPU, one stream, everything at once.
+    """The Device protocol on the CPU: one stream, on which everything runs at once.
 
-    order: the schedule, 0 forward, 1 reverse, 2 random; truncate: tensor cores round towards zero.
-    architecture, processors, shared: what it says of itself.
+    order: the schedule of threads, 0 forward, 1 reverse, 2 random. truncate: tensor cores round
+    towards zero. architecture, processors, shared: the device's properties.
     """
 
     name = "emulated GPU"
@@ -105,14 +113,14 @@ class EmulatedDevice:
         self.order, self.truncate = order, truncate
         self.architecture, self.processors, self.shared = architecture, processors, shared
         self.launched = []  # the names of the kernels, in order
-        self._regions = {}  # {address: bytes} of all memory that a kernel may touch
+        self._regions = {}  # {address: bytes} of all memory that a kernel may access
         self._guards = {}  # {address: its two guards, each (address, bytes, pattern)}
         self._starts = None  # sorted addresses, and the guards as an array, until one changes
         self._pinned = {}  # {address: bytes}
         self._patterns = itertools.count(1)  # of guards
-        self._arriving = []  # downloads to pinned memory that have not been waited for
-        self._downloads = 0  # how many there were in all
-        self._recorded = None  # of a capture: its nodes
+        self._arriving = []  # downloads to pinned memory that nobody has waited for
+        self._downloads = 0  # their number since the start
+        self._recorded = None  # the nodes of the graph that is being captured
 
     # Memory
 
@@ -157,13 +165,13 @@ class EmulatedDevice:
             self._starts = sorted(self._regions), np.array(guards, np.int64).reshape(-1, 3)
         return self._starts
 
-    def _check(self, address, what, nbytes=0):
-        """An address must lie in memory that somebody holds."""
+    def _check(self, address, operation, nbytes=0):
+        """Raise RuntimeError unless the address lies in an allocation."""
         starts, _ = self._tables()
-        at = bisect.bisect_right(starts, address) - 1
-        start = starts[at] if at >= 0 else 0
-        if at < 0 or address + nbytes > start + self._regions[start]:
-            raise RuntimeError(f"{what}: address {address:#x} is not in memory of the device")
+        index = bisect.bisect_right(starts, address) - 1
+        start = starts[index] if index >= 0 else 0
+        if index < 0 or address + nbytes > start + self._regions[start]:
+            raise RuntimeError(f"{operation}: address {address:#x} is not in memory of the device")
 
     # Kernels
 
@@ -196,25 +204,17 @@ class EmulatedDevice:
         )
         _, guards = self._tables()
         culprit = ctypes.c_longlong()
-        said = handle.run(
-            pointers,
-            (ctypes.c_uint * 3)(*grid),
-            (ctypes.c_uint * 3)(*block),
-            ctypes.c_size_t(shared),
-            self.order,
-            int(self.truncate),
-            ctypes.c_void_p(guards.ctypes.data),
-            ctypes.c_longlong(len(guards)),
-            ctypes.byref(culprit),
-        )
-        if said is not None:
-            text = said.decode()
+        schedule, table = (self.order, self.truncate), (guards.ctypes.data, len(guards))
+        sizes = Size(*grid), Size(*block), shared
+        error = handle.run(pointers, *sizes, *schedule, *table, ctypes.byref(culprit))
+        if error is not None:
+            text = error.decode()
             if culprit.value >= 0:
                 text += self._place(*map(int, guards[culprit.value]))
             raise RuntimeError(f"kernel {handle.name}: {text}")
 
     def _place(self, guard, size, pattern):
-        """Which allocation a guard belongs to; the guard is whole again."""
+        """Restore a guard and return which allocation it belongs to."""
         _fill(guard, size, pattern)
         if guard + GUARD in self._regions:
             return f", before an allocation of {self._regions[guard + GUARD]} bytes"
@@ -222,7 +222,7 @@ class EmulatedDevice:
         return f", behind an allocation of {nbytes} bytes"
 
     def _do(self, function, *arguments):
-        """Do it now, or when the graph that is being captured is launched."""
+        """Call the function now, or record it if a graph is being captured."""
         if self._recorded is None:
             function(*arguments)
         else:
@@ -247,7 +247,7 @@ class EmulatedDevice:
     def _download_later(self, array, address):
         value = np.empty(array.nbytes, np.uint8)
         _move(value.ctypes.data, address, array.nbytes)
-        ctypes.memset(array.ctypes.data, 0xFF, array.nbytes)  # what it holds is not known
+        ctypes.memset(array.ctypes.data, 0xFF, array.nbytes)  # undefined until it arrives
         self._arriving.append((array, value))
         self._downloads += 1
 
@@ -261,17 +261,17 @@ class EmulatedDevice:
         if not self._is_pinned(array):
             raise RuntimeError("stage: the array's memory is not pinned")
         self._check(address, "stage", array.nbytes)
-        ctypes.memset(address, 0xFF, array.nbytes)  # lands when it is waited for
+        ctypes.memset(address, 0xFF, array.nbytes)  # lands when a stream waits for it
         return Token(land=lambda: _move(address, array.ctypes.data, array.nbytes))
 
-    # The order of things
+    # Streams, events and graphs
 
     def synchronize(self):
         self._not_captured("synchronizes")
         self._arrive()
 
     def _arrive(self, keep=0):
-        """Downloads arrive, but for the last `keep`."""
+        """Complete the downloads but for the last `keep`."""
         while len(self._arriving) > keep:
             array, value = self._arriving.pop(0)
             _move(array.ctypes.data, value.ctypes.data, array.nbytes)
@@ -296,7 +296,7 @@ class EmulatedDevice:
             land()
 
     def elapsed(self, a, b):
-        """Milliseconds between two tokens."""
+        """Return the milliseconds between two tokens."""
         return 1e3 * (b.moment - a.moment)
 
     def capture(self, play):
@@ -308,16 +308,16 @@ class EmulatedDevice:
             self._recorded = None
         return Graph(nodes)
 
-    def _not_captured(self, what):
+    def _not_captured(self, action):
         if self._recorded is not None:
-            raise RuntimeError(f"while a graph is being captured, something {what}")
+            raise RuntimeError(f"while a graph is being captured, something {action}")
 
     def close(self):
-        """Nothing is held that is not collected."""
+        """Do nothing: collection frees all that the device holds."""
 
 
 class Graph:
-    """What was captured; `launch` does it all, with the addresses that it had then."""
+    """Captured calls, which `launch` repeats with the addresses of the capture."""
 
     def __init__(self, nodes):
         self.nodes = nodes
@@ -332,8 +332,10 @@ def _with_guards(nbytes):
 
 
 def _pattern(n):
-    """Eight bytes of a guard: NaN to who reads float or double, and such that no arithmetic on it
-    gives it back (it is a signalling NaN), nor a copy from beside another allocation."""
+    """Return eight bytes of a guard, which differ from allocation to allocation.
+
+    Read as float or double they are a signalling NaN, which no arithmetic gives back.
+    """
     return (0xFFF00000FFA00000 | n % 65536 << 32 | n % 65536) - (1 << 64)
 
 
@@ -348,8 +350,10 @@ def _move(to, source, nbytes, keep=None):
 
 @contextlib.contextmanager
 def opened(order=0, **options):
-    """Compute on an EmulatedDevice within the block. Every Array gets an allocation of its own, so
-    that a write beside it is found."""
+    """Compute on an EmulatedDevice within the block.
+
+    Each Array gets a separate allocation, so that the guards catch a write beside it.
+    """
     device = launching.open(EmulatedDevice(order, **options))
     launching.sink().empty = device.allocate
     try:

@@ -1,6 +1,6 @@
-"""Compiles CUDA C for the CPU: shim.h, a unit's text, and a C function to call each kernel by.
+"""Compile CUDA C for the CPU: shim.h, a unit's text, and a C function that calls each kernel.
 
-What is compiled stays in a temporary folder of this user, for all processes and checkouts.
+Compiled units stay in a temporary folder of the user, for all processes and checkouts.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ import numpy as np
 from mpidl.backends.gpu import kernels
 
 SHIM = (Path(__file__).parent / "shim.h").read_text()
-# No contraction: a product and a sum are rounded each, as by NVRTC's -fmad=false. Kernels look at
-# floats as integers and shared memory as any type, as CUDA lets them.
+# No contraction: products and sums are rounded separately, as with NVRTC's -fmad=false. No strict
+# aliasing: kernels read floats as integers and shared memory as any type, as CUDA allows.
 FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-fcf-protection=none"] if os.uname().machine == "x86_64" else []
 FLAGS += ["-march=native", "-fPIC", "-w"]
@@ -29,21 +29,21 @@ C_NUMBERS = {ctype: name for name, ctype in kernels.NUMBERS.items()}
 
 
 def find():
-    """Path of g++, or None: MPIDL_CXX, else g++ or c++."""
+    """Return the path of MPIDL_CXX, g++ or c++, the first that exists, or None."""
     names = filter(None, [os.environ.get("MPIDL_CXX"), "g++", "c++"])
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def program(text, defines=()):
-    """The C++ text of a unit, behind shim.h."""
+    """Return the C++ text of a unit, which follows shim.h."""
     names = "".join(f"#define {name} {value}\n" for name, value in defines)
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
-    calls = [_call(name, found, code) for name, found in kernels.signatures(text).items()]
+    calls = [_call(name, params, code) for name, params in kernels.signatures(text).items()]
     return f'{names}{text}\n#line 1 "calls"\n' + "".join(calls)
 
 
 def _call(name, arguments, text):
-    """C functions that unpack a kernel's arguments and run it; the most threads it is made for."""
+    """Return C functions that run a kernel and that return its largest number of threads."""
     values = []
     for i, argument in enumerate(arguments):
         if argument.element is None:
@@ -65,12 +65,12 @@ extern "C" const char* run_{name}(
 
 @functools.cache
 def loaded(text, family, defines=()):
-    """A unit's kernels, a ctypes.CDLL."""
+    """Return the library of a unit's kernels."""
     return ctypes.CDLL(compiled(program(text, defines), family))
 
 
 def compiled(text, name):
-    """Path of the shared object made of shim.h and a C++ text."""
+    """Return the path of the shared object of shim.h and a C++ text."""
 
     def compile_unit(target):
         source = target.with_suffix(".cpp")
@@ -78,28 +78,30 @@ def compiled(text, name):
         _run(f"{name}.cu", "-shared", "-include", _header(), source, "-o", target)
         source.unlink()
 
-    return _made_once(f"{name}-{_key(text)}.so", compile_unit)
+    return _make_once(f"{name}-{_key(text)}.so", compile_unit)
 
 
 @functools.cache
 def _header():
-    """Path of a copy of shim.h with its compiled form beside it, which g++ reads instead: most of
-    a small unit's time would go into the headers of C++."""
+    """Return the path of a copy of shim.h with its precompiled header beside it.
+
+    Without that, most of a small unit's time would go into the headers of C++.
+    """
     path = _folder() / f"shim-{_key('')}.h"
     if not path.exists():
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(SHIM)
         os.replace(part, path)
-    _made_once(f"{path.name}.gch", lambda out: _run("shim.h", "-x", "c++-header", path, "-o", out))
+    _make_once(f"{path.name}.gch", lambda out: _run("shim.h", "-x", "c++-header", path, "-o", out))
     return path
 
 
 def _run(name, *words):
     command = [_compiler()[0], *FLAGS, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line]
-        raise RuntimeError(f"{name}: g++ says: " + "\n".join(lines or [done.stderr]))
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if "error" in line]
+        raise RuntimeError(f"{name}: g++ says: " + "\n".join(lines or [process.stderr]))
 
 
 def _folder():
@@ -112,14 +114,14 @@ def _key(text):
     return hashlib.sha256("\0".join([*_compiler(), *FLAGS, SHIM, text]).encode()).hexdigest()[:32]
 
 
-def _made_once(name, make):
-    """Path of a file that one process makes by make(path), while others that need it wait."""
+def _make_once(name, make):
+    """Return the path of a file that one process makes by make(path), while others wait."""
     path = _folder() / name
     if path.exists():
         return path
     lock_path = path.with_name(f"{name}.lock")
     with open(lock_path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel of the system lets go of a dead one's
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases the lock of a dead process
         if not path.exists():
             part = path.with_name(f"{name}.{os.getpid()}")
             make(part)
@@ -130,13 +132,13 @@ def _made_once(name, make):
 
 @functools.cache
 def _compiler():
-    """(path, version, processor): what compiles, and for what."""
+    """Return (path, version, processor flags) of the compiler and its target."""
     path = find()
     if path is None:
         raise RuntimeError("the emulator needs g++ (or MPIDL_CXX)")
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
-    flags = ""
-    if os.path.exists("/proc/cpuinfo"):
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-        flags = found[1] if found else ""
+    flags, cpuinfo = "", Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.M)
+        flags = match[1] if match else ""
     return path, version, flags

@@ -1,23 +1,38 @@
-"""What the tests of whole jobs share."""
+"""Fixtures of the tests of whole jobs."""
 
+import jobs
+import numpy as np
 import pytest
-import small
+from image_sets import pixels_of, save
 
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
     """A folder of 210 small images in three classes."""
-    return small.draw(tmp_path_factory.mktemp("pictures") / "shapes")
+    return jobs.draw_images(tmp_path_factory.mktemp("pictures") / "shapes")
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    """{kind of targets: an HDF5 file of 90 images with them}."""
-    return small.pair(tmp_path_factory.mktemp("pairs"))
+    """{kind of targets: HDF5 file of 90 images with such targets}."""
+    return jobs.write_pairs(tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="session")
 def colours(tmp_path_factory):
     """A folder of 90 colour images of 32 x 32 pixels in three classes."""
     folder = tmp_path_factory.mktemp("colours") / "shapes"
-    return small.draw(folder, per_class=30, side=32, channels=3)
+    return jobs.draw_images(folder, per_class=30, side=32, channels=3)
+
+
+@pytest.fixture(scope="session")
+def sizes(tmp_path_factory):
+    """A folder of images of many sizes, gray and RGB, PNG and JPEG."""
+    folder = tmp_path_factory.mktemp("sizes") / "set"
+    random = np.random.default_rng(0)
+    for c, name in enumerate(("bright", "dark")):
+        for i in range(40):
+            height, width = random.integers(20, 45, 2)
+            pixels = pixels_of((c, i), 3 if i % 3 else 1, height, width) // 2 + 100 * c
+            save(folder / name / f"{i:02}.{'png' if i % 2 else 'jpg'}", pixels)
+    return folder

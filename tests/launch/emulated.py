@@ -1,8 +1,8 @@
-"""`python emulated.py NAME ...`: `python -m mpidl.NAME ...` where each rank has an emulated GPU.
+"""`python emulated.py NAME ...`: `python -m mpidl.NAME ...` with an emulated GPU for each rank.
 
-EMULATED_GPUS: how many there are, which the ranks share where they are fewer (1).
-EMULATED_GATHERED: the bytes that a GPU gathers at most, see `sums.GATHERED`. EMULATED_RESIDENT: the
-share of its memory that data sets may take, see `on_device.RESIDENT`.
+EMULATED_GPUS: the number of GPUs (1), which the ranks share if it is smaller than theirs.
+EMULATED_GATHERED: the most bytes that a GPU gathers, see `sums.GATHERED`. EMULATED_RESIDENT: the
+share of its memory that data sets may take, see `device_queue.RESIDENT`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from unittest import mock
 
 
 def open_gpu(gpu):
-    """The Device of a Gpu, in place of `devices.open_gpu`."""
+    """Return the Device of a Gpu; replaces `devices.open_gpu`."""
     from emulator import EmulatedDevice
 
     device = EmulatedDevice()
@@ -23,7 +23,7 @@ def open_gpu(gpu):
 
 
 def visible():
-    """What there is, in place of what a driver says."""
+    """Return the emulated GPUs; replaces the answer of a driver."""
     from emulator import EmulatedDevice
 
     from mpidl.backends.gpu.discovery import Gpu, Visible
@@ -38,20 +38,18 @@ def main():
     from mpidl.comm import devices, failure, nccl
     from mpidl.data.loading import device_queue
 
-    replaced = [
+    gathered = int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))
+    resident = float(os.environ.get("EMULATED_RESIDENT", device_queue.RESIDENT))
+    replacements = [
         (devices, "open_gpu", open_gpu),
         (devices, "visible", visible),
         (nccl, "cuda_aware", lambda: True),  # memory of the device is the host's
-        (sums, "GATHERED", int(os.environ.get("EMULATED_GATHERED", sums.GATHERED))),
-        (
-            device_queue,
-            "RESIDENT",
-            float(os.environ.get("EMULATED_RESIDENT", device_queue.RESIDENT)),
-        ),
+        (sums, "GATHERED", gathered),
+        (device_queue, "RESIDENT", resident),
     ]
     name = sys.argv.pop(1)
     with contextlib.ExitStack() as stack:  # a pool's rank runs other commands afterwards
-        for module, attribute, value in replaced:
+        for module, attribute, value in replacements:
             stack.enter_context(mock.patch.object(module, attribute, value))
         failure.run(importlib.import_module(f"mpidl.cli.{name}").main)
 

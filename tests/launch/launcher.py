@@ -1,4 +1,4 @@
-"""Starts jobs under mpirun as a user would, and never lets one outlive its test."""
+"""Start jobs under mpirun as a user would; no job outlives its test."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Result(NamedTuple):
-    """What a job left: its exit code, or minus the signal that ended it, and its output."""
+    """The exit code of a job, or minus the signal that ended it, and its output."""
 
     returncode: int
     stdout: str
@@ -25,38 +25,28 @@ class Result(NamedTuple):
 
 
 def environment(extra=None):
-    """This process's environment without a launcher's variables, `extra` on top.
+    """Return this process's environment without a launcher's variables, and with `extra`.
 
     The checkout and this Python's folder come first, so that `mpirun` and `python` fit together.
-    Open MPI is told to accept root and more ranks than cores, as containers need.
+    Open MPI accepts root and more ranks than cores, as containers need.
     """
-    ours = (
-        "PMI_",
-        "PMIX_",
-        "PRTE_",
-        "OMPI_",
-        "OPAL_",
-        "HYDRA_",
-        "HYDI_",
-        "MPI_",
-        "MPIR_",
-        "SLURM_",
-    )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
-    kept |= {
+    launchers = ("PMI_", "PMIX_", "PRTE_", "OMPI_", "OPAL_", "HYDRA_", "HYDI_", "MPI_", "MPIR_")
+    launchers += ("SLURM_",)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    env |= {
         "PYTHONFAULTHANDLER": "1",  # SIGABRT prints the stacks of a job that hangs
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
-    return kept | {name: str(value) for name, value in (extra or {}).items()}
+    return env | {name: str(value) for name, value in (extra or {}).items()}
 
 
 def command(ranks, *args):
-    """`mpirun -n ranks python args...`; without ranks (None), python alone."""
+    """Return `mpirun -n ranks python args...`, or `python args...` if ranks is None."""
     python = [sys.executable, *map(str, args)]
     if ranks is None:
         return python
@@ -73,16 +63,16 @@ class Job(subprocess.Popen):
         return super().__exit__(*exception)
 
     def rank_pids(self):
-        """Of each rank that is up, its process id, as a dictionary."""
-        found = {}
+        """Return {rank: process id} of the ranks that have started."""
+        pids = {}
         for pid in _descendants(self.pid):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-                named = dict(word.partition("=")[::2] for word in words.split("\0"))
-                rank = named.get("PMI_RANK") or named.get("OMPI_COMM_WORLD_RANK")
+                env = dict(word.partition("=")[::2] for word in words.split("\0"))
+                rank = env.get("PMI_RANK") or env.get("OMPI_COMM_WORLD_RANK")
                 if rank is not None:
-                    found[int(rank)] = pid
-        return found
+                    pids[int(rank)] = pid
+        return pids
 
     def print_stacks(self):
         """Have each rank write its stack to stderr and end."""
@@ -90,7 +80,7 @@ class Job(subprocess.Popen):
         launchers = [self.pid, *set(_descendants(self.pid)) - ranks]
         if not ranks:
             ranks, launchers = {self.pid}, []
-        _send(launchers, signal.SIGSTOP)  # or they would end the other ranks after the first one
+        _send(launchers, signal.SIGSTOP)  # they end all ranks when the first one ends
         _send(ranks, signal.SIGABRT)  # see PYTHONFAULTHANDLER
         time.sleep(1)
         _send(launchers, signal.SIGCONT)
@@ -119,8 +109,7 @@ def start(ranks, *args, env=None, cwd=None, stdout=subprocess.PIPE, stderr=subpr
 def finish(job, input=None):
     """Wait for a started job and return its Result.
 
-    A job that is still running when the test's limit runs out is ended, and its output is shown
-    with the stack of each rank.
+    If the test's limit expires first, end the job and show its output and each rank's stack.
     """
     expired = None
     try:
@@ -131,29 +120,29 @@ def finish(job, input=None):
     finally:
         kill(job)
     if expired:
-        pytest.fail(f"{expired}\n{shown(job.args, *job.communicate())}")
+        pytest.fail(f"{expired}\n{format_output(job.args, *job.communicate())}")
     return Result(job.returncode, stdout, stderr)
 
 
 def mpirun(ranks, *args, env=None, input=None, check=None, cwd=None):
     """Run `mpirun -n ranks python args...` to its end and return its Result.
 
-    check: the exit code it must have; the test fails with what was printed where it has another.
+    check: the expected exit code; with another one the test fails and shows the output.
     """
     result = finish(start(ranks, *args, env=env, cwd=cwd), input)
     if check is not None and result.returncode != check:
-        text = shown(command(ranks, *args), result.stdout, result.stderr)
+        text = format_output(command(ranks, *args), result.stdout, result.stderr)
         pytest.fail(f"exit code {result.returncode}, expected {check}: {text}")
     return result
 
 
 def assert_gone(pids):
-    """Wait until none of these processes is left; a parent may take a moment to see one end."""
+    """Wait until these processes are gone; a parent may take a moment to reap one."""
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
 def kill(job):
-    """End what is left of the job: mpirun, which ends its ranks, then whatever outlived it."""
+    """End mpirun, which ends its ranks, then all processes of the job that are left."""
     family = _descendants(job.pid)  # each rank may be in a session of its own
     if job.poll() is None:
         job.terminate()
@@ -165,17 +154,17 @@ def kill(job):
 
 
 def _descendants(pid):
-    """The process ids below `pid`, as far as they have not been orphaned."""
+    """Return the process ids below `pid`, without orphans."""
     children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found = list(children.get(pid, ()))
-    for child in found:
-        found.extend(children.get(child, ()))
-    return found
+    pids = list(children.get(pid, ()))
+    for child in pids:
+        pids.extend(children.get(child, ()))
+    return pids
 
 
-def shown(args, stdout, stderr):
+def format_output(args, stdout, stderr):
     return f"{' '.join(map(str, args))}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"

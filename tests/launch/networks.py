@@ -1,4 +1,4 @@
-"""Networks for `--network FILE.py:FUNCTION`: a small one, and ones that misbehave."""
+"""Networks for `--network FILE.py:FUNCTION`: small ones, and some that misbehave."""
 
 import time
 
@@ -6,19 +6,19 @@ import mpidl as dl
 
 
 def small(input_shape, classes):
-    """About a thousand learnables, with every kind of layer that exchanges something."""
+    """About a thousand learnables in every kind of layer that communicates."""
     return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
 
 
 def varied(input_shape, classes):
-    """Every kind of layer, and convolutions by each of the kernels' algorithms."""
+    """Every kind of layer, with convolutions by each algorithm of the kernels."""
     return [
         dl.Conv2D(3, 32, padding=1),
         dl.BatchNorm(),
         dl.ReLU(),
         dl.MaxPool2D(2),
         dl.CrossChannelNorm(5),
-        dl.Conv2D(3, 33, padding="same"),  # by Winograd's algorithm both ways
+        dl.Conv2D(3, 33, padding="same"),  # Winograd forward and backward
         dl.BatchNorm(),
         dl.ReLU(),
         dl.CrossChannelNorm(4, beta=0.6),
@@ -27,10 +27,10 @@ def varied(input_shape, classes):
         dl.TransposedConv2D(4, 6, 2, "same"),
         dl.GELU(),
         dl.Tanh(),
-        dl.MaxPool2D(2, name="again"),
-        dl.Add(inputs=("leaky", "again"), name="sum"),
+        dl.MaxPool2D(2, name="second_pool"),
+        dl.Add(inputs=("leaky", "second_pool"), name="sum"),
         dl.Dropout(0.2),
-        dl.Concat(inputs=("sum", "again", "dropout1")),
+        dl.Concat(inputs=("sum", "second_pool", "dropout1")),
         dl.MaxPool2D(3, stride=2, padding=1),
         dl.Conv2D(3, 8, stride=2, padding=1, groups=2),
         dl.Conv2D(1, 9),
@@ -43,34 +43,34 @@ def varied(input_shape, classes):
 
 
 def wide(input_shape, classes):
-    """Without batch normalization, so that images of one share do not touch the others."""
+    """Without batch normalization, so that images do not influence each other."""
     return [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(classes)]
 
 
 def one_output(input_shape, classes):
-    """Of the wrong output size."""
+    """A network of the wrong output size."""
     return [dl.Dense(1)]
 
 
 def slow(input_shape, classes):
-    """Takes a minute for its first step, and says when it starts on it."""
+    """Take a minute for the first step and print when it starts."""
     return [Sleep(), *small(input_shape, classes)]
 
 
 def late(input_shape, classes):
-    """Takes a second to build, and says when it starts."""
+    """Take a second to build and print when that starts."""
     print("building", flush=True)
     time.sleep(1)
     return small(input_shape, classes)
 
 
 def slow_test(input_shape, classes):
-    """Takes half a second for each mini-batch of a test, and says so."""
+    """Take half a second for each mini-batch of a test and print that."""
     return [SleepInTest(), *small(input_shape, classes)]
 
 
 def raises_on_rank_1(input_shape, classes):
-    """One rank of several raises in its first step."""
+    """Raise in the first step of rank 1."""
     return [Break(), *small(input_shape, classes)]
 
 
@@ -97,7 +97,7 @@ class Break(dl.ReLU):
 
 
 def convolutions(input_shape, classes):
-    """A small one for emulated GPUs, with pooling, so that each kind of sum is there."""
+    """A small network with pooling for emulated GPUs, which has every kind of sum."""
     return [
         dl.Conv2D(3, 4, stride=2),
         dl.BatchNorm(),
@@ -111,7 +111,7 @@ def convolutions(input_shape, classes):
 
 
 def shades(input_shape, classes):
-    """Images for images."""
+    """A network from images to images."""
     channels, _, _ = input_shape
     assert classes == input_shape, "the shape of the targets"
     return [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(1, channels)]

@@ -1,8 +1,8 @@
-"""Jobs under mpirun that carry many commands: for tests of what a command does, not of its start.
+"""Jobs under mpirun that run many commands, for tests of commands rather than of their start.
 
 A pool is one `mpirun -n N python pooled.py FOLDER` that stays until the tests end. Its ranks run
-the commands that they are sent. What a process of its own alone has (signals, exit handlers, the
-environment at its start) is tested by launcher.mpirun.
+the commands that the tests send. Tests of signals, exit handlers and the environment at the start
+need a separate process, by launcher.mpirun.
 """
 
 import atexit
@@ -24,8 +24,8 @@ _pools = {}  # {ranks: Pool}
 def run(ranks, *args, env=None, check=None, cwd=None):
     """Run `python args...` on each rank of a pool and return its Result, as launcher.mpirun does.
 
-    ranks: None for a process without mpirun. env: for what a command reads when it runs; what a
-    process reads when it starts is that of the pool.
+    ranks: None for a process without mpirun. env: variables that a command reads when it runs;
+    those that a process reads when it starts are the pool's.
     """
     words = [str(word) for word in args]
     pool = _pools.get(ranks)
@@ -33,7 +33,7 @@ def run(ranks, *args, env=None, check=None, cwd=None):
         pool = _pools[ranks] = Pool(ranks)
     result = pool.run(words, env or {}, str(cwd or Path.cwd()))
     if check is not None and result.returncode != check:
-        text = launcher.shown(["pool of", ranks, *words], result.stdout, result.stderr)
+        text = launcher.format_output(["pool of", ranks, *words], result.stdout, result.stderr)
         pytest.fail(f"exit code {result.returncode}, expected {check}: {text}")
     return result
 
@@ -49,7 +49,7 @@ class Pool:
         self.log = open(self.folder / "log", "w+")
         streams = {"stdout": self.log, "stderr": self.log}
         self.job = launcher.start(ranks, SERVER, self.folder, env=env, **streams)
-        # For reading too, so that nothing waits here for a rank that does not start.
+        # Opened for reading too, so that this does not wait for a rank that does not start.
         paths = [self.folder / f"commands-{rank}" for rank in range(self.size)]
         self.pipes = [os.fdopen(os.open(path, os.O_RDWR), "w") for path in paths]
         atexit.register(self.close)
@@ -71,14 +71,14 @@ class Pool:
             self._fail(expired, words)
         if not all(path.exists() for path in paths):
             self._fail(f"the job ended with {self.job.returncode}", words)
-        found = [json.loads(path.read_text()) for path in paths]
-        codes, outputs, errors = zip(*found, strict=True)
+        results = [json.loads(path.read_text()) for path in paths]
+        codes, outputs, errors = zip(*results, strict=True)
         return launcher.Result(max(codes), "".join(outputs), "".join(errors))
 
     def _fail(self, reason, words):
-        """End the job and fail the test with what its ranks wrote."""
+        """End the job and fail the test with the output of its ranks."""
         self.log.seek(0)
-        text = launcher.shown(words, "", self.log.read())
+        text = launcher.format_output(words, "", self.log.read())
         self.close()
         pytest.fail(f"{reason}\n{text}")
 

@@ -1,4 +1,4 @@
-"""A rank of a pool (see pool.py): runs the commands that it reads, one after the other."""
+"""A rank of a pool (see pool.py), which runs the commands that it reads."""
 
 import contextlib
 import importlib
@@ -15,12 +15,12 @@ from mpidl.comm import failure
 
 
 def serve(folder):
-    """Run commands until the tests are gone."""
+    """Run commands until the tests have ended."""
     rank, defaults = failure.launched_rank(), dict(vars(settings))
     with open(folder / f"commands-{rank}") as commands:
         for line in commands:
             number, words, env, cwd = json.loads(line)
-            failure._transport = None  # each command has a world of its own
+            failure._transport = None  # each command gets a new world
             vars(settings).update(defaults)
             if builds.kernels() is not None:
                 builds.kernels().set_threads(settings.threads)
@@ -31,7 +31,7 @@ def serve(folder):
 
 
 def _run(words, env, cwd):
-    """(exit code, stdout, stderr) of a command."""
+    """Return (exit code, stdout, stderr) of a command."""
     out, err, before = io.StringIO(), io.StringIO(), dict(os.environ)
     os.environ.update(env)
     os.chdir(cwd)

@@ -1,6 +1,6 @@
-"""Calls of the kernels, recorded with what they left, as a C program that makes them again.
+"""Record calls of the kernels and their results as a C program that repeats and checks them.
 
-So kernels for a machine that Python does not run on are held to the bytes of this one's.
+Tests compare kernels for a machine without Python with the bytes of this machine's kernels.
 """
 
 import ctypes
@@ -25,18 +25,18 @@ static void *take(size_t bytes) {
     return data;
 }
 
-static void check(const char *name, const void *found, size_t bytes) {
+static void check(const char *name, const void *actual, size_t bytes) {
     void *expected = take(bytes);
-    if (memcmp(found, expected, bytes)) printf("%s differs\\n", name), failed = 1;
+    if (memcmp(actual, expected, bytes)) printf("%s differs\\n", name), failed = 1;
     free(expected);
 }
 """
 HEADER = Path(builds.kernels_folder(), "cpu", "mpidl.h")
-UNFIT = ("set_hook", "optimizer_step")  # they take addresses
+UNRECORDED = ("set_hook", "optimizer_step")  # they take addresses
 
 
 class Recorder:
-    """A Library whose calls are recorded: `text` is the program, `data` its standard input."""
+    """A Library that records its calls: `text` is the program, `data` its standard input."""
 
     def __init__(self, library):
         self.kernels, self.called = library, []
@@ -45,11 +45,11 @@ class Recorder:
 
     def __getattr__(self, name):
         function = getattr(self.kernels, name)
-        return function if name in UNFIT else lambda *given: self._record(name, function, given)
+        return function if name in UNRECORDED else lambda *args: self._record(name, function, args)
 
-    def _record(self, name, function, given):
+    def _record(self, name, function, args):
         words, lines, outputs, places = [], [], [], {}
-        for kind, value in zip(self.declared[name][1], given, strict=True):
+        for kind, value in zip(self.declared[name][1], args, strict=True):
             if value is None:
                 words.append("NULL")
             elif isinstance(value, np.ndarray):
@@ -63,7 +63,7 @@ class Recorder:
                     outputs.append((place, value))
             else:
                 words.append(str(int(value)) if kind is ctypes.c_int64 else float(value).hex())
-        result = function(*given)
+        result = function(*args)
         lines.append(f"mpidl_{name}({', '.join(words)});")
         for place, value in outputs:
             lines.append(f'check("{name}, call {len(self.called)}", {place}, {value.nbytes});')
@@ -83,7 +83,7 @@ class Recorder:
 
 
 class recording:
-    """`with recording() as calls:` records what this process's kernels are called with."""
+    """`with recording() as calls:` records the calls of this process's kernels."""
 
     def __enter__(self):
         self.before = builds.kernels()

@@ -1,4 +1,4 @@
-"""A plugin of pytest: memory is NumPy's own, whose bounds AddressSanitizer watches."""
+"""A plugin of pytest: arrays lie in NumPy's memory, whose bounds AddressSanitizer checks."""
 
 from mpidl.backends.cpu import arenas
 

@@ -1,4 +1,4 @@
-"""The kernels on AArch64: compiled by a cross compiler, they give AVX2's bytes under qemu."""
+"""The kernels for AArch64, from a cross compiler, give the bytes of AVX2 under qemu."""
 
 import shutil
 import subprocess
@@ -57,8 +57,8 @@ def test_the_bytes_of_avx2(tmp_path):
 
 
 def run(program, data):
-    done = subprocess.run([EMULATOR, program], input=b"".join(data), capture_output=True)
-    return done.returncode, done.stdout.decode()
+    process = subprocess.run([EMULATOR, program], input=b"".join(data), capture_output=True)
+    return process.returncode, process.stdout.decode()
 
 
 def train_a_little():

@@ -1,28 +1,29 @@
-"""kernels/build.py: every source by every compiler without a warning, and under sanitizers."""
+"""kernels/build.py: all sources compile without a warning, and run under sanitizers."""
 
 import errno
 import functools
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import jobs
 import pytest
-import small
 from building import kernels, needs_compiler
-from launcher import ROOT, environment, mpirun
+from launcher import ROOT, mpirun, start
 
 from mpidl.backends.cpu import builds
 
 KERNEL_TESTS = sorted(
-    path for path in (ROOT / "tests").rglob("test_*.py") if "everywhere(" in path.read_text()
+    path
+    for path in (ROOT / "tests").rglob("test_*.py")
+    if "on_all_builds(" in path.read_text() and path != Path(__file__)
 )
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """compiled(compiler): the folder of its builds, and {build: what failed} at -Werror."""
+    """compiled(compiler): the folder of its builds and {build: error} with -Werror."""
 
     @functools.cache
     def compile_all(compiler):
@@ -37,7 +38,7 @@ def compiled(tmp_path_factory):
 
 @needs_compiler
 def test_this_checkout_has_its_kernels():
-    """Where they can be compiled: else the tests of the kernels would be skipped, and none fail."""
+    """Without them the tests of the kernels would be skipped, and none would fail."""
     assert builds.built() == kernels.builds()
 
 
@@ -50,20 +51,18 @@ def test_no_warnings(compiled, compiler):
 @pytest.mark.parametrize("build", [name for name in kernels.builds() if builds.runs_here(name)])
 @pytest.mark.slow("compilers")
 def test_clang_has_the_bytes_of_gcc(compiled, build, pictures, tmp_path):
-    found = {}
+    words = ["--max-iterations", 2, "--threads", 2]
+    keywords = {"network": jobs.network("varied")}
+    hashes = set()
     for compiler in ("gcc", "clang"):
-        env = small.without_plots() | {"MPIDL_KERNELS": compiled(compiler)[0], "MPIDL_CPU": build}
-        words = ["--max-iterations", 2, "--batch-size", 50, "--threads", 2]
-        out = tmp_path / compiler
-        words = small.command("train", *words, network=small.of("varied"), data=pictures, out=out)
-        mpirun(1, *words, env=env, check=0)
-        found[compiler] = small.summary(out)["weights_sha256"]
-    assert found["gcc"] == found["clang"]
+        env = {"MPIDL_KERNELS": compiled(compiler)[0], "MPIDL_CPU": build}
+        hashes.add(jobs.trained_hash(1, pictures, tmp_path / compiler, *words, env=env, **keywords))
+    assert len(hashes) == 1
 
 
 @pytest.fixture
 def two(monkeypatch, tmp_path):
-    """Sources of a library of two files, one with a header, compiled into tmp_path/lib."""
+    """The folder of the sources of a library: two files, one with a header."""
     sources = tmp_path / "cpu"
     sources.mkdir()
     shutil.copy(ROOT / "kernels" / "cpu" / "about.c", sources)
@@ -97,82 +96,79 @@ def test_only_what_changed_is_compiled(two, tmp_path):
     assert compile_it() == first
     (two / "two.h").write_text("#define TWO 3\n")
     assert not kernels.is_current("generic", lib)
-    again = compile_it() - first  # about.o holds a hash of all sources
-    assert {name.split("-")[0] for name in again} == {"about", "two"} and len(again) == 2
+    recompiled = compile_it() - first  # about.o holds a hash of all sources
+    assert {name.split("-")[0] for name in recompiled} == {"about", "two"} and len(recompiled) == 2
     for name in first:
         os.utime(tmp_path / "objects" / name, (0, 0))
-    assert compile_it() == again, "objects of long ago are removed"
+    assert compile_it() == recompiled, "old objects are removed"
+
+
+@pytest.fixture
+def old_library(two, tmp_path):
+    """A compiled library; at the end, no failure has changed it or left another file."""
+    lib = tmp_path / "lib"
+    assert kernels.compile_builds(["generic"], str(lib), kernels.find_compiler()) == {}
+    before = (lib / "libmpidl-generic.so").read_bytes()
+    yield lib
+    assert [path.name for path in lib.iterdir()] == ["libmpidl-generic.so"]
+    assert (lib / "libmpidl-generic.so").read_bytes() == before
+
+
+def failure_of(lib):
+    failed = kernels.compile_builds(["generic"], str(lib), kernels.find_compiler())
+    return str(failed["generic"])
 
 
 @needs_compiler
-def test_a_library_that_does_not_compile_leaves_the_old_one(two, tmp_path):
-    lib, compiler = tmp_path / "lib", kernels.find_compiler()
-    assert kernels.compile_builds(["generic"], str(lib), compiler) == {}
-    before = (lib / "libmpidl-generic.so").read_bytes()
-    for broken in (
-        "int two = nothing;",
-        "int one(void);\nint two(void);\nint two(void) { one(); }",
-    ):
-        (two / "two.c").write_text(broken)
-        failed = kernels.compile_builds(["generic"], str(lib), compiler)
-        assert "ended with exit code 1" in str(failed["generic"])
-        assert [path.name for path in lib.iterdir()] == ["libmpidl-generic.so"]
-        assert (lib / "libmpidl-generic.so").read_bytes() == before
+@pytest.mark.parametrize(
+    "broken", ["int two = nothing;", "int one(void);\nint two(void);\nint two(void) { one(); }"]
+)
+def test_sources_that_do_not_compile_leave_the_old_library(broken, two, old_library):
+    (two / "two.c").write_text(broken)
+    assert "ended with exit code 1" in failure_of(old_library)
 
 
 @needs_compiler
-def test_a_disk_that_is_full_leaves_the_old_one(two, tmp_path, monkeypatch):
-    lib, compiler = tmp_path / "lib", kernels.find_compiler()
-    assert kernels.compile_builds(["generic"], str(lib), compiler) == {}
-    before = (lib / "libmpidl-generic.so").read_bytes()
-    first = objects(tmp_path)
+@pytest.mark.parametrize("source", [None, "int two = 3;"], ids=["the library", "an object"])
+def test_a_full_disk_leaves_the_old_library(source, two, old_library, tmp_path, monkeypatch):
+    """The disk is full while the compiler writes the library, or an object."""
+    before = objects(tmp_path)
 
     def replace(source, target):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
 
     monkeypatch.setattr(os, "replace", replace)
-    for text in (None, "int two = 3;"):  # while the library is written, and an object
-        if text:
-            (two / "two.c").write_text(text)
-        failed = kernels.compile_builds(["generic"], str(lib), compiler)
-        assert "No space left" in str(failed["generic"])
-        assert [path.name for path in lib.iterdir()] == ["libmpidl-generic.so"]
-        assert objects(tmp_path) == first
-        assert (lib / "libmpidl-generic.so").read_bytes() == before
+    if source:
+        (two / "two.c").write_text(source)
+    assert "No space left" in failure_of(old_library)
+    assert objects(tmp_path) == before
 
 
-def build(*words, **env):
-    return subprocess.run(
-        [sys.executable, ROOT / "kernels" / "build.py", *words],
-        env=environment(env),
-        capture_output=True,
-        text=True,
-    )
+def build(*words, env=None):
+    return mpirun(None, ROOT / "kernels" / "build.py", *words, env=env)
 
 
 def test_the_command_line(tmp_path):
-    """What it says in a line, and with which exit code, where there is nothing to do or no way."""
-    hidden = {"PATH": tmp_path, "CC": ""}
-    there = ["--out", tmp_path / "lib"]
-    done = build(*there, **hidden)
-    assert done.returncode == 1
-    assert done.stderr == ("kernels/build.py: no C compiler: cc, gcc or clang is not on PATH\n")
-    done = build(*there, "--if-needed", **hidden)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    done = build(*there, "--cc", "/bin/false")
-    assert done.returncode == 1 and "/bin/false ended with exit code 1" in done.stderr
+    """The line and the exit code if there is nothing to compile, or no compiler that works."""
+    no_compiler = {"PATH": tmp_path, "CC": ""}
+    out = ["--out", tmp_path / "lib"]
+    text = "kernels/build.py: no C compiler: cc, gcc or clang is not on PATH\n"
+    assert build(*out, env=no_compiler) == (1, "", text)
+    assert build(*out, "--if-needed", env=no_compiler) == (0, "", "")
+    result = build(*out, "--cc", "/bin/false")
+    assert result.returncode == 1 and "/bin/false ended with exit code 1" in result.stderr
     no_program = tmp_path / "cc"
     no_program.write_bytes(b"\0")
     no_program.chmod(0o755)
-    done = build(*there, "--cc", no_program)
-    assert done.returncode == 1
-    assert done.stderr == f"kernels/build.py: {no_program} cannot be run: Exec format error\n"
+    result = build(*out, "--cc", no_program)
+    assert result.returncode == 1
+    assert result.stderr == f"kernels/build.py: {no_program} cannot be run: Exec format error\n"
     assert build("x86-64-v9").returncode == 2
     assert not (tmp_path / "lib").exists()
 
 
-def runtime():
-    """Path of gcc's AddressSanitizer, or None where there is none."""
+def sanitizer_library():
+    """Return the path of gcc's AddressSanitizer, or None."""
     if not shutil.which("gcc"):
         return None
     command = ["gcc", "-print-file-name=libasan.so"]
@@ -182,15 +178,15 @@ def runtime():
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
-    """Environment of a Python that runs the best build, compiled with gcc's sanitizers."""
-    if runtime() is None:
+    """The environment of a Python that runs the best build, compiled with gcc's sanitizers."""
+    if sanitizer_library() is None:
         pytest.skip("gcc's libasan is not installed")
     best = next(name for name in kernels.builds() if builds.runs_here(name))
     folder = tmp_path_factory.mktemp("sanitized")
-    done = build("--sanitize", "--cc", "gcc", "--out", folder, best)
-    assert done.returncode == 0, done.stderr
+    result = build("--sanitize", "--cc", "gcc", "--out", folder, best)
+    assert result.returncode == 0, result.stderr
     return {
-        "LD_PRELOAD": runtime(),
+        "LD_PRELOAD": sanitizer_library(),
         "ASAN_OPTIONS": "detect_leaks=0",
         "MPIDL_KERNELS": folder,
         "MPIDL_CPU": best,
@@ -201,35 +197,23 @@ def sanitized(tmp_path_factory):
 
 @pytest.mark.slow("sanitizers")
 def test_the_kernels_under_sanitizers(sanitized):
-    """Their tests, in two processes side by side."""
-    halves = [KERNEL_TESTS[0::2], KERNEL_TESTS[1::2]]
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized", *half],
-            cwd=ROOT,
-            env=environment(sanitized),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for half in halves
+    """Their tests pass, in two processes side by side."""
+    words = ["-m", "pytest", "-q", "-x", "-p", "sanitized"]
+    processes = [
+        start(None, *words, *tests, cwd=ROOT, env=sanitized, stderr=subprocess.STDOUT)
+        for tests in (KERNEL_TESTS[0::2], KERNEL_TESTS[1::2])
     ]
-    said = [job.communicate()[0] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
 
 
 @pytest.mark.slow("sanitizers")
-def test_the_sanitizers_see(sanitized):
+def test_the_sanitizers_find_an_overflow(sanitized):
     """The negative control: a copy of one float too many."""
     text = (
         "import numpy as np; from mpidl.backends.cpu import builds;"
         "x = np.zeros(1000, np.float32); builds.kernels().copy(x, x.copy(), {})"
     )
     for floats, expected in ((1000, False), (1001, True)):
-        done = subprocess.run(
-            [sys.executable, "-c", text.format(floats)],
-            env=environment(sanitized),
-            capture_output=True,
-            text=True,
-        )
-        assert ("heap-buffer-overflow" in done.stderr) == expected == (done.returncode != 0)
+        result = mpirun(None, "-c", text.format(floats), env=sanitized)
+        assert ("heap-buffer-overflow" in result.stderr) == expected == (result.returncode != 0)

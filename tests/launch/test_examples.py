@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say, and give the weights that they promise."""
+"""The examples run as their docstrings say and give the promised weights."""
 
 import re
 
@@ -11,7 +11,7 @@ from mpidl import keyed
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """200 gray images of 12 x 12 in three classes, told apart by which of their rows are bright."""
+    """200 gray images of 12 x 12 in three classes, which differ in their bright rows."""
     from PIL import Image
 
     root = tmp_path_factory.mktemp("images")
@@ -28,21 +28,21 @@ def run(name, ranks, *args):
     return pool.run(ranks, ROOT / "examples" / name, *args, check=0).stdout
 
 
-def found(label, text):
+def value_of(label, text):
     (value,) = re.findall(rf"^{label}: (\S+)$", text, re.M)
     return value
 
 
 def test_custom_loop_is_the_training_command(folder, tmp_path):
-    """180 images of 200 make mini-batches of 128 and of 52, whose last block holds 4."""
+    """180 of 200 images make mini-batches of 128 and 52 images; the last block holds 4."""
     args = ("-m", "mpidl.train", "--data", folder, "--epochs", 3, "--out", tmp_path / "out")
     command = pool.run(2, *args, check=0).stdout
-    expected = found("weights_sha256", command)
+    expected = value_of("weights_sha256", command)
     for ranks in (None, 3):
         printed = run("custom_loop.py", ranks, folder, 3)
-        assert found("Weights sha256", printed) == expected
+        assert value_of("Weights sha256", printed) == expected
         assert "\nEpoch: 3, Loss: " in printed
-    assert found("Accuracy", printed) in command
+    assert value_of("Accuracy", printed) in command
 
 
 def test_custom_loop_is_dl_train(folder):
@@ -53,20 +53,20 @@ def test_custom_loop_is_dl_train(folder):
     text += "dl.train(net, train, options, world=world); "
     text += "world.report(weights_sha256=dl.weights_sha256(net))"
     library = pool.run(3, "-c", text, folder, check=0).stdout
-    own = run("custom_loop.py", 2, folder, 2)
-    assert found("Weights sha256", own) == found("Weights sha256", library)
+    loop = run("custom_loop.py", 2, folder, 2)
+    assert value_of("Weights sha256", loop) == value_of("Weights sha256", library)
 
 
 @pytest.mark.slow("jobs")
 def test_matlab_loop_learns_and_depends_on_the_ranks(folder):
     printed = [run("matlab_loop.py", ranks, folder, 15) for ranks in (2, 2, 3)]
     for text in printed:
-        assert float(found("Accuracy", text)) > 0.9, text
+        assert float(value_of("Accuracy", text)) > 0.9, text
     assert printed[0] == printed[1]  # repeatable
-    assert found("Weights sha256", printed[0]) != found("Weights sha256", printed[2])
+    assert value_of("Weights sha256", printed[0]) != value_of("Weights sha256", printed[2])
 
 
-def test_matlab_loop_is_the_custom_loop_on_one_rank_but_for_rounding(folder):
+def test_on_one_rank_matlab_loop_is_custom_loop_up_to_rounding(folder):
     losses = [
         float(re.search(r"Epoch: 2, Loss: (\S+)", run(f"{name}_loop.py", 1, folder, 2))[1])
         for name in ("matlab", "custom")
@@ -76,24 +76,22 @@ def test_matlab_loop_is_the_custom_loop_on_one_rank_but_for_rounding(folder):
 
 def test_custom_op_gives_one_hash(folder):
     printed = {ranks: run("custom_op.py", ranks, folder, 12) for ranks in (1, 3)}
-    assert len(set(printed.values())) <= 2, printed  # check_vjp may round otherwise
-    assert len({found("Weights sha256", text) for text in printed.values()}) == 1
+    assert len(set(printed.values())) <= 2, printed  # check_vjp may round differently
+    assert len({value_of("Weights sha256", text) for text in printed.values()}) == 1
     losses = [float(x) for x in re.findall(r"Loss: (\S+)", printed[1])]
     assert losses[-1] < losses[0]
 
 
 def test_from_a_notebook_gives_one_hash(folder):
-    """Started without mpirun, it starts the ranks: the weights of the training command."""
+    """It starts the ranks itself and gives the weights of the training command."""
     printed = {ranks: run("from_a_notebook.py", None, ranks, folder, 2) for ranks in (1, 3)}
-    hashes = {found("Weights sha256", text) for text in printed.values()}
-    assert len(hashes) == 1
-    own = run("custom_loop.py", 2, folder, 2)
-    assert hashes == {found("Weights sha256", own)}
+    hashes = {value_of("Weights sha256", text) for text in printed.values()}
+    assert hashes == {value_of("Weights sha256", run("custom_loop.py", 2, folder, 2))}
     for text in printed.values():
         assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)
 
 
-def test_denoise_takes_noise_out_and_gives_one_hash(folder):
+def test_denoise_removes_noise_and_gives_one_hash(folder):
     printed = {ranks: run("denoise.py", ranks, folder, 60) for ranks in (1, 3)}
     ends = {tuple(text.splitlines()[-2:]) for text in printed.values()}  # errors and hash
     assert len(ends) == 1, printed

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a job ends it, on all ranks, in seconds and in few words."""
+"""A failure in the middle of a job ends all ranks within seconds, with a short message."""
 
 import os
 import re
@@ -6,15 +6,16 @@ import signal
 import socket
 import time
 
+import jobs
 import pytest
-import small
-from launcher import ROOT, assert_gone, finish, mpirun, start
+from launcher import ROOT, assert_gone, finish, mpirun
 from limits import exceeded
 
 from mpidl.training.files import checkpoint
 
-MORE = pytest.mark.slow("jobs")
-# Runs what it is told to, on which rank, in a program of a user's own.
+SLOW = pytest.mark.slow("jobs")
+WAITING = "  all ranks answer, but they wait for different things:"
+# A user's program in which one rank fails in the way that the command line names.
 PROGRAM = """
 import sys
 import mpidl as dl
@@ -25,14 +26,14 @@ def refuse():
     raise dl.UserError("images: unusable")
 
 world = dl.World(timeout=2)
-rank, what = int(sys.argv[1]), sys.argv[2]
+rank, fault = int(sys.argv[1]), sys.argv[2]
 world.barrier()
 if world.rank == rank:
     {"raise": lambda: 1 / 0,
      "exit": sys.exit,
      "exit 3": lambda: sys.exit(3),
      "refuse": lambda: failure.run(refuse),
-     "other collective": lambda: world.broadcast(0)}[what]()
+     "other collective": lambda: world.broadcast(0)}[fault]()
 world.gop("max", 1.0)
 print("done")
 """
@@ -46,19 +47,19 @@ def program(tmp_path_factory):
 
 
 def ended_in(seconds, ranks, *words):
-    """The Result of a job that must come to its end, and not a good one, within some seconds."""
-    began = time.monotonic()
-    result = mpirun(ranks, *words, env=small.without_plots())
-    assert not exceeded(began, seconds)
+    """Return the Result of a job, which must fail within some seconds."""
+    start_time = time.monotonic()
+    result = mpirun(ranks, *words, env=jobs.without_plots())
+    assert not exceeded(start_time, seconds)
     assert result.returncode != 0
     return result
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=MORE), 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 @pytest.mark.slow("jobs")
 def test_an_exception_on_one_rank(program, rank):
     result = ended_in(20, 3, program, rank, "raise")
-    lines = small.own_lines(result)
+    lines = jobs.error_lines(result)
     assert lines[0] == f"mpidl: rank {rank} on host {socket.gethostname()} failed, starting:"
     assert lines[1] == "Traceback (most recent call last):"
     assert lines[-1] == "ZeroDivisionError: division by zero"
@@ -67,82 +68,63 @@ def test_an_exception_on_one_rank(program, rank):
 
 
 def test_an_exception_on_all_ranks(program):
-    """One traceback, not three."""
+    """Only one of them prints a traceback."""
     result = ended_in(20, 3, "-c", "import mpidl as dl; dl.World(); 1 / 0")
     assert result.stderr.count("Traceback") == 1
-    assert small.own_lines(result)[0].startswith("mpidl: rank 0 on host ")
+    assert jobs.error_lines(result)[0].startswith("mpidl: rank 0 on host ")
 
 
 def test_an_exception_in_training_names_the_step(pictures, tmp_path):
-    network = small.of("raises_on_rank_1")
-    words = small.command("train", network=network, data=pictures, out=tmp_path / "run")
-    lines = small.own_lines(ended_in(20, 2, *words))
+    network = jobs.network("raises_on_rank_1")
+    words = jobs.command("train", network=network, data=pictures, out=tmp_path / "run")
+    lines = jobs.error_lines(ended_in(20, 2, *words))
     assert re.fullmatch("mpidl: rank 1 on host .* failed, epoch 1, iteration 1:", lines[0])
     assert lines[-1] == "ArithmeticError: this network breaks on rank 1"
 
 
-@pytest.mark.parametrize(("rank", "who"), [pytest.param(0, "", marks=MORE), (2, "rank 2: ")])
-def test_a_refusal_of_one_rank(program, rank, who):
-    result = ended_in(20, 3, program, rank, "refuse")
-    assert result.returncode == 2
-    assert small.own_lines(result) == [f"mpidl: {who}images: unusable"]
+@pytest.mark.parametrize(("rank", "prefix"), [pytest.param(0, "", marks=SLOW), (2, "rank 2: ")])
+def test_a_refusal_of_one_rank(program, rank, prefix):
+    assert jobs.refusal(ended_in(20, 3, program, rank, "refuse")) == f"{prefix}images: unusable"
 
 
-@pytest.mark.parametrize(("rank", "what"), [pytest.param(0, "exit", marks=MORE), (1, "exit 3")])
+@pytest.mark.parametrize(("rank", "fault"), [pytest.param(0, "exit", marks=SLOW), (1, "exit 3")])
 @pytest.mark.slow("jobs")
-def test_a_rank_that_leaves(program, rank, what):
-    """Nobody waits for it longer than the time-out."""
-    result = ended_in(20, 2, program, rank, what)
-    lines = small.own_lines(result)
-    assert lines[1:] == [
-        "  all ranks answer, but they wait for different things:",
-        *(
-            f"  rank {r}, starting: waits for gop max"
-            if r != rank
-            else f"  rank {r}, leaving: waits for the end of the program on all ranks"
-            for r in (0, 1)
-        ),
-    ]
+def test_a_rank_that_leaves(program, rank, fault):
+    """The others wait for it no longer than the time-out."""
+    result = ended_in(20, 2, program, rank, fault)
+    waits = [f"  rank {r}, starting: waits for gop max" for r in (0, 1)]
+    waits[rank] = f"  rank {rank}, leaving: waits for the end of the program on all ranks"
+    assert jobs.error_lines(result)[1:] == [WAITING, *waits]
 
 
 def test_ranks_in_different_collectives(program):
-    lines = small.own_lines(ended_in(20, 3, program, 1, "other collective"))
-    assert re.fullmatch(
-        r"mpidl: starting: (gop max|broadcast) did not complete within 2 s \(--timeout\)\.",
-        lines[0],
-    )
-    assert lines[1:] == [
-        "  all ranks answer, but they wait for different things:",
-        "  rank 0, starting: waits for gop max",
-        "  rank 1, starting: waits for broadcast",
-        "  rank 2, starting: waits for gop max",
-    ]
+    lines = jobs.error_lines(ended_in(20, 3, program, 1, "other collective"))
+    text = r"mpidl: starting: (gop max|broadcast) did not complete within 2 s \(--timeout\)\."
+    assert re.fullmatch(text, lines[0])
+    waits = [f"  rank {r}, starting: waits for gop max" for r in (0, 1, 2)]
+    waits[1] = "  rank 1, starting: waits for broadcast"
+    assert lines[1:] == [WAITING, *waits]
 
 
 def test_a_rank_that_stops_answering(pictures, tmp_path):
-    words = ["--epochs", 10**6, "--batch-size", 50, "--timeout", 2]
-    words = small.command("train", *words, data=pictures, out=tmp_path / "run")
-    with start(3, *words, env=small.without_plots()) as job:
-        for line in job.stdout:
-            if line.startswith("Epoch: 2,"):
-                break
+    with jobs.start(3, pictures, tmp_path / "run", *jobs.ENDLESS, "--timeout", 2) as job:
         pids = job.rank_pids()
         os.kill(pids[1], signal.SIGSTOP)
         result = finish(job)
         assert_gone(pids.values())
-    assert result.returncode not in (0, 75)
-    first, second = small.own_lines(result)
-    told = r"mpidl: epoch \d+, iteration \d+: .* did not complete within 2 s \(--timeout\)\."
-    assert re.fullmatch(told, first)
+    assert result.returncode not in (0, jobs.STOPPED)
+    first, second = jobs.error_lines(result)
+    text = r"mpidl: epoch \d+, iteration \d+: .* did not complete within 2 s \(--timeout\)\."
+    assert re.fullmatch(text, first)
     assert second == f"  rank 1 on host {socket.gethostname()} does not answer"
 
 
 def test_a_loss_that_is_not_finite(pictures, tmp_path):
-    """The step is named; a checkpoint of weights that are not finite takes no place."""
+    """The error names the step, and weights that are not finite replace no checkpoint."""
     out = tmp_path / "run"
     options = ["--learning-rate", 1e30, "--checkpoint-every", 1, "--epochs", 3]
-    result = small.train(3, pictures, out, *options, check=1)
-    (line,) = small.own_lines(result)
+    result = jobs.train(3, pictures, out, *options, check=1)
+    (line,) = jobs.error_lines(result)
     assert re.match(
         r"mpidl: (the loss is nan at epoch 1, iteration \d,|.* is not finite after iteration \d,) "
         r"on all ranks; lower --learning-rate \(now 1e\+30\) or look at the images; "
@@ -161,7 +143,7 @@ from mpidl.comm import failure
 def main():
     world = dl.World()
     images = np.random.default_rng(0).random((96, 1, 12, 12), np.float32)
-    images[70] = 3e38  # whose sums with weights are no floats any more
+    images[70] = 3e38  # sums with weights overflow
     train = dl.ArrayDatastore(images, np.arange(96) % 3)
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(3)], (1, 12, 12))
     dl.train(net, train, dl.TrainingOptions(batch_size=96, shuffle="never"), world=world)
@@ -170,21 +152,21 @@ failure.run(main)
 """
 
 
-def test_the_rank_of_an_infinite_image_is_named(tmp_path):
-    """96 images on 3 ranks: rank 2 has those from 64 on."""
+def test_the_rank_of_an_infinite_image_is_named():
+    """Of 96 images on 3 ranks, rank 2 has those from 64 on."""
     result = mpirun(3, "-c", INFINITE, check=1)
-    (line,) = small.own_lines(result)
+    (line,) = jobs.error_lines(result)
     assert line.startswith("mpidl: the loss is inf at epoch 1, iteration 1, on rank 2; ")
 
 
 def test_more_ranks_than_blocks(pictures, tmp_path):
-    options = ["--max-iterations", 2, "--batch-size", 20]
     for ranks in (1, 3):
-        result = small.train(ranks, pictures, tmp_path / str(ranks), *options)
+        words = ["--max-iterations", 2, "--batch-size", 20]
+        result = jobs.train(ranks, pictures, tmp_path / str(ranks), *words)
         warnings = [x for x in result.stdout.splitlines() if x.startswith("warning: ")]
         assert warnings == [] if ranks == 1 else "1 rank is idle" in warnings[0]
-        assert small.own_lines(result) == []
-    small.assert_same({r: small.summary(tmp_path / r)["weights_sha256"] for r in ("1", "3")})
+        assert jobs.error_lines(result) == []
+    jobs.assert_same_weights({r: jobs.weights_hash(tmp_path / r) for r in ("1", "3")})
 
 
 @pytest.mark.parametrize(
@@ -196,13 +178,12 @@ def test_more_ranks_than_blocks(pictures, tmp_path):
     ],
 )
 def test_a_launcher_of_another_mpi(variables, tmp_path):
-    """Four jobs of one rank, where one of four was meant: one line, of the first."""
+    """It starts four jobs of one rank instead of one of four: the first one prints a line."""
     env = {**variables, "PYTHONPATH": ROOT}
-    result = mpirun(None, *small.command("train", out=tmp_path / "run"), env=env, check=2)
-    lines = small.own_lines(result)
+    result = mpirun(None, *jobs.command("train", out=tmp_path / "run"), env=env, check=2)
     if variables.get("OMPI_COMM_WORLD_RANK") == 1:
-        assert lines == []
+        assert jobs.error_lines(result) == []
     else:
-        (line,) = lines
-        assert line.startswith("mpidl: the launcher started 4 tasks (")
+        line = jobs.refusal(result)
+        assert line.startswith("the launcher started 4 tasks (")
         assert "but MPI sees one rank" in line

@@ -1,11 +1,9 @@
-"""Ranks started by `dl.launch`: what comes back from them, and that nothing of them stays."""
+"""`dl.launch` returns what its ranks return and leaves no process and no folder."""
 
 import contextlib
-import ctypes
 import io
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -13,51 +11,47 @@ import time
 import uuid
 from pathlib import Path
 
-import launcher
 import numpy as np
 import pytest
+from launcher import mpirun, start
 from limits import exceeded, wait_until
 
 import mpidl as dl
 from mpidl.comm import launch as launching
 from mpidl.comm import launch_worker
 
-MORE = pytest.mark.slow("jobs")
+SLOW = pytest.mark.slow("jobs")
 
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch, tmp_path):
-    """Of each test: what its processes have in their environment; they are gone at its end."""
-    found = uuid.uuid4().hex
-    monkeypatch.setenv("MPIDL_TEST_MARK", found)
+    """A value in the environment of a test's processes, which are gone at its end."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv("MPIDL_TEST_MARK", value)
     for name in [name for name in os.environ if name.startswith(("PMI_", "OMPI_COMM_WORLD_"))]:
         monkeypatch.delenv(name)  # MPI of this process set them
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # read the variable anew
-    yield found
-    wait_until(lambda: not marked(found))  # no process is left behind
-    assert not folders(), "a folder was left behind"
+    monkeypatch.setattr(tempfile, "tempdir", None)  # read the variable again
+    yield value
+    wait_until(lambda: not marked(value))  # no process is left
+    assert not list(tmp_path.glob("mpidl-launch-*")), "a folder is left"
 
 
 def marked(text):
-    """The processes with a text in their environment."""
-    found = []
+    """Return the command lines of the processes with a text in their environment."""
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if text.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ")[:200])
-    return found
-
-
-def folders():
-    return set(Path(os.environ["TMPDIR"]).glob("mpidl-launch-*"))
+                commands.append((process / "cmdline").read_bytes().replace(b"\0", b" ")[:200])
+    return commands
 
 
 def sizes(world, *arguments):
     return world.rank, world.size, world.gop("sum", world.rank + 1), arguments
 
 
-def test_what_rank_0_returns_comes_back():
+def test_launch_returns_the_result_of_rank_0():
     assert dl.launch(sizes, "a", [1], ranks=3) == (0, 3, 6, ("a", [1]))
 
 
@@ -78,13 +72,13 @@ def weights(world, pixels, labels):
     return net
 
 
-@pytest.mark.slow("jobs")
-def test_training_comes_back_as_the_same_network():
+@SLOW
+def test_launch_returns_the_trained_network():
     pixels = np.arange(90 * 64).reshape(90, 8, 8) * 31 % 251
-    given = pixels.astype(np.uint8), np.arange(90) % 3
-    nets = [dl.launch(weights, *given, ranks=n, show="none") for n in (1, 3)]
+    arrays = pixels.astype(np.uint8), np.arange(90) % 3
+    nets = [dl.launch(weights, *arrays, ranks=n, show="none") for n in (1, 3)]
     assert dl.weights_sha256(nets[0]) == dl.weights_sha256(nets[1])
-    assert dl.classify(nets[0], given[0], world=dl.World()).shape == (90,)
+    assert dl.classify(nets[0], arrays[0], world=dl.World()).shape == (90,)
 
 
 def speak(world):
@@ -94,7 +88,7 @@ def speak(world):
 
 
 @pytest.mark.parametrize(
-    "show", [pytest.param("rank 0", marks=MORE), "all", pytest.param("none", marks=MORE)]
+    "show", [pytest.param("rank 0", marks=SLOW), "all", pytest.param("none", marks=SLOW)]
 )
 def test_output(show, capsys):
     dl.launch(speak, ranks=2, show=show)
@@ -109,95 +103,91 @@ def test_output(show, capsys):
     assert sorted(err) == ([] if show == "none" else ["and here", "rank 1: and here"])
 
 
-def wait_to_be_heard(world, path):
+def wait_for_a_file(world, path):
     print("waiting", flush=True)
     while not os.path.exists(path):
         time.sleep(0.01)
-    return "heard"
+    return "seen"
 
 
 def test_output_is_live(tmp_path, monkeypatch):
-    class Ear(io.StringIO):
+    class Reader(io.StringIO):
         def write(self, text):
             if "waiting" in text:
-                (tmp_path / "heard").touch()
+                (tmp_path / "printed").touch()
             return super().write(text)
 
-    monkeypatch.setattr(sys, "stdout", Ear())
-    assert dl.launch(wait_to_be_heard, str(tmp_path / "heard"), ranks=2) == "heard"
+    monkeypatch.setattr(sys, "stdout", Reader())
+    assert dl.launch(wait_for_a_file, str(tmp_path / "printed"), ranks=2) == "seen"
 
 
-class Odd(Exception):
-    """Cannot be made again from its pickle."""
+class Unpicklable(Exception):
+    """Its pickle cannot be loaded."""
 
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
 
 
-def fail(world, how, on):
-    if world.rank in on:
-        if how == "value":
-            raise ValueError("what a value")
-        if how == "odd":
-            raise Odd(1, 2)
-        if how == "user":
-            raise dl.UserError("--batch-size must be odd")
-        if how == "exit":
-            sys.exit(3)
-        if how == "good exit":
-            sys.exit()
-        if how == "at once":
-            os._exit(7)
-        if how == "crash":
-            ctypes.string_at(8)
+def raise_error():
+    raise ValueError("a bad value")
+
+
+def fail(world, statement, ranks):
+    """Execute a statement on some of the ranks, while the others wait."""
+    if world.rank in ranks:
+        exec(statement)
     world.barrier()
 
 
 @pytest.mark.parametrize(
-    "on", [[1], pytest.param([0], marks=MORE), pytest.param([1, 2], marks=MORE)]
+    "ranks", [[1], pytest.param([0], marks=SLOW), pytest.param([1, 2], marks=SLOW)]
 )
-def test_an_exception_comes_back_with_its_rank(on, capsys):
-    began = time.monotonic()
+def test_launch_raises_the_exception_of_a_rank(ranks, capsys):
+    start_time = time.monotonic()
     with pytest.raises(dl.RankError) as caught:
-        dl.launch(fail, "value", on, ranks=3)
-    assert not exceeded(began, 15)
+        dl.launch(fail, "raise_error()", ranks, ranks=3)
+    assert not exceeded(start_time, 15)
     text = str(caught.value)
-    assert caught.value.rank in on and caught.value.host == os.uname().nodename
+    assert caught.value.rank in ranks and caught.value.host == os.uname().nodename
     assert text.startswith(f"rank {caught.value.rank}") and "of 3 on " in text
-    assert 'raise ValueError("what a value")' in text and "launch_worker.py" not in text
+    assert 'raise ValueError("a bad value")' in text and "launch_worker.py" not in text
     assert isinstance(caught.value.__cause__, ValueError)
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.slow("jobs")
+@SLOW
 def test_an_exception_that_cannot_be_pickled():
-    with pytest.raises(dl.RankError, match="Odd: 1 and 2") as caught:
-        dl.launch(fail, "odd", [1], ranks=2)
+    with pytest.raises(dl.RankError, match="Unpicklable: 1 and 2") as caught:
+        dl.launch(fail, "raise Unpicklable(1, 2)", [1], ranks=2)
     assert caught.value.rank == 1 and caught.value.__cause__ is None
 
 
-def test_what_a_user_can_mend_stays_that():
+def test_launch_raises_the_user_error_of_a_rank():
     with pytest.raises(dl.UserError, match="^--batch-size must be odd$"):
-        dl.launch(fail, "user", [0, 1], ranks=2)
+        dl.launch(fail, 'raise dl.UserError("--batch-size must be odd")', [0, 1], ranks=2)
 
 
 @pytest.mark.parametrize(
-    ("how", "text"),
-    [("exit", "SystemExit: 3"), pytest.param("good exit", "SystemExit", marks=MORE)],
+    ("statement", "text"),
+    [("sys.exit(3)", "SystemExit: 3"), pytest.param("sys.exit()", "SystemExit", marks=SLOW)],
 )
-@pytest.mark.slow("jobs")
-def test_sys_exit_is_an_error(how, text):
+@SLOW
+def test_sys_exit_is_an_error(statement, text):
     with pytest.raises(dl.RankError, match=text) as caught:
-        dl.launch(fail, how, [1], ranks=2)
+        dl.launch(fail, statement, [1], ranks=2)
     assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize(
-    ("how", "text"), [pytest.param("at once", "exit code", marks=MORE), ("crash", "string_at")]
+    ("statement", "text"),
+    [
+        pytest.param("os._exit(7)", "exit code", marks=SLOW),
+        ("import ctypes; ctypes.string_at(8)", "string_at"),
+    ],
 )
-def test_a_rank_that_dies(how, text):
+def test_a_rank_that_dies(statement, text):
     with pytest.raises(dl.RankError, match=text) as caught:
-        dl.launch(fail, how, [1], ranks=2, show="none")
+        dl.launch(fail, statement, [1], ranks=2, show="none")
     assert "no result" in str(caught.value) and caught.value.rank is None
 
 
@@ -209,23 +199,23 @@ def hang(world):
 
 
 def test_a_time_out_ends_all_ranks():
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(TimeoutError, match=r"the 2 rank\(s\) were not done after 3 s"):
         dl.launch(hang, ranks=2, timeout=3)
-    assert not exceeded(began, 12)
+    assert not exceeded(start_time, 12)
 
 
 def unsendable(world):
     return threading.Lock()
 
 
-@pytest.mark.slow("jobs")
+@SLOW
 def test_a_result_that_cannot_be_pickled():
     with pytest.raises(dl.RankError, match="rank 0's result, a lock, cannot be brought back"):
         dl.launch(unsendable, ranks=2)
 
 
-def test_what_cannot_be_sent(monkeypatch):
+def test_arguments_that_cannot_be_sent(monkeypatch):
     with pytest.raises(dl.UserError, match="launch: the function or its arguments cannot be sent"):
         dl.launch(sizes, threading.Lock(), ranks=2)
     monkeypatch.setattr(launch_worker, "cloudpickle", lambda: None)
@@ -234,29 +224,29 @@ def test_what_cannot_be_sent(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow("jobs")
+@SLOW
 def test_lambdas_and_inner_functions():
     pytest.importorskip("cloudpickle", reason="cloudpickle sends functions without a name")
     factor = 3
-    made = dl.launch(lambda world: lambda x: factor * x, ranks=2)
-    assert made(2) == 6
+    multiply = dl.launch(lambda world: lambda x: factor * x, ranks=2)
+    assert multiply(2) == 6
 
 
-def launch_again(world):
+def launch_inside(world):
     return dl.launch(sizes, ranks=2)
 
 
-def test_ranks_start_no_ranks(monkeypatch):
+def test_ranks_cannot_start_ranks(monkeypatch):
     with pytest.raises(dl.UserError, match="already, one of 2, and ranks start no ranks"):
-        dl.launch(launch_again, ranks=2)
+        dl.launch(launch_inside, ranks=2)
     monkeypatch.setenv("PMI_SIZE", "4")
     with pytest.raises(dl.UserError, match="one of 4 that PMI_SIZE tells of") as caught:
         dl.launch(sizes, ranks=2)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow("jobs")
-def test_how_many_ranks(monkeypatch):
+@SLOW
+def test_the_number_of_ranks(monkeypatch):
     for ranks in (0, "2", 1.5, True):
         with pytest.raises(dl.UserError, match="launch: ranks must be a whole number"):
             dl.launch(sizes, ranks=ranks)
@@ -269,7 +259,7 @@ def test_how_many_ranks(monkeypatch):
     assert launching._default_ranks() <= len(os.sched_getaffinity(0))
 
 
-def test_several_hosts_meet_in_the_cache(monkeypatch, tmp_path):
+def test_several_hosts_use_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("MPIDL_CACHE", str(tmp_path / "cache"))
     assert launching._parent_folder() == str(tmp_path / "cache") and (tmp_path / "cache").is_dir()
@@ -293,15 +283,17 @@ def stay(world, answer):
     time.sleep(1000)  # longer than the test's limit
 
 def main(function):
-    found = dl.launch(function, Answer("work"), ranks=2)
-    assert isinstance(found, Answer)  # the class of this program
-    print(found.text)
+    answer = dl.launch(function, Answer("work"), ranks=2)
+    assert isinstance(answer, Answer)  # the class of this program
+    print(answer.text)
 """
 GUARDED = SCRIPT + '\nif __name__ == "__main__":\n    main(globals()[sys.argv[1]])\n'
 
 
 @pytest.fixture
 def script(tmp_path):
+    """A function that writes a script and returns its path."""
+
     def write(text):
         path = tmp_path / "script.py"
         path.write_text(text)
@@ -310,66 +302,57 @@ def script(tmp_path):
     return write
 
 
-def run(*words, cwd=None):
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        env=launcher.environment(),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-    )
-    return done
+def run_and_check(*words, cwd=None):
+    result = mpirun(None, *words, cwd=cwd, check=0)
+    assert result.stdout == "work by 2\n", result.stderr
+
+
+def last_error(*words):
+    """Return the last line of a program that fails."""
+    return mpirun(None, *words, check=1).stderr.splitlines()[-1]
 
 
 def test_a_script(script):
-    done = run(script(GUARDED), "work")
-    assert done.stdout == "work by 2\n", done.stderr
+    run_and_check(script(GUARDED), "work")
 
 
-@MORE
+@SLOW
 def test_a_module_that_runs_as_the_program(script):
-    folder = script(GUARDED).parent
-    done = run("-m", "script", "work", cwd=folder)
-    assert done.stdout == "work by 2\n", done.stderr
+    run_and_check("-m", "script", "work", cwd=script(GUARDED).parent)
 
 
-@pytest.mark.slow("jobs")
+@SLOW
 def test_a_script_without_a_guard(script):
-    done = run(script(SCRIPT + "\nmain(work)\n"))
-    assert done.returncode == 1
-    assert 'call it under if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+    text = last_error(script(SCRIPT + "\nmain(work)\n"))
+    assert 'call it under if __name__ == "__main__":' in text
 
 
-@MORE
+@SLOW
 def test_a_function_that_the_ranks_do_not_find(script):
-    """It is defined where the script's own work stands, which a rank leaves out."""
-    own = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
-    done = run(script(f'{SCRIPT}\nif __name__ == "__main__":\n{own}'))
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("mpidl.errors.UserError: launch: Can't get")
-    assert "'inside'" in last and "define it above that line" in last
+    """The script defines it under its guard, which the ranks do not run."""
+    guarded = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
+    text = last_error(script(f'{SCRIPT}\nif __name__ == "__main__":\n{guarded}'))
+    assert text.startswith("mpidl.errors.UserError: launch: Can't get")
+    assert "'inside'" in text and "define it above that line" in text
 
 
-@pytest.mark.slow("jobs")
+@SLOW
 def test_a_notebook():
-    """What is typed has no file to be read again."""
+    """Code that a user types has no file that the ranks can read."""
     pytest.importorskip("cloudpickle", reason="cloudpickle sends what a notebook defines")
-    done = run("-c", SCRIPT + "\nmain(work)\n")
-    assert done.stdout == "work by 2\n", done.stderr
+    run_and_check("-c", SCRIPT + "\nmain(work)\n")
 
 
-@MORE
+@SLOW
 def test_a_notebook_without_cloudpickle():
     text = "from mpidl.comm import launch_worker; launch_worker.cloudpickle = lambda: None\n"
-    done = run("-c", text + SCRIPT + "\nmain(work)\n")
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "pip install '.[notebook]'" in last
+    assert "pip install '.[notebook]'" in last_error("-c", text + SCRIPT + "\nmain(work)\n")
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=MORE), signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGKILL])
 def test_the_ranks_end_with_the_program(number, script, mark):
-    """Ctrl-C, and a notebook's kernel that is killed. The fixture sees that nothing is left."""
-    with launcher.start(None, script(GUARDED), "stay") as job:
+    """Ctrl-C, or a kill of a notebook's kernel; the fixture checks that no process is left."""
+    with start(None, script(GUARDED), "stay") as job:
         assert job.stdout.readline() == "staying\n"
         assert len(marked(mark)) >= 3  # the program, and two ranks
         job.send_signal(number)

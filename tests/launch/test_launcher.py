@@ -1,11 +1,11 @@
-"""The helper that the tests of whole jobs lean on."""
+"""The helpers that start jobs for the tests."""
 
 import pool
 import pytest
 from launcher import assert_gone, mpirun, start
 from limits import wait_until
 
-# In one write each, so that the lines of two ranks do not mix.
+# One write per rank, so that the lines of two ranks do not mix.
 SAY_RANK = "import sys; from mpi4py.MPI import COMM_WORLD as c; "
 SAY_RANK += "sys.stdout.write(f'{c.rank}/{c.size}\\n'); sys.stdout.flush()"
 
@@ -36,11 +36,11 @@ def test_rank_pids():
     assert_gone(pids.values())
 
 
-# A pool's ranks write through sys.stdout, which is theirs, and end no process.
+# The ranks of a pool write through a sys.stdout of the command, and no process ends.
 SAY_WORLD = "import mpidl as dl; w = dl.World(); print(f'{w.rank}/{w.size}')"
 
 
-def test_a_pool_carries_many_commands():
+def test_a_pool_runs_many_commands():
     for _ in range(2):
         assert pool.run(3, "-c", SAY_WORLD, check=0).stdout.split() == ["0/3", "1/3", "2/3"]
     assert pool.run(3, "-c", "raise SystemExit(75)").returncode == 75

@@ -1,4 +1,4 @@
-"""The limits of tests: a test that hangs or fails is named, with its rank and its stack."""
+"""A test that hangs or fails is reported with its name, its rank and its stack."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 from launcher import ROOT, assert_gone, mpirun
 
-# Each process of the session leaves its process id in the folder of the tests.
+# Each process of the session writes its process id into the folder of the tests.
 HEAD = """
 import ctypes, faulthandler, os, pathlib, time
 import pytest
@@ -28,7 +28,7 @@ def test_one_fails(world):
     assert world.rank != 2, "an odd rank"
     world.barrier()
 """
-ALONE = """
+SINGLE = """
 @pytest.mark.timeout(1)
 def test_sleeps():
     time.sleep(1000)
@@ -59,19 +59,22 @@ def test_stays_in_c(request):
 
 
 def session(folder, ranks, text):
-    """The Result of a pytest session of these tests, with the plugins of this one."""
+    """Return the Result of a pytest session of these tests with the plugins of this one.
+
+    The session has no cache, which the plugins must not need.
+    """
     (folder / "test_made.py").write_text(HEAD + text)
     words = ["-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "conftest"]
-    words += ["-o", f"cache_dir={folder / 'cache'}", folder]
-    places = [ROOT, *(ROOT / "tests" / name for name in ("", "support", "launch"))]
-    env = {"PYTHONPATH": os.pathsep.join(map(str, places)), "MPIDL_TEST_RUN": "{}"}
+    words += ["-p", "no:cacheprovider", folder]
+    paths = [ROOT, *(ROOT / "tests" / name for name in ("", "support", "launch"))]
+    env = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MPIDL_TEST_RUN": "{}"}
     result = mpirun(ranks, *words, env=env)
     assert result.returncode != 0
     assert_gone([path.stem for path in folder.glob("*.pid")])
     return result
 
 
-def test_a_hang_of_one_rank_is_told_with_all_stacks(tmp_path):
+def test_a_hang_of_one_rank_is_reported_with_all_stacks(tmp_path):
     head, *stacks = session(tmp_path, 3, HANGS).stderr.split("--- rank ")
     assert "test_made.py::test_one_hangs did not end within its limit of" in head
     assert "s on rank 1 of 3 ===" in head and len(stacks) == 3
@@ -88,12 +91,12 @@ def test_a_failure_of_one_rank_ends_the_others(tmp_path):
 
 
 def test_a_hang_in_one_process_fails_its_test_alone(tmp_path):
-    output = re.sub(r"^E +", "", session(tmp_path, None, ALONE).stdout, flags=re.M)
+    output = re.sub(r"^E +", "", session(tmp_path, None, SINGLE).stdout, flags=re.M)
     assert "3 failed, 1 passed, 1 error" in output
     for name in ("sleeps (call)", "its_job_hangs (call)", "hangs_behind (teardown)"):
         assert f"FAILED test_made.py::test_{name}" in output
     assert output.count("did not end within its limit of") >= 3
-    # what the job printed, and where each of its ranks was
+    # the output of the job, and the line of each of its ranks
     assert "--- stdout\nup\nup\n" in output, output
     assert output.count('File "<string>", line 1 in <module>') == 2, output
 

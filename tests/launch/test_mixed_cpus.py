@@ -1,15 +1,15 @@
-"""Ranks whose CPUs differ, as MPIDL_CPU makes them: they all run what the least of them can."""
+"""Ranks with different CPUs, set by MPIDL_CPU, all run the best build that each of them can."""
 
 import os
 
+import jobs
 import pytest
-import small
 from launcher import mpirun
 
 from mpidl.backends.cpu import builds
 
 SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
-# What `python -m mpidl.train` does, on a rank that was told of another CPU.
+# `python -m mpidl.train` with another CPU on each rank.
 PROGRAM = """
 import os, sys
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
@@ -18,7 +18,7 @@ from mpidl.cli.train import main
 from mpidl.comm import failure
 failure.run(lambda: main(sys.argv[1:]))
 """
-MORE = pytest.mark.slow("ranks")
+SLOW = pytest.mark.slow("ranks")
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 needs_two = pytest.mark.skipif(
     len(BUILDS) < 2, reason=f"a mix needs two builds, here run: {', '.join(BUILDS) or 'none'}"
@@ -26,35 +26,29 @@ needs_two = pytest.mark.skipif(
 
 
 def train(data, out, builds, check=0):
-    """Train on a rank for each of the builds."""
-    words = small.command("train", *SHORT, data=data, out=out)[2:]
-    env = small.without_plots() | {"BUILDS": " ".join(builds)}
+    """Train on one rank for each build."""
+    words = jobs.command("train", *SHORT, data=data, out=out)[2:]
+    env = jobs.without_plots() | {"BUILDS": " ".join(builds)}
     return mpirun(len(builds), "-c", PROGRAM, *words, env=env, check=check)
-
-
-def alone(data, out, build):
-    words = small.command("train", *SHORT, data=data, out=out)
-    return mpirun(1, *words, env=small.without_plots() | {"MPIDL_CPU": build}, check=0)
 
 
 @needs_two
 @pytest.mark.parametrize(
-    "lower", [*BUILDS[1:2], *(pytest.param(b, marks=MORE) for b in [*BUILDS[2:], "numpy"])]
+    "lower", [*BUILDS[1:2], *(pytest.param(b, marks=SLOW) for b in [*BUILDS[2:], "numpy"])]
 )
-def test_the_lowest_of_a_mix_is_what_all_run(pictures, tmp_path, lower):
+def test_all_ranks_run_the_lowest_build(pictures, tmp_path, lower):
     builds = [BUILDS[0], lower, BUILDS[0]]
     result = train(pictures, tmp_path / "mix", builds)
     host = os.uname().nodename
     lines = [line for line in result.stdout.splitlines() if "warning" in line and "kernels" in line]
     mix = f"{BUILDS[0]} on {host}; {lower} on {host}"
     assert lines == [f"warning: the ranks have different kernels, and all run {lower}: {mix}"]
-    alone(pictures, tmp_path / "alone", lower)
-    found = [small.summary(tmp_path / name)["weights_sha256"] for name in ("mix", "alone")]
-    assert found[0] == found[1]
+    env = {"MPIDL_CPU": lower}
+    expected = jobs.trained_hash(1, pictures, tmp_path / "single", *SHORT, env=env)
+    assert jobs.weights_hash(tmp_path / "mix") == expected
 
 
-def test_a_rank_that_cannot_is_named_once(pictures, tmp_path):
+def test_an_unknown_build_is_reported_once(pictures, tmp_path):
+    text = "MPIDL_CPU: expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'x86-64-v9'"
     result = train(pictures, tmp_path / "out", ["numpy", "x86-64-v9"], check=2)
-    assert small.own_lines(result) == [
-        "mpidl: MPIDL_CPU: expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'x86-64-v9'"
-    ]
+    assert jobs.refusal(result) == text

@@ -1,12 +1,11 @@
-"""Options that decide from step to step, and the bytes they end with: on any ranks, and resumed."""
+"""Options that decide during the training give the same bytes on any ranks, and resumed."""
 
-import json
 import shutil
 
+import jobs
 import pytest
-import small
 
-# all that is decided while training: rates, clipping, which network is the best, when to end
+# All decisions of a training: rates, clipping, the best network, the end.
 DECIDING = [
     *("--solver", "adam", "--learning-rate", 0.1, "--learn-rate-schedule", "cosine"),
     *("--warmup-iterations", 2, "--gradient-threshold", 0.3),
@@ -18,21 +17,20 @@ KEYS = ("kind", "epoch", "iteration", "loss", "accuracy", "learning_rate")
 
 
 def records(out):
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [tuple(record[key] for key in KEYS) for record in lines]
+    return [tuple(record[key] for key in KEYS) for record in jobs.metrics(out)]
 
 
 @pytest.fixture(scope="module")
 def runs(pictures, tmp_path_factory):
-    """{ranks: folder of its results}."""
+    """{ranks: output folder} of the same training."""
     base = tmp_path_factory.mktemp("deciding")
     for ranks in (1, 2, 3):
-        small.train(ranks, pictures, base / str(ranks), *DECIDING)
+        jobs.train(ranks, pictures, base / str(ranks), *DECIDING)
     return {ranks: base / str(ranks) for ranks in (1, 2, 3)}
 
 
 def test_the_same_bytes_on_any_ranks(runs):
-    small.assert_same({n: small.summary(out)["weights_sha256"] for n, out in runs.items()})
+    jobs.assert_same_weights({n: jobs.weights_hash(out) for n, out in runs.items()})
     assert records(runs[1]) == records(runs[2]) == records(runs[3])
     rates = [r[-1] for r in records(runs[1]) if r[0] == "iteration"]
     assert rates[:3] == pytest.approx([0.01, 0.055, 0.1]) and rates[-1] < rates[2]
@@ -40,15 +38,13 @@ def test_the_same_bytes_on_any_ranks(runs):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_stopped_in_an_epoch_and_resumed_on_other_ranks(runs, pictures, tmp_path, ranks):
-    """Its moving means, the step count, the schedule, the best network and the patience go on."""
+    """Moving means, step count, schedule, best network and patience continue."""
     out = tmp_path / "halted"
-    small.train(2, pictures, out, *DECIDING, "--max-iterations", 7)
-    assert small.summary(out)["iterations"] == 7
-    small.resume(ranks, out, "--max-iterations", "none", "--threads", 1)
-    expected, found = small.summary(runs[1]), small.summary(out)
-    for name in ("weights_sha256", "accuracy", "loss", "iterations", "epochs"):
-        assert found[name] == expected[name], name
-    # (the run that was halted validated at its end, too)
+    jobs.train(2, pictures, out, *DECIDING, "--max-iterations", 7)
+    assert jobs.summary(out)["iterations"] == 7
+    jobs.resume(ranks, out, "--max-iterations", "none", "--threads", 1)
+    jobs.assert_same_end(runs[1], out)
+    # The halted run also validated at its end.
     assert [r for r in records(out) if r[2] != 7] == [r for r in records(runs[1]) if r[2] != 7]
 
 
@@ -65,36 +61,32 @@ SOLVERS = {
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_a_solver_makes_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path, solver):
+def test_a_solver_gives_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path, solver):
     words = [*SOLVERS[solver], "--epochs", 3, "--threads", 1]
-    for ranks in (1, 3):
-        small.train(ranks, pictures, tmp_path / str(ranks), *words)
+    hashes = {n: jobs.trained_hash(n, pictures, tmp_path / str(n), *words) for n in (1, 3)}
     halted = tmp_path / "halted"
-    small.train(3, pictures, halted, *words, "--max-iterations", 4)
-    assert small.summary(halted)["iterations"] == 4
-    small.resume(2, halted, "--max-iterations", "none", "--threads", 1)
-    folders = {1: tmp_path / "1", 3: tmp_path / "3", "2, resumed": halted}
-    small.assert_same({n: small.summary(out)["weights_sha256"] for n, out in folders.items()})
+    jobs.train(3, pictures, halted, *words, "--max-iterations", 4)
+    assert jobs.summary(halted)["iterations"] == 4
+    jobs.resume(2, halted, "--max-iterations", "none", "--threads", 1)
+    jobs.assert_same_weights(hashes | {"2, resumed": jobs.weights_hash(halted)})
 
 
-def test_patience_ends_it_and_the_result_is_the_best_network(runs, pictures, tmp_path):
-    """After iteration 6 the loss is not below its least twice."""
-    found = [(r[3], r[2]) for r in records(runs[1]) if r[0] == "validation"]
-    assert [iteration for _, iteration in found] == [3, 6, 9, 12] and min(found)[1] == 6
-    assert small.summary(runs[1])["iterations"] == 12
-    out = tmp_path / "best"
-    small.train(1, pictures, out, *DECIDING, "--max-iterations", 6)
-    assert small.summary(out)["weights_sha256"] == small.summary(runs[1])["weights_sha256"]
+def test_patience_ends_the_run_and_the_result_is_the_best_network(runs, pictures, tmp_path):
+    """The two validations after iteration 6 do not improve on its loss."""
+    validations = [(r[3], r[2]) for r in records(runs[1]) if r[0] == "validation"]
+    assert [iteration for _, iteration in validations] == [3, 6, 9, 12] and min(validations)[1] == 6
+    assert jobs.summary(runs[1])["iterations"] == 12
+    best = jobs.trained_hash(1, pictures, tmp_path / "best", *DECIDING, "--max-iterations", 6)
+    assert best == jobs.weights_hash(runs[1])
 
 
-def test_loads_make_no_difference(pictures, tmp_path):
-    hashes = {}
-    for ranks, load in ((1, "1"), (3, "0,1,2"), (3, "measured")):
-        out = tmp_path / load
-        words = ("--epochs", 3, "--threads", 1, "--worker-load", load)
-        small.train(ranks, pictures, out, *words)
-        hashes[load] = small.summary(out)["weights_sha256"]
-    small.assert_same(hashes)
+def test_the_load_does_not_change_the_weights(pictures, tmp_path):
+    words = ("--epochs", 3, "--threads", 1, "--worker-load")
+    hashes = {
+        load: jobs.trained_hash(ranks, pictures, tmp_path / load, *words, load)
+        for ranks, load in ((1, "1"), (3, "0,1,2"), (3, "measured"))
+    }
+    jobs.assert_same_weights(hashes)
 
 
 def test_negative_control_partitions(pictures, tmp_path):
@@ -102,14 +94,14 @@ def test_negative_control_partitions(pictures, tmp_path):
     for ranks in (1, 3):
         out = tmp_path / str(ranks)
         words = ("--max-iterations", 2, "--sampling", "partition")
-        result = small.train(ranks, pictures, out, *words)
+        result = jobs.train(ranks, pictures, out, *words)
         assert "note: --sampling partition: the images are partitioned among" in result.stdout
-        hashes[ranks] = small.summary(out)["weights_sha256"]
+        hashes[ranks] = jobs.weights_hash(out)
     with pytest.raises(AssertionError, match="depend on the ranks"):
-        small.assert_same(hashes)
+        jobs.assert_same_weights(hashes)
 
 
-def test_what_a_resume_may_not_change(runs, tmp_path):
+def test_options_that_a_resumed_run_cannot_change(runs, tmp_path):
     out = shutil.copytree(runs[1], tmp_path / "run")
     for words, message in (
         (["--solver", "sgdm"], "--solver was adam, is sgdm"),
@@ -119,8 +111,7 @@ def test_what_a_resume_may_not_change(runs, tmp_path):
         (["--gradient-threshold", "inf"], "--gradient-threshold was 0.3, is inf"),
         (["--validation-patience", 1], "--validation-patience was 2, is 1 (it may only increase)"),
     ):
-        (line,) = small.own_lines(small.resume(None, out, *words, check=2))
-        assert message in line
+        assert message in jobs.refusal(jobs.resume(None, out, *words, check=2))
 
 
 @pytest.mark.parametrize(
@@ -134,16 +125,13 @@ def test_what_a_resume_may_not_change(runs, tmp_path):
         (["--output-network", "best-validation"], "expected images to validate on"),
         (["--validation-patience", 2], "--validation-patience 2: expected images to validate on"),
         (["--validation-frequency", 2], "--validation-frequency 2: expected images to validate on"),
-        (["--random-crop", 30], "--random-crop 30x30: expected at most the size of the images"),
-        (["--centre-crop", 30], "centre crop 30x30 (--centre-crop, or crop= in Python): expected"),
         (["--validation-data", "s3://a/b"], "--validation-data s3://a/b: S3 is not supported yet"),
         (["--preview", "a.gif"], "--preview a.gif: the picture is written as .png"),
         (["--validation-data", "nowhere"], "--validation-data nowhere: "),
         (["--learn-rate-schedul", "cosine"], "did you mean --learn-rate-schedule?"),
     ],
 )
-def test_what_cannot_be_used(pictures, tmp_path, words, message):
+def test_unusable_options_are_refused(pictures, tmp_path, words, message):
     out = tmp_path / "run"
-    (line,) = small.own_lines(small.train(None, pictures, out, *words, check=2))
-    assert line.startswith("mpidl: ") and message in line
+    assert message in jobs.refusal(jobs.train(None, pictures, out, *words, check=2))
     assert not out.exists() or not list(out.glob("*.h5"))

@@ -1,4 +1,4 @@
-"""`python -m mpidl.pack` as a user runs it, and training on what it wrote."""
+"""`python -m mpidl.pack` as a user runs it, and training on its files."""
 
 import os
 import re
@@ -6,11 +6,11 @@ import signal
 import time
 
 import h5py
+import jobs
 import launcher
 import numpy as np
 import pool
 import pytest
-import small
 from image_sets import grow, pixels_of, save
 from launcher import start
 from limits import wait_until
@@ -28,34 +28,33 @@ def pack(*words, check=0, **options):
 def packed(pictures, tmp_path_factory):
     path = tmp_path_factory.mktemp("packed") / "shapes.h5"
     result = pack(pictures, path)
-    lines = small.printed(result)
+    lines = jobs.output_lines(result)
     assert lines[0] == f"From: {pictures}: 210 images of 1x12x12 in 3 classes"
     assert re.fullmatch(rf"Packed: {path}, 210 images, [\d,]+ bytes, in 0:00:\d\d", lines[1])
-    assert small.own_lines(result) == [] and len(lines) == 2
+    assert jobs.error_lines(result) == [] and len(lines) == 2
     return path
 
 
-def digest_of(ranks, data, out, *options):
-    small.train(ranks, data, out, *ITERATIONS, *options)
-    return small.summary(out)["weights_sha256"]
+@pytest.fixture(scope="module")
+def expected_hash(pictures, tmp_path_factory):
+    """The weights of a training on the folder."""
+    return jobs.trained_hash(1, pictures, tmp_path_factory.mktemp("folder"), *ITERATIONS)
 
 
-def test_training_on_the_packed_file_gives_the_folder_s_weights(pictures, packed, tmp_path):
-    expected = digest_of(1, pictures, tmp_path / "folder")
-    assert digest_of(2, packed, tmp_path / "packed-2") == expected
-    assert digest_of(3, packed, tmp_path / "packed-3", "--seed", 0) == expected
-    other = digest_of(2, packed, tmp_path / "other", "--seed", 1)
-    assert other != expected
+def test_training_on_the_packed_file_gives_the_weights_of_the_folder(
+    packed, expected_hash, tmp_path
+):
+    for ranks, seed in ((2, 0), (3, 0), (2, 1)):
+        words = [*ITERATIONS, "--seed", seed]
+        weights = jobs.trained_hash(ranks, packed, tmp_path / f"{ranks}-{seed}", *words)
+        assert (weights == expected_hash) == (seed == 0)
 
 
-def test_a_run_goes_on_with_the_packed_file(pictures, packed, tmp_path):
-    """Its fingerprint is the folder's."""
-    small.train(1, pictures, tmp_path / "run", "--max-iterations", 2)
-    words = ["--max-iterations", 4, "--data", packed, "--out", tmp_path / "on"]
-    small.resume(2, tmp_path / "run", *words)
-    assert small.summary(tmp_path / "on")["weights_sha256"] == (
-        digest_of(1, pictures, tmp_path / "whole")
-    )
+def test_a_run_resumes_on_the_packed_file(pictures, packed, expected_hash, tmp_path):
+    """The file has the fingerprint of the folder."""
+    jobs.train(1, pictures, tmp_path / "run", "--max-iterations", 2)
+    jobs.resume(2, tmp_path / "run", *ITERATIONS, "--data", packed, "--out", tmp_path / "resumed")
+    assert jobs.weights_hash(tmp_path / "resumed") == expected_hash
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_a_run_goes_on_with_the_packed_file(pictures, packed, tmp_path):
         pytest.param(signal.SIGUSR1, marks=pytest.mark.slow("jobs")),
     ],
 )
-def test_a_signal_leaves_what_the_same_command_goes_on_with(tmp_path, number):
+def test_the_same_command_continues_after_a_signal(tmp_path, number):
     folder, target = tmp_path / "set", tmp_path / "x.h5"
     for name in ("a", "b"):  # 48 chunks of 4 MB
         save(folder / name / "0.png", pixels_of(0, 1, 2048, 2048), compress_level=0)
@@ -78,19 +77,19 @@ def test_a_signal_leaves_what_the_same_command_goes_on_with(tmp_path, number):
         job.send_signal(number)
         result = launcher.finish(job)
     assert result.returncode == 75, result.stdout + result.stderr
-    told = re.search(r"(SIG\w+): stopped after (\d+) of 48 images; to continue", result.stdout)
-    assert told and told[1] == signal.Signals(number).name and int(told[2]) < 48
+    note = re.search(r"(SIG\w+): stopped after (\d+) of 48 images; to continue", result.stdout)
+    assert note and note[1] == signal.Signals(number).name and int(note[2]) < 48
     assert not target.exists()
     before = written(part)
     result = pack(folder, target)
-    assert before >= int(told[2]) > 0 and "Packed: " in result.stdout and not part.exists()
+    assert before >= int(note[2]) > 0 and "Packed: " in result.stdout and not part.exists()
     store = PackedDatastore(target)
     store.verify()
     assert np.array_equal(store.read([40])[0], pixels_of(0, 1, 2048, 2048))
 
 
 def written(part):
-    """How many chunks an unfinished file has checksums of."""
+    """Return the number of chunks with checksums in an unfinished file."""
     try:
         with h5py.File(part, locking=False) as file:
             return int((file["train/checksums"][()] != 0).any(axis=1).sum())
@@ -98,7 +97,7 @@ def written(part):
         return 0
 
 
-def test_a_killed_packing_goes_on(tmp_path):
+def test_a_killed_packing_continues(tmp_path):
     grow(tmp_path / "set", per_class=40, shape=(3, 64, 64))
     with start(None, "-m", "mpidl.pack", tmp_path / "set", tmp_path / "x.h5") as job:
         while not (tmp_path / ".x.h5.part").exists():
@@ -122,19 +121,17 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case, tmp_path):
     words, text = REFUSED[case]
-    (line,) = small.own_lines(pack(*words, check=2, cwd=tmp_path))
-    assert line.startswith(f"mpidl: {text}")
+    assert jobs.refusal(pack(*words, check=2, cwd=tmp_path)).startswith(text)
     assert os.listdir(tmp_path) == []
 
 
 def test_pack_is_one_process(pictures, tmp_path):
-    result = pool.run(2, "-m", "mpidl.pack", pictures, tmp_path / "x.h5", check=2)
-    lines = small.own_lines(result)
-    assert lines == ["mpidl: pack is one process with threads: run it without mpirun"]
+    line = jobs.refusal(pool.run(2, "-m", "mpidl.pack", pictures, tmp_path / "x.h5"))
+    assert line == "pack is one process with threads: run it without mpirun"
 
 
-def test_bad_data_is_one_line_of_training(packed, pictures, tmp_path):
-    """Of a job of two ranks: a packed file with a changed header, NaN pixels, one class."""
+def test_training_refuses_bad_data_in_one_line(packed, tmp_path):
+    """On two ranks: a truncated packed file, NaN pixels, one class."""
     bad = tmp_path / "bad.h5"
     bad.write_bytes(packed.read_bytes()[:-100])
     with h5py.File(tmp_path / "nan.h5", "w") as file:
@@ -149,6 +146,5 @@ def test_bad_data_is_one_line_of_training(packed, pictures, tmp_path):
         tmp_path / "one.h5": "expected images of two classes at least",
     }
     for path, text in expected.items():
-        result = small.train(2, path, tmp_path / "out", *ITERATIONS, check=2, network="digits")
-        (line,) = small.own_lines(result)
-        assert line.startswith("mpidl: ") and text in line
+        result = jobs.train(2, path, tmp_path / "out", *ITERATIONS, check=2, network="digits")
+        assert text in jobs.refusal(result)

@@ -1,35 +1,33 @@
-"""What is installed: the whole package, compiled or not, and no more of others than it needs."""
+"""The wheel holds the complete package, compiled or not, and its import loads few packages."""
 
 import configparser
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 
+import jobs
 import pytest
-import small
 from building import kernels, needs_compiler
-from launcher import ROOT, environment, mpirun
+from launcher import ROOT, mpirun
 
-# Of a tree that was installed once and changed since, these must not be taken for its sources.
+# Files of an earlier installation or run, which are not sources.
 LEFTOVERS = ("__pycache__", ".egg-info", ".pyc")
 SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
 
 
 def sources(*names):
-    """The files under these names of the checkout, without what running it has left there."""
+    """Yield the source files under these names of the checkout."""
     for name in names:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            left = any(part.endswith(LEFTOVERS) for part in file.parts)
-            if file.is_file() and not left and kernels.LIB not in map(str, file.parents):
+            is_leftover = any(part.endswith(LEFTOVERS) for part in file.parts)
+            if file.is_file() and not is_leftover and kernels.LIB not in map(str, file.parents):
                 yield file
 
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """The source distribution, made from a copy of the sources and unpacked."""
+    """The unpacked source distribution of a copy of the sources."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
     files = ["setup.cfg", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"]
     for path in sources(*files, "mpidl", "kernels"):
@@ -37,27 +35,21 @@ def unpacked(tmp_path_factory):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     text = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
-    run([sys.executable, "-c", text], cwd=copy)
+    mpirun(None, "-c", text, cwd=copy, check=0)
     (packed,) = out.glob("mpidl-*.tar.gz")
     shutil.unpack_archive(packed, out)
     unpacked = packed.with_name(packed.name.removesuffix(".tar.gz"))
-    if os.path.isdir(kernels.OBJECTS):  # named by what they were compiled from
+    if os.path.isdir(kernels.OBJECTS):  # saves compiling; their names hash their sources
         shutil.copytree(kernels.OBJECTS, unpacked / "build" / "kernels")
     return unpacked
 
 
-def run(command, cwd=None, env=None):
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment(env))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def wheel_of(folder, out, env):
-    """Path of the wheel that pip makes of the sources in a folder, and what was printed."""
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-v"]
-    text = run([*command, "--wheel-dir", out, folder], env=env)
+    """Return the path of the wheel that pip builds of the sources in a folder, and the output."""
+    words = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-v", "--wheel-dir", out]
+    result = mpirun(None, *words, folder, env=env, check=0)
     (wheel,) = out.glob("mpidl-*.whl")
-    return wheel, text
+    return wheel, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +59,9 @@ def wheel(unpacked, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel_without_compiler(unpacked, tmp_path_factory):
-    """The wheel where there is no compiler, though an earlier build has left kernels behind."""
-    nothing = tmp_path_factory.mktemp("nothing")
-    hidden = {"PATH": nothing, "CC": ""}
-    wheel, text = wheel_of(unpacked, tmp_path_factory.mktemp("pure"), hidden)
+    """The wheel without a compiler, although an earlier build has left kernels."""
+    env = {"PATH": tmp_path_factory.mktemp("empty"), "CC": ""}
+    wheel, text = wheel_of(unpacked, tmp_path_factory.mktemp("pure"), env)
     assert "mpidl: kernels that are not compiled: no C compiler: cc, gcc or clang is" in text
     return wheel
 
@@ -81,7 +72,7 @@ def names_in(wheel):
 
 
 def expected_names():
-    """Of each file of the package, its place in a wheel without kernels."""
+    """Return the paths of the package's files in a wheel without kernels."""
     files = {str(path.relative_to(ROOT)) for path in sources("mpidl")}
     cuda = {f"mpidl/{path.relative_to(ROOT)}" for path in sources("kernels/cuda")}
     return files | cuda | {"mpidl/kernels/README.md", "mpidl/kernels/cpu/mpidl.h"}
@@ -100,7 +91,7 @@ def test_the_wheel_holds_every_file(wheel):
 
 
 def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_compiler):
-    # after `wheel`, whose kernels must not be found again
+    # after `wheel`, whose kernels must not be used
     assert names_in(wheel_without_compiler) == expected_names()
     assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
 
@@ -113,37 +104,35 @@ def test_a_compiler_that_fails(unpacked, tmp_path):
 
 
 def train(wheel, data, folder):
-    """Train from a wheel, unpacked into a folder, on 2 ranks; the Result and the weights' hash."""
+    """Train on 2 ranks by a wheel unpacked into a folder; return stdout and the weights' hash."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
-    env = small.without_plots() | {"PYTHONPATH": folder / "site", "MPIDL_CPU": ""}
-    words = small.command("train", *SHORT, data=data, out=folder / "run")
+    env = jobs.without_plots() | {"PYTHONPATH": folder / "site", "MPIDL_CPU": ""}
+    words = jobs.command("train", *SHORT, data=data, out=folder / "run")
     result = mpirun(2, *words, env=env, cwd=folder, check=0)
-    return result, small.summary(folder / "run")["weights_sha256"]
+    assert jobs.error_lines(result) == []
+    return result.stdout, jobs.weights_hash(folder / "run")
 
 
 @needs_compiler
 @pytest.mark.slow("package")
 def test_the_wheel_trains_as_the_checkout_does(wheel, pictures, tmp_path):
-    result, found = train(wheel, pictures, tmp_path)
-    assert "without C kernels" not in result.stdout
-    words = small.command("train", *SHORT, data=pictures, out=tmp_path / "here")
-    mpirun(1, *words, env=small.without_plots() | {"MPIDL_CPU": ""}, check=0)
-    assert small.summary(tmp_path / "here")["weights_sha256"] == found
+    stdout, weights = train(wheel, pictures, tmp_path)
+    assert "without C kernels" not in stdout
+    env = {"MPIDL_CPU": ""}
+    assert jobs.trained_hash(1, pictures, tmp_path / "checkout", *SHORT, env=env) == weights
 
 
 @pytest.mark.slow("package")
 def test_without_kernels_numpy_trains_and_says_so_once(wheel_without_compiler, pictures, tmp_path):
-    result, found = train(wheel_without_compiler, pictures, tmp_path)
-    said = [line for line in result.stdout.splitlines() if "without C kernels" in line]
-    assert said == [
+    stdout, weights = train(wheel_without_compiler, pictures, tmp_path)
+    notes = [line for line in stdout.splitlines() if "without C kernels" in line]
+    assert notes == [
         "note: without C kernels NumPy does the arithmetic, several times slower: none are "
         "compiled: install mpidl again where there is a C compiler"
     ]
-    assert small.own_lines(result) == []
-    words = small.command("train", *SHORT, data=pictures, out=tmp_path / "here")
-    mpirun(1, *words, env=small.without_plots() | {"MPIDL_CPU": "numpy"}, check=0)
-    assert small.summary(tmp_path / "here")["weights_sha256"] == found
+    env = {"MPIDL_CPU": "numpy"}
+    assert jobs.trained_hash(1, pictures, tmp_path / "checkout", *SHORT, env=env) == weights
 
 
 def test_every_package_is_listed():
@@ -155,7 +144,7 @@ def test_every_package_is_listed():
 
 
 def test_import_is_lean():
-    """Thousands of ranks import it at once, from one file system."""
+    """Thousands of ranks import the package at once from one file system."""
     late = ["h5py", "rich", "matplotlib", "cupy", "torch", "scipy", "mpi4py.MPI"]
     text = f"import sys, mpidl; print([name for name in {late} if name in sys.modules])"
     assert mpirun(None, "-c", text, check=0).stdout.strip() == "[]"

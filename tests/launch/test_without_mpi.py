@@ -1,12 +1,12 @@
-"""A machine without mpi4py: the world is one rank, and a launcher of more is told so."""
+"""Without mpi4py the world is one rank, and a launcher of more ranks gets an error."""
 
 import os
 
+import jobs
 import pytest
-import small
 from launcher import ROOT, mpirun
 
-# A command as if these packages were not installed.
+# A command without some packages, as if they were not installed.
 BLOCKED = """
 import runpy, sys
 
@@ -25,32 +25,30 @@ def script(tmp_path):
 
 
 def train(script, missing, pictures, out, **keywords):
-    words = small.command("train", "--max-iterations", 3, data=pictures, out=out)
+    words = jobs.command("train", "--max-iterations", 3, data=pictures, out=out)
     assert words[0] == "-m"
-    keywords["env"] = small.without_plots() | keywords.get("env", {})
+    keywords["env"] = jobs.without_plots() | keywords.get("env", {})
     return mpirun(None, script, missing, *words[1:], **keywords)
 
 
 def test_training_gives_the_same_weights(script, pictures, tmp_path):
     train(script, "mpi4py,rich,threadpoolctl", pictures, tmp_path / "without", check=0)
     train(script, "nothing", pictures, tmp_path / "with", check=0)
-    found = [small.summary(tmp_path / name) for name in ("without", "with")]
-    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
-    assert found[0]["iterations"] == 3 and found[0]["ranks"] == 1
+    assert jobs.weights_hash(tmp_path / "without") == jobs.weights_hash(tmp_path / "with")
+    summary = jobs.summary(tmp_path / "without")
+    assert summary["iterations"] == 3 and summary["ranks"] == 1
     options = (tmp_path / "without" / "options.toml").read_text()
     assert "one rank without MPI" in options
 
 
 def test_more_ranks_are_refused(script, pictures, tmp_path):
     environment = {"PMI_SIZE": 2, "PMI_RANK": 0}
-    result = train(script, "mpi4py", pictures, tmp_path, env=environment, check=2)
-    assert "the launcher started 2 tasks (PMI_SIZE=2)" in result.stderr
-    assert "mpi4py is not installed" in result.stderr
-    assert len(small.own_lines(result)) == 1
+    line = jobs.refusal(train(script, "mpi4py", pictures, tmp_path, env=environment))
+    assert "the launcher started 2 tasks (PMI_SIZE=2)" in line and "mpi4py is not installed" in line
 
 
-def test_what_mpi4py_says_is_passed_on(script, pictures, tmp_path):
-    """mpi4py is there, and the MPI library that it loads is not."""
+def test_the_error_of_mpi4py_is_printed(script, pictures, tmp_path):
+    """mpi4py is installed without the MPI library that it loads."""
     broken = tmp_path / "mpi4py"
     broken.mkdir()
     (broken / "__init__.py").write_text("class rc:\n    pass\n")
@@ -60,6 +58,6 @@ def test_what_mpi4py_says_is_passed_on(script, pictures, tmp_path):
     assert "mpi4py cannot be used: cannot load MPI library" in result.stderr
 
 
-def test_other_packages_are_not_needed_to_begin(script):
+def test_a_command_starts_without_other_packages(script):
     result = mpirun(None, script, "PIL,h5py,rich,tomli_w,mpi4py", "mpidl.info", check=0)
     assert "one rank without MPI" in result.stdout

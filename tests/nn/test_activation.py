@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import needed
+from cpu_builds import needs_kernels
 from short_training import trained
 from single_rank import SingleRank, blocked, numbers, whole
 
@@ -56,7 +56,7 @@ def test_a_model_file_keeps_it(tmp_path, approximate):
     assert outputs[0].tobytes() == outputs[1].tobytes()
 
 
-@needed
+@needs_kernels
 def test_memory_is_what_a_step_stores(monkeypatch):
     net, count, outputs = plain(), 48, []
     take = arenas.empty

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from cpu_builds import needed
-from single_rank import SingleRank, assert_slopes, blocked, finite_differences, numbers, whole
+from cpu_builds import needs_kernels
+from single_rank import SingleRank, all_images, assert_slopes, blocked, finite_differences, numbers
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
@@ -145,10 +145,10 @@ def test_gradients_go_through_frozen_layers(world, names):
 
     moving = {name: net.parameters[name] for name in gradients}
     assert not [name for name in moving if name.split(".")[0] in names]
-    assert_slopes(gradients, finite_differences(loss, moving, most=6), 5e-6)
+    assert_slopes(gradients, finite_differences(loss, moving, max_elements=6), 5e-6)
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
 def test_fused_layers_have_the_bytes_of_the_separate_ones(world, names):
     found = []
@@ -187,7 +187,7 @@ def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(w
 def test_a_frozen_dropout_drops_nothing(world):
     net = dl.Network([dl.Dropout(0.5)], SHAPE)
     images, _ = batch_of(world)
-    dropped = whole(world, net.bind({})(images))  # a rank may have no images
+    dropped = all_images(world, net.bind({})(images))  # a rank may have no images
     assert (dropped == 0).mean() > 0.4
     net.freeze("dropout1")
     assert net.bind({})(images).local().tobytes() == images.local().tobytes()
@@ -283,4 +283,4 @@ def test_freezing_touches_the_network_alone(world):
     net = dl.Network(made, SHAPE)
     other = dl.Network(net.layers, SHAPE).freeze("conv1")
     assert made[0].trainable and net["conv1"].trainable and not other["conv1"].trainable
-    assert whole(world, net(batch_of(world)[0])).shape == (37, 4)
+    assert all_images(world, net(batch_of(world)[0])).shape == (37, 4)

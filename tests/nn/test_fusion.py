@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from cpu_builds import needed
+from cpu_builds import needs_kernels
 
 import mpidl as dl
 from mpidl import ops
 from mpidl.blocks import Blocked, DeferredActivation
 from mpidl.nn import fusion
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 LAYERS = {
     "digits": dl.nn.zoo.digits((1, 12, 12), 3).layers,

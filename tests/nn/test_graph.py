@@ -5,8 +5,8 @@ import weakref
 
 import numpy as np
 import pytest
-from cpu_builds import needed
-from single_rank import SingleRank, assert_slopes, blocked, finite_differences, numbers, whole
+from cpu_builds import needs_kernels
+from single_rank import SingleRank, all_images, assert_slopes, blocked, finite_differences, numbers
 
 import mpidl as dl
 from mpidl.blocks import DeferredActivation
@@ -113,12 +113,12 @@ def test_a_residual_network_against_numpy():
     images, labels = batch_of(world, dtype=np.float64)
     loss, gradients, _ = dl.value_and_grad(model_loss)(net, images, labels)
     found = world.gplus((loss, gradients))
-    arrays = whole(world, images), whole(world, labels)
+    arrays = all_images(world, images), all_images(world, labels)
     np.testing.assert_allclose(found[0], loss_by_hand(net.parameters, *arrays), rtol=1e-12)
-    scores = whole(world, net.bind(net.parameters)(images))
+    scores = all_images(world, net.bind(net.parameters)(images))
     np.testing.assert_allclose(scores, by_hand(net.parameters, arrays[0]), rtol=1e-10, atol=1e-12)
     differences = finite_differences(
-        lambda p: loss_by_hand(p, *arrays), net.parameters, step=1e-6, most=3
+        lambda p: loss_by_hand(p, *arrays), net.parameters, step=1e-6, max_elements=3
     )
     # biases before a batch normalization have gradient 0, which `assert_slopes` measures by 1e-3
     assert_slopes(found[1], differences, tolerance=2e-6)
@@ -140,13 +140,13 @@ def test_gradients_of_a_residual_network_against_pytorch(world):
         gamma, beta = p[f"{name}.gamma"], p[f"{name}.beta"]
         return functional.batch_norm(x, None, None, gamma, beta, training=True, eps=1e-5)
 
-    x = torch.tensor(whole(world, images), dtype=torch.float64)
+    x = torch.tensor(all_images(world, images), dtype=torch.float64)
     one = norm(conv(x, "conv1", padding=1), "norm1").relu()
     two = (one + norm(conv(one, "conv2", padding=1), "norm2")).relu()
     three = norm(conv(two, "conv3", stride=2, padding=1), "norm3").relu()
     four = norm(conv(three, "conv4", padding=1), "norm4") + conv(two, "shortcut", stride=2)
     scores = functional.linear(four.relu().mean((2, 3)), p["dense1.weight"], p["dense1.bias"])
-    functional.cross_entropy(scores, torch.tensor(whole(world, labels).astype(int))).backward()
+    functional.cross_entropy(scores, torch.tensor(all_images(world, labels).astype(int))).backward()
     for name, gradient in gradients.items():
         wanted = p[name].grad.numpy()
         size = max(abs(wanted).max(), 1e-2)
@@ -165,7 +165,7 @@ def test_one_result_on_any_number_of_ranks(world, layers):
     assert found[0] == found[1]
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("count", [37, 16, 3])
 @pytest.mark.parametrize("layers", [residual, branches], ids=lambda f: f.__name__)
 def test_fused_layers_have_the_bytes_of_the_separate_ones(world, layers, count):
@@ -209,7 +209,7 @@ def test_what_fuses():
     assert all(len(run) == 1 for run in fusion.find_runs(net.layers, net.reads))
 
 
-@needed
+@needs_kernels
 def test_a_fused_activation_with_several_readers_stays_deferred(world):
     seen = []
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from single_rank import SingleRank, blocked, numbers, whole
+from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
 from mpidl import keyed
@@ -175,7 +175,7 @@ def test_a_layer_of_ones_own(world):
     net = dl.Network([dl.Flatten(), Double()], (2, 3, 3))
     x = numbers("images", 20, 2, 3, 3)
     assert net.layers[1].name == "double1" and net.output_shape == (18,)
-    assert np.array_equal(whole(world, net(blocked(world, x))), 2 * x.reshape(20, 18))
+    assert np.array_equal(all_images(world, net(blocked(world, x))), 2 * x.reshape(20, 18))
     with pytest.raises(TypeError, match="layer Layer has no forward"):
         dl.Network([dl.Layer()], (2, 3, 3))(blocked(world, x))
 
@@ -194,7 +194,7 @@ def test_prediction_is_the_same_from_arrays_and_shares(world):
     assert scores.shape == (37, 3) and scores.dtype == np.float32
     np.testing.assert_allclose(scores.sum(axis=1), 1, rtol=1e-6)
     assert net.predict(images).tobytes() == scores.tobytes()
-    assert whole(world, net.predict(blocked(world, images))).tobytes() == scores.tobytes()
+    assert all_images(world, net.predict(blocked(world, images))).tobytes() == scores.tobytes()
 
 
 def test_the_running_state_moves_by_decay(world):
@@ -206,7 +206,7 @@ def test_the_running_state_moves_by_decay(world):
 
     _, _, state = dl.value_and_grad(model_loss)(net, images, labels)
     convolved = dl.conv2d(images, net.parameters["conv1.weight"], net.parameters["conv1.bias"])
-    channels = whole(world, convolved).astype("f8").transpose(1, 0, 2, 3).reshape(4, -1)
+    channels = all_images(world, convolved).astype("f8").transpose(1, 0, 2, 3).reshape(4, -1)
     np.testing.assert_allclose(state["batchnorm1.mean"], 0.1 * channels.mean(axis=1), rtol=1e-5)
     expected = 0.9 + 0.1 * channels.var(axis=1)
     np.testing.assert_allclose(state["batchnorm1.variance"], expected, rtol=1e-6)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import needed
+from cpu_builds import needs_kernels
 from single_rank import blocked, numbers
 
 import mpidl as dl
@@ -83,7 +83,7 @@ def test_memory_counts_whole_blocks_and_what_is_stored():
     assert rows["batchnorm1"].memory == rows["relu1"].memory == 4 * 16 * image
 
 
-@needed
+@needs_kernels
 def test_a_step_stores_what_it_says(monkeypatch):
     """What forward takes of the arena and keeps; pooling keeps its places too, a byte each."""
     net, count = _plain(), 48

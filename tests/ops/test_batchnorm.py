@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from single_rank import SingleRank, blocked, numbers, whole
+from single_rank import SingleRank, all_images, blocked, numbers
 from test_ops import batchnorm_reference
 
 import mpidl as dl
@@ -24,7 +24,7 @@ def normalized(world, count, scope, dtype=np.float64):
     x = blocked(world, images(count, dtype))
     gamma, beta = GAMMA.astype(dtype), BETA.astype(dtype)
     y = dl.batchnorm(x, gamma, beta, scope=scope, record=lambda *both: recorded.append(both))
-    return whole(world, y), recorded, y.local(), x.batch
+    return all_images(world, y), recorded, y.local(), x.batch
 
 
 @pytest.mark.parametrize("scope", ["global", "local"])
@@ -78,7 +78,7 @@ def test_gradients_by_the_formula_of_the_paper(world):
     y = dl.batchnorm(*leaves, epsilon=epsilon)
     seed = blocked(world, dy, batch=values.batch)
     found = tape.backward(y, seed, fold=world.gplus)
-    dx, dgamma, dbeta = whole(world, found[leaves[0]]), found[leaves[1]], found[leaves[2]]
+    dx, dgamma, dbeta = all_images(world, found[leaves[0]]), found[leaves[1]], found[leaves[2]]
     for c in range(3):
         v, d, n = x[:, c], dy[:, c], x[:, c].size
         mean = v.mean()
@@ -108,7 +108,7 @@ def test_statistics_far_from_zero_keep_their_digits(world):
 def test_prediction_uses_the_running_state(world):
     x = images(21)
     mean, variance = numbers("mean", 3), numbers("variance", 3, low=0.5)
-    found = whole(world, dl.batchnorm_predict(blocked(world, x), mean, variance, GAMMA, BETA))
+    found = all_images(world, dl.batchnorm_predict(blocked(world, x), mean, variance, GAMMA, BETA))
     for c in range(3):
         expected = GAMMA[c] * (x[:, c] - mean[c]) / np.sqrt(variance[c] + 1e-5) + BETA[c]
         np.testing.assert_allclose(found[:, c], expected, rtol=1e-12, atol=1e-13)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from single_rank import SingleRank, blocked, numbers, whole
+from single_rank import SingleRank, all_images, blocked, numbers
 from test_ops import conv2d_reference, gradients, share_of
 
 import mpidl as dl
@@ -253,10 +253,10 @@ def test_pytorch_normalizes_alike(world, window, beta):
     value = blocked(world, x)
     leaf = dl.Var(value)
     y = dl.cross_channel_norm(leaf, window, alpha=0.3, beta=beta, k=1.5)
-    found = whole(world, y.value)
+    found = all_images(world, y.value)
     dx = tape.backward(y, blocked(world, dy, batch=value.batch))[leaf]
     np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-12)
-    np.testing.assert_allclose(whole(world, dx), variable.grad.numpy(), rtol=1e-11)
+    np.testing.assert_allclose(all_images(world, dx), variable.grad.numpy(), rtol=1e-11)
 
 
 @pytest.mark.parametrize("stride, cropping", [(1, 0), (2, 1), (3, 0), (2, (2, 1))])
@@ -265,7 +265,7 @@ def test_pytorch_convolves_back_alike(world, stride, cropping):
     x, w, b = numbers("x", 20, 3, 4, 5), numbers("w", 3, 2, 5, 3), numbers("b", 2)
     expected = f.conv_transpose2d(*map(torch.tensor, (x, w, b)), stride=stride, padding=cropping)
     y = dl.transposed_conv2d(blocked(world, x), w, b, stride=stride, cropping=cropping)
-    np.testing.assert_allclose(whole(world, y), expected.numpy(), rtol=1e-12)
+    np.testing.assert_allclose(all_images(world, y), expected.numpy(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["tanh", "sigmoid", "leaky_relu"])
@@ -273,7 +273,7 @@ def test_pytorch_activates_alike(world, name):
     torch, f = torch_functions()
     x = numbers("x", 20, 50, low=-20, high=20)
     expected = getattr(f if name == "leaky_relu" else torch, name)(torch.tensor(x)).numpy()
-    found = whole(world, getattr(dl, name)(blocked(world, x)))
+    found = all_images(world, getattr(dl, name)(blocked(world, x)))
     np.testing.assert_allclose(found, expected, rtol=1e-13)
 
 
@@ -287,8 +287,8 @@ def test_pytorch_has_the_same_gelu(world, approximate):
     leaf = dl.Var(blocked(world, x))
     y = dl.gelu(leaf, approximate)
     dx = tape.backward(y, blocked(world, dy, batch=leaf.value.batch))[leaf]
-    np.testing.assert_allclose(whole(world, y.value), expected.detach().numpy(), rtol=1e-10)
-    np.testing.assert_allclose(whole(world, dx), variable.grad.numpy(), rtol=1e-9, atol=1e-13)
+    np.testing.assert_allclose(all_images(world, y.value), expected.detach().numpy(), rtol=1e-10)
+    np.testing.assert_allclose(all_images(world, dx), variable.grad.numpy(), rtol=1e-9, atol=1e-13)
 
 
 # dropout
@@ -296,7 +296,7 @@ def test_pytorch_has_the_same_gelu(world, approximate):
 
 def dropped(world, x, probability=0.5, key="dropout", **batch):
     value = blocked(world, x, batch=dl.share(len(x), world, **batch))
-    return whole(world, dl.dropout(value, probability, key=key))
+    return all_images(world, dl.dropout(value, probability, key=key))
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
@@ -337,10 +337,10 @@ def test_the_gradient_of_dropout(world, count):
     assert dl.check_vjp(lambda v: dl.dropout(v, 0.3), value) < 1e-8
     leaf = dl.Var(value)
     y = dl.dropout(leaf, 0.3)
-    found = whole(world, y.value)
+    found = all_images(world, y.value)
     dx = tape.backward(y, value)[leaf]
     assert np.array_equal(zero_unused(dx.lanes.copy(), dx.batch), dx.lanes)
-    assert np.array_equal(whole(world, dx), found)  # it is linear
+    assert np.array_equal(all_images(world, dx), found)  # it is linear
 
 
 @pytest.mark.parametrize("count", [5, 37])
@@ -400,7 +400,7 @@ def results(world, net, images, targets, training=True):
         return dl.mean_squared_error(n(x), targets)
 
     if not training:
-        return whole(world, net(images)).tobytes()
+        return all_images(world, net(images)).tobytes()
     value, gradients, state = dl.value_and_grad(loss)(net, images)
     value, gradients = world.gplus(value), world.gplus(gradients)
     return [np.asarray(v).tobytes() for v in (float(value), *gradients.values(), *state.values())]
@@ -459,10 +459,10 @@ def test_gradients_of_a_network_of_them(world):
 def test_softmax_goes_over_the_channels_of_each_pixel(world):
     net = dl.Network([dl.Conv2D(1, 4), dl.Softmax()], (2, 3, 5), seed=1)
     images = blocked(world, numbers("images", 21, 2, 3, 5, dtype=np.float32))
-    scores, found = whole(world, net.logits(images)), whole(world, net(images))
+    scores, found = all_images(world, net.logits(images)), all_images(world, net(images))
     exact = np.exp(scores.astype(np.float64))
     np.testing.assert_allclose(found, exact / exact.sum(axis=1, keepdims=True), rtol=1e-6)
-    assert whole(world, net.predict(images)).tobytes() == found.tobytes()
+    assert all_images(world, net.predict(images)).tobytes() == found.tobytes()
 
 
 @pytest.mark.parametrize("op", [dl.softmax_cross_entropy, dl.mean_squared_error])

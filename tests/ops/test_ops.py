@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from single_rank import SingleRank, blocked, numbers, whole
+from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
 from mpidl.autodiff import tape
@@ -225,7 +225,7 @@ def share_of(world, images, replicated):
 def plain(world, value):
     """A result as a plain array, the same on every rank."""
     value = tape.value_of(value)
-    return world.gplus(value) if isinstance(value, dl.Partial) else whole(world, value)
+    return world.gplus(value) if isinstance(value, dl.Partial) else all_images(world, value)
 
 
 def gradients(world, op, args):
@@ -386,7 +386,7 @@ def test_softmax_and_cross_entropy_of_large_scores(world):
     x, labels = np.zeros((20, 3)), np.arange(20) % 3
     x[:, 0], x[:, 1] = 1000, -1000
     scores, labels = blocked(world, x.astype("f4"), labels)
-    assert whole(world, dl.softmax(scores))[0].tolist() == [1, 0, 0]
+    assert all_images(world, dl.softmax(scores))[0].tolist() == [1, 0, 0]
     loss = world.gplus(dl.softmax_cross_entropy(scores, labels))
     assert loss == pytest.approx((7 * 0 + 7 * 2000 + 6 * 1000) / 20)
 
@@ -420,7 +420,7 @@ def test_losses_and_their_gradients_are_those_of_pytorch(world):
             loss = ours(var, blocked(world, cast, batch=var.value.batch))
             assert abs(world.gplus(loss.value) - expected.item()) <= tolerance
             (found,) = tape.backward(loss, np.ones(()), fold=world.gplus).values()
-            error = abs(whole(world, found) - known.grad.numpy()).max()
+            error = abs(all_images(world, found) - known.grad.numpy()).max()
             assert error <= tolerance * abs(known.grad.numpy()).max()
 
 

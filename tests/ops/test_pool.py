@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from single_rank import SingleRank, blocked, numbers, whole
+from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
 from mpidl.autodiff import tape
@@ -86,10 +86,10 @@ def pooled(world, kind, x, options):
     variable = dl.Var(blocked(world, x))
     y = KINDS[kind](variable, **options)
     dy = blocked(world, numbers("dy", *y.shape, dtype=x.dtype), batch=y.value.batch)
-    result = whole(world, y.value)
+    result = all_images(world, y.value)
     dx = tape.backward(y, dy)[variable]
     assert np.array_equal(zero_unused(dx.lanes.copy(), dx.batch), dx.lanes)
-    return result, whole(world, dx)
+    return result, all_images(world, dx)
 
 
 @BOTH
@@ -248,7 +248,7 @@ def test_same_padding_against_pytorch(world, kind, size, stride):
     net = dl.Network([layer], (2, 7, 10))
     again = dl.Network.from_spec(net.spec(), net.input_shape)
     assert again.output_shapes == [tuple(y.shape[1:])]
-    assert np.array_equal(whole(world, again(blocked(world, x))), found)
+    assert np.array_equal(all_images(world, again(blocked(world, x))), found)
 
 
 def test_layers(world):

@@ -1,4 +1,4 @@
-"""The compiled kernels in tests: every build that runs here, on several numbers of threads."""
+"""Run the compiled kernels of every build that this CPU runs, on several numbers of threads."""
 
 import os
 
@@ -9,18 +9,18 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.fold import Partial
 
-# With 3, images are shared out to teams of several threads, some a thread larger than others. The
-# slow part `threads` has more.
+# With 3, teams of several threads share the images, and some teams have a thread more than others.
+# The slow part `threads` sets more numbers.
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
-needed = pytest.mark.skipif(
+needs_kernels = pytest.mark.skipif(
     builds.running() == "numpy",
     reason="no kernels, or MPIDL_CPU=numpy: python kernels/build.py compiles them",
 )
 
 
 def bytes_of(value):
-    """An array's, a Partial's nodes', or those of a tuple of such."""
+    """Return the bytes of an array, of a Partial's nodes, or of each part of a tuple of these."""
     if isinstance(value, (tuple, list)):
         return [bytes_of(part) for part in value]
     if isinstance(value, Partial):
@@ -28,20 +28,20 @@ def bytes_of(value):
     return None if value is None else np.asarray(value).tobytes()
 
 
-def everywhere(call):
-    """{build: call()}, where the number of threads did not matter, nor AVX-512 or AVX2."""
-    found, before = {}, builds.running()
+def on_all_builds(call):
+    """Return {build: call()}; require the same bytes of any threads, and of AVX-512 and AVX2."""
+    results, before = {}, builds.running()
     try:
         for build in BUILDS:
             library = builds.use(build)
             for threads in THREADS:
                 library.set_threads(threads)
                 result = call()
-                expected = found.setdefault(build, result)
+                expected = results.setdefault(build, result)
                 assert bytes_of(result) == bytes_of(expected), f"{build}, {threads} threads"
             library.set_threads(settings.threads)
     finally:
         builds.use(before)
-    wide = [bytes_of(found[build]) for build in ("x86-64-v4", "x86-64-v3") if build in found]
+    wide = [bytes_of(results[build]) for build in ("x86-64-v4", "x86-64-v3") if build in results]
     assert all(b == wide[0] for b in wide), "AVX-512 and AVX2 differ"
-    return found
+    return results

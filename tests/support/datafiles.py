@@ -1,57 +1,50 @@
-"""Small data files of every form, written byte by byte or by the libraries that others use."""
+"""Small data files of every format, written byte by byte or by the usual libraries."""
 
 import h5py
 import numpy as np
 import scipy.io
 
-
-def cifar10(folder, per_file=3, names=True):
-    """CIFAR-10's binary files; returns {file name: (labels, pixels (n, 3, 32, 32))}."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    numbers = np.random.default_rng(10)
-    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-        labels = numbers.integers(0, 10, per_file, dtype=np.uint8)
-        pixels = numbers.integers(0, 256, (per_file, 3, 32, 32), dtype=np.uint8)
-        records = [bytes([c]) + image.tobytes() for c, image in zip(labels, pixels, strict=True)]
-        (folder / name).write_bytes(b"".join(records))
-        drawn[name] = labels, pixels
-    if names:
-        text = "".join(f"{name}\n" for name in CIFAR_NAMES)
-        (folder / "batches.meta.txt").write_text(text + "\n")
-    return drawn
-
-
 CIFAR_NAMES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 
 
-def cifar100(folder, n=4):
-    """CIFAR-100's; returns {file name: (coarse, fine, pixels)}."""
+def _write_cifar(folder, names, count, label_counts, seed):
+    """Write CIFAR's binary files of random images; return {file name: (*labels, pixels)}."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
-    numbers = np.random.default_rng(100)
-    for name in ("train.bin", "test.bin"):
-        coarse = numbers.integers(0, 20, n, dtype=np.uint8)
-        fine = numbers.integers(0, 100, n, dtype=np.uint8)
-        pixels = numbers.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
-        records = [
-            bytes([c, f]) + image.tobytes()
-            for c, f, image in zip(coarse, fine, pixels, strict=True)
-        ]
-        (folder / name).write_bytes(b"".join(records))
-        drawn[name] = coarse, fine, pixels
+    arrays, random = {}, np.random.default_rng(seed)
+    for name in names:
+        labels = [random.integers(0, classes, count, dtype=np.uint8) for classes in label_counts]
+        pixels = random.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
+        records = np.hstack([np.stack(labels, axis=1), pixels.reshape(count, -1)])
+        (folder / name).write_bytes(records.tobytes())
+        arrays[name] = *labels, pixels
+    return arrays
+
+
+def cifar10(folder, per_file=3, names=True):
+    """Write CIFAR-10's binary files; return {file name: (labels, pixels (n, 3, 32, 32))}."""
+    files = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    arrays = _write_cifar(folder, files, per_file, [10], seed=10)
+    if names:
+        text = "".join(f"{name}\n" for name in CIFAR_NAMES)
+        (folder / "batches.meta.txt").write_text(text + "\n")
+    return arrays
+
+
+def cifar100(folder, n=4):
+    """Write CIFAR-100's binary files; return {file name: (coarse, fine, pixels)}."""
+    arrays = _write_cifar(folder, ("train.bin", "test.bin"), n, [20, 100], seed=100)
     for kind, count in (("coarse", 20), ("fine", 100)):
         names = "".join(f"{kind} {i}\n" for i in range(count))
         (folder / f"{kind}_label_names.txt").write_text(names)
-    return drawn
+    return arrays
 
 
 def hdf5(path, images, labels=None, classes=None, layout=None, targets=None, **options):
-    """An HDF5 file as h5py's users write it."""
+    """Write an HDF5 file as users of h5py do."""
     with h5py.File(path, "w") as file:
-        held = file.create_dataset("images", data=images, **options)
+        dataset = file.create_dataset("images", data=images, **options)
         if layout is not None:
-            held.attrs["layout"] = layout
+            dataset.attrs["layout"] = layout
         if labels is not None:
             file["labels"] = labels
             if classes is not None:
@@ -62,20 +55,20 @@ def hdf5(path, images, labels=None, classes=None, layout=None, targets=None, **o
 
 
 def mat5(path, compressed=True, **variables):
-    """A .mat file of version 5 (save -v7; -v6 where it is not compressed)."""
+    """Write a .mat file of version 5: `save -v7`, or -v6 if it is not compressed."""
     scipy.io.savemat(path, variables, do_compression=compressed, oned_as="column")
     return path
 
 
 def cells(*texts):
-    """A cell array of texts, for `mat5`."""
-    found = np.empty((1, len(texts)), object)
-    found[0, :] = texts
-    return found
+    """Return a cell array of texts for `mat5`."""
+    array = np.empty((1, len(texts)), object)
+    array[0, :] = texts
+    return array
 
 
 def mat73(path, **variables):
-    """A .mat file of version 7.3: HDF5 after MATLAB's header, dimensions in MATLAB's order.
+    """Write a .mat file of version 7.3: HDF5 after MATLAB's header, dimensions in its order.
 
     A list of texts becomes a cell array.
     """
@@ -87,20 +80,20 @@ def mat73(path, **variables):
                 references = []
                 for text in value:
                     codes = np.frombuffer(text.encode("utf-16-le"), np.uint16)[:, None]
-                    held = group.create_dataset(f"{name}{len(references)}", data=codes)
-                    held.attrs["MATLAB_class"] = np.bytes_("char")
-                    references.append(held.ref)
-                held = file.create_dataset(name, (len(value), 1), h5py.ref_dtype)
-                held[:, 0] = references
-                held.attrs["MATLAB_class"] = np.bytes_("cell")
+                    dataset = group.create_dataset(f"{name}{len(references)}", data=codes)
+                    dataset.attrs["MATLAB_class"] = np.bytes_("char")
+                    references.append(dataset.ref)
+                dataset = file.create_dataset(name, (len(value), 1), h5py.ref_dtype)
+                dataset[:, 0] = references
+                dataset.attrs["MATLAB_class"] = np.bytes_("cell")
                 continue
             value = np.asarray(value)
             kind = kinds[value.dtype.str[1:]]
             chunks = (1, *value.shape[-2::-1]) if value.ndim > 2 else None
-            held = file.create_dataset(
+            dataset = file.create_dataset(
                 name, data=value.T, chunks=chunks, compression=chunks and "gzip"
             )
-            held.attrs["MATLAB_class"] = np.bytes_(kind)
+            dataset.attrs["MATLAB_class"] = np.bytes_(kind)
     head = b"MATLAB 7.3 MAT-file, Platform: GLNXA64".ljust(124, b" ") + b"\x00\x02IM"
     with open(path, "r+b") as file:
         file.write(head)
@@ -108,5 +101,5 @@ def mat73(path, **variables):
 
 
 def matlab(images):
-    """(n, C, H, W) as MATLAB holds it, H x W x C x N."""
+    """Return images (N, C, H, W) in MATLAB's order, H x W x C x N."""
     return images.transpose(2, 3, 1, 0)

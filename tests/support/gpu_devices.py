@@ -1,7 +1,6 @@
-"""The GPU that the kernels' tests compute on: an emulated one, or by `--device cuda` a real one.
+"""The GPU of the kernels' tests: an emulated one or, with `--device cuda`, a real one.
 
-On a real GPU the threads' schedule is its own, so that what is tested by several schedules is
-repeated there.
+A real GPU schedules its threads itself, so a test of several schedules only repeats there.
 """
 
 import contextlib
@@ -14,14 +13,14 @@ from mpidl.backends.gpu import launching
 
 @pytest.fixture
 def device(request):
-    """A device that is open. Parametrized indirectly, it takes a schedule: `0, 1, 2`."""
-    with _opened(request)(getattr(request, "param", 0)) as found:
-        yield found
+    """An open device. The indirect parameter is the schedule: 0, 1 or 2."""
+    with _opened(request)(getattr(request, "param", 0)) as device:
+        yield device
 
 
 @pytest.fixture
 def emulated(request):
-    """Opens devices by turns: `with emulated(order, **options) as device`."""
+    """A function that opens a device: `with emulated(order, **options) as device`."""
     return _opened(request)
 
 
@@ -38,9 +37,11 @@ def _opened(request):
 
 
 @contextlib.contextmanager
-def on_cuda(order=0, truncate=False, architecture=None, **said):
-    """As `emulator.opened`, for a GPU: order and truncate are its own, `said` is what it says of
-    itself instead of the truth."""
+def on_cuda(order=0, truncate=False, architecture=None, **facts):
+    """Open a real GPU as `emulator.opened` does; `facts` replace attributes of the device.
+
+    A GPU sets its order and its truncation itself, and ignores both arguments.
+    """
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
     device = CudaDevice()
@@ -49,13 +50,13 @@ def on_cuda(order=0, truncate=False, architecture=None, **said):
         pytest.skip(f"for {architecture}, the GPU is {device.architecture}")
     device.launched, launch = [], device.launch
 
-    def noted(handle, what):
-        device.launched.append(what.name)
-        launch(handle, what)
+    def record(handle, launched):
+        device.launched.append(launched.name)
+        launch(handle, launched)
 
-    device.launch = noted
+    device.launch = record
     device.specialize = False  # or each of many shapes would be compiled by itself
-    vars(device).update(said)
+    vars(device).update(facts)
     launching.open(device)
     try:
         yield device

@@ -1,7 +1,8 @@
-"""Images on disk and pretended ranks, for the tests of `mpidl.data`."""
+"""Images on disk and simulated ranks, for the tests of `mpidl.data`."""
 
 import gzip
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ def pixels_of(seed, *shape):
 
 
 def save(path, pixels, **options):
-    """Write (C, H, W) pixels as an image file; returns its path."""
+    """Write (C, H, W) pixels as an image file and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(
         path, **options
@@ -24,7 +25,7 @@ def save(path, pixels, **options):
 
 
 def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
-    """A tree of PNG files; returns {relative path: pixels}."""
+    """Write a folder of PNG files by class and return {relative path: pixels}."""
     drawn = {}
     for c, name in enumerate(classes):
         for i in range(per_class):
@@ -41,7 +42,7 @@ def write_idx(path, values, code=0x08):
 
 
 def refusal(function, *args, **kwargs):
-    """The text of the UserError that the call ends with: one line."""
+    """Return the text of the UserError that the call raises, which must be one line."""
     with pytest.raises(UserError) as caught:
         function(*args, **kwargs)
     text = str(caught.value)
@@ -50,10 +51,10 @@ def refusal(function, *args, **kwargs):
 
 
 def on_ranks(size, function, hosts=None):
-    """function(world) on each rank of a pretended world, ranks being threads; their results."""
-    meet = threading.Barrier(size)
+    """Return the result or exception of function(world) on each simulated rank, a thread."""
+    barrier = threading.Barrier(size)
     hosts = hosts or ["node0"] * size
-    slots, results = [None] * size, [None] * size
+    slots = [None] * size
 
     class World:
         def __init__(self, rank):
@@ -61,9 +62,9 @@ def on_ranks(size, function, hosts=None):
 
         def exchange(self, value):
             slots[self.rank] = value
-            meet.wait()
+            barrier.wait()
             values = list(slots)
-            meet.wait()
+            barrier.wait()
             return values
 
         def broadcast(self, value, root=0):
@@ -80,15 +81,6 @@ def on_ranks(size, function, hosts=None):
         def shared_array(self, shape, dtype):
             return self.exchange(np.zeros(shape, dtype))[hosts.index(self.host)]
 
-    def run(rank):
-        try:
-            results[rank] = function(World(rank))
-        except BaseException as e:
-            results[rank] = e
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(function, World(rank)) for rank in range(size)]
+    return [future.exception() or future.result() for future in futures]

@@ -1,4 +1,4 @@
-"""Ranks that exchange messages inside one process, step by step, and are counted."""
+"""Ranks simulated in one process that exchange messages step by step and count them."""
 
 from collections import defaultdict, deque
 
@@ -9,18 +9,18 @@ from mpidl.comm.reducer import PendingExchange
 
 
 class Request:
-    """Complete from the moment its function says so."""
+    """A request that is complete from the first time that its function returns true."""
 
     def __init__(self, complete):
-        self.complete, self.done = complete, False
+        self.complete, self.is_complete = complete, False
 
     def test(self):
-        self.done = self.done or self.complete()
-        return self.done
+        self.is_complete = self.is_complete or self.complete()
+        return self.is_complete
 
 
 class Wire:
-    """What is under way between all ranks: a message sent in one step arrives in the next."""
+    """The messages in transit between all ranks; one sent in a step arrives in the next."""
 
     def __init__(self):
         self.step, self.messages = 0, defaultdict(deque)
@@ -28,7 +28,7 @@ class Wire:
 
 
 class SimulatedTransport:
-    """One rank's view of the wire: the methods of `Transport` that an exchange uses."""
+    """The methods of `Transport` that an exchange uses, for one rank of the wire."""
 
     def __init__(self, wire, rank, size):
         self.wire, self.rank, self.size = wire, rank, size
@@ -55,7 +55,7 @@ class SimulatedTransport:
 
 
 class Outcome:
-    """What an exchange left: each rank's root, and what each rank sent."""
+    """The root that each rank holds after an exchange, and its counts of messages and bytes."""
 
     def __init__(self, roots, transports, rounds):
         self.roots, self.rounds = roots, rounds
@@ -63,19 +63,19 @@ class Outcome:
         self.bytes = [transport.bytes for transport in transports]
 
 
-def exchange(way, trees, matrices, combine=fold.add, tag=7):
-    """Run one exchange of all ranks' (nodes, width) matrices to its end."""
+def exchange(algorithm, trees, matrices, combine=fold.add, tag=7):
+    """Run an algorithm of `comm.exchange` on all ranks' (nodes, width) matrices to its end."""
     wire, size = Wire(), len(trees)
     transports = [SimulatedTransport(wire, rank, size) for rank in range(size)]
     exchanges = [
-        PendingExchange(way(transports[r], tag, trees[r], matrices[r].copy(), combine))
+        PendingExchange(algorithm(transports[r], tag, trees[r], matrices[r].copy(), combine))
         for r in range(size)
     ]
     while not all(e.is_complete for e in exchanges):
         wire.step += 1
         assert wire.step < 1000, "the exchange does not end"
         for pending in exchanges:
-            # all of them are tested: a receive later in the list completes as well
+            # A list, so that every request is tested: later receives complete as well.
             if not pending.is_complete and all([request.test() for request in pending.requests]):
                 pending.advance()
     assert not any(wire.messages.values()), "a message was never received"
@@ -83,7 +83,7 @@ def exchange(way, trees, matrices, combine=fold.add, tag=7):
 
 
 def folded(trees, leaves, combine=fold.add):
-    """Of each rank, the (nodes, width) matrix of its run of `leaves`, and a Partial of it."""
+    """Return each rank's (nodes, width) matrix of its run of `leaves`, and the Partials of them."""
     matrices, partials = [], []
     for tree in trees:
         counter = fold.Counter(tree, combine)

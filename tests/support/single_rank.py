@@ -1,4 +1,4 @@
-"""One rank that holds the whole mini-batch, without MPI: what any number of ranks must equal."""
+"""A world of one rank without MPI, whose results any number of ranks must equal."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mpidl import keyed
 
 
 class SingleRank:
-    """A world of one rank. Its share is everything, so each sum has been folded to its root."""
+    """A world of one rank, whose share is the mini-batch: each sum is folded to its root."""
 
     rank, size = 0, 1
 
@@ -22,47 +22,47 @@ class SingleRank:
 
 
 def numbers(name, *shape, low=-1.0, high=1.0, dtype=np.float64):
-    """The same uniform numbers for everyone who asks by this name."""
-    drawn = keyed.uniform(0, f"test {name}", int(np.prod(shape)))
-    return (low + (high - low) * drawn).reshape(shape).astype(dtype)
+    """Return uniform numbers that depend on the name alone, the same on every rank."""
+    uniform = keyed.uniform(0, f"test {name}", int(np.prod(shape)))
+    return (low + (high - low) * uniform).reshape(shape).astype(dtype)
 
 
 def blocked(world, *arrays, batch=None):
-    """This rank's share of arrays that every rank has whole, as Blocked values of one batch."""
+    """Return this rank's share of complete arrays as Blocked values of one batch."""
     batch = dl.share(len(arrays[0]), world) if batch is None else batch
     values = tuple(dl.from_images(a[slice(*batch.images)], batch) for a in arrays)
     return values if len(values) > 1 else values[0]
 
 
-def whole(world, value):
-    """All images of a Blocked value on every rank, as a plain array in their order."""
+def all_images(world, value):
+    """Return all images of a Blocked value, in order, as a plain array on every rank."""
     shares = world.broadcast(world.gather(value.local())) if world.size > 1 else [value.local()]
     return np.concatenate(shares)
 
 
-def finite_differences(loss, parameters, step=1e-6, most=40):
-    """d loss / d parameter by central differences, at up to `most` elements of each.
+def finite_differences(loss, parameters, step=1e-6, max_elements=40):
+    """Return d loss / d parameter by central differences: {name: (flat indices, slopes)}.
 
-    Returns {name: (flat indices, slopes)}; loss(parameters) is a plain number.
+    At most `max_elements` elements of each parameter are moved; loss(parameters) is a float.
     """
-    found = {}
+    differences = {}
     for name, value in parameters.items():
-        chosen = np.unique(np.linspace(0, value.size - 1, most).astype(int))
+        indices = np.unique(np.linspace(0, value.size - 1, max_elements).astype(int))
         slopes = []
-        for i in chosen:
-            ends = []
-            for t in (step, -step):
+        for i in indices:
+            losses = []
+            for change in (step, -step):
                 moved = value.copy()
-                moved.flat[i] += t
-                ends.append(float(loss({**parameters, name: moved})))
-            slopes.append((ends[0] - ends[1]) / (2 * step))
-        found[name] = (chosen, np.array(slopes))
-    return found
+                moved.flat[i] += change
+                losses.append(float(loss({**parameters, name: moved})))
+            slopes.append((losses[0] - losses[1]) / (2 * step))
+        differences[name] = (indices, np.array(slopes))
+    return differences
 
 
 def assert_slopes(gradients, differences, tolerance=1e-6):
-    """Gradients equal finite differences, relative to the largest of each."""
-    for name, (chosen, slopes) in differences.items():
-        size = max(abs(slopes).max(), 1e-3)
-        error = abs(gradients[name].ravel()[chosen] - slopes).max() / size
+    """Compare gradients with finite differences, relative to the largest of each parameter."""
+    for name, (indices, slopes) in differences.items():
+        scale = max(abs(slopes).max(), 1e-3)
+        error = abs(gradients[name].ravel()[indices] - slopes).max() / scale
         assert error < tolerance, f"{name}: relative error {error:.3g}"

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from cpu_builds import needed
+from cpu_builds import needs_kernels
 
 from mpidl.backends import CPU as cpu
 from mpidl.backends.cpu import builds
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 
 @pytest.fixture(autouse=True)

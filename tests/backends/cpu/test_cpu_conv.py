@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import bytes_of, everywhere, needed
+from cpu_builds import bytes_of, needs_kernels, on_all_builds
 
 from mpidl import shapes
 from mpidl.backends import CPU as cpu
@@ -11,7 +11,7 @@ from mpidl.backends import settings
 from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Tree, split_blocks
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 SAME = ((1, 1), (1, 1))
 NONE = ((0, 0), (0, 0))
@@ -101,7 +101,7 @@ def test_blocks_shared_by_teams(name, blocks, policy):
     case = Case(name, (0, blocks), blocks)
     tall = [a.astype(np.float64) for a in (case.x, case.weight, case.bias)]
     exact = reference.conv2d(*tall, *case.how), *case.backward(reference, np.float64)
-    for found in everywhere(
+    for found in on_all_builds(
         lambda: (cpu.conv2d(case.x, case.weight, case.bias, *case.how), *case.backward(cpu))
     ).values():
         for a, b in zip(found, exact, strict=True):
@@ -146,7 +146,7 @@ def test_the_fused_pass_has_the_bytes_of_the_separate_ones(name, policy):
         sums = cpu.batchnorm_sums(cpu.relu_dx(dx, x), case.x, case.before[0], case.tree)
         return y, moments, dx, dweight, dbias, sums
 
-    one, other = everywhere(fused), everywhere(separate)
+    one, other = on_all_builds(fused), on_all_builds(separate)
     for build in one:
         names = ("y", "moments", "dx", "dweight", "dbias", "sums")
         for part, a_, b_ in zip(names, one[build], other[build], strict=True):
@@ -187,7 +187,7 @@ def test_batchnorm_and_relu(shape, valid):
         )
 
     expected = call(reference, tall, dtall)
-    for found in everywhere(lambda: call(cpu, x, dy)).values():
+    for found in on_all_builds(lambda: call(cpu, x, dy)).values():
         for a, e in zip(found, expected, strict=True):
             assert np.abs(a - e).max() <= 3e-5 * max(1, np.abs(e).max())
     used = [tall[b][..., : counts[b]].reshape(shape[0], -1) for b in range(2)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_builds import bytes_of, everywhere, needed
+from cpu_builds import bytes_of, needs_kernels, on_all_builds
 from single_rank import SingleRank, blocked, numbers
 
 import mpidl as dl
@@ -17,7 +17,7 @@ from mpidl.backends.cpu.call import nodes_of, source_of, tree_of
 from mpidl.blocks import LANES, DeferredActivation, DeferredInput
 from mpidl.fold import Counter, Tree
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 ALL = True, True, True
 
@@ -94,16 +94,16 @@ def test_fast_loops_have_the_bytes_of_plain_ones(outputs, features, channels, bl
         same((layer.forward(), dx, nodes(dweight)), layer.by_plain_loops(where))  # of this build
         return dx
 
-    everywhere(fast)
+    on_all_builds(fast)
 
 
 @pytest.mark.parametrize("channels", [None, 5])
 @pytest.mark.parametrize("outputs", [1, 10, 16])
 def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
     layer, where = Layer(outputs, 700, 5, 11, channels), tree(5)
-    found = everywhere(lambda: layer.backward(where))
+    found = on_all_builds(lambda: layer.backward(where))
     monkeypatch.setattr(dense, "FEW", 0)
-    several = everywhere(lambda: layer.backward(where))
+    several = on_all_builds(lambda: layer.backward(where))
     same([*found.values()], [*several.values()])
 
 

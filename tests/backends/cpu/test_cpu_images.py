@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 from image_sets import pixels_of
 
 from mpidl.backends import CPU as cpu
@@ -31,18 +31,18 @@ def crops(shape):
     return [(h, w), (max(1, h - 3), max(1, w // 2)), (h + 2, w + 9)]
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_whole_images(shape, count):
     pixels = pixels_of((count,), count, *shape)
     expected = reference.images(pixels)
     assert expected.shape == (blocks_of(count), *shape, LANES)
-    for found in everywhere(lambda: cpu.images(pixels)).values():
+    for found in on_all_builds(lambda: cpu.images(pixels)).values():
         assert found.dtype == np.float32 and np.array_equal(found, expected)
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_mirrored_shifted_and_cut(shape, count):
@@ -63,7 +63,7 @@ def test_mirrored_shifted_and_cut(shape, count):
         )
         assert np.array_equal(plain, expected)
         fast = functools.partial(cpu.images, pixels, size, **options)
-        for found in everywhere(fast).values():
+        for found in on_all_builds(fast).values():
             assert np.array_equal(found, expected)
         for name in options:  # one alone
             one = {name: options[name]}
@@ -71,7 +71,7 @@ def test_mirrored_shifted_and_cut(shape, count):
             assert np.array_equal(cpu.images(pixels, size, **one), expected)
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 @pytest.mark.parametrize("of_pixels", [False, True])
 @pytest.mark.parametrize("shape, size", [((3, 6, 5), (4, 7)), ((1, 20, 37), (20, 37))])
@@ -99,23 +99,23 @@ def test_filled_and_normalized(shape, size, of_pixels, kind):
             assert np.allclose(expected[lane // 16, ..., lane % 16], value, rtol=1e-5, atol=1e-6)
         assert not expected[-1:, ..., (count - 1) % 16 + 1 :].any()
         fast = functools.partial(cpu.images, pixels, size, **options)
-        for found in everywhere(fast).values():
+        for found in on_all_builds(fast).values():
             assert np.array_equal(found, expected)
         out = np.full_like(expected, np.nan)
         assert cpu.images(pixels, size, **options, out=out) is out
         assert np.array_equal(out, expected)
 
 
-@needed
+@needs_kernels
 def test_floats_are_left_as_they_are():
     pixels = np.random.default_rng(1).normal(size=(20, 3, 4, 5)).astype(np.float32)
     expected = reference.images(pixels)
-    for found in everywhere(lambda: cpu.images(pixels)).values():
+    for found in on_all_builds(lambda: cpu.images(pixels)).values():
         assert found.tobytes() == expected.tobytes()
     assert np.array_equal(expected[1, ..., 3], pixels[19])
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("stride", [1, 3, 4])
 @pytest.mark.parametrize("width", [1, 5, 227])
 def test_planes_of_a_decoder(stride, width):
@@ -126,7 +126,7 @@ def test_planes_of_a_decoder(stride, width):
     apart = pixels_of(0, 7, width + 3, stride)
     apart[:, :width] = rows
     for given in (rows, apart[:, :width]):
-        for found in everywhere(lambda given=given: cpu.planes(given)).values():
+        for found in on_all_builds(lambda given=given: cpu.planes(given)).values():
             assert np.array_equal(found, expected)
 
 
@@ -145,14 +145,14 @@ def test_what_is_done_to_an_image():
     assert seen(top=3) == [[0] * 4] * 3
 
 
-@needed
+@needs_kernels
 def test_every_pixel_has_the_bytes_of_numpy():
     pixels = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
-    for found in everywhere(lambda: cpu.images(pixels)).values():
+    for found in on_all_builds(lambda: cpu.images(pixels)).values():
         assert np.array_equal(found[0, 0, ..., 0], pixels[0, 0] / np.float32(255))
 
 
-@needed
+@needs_kernels
 def test_another_thread_may_fill_while_a_pass_runs():
     """The one that reads ahead: it must not meet the threads of the pass."""
     pixels = pixels_of(0, 200, 3, 32, 32)

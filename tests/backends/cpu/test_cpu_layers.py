@@ -5,19 +5,19 @@ import math
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.reference.dropout import chances, philox
 from mpidl.blocks import LANES
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 
 def each(call):
     """The result of every build, once per build."""
-    return everywhere(call).values()
+    return on_all_builds(call).values()
 
 
 def ulps(found, exact):

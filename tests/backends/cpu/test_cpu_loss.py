@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 from single_rank import SingleRank, numbers
 
 from mpidl.backends import CPU as cpu
@@ -11,7 +11,7 @@ from mpidl.backends.cpu import builds
 from mpidl.blocks import LANES
 from mpidl.fold import Tree
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 
 def some(blocks, classes, last=LANES, spread=8.0, pixels=()):
@@ -47,7 +47,7 @@ def test_exponential():
         return y
 
     exact = np.exp(x.astype(np.longdouble))
-    for build, y in everywhere(call).items():
+    for build, y in on_all_builds(call).items():
         assert units(y, exact) <= (1.2 if build == "generic" else 1), build
         assert (y[x == 0] == 1).all()
 
@@ -128,7 +128,7 @@ def test_errors(blocks, shape, power):
 
     exact = reference.errors_dy(y.astype("f8"), target, power, 0.37, counts)
     total = reference.errors(y.astype("f8"), target, power, counts, tree)
-    for partial, d in everywhere(call).values():
+    for partial, d in on_all_builds(call).values():
         assert d.dtype == np.float32 and d.shape == y.shape
         assert not d[-1:, ..., 5:].any() and not d[..., 1].any()
         np.testing.assert_allclose(d, exact, rtol=2**-23, atol=0)

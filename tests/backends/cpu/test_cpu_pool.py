@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 from single_rank import numbers
 
 import mpidl as dl
@@ -12,7 +12,7 @@ from mpidl.backends.cpu.pool import _geometry
 from mpidl.blocks import LANES
 from mpidl.fold import Tree
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 # (C, H, W), size, stride, padding: those with a path of their own, and others
 CASES = {
@@ -65,7 +65,7 @@ def test_fast_is_plain(case, blocks):
     library.pool2d_plain(x, mean, None, blocks, geometry)
     library.pool2d_dx_plain(dy, argmax, dx, blocks, geometry)
     library.pool2d_dx_plain(dy, None, dx_of_mean, blocks, geometry)
-    for found in everywhere(fast).values():
+    for found in on_all_builds(fast).values():
         for one, other in zip(found, (y, argmax, dx, mean, dx_of_mean), strict=True):
             assert one.dtype == other.dtype and np.array_equal(one, other)
 

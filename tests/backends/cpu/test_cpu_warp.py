@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 from image_sets import pixels_of
 
 from mpidl.backends import CPU as cpu
@@ -20,7 +20,7 @@ def maps(count, size, spread=0.4):
     return found
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_bytes_of_numpy(shape, kind):
@@ -29,7 +29,7 @@ def test_the_bytes_of_numpy(shape, kind):
     for size in (shape[1:], (5, 11), (0, 3)):
         m = maps(len(pixels), shape)
         expected = reference.warp(pixels, m, size, fill)
-        for found in everywhere(lambda m=m, size=size: cpu.warp(pixels, m, size, fill)).values():
+        for found in on_all_builds(lambda m=m, size=size: cpu.warp(pixels, m, size, fill)).values():
             assert found.dtype == kind and found.tobytes() == expected.tobytes()
 
 

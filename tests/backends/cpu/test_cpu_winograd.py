@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 from single_rank import numbers
 
 from mpidl.backends.cpu import builds
@@ -71,7 +71,7 @@ def relative(found, expected):
     return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
 
 
-@needed
+@needs_kernels
 @SHAPE
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize("backward", [0, 1])
@@ -94,13 +94,13 @@ def test_convolution(shape, m, backward):
     plain = np.empty(expected.shape, np.float32)
     builds.kernels().winograd_conv_plain(x, w, bias, plain, given)
     assert relative(plain, expected) < 1e-7
-    for y in everywhere(fast).values():
+    for y in on_all_builds(fast).values():
         assert relative(y, expected) < (3e-7 if m == 2 else 8e-7)  # 1.3e-6 at 0, ±1, ±2
     zero = np.zeros_like(bias)
     assert np.array_equal(fast(None), fast(zero))
 
 
-@needed
+@needs_kernels
 @SHAPE
 def test_dweight(shape):
     inputs, outputs, rows, columns = shape
@@ -118,7 +118,7 @@ def test_dweight(shape):
     plain = np.empty(expected.shape, np.float32)
     builds.kernels().winograd_dweight_plain(x, dy, plain, given)
     assert relative(plain, expected) < 1e-6
-    for dweight in everywhere(fast).values():
+    for dweight in on_all_builds(fast).values():
         assert relative(dweight, expected) < 1.2e-6
 
 

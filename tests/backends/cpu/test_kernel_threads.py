@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from cpu_builds import needed
+from cpu_builds import needs_kernels
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
@@ -15,7 +15,7 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 
-pytestmark = needed
+pytestmark = needs_kernels
 
 ONE = (1, 1)
 

@@ -3,7 +3,7 @@ GPUs against NumPy in float64, on the emulated device."""
 
 import numpy as np
 import pytest
-from cpu_builds import BUILDS, everywhere
+from cpu_builds import BUILDS, on_all_builds
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
@@ -51,7 +51,7 @@ def test_gelu_of_all_sizes(device, approximate, most):
     assert (abs(y[normal] - exact[normal]) / places).max() <= most
     assert y[x == np.inf].tolist() == [np.inf] and y[x == -np.inf].tolist() == [0]
     if "x86-64-v3" in BUILDS:
-        with_fma = everywhere(
+        with_fma = on_all_builds(
             lambda: (cpu.gelu(x, approximate), cpu.gelu_dx(np.ones_like(x), x, approximate))
         )["x86-64-v3"]
         valid = ~np.isnan(x)

@@ -1,3 +1,3 @@
-"""Stands in for matplotlib where it is to be missing."""
+"""Replaces matplotlib in tests that need it to be missing."""
 
 raise ImportError("matplotlib is left out here")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_builds import needed
+from cpu_builds import needs_kernels
 
 import mpidl as dl
 from mpidl import keyed
@@ -55,7 +55,7 @@ def network():
     return dl.Network(layers, (2, 9, 8), seed=5)
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("run", RUNS)
 def test_a_model_predicts_the_same_bytes(world, run):
     net, about = dl.load_model(FIXTURES / run / "model.h5")
@@ -65,7 +65,7 @@ def test_a_model_predicts_the_same_bytes(world, run):
     assert hashlib.sha256(scores).hexdigest() == EXPECTED[run]["scores"]
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("run", RUNS)
 def test_a_checkpoint_resumes_to_the_same_bytes(world, tmp_path, run):
     folder = world.broadcast(str(tmp_path / "run"))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 
 from mpidl.backends import CPU as cpu
 from mpidl.backends import REFERENCE as reference
@@ -200,7 +200,7 @@ def test_rates_that_cannot_be_used():
         SGDM(momentum=1.0)
 
 
-@needed
+@needs_kernels
 def test_the_kernel_makes_the_bytes_of_numpy():
     """Sizes around a tile's; arrays that are not aligned, not C-ordered, or of another type."""
     random = np.random.default_rng(0)
@@ -222,7 +222,7 @@ def test_the_kernel_makes_the_bytes_of_numpy():
         ), kept
 
     expected = step(reference)
-    for found in everywhere(lambda: step(cpu)).values():
+    for found in on_all_builds(lambda: step(cpu)).values():
         for one, other in zip(found, expected, strict=True):
             assert [a.tobytes() for a in one] == [a.tobytes() for a in other]
             assert all(a.dtype == np.float32 for a in one)

@@ -5,7 +5,7 @@ import typing
 
 import numpy as np
 import pytest
-from cpu_builds import everywhere, needed
+from cpu_builds import needs_kernels, on_all_builds
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
@@ -51,7 +51,7 @@ def awkward(arrays):
     return found
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_the_kernel_makes_the_bytes_of_numpy(formula):
     numbers, tables = FORMULAS[formula]
@@ -62,7 +62,7 @@ def test_the_kernel_makes_the_bytes_of_numpy(formula):
         return [backend.optimizer_step(formula, odd(0), awkward(odd(1)), *shared), *state]
 
     expected = step(reference)
-    for found in everywhere(lambda: step(cpu)).values():
+    for found in on_all_builds(lambda: step(cpu)).values():
         for one, other in zip(found, expected, strict=True):
             assert [np.asarray(a).tobytes() for a in one] == [
                 np.asarray(a).tobytes() for a in other
@@ -70,7 +70,7 @@ def test_the_kernel_makes_the_bytes_of_numpy(formula):
             assert all(a.dtype == np.float32 for a in one)
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_many_learnables_are_written_past_the_caches(formula):
     """Another way to memory, the same bytes; also of what does not fill a line."""
@@ -85,14 +85,14 @@ def test_many_learnables_are_written_past_the_caches(formula):
         return [a.tobytes() for arrays in (new, *state) for a in arrays]
 
     expected = step(reference)
-    assert all(found == expected for found in everywhere(lambda: step(cpu)).values())
+    assert all(found == expected for found in on_all_builds(lambda: step(cpu)).values())
 
 
 def test_every_formula_is_tested():
     assert set(FORMULAS) == set(reference_optimizer.FORMULAS)
 
 
-@needed
+@needs_kernels
 def test_a_kernel_refuses_another_number_of_arguments():
     ones = [np.ones(3, np.float32)]
     for formula, numbers, state in (
@@ -105,7 +105,7 @@ def test_a_kernel_refuses_another_number_of_arguments():
             cpu.optimizer_step(formula, ones, ones, state, numbers, [0.0])
 
 
-@needed
+@needs_kernels
 @pytest.mark.parametrize("threshold", [0.5, 300.0, 1e9])
 @pytest.mark.parametrize("method", METHODS)
 def test_clipping_in_c_makes_the_bytes_of_numpy(method, threshold):
@@ -114,14 +114,14 @@ def test_clipping_in_c_makes_the_bytes_of_numpy(method, threshold):
     expected = [
         np.asarray(a) for a in reference.clip(weights, gradients, DECAYS, method, threshold)
     ]
-    for found in everywhere(
+    for found in on_all_builds(
         lambda: cpu.clip(weights, gradients, DECAYS, method, threshold)
     ).values():
         assert [a.tobytes() for a in found] == [a.tobytes() for a in expected]
         assert [a.shape for a in found] == ODD
 
 
-@pytest.mark.parametrize("backend", [reference, pytest.param(cpu, marks=needed)])
+@pytest.mark.parametrize("backend", [reference, pytest.param(cpu, marks=needs_kernels)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_visible(backend, bad):
     gradients = [np.ones(3, np.float32), np.ones(20, np.float32)]

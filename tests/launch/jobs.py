@@ -1,0 +1,191 @@
+"""Small sets of images, short jobs that train on them, and readers of their output and files."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import h5py
+import launcher
+import numpy as np
+import pool
+import pytest
+from image_sets import save
+
+CLASSES = ("bar", "box", "dot")
+# A tenth of 210 images is for the test. The other 189 make 3 mini-batches of 50 and one of 39,
+# whose last blocks hold 2 and 7 images.
+PER_CLASS, ITERATIONS = 70, 4
+
+
+def network(function):
+    """Return the value of --network for a function of networks.py."""
+    return f"{Path(__file__).with_name('networks.py')}:{function}"
+
+
+SMALL = network("small")
+STOPPED = 75  # the exit code after a signal
+ENDLESS = ["--epochs", 10**6]
+ROOT = str(launcher.ROOT)
+
+
+def draw_images(folder, per_class=PER_CLASS, side=12, channels=1):
+    """Write a folder of images in three classes that a small network can learn."""
+    numbers = np.random.default_rng(0)
+    for name in CLASSES:
+        for i in range(per_class):
+            pixels = numbers.integers(0, 60, (channels, side, side), dtype=np.uint8)
+            row, column = numbers.integers(1, 7, 2)
+            rows, columns = {"bar": (side, 1), "box": (4, 4), "dot": (1, 1)}[name]
+            pixels[:, row : row + rows, column : column + columns] = 250
+            save(folder / name / f"{i:02}.png", pixels)
+    return folder
+
+
+def write_pairs(folder, count=90, side=10):
+    """Write HDF5 files of images with targets to learn; return {kind of targets: file}."""
+    images = np.random.default_rng(0).integers(0, 256, (count, 1, side, side), dtype=np.uint8)
+    targets = {
+        "numbers": images.mean(axis=(2, 3), dtype=np.float32)[:, 0] / 255,
+        "images": images.astype(np.float32) / 510,
+        "pixels": (images[:, 0] // 86).astype(np.int32),
+    }
+    for name, values in targets.items():
+        with h5py.File(folder / f"{name}.h5", "w") as file:
+            file["images"], file["targets"] = images, values
+    return {name: folder / f"{name}.h5" for name in targets}
+
+
+def without_plots():
+    """Return an environment without matplotlib: drawing takes longer than a small run."""
+    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("no_plots")), ROOT])}
+
+
+def command(name, *options, network=SMALL, data=None, out=None):
+    """Return the words of a command after `python`."""
+    words = ["-m", name if name == "benchmarks" else f"mpidl.{name}", *options]
+    for flag, value in (("--network", network), ("--data", data), ("--out", out)):
+        words += [] if value is None else [flag, value]
+    return words
+
+
+def train(ranks, data, out, *options, network=SMALL, check=0, env=None):
+    """Train to the end in mini-batches of 50 and return the job's Result."""
+    words = command("train", "--batch-size", 50, *options, network=network, data=data, out=out)
+    if env:
+        return launcher.mpirun(ranks, *words, env=without_plots() | env, check=check)
+    return pool.run(ranks, *words, check=check)
+
+
+def trained_hash(ranks, data, out, *options, **keywords):
+    """Train as `train` does and return the hash of the weights."""
+    train(ranks, data, out, *options, **keywords)
+    return weights_hash(out)
+
+
+def resume(ranks, folder, *options, check=0):
+    """Resume the run in a folder and return the job's Result."""
+    words = command("train", "--resume", folder, *options, network=None)
+    return pool.run(ranks, *words, check=check)
+
+
+def predict(model, data, *options, ranks=2):
+    """Return the lines that a prediction prints."""
+    words = command("predict", "--model", model, *options, network=None, data=data)
+    return output_lines(pool.run(ranks, *words, check=0))
+
+
+def refused_prediction(model, data, *options, ranks=2):
+    words = command("predict", "--model", model, *options, network=None, data=data)
+    return refusal(pool.run(ranks, *words))
+
+
+def start(ranks, data, out, *options, network=SMALL, until="Epoch: 2,"):
+    """Start a training in mini-batches of 50; return the Job once it has printed `until`."""
+    words = ["--batch-size", 50, *options]
+    words = command("train", *words, network=network, data=data, out=out)
+    job = launcher.start(ranks, *words, env=without_plots())
+    for line in job.stdout:
+        if line.startswith(until):
+            return job
+    pytest.fail(launcher.finish(job).stderr)
+
+
+# Lines that mpirun adds to stderr if a job ends early: MPICH a line and a box of "=", Open MPI
+# boxes between lines of "-" and a NUL, both of them lines that start with a host.
+NOISE = re.compile(
+    r"\0|-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[(?:warn|[\w.-]+[:@][\w.]+)\][^\n]*",
+    re.M | re.S,
+)
+
+
+def error_lines(result):
+    """Return the program's lines of stderr without the note on more ranks than cores."""
+    lines = NOISE.sub("", result.stderr).splitlines()
+    return [line for line in lines if line.strip() and "which slows all of them" not in line]
+
+
+def output_lines(result):
+    """Return the lines of stdout without the note that the kernels are missing."""
+    lines = result.stdout.splitlines()
+    return [line for line in lines if not line.startswith("note: without C kernels ")]
+
+
+def refusal(result):
+    """Return the one line by which a command refused its input, without "mpidl: "."""
+    assert result.returncode == 2, result.stdout + result.stderr
+    lines = error_lines(result)
+    assert len(lines) == 1 and lines[0].startswith("mpidl: "), result.stderr
+    assert "Traceback" not in result.stdout
+    return lines[0].removeprefix("mpidl: ")
+
+
+def summary(out):
+    return json.loads((out / "summary.json").read_text())
+
+
+def weights_hash(out):
+    return summary(out)["weights_sha256"]
+
+
+def metrics(out):
+    """Return the records of metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def iterations(out):
+    """Return the iterations with a record in metrics.jsonl, in its order."""
+    return [record["iteration"] for record in metrics(out) if record["kind"] == "iteration"]
+
+
+def rehash(path):
+    """Return the SHA-256 of a model file's weights, computed from the file's description alone.
+
+    It covers all learnables, then all state, layer by layer, as little-endian float32 in C order.
+    """
+    tables = {"learnables": ("weight", "bias", "gamma", "beta"), "state": ("mean", "variance")}
+    digest, count = hashlib.sha256(), 0
+    with h5py.File(path) as file:
+        layers = [layer["name"] for layer in json.loads(file.attrs["network"])]
+        for table, names in tables.items():
+            for layer in layers:
+                for name in names:
+                    if f"{table}/{layer}/{name}" in file:
+                        array = file[f"{table}/{layer}/{name}"][()]
+                        assert array.dtype == np.float32
+                        digest.update(array.astype("<f4").tobytes(order="C"))
+                        count += 1
+        assert count == sum(len(group) for table in tables for group in file[table].values())
+    return digest.hexdigest()
+
+
+def assert_same_end(expected, out):
+    """Check that two runs, given by their folders, ended with the same results."""
+    for name in ("weights_sha256", "accuracy", "loss", "iterations", "epochs"):
+        assert summary(out)[name] == summary(expected)[name], name
+
+
+def assert_same_weights(hashes):
+    """Check the promise of one result on any number of ranks."""
+    assert len(set(hashes.values())) == 1, f"the weights depend on the ranks: {hashes}"
