@@ -6,6 +6,11 @@ from single_rank import SingleRank
 import mpidl as dl
 
 
+def conv_norm_relu(size, filters, **options):
+    """Return three layers that run as one op."""
+    return dl.Conv2D(size, filters, **options), dl.BatchNorm(), dl.ReLU()
+
+
 def model_loss(net, images, labels):
     return dl.softmax_cross_entropy(net(images), labels)
 

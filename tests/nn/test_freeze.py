@@ -3,11 +3,18 @@
 import collections
 import json
 
-import network_steps
 import numpy as np
 import pytest
 from cpu_builds import needed
-from network_steps import fused_and_separate, in_float64, model_loss, step_bytes, table_bytes
+from network_steps import (
+    conv_norm_relu,
+    fused_and_separate,
+    in_float64,
+    model_loss,
+    step,
+    step_bytes,
+    table_bytes,
+)
 from single_rank import SingleRank, assert_slopes, blocked, finite_differences, numbers, whole
 
 import mpidl as dl
@@ -20,19 +27,8 @@ BACKWARD = ("conv2d_backward", "dense_backward", "batchnorm_dx", "activation_sum
 
 
 def layers():
-    return [
-        dl.Conv2D(3, 6, padding=1),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.Conv2D(3, 6, padding=1),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.Add(inputs=("relu1", "relu2")),
-        dl.Conv2D(3, 5),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.Dense(4),
-    ]
+    first, second = (conv_norm_relu(3, 6, padding=1) for _ in range(2))
+    return [*first, *second, dl.Add(("relu1", "relu2")), *conv_norm_relu(3, 5), dl.Dense(4)]
 
 
 def network(network_layers=None):
@@ -50,8 +46,8 @@ def batch_of(world, count=37, dtype=np.float32):
     return blocked(world, images.astype(dtype), np.arange(count) * 3 % 4)
 
 
-def step(world, net, **batch_options):
-    return network_steps.step(world, net, batch_of(world, **batch_options))
+def training_step(world, net, **batch_options):
+    return step(world, net, batch_of(world, **batch_options))
 
 
 @pytest.fixture
@@ -78,11 +74,11 @@ def calls(monkeypatch):
 def test_backward_stops_above_frozen_layers(world, calls, fuse):
     net = network()
     net.fuse = fuse
-    step(world, net)
+    training_step(world, net)
     assert len(calls["conv2d_backward"]) == 3 and len(calls["dense_backward"]) == 1
     calls.clear()
     net.freeze("conv1", "batchnorm1", "conv2", "batchnorm2")
-    _, gradients, state = step(world, net)
+    _, gradients, state = training_step(world, net)
     assert len(calls["conv2d_backward"]) == 1 and len(calls["dense_backward"]) == 1
     assert calls["conv2d_backward"][0][:3] == (False, True, True)  # no gradient of its images
     assert list(gradients) == list(net.parameters)[8:]
@@ -90,11 +86,11 @@ def test_backward_stops_above_frozen_layers(world, calls, fuse):
         assert (value is net.state[name]) == (name.split(".")[0] != "batchnorm3")
     calls.clear()
     net.freeze("conv3", "batchnorm3")
-    _, gradients, state = step(world, net)
+    _, gradients, state = training_step(world, net)
     assert list(gradients) == ["dense1.weight", "dense1.bias"]
     assert list(calls) == ["dense_backward"] and calls["dense_backward"][0][0] is False
     calls.clear()
-    loss, gradients, state = step(world, net.freeze("dense1"))
+    loss, gradients, state = training_step(world, net.freeze("dense1"))
     assert gradients == {} and not calls and np.isfinite(loss)
     assert all(state[name] is value for name, value in net.state.items())
     assert list(net.unfreeze(*net.layer_names).trainable) == list(net.parameters)
@@ -102,10 +98,10 @@ def test_backward_stops_above_frozen_layers(world, calls, fuse):
 
 def test_freezing_keeps_the_gradients_above(world):
     """Without a batch normalization below, freezing changes no forward value."""
-    stack = [dl.Conv2D(3, 6), dl.ReLU(), dl.Conv2D(3, 6), dl.BatchNorm(), dl.ReLU(), dl.Dense(4)]
+    stack = [dl.Conv2D(3, 6), dl.ReLU(), *conv_norm_relu(3, 6), dl.Dense(4)]
     net = dl.Network(stack, SHAPE, seed=1)
-    expected_loss, expected, _ = step(world, net)
-    loss, gradients, _ = step(world, net.freeze("conv1"))
+    expected_loss, expected, _ = training_step(world, net)
+    loss, gradients, _ = training_step(world, net.freeze("conv1"))
     assert loss.tobytes() == expected_loss.tobytes()
     assert list(gradients) == list(net.parameters)[2:]
     for name, gradient in gradients.items():
@@ -130,7 +126,7 @@ GRADIENTS = [
 @pytest.mark.parametrize("names", GRADIENTS)
 def test_gradients_go_through_frozen_layers(world, names):
     net = in_float64(network().freeze(*names))
-    _, gradients, _ = step(world, net, dtype=np.float64)
+    _, gradients, _ = training_step(world, net, dtype=np.float64)
     images, labels = batch_of(world, dtype=np.float64)
 
     def loss(p):
@@ -166,8 +162,8 @@ def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(w
         network([dl.Conv2D(3, 4), layer, dl.ReLU(), dl.Dense(4)])
         for layer in (norm, dl.BatchNorm())
     )
-    loss, gradients, state = step(world, net)
-    plain_loss, plain_gradients, plain_state = step(world, plain)
+    loss, gradients, state = training_step(world, net)
+    plain_loss, plain_gradients, plain_state = training_step(world, plain)
     assert loss.tobytes() == plain_loss.tobytes()
     assert set(plain_gradients) - set(gradients) == {"batchnorm1.gamma", "batchnorm1.beta"}
     assert table_bytes(state) == table_bytes(plain_state)
@@ -195,7 +191,7 @@ def test_steps_leave_frozen_layers_as_they_are(world):
     parameters, state = net.parameters, net.state
     sgdm = dl.SGDM(0.1, l2=0.01, **net.factors)
     for _ in range(3):
-        _, gradients, net.state = step(world, net)
+        _, gradients, net.state = training_step(world, net)
         net.parameters = sgdm(net.parameters, gradients)
     for name, value in parameters.items():
         frozen = name.split(".")[0] in ("conv1", "batchnorm1")
@@ -203,7 +199,7 @@ def test_steps_leave_frozen_layers_as_they_are(world):
     assert net.state["batchnorm1.mean"].tobytes() == state["batchnorm1.mean"].tobytes()
     assert net.state["batchnorm2.mean"].tobytes() != state["batchnorm2.mean"].tobytes()
     with pytest.raises(ValueError, match="missing conv1.weight.*net.factors"):
-        dl.SGDM(0.1)(net.parameters, step(world, net)[1])
+        dl.SGDM(0.1)(net.parameters, training_step(world, net)[1])
 
 
 def test_the_factors_of_layers_reach_the_optimizer():

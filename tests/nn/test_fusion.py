@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cpu_builds import needed
-from network_steps import fused_and_separate, step_bytes
+from network_steps import conv_norm_relu, fused_and_separate, step_bytes
 from single_rank import blocked
 
 import mpidl as dl
@@ -16,37 +16,21 @@ pytestmark = needed
 LAYERS = {
     "digits": dl.nn.zoo.digits((1, 12, 12), 3).layers,
     "pools": [
-        dl.Conv2D(3, 8, padding=1),
-        dl.BatchNorm(),
-        dl.ReLU(),
+        *conv_norm_relu(3, 8, padding=1),
         dl.MaxPool2D(3, stride=2),
-        dl.Conv2D(3, 40, padding=1),
-        dl.BatchNorm(),
-        dl.ReLU(),
+        *conv_norm_relu(3, 40, padding=1),
         dl.AveragePool2D(2),
         dl.Dense(3),
     ],
     "strides and groups": [
-        dl.Conv2D(3, 8, stride=2),
-        dl.BatchNorm(epsilon=1e-3, decay=0.5),
-        dl.ReLU(),
-        dl.Conv2D(3, 8, groups=4, dilation=2, padding=2),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.Flatten(),
-        dl.Dense(3),
+        *(dl.Conv2D(3, 8, stride=2), dl.BatchNorm(epsilon=1e-3, decay=0.5), dl.ReLU()),
+        *conv_norm_relu(3, 8, groups=4, dilation=2, padding=2),
+        *(dl.Flatten(), dl.Dense(3)),
     ],
-    "read by what stores": [
-        dl.Conv2D(3, 6),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.ReLU(),
-        dl.BatchNorm(),
-        dl.Conv2D(3, 6),
-        dl.ReLU(),
-        dl.Conv2D(1, 4),
-        dl.BatchNorm(),
-        dl.ReLU(),
+    "read by layers that store": [
+        *conv_norm_relu(3, 6),
+        *(dl.ReLU(), dl.BatchNorm(), dl.Conv2D(3, 6), dl.ReLU()),
+        *conv_norm_relu(1, 4),
         dl.Dense(3),
     ],
 }

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 from cpu_builds import needed
-from network_steps import fused_and_separate, in_float64, step, step_bytes
+from network_steps import conv_norm_relu, fused_and_separate, in_float64, step, step_bytes
 from single_rank import SingleRank, assert_slopes, blocked, finite_differences, numbers, whole
 
 import mpidl as dl
@@ -21,38 +21,23 @@ SHAPE = (3, 8, 8)
 def residual(**conv1_options):
     """Two residual blocks: the second shortcut is a projection to another size."""
     return [
-        dl.Conv2D(3, 6, padding=1, name="conv1", **conv1_options),
-        dl.BatchNorm(name="norm1"),
-        dl.ReLU(name="relu1"),
-        dl.Conv2D(3, 6, padding=1, name="conv2"),
-        dl.BatchNorm(name="norm2"),
-        dl.Add(inputs=("relu1", "norm2"), name="add1"),
-        dl.ReLU(name="relu2"),
-        dl.Conv2D(3, 9, stride=2, padding=1, name="conv3"),
-        dl.BatchNorm(name="norm3"),
-        dl.ReLU(name="relu3"),
-        dl.Conv2D(3, 9, padding=1, name="conv4"),
-        dl.BatchNorm(name="norm4"),
+        *conv_norm_relu(3, 6, padding=1, **conv1_options),
+        *(dl.Conv2D(3, 6, padding=1), dl.BatchNorm(), dl.Add(("relu1", "batchnorm2")), dl.ReLU()),
+        *conv_norm_relu(3, 9, stride=2, padding=1),
+        *(dl.Conv2D(3, 9, padding=1), dl.BatchNorm()),
         dl.Conv2D(1, 9, stride=2, name="shortcut", after="relu2"),
-        dl.Add(inputs=("norm4", "shortcut"), name="add2"),
-        dl.ReLU(name="relu4"),
-        dl.AveragePool2D(4),
-        dl.Dense(4, name="dense1"),
+        *(dl.Add(("batchnorm4", "shortcut")), dl.ReLU(), dl.AveragePool2D(4), dl.Dense(4)),
     ]
 
 
 def branches():
-    """One fused activation read by three: a convolution, a pooling and a concatenation."""
+    """Three layers read one fused activation: a convolution, a pooling and a concatenation."""
     return [
-        dl.Conv2D(3, 8, padding=1),
-        dl.BatchNorm(),
-        dl.ReLU(name="shared"),
+        *conv_norm_relu(3, 8, padding=1),
         dl.Conv2D(3, 8, padding=1, name="left"),
-        dl.MaxPool2D(3, stride=1, padding=1, name="right", after="shared"),
-        dl.Concat(inputs=("left", "shared", "right")),
-        dl.Conv2D(1, 5),
-        dl.BatchNorm(),
-        dl.ReLU(),
+        dl.MaxPool2D(3, stride=1, padding=1, name="right", after="relu1"),
+        dl.Concat(inputs=("left", "relu1", "right")),
+        *conv_norm_relu(1, 5),
         dl.Dense(4),
     ]
 
@@ -82,10 +67,10 @@ def by_hand(p, images):
         gamma, beta = (p[f"{name}.{key}"].reshape(-1, 1, 1) for key in ("gamma", "beta"))
         return (x - mean) / np.sqrt(variance + 1e-5) * gamma + beta
 
-    relu1 = np.maximum(norm(conv(images, "conv1", padding=1), "norm1"), 0)
-    relu2 = np.maximum(relu1 + norm(conv(relu1, "conv2", padding=1), "norm2"), 0)
-    relu3 = np.maximum(norm(conv(relu2, "conv3", stride=2, padding=1), "norm3"), 0)
-    add2 = norm(conv(relu3, "conv4", padding=1), "norm4") + conv(relu2, "shortcut", stride=2)
+    relu1 = np.maximum(norm(conv(images, "conv1", padding=1), "batchnorm1"), 0)
+    relu2 = np.maximum(relu1 + norm(conv(relu1, "conv2", padding=1), "batchnorm2"), 0)
+    relu3 = np.maximum(norm(conv(relu2, "conv3", stride=2, padding=1), "batchnorm3"), 0)
+    add2 = norm(conv(relu3, "conv4", padding=1), "batchnorm4") + conv(relu2, "shortcut", stride=2)
     return np.maximum(add2, 0).mean((2, 3)) @ p["dense1.weight"].T + p["dense1.bias"]
 
 
@@ -128,10 +113,10 @@ def test_gradients_of_a_residual_network_against_pytorch(world):
         return functional.batch_norm(x, None, None, gamma, beta, training=True, eps=1e-5)
 
     x = torch.tensor(whole(world, images), dtype=torch.float64)
-    relu1 = norm(conv(x, "conv1", padding=1), "norm1").relu()
-    relu2 = (relu1 + norm(conv(relu1, "conv2", padding=1), "norm2")).relu()
-    relu3 = norm(conv(relu2, "conv3", stride=2, padding=1), "norm3").relu()
-    add2 = norm(conv(relu3, "conv4", padding=1), "norm4") + conv(relu2, "shortcut", stride=2)
+    relu1 = norm(conv(x, "conv1", padding=1), "batchnorm1").relu()
+    relu2 = (relu1 + norm(conv(relu1, "conv2", padding=1), "batchnorm2")).relu()
+    relu3 = norm(conv(relu2, "conv3", stride=2, padding=1), "batchnorm3").relu()
+    add2 = norm(conv(relu3, "conv4", padding=1), "batchnorm4") + conv(relu2, "shortcut", stride=2)
     scores = functional.linear(add2.relu().mean((2, 3)), p["dense1.weight"], p["dense1.bias"])
     functional.cross_entropy(scores, torch.tensor(whole(world, labels).astype(int))).backward()
     for name, gradient in gradients.items():
@@ -352,7 +337,7 @@ def test_a_replaced_layer_is_read_by_its_new_name():
     other = net.replace_layers(
         {"relu1": dl.Tanh(name="bend"), "shortcut": dl.Conv2D(2, 9, stride=2)}
     )
-    assert other.reads[other.layer_names.index("add1")] == ("bend", "norm2")
+    assert other.reads[other.layer_names.index("add1")] == ("bend", "batchnorm2")
     assert other.reads[other.layer_names.index("conv2")] == ("bend",)
     assert other.reads[other.layer_names.index("shortcut")] == ("relu2",)
     assert other.output_shape == net.output_shape
@@ -362,10 +347,10 @@ def test_a_replaced_sum_takes_the_inputs_of_the_old_one():
     net = network()
     other = net.replace_layers({"add2": dl.Concat(), "dense1": dl.Dense(4)})
     last = other.layer_names.index("add2")
-    assert other.reads[last] == net.reads[last] == ("norm4", "shortcut")
+    assert other.reads[last] == net.reads[last] == ("batchnorm4", "shortcut")
     assert other.output_shapes[last] == (18, 4, 4)
-    reordered = net.replace_layers({"add2": dl.Add(inputs=("shortcut", "norm4"))})
-    assert reordered.reads[last] == ("shortcut", "norm4")
+    reordered = net.replace_layers({"add2": dl.Add(inputs=("shortcut", "batchnorm4"))})
+    assert reordered.reads[last] == ("shortcut", "batchnorm4")
     with pytest.raises(ValueError, match="relu1: expected the names of two inputs"):
         net.replace_layers({"relu1": dl.Add()})
 
@@ -376,7 +361,7 @@ def test_impossible_replacements_are_refused():
         net.replace_layers({"dense2": dl.Dense(2)})
     with pytest.raises(ValueError, match=r"dense1.weight has shape \(4, 9\), and needs \(4, 36\)"):
         net.replace_layers({"averagepool1": dl.AveragePool2D(2)})
-    with pytest.raises(ValueError, match="add2 reads norm4: 5x4x4, shortcut: 9x4x4"):
+    with pytest.raises(ValueError, match="add2 reads batchnorm4: 5x4x4, shortcut: 9x4x4"):
         net.replace_layers({"conv4": dl.Conv2D(3, 5, padding=1)})
 
 
@@ -384,5 +369,5 @@ def test_last_readers():
     net = network()
     reads = graph.edges(net.layers)
     last_reads = graph.last_readers(reads, [(i,) for i in range(len(net.layers))])
-    assert last_reads[net.layer_names.index("add1")] == ["relu1", "norm2"]
+    assert last_reads[net.layer_names.index("add1")] == ["relu1", "batchnorm2"]
     assert sum(last_reads, []).count("relu2") == 1 and "relu2" in last_reads[12]

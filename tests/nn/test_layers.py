@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from network_steps import fused_and_separate, in_float64, step_bytes
+from network_steps import conv_norm_relu, fused_and_separate, in_float64, step_bytes
 from single_rank import SingleRank, blocked, numbers, whole
 
 import mpidl as dl
@@ -108,7 +108,7 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
     if op is dl.mean_squared_error:
         targets = numbers("targets", 21, 4, 3, 5, dtype=np.float32)
     batch = images, blocked(world, targets, batch=images.batch)
-    layers = [dl.Conv2D(1, 4), dl.BatchNorm(), dl.ReLU()]
+    layers = conv_norm_relu(1, 4)
     fused, separate = (
         step_bytes(world, net, batch, lambda n, x, t: op(n(x), t))
         for net in fused_and_separate(lambda: dl.Network(layers, (2, 3, 5), seed=1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from network_steps import in_float64, model_loss, step
+from network_steps import conv_norm_relu, in_float64, model_loss, step
 from single_rank import blocked, numbers, whole
 
 import mpidl as dl
@@ -52,17 +52,9 @@ def test_initial_learnables_never_change():
 
 def test_initial_learnables_depend_on_seed_and_name_alone():
     short = dl.Network([dl.Conv2D(3, 4, name="a"), dl.Dense(2, name="z")], (1, 6, 6), seed=3)
-    longer = dl.Network(
-        [
-            dl.ReLU(),
-            dl.Conv2D(3, 4, name="a"),
-            dl.BatchNorm(),
-            dl.Conv2D(1, 4, name="between"),
-            dl.Dense(2, name="z"),
-        ],
-        (1, 6, 6),
-        seed=3,
-    )
+    between = [dl.BatchNorm(), dl.Conv2D(1, 4, name="between")]
+    layers = [dl.ReLU(), dl.Conv2D(3, 4, name="a"), *between, dl.Dense(2, name="z")]
+    longer = dl.Network(layers, (1, 6, 6), seed=3)
     for name, value in short.parameters.items():
         assert longer.parameters[name].tobytes() == value.tobytes()
     other = dl.Network([dl.Conv2D(3, 4, name="b")], (1, 6, 6), seed=3)
@@ -91,17 +83,10 @@ def test_all_ranks_start_with_the_same_learnables(world):
 
 
 def test_a_description_rebuilds_the_network():
-    net = dl.Network(
-        [
-            dl.Conv2D((3, 2), 4, stride=(2, 1), padding=((0, 1), (2, 0)), dilation=2, groups=2),
-            dl.BatchNorm(epsilon=1e-3, decay=0.5),
-            dl.ReLU(name="bend"),
-            dl.Flatten(),
-            dl.Dense(3),
-        ],
-        (2, 9, 8),
-        seed=6,
-    )
+    options = {"stride": (2, 1), "padding": ((0, 1), (2, 0)), "dilation": 2, "groups": 2}
+    layers = [dl.Conv2D((3, 2), 4, **options), dl.BatchNorm(epsilon=1e-3, decay=0.5)]
+    layers += [dl.ReLU(name="bend"), dl.Flatten(), dl.Dense(3)]
+    net = dl.Network(layers, (2, 9, 8), seed=6)
     specs = json.loads(json.dumps(net.spec()))
     rebuilt = dl.Network.from_spec(specs, net.input_shape, seed=6)
     assert rebuilt.layers == net.layers and rebuilt.output_shapes == net.output_shapes
@@ -155,9 +140,8 @@ def test_a_custom_layer(world):
         dl.Network([dl.Layer()], (2, 3, 3))(blocked(world, x))
 
 
-def small(seed=2):
-    layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)]
-    return dl.Network(layers, (1, 6, 6), seed=seed)
+def small():
+    return dl.Network([*conv_norm_relu(3, 4), dl.Dense(3)], (1, 6, 6), seed=2)
 
 
 def test_prediction_is_the_same_from_arrays_and_shares(world):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cpu_builds import needed
+from network_steps import conv_norm_relu
 from single_rank import blocked, numbers
 
 import mpidl as dl
@@ -15,9 +16,7 @@ from mpidl.nn import zoo
 def residual():
     return dl.Network(
         [
-            dl.Conv2D(3, 8, padding=1),
-            dl.BatchNorm(),
-            dl.ReLU(),
+            *conv_norm_relu(3, 8, padding=1),
             dl.Conv2D(3, 8, padding=1, groups=4),
             dl.Add(inputs=("relu1", "conv2")),
             dl.Conv2D((1, 3), 6, stride=2, dilation=2, after="add1"),
@@ -88,7 +87,7 @@ def test_a_step_stores_as_much_as_the_summary_counts(monkeypatch):
     """Forward takes these arrays from the arena; the positions of maxima are bytes, not floats."""
     layers = []
     for filters in (8, 16):
-        layers += [dl.Conv2D(3, filters, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(2)]
+        layers += [*conv_norm_relu(3, filters, padding=1), dl.MaxPool2D(2)]
     net, count = dl.Network([*layers, dl.Dense(10)], (3, 16, 16)), 48
     arrays, empty = [], arenas.empty
     monkeypatch.setattr(
