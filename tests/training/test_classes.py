@@ -18,11 +18,6 @@ SHAPE, NAMES = (1, 5, 5), ("circle", "square", "triangle")
 pytestmark = pytest.mark.usefixtures("without_plots")
 
 
-@pytest.fixture(scope="module")
-def world():
-    return dl.World(threads=1)
-
-
 def small(outputs=3):
     return dl.Network([dl.Conv2D(3, 2), dl.ReLU(), dl.Dense(outputs)], SHAPE, seed=1)
 

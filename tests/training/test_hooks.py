@@ -13,11 +13,6 @@ from mpidl.training.files import checkpoint
 pytestmark = pytest.mark.usefixtures("without_plots")
 
 
-@pytest.fixture(scope="module")
-def world():
-    return dl.World(threads=1)
-
-
 class Recorder:
     """Records its calls."""
 

@@ -21,11 +21,6 @@ from mpidl.training.options import configuration
 pytestmark = pytest.mark.usefixtures("without_plots")
 
 
-@pytest.fixture(scope="module")
-def world():
-    return dl.World(threads=1)
-
-
 # ---- schedules ----
 
 

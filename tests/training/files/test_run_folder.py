@@ -19,11 +19,6 @@ OPTIONS = dl.TrainingOptions(
 )  # 3 iterations per epoch
 
 
-@pytest.fixture(scope="module")
-def world():
-    return dl.World(threads=1)
-
-
 @pytest.fixture
 def folder(world, tmp_path):
     """One folder for all ranks."""
