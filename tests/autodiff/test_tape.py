@@ -1,4 +1,4 @@
-"""The tape: gradients of functions that a user writes, with learnables in a dict or a network."""
+"""The tape: gradients of custom functions, with learnables in a dict or a network."""
 
 import gc
 import weakref
@@ -10,20 +10,21 @@ from single_rank import SingleRank, assert_slopes, blocked, finite_differences, 
 import mpidl as dl
 from mpidl.autodiff import tape
 
-COUNTS = (5, 37, 64)  # one block, so that ranks idle; a ragged last block; four full ones
+COUNTS = (5, 37, 64)  # one block, so that ranks idle; a ragged last block; four full blocks
+each_count = pytest.mark.parametrize("count", COUNTS)
 
 
 def bytes_of(result):
-    """The bytes of a loss and of gradients that were added up."""
+    """Return the bytes of a loss and of gradients, added up over the ranks."""
     loss, gradients = result[:2]
     return np.asarray(loss).tobytes(), {name: g.tobytes() for name, g in gradients.items()}
 
 
-# models: what a user's loss may do with its learnables, in float64 or float32
+# models: ways for a custom loss to use its learnables, in float64 or float32
 
 
 def two_layers(p, x, y):
-    """Nothing special: two dense layers."""
+    """Two dense layers."""
     h = dl.relu(dl.dense(dl.flatten(x), p["w1"], p["b1"]))
     return dl.mean_squared_error(dl.dense(h, p["w2"], p["b2"]), y)
 
@@ -53,18 +54,22 @@ def scaled_loss(p, x, y):
     return two_layers(p, x, y) * dl.exp(p["s"]) - p["s"]
 
 
-MODELS = {f.__name__: f for f in (two_layers, penalty, tied, weight_normalized, scaled_loss)}
-SHAPES = {
-    "two_layers": {"w1": (7, 18), "b1": (7,), "w2": (3, 7), "b2": (3,)},
-    "penalty": {"w1": (7, 18), "b1": (7,), "w2": (3, 7), "b2": (3,)},
-    "tied": {"w1": (7, 18), "b1": (7,), "b3": (18,)},
-    "weight_normalized": {"v": (4, 2, 3, 3), "g": (4,), "bias": (4,)},
-    "scaled_loss": {"w1": (7, 18), "b1": (7,), "w2": (3, 7), "b2": (3,), "s": ()},
+DENSE = {"w1": (7, 18), "b1": (7,), "w2": (3, 7), "b2": (3,)}
+SHAPES = {  # of the learnables of each model
+    two_layers: DENSE,
+    penalty: DENSE,
+    tied: {"w1": (7, 18), "b1": (7,), "b3": (18,)},
+    weight_normalized: {"v": (4, 2, 3, 3), "g": (4,), "bias": (4,)},
+    scaled_loss: {**DENSE, "s": ()},
 }
+each_model = pytest.mark.parametrize("model", SHAPES, ids=lambda model: model.__name__)
 
 
 def learnables(model, dtype=np.float64):
-    return {n: numbers(f"{model} {n}", *s, dtype=dtype) for n, s in SHAPES[model].items()}
+    return {
+        name: numbers(f"{model.__name__} {name}", *shape, dtype=dtype)
+        for name, shape in SHAPES[model].items()
+    }
 
 
 def data(world, count, dtype=np.float64):
@@ -75,65 +80,63 @@ def data(world, count, dtype=np.float64):
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@each_model
 def test_gradients_against_finite_differences(world, model):
-    f, p = MODELS[model], learnables(model)
-    images, targets = data(world, 37)
-    loss, gradients = dl.value_and_grad(f, reduce=world)(p, images, targets)
+    p, batch = learnables(model), data(world, 37)
+    loss, gradients = dl.value_and_grad(model, reduce=world)(p, *batch)
 
-    def at(parameters):
-        return world.gplus(f(parameters, images, targets))
+    def loss_at(parameters):
+        return world.gplus(model(parameters, *batch))
 
-    assert loss.shape == () and loss == pytest.approx(at(p), rel=1e-14)
+    assert loss.shape == () and loss == pytest.approx(loss_at(p), rel=1e-14)
     assert list(gradients) == list(p)
-    assert_slopes(gradients, finite_differences(at, p, max_elements=12))
+    assert_slopes(gradients, finite_differences(loss_at, p, max_elements=12))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("model", MODELS)
+@each_count
+@each_model
 def test_one_result_on_any_number_of_ranks(world, model, count):
-    """The ranks of this session, with and without reduce, against one rank that has all images."""
-    f, p = MODELS[model], learnables(model, np.float32)
-    alone = SingleRank()
-    expected = dl.value_and_grad(f)(p, *data(alone, count, np.float32))
-    expected = bytes_of((alone.gplus(expected[0]), alone.gplus(expected[1])))
-    mine = data(world, count, np.float32)
-    loss, gradients = dl.value_and_grad(f)(p, *mine)
+    """Compare the ranks of this session, with and without reduce, with one that has all images."""
+    p, single = learnables(model, np.float32), SingleRank()
+    expected = dl.value_and_grad(model)(p, *data(single, count, np.float32))
+    expected = bytes_of(single.gplus(expected))
+    batch = data(world, count, np.float32)
+    loss, gradients = dl.value_and_grad(model)(p, *batch)
     assert isinstance(loss, dl.Partial)
     assert all(isinstance(g, dl.Partial) for g in gradients.values())
-    assert bytes_of((world.gplus(loss), world.gplus(gradients))) == expected
-    assert bytes_of(dl.value_and_grad(f, reduce=world)(p, *mine)) == expected
+    assert bytes_of(world.gplus((loss, gradients))) == expected
+    assert bytes_of(dl.value_and_grad(model, reduce=world)(p, *batch)) == expected
     for name, gradient in gradients.items():
         assert gradient.shape == p[name].shape and gradient.dtype == np.float32
 
 
 def test_a_vjp_of_parts_of_a_sum_would_give_another_result():
-    """Why a Partial is folded before the vjp of a replicated op: the negative control of the test
-    above. The vjp of w -> w * w applied to two nodes of dw, then added, rounds otherwise than
-    applied to their sum."""
+    """The negative control of the test above: why a Partial is folded before a replicated vjp.
+
+    The vjp of w -> w * w, applied to two nodes of dw and added, rounds differently from the vjp of
+    their sum.
+    """
     w = numbers("w", 1000, dtype=np.float32)
     left, right = (numbers(side, 1000, dtype=np.float32) for side in "ab")
     assert (2 * w * left + 2 * w * right).tobytes() != (2 * w * (left + right)).tobytes()
 
 
-def small_network():
-    return dl.Network(
-        [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)], (2, 3, 3), seed=4
-    )
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_network_gives_its_state_too(world, count):
+@each_count
+def test_a_step_of_a_network_returns_its_new_state(world, count):
     def model_loss(net, images, targets):
         assert net.training
         scores = net(images)
         return dl.mean_squared_error(scores, targets), dl.mean(scores), "a note"
 
+    layers = [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)]
+
     def run(world, reduce=None):
-        net = small_network()
-        made = dl.value_and_grad(model_loss, reduce=reduce)(net, *data(world, count, np.float32))
-        assert net.state["batchnorm1.mean"].tolist() == [0] * 4  # the network is left as it was
-        (loss, scores, note), gradients, state = made
+        net = dl.Network(layers, (2, 3, 3), seed=4)
+        results, gradients, state = dl.value_and_grad(model_loss, reduce=reduce)(
+            net, *data(world, count, np.float32)
+        )
+        assert net.state["batchnorm1.mean"].tolist() == [0] * 4  # the step changes no network
+        loss, scores, note = results
         assert note == "a note" and list(state) == list(net.state)
         assert list(gradients) == list(net.parameters)
         scores = scores if reduce else world.gplus(scores)
@@ -146,21 +149,21 @@ def test_a_network_gives_its_state_too(world, count):
     assert run(world, reduce=world) == expected
 
 
+def loss_of_leaves(world, count):
+    leaves = {name: dl.Var(v, name=name) for name, v in learnables(two_layers).items()}
+    return two_layers(leaves, *data(world, count))
+
+
 def test_gradients_come_in_the_order_of_the_tape_and_progress_is_called(world):
-    x, y = data(world, 37)
-    leaves = {name: dl.Var(v, name=name) for name, v in learnables("two_layers").items()}
-    loss = two_layers(leaves, x, y)
-    happened = []
+    events = []
     tape.backward(
-        loss,
+        loss_of_leaves(world, 37),
         np.ones(()),
-        on_ready=lambda leaf, gradient: happened.append((leaf.name, type(gradient))),
-        progress=lambda: happened.append("vjp"),
+        on_ready=lambda leaf, gradient: events.append((leaf.name, type(gradient))),
+        progress=lambda: events.append("vjp"),
     )
-    ready = [h[0] for h in happened if h != "vjp"]
-    assert ready == ["w2", "b2", "w1", "b1"]  # the last layer's first, each once
-    # final gradients are handed over at once, not at the end: other vjps run between
-    assert happened == [
+    # the last layer's gradients come first, each once, as soon as it is final
+    assert events == [
         "vjp",  # mean squared error
         ("w2", dl.Partial),
         ("b2", dl.Partial),
@@ -186,7 +189,7 @@ def test_a_learnable_used_twice_is_ready_after_its_last_use(world):
     assert world.gplus(ready[0][2]).shape == (4, 4)
 
 
-def test_saved_arrays_are_freed_as_they_are_used(world):
+def test_saved_arrays_are_freed_after_their_last_use(world):
     x = blocked(world, numbers("images", 64, 8))
     w1, w2 = (dl.Var(numbers(n, 8, 8), name=n) for n in ("w1", "w2"))
     zero = np.zeros(8)
@@ -204,22 +207,20 @@ def test_saved_arrays_are_freed_as_they_are_used(world):
 
 
 def test_a_tape_is_played_once(world):
-    x, y = data(world, 20)
-    leaves = {name: dl.Var(v, name=name) for name, v in learnables("two_layers").items()}
-    loss = two_layers(leaves, x, y)
+    loss = loss_of_leaves(world, 20)
     tape.backward(loss, np.ones(()))
     with pytest.raises(RuntimeError, match="already played back"):
         tape.backward(loss, np.ones(()))
 
 
-# ops a user writes
+# custom ops
 
 
-def make_affine(seen):
+def make_affine(shapes):
     @dl.op
     def affine(x, scale, shift):
         """x * scale + shift, one block at a time."""
-        seen.append(x.shape)
+        shapes.append(x.shape)
         assert x.flags.c_contiguous
         y = x * scale + shift
         return y, lambda dy: (dy * scale, (dy * x).sum(axis=0), dy.sum(axis=0))
@@ -227,11 +228,11 @@ def make_affine(seen):
     return affine
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_an_op_of_ones_own_sees_one_block_at_a_time(world, count):
-    def run(world, seen):
+@each_count
+def test_a_custom_op_computes_one_block_at_a_time(world, count):
+    def run(world, shapes):
         x, y = data(world, count, np.float32)
-        affine = make_affine(seen)
+        affine = make_affine(shapes)
 
         def loss(p, x, y):
             return dl.mean_squared_error(affine(x, p["scale"], p["shift"]), dl.relu(x))
@@ -240,97 +241,87 @@ def test_an_op_of_ones_own_sees_one_block_at_a_time(world, count):
         value, gradients = dl.value_and_grad(loss)(p, x, y)
         return bytes_of((world.gplus(value), world.gplus(gradients))), x.batch
 
-    seen = []
-    found, batch = run(world, seen)
-    # one call for each block; a rank without one learns y's shape from an image of zeros
+    shapes = []
+    result, batch = run(world, shapes)
+    # one call for each block; a rank without blocks learns y's shape from an image of zeros
     rows = batch.counts().tolist() or [1]
-    assert seen == [(n, 2, 3, 3) for n in rows]
-    assert found == run(SingleRank(), [])[0]
+    assert shapes == [(n, 2, 3, 3) for n in rows]
+    assert result == run(SingleRank(), [])[0]
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@each_count
 def test_check_vjp_passes_a_right_op_and_catches_wrong_ones(world, count):
     x = blocked(world, numbers("images", count, 3))
     scale, shift = numbers("scale", 3), numbers("shift", 3)
     assert dl.check_vjp(make_affine([]), x, scale, shift) < 1e-8
 
-    def wrong(change):
+    def wrong_affine(x_factor, scale_factor, shift_factor):
         @dl.op
         def affine(x, scale, shift):
-            dx, dscale, dshift = 1.0, 1.0, 1.0
-            dx, dscale, dshift = change(dx, dscale, dshift)
             return x * scale + shift, lambda dy: (
-                dy * scale * dx,
-                (dy * x).sum(axis=0) * dscale,
-                None if dshift is None else dy.sum(axis=0) * dshift,
+                dy * scale * x_factor,
+                (dy * x).sum(axis=0) * scale_factor,
+                None if shift_factor is None else dy.sum(axis=0) * shift_factor,
             )
 
         return affine
 
-    for change in (
-        lambda dx, ds, dt: (1.01, ds, dt),
-        lambda dx, ds, dt: (dx, -ds, dt),
-        lambda dx, ds, dt: (dx, ds, None),
-    ):
+    for factors in (1.01, 1, 1), (1, -1, 1), (1, 1, None):
         with pytest.raises(AssertionError, match="vjp of affine: .* relative difference"):
-            dl.check_vjp(wrong(change), x, scale, shift)
+            dl.check_vjp(wrong_affine(*factors), x, scale, shift)
 
 
-def run_op(world, op, count=64):
-    x = blocked(world, numbers("images", count, 3))
-    return dl.value_and_grad(lambda p, x: dl.mean_squared_error(op(x, p["w"]), x))(
-        {"w": numbers("w", 3)}, x
-    )
+def short(x, w):
+    return x * w, lambda dy: (dy * w,)
 
 
-def test_a_wrong_vjp_is_told_by_name_and_shape(world):
-    count = 16 * world.size  # one block each, so that every rank notices
-
-    @dl.op
-    def short(x, w):
-        return x * w, lambda dy: (dy * w,)
-
-    with pytest.raises(ValueError, match="short: its vjp must return a tuple of 2 .* got 1"):
-        run_op(world, short, count)
-
-    @dl.op
-    def bare(x, w):
-        return x * w, lambda dy: dy * w
-
-    with pytest.raises(ValueError, match="bare: .* tuple of 2 cotangents, .* got no tuple"):
-        run_op(world, bare, count)
-
-    @dl.op
-    def unsummed(x, w):
-        return x * w, lambda dy: (dy * w, dy * x)
-
-    with pytest.raises(
-        ValueError, match=r"unsummed: cotangent of shape \(16, 3\) for argument 1 of shape \(3,\)"
-    ):
-        run_op(world, unsummed, count)
-
-    @dl.op
-    def summed(x, w):
-        return (x * w).sum(), lambda dy: (dy * w, None)
-
-    with pytest.raises(ValueError, match=r"summed: expected one result per image, .* dl\.mean"):
-        run_op(world, summed, count)
+def bare(x, w):
+    return x * w, lambda dy: dy * w
 
 
-def test_options_and_replicated_ops_of_ones_own(world):
+def unsummed(x, w):
+    return x * w, lambda dy: (dy * w, dy * x)
+
+
+def summed(x, w):
+    return (x * w).sum(), lambda dy: (dy * w, None)
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        (short, "short: its vjp must return a tuple of 2 .* got 1"),
+        (bare, "bare: .* tuple of 2 cotangents, .* got no tuple"),
+        (
+            unsummed,
+            r"unsummed: cotangent of shape \(16, 3\) for argument 1 of shape \(3,\)",
+        ),
+        (summed, r"summed: expected one result per image, .* dl\.mean"),
+    ],
+)
+def test_the_error_of_a_wrong_vjp_names_the_op_and_the_shapes(world, function, message):
+    op = dl.op(function)
+    x = blocked(world, numbers("images", 16 * world.size, 3))  # a block each: every rank raises
+    with pytest.raises(ValueError, match=message):
+        dl.value_and_grad(lambda p, x: dl.mean_squared_error(op(x, p["w"]), x))(
+            {"w": numbers("w", 3)}, x
+        )
+
+
+def test_custom_replicated_ops_and_their_options(world):
     @dl.op
     def power_of(w, *, exponent):
         return float((w**exponent).sum()), lambda dy: (dy * exponent * w ** (exponent - 1),)
 
     w = numbers("w", 5, low=0.5, dtype=np.float32)
     loss, gradients = dl.value_and_grad(lambda p: power_of(p["w"], exponent=3))({"w": w})
-    # replicated: each rank has it whole, and adding up over the ranks does not count it again
+    # a replicated value is the same on every rank, and gplus counts it once
     assert world.gplus(loss) == pytest.approx((w**3).sum(), rel=1e-6)
     np.testing.assert_allclose(world.gplus(gradients)["w"], 3 * w**2, rtol=1e-6)
     assert world.gplus(gradients)["w"].dtype == np.float32
 
 
-# what is refused, and how it is told
+# errors
 
 
 def test_a_loss_is_one_number(world):
@@ -344,7 +335,7 @@ def test_a_loss_is_one_number(world):
             dl.value_and_grad(lambda p, x, value=value: value)(w, x)
 
 
-def test_what_a_mean_leaves_is_told(world):
+def test_the_error_of_a_loss_of_several_numbers_explains_means(world):
     w = {"w": numbers("w", 3)}
     x, y = blocked(world, numbers("images", 20, 3)), blocked(world, numbers("y", 20))
     text = r"shapes \(\) and \(3,\): dl.mean and dl.sum go over the images and leave"
@@ -370,10 +361,10 @@ def test_a_nonlinear_function_of_a_sum_is_refused(world, use):
         return use(two_layers(p, x, y))
 
     with pytest.raises(TypeError, match="gplus|dl.sum and dl.mean"):
-        dl.value_and_grad(f)(learnables("two_layers"), x, y)
+        dl.value_and_grad(f)(learnables(two_layers), x, y)
 
 
-def test_numpy_does_not_see_values_that_are_differentiated(world):
+def test_numpy_refuses_values_that_are_differentiated(world):
     def f(p):
         return np.sum(np.asarray(p["w"]) ** 2)
 
@@ -388,18 +379,17 @@ def test_values_of_two_mini_batches_do_not_mix(world):
             mix(x, y)
 
 
-def test_where_no_world_is_known_it_is_asked_for(world):
-    """The images come by closure, so that nobody knows which ranks the tied weight's sum is over:
-    an error, or with reduce=world the right gradient."""
+def test_a_tied_weight_needs_images_as_arguments_or_reduce(world):
+    """Images from a closure do not tell which ranks to add a tied weight's sum over."""
     x, y = data(world, 20)
-    p = learnables("tied")
+    p = learnables(tied)
     with pytest.raises(TypeError, match="reduce=world"):
         dl.value_and_grad(lambda p: tied(p, x, y))(p)
-    found = dl.value_and_grad(lambda p: tied(p, x, y), reduce=world)(p)
-    assert bytes_of(found) == bytes_of(dl.value_and_grad(tied, reduce=world)(p, x, y))
+    result = dl.value_and_grad(lambda p: tied(p, x, y), reduce=world)(p)
+    assert bytes_of(result) == bytes_of(dl.value_and_grad(tied, reduce=world)(p, x, y))
 
 
-# sums, types, and what is not used
+# sums, types, unused learnables
 
 
 def test_a_constant_sum_takes_part_in_the_loss(world):
@@ -419,15 +409,15 @@ def test_a_constant_sum_takes_part_in_the_loss(world):
     assert gradients["c"] == pytest.approx(m / 16, rel=1e-12)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@each_count
 def test_gradients_have_the_type_of_their_learnables(world, count):
-    """float64 targets and factors under float32 learnables: no rank may guess another type."""
+    """Targets and factors of float64 leave the gradients of float32 learnables float32."""
 
     def f(p, x, y):
         loss = two_layers(p, x, y) * dl.exp(p["s"])
         return loss + dl.mean_squared_error(dl.relu(x) * p["k"], x) * np.float64(0.1)
 
-    p = learnables("scaled_loss", np.float32) | {"k": numbers("k", 3, dtype=np.float32)}
+    p = learnables(scaled_loss, np.float32) | {"k": numbers("k", 3, dtype=np.float32)}
     x, y = blocked(
         world,
         numbers("images", count, 2, 3, 3, dtype=np.float32),
@@ -441,9 +431,9 @@ def test_gradients_have_the_type_of_their_learnables(world, count):
         assert added[name].shape == value.shape
 
 
-def test_what_is_not_used_has_a_gradient_of_zero(world):
+def test_unused_learnables_have_a_gradient_of_zero(world):
     x, y = data(world, 20)
-    p = learnables("two_layers") | {"spare": np.ones((2, 3), np.float32)}
+    p = learnables(two_layers) | {"spare": np.ones((2, 3), np.float32)}
     for reduce in (None, world):
         _, gradients = dl.value_and_grad(two_layers, reduce=reduce)(p, x, y)
         spare = world.gplus(gradients["spare"]) if reduce is None else gradients["spare"]

@@ -1,4 +1,4 @@
-"""The check and the timing of GPUs on an emulated one: their errors, counts and reports."""
+"""The check and the timing of GPUs, on an emulated GPU: errors, counts and reports."""
 
 import json
 import math
@@ -50,11 +50,11 @@ def visible_gpus(*names):
     return lambda: Visible(gpus, "" if gpus else "no NVIDIA driver")
 
 
-# what a step takes at least
+# lower bounds of a step
 
 
 def test_the_floors_of_the_zoo():
-    """GFLOP of a step and an H200's least times, computed by hand."""
+    """GFLOP of a step and the least times of an H200 equal values computed by hand."""
     digits = floors.work(zoo.digits())
     products = 24 * 24 * 20 * (25 + 180 + 180) + 11520 * 10
     assert digits.products == products and digits.first == 24 * 24 * 20 * 25
@@ -71,7 +71,7 @@ def test_the_floors_of_the_zoo():
     assert cifar["bytes fused"] == pytest.approx(0.983, rel=1e-2)
 
 
-def test_the_rates_of_another_gpu_are_those_measured():
+def test_an_unknown_gpu_has_measured_rates():
     measured = floors.Rates(1e12, 2e12, 3e12, 4e12, "measured")
     assert floors.rates("NVIDIA H200 NVL", measured).source != "measured"
     assert floors.rates("Some GPU", measured) is measured and floors.rates("Some GPU") is None
@@ -81,7 +81,7 @@ def test_the_rates_of_another_gpu_are_those_measured():
 
 
 @needs_compiler
-def test_every_op_is_near_float64_and_what_is_wrong_is_found(gpu, monkeypatch):
+def test_parity_with_float64_passes_and_finds_an_error(gpu, monkeypatch):
     report = Report("parity")
     parity.check_all(report, {"small": zoo.digits((1, 7, 7))}, count=20)
     assert not report.failed and len(report.record["checks"]) == len(parity.KINDS)
@@ -99,13 +99,13 @@ def test_every_op_is_near_float64_and_what_is_wrong_is_found(gpu, monkeypatch):
     assert "conv2d" in second.record["checks"][0]["found"]
 
 
-def test_a_value_that_is_not_finite_is_infinitely_wrong():
+def test_the_relative_error_of_nan_is_infinite():
     assert parity.relative(np.array([1.0, np.nan]), np.ones(2)) == math.inf
     assert parity.relative(np.zeros(3), np.zeros(3)) == 0
 
 
 @needs_compiler
-def test_what_the_sanitizer_runs(gpu, capsys):
+def test_the_stage_that_the_sanitizer_runs(gpu, capsys):
     assert stage.small(gpu, parity.KINDS[:1]) == 0
     assert "ops of small, fp32" in capsys.readouterr().out
 
@@ -150,10 +150,10 @@ def test_training_is_compared_with_the_cpu(gpu, monkeypatch):
     failed = [name for name in report.failed if not name.startswith("accuracy")]
     assert failed == []
     assert "4 iterations" in checks["losses at rate 1e-05: GPU and CPU"]["found"]
-    assert report.failed == ["accuracy after 1 epochs"]  # of random images, so it notices
+    assert report.failed == ["accuracy after 1 epochs"]  # random images teach nothing
 
 
-def test_losses_that_differ_are_told():
+def test_losses_that_differ_fail():
     report = Report("training")
     training.compare(report, "here", np.array([2.0, 1.001]), np.array([2.0, 1.0]), 1e-4)
     training.compare(report, "there", np.array([2.0]), np.array([2.0, 1.0]), 1.0)
@@ -198,7 +198,7 @@ def fake_run(name, ranks, options, out=None, resume=False):
     return {"losses": losses, "sha256": kind}
 
 
-def test_other_bytes_and_broken_runs_are_found():
+def test_other_bytes_and_broken_runs_fail():
     report = Report("identity")
     identity.check_all(report, fake_run, iterations=3, stop=1)
     assert report.failed == ["2 ranks", "4 ranks"]
@@ -357,7 +357,7 @@ def test_a_report_as_markdown_and_in_its_file(tmp_path):
     assert load(str(tmp_path), "nothing") is None
 
 
-def test_what_the_sanitizer_says():
+def test_summaries_of_the_sanitizer():
     clean = "========= COMPUTE-SANITIZER\nok\n========= ERROR SUMMARY: 0 errors\n"
     assert sanitizer.summary(clean) == "ERROR SUMMARY: 0 errors"
     bad = "========= COMPUTE-SANITIZER\n========= Invalid read\n========= ERROR SUMMARY: 3 errors\n"
@@ -365,7 +365,7 @@ def test_what_the_sanitizer_says():
     assert sanitizer.summary("no device\n") == "no device" and sanitizer.summary("") == "no output"
 
 
-# the whole
+# the whole check
 
 
 STAGE = """
@@ -408,9 +408,7 @@ def test_all_passes(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow("gpu")
-def test_what_fails_crashes_or_takes_too_long_is_told_and_the_rest_goes_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_failed_and_slow_stages_do_not_stop_the_others(tmp_path, monkeypatch, capsys):
     behaviour = {"machine": "fail", "training": "crash", "sanitizer": "sleep"}
     words = ["--stages", "machine,training,sanitizer,timing"]
     code, last, record = run_check(tmp_path, monkeypatch, capsys, behaviour, *words)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cpu_builds import needs_kernels
 from short_training import trained
-from single_rank import SingleRank, blocked, numbers, whole
+from single_rank import SingleRank, all_images, blocked, numbers
 
 import mpidl as dl
 from mpidl.backends.cpu import arenas
@@ -52,7 +52,7 @@ def test_a_model_file_keeps_it(tmp_path, approximate):
     dl.save_model(tmp_path / "model.h5", net, ["a", "b", "c"])
     loaded, _ = dl.load_model(tmp_path / "model.h5")
     assert loaded.spec() == net.spec()
-    outputs = [whole(SingleRank(), n.logits(images(SingleRank()))) for n in (loaded, net)]
+    outputs = [all_images(SingleRank(), n.logits(images(SingleRank()))) for n in (loaded, net)]
     assert outputs[0].tobytes() == outputs[1].tobytes()
 
 
@@ -74,12 +74,12 @@ def test_memory_is_what_a_step_stores(monkeypatch):
 @APPROXIMATIONS
 def test_fused_or_not_and_frozen(world, approximate):
     """No layer fuses with GELU; a frozen network has the same outputs."""
-    expected = whole(world, branched(approximate)(images(world))).tobytes()
+    expected = all_images(world, branched(approximate)(images(world))).tobytes()
     separate, frozen = branched(approximate), branched(approximate)
     separate.fuse = False
     frozen.freeze(*frozen.layer_names[:2])
     for net in (separate, frozen):
-        assert whole(world, net(images(world))).tobytes() == expected
+        assert all_images(world, net(images(world))).tobytes() == expected
 
 
 @APPROXIMATIONS

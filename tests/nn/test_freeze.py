@@ -1,4 +1,4 @@
-"""Frozen layers: what is not differentiated, not computed, not changed; factors of the rates."""
+"""Frozen layers are not differentiated, computed backward or changed; factors of the rates."""
 
 import collections
 import json
@@ -6,6 +6,15 @@ import json
 import numpy as np
 import pytest
 from cpu_builds import needs_kernels
+from network_steps import (
+    conv_norm_relu,
+    fused_and_separate,
+    in_float64,
+    model_loss,
+    step,
+    step_bytes,
+    table_bytes,
+)
 from single_rank import SingleRank, all_images, assert_slopes, blocked, finite_differences, numbers
 
 import mpidl as dl
@@ -18,24 +27,13 @@ BACKWARD = ("conv2d_backward", "dense_backward", "batchnorm_dx", "activation_sum
 
 
 def layers():
-    return [
-        dl.Conv2D(3, 6, padding=1),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.Conv2D(3, 6, padding=1),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.Add(inputs=("relu1", "relu2")),
-        dl.Conv2D(3, 5),
-        dl.BatchNorm(),
-        dl.ReLU(),
-        dl.Dense(4),
-    ]
+    first, second = (conv_norm_relu(3, 6, padding=1) for _ in range(2))
+    return [*first, *second, dl.Add(("relu1", "relu2")), *conv_norm_relu(3, 5), dl.Dense(4)]
 
 
-def network(seed=3, made=None):
-    """With a state that is not the initial one."""
-    net = dl.Network(layers() if made is None else made, SHAPE, seed=seed)
+def network(network_layers=None):
+    """Return a network whose state is not the initial one."""
+    net = dl.Network(network_layers or layers(), SHAPE, seed=3)
     net.state = {
         name: numbers(f"state {name}", *v.shape, low=0.3, dtype=np.float32)
         for name, v in net.state.items()
@@ -43,28 +41,24 @@ def network(seed=3, made=None):
     return net
 
 
-def model_loss(net, images, labels):
-    return dl.softmax_cross_entropy(net(images), labels)
-
-
 def batch_of(world, count=37, dtype=np.float32):
     images = numbers("freeze images", count, *SHAPE).astype(np.float32)
     return blocked(world, images.astype(dtype), np.arange(count) * 3 % 4)
 
 
-def step(world, net, **how):
-    return dl.value_and_grad(model_loss, reduce=world)(net, *batch_of(world, **how))
+def training_step(world, net, **batch_options):
+    return step(world, net, batch_of(world, **batch_options))
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What of backward is called: {function: [what it was asked for]}."""
-    found = collections.defaultdict(list)
+    """The calls of backward functions: {function: [which gradients it has to compute]}."""
+    calls = collections.defaultdict(list)
 
     def counted(name, function):
         def call(*args, **options):
             needs = [a for a in args if isinstance(a, tuple) and a and type(a[0]) is bool]
-            found[name] += needs or [None]
+            calls[name] += needs or [None]
             return function(*args, **options)
 
         return call
@@ -73,19 +67,18 @@ def calls(monkeypatch):
         for name in BACKWARD:
             if hasattr(backend, name):
                 monkeypatch.setattr(backend, name, counted(name, getattr(backend, name)))
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-def test_backward_stops_above_what_is_frozen(world, calls, fuse):
+def test_backward_stops_above_frozen_layers(world, calls, fuse):
     net = network()
     net.fuse = fuse
-    step(world, net)
-    everything = {name: len(found) for name, found in calls.items()}
-    assert everything["conv2d_backward"] == 3 and everything["dense_backward"] == 1
+    training_step(world, net)
+    assert len(calls["conv2d_backward"]) == 3 and len(calls["dense_backward"]) == 1
     calls.clear()
     net.freeze("conv1", "batchnorm1", "conv2", "batchnorm2")
-    _, gradients, state = step(world, net)
+    _, gradients, state = training_step(world, net)
     assert len(calls["conv2d_backward"]) == 1 and len(calls["dense_backward"]) == 1
     assert calls["conv2d_backward"][0][:3] == (False, True, True)  # no gradient of its images
     assert list(gradients) == list(net.parameters)[8:]
@@ -93,26 +86,26 @@ def test_backward_stops_above_what_is_frozen(world, calls, fuse):
         assert (value is net.state[name]) == (name.split(".")[0] != "batchnorm3")
     calls.clear()
     net.freeze("conv3", "batchnorm3")
-    _, gradients, state = step(world, net)
+    _, gradients, state = training_step(world, net)
     assert list(gradients) == ["dense1.weight", "dense1.bias"]
     assert list(calls) == ["dense_backward"] and calls["dense_backward"][0][0] is False
     calls.clear()
-    loss, gradients, state = step(world, net.freeze("dense1"))
+    loss, gradients, state = training_step(world, net.freeze("dense1"))
     assert gradients == {} and not calls and np.isfinite(loss)
     assert all(state[name] is value for name, value in net.state.items())
     assert list(net.unfreeze(*net.layer_names).trainable) == list(net.parameters)
 
 
-def test_upper_gradients_are_those_of_the_whole_network(world):
-    """Below there is no batch normalization: it is the same function."""
-    made = [dl.Conv2D(3, 6), dl.ReLU(), dl.Conv2D(3, 6), dl.BatchNorm(), dl.ReLU(), dl.Dense(4)]
-    net = dl.Network(made, SHAPE, seed=1)
-    whole_net = step(world, net)
-    loss, gradients, _ = step(world, net.freeze("conv1"))
-    assert loss.tobytes() == whole_net[0].tobytes()
+def test_freezing_keeps_the_gradients_above(world):
+    """Without a batch normalization below, freezing changes no forward value."""
+    stack = [dl.Conv2D(3, 6), dl.ReLU(), *conv_norm_relu(3, 6), dl.Dense(4)]
+    net = dl.Network(stack, SHAPE, seed=1)
+    expected_loss, expected, _ = training_step(world, net)
+    loss, gradients, _ = training_step(world, net.freeze("conv1"))
+    assert loss.tobytes() == expected_loss.tobytes()
     assert list(gradients) == list(net.parameters)[2:]
     for name, gradient in gradients.items():
-        assert gradient.tobytes() == whole_net[1][name].tobytes()
+        assert gradient.tobytes() == expected[name].tobytes()
 
 
 FROZEN = {
@@ -123,21 +116,17 @@ FROZEN = {
     "at the end": ["conv3", "batchnorm3", "dense1"],
     "a branch and the end": ["conv2", "batchnorm2", "dense1"],
 }
-
-
-VARIANTS = ("a normalization alone", "the first convolution", "at the end")  # of the others
+SLOW_CASES = ("a normalization alone", "the first convolution", "at the end")
 GRADIENTS = [
-    pytest.param(names, id=case, marks=[pytest.mark.slow("ranks")] * (case in VARIANTS))
+    pytest.param(names, id=case, marks=[pytest.mark.slow("ranks")] * (case in SLOW_CASES))
     for case, names in FROZEN.items()
 ]
 
 
 @pytest.mark.parametrize("names", GRADIENTS)
 def test_gradients_go_through_frozen_layers(world, names):
-    net = network().freeze(*names)
-    net.parameters = {name: v.astype(np.float64) for name, v in net.parameters.items()}
-    net.state = {name: v.astype(np.float64) for name, v in net.state.items()}
-    _, gradients, _ = step(world, net, dtype=np.float64)
+    net = in_float64(network().freeze(*names))
+    _, gradients, _ = training_step(world, net, dtype=np.float64)
     images, labels = batch_of(world, dtype=np.float64)
 
     def loss(p):
@@ -151,19 +140,13 @@ def test_gradients_go_through_frozen_layers(world, names):
 @needs_kernels
 @pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
 def test_fused_layers_have_the_bytes_of_the_separate_ones(world, names):
-    found = []
-    for fuse in (True, False):
-        net = network().freeze(*names)
-        net.fuse = fuse
-        loss, gradients, state = step(world, net)
-        tables = [{k: np.asarray(v).tobytes() for k, v in t.items()} for t in (gradients, state)]
-        found.append((loss.tobytes(), tables))
-    assert found[0] == found[1]
+    fused, separate = fused_and_separate(lambda: network().freeze(*names))
+    batch = batch_of(world)
+    assert step_bytes(world, fused, batch) == step_bytes(world, separate, batch)
 
 
 def test_a_frozen_normalization_uses_its_running_state(world):
-    made = [dl.BatchNorm(name="norm")]
-    net = network(made=made).freeze("norm")
+    net = network([dl.BatchNorm(name="norm")]).freeze("norm")
     images, _ = batch_of(world)
     trained = net.bind(net.parameters)(images)
     assert trained.local().tobytes() == net(images).local().tobytes()
@@ -175,13 +158,17 @@ def test_a_frozen_normalization_uses_its_running_state(world):
 def test_factors_of_0_keep_the_learnables_and_the_statistics_of_the_mini_batch(world):
     """MATLAB's way of freezing a batch normalization."""
     norm = dl.BatchNorm(scale_learn_rate_factor=0.0, offset_learn_rate_factor=0.0)
-    made = [dl.Conv2D(3, 4), norm, dl.ReLU(), dl.Dense(4)]
-    net, plain = network(made=made), network(made=[made[0], dl.BatchNorm(), *made[2:]])
-    found, wanted = step(world, net), step(world, plain)
-    assert found[0].tobytes() == wanted[0].tobytes()
-    assert set(wanted[1]) - set(found[1]) == {"batchnorm1.gamma", "batchnorm1.beta"}
-    for name, value in wanted[2].items():
-        assert found[2][name].tobytes() == value.tobytes() != net.state[name].tobytes()
+    net, plain = (
+        network([dl.Conv2D(3, 4), layer, dl.ReLU(), dl.Dense(4)])
+        for layer in (norm, dl.BatchNorm())
+    )
+    loss, gradients, state = training_step(world, net)
+    plain_loss, plain_gradients, plain_state = training_step(world, plain)
+    assert loss.tobytes() == plain_loss.tobytes()
+    assert set(plain_gradients) - set(gradients) == {"batchnorm1.gamma", "batchnorm1.beta"}
+    assert table_bytes(state) == table_bytes(plain_state)
+    for name, value in state.items():
+        assert value.tobytes() != net.state[name].tobytes()
 
 
 def test_a_frozen_dropout_drops_nothing(world):
@@ -194,45 +181,33 @@ def test_a_frozen_dropout_drops_nothing(world):
 
 
 def test_one_result_on_any_number_of_ranks(world):
-    alone, found = SingleRank(), []
-    for here in (alone, world):
-        net = network().freeze("conv1", "batchnorm1", "batchnorm3")
-        loss, gradients, state = dl.value_and_grad(model_loss)(net, *batch_of(here))
-        tables = here.gplus(gradients), state
-        found.append(
-            (here.gplus(loss).tobytes(), [{k: v.tobytes() for k, v in t.items()} for t in tables])
-        )
-    assert found[0] == found[1]
+    net = network().freeze("conv1", "batchnorm1", "batchnorm3")
+    expected = step_bytes(SingleRank(), net, batch_of(SingleRank()))
+    assert step_bytes(world, net, batch_of(world)) == expected
 
 
 def test_steps_leave_frozen_layers_as_they_are(world):
     net = network().freeze("conv1", "batchnorm1")
-    before, state = net.parameters, net.state
+    parameters, state = net.parameters, net.state
     sgdm = dl.SGDM(0.1, l2=0.01, **net.factors)
     for _ in range(3):
-        _, gradients, net.state = step(world, net)
+        _, gradients, net.state = training_step(world, net)
         net.parameters = sgdm(net.parameters, gradients)
-    for name, value in before.items():
+    for name, value in parameters.items():
         frozen = name.split(".")[0] in ("conv1", "batchnorm1")
         assert (net.parameters[name].tobytes() == value.tobytes()) == frozen
     assert net.state["batchnorm1.mean"].tobytes() == state["batchnorm1.mean"].tobytes()
     assert net.state["batchnorm2.mean"].tobytes() != state["batchnorm2.mean"].tobytes()
     with pytest.raises(ValueError, match="missing conv1.weight.*net.factors"):
-        dl.SGDM(0.1)(net.parameters, step(world, net)[1])
+        dl.SGDM(0.1)(net.parameters, training_step(world, net)[1])
 
 
 def test_the_factors_of_layers_reach_the_optimizer():
-    made = [
-        dl.Conv2D(
-            3, 4, weight_learn_rate_factor=2.0, bias_learn_rate_factor=3.0, bias_l2_factor=0.5
-        ),
-        dl.BatchNorm(scale_learn_rate_factor=4.0, offset_l2_factor=0.25),
-        dl.Dense(
-            4, weight_learn_rate_factor=20.0, weight_l2_factor=0.0, bias_learn_rate_factor=20.0
-        ),
-        dl.Dense(4, trainable=False),
-    ]
-    factors = dl.Network(made, SHAPE).factors
+    conv = {"weight_learn_rate_factor": 2.0, "bias_learn_rate_factor": 3.0, "bias_l2_factor": 0.5}
+    norm = {"scale_learn_rate_factor": 4.0, "offset_l2_factor": 0.25}
+    dense = {"weight_learn_rate_factor": 20.0, "weight_l2_factor": 0, "bias_learn_rate_factor": 20}
+    stack = [dl.Conv2D(3, 4, **conv), dl.BatchNorm(**norm), dl.Dense(4, **dense)]
+    factors = dl.Network([*stack, dl.Dense(4, trainable=False)], SHAPE).factors
     rates, decays = factors["learning_rate_factors"], factors["l2_factors"]
     assert list(rates.values()) == [2, 3, 4, 1, 20, 20, 0, 0]
     assert list(decays.values()) == [1, 0.5, 0, 0.25, 0, 0, 1, 0]
@@ -242,15 +217,15 @@ def test_the_factors_of_layers_reach_the_optimizer():
         assert decay == (1.0 if name.endswith(".weight") else 0.0)
 
 
-def test_training_honours_them(world):
-    """dl.train: frozen layers keep their bytes; a factor is a factor of the rate."""
+def test_training_keeps_frozen_layers_and_applies_factors(world):
+    """In `dl.train` frozen layers keep their bytes, and a factor multiplies the rate."""
     images = (numbers("train", 48, *SHAPE, low=0) * 255).astype(np.uint8)
     store = dl.ArrayDatastore(images, np.arange(48) % 4)
     options = dl.TrainingOptions(epochs=1, batch_size=48, learning_rate=0.01, l2=0.0)
 
     def trained(*frozen, **factors):
-        made = [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(4, **factors)]
-        net = dl.Network(made, SHAPE, seed=1).freeze(*frozen)
+        stack = [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(4, **factors)]
+        net = dl.Network(stack, SHAPE, seed=1).freeze(*frozen)
         before = net.parameters
         dl.train(net, store, options, world=world)
         return {name: net.parameters[name] - before[name] for name in before}
@@ -263,9 +238,9 @@ def test_training_honours_them(world):
     assert twice["dense1.bias"].tobytes() == plain["dense1.bias"].tobytes()
 
 
-def test_a_resumed_run_may_not_freeze_others():
+def test_a_resumed_run_may_not_freeze_other_layers():
     net = network()
-    specs = json.loads(json.dumps(net.spec()))  # as a checkpoint has them
+    specs = json.loads(json.dumps(net.spec()))  # as a checkpoint stores them
     now = {"options": dl.TrainingOptions().as_dict(), "network": specs, "fingerprint": "f"}
     changed_on_resume(now, {**now, "network": network().spec()})
     frozen = {**now, "network": net.freeze("conv1").spec()}
@@ -273,14 +248,14 @@ def test_a_resumed_run_may_not_freeze_others():
         changed_on_resume(now, frozen)
 
 
-def test_names_that_are_not_there():
+def test_freezing_an_unknown_layer_names_the_nearest():
     with pytest.raises(KeyError, match="no layer conv9: did you mean conv"):
         network().freeze("conv9")
 
 
-def test_freezing_touches_the_network_alone(world):
-    made = layers()
-    net = dl.Network(made, SHAPE)
+def test_freezing_leaves_layers_of_other_networks_trainable(world):
+    shared = layers()
+    net = dl.Network(shared, SHAPE)
     other = dl.Network(net.layers, SHAPE).freeze("conv1")
-    assert made[0].trainable and net["conv1"].trainable and not other["conv1"].trainable
+    assert shared[0].trainable and net["conv1"].trainable and not other["conv1"].trainable
     assert all_images(world, net(batch_of(world)[0])).shape == (37, 4)

@@ -1,8 +1,9 @@
-"""`analyze`: its totals against counts by hand, by PyTorch, and by what a step stores."""
+"""`analyze`: its totals against counts by hand, by PyTorch and by the memory of a step."""
 
 import numpy as np
 import pytest
 from cpu_builds import needs_kernels
+from network_steps import conv_norm_relu
 from single_rank import blocked, numbers
 
 import mpidl as dl
@@ -15,9 +16,7 @@ from mpidl.nn import zoo
 def residual():
     return dl.Network(
         [
-            dl.Conv2D(3, 8, padding=1),
-            dl.BatchNorm(),
-            dl.ReLU(),
+            *conv_norm_relu(3, 8, padding=1),
             dl.Conv2D(3, 8, padding=1, groups=4),
             dl.Add(inputs=("relu1", "conv2")),
             dl.Conv2D((1, 3), 6, stride=2, dilation=2, after="add1"),
@@ -31,30 +30,30 @@ def residual():
 
 
 def test_the_digits_network():
-    found = dl.analyze(zoo.digits())
-    assert found.learnables == 123_090 and found.state == 120 and found.batch_size == 128
+    summary = dl.analyze(zoo.digits())
+    assert summary.learnables == 123_090 and summary.state == 120 and summary.batch_size == 128
     pixels = 24 * 24
-    wanted = [pixels * 20 * 25, pixels * 20 * 20 * 9, pixels * 20 * 20 * 9, 11_520 * 10]
-    assert [row.flops for row in found.rows if row.flops] == [2 * n for n in wanted]
-    assert found.flops == 2 * sum(wanted)
-    assert found.memory == 4 * 128 * (3 * 20 * pixels + 10)
-    assert found.rows[0] == (
+    products = [pixels * 20 * 25, pixels * 20 * 20 * 9, pixels * 20 * 20 * 9, 11_520 * 10]
+    assert [row.flops for row in summary.rows if row.flops] == [2 * n for n in products]
+    assert summary.flops == 2 * sum(products)
+    assert summary.memory == 4 * 128 * (3 * 20 * pixels + 10)
+    assert summary.rows[0] == (
         *("conv1", "Conv2D", ("images",), (20, 24, 24), 520, 0, 4 * 128 * 20 * pixels),
-        *(2 * wanted[0], True),
+        *(2 * products[0], True),
     )
 
 
 def test_the_cifar_network():
-    found = zoo.cifar().analyze(256)
-    assert (found.learnables, found.state) == (677_610, 2 * 4 * (32 + 64 + 128))
+    summary = zoo.cifar().analyze(256)
+    assert (summary.learnables, summary.state) == (677_610, 2 * 4 * (32 + 64 + 128))
     per_pixel = [(1024, 3, 32), *3 * [(1024, 32, 32)], (256, 32, 64), *3 * [(256, 64, 64)]]
     per_pixel += [(64, 64, 128), *3 * [(64, 128, 128)]]
-    assert found.flops == 2 * (sum(9 * p * c * k for p, c, k in per_pixel) + 128 * 10)
+    assert summary.flops == 2 * (sum(9 * p * c * k for p, c, k in per_pixel) + 128 * 10)
     stored = 4 * (32 * 1024 + 64 * 256 + 128 * 64) + 32 * 256 + 64 * 64 + 128 + 10
-    assert found.memory == 4 * 256 * stored
+    assert summary.memory == 4 * 256 * stored
 
 
-def test_operations_are_those_that_pytorch_counts():
+def test_operations_are_as_many_as_pytorch_counts():
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -72,7 +71,7 @@ def test_operations_are_those_that_pytorch_counts():
     assert net.analyze().flops == counter.get_total_flops()
 
 
-def test_memory_counts_whole_blocks_and_what_is_stored():
+def test_memory_counts_whole_blocks_of_stored_values():
     net = residual()
     rows = {row.name: row for row in net.analyze(17).rows}
     image = 8 * 20 * 16
@@ -84,25 +83,20 @@ def test_memory_counts_whole_blocks_and_what_is_stored():
 
 
 @needs_kernels
-def test_a_step_stores_what_it_says(monkeypatch):
-    """What forward takes of the arena and keeps; pooling keeps its places too, a byte each."""
-    net, count = _plain(), 48
-    taken = []
-    take = arenas.empty
+def test_a_step_stores_as_much_as_the_summary_counts(monkeypatch):
+    """Forward takes these arrays from the arena; the positions of maxima are bytes, not floats."""
+    layers = []
+    for filters in (8, 16):
+        layers += [*conv_norm_relu(3, filters, padding=1), dl.MaxPool2D(2)]
+    net, count = dl.Network([*layers, dl.Dense(10)], (3, 16, 16)), 48
+    arrays, empty = [], arenas.empty
     monkeypatch.setattr(
-        arenas, "empty", lambda shape, *a: taken.append(take(shape, *a)) or taken[-1]
+        arenas, "empty", lambda shape, *a: arrays.append(empty(shape, *a)) or arrays[-1]
     )
     images, _ = blocked(dl.OneRank(), numbers("x", count, 3, 16, 16).astype("f4"), np.arange(count))
     net.bind({name: dl.Var(v, name=name) for name, v in net.parameters.items()})(images)
-    stored = sum(array.nbytes for array in taken if array.dtype == np.float32)
+    stored = sum(array.nbytes for array in arrays if array.dtype == np.float32)
     assert stored == net.analyze(count).memory
-
-
-def _plain():
-    layers = []
-    for filters in (8, 16):
-        layers += [dl.Conv2D(3, filters, padding=1), dl.BatchNorm(), dl.ReLU(), dl.MaxPool2D(2)]
-    return dl.Network([*layers, dl.Dense(10)], (3, 16, 16))
 
 
 def test_the_text():
@@ -119,14 +113,13 @@ def test_the_text():
 
 def test_the_command(world, capsys):
     assert info.main(["--network", "digits"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     if world.rank == 0:
-        assert "123,090" in shown and "16.9 MiB" in shown and "128 images" in shown
+        assert "123,090" in output and "16.9 MiB" in output and "128 images" in output
     else:
-        assert shown == ""
-    assert (
-        info.main("--network cifar --input-shape 1,32,32 --classes 3 --batch-size 16".split()) == 0
-    )
+        assert output == ""
+    options = "--network cifar --input-shape 1,32,32 --classes 3 --batch-size 16"
+    assert info.main(options.split()) == 0
     if world.rank == 0:
         assert "1x32x32" in capsys.readouterr().out
 
@@ -144,6 +137,6 @@ def test_the_command(world, capsys):
     ],
 )
 @pytest.mark.usefixtures("world")
-def test_networks_that_cannot_be_shown(line, text):
+def test_networks_that_cannot_be_built_are_refused(line, text):
     with pytest.raises(UserError, match=text):
         info.main(line.split())

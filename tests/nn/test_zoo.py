@@ -1,10 +1,11 @@
-"""The networks by name: their tables, their recipes, and that they train from the command line."""
+"""The networks by name: tables, recipes, bytes on any number of ranks, training by the command."""
 
 import json
 
 import numpy as np
 import pytest
 from image_sets import pixels_of, save
+from network_steps import bytes_of, step
 from single_rank import SingleRank, blocked
 
 import mpidl as dl
@@ -16,15 +17,8 @@ def test_the_tables_of_the_cifar_network():
     net = zoo.cifar()
     kinds = [type(layer).__name__ for layer in net.layers]
     triples = ["Conv2D", "BatchNorm", "ReLU"] * 4
-    assert kinds == [
-        *triples,
-        "MaxPool2D",
-        *triples,
-        "MaxPool2D",
-        *triples,
-        "AveragePool2D",
-        "Dense",
-    ]
+    pooled = [*triples, "MaxPool2D"]
+    assert kinds == [*pooled, *pooled, *triples, "AveragePool2D", "Dense"]
     assert len(kinds) + 3 == 43  # MATLAB counts image input, softmax and classification too
     rows = net.table()
     assert len(rows) == 12 * 4 + 2 and sum(count for *_, count in rows) == 677_610
@@ -45,15 +39,15 @@ def test_other_images_and_classes():
 
 def test_the_tables_of_the_residual_network():
     net = zoo.resnet()
-    found = net.analyze(128)
-    convolutions = [row for row in found.rows if row.type == "Conv2D"]
+    summary = net.analyze(128)
+    convolutions = [row for row in summary.rows if row.type == "Conv2D"]
     shortcuts = [row.name for row in convolutions if "shortcut" in row.name]
     assert shortcuts == ["block4_shortcut", "block7_shortcut"]
     assert len(convolutions) - len(shortcuts) + 1 == 20  # layers as the paper counts them
     biases = sum(row.output_shape[0] for row in convolutions)
-    assert found.learnables - biases == 272_474  # of the common count, without biases
-    assert found.learnables == 273_258
-    adds = {row.name: row.reads for row in found.rows if row.type == "Add"}
+    assert summary.learnables - biases == 272_474  # as usually counted, without biases
+    assert summary.learnables == 273_258
+    adds = {row.name: row.reads for row in summary.rows if row.type == "Add"}
     assert len(adds) == 9 and adds["block1_add"] == ("block1_norm2", "relu1")
     assert adds["block4_add"] == ("block4_norm2", "block4_shortcut_norm")
     shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
@@ -61,7 +55,7 @@ def test_the_tables_of_the_residual_network():
     # multiply-adds by hand: the first convolution, 18 of 9 * C * C, 2 halved, 2 shortcuts, dense
     products = 1024 * 16 * 27 + (6 + 5 + 5) * 1024 * 16 * 144 + 2 * 1024 * 16 * 72
     products += 256 * 32 * 16 + 64 * 64 * 32 + 640
-    assert found.flops == 2 * products
+    assert summary.flops == 2 * products
 
 
 def test_the_tables_of_alexnet():
@@ -81,26 +75,33 @@ def test_the_tables_of_alexnet():
     assert [shapes[name] for name in ("conv1", "pool1", "pool2", "conv4", "pool5")] == [
         *((96, 55, 55), (96, 27, 27), (256, 13, 13), (384, 13, 13), (256, 6, 6))
     ]
-    # of groups of half the channels in the second, fourth and fifth convolution
-    wanted = 55**2 * 96 * 363 + 27**2 * 256 * 48 * 25
-    wanted += 169 * 9 * (384 * 256 + 384 * 192 + 256 * 192)
-    assert products == wanted + 9216 * 4096 + 4096 * 4096 + 4096 * 1000
+    # the second, fourth and fifth convolution have groups of half the channels
+    expected = 55**2 * 96 * 363 + 27**2 * 256 * 48 * 25
+    expected += 169 * 9 * (384 * 256 + 384 * 192 + 256 * 192)
+    assert products == expected + 9216 * 4096 + 4096 * 4096 + 4096 * 1000
 
 
-ALEXNET = pytest.param("alexnet", (3, 67, 67), marks=pytest.mark.slow("ranks"))  # 47 MB of it
+ALEXNET = pytest.param("alexnet", (3, 67, 67), 4, 20, marks=pytest.mark.slow("ranks"))  # 47 MB
 
 
-@pytest.mark.parametrize("name, shape", [("resnet", (2, 12, 12)), ALEXNET])
-def test_one_result_of_the_larger_networks_on_any_number_of_ranks(world, name, shape):
-    net, images = zoo.NETWORKS[name](shape, 4, 1), pixels_of(0, 20, *shape) / np.float32(255)
-    arrays, alone = (images, np.arange(20) % 4), SingleRank()
-    loss, gradients, state = dl.value_and_grad(cross_entropy)(net, *blocked(alone, *arrays))
-    loss, gradients = alone.gplus((loss, gradients))
-    found = dl.value_and_grad(cross_entropy, reduce=world)(net, *blocked(world, *arrays))
-    assert found[0][0].tobytes() == loss[0].tobytes() and np.isfinite(loss[0])
-    for mine, theirs in ((found[1], gradients), (found[2], state)):
-        assert all(mine[n].tobytes() == v.tobytes() for n, v in theirs.items())
-    assert all(abs(g).max() > 0 for g in gradients.values())
+@pytest.mark.parametrize(
+    "name, shape, classes, count",
+    [
+        ("digits", (1, 28, 28), 10, 37),
+        ("cifar", (3, 32, 32), 10, 37),
+        ("resnet", (2, 12, 12), 4, 20),
+        ALEXNET,
+    ],
+)
+def test_one_result_on_any_number_of_ranks(world, name, shape, classes, count):
+    net = zoo.NETWORKS[name](shape, classes, 1)
+    arrays = pixels_of(0, count, *shape) / np.float32(255), np.arange(count) % classes
+    expected, result = (
+        step(ranks, net, blocked(ranks, *arrays), cross_entropy) for ranks in (SingleRank(), world)
+    )
+    assert bytes_of(result) == bytes_of(expected)
+    loss, gradients, _ = result
+    assert np.isfinite(loss[0]) and all(abs(g).max() > 0 for g in gradients.values())
 
 
 def test_every_network_has_a_recipe():
@@ -108,22 +109,8 @@ def test_every_network_has_a_recipe():
     for name in zoo.RECIPES:
         dl.TrainingOptions.from_recipe(name)
     options = dl.TrainingOptions.from_recipe("cifar")
-    found = options.batch_size, options.learning_rate, options.epochs, options.momentum
-    assert found == (256, 0.1, 50, 0.9)
-    assert (options.l2, options.shuffle) == (1e-10, "every-epoch")
-
-
-def test_one_result_of_the_cifar_network_on_any_number_of_ranks(world):
-    net, images = zoo.cifar(seed=1), pixels_of(0, 37, 3, 32, 32) / np.float32(255)
-    arrays, alone = (images, np.arange(37) % 10), SingleRank()
-    loss, gradients, _ = dl.value_and_grad(cross_entropy)(net, *blocked(alone, *arrays))
-    loss, gradients = alone.gplus((loss, gradients))
-    found = dl.value_and_grad(cross_entropy, reduce=world)(net, *blocked(world, *arrays))
-    assert found[0][0].tobytes() == loss[0].tobytes() and np.isfinite(loss[0])
-    assert {n: v.tobytes() for n, v in found[1].items()} == {
-        n: v.tobytes() for n, v in gradients.items()
-    }
-    assert all(abs(g).max() > 0 for g in gradients.values())
+    assert (options.batch_size, options.learning_rate, options.epochs) == (256, 0.1, 50)
+    assert (options.momentum, options.l2, options.shuffle) == (0.9, 1e-10, "every-epoch")
 
 
 @pytest.mark.parametrize("channels", [pytest.param(1, marks=pytest.mark.slow("jobs")), 3])
@@ -141,6 +128,6 @@ def test_the_command_trains_the_cifar_network(world, without_plots, tmp_path, ch
     world.barrier()
     with open(f"{folder}/out/summary.json") as file:
         assert json.load(file)["iterations"] == 2
-    net, about = dl.load_model(f"{folder}/out/model.h5")
-    assert net.input_shape == (channels, 32, 32) and about["classes"] == ["cat", "dog"]
+    net, description = dl.load_model(f"{folder}/out/model.h5")
+    assert net.input_shape == (channels, 32, 32) and description["classes"] == ["cat", "dog"]
     world.barrier()

@@ -1,15 +1,41 @@
-"""Batch normalization over ranks: whose statistics, and how exact they are."""
+"""Batch normalization: which images its statistics cover, and how exact they are."""
 
 import numpy as np
 import pytest
+from op_references import Case, OpChecks
 from single_rank import SingleRank, all_images, blocked, numbers
-from test_ops import batchnorm_reference
 
 import mpidl as dl
 from mpidl.autodiff import tape
 
 GAMMA, BETA = np.array([1.5, 0.5, -1.0]), np.array([0.0, 2.0, 0.25])
 COUNTS = (5, 37, 80)
+
+
+def batchnorm_reference(x, gamma, beta, epsilon=1e-5):
+    y = np.empty_like(x)
+    for c in range(x.shape[1]):
+        channel = x[:, c]
+        mean = sum(v.sum() for v in channel) / channel.size
+        variance = sum(((v - mean) ** 2).sum() for v in channel) / channel.size
+        y[:, c] = gamma[c] * (channel - mean) / np.sqrt(variance + epsilon) + beta[c]
+    return y
+
+
+class TestBatchnorm(OpChecks):
+    cases = {
+        "images": Case(dl.batchnorm, batchnorm_reference, [(3, 2, 4)], [(3,), (3,)]),
+        "features": Case(dl.batchnorm, batchnorm_reference, [(4,)], [(4,), (4,)]),
+    }
+    errors = [
+        (lambda x, f, i: dl.batchnorm(x, np.ones(3), np.ones(3)), ValueError, "batchnorm: expect"),
+        (
+            lambda x, f, i: dl.batchnorm(x, np.ones(2), np.ones(2), scope="all"),
+            ValueError,
+            "'global' or 'local', got 'all'",
+        ),
+    ]
+    test_a_share_without_blocks = None  # the statistics need the other ranks
 
 
 def images(count, dtype=np.float64):
@@ -19,17 +45,17 @@ def images(count, dtype=np.float64):
 
 
 def normalized(world, count, scope, dtype=np.float64):
-    """(all ranks' output, recorded statistics, this rank's output and batch)."""
-    recorded = []
+    """Return all ranks' output, the recorded statistics, this rank's output and batch."""
+    statistics = []
     x = blocked(world, images(count, dtype))
     gamma, beta = GAMMA.astype(dtype), BETA.astype(dtype)
-    y = dl.batchnorm(x, gamma, beta, scope=scope, record=lambda *both: recorded.append(both))
-    return all_images(world, y), recorded, y.local(), x.batch
+    y = dl.batchnorm(x, gamma, beta, scope=scope, record=lambda *pair: statistics.append(pair))
+    return all_images(world, y), statistics, y.local(), x.batch
 
 
 @pytest.mark.parametrize("scope", ["global", "local"])
 @pytest.mark.parametrize("count", COUNTS)
-def test_recorded_statistics_are_those_of_the_whole_mini_batch(world, count, scope):
+def test_recorded_statistics_cover_the_whole_mini_batch(world, count, scope):
     _, ((mean, variance),), _, _ = normalized(world, count, scope)
     channels = images(count).transpose(1, 0, 2, 3).reshape(3, -1)
     np.testing.assert_allclose(mean, channels.mean(axis=1), rtol=1e-13)
@@ -39,26 +65,25 @@ def test_recorded_statistics_are_those_of_the_whole_mini_batch(world, count, sco
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_local_normalizes_each_share_by_its_own_statistics(world, count):
-    _, _, mine, batch = normalized(world, count, "local")
+    _, _, output, batch = normalized(world, count, "local")
     share = images(count)[slice(*batch.images)]
     if len(share):
-        np.testing.assert_allclose(mine, batchnorm_reference(share, GAMMA, BETA), rtol=1e-11)
+        np.testing.assert_allclose(output, batchnorm_reference(share, GAMMA, BETA), rtol=1e-11)
     else:
-        assert mine.shape == (0, 3, 2, 4)
+        assert output.shape == (0, 3, 2, 4)
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_global_does_not_depend_on_the_ranks_and_local_does(world, count):
-    """Local is the negative control of everything that compares numbers of ranks."""
-    alone = {
-        scope: normalized(SingleRank(), count, scope, np.float32)[0]
-        for scope in ("global", "local")
-    }
-    assert alone["global"].tobytes() == alone["local"].tobytes()
-    assert normalized(world, count, "global", np.float32)[0].tobytes() == alone["global"].tobytes()
-    local = normalized(world, count, "local", np.float32)[0]
-    shares_that_hold_images = min(world.size, -(-count // 16))
-    assert (local.tobytes() == alone["local"].tobytes()) == (shares_that_hold_images == 1)
+    """Local is the negative control of every comparison of numbers of ranks."""
+
+    def output_bytes(ranks, scope):
+        return normalized(ranks, count, scope, np.float32)[0].tobytes()
+
+    expected = output_bytes(SingleRank(), "global")
+    assert output_bytes(SingleRank(), "local") == output_bytes(world, "global") == expected
+    shares_with_images = min(world.size, -(-count // 16))
+    assert (output_bytes(world, "local") == expected) == (shares_with_images == 1)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -77,8 +102,9 @@ def test_gradients_by_the_formula_of_the_paper(world):
     leaves = [dl.Var(v) for v in (values, GAMMA, BETA)]
     y = dl.batchnorm(*leaves, epsilon=epsilon)
     seed = blocked(world, dy, batch=values.batch)
-    found = tape.backward(y, seed, fold=world.gplus)
-    dx, dgamma, dbeta = all_images(world, found[leaves[0]]), found[leaves[1]], found[leaves[2]]
+    cotangents = tape.backward(y, seed, fold=world.gplus)
+    dx, dgamma, dbeta = (cotangents[leaf] for leaf in leaves)
+    dx = all_images(world, dx)
     for c in range(3):
         v, d, n = x[:, c], dy[:, c], x[:, c].size
         mean = v.mean()
@@ -93,14 +119,14 @@ def test_gradients_by_the_formula_of_the_paper(world):
 
 
 def test_statistics_far_from_zero_keep_their_digits(world):
-    """A mean a thousand times the deviation, in float32: E[x^2] - E[x]^2 would lose it all."""
+    """The mean is a thousand times the deviation, so E[x^2] - E[x]^2 would lose the variance."""
     x = (1000 + numbers("far", 37, 3, 2, 4)).astype("f4")
-    recorded = []
-    dl.batchnorm(blocked(world, x), GAMMA, BETA, record=lambda *both: recorded.extend(both))
-    channels = x.astype("f8").transpose(1, 0, 2, 3).reshape(3, -1)
-    np.testing.assert_allclose(recorded[0], channels.mean(axis=1), rtol=1e-10)
-    np.testing.assert_allclose(recorded[1], channels.var(axis=1), rtol=1e-5)
+    statistics = []
+    dl.batchnorm(blocked(world, x), GAMMA, BETA, record=lambda *pair: statistics.extend(pair))
     single = x.transpose(1, 0, 2, 3).reshape(3, -1)
+    channels = single.astype("f8")
+    np.testing.assert_allclose(statistics[0], channels.mean(axis=1), rtol=1e-10)
+    np.testing.assert_allclose(statistics[1], channels.var(axis=1), rtol=1e-5)
     cancelled = (single**2).mean(axis=1) - single.mean(axis=1) ** 2  # the negative control
     assert (abs(cancelled - channels.var(axis=1)) > 1e-2 * channels.var(axis=1)).any()
 
@@ -108,10 +134,10 @@ def test_statistics_far_from_zero_keep_their_digits(world):
 def test_prediction_uses_the_running_state(world):
     x = images(21)
     mean, variance = numbers("mean", 3), numbers("variance", 3, low=0.5)
-    found = all_images(world, dl.batchnorm_predict(blocked(world, x), mean, variance, GAMMA, BETA))
+    y = all_images(world, dl.batchnorm_predict(blocked(world, x), mean, variance, GAMMA, BETA))
     for c in range(3):
         expected = GAMMA[c] * (x[:, c] - mean[c]) / np.sqrt(variance[c] + 1e-5) + BETA[c]
-        np.testing.assert_allclose(found[:, c], expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(y[:, c], expected, rtol=1e-12, atol=1e-13)
     with pytest.raises(TypeError, match="train gamma and beta with batchnorm"):
         y = dl.batchnorm_predict(blocked(world, x), mean, variance, dl.Var(GAMMA), BETA)
         tape.backward(y, y.value)

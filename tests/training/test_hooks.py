@@ -1,4 +1,4 @@
-"""Custom hooks and optimizers in `dl.train`; right on any number of ranks."""
+"""Custom hooks and optimizers in `dl.train`, on any number of ranks."""
 
 import os
 
@@ -13,13 +13,8 @@ from mpidl.training.files import checkpoint
 pytestmark = pytest.mark.usefixtures("without_plots")
 
 
-@pytest.fixture(scope="module")
-def world():
-    return dl.World(threads=1)
-
-
 class Recorder:
-    """Writes down its calls."""
+    """Records its calls."""
 
     def __init__(self):
         self.events, self.losses = [], []
@@ -52,11 +47,15 @@ def one_rank():
     return dl.World(MPI.COMM_SELF, threads=1)
 
 
-def train(world, hooks=(), optimizer=None, epochs=2, rate=None, **arguments):
-    net = small()
-    options = dl.TrainingOptions(epochs=epochs, batch_size=40, verbose_every=0, learning_rate=rate)
+PIECEWISE = {"learn_rate_schedule": "piecewise", "learn_rate_drop_period": 1}
+
+
+def train(world, hooks=(), optimizer=None, options=(), **arguments):
+    net, options = small(), {"epochs": 2, "batch_size": 40, "verbose_every": 0, **dict(options)}
     arguments |= {"hooks": hooks, "optimizer": optimizer}
-    return net, dl.train(net, pictures(100), options, world=world, **arguments)
+    return net, dl.train(
+        net, pictures(100), dl.TrainingOptions(**options), world=world, **arguments
+    )
 
 
 def test_events_come_in_order_on_every_rank(world):
@@ -71,7 +70,7 @@ def test_events_come_in_order_on_every_rank(world):
     assert dl.weights_sha256(net) == dl.weights_sha256(trained(world)[0])
 
 
-def test_what_is_no_hook_is_refused_before_anything_is_written(world, tmp_path):
+def test_a_wrong_hook_is_refused_before_any_file_is_written(world, tmp_path):
     out = world.broadcast(str(tmp_path / "run"))
     train(world, out=out)
     files = sorted(os.listdir(out))
@@ -106,7 +105,7 @@ def test_a_stop_on_one_rank_ends_all_with_a_checkpoint(world, tmp_path):
 
 
 class Averages:
-    """A collective hook: reads the network, as it is after every step."""
+    """A collective hook, which reads the network after every step."""
 
     def __init__(self):
         self.norms = []
@@ -124,7 +123,7 @@ def test_hooks_may_be_collective(world):
 
 
 class SignSGD:
-    """w <- w - learning_rate * sign(m), m <- 0.9 m + 0.1 g: with a state of its own."""
+    """w <- w - learning_rate * sign(m) with the state m <- 0.9 m + 0.1 g."""
 
     def __init__(self, learning_rate):
         self.learning_rate, self.means = learning_rate, {}
@@ -145,11 +144,11 @@ class SignSGD:
         self.means = {name.removeprefix("mean."): mean for name, mean in state.items()}
 
 
-def test_an_optimizer_of_a_user(world, tmp_path):
-    """On any ranks it gives what one rank gives, and goes on from a checkpoint."""
+def test_a_custom_optimizer(world, tmp_path):
+    """Its weights do not depend on the ranks, and it resumes from a checkpoint."""
     net, _ = train(world, optimizer=SignSGD(0.01))
-    alone, _ = train(one_rank(), optimizer=SignSGD(0.01))
-    assert dl.weights_sha256(net) == dl.weights_sha256(alone)
+    single, _ = train(one_rank(), optimizer=SignSGD(0.01))
+    assert dl.weights_sha256(net) == dl.weights_sha256(single)
     assert dl.weights_sha256(net) != dl.weights_sha256(trained(world)[0])
 
     out = world.broadcast(str(tmp_path))
@@ -166,7 +165,7 @@ def test_an_optimizer_of_a_user(world, tmp_path):
         train(world, optimizer=SignSGD(0.02), resume=out)
 
 
-def test_a_built_in_optimizer_by_hand(world):
+def test_a_built_in_optimizer_as_an_argument(world):
     net, _ = train(world, optimizer=dl.SGDM(0.05, l2=1e-4, **small().factors))
     assert dl.weights_sha256(net) == dl.weights_sha256(trained(world, learning_rate=0.05)[0])
 
@@ -178,21 +177,20 @@ def test_schedules_start_from_its_learning_rate(world):
         def iteration(self, trainer, result):
             rates.append(result.info.learning_rate)
 
-    options = dl.TrainingOptions(
-        epochs=2, batch_size=40, learn_rate_schedule="piecewise", learn_rate_drop_period=1
-    )
-    dl.train(small(), pictures(100), options, world=world, optimizer=SignSGD(0.5), hooks=[Rates()])
+    optimizer = SignSGD(0.5)
+    train(world, [Rates()], optimizer, PIECEWISE)
     assert rates == pytest.approx([0.5] * 3 + [0.05] * 3, rel=1e-12)
+    assert optimizer.learning_rate == 0.5  # it can train again
 
 
-def test_what_is_no_optimizer_is_refused(world):
+def test_a_wrong_optimizer_is_refused(world):
     with pytest.raises(UserError, match="optimizer: .* found float without learning_rate"):
         train(world, optimizer=0.1)
     with pytest.raises(UserError, match="expected a learning rate above 0, found None"):
         train(world, optimizer=SignSGD(None))
 
 
-class Returns(SignSGD):
+class Changed(SignSGD):
     def __init__(self, change):
         super().__init__(0.01)
         self.change = change
@@ -205,46 +203,38 @@ def wide(parameters):
     return {name: array.astype(np.float64) for name, array in parameters.items()}
 
 
-def test_what_an_optimizer_returns_is_checked(world):
+def test_the_parameters_that_an_optimizer_returns_are_checked(world):
     for change, text in (
-        (wide, "Returns: conv1.weight: expected float32 as before, found ndarray float64"),
-        (lambda p: list(p), "Returns must return new parameters, found list"),
+        (wide, "Changed: conv1.weight: expected float32 as before, found ndarray float64"),
+        (lambda p: list(p), "Changed must return new parameters, found list"),
         (lambda p: {}, r"must return all parameters; missing \['conv1.weight'"),
         (lambda p: {n: a.ravel() for n, a in p.items()}, "conv1.weight: expected shape"),
     ):
         with pytest.raises(UserError, match=text):
-            train(world, optimizer=Returns(change))
-    reversed_order = Returns(lambda p: dict(reversed(p.items())))
+            train(world, optimizer=Changed(change))
+    reversed_order = Changed(lambda p: dict(reversed(p.items())))
     net, _ = train(world, optimizer=reversed_order)
     assert dl.weights_sha256(net) == dl.weights_sha256(train(world, optimizer=SignSGD(0.01))[0])
 
 
-def test_an_optimizer_is_as_it_was(world):
-    """Its rate is the user's again, so that it can train once more, or resume."""
-    options = {"learn_rate_schedule": "piecewise", "learn_rate_drop_period": 1}
-    optimizer = dl.SGDM(0.1)
-    settings = dl.TrainingOptions(epochs=2, batch_size=40, verbose_every=0, **options)
-    dl.train(small(), pictures(100), settings, world=world, optimizer=optimizer)
-    assert optimizer.learning_rate == 0.1
-
-
-def test_other_arguments_of_an_optimizer_are_refused_on_resume(world, tmp_path):
+def test_a_resumed_run_refuses_other_arguments_of_the_optimizer(world, tmp_path):
     out = world.broadcast(str(tmp_path))
     train(world, [StopsOnOneRank(0, 4)], dl.SGDM(0.01, momentum=0.5), out=out)
     for other in (dl.SGDM(0.01), dl.SGDM(0.01, momentum=0.5, l2=0.1), None):
         with pytest.raises(UserError, match="optimizer: expected SGDM .*, found"):
-            train(world, optimizer=other, resume=out, **({} if other else {"rate": 0.01}))
+            options = {} if other else {"learning_rate": 0.01}
+            train(world, optimizer=other, resume=out, options=options)
     assert train(world, optimizer=dl.SGDM(0.01, momentum=0.5), resume=out)[1].iterations == 6
 
 
-def test_factors_of_layers_have_to_be_given(world):
+def test_an_optimizer_of_frozen_layers_needs_their_factors(world):
     net = small().freeze("conv1")
     with pytest.raises(UserError, match=r"SGDM\(..., \*\*net.factors\)"):
         dl.train(net, pictures(100), dl.TrainingOptions(epochs=1), world=world, optimizer=dl.SGDM())
 
 
 class Waits:
-    """Waits for the steps under way, and saves, from within a result."""
+    """Waits for steps in progress and saves a checkpoint, both during a result."""
 
     def __init__(self):
         self.iterations = []

@@ -1,4 +1,4 @@
-"""Checkpoints and model files: what was saved comes back, and what is torn is never loaded."""
+"""Checkpoints and model files load as they were saved, and torn files are never loaded."""
 
 import dataclasses
 import errno
@@ -43,15 +43,16 @@ def tables(seed):
     }
 
 
-def same(one, other):
-    return list(one) == list(other) and all(
-        list(one[t]) == list(other[t])
-        and all(
-            a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-            for a, b in zip(one[t].values(), other[t].values(), strict=True)
-        )
-        for t in one
-    )
+def described(arrays):
+    """Return everything about tables of arrays as one value that compares with ==."""
+    return [
+        (table, [(name, a.dtype, a.shape, a.tobytes()) for name, a in arrays[table].items()])
+        for table in arrays
+    ]
+
+
+def assert_tables(arrays, seed):
+    assert described(arrays) == described(tables(seed))
 
 
 @pytest.fixture
@@ -68,15 +69,16 @@ def flip(path, place):
     path.write_bytes(content)
 
 
-def test_what_was_saved_comes_back(tmp_path):
+def test_a_checkpoint_loads_as_it_was_saved(tmp_path):
     checkpoint.save(tmp_path, tables(1), FACTS)
     arrays, facts = checkpoint.load(tmp_path)
-    assert same(arrays, tables(1)) and facts == FACTS
+    assert_tables(arrays, 1)
+    assert facts == FACTS
     assert os.listdir(tmp_path) == ["checkpoint.h5"]
     assert checkpoint.exists(tmp_path) and not checkpoint.exists(tmp_path / "not here")
 
 
-def test_the_file_is_the_documented_one(folder):
+def test_the_file_has_the_documented_format(folder):
     with h5py.File(folder / "checkpoint.h5") as file:
         assert file["learnables/conv1/weight"].shape == (2, 1, 5, 5)
         assert file["optimizer/velocity/conv1/bias"].dtype == "<f4"
@@ -102,7 +104,7 @@ def test_facts_of_any_length(tmp_path):
     assert checkpoint.load(tmp_path)[1] == long
 
 
-def test_facts_that_are_no_numbers_or_texts(tmp_path):
+def test_facts_are_numbers_and_texts(tmp_path):
     checkpoint.save(tmp_path, tables(1), {**FACTS, "iteration": np.int64(3)})
     assert checkpoint.load(tmp_path)[1]["iteration"] == 3
     with pytest.raises(TypeError, match="not ndarray"):
@@ -112,7 +114,7 @@ def test_facts_that_are_no_numbers_or_texts(tmp_path):
 def test_there_are_two_generations(folder):
     assert sorted(os.listdir(folder)) == ["checkpoint-previous.h5", "checkpoint.h5"]
     assert checkpoint.load(folder)[1]["iteration"] == 8
-    os.unlink(folder / "checkpoint.h5")  # as it is between the two renames
+    os.unlink(folder / "checkpoint.h5")  # as between the two renames
     lines = []
     assert checkpoint.load(folder, lines.append)[1]["iteration"] == 7
     assert len(lines) == 1 and "checkpoint.h5: it is missing" in lines[0]
@@ -124,7 +126,8 @@ def test_a_truncated_file_is_not_loaded(folder, share, capsys):
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     arrays, facts = checkpoint.load(folder)
-    assert facts["iteration"] == 7 and same(arrays, tables(7))
+    assert facts["iteration"] == 7
+    assert_tables(arrays, 7)
     assert "checkpoint.h5" in capsys.readouterr().err
 
 
@@ -145,7 +148,7 @@ def test_a_flipped_bit_anywhere_never_changes_what_is_loaded(folder):
     for place in range(0, len(content), 211):
         flip(path, place)
         arrays, facts = checkpoint.load(folder, lambda line: None)
-        assert same(arrays, tables(facts["iteration"]))
+        assert_tables(arrays, facts["iteration"])
         noticed += facts["iteration"] == 7
         path.write_bytes(content)
     assert noticed > 10
@@ -165,17 +168,17 @@ def test_another_format_version_is_named(folder):
     assert "its format_version is 2, this mpidl reads 1" in lines[0]
 
 
-def test_where_nothing_can_be_loaded(folder, tmp_path):
+def test_an_error_names_both_files_if_neither_loads(folder, tmp_path):
     for name in os.listdir(folder):
         (folder / name).write_bytes(b"torn")
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         checkpoint.load(folder)
-    assert str(folder) in str(caught.value) and "checkpoint-previous.h5" in str(caught.value)
+    assert str(folder) in str(error.value) and "checkpoint-previous.h5" in str(error.value)
     with pytest.raises(UserError, match="expected a folder with checkpoint.h5"):
         checkpoint.load(tmp_path / "not here")
 
 
-def test_a_torn_file_does_not_take_the_place_of_a_whole_one(folder):
+def test_a_torn_file_never_replaces_a_good_one(folder):
     (folder / "checkpoint.h5").write_bytes(b"torn")
     checkpoint.save(folder, tables(9), {**FACTS, "iteration": 9})
     assert checkpoint.load(folder)[1]["iteration"] == 9
@@ -185,7 +188,7 @@ def test_a_torn_file_does_not_take_the_place_of_a_whole_one(folder):
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_at_every_instant_one_can_be_loaded(folder, monkeypatch, broken, count):
+def test_one_checkpoint_loads_at_every_instant(folder, monkeypatch, broken, count):
     """The disk fails at the first or second call of os.fsync or os.replace."""
     real, calls = getattr(os, broken), []
 
@@ -197,31 +200,32 @@ def test_at_every_instant_one_can_be_loaded(folder, monkeypatch, broken, count):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, broken, fails)
-        if broken == "fsync" and count == 2:  # of the folder: not every file system has it
+        if broken == "fsync" and count == 2:  # syncing the folder is optional
             checkpoint.save(folder, tables(9), {**FACTS, "iteration": 9})
         else:
             with pytest.raises(UserError, match="checkpoint.h5: cannot be written: Input/output"):
                 checkpoint.save(folder, tables(9), {**FACTS, "iteration": 9})
     arrays, facts = checkpoint.load(folder, lambda line: None)
-    assert facts["iteration"] in (8, 9) and same(arrays, tables(facts["iteration"]))
+    assert facts["iteration"] in (8, 9)
+    assert_tables(arrays, facts["iteration"])
     assert not [name for name in os.listdir(folder) if name.endswith(".part")]
 
 
 def test_a_full_disk(folder):
-    """A limit on the size of files stands for it: a real failing write."""
+    """A limit on the size of files makes a real write fail."""
     before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError) as error:
             checkpoint.save(folder, tables(9), FACTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"{folder}/checkpoint.h5: cannot be written: " in str(caught.value)
+    assert f"{folder}/checkpoint.h5: cannot be written: " in str(error.value)
     assert before == {name: (folder / name).read_bytes() for name in os.listdir(folder)}
 
 
-def test_a_folder_that_is_none(tmp_path):
+def test_a_file_instead_of_a_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="checkpoint.h5: cannot be written: Not a directory"):
         checkpoint.save(tmp_path / "file", tables(1), FACTS)
@@ -238,7 +242,7 @@ def model(tmp_path):
     return path
 
 
-def test_a_model_comes_back(model):
+def test_a_model_loads_as_it_was_saved(model):
     net, info = model_file.load_model(model)
     assert net.spec() == network(1).spec() and net.input_shape == (1, 5, 5)
     assert model_file.weights_sha256(net) == model_file.weights_sha256(network(1))
@@ -248,7 +252,7 @@ def test_a_model_comes_back(model):
         assert list(file["learnables"]) == ["conv1", "batchnorm1", "dense1"]
 
 
-def test_models_that_cannot_be_loaded(model, tmp_path):
+def test_files_that_are_no_models_are_refused(model, tmp_path):
     with pytest.raises(UserError, match="none.h5: not a model that can be loaded: it is missing"):
         model_file.load_model(tmp_path / "none.h5")
     with h5py.File(tmp_path / "other.h5", "w") as file:
@@ -260,7 +264,7 @@ def test_models_that_cannot_be_loaded(model, tmp_path):
         model_file.load_model(tmp_path / "text.h5")
 
 
-def test_models_whose_parts_do_not_fit(tmp_path):
+def test_inconsistent_models_are_refused(tmp_path):
     path = tmp_path / "model.h5"
     net = network(1)
     attributes = model_file.describe(net.spec(), [], net.input_shape, "none")
@@ -287,7 +291,7 @@ def test_models_whose_parts_do_not_fit(tmp_path):
 
 @dataclasses.dataclass
 class Shift(nn.Layer):
-    """A user's layer, with learnables and an argument."""
+    """A custom layer with learnables and an argument."""
 
     amount: float = 0.0
     name: str | None = None
@@ -299,7 +303,7 @@ class Shift(nn.Layer):
         return x + self.amount
 
 
-def test_a_model_with_layers_of_a_user(tmp_path):
+def test_a_model_with_custom_layers(tmp_path):
     path = tmp_path / "model.h5"
     net = nn.Network([nn.Flatten(), Shift(0.5), nn.Dense(3)], (1, 4, 4), seed=1)
     model_file.save_model(path, net, ["a", "b", "c"])

@@ -1,8 +1,8 @@
 """Files written by an earlier mpidl: they load, predict and resume to the same bytes.
 
-tests/fixtures holds, for each run, the model of the whole run of 12 iterations and the checkpoint
-of one that was stopped after 5. Those that wrote them, before modules and classes were renamed,
-came to `expected.json`.
+tests/fixtures has the model of each run of 12 iterations and the checkpoint of one that stopped
+after 5. The mpidl that wrote them, before modules and classes were renamed, also computed
+`expected.json`.
 """
 
 import hashlib
@@ -58,8 +58,8 @@ def network():
 @needs_kernels
 @pytest.mark.parametrize("run", RUNS)
 def test_a_model_predicts_the_same_bytes(world, run):
-    net, about = dl.load_model(FIXTURES / run / "model.h5")
-    assert about["classes"] == ["circle", "square", "triangle"]
+    net, description = dl.load_model(FIXTURES / run / "model.h5")
+    assert description["classes"] == ["circle", "square", "triangle"]
     assert dl.weights_sha256(net) == EXPECTED[run]["weights"]
     scores = np.ascontiguousarray(dl.predict(net, images(20, "test"), world=world), "<f4")
     assert hashlib.sha256(scores).hexdigest() == EXPECTED[run]["scores"]

@@ -1,5 +1,4 @@
-"""What a run leaves in its folder, when, and how another run goes on in it; right on any number of
-ranks."""
+"""The files of a run in its folder, and runs that overwrite or resume them, on any ranks."""
 
 import dataclasses
 import os
@@ -15,17 +14,14 @@ from mpidl.report import metrics, plots
 from mpidl.training.files import checkpoint, run_folder
 
 SIDE = 6
-OPTIONS = dl.TrainingOptions(epochs=2, batch_size=16, verbose="off", plots="none")  # 3 an epoch
-
-
-@pytest.fixture(scope="module")
-def world():
-    return dl.World(threads=1)
+OPTIONS = dl.TrainingOptions(
+    epochs=2, batch_size=16, verbose="off", plots="none"
+)  # 3 iterations per epoch
 
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """One for all ranks."""
+    """One folder for all ranks."""
     return Path(world.broadcast(str(tmp_path)))
 
 
@@ -39,21 +35,29 @@ def pictures():
     return dl.ArrayDatastore(images, np.arange(40) % 3)
 
 
-def trained(world, net=None, **how):
-    options = dataclasses.replace(OPTIONS, **how.pop("options", {}))
+def trained(world, net=None, *, options=(), **arguments):
+    """Train; return the network and the result."""
+    options = dataclasses.replace(OPTIONS, **dict(options))
     net = small() if net is None else net
-    return dl.weights_sha256(net), dl.train(net, pictures(), options, world=world, **how), net
+    return net, dl.train(net, pictures(), options, world=world, **arguments)
 
 
 def content(world, folder):
-    """{name: bytes} of a folder, the same on all ranks."""
+    """Return {name: bytes} of a folder, the same on all ranks."""
     world.barrier()
-    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
     world.barrier()
-    return found
+    return files
 
 
-def test_another_run_in_the_folder_is_refused(world, folder):
+def iterations(world, folder):
+    """Return the iterations in the metrics of a run."""
+    world.barrier()
+    records = metrics.read(folder / "metrics.jsonl")
+    return [record["iteration"] for record in records if record["kind"] == "iteration"]
+
+
+def test_a_folder_with_another_run_is_refused(world, folder):
     out = folder / "run"
     trained(world, out=out)
     before = content(world, out)
@@ -61,7 +65,7 @@ def test_another_run_in_the_folder_is_refused(world, folder):
     with pytest.raises(UserError, match=f"{text}overwrite=True replaces it$"):
         trained(world, out=out)
     assert content(world, out) == before
-    if world.rank == 0:  # what a node that failed may have left
+    if world.rank == 0:  # as a node that failed may leave it
         os.replace(out / "checkpoint.h5", out / "checkpoint-previous.h5")
     before = content(world, out)
     with pytest.raises(UserError, match="it holds a run"):
@@ -69,7 +73,7 @@ def test_another_run_in_the_folder_is_refused(world, folder):
     assert content(world, out) == before
 
 
-def test_a_run_that_cannot_be_loaded_is_refused_too(world, folder):
+def test_a_folder_with_a_torn_checkpoint_is_refused_too(world, folder):
     if world.rank == 0:
         (folder / "checkpoint.h5").write_bytes(b"torn")
     world.barrier()
@@ -77,7 +81,7 @@ def test_a_run_that_cannot_be_loaded_is_refused_too(world, folder):
         trained(world, out=str(folder))
 
 
-def test_a_run_that_is_overwritten(world, folder):
+def test_overwriting_a_run_removes_its_files(world, folder):
     out = folder / "run"
     trained(world, out=out)
     if world.rank == 0:
@@ -86,10 +90,10 @@ def test_a_run_that_is_overwritten(world, folder):
     world.barrier()
     trained(world, out=out, overwrite=True, options={"max_iterations": 2})
     assert set(content(world, out)) == {"checkpoint.h5", "metrics.jsonl", "notes.txt"}
-    assert [r["iteration"] for r in metrics.read(out / "metrics.jsonl")] == [1, 2]
+    assert iterations(world, out) == [1, 2]
 
 
-def test_what_is_refused_for_other_reasons_overwrites_nothing(world, folder):
+def test_a_refused_run_overwrites_nothing(world, folder):
     out = folder / "run"
     trained(world, out=out)
     before = content(world, out)
@@ -100,22 +104,20 @@ def test_what_is_refused_for_other_reasons_overwrites_nothing(world, folder):
     assert content(world, out) == before
 
 
-def test_a_run_goes_on_in_its_folder(world, folder):
-    """To the weights of one that was never stopped, whatever network it is given."""
-    out, (_, _, whole) = folder / "run", trained(world)
-    _, ended, _ = trained(world, out=out, options={"max_iterations": 4})
-    assert ended.iterations == 4
-    _, ended, net = trained(world, small(seed=5), resume=str(out))
-    assert (ended.iterations, ended.epochs) == (6, 2)
-    assert dl.weights_sha256(net) == dl.weights_sha256(whole)
-    world.barrier()
-    records = metrics.read(out / "metrics.jsonl")
-    assert [r["iteration"] for r in records if r["kind"] == "iteration"] == [1, 2, 3, 4, 5, 6]
+def test_a_run_resumes_in_its_folder(world, folder):
+    """It reaches the weights of a run that never stopped, whatever weights it starts with."""
+    out, (unstopped, _) = folder / "run", trained(world)
+    _, result = trained(world, out=out, options={"max_iterations": 4})
+    assert result.iterations == 4
+    net, result = trained(world, small(seed=5), resume=str(out))
+    assert (result.iterations, result.epochs) == (6, 2)
+    assert dl.weights_sha256(net) == dl.weights_sha256(unstopped)
+    assert iterations(world, out) == [1, 2, 3, 4, 5, 6]
     (_, facts), _ = checkpoint.load(out), world.barrier()
     assert facts["position"]["iteration"] == 6
 
 
-def test_a_run_goes_on_in_another_folder(world, folder):
+def test_a_run_resumes_in_another_folder(world, folder):
     first, second = folder / "first", folder / "second"
     trained(world, out=first, options={"epochs": 1})
     trained(world, out=second, options={"max_iterations": 1})
@@ -123,38 +125,39 @@ def test_a_run_goes_on_in_another_folder(world, folder):
     with pytest.raises(UserError, match="^out=.*second: it holds a run \\(iteration 1\\)"):
         trained(world, out=second, resume=first)
     trained(world, out=second, resume=first, overwrite=True)
-    world.barrier()
-    records = metrics.read(second / "metrics.jsonl")
-    assert [r["iteration"] for r in records if r["kind"] == "iteration"] == [1, 2, 3, 4, 5, 6]
+    assert iterations(world, second) == [1, 2, 3, 4, 5, 6]
     assert content(world, first) == before
 
 
-def test_what_is_no_folder_to_go_on_from(world):
+def test_resume_expects_a_folder(world):
     with pytest.raises(UserError, match="^resume: expected the folder of a run, found bool$"):
         trained(world, resume=True)
 
 
-@pytest.mark.parametrize("seconds, count", [(0.0, 5), (1000.0, 2)])
-def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, seconds, count):
-    """At the end of the first epoch, of others where it is time, and of the run."""
+@pytest.fixture
+def drawn(monkeypatch):
+    """The records of the metrics at each drawing of the picture."""
     drawn = []
-    monkeypatch.setattr(run_folder, "PLOT_SECONDS", seconds)
     monkeypatch.setattr(plots, "progress", lambda path, _: drawn.append(metrics.read(path)))
+    return drawn
+
+
+@pytest.mark.parametrize("seconds, count", [(0.0, 5), (1000.0, 2)])
+def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, drawn, seconds, count):
+    """After the first epoch, after others if enough time has passed, and at the end of the run."""
+    monkeypatch.setattr(run_folder, "PLOT_SECONDS", seconds)
     trained(world, out=folder, options={"epochs": 4, "plots": "training-progress"})
     assert len(drawn) == (0 if world.rank else count)
     if world.rank == 0:
         assert drawn[0][-1]["epoch"] == 1 and drawn[-1] == metrics.read(folder / "metrics.jsonl")
 
 
-def test_the_picture_of_a_run_that_is_stopped(world, folder, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots, "progress", lambda path, _: drawn.append(metrics.read(path)))
-
+def test_a_stopped_run_draws_its_picture(world, folder, drawn):
     def stop(info):
         return info.iteration == 5
 
-    how = {"output_functions": stop, "plots": "training-progress"}
-    _, result, _ = trained(world, out=folder, options=how)
+    options = {"output_functions": stop, "plots": "training-progress"}
+    _, result = trained(world, out=folder, options=options)
     assert result.stopped == "output_function"
     if world.rank == 0:
         assert drawn[-1][-1]["iteration"] == 5

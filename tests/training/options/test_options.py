@@ -1,4 +1,4 @@
-"""Options: their values, where they come from, the command line, what a resume may change."""
+"""Options: their values and sources, the command line, output folders, changes on resume."""
 
 import os
 import pickle
@@ -13,25 +13,35 @@ from mpidl.training.options import configuration, training_options
 from mpidl.training.options.configuration import resolve
 from mpidl.training.options.training_options import TrainingOptions
 
+# what errors say of options that take a text
+FACTORS = "a range of factors such as 0.9,1.1"
+GPUS = "numbers of GPUs such as 0,2"
+SIZE = "HEIGHTxWIDTH such as 224x192, or 224"
+
 
 def refused(call, *args, **keywords):
-    """The text of the UserError that the call raises: one line."""
-    with pytest.raises(UserError) as caught:
+    """Return the one line of the UserError that the call raises."""
+    with pytest.raises(UserError) as error:
         call(*args, **keywords)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
-def test_defaults_are_those_of_matlab():
-    known = TrainingOptions()
-    assert (known.epochs, known.batch_size, known.shuffle) == (30, 128, "once")
-    assert (known.learning_rate, known.momentum, known.l2) == (0.01, 0.9, 1e-4)
-    assert known.validation is None and "validation" not in known.as_dict()
+def test_defaults_are_as_in_matlab():
+    options = TrainingOptions()
+    assert (options.epochs, options.batch_size, options.shuffle) == (30, 128, "once")
+    assert (options.learning_rate, options.momentum, options.l2) == (0.01, 0.9, 1e-4)
+    assert options.validation is None and "validation" not in options.as_dict()
 
 
-def test_the_digits_recipe_and_what_overrides_it():
-    known = TrainingOptions.from_recipe("digits", momentum=0.5)
-    assert (known.epochs, known.l2, known.shuffle, known.momentum) == (20, 0.0, "every-epoch", 0.5)
+def test_arguments_override_the_digits_recipe():
+    options = TrainingOptions.from_recipe("digits", momentum=0.5)
+    assert (options.epochs, options.l2, options.shuffle, options.momentum) == (
+        20,
+        0.0,
+        "every-epoch",
+        0.5,
+    )
     assert "digits" in refused(TrainingOptions.from_recipe, "letters")
 
 
@@ -55,9 +65,9 @@ def test_the_digits_recipe_and_what_overrides_it():
         ("checkpoint_every", -1, "checkpoint_every must be at least 0, found -1"),
         ("threads", -1, "threads must be at least 0, found -1"),
         ("winograd", "on", "winograd must be auto, off or fast, found 'on'"),
-        ("gpus", "0,", "gpus must be numbers of GPUs such as 0,2, found '0,'"),
-        ("gpus", 0.5, "gpus must be numbers of GPUs such as 0,2, found 0.5"),
-        ("gpus", (), "gpus must be numbers of GPUs such as 0,2, found ()"),
+        ("gpus", "0,", f"gpus must be {GPUS}, found '0,'"),
+        ("gpus", 0.5, f"gpus must be {GPUS}, found 0.5"),
+        ("gpus", (), f"gpus must be {GPUS}, found ()"),
         ("graphs", "on", "graphs must be auto or off, found 'on'"),
         ("precision", "bf16", "precision must be fp32 or tf32, found 'bf16'"),
         ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
@@ -65,21 +75,13 @@ def test_the_digits_recipe_and_what_overrides_it():
         ("colour", 8, "unknown option colour: it is an option of the command only"),
         ("out", "x", "unknown option out: it is an argument of dl.train"),
         ("validation_data", 8, "unknown option validation_data: did you mean validation?"),
-        (
-            "scale",
-            (0.9, "1.1"),
-            "scale must be a range of factors such as 0.9,1.1, found (0.9, '1.1')",
-        ),
-        ("scale", [0.9], "scale must be a range of factors such as 0.9,1.1, found [0.9]"),
-        ("scale", (True, 2), "scale must be a range of factors such as 0.9,1.1, found (True, 2)"),
-        (
-            "random_crop",
-            (0, 8),
-            "random_crop must be HEIGHTxWIDTH such as 224x192, or 224, found (0, 8)",
-        ),
+        ("scale", (0.9, "1.1"), f"scale must be {FACTORS}, found (0.9, '1.1')"),
+        ("scale", [0.9], f"scale must be {FACTORS}, found [0.9]"),
+        ("scale", (True, 2), f"scale must be {FACTORS}, found (True, 2)"),
+        ("random_crop", (0, 8), f"random_crop must be {SIZE}, found (0, 8)"),
     ],
 )
-def test_values_that_cannot_be_used(name, value, text):
+def test_wrong_values_are_refused(name, value, text):
     assert refused(TrainingOptions, **{name: value}) == text
 
 
@@ -100,30 +102,30 @@ def test_values_that_cannot_be_used(name, value, text):
 def test_numbers_are_the_texts_of_the_command_line(tmp_path, name, value, text):
     path = tmp_path / "my.toml"
     path.write_text(f"{name} = {list(value) if isinstance(value, tuple) else value}\n")
-    known, run, _ = resolve({}, config=path)
-    assert (run[name] if name in run else getattr(known, name)) == text
+    options, run, _ = resolve({}, config=path)
+    assert (run[name] if name in run else getattr(options, name)) == text
     if name in training_options.NAMES:
-        made = [TrainingOptions.from_recipe("digits", **{name: v}) for v in (value, text)]
-        assert made == [known, known]
+        for same_value in (value, text):
+            assert TrainingOptions.from_recipe("digits", **{name: same_value}) == options
     typed = arguments.train([training_options.flag(name), text])
-    assert resolve(typed)[:2] == (known, run)
+    assert resolve(typed)[:2] == (options, run)
 
 
-def test_options_have_their_types_and_travel():
-    known = TrainingOptions(learning_rate=1, l2=0, max_iterations=None)
-    assert [type(v) for v in (known.learning_rate, known.l2)] == [float, float]
-    assert pickle.loads(pickle.dumps(known)) == known
+def test_options_have_their_types_and_can_be_pickled():
+    options = TrainingOptions(learning_rate=1, l2=0, max_iterations=None)
+    assert [type(v) for v in (options.learning_rate, options.l2)] == [float, float]
+    assert pickle.loads(pickle.dumps(options)) == options
 
 
-def test_each_value_comes_from_the_first_that_has_one(tmp_path):
+def test_each_value_comes_from_the_first_source_that_sets_it(tmp_path):
     config = tmp_path / "my.toml"
     config.write_text("batch_size = 32\nepochs = 7\n[run]\ndata = 'images'\n")
     resumed = {
         "options": {**TrainingOptions().as_dict(), "seed": 9, "epochs": 3},
         "run": {"network": "digits", "data": "digits", "test_data": None},
     }
-    known, run, sources = resolve({"epochs": 5, "out": "x"}, config=config)
-    assert (known.epochs, known.batch_size, known.shuffle) == (5, 32, "every-epoch")
+    options, run, sources = resolve({"epochs": 5, "out": "x"}, config=config)
+    assert (options.epochs, options.batch_size, options.shuffle) == (5, 32, "every-epoch")
     assert run == {**configuration.RUN, "data": "images"}
     assert sources["epochs"] == "command line"
     assert sources["batch_size"] == sources["data"] == f"config {config}"
@@ -131,20 +133,20 @@ def test_each_value_comes_from_the_first_that_has_one(tmp_path):
     assert sources["seed"] == sources["network"] == "default"
     assert set(sources) == {*training_options.NAMES, *configuration.RUN}
 
-    known, _, sources = resolve({}, config=config, resumed=resumed)
-    assert (known.epochs, known.seed, known.shuffle) == (7, 9, "once")
+    options, _, sources = resolve({}, config=config, resumed=resumed)
+    assert (options.epochs, options.seed, options.shuffle) == (7, 9, "once")
     assert sources["seed"] == sources["shuffle"] == "resumed run"
 
 
 def test_a_batch_size_for_each_rank():
-    known = TrainingOptions(batch_per_rank=32)
-    assert known.for_ranks(3).batch_size == 96 and known.for_ranks(3).batch_per_rank == 32
+    options = TrainingOptions(batch_per_rank=32)
+    assert options.for_ranks(3).batch_size == 96 and options.for_ranks(3).batch_per_rank == 32
     assert TrainingOptions().for_ranks(3).batch_size == 128
-    assert known.for_ranks(3).for_ranks(2).batch_size == 64
+    assert options.for_ranks(3).for_ranks(2).batch_size == 64
 
 
-def test_a_batch_size_beside_that_of_each_rank(tmp_path):
-    """What is typed above the other takes its place; together they are refused."""
+def test_a_batch_size_and_one_for_each_rank(tmp_path):
+    """One per rank replaces a batch size of a config file; other pairs are refused."""
     config, both = tmp_path / "size.toml", {"batch_per_rank": 8, "batch_size": 64}
     config.write_text("batch_size = 32\n")
     assert resolve({"batch_per_rank": 8}, config=config).options.batch_per_rank == 8
@@ -164,13 +166,13 @@ def test_a_batch_size_beside_that_of_each_rank(tmp_path):
 def test_options_toml_of_a_batch_size_for_each_rank(tmp_path):
     path = str(tmp_path / "options.toml")
     configuration.write_options(path, resolve({"batch_per_rank": 8, "gpus": "1,0"}), {})
-    again = resolve({}, config=path).options
-    assert (again.batch_per_rank, again.gpus) == (8, "1,0")
+    options = resolve({}, config=path).options
+    assert (options.batch_per_rank, options.gpus) == (8, "1,0")
 
 
 def test_another_network_has_no_recipe():
-    known, run, sources = resolve({"network": "my.py:net"})
-    assert known == TrainingOptions() and run["network"] == "my.py:net"
+    options, run, sources = resolve({"network": "my.py:net"})
+    assert options == TrainingOptions() and run["network"] == "my.py:net"
     assert set(sources.values()) == {"command line", "default"}
 
 
@@ -179,12 +181,11 @@ def test_options_toml_is_a_config_file_again(tmp_path):
     first = resolve({"learning_rate": 0.1 + 0.2, "seed": 2**63 - 1})
     versions = configuration.versions_of("MPICH Version: 5.0\nand more")
     configuration.write_options(path, first, versions)
-    with open(path) as file:
-        text = file.read()
+    text = (tmp_path / "options.toml").read_text()
     assert 'learning_rate = "command line"' in text and 'mpi = "MPICH Version: 5.0"' in text
     assert 'max_iterations = "none"' in text and "numpy = " in text
-    again = resolve({}, config=path)
-    assert again.options == first.options and again.run == first.run
+    second = resolve({}, config=path)
+    assert second.options == first.options and second.run == first.run
 
 
 @pytest.mark.parametrize(
@@ -192,10 +193,7 @@ def test_options_toml_is_a_config_file_again(tmp_path):
     [
         ("batchsize = 3", "unknown option batchsize: did you mean batch_size?"),
         ("batch_size = '3'", "batch_size must be a whole number, at least 1, found '3'"),
-        (
-            "resize = ['8', 8]",
-            "resize must be HEIGHTxWIDTH such as 224x192, or 224",
-        ),
+        ("resize = ['8', 8]", f"resize must be {SIZE}"),
         ("colour = 'grey'", "colour must be gray or rgb, found 'grey'"),
         ("[options]\nepochs = 0", "epochs must be at least 1, found 0"),
         ("network = 3", "network must be a text, found 3"),
@@ -204,21 +202,21 @@ def test_options_toml_is_a_config_file_again(tmp_path):
         ("[option]\nepochs = 3", "unknown table [option]: expected [options] or [run]"),
     ],
 )
-def test_config_files_that_cannot_be_used(tmp_path, content, text):
+def test_wrong_config_files_are_refused(tmp_path, content, text):
     path = tmp_path / "my.toml"
     path.write_text(content)
     message = refused(resolve, {}, config=path)
     assert text in message and str(path) in message
 
 
-def test_a_config_file_that_is_missing(tmp_path):
+def test_a_missing_config_file_is_refused(tmp_path):
     assert "nothing.toml" in refused(resolve, {}, config=tmp_path / "nothing.toml")
 
 
 def resumable(**changes):
-    known = TrainingOptions(epochs=10).as_dict()
+    """Return the facts of a run of 10 epochs, with these options changed."""
     return {
-        "options": {**known, **changes},
+        "options": {**TrainingOptions(epochs=10).as_dict(), **changes},
         "network": [{"type": "Conv2D", "name": "conv1", "filters": 20, "size": [5, 5]}],
         "fingerprint": "0123456789abcdef",
     }
@@ -264,7 +262,7 @@ def test_an_option_that_a_checkpoint_lacks_has_its_default():
     assert "--precision was fp32, is tf32" in text
 
 
-def test_other_ranks_at_resume_where_each_has_its_mini_batch():
+def test_other_ranks_at_resume_with_a_batch_size_for_each_rank():
     saved, now = resumable(batch_per_rank=32), resumable(batch_per_rank=32, batch_size=64)
     text = refused(configuration.changed_on_resume, saved, now)
     assert "--batch-size was 128, is 64 (--batch-per-rank 32; none keeps it)" in text
@@ -285,10 +283,10 @@ def test_another_network_or_data_set_at_resume():
 
 def test_other_images_to_validate_on_at_resume():
     images = ArrayDatastore(np.zeros((4, 1, 2, 2), np.uint8), [0, 1, 0, 1])
-    others = ArrayDatastore(np.ones((4, 1, 2, 2), np.uint8), [0, 1, 0, 1])
+    other_images = ArrayDatastore(np.ones((4, 1, 2, 2), np.uint8), [0, 1, 0, 1])
     saved = {**resumable(), "validation": {"fingerprint": images.fingerprint()}}
     configuration.changed_on_resume(saved, saved)
-    for new in (others.fingerprint(), None):
+    for new in (other_images.fingerprint(), None):
         now = {**resumable(), "validation": {"fingerprint": new}}
         text = refused(configuration.changed_on_resume, saved, now)
         assert f"was {images.fingerprint()[:12]}, is {str(new or 'none')[:12]}" in text
@@ -296,30 +294,32 @@ def test_other_images_to_validate_on_at_resume():
         configuration.changed_on_resume({**saved, "validation": {}}, now)
 
 
-def test_other_shares_in_the_midst_of_an_epoch():
-    def known(batch, ranks, **changes):
-        how = TrainingOptions(sampling="partition", **changes)
+def test_shares_may_not_change_in_the_middle_of_an_epoch():
+    def partitioned(batch, ranks, **changes):
+        options = TrainingOptions(sampling="partition", **changes)
         return {
             **resumable(sampling="partition"),
-            "shares": configuration.shares(how, ranks),
+            "shares": configuration.shares(options, ranks),
             "position": {"batch": batch},
         }
 
-    text = refused(configuration.changed_on_resume, known(1, 2), known(0, 3))
+    middle = partitioned(1, 2)
+    text = refused(configuration.changed_on_resume, middle, partitioned(0, 3))
     assert "in the middle of an epoch: it was partitioned among 2 rank(s), is among 3" in text
-    loaded = known(0, 2, worker_load="1,0.5")
-    text = refused(configuration.changed_on_resume, known(1, 2), loaded)
+    weighted = partitioned(0, 2, worker_load="1,0.5")
+    text = refused(configuration.changed_on_resume, middle, weighted)
     assert "among 2 rank(s), is among 2 rank(s) by --worker-load 1,0.5" in text
-    configuration.changed_on_resume(known(0, 2), known(0, 3))
-    configuration.changed_on_resume(known(1, 2), known(0, 2))
-    configuration.changed_on_resume({**known(1, 2), **resumable()}, {**known(0, 3), **resumable()})
+    configuration.changed_on_resume(partitioned(0, 2), partitioned(0, 3))
+    configuration.changed_on_resume(middle, partitioned(0, 2))
+    now = {**partitioned(0, 3), **resumable()}
+    configuration.changed_on_resume({**middle, **resumable()}, now)
 
 
-def test_the_command_line_gives_only_what_was_typed():
+def test_the_command_line_sets_only_typed_options():
     assert arguments.train([]) == {}
-    given = arguments.train("--epochs 3 --l2=0 --data x --out y --max-iterations none".split())
-    assert given == {"epochs": 3, "l2": 0.0, "data": "x", "out": "y", "max_iterations": None}
-    assert arguments.train(arguments.as_flags(given)) == given
+    typed = arguments.train("--epochs 3 --l2=0 --data x --out y --max-iterations none".split())
+    assert typed == {"epochs": 3, "l2": 0.0, "data": "x", "out": "y", "max_iterations": None}
+    assert arguments.train(arguments.as_flags(typed)) == typed
 
 
 @pytest.mark.parametrize(
@@ -329,14 +329,11 @@ def test_the_command_line_gives_only_what_was_typed():
         ("--batch-size ten", "--batch-size must be a whole number, at least 1, found ten"),
         ("--learning-rate -0.1", "--learning-rate must be positive, found -0.1"),
         ("--shuffle no", "--shuffle must be never, once or every-epoch, found no"),
-        ("--gpus a", "--gpus must be numbers of GPUs such as 0,2, found a"),
+        ("--gpus a", f"--gpus must be {GPUS}, found a"),
         ("--preview a.jpg", "--preview a.jpg: the picture is written as .png"),
         ("--colour grey", "--colour must be gray or rgb, found grey"),
         *(
-            (
-                f"--{name}=3x",
-                f"--{name} must be HEIGHTxWIDTH such as 224x192, or 224, found 3x",
-            )
+            (f"--{name}=3x", f"--{name} must be {SIZE}, found 3x")
             for name in ("resize", "cover", "centre-crop", "random-crop")
         ),
         ("--batchsize 8", "unknown option --batchsize: did you mean --batch-size?"),
@@ -346,39 +343,33 @@ def test_the_command_line_gives_only_what_was_typed():
         ("digits", "unexpected argument digits (--help lists the options)"),
     ],
 )
-def test_command_lines_that_cannot_be_used(line, text):
+def test_wrong_command_lines_are_refused(line, text):
     assert refused(arguments.train, line.split()) == text
 
 
 def test_the_other_commands():
-    known = arguments.predict("--model m.h5 --data x --batch-size 7".split())
-    assert (known.model, known.data, known.out, known.batch_size) == ("m.h5", "x", None, 7)
+    options = arguments.predict("--model m.h5 --data x --batch-size 7".split())
+    assert (options.model, options.data, options.out, options.batch_size) == ("m.h5", "x", None, 7)
     assert "--model" in refused(arguments.predict, [])
-    known = arguments.verify("--ranks 1,3 --seed 4".split())
-    assert known.ranks == [1, 3] and known.options == {"seed": 4, "max_iterations": 5}
+    options = arguments.verify("--ranks 1,3 --seed 4".split())
+    assert options.ranks == [1, 3] and options.options == {"seed": 4, "max_iterations": 5}
     assert "--ranks must be" in refused(arguments.verify, ["--ranks", "1,x"])
     assert set(vars(arguments.info([])).values()) == {None}
     assert refused(arguments.info, ["--model", "a.h5"]) == "unknown option --model"
-    known = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
-    assert (known.network, known.input_shape, known.classes) == ("alexnet", (3, 227, 227), 5)
+    options = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
+    assert (options.network, options.input_shape, options.classes) == ("alexnet", (3, 227, 227), 5)
     assert "such as 3,227,227" in refused(arguments.info, "--network x --input-shape 3,8".split())
     assert "for --network NAME" in refused(arguments.info, ["--classes", "5"])
 
 
 def test_help_names_every_option_on_one_rank_only(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit:
         arguments.train(["--help"])
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0
-    for name in (
-        *training_options.NAMES,
-        *configuration.RUN,
-        "out",
-        "resume",
-        "overwrite",
-        "config",
-    ):
-        assert training_options.flag(name) in shown
+    output = capsys.readouterr().out
+    assert exit.value.code == 0
+    command_options = "out", "resume", "overwrite", "config"
+    for name in (*training_options.NAMES, *configuration.RUN, *command_options):
+        assert training_options.flag(name) in output
     with pytest.raises(SystemExit):
         arguments.train(["--help"], quiet=True)
     assert capsys.readouterr().out == ""
@@ -401,7 +392,7 @@ def test_output_folder(tmp_path, monkeypatch):
     assert os.listdir("mine/one") == ["notes.txt"]
 
 
-def test_an_output_folder_that_holds_a_run(tmp_path, monkeypatch):
+def test_an_output_folder_with_a_run_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkdir("run")
     start.check_output_folder({"out": "run"})
@@ -411,15 +402,15 @@ def test_an_output_folder_that_holds_a_run(tmp_path, monkeypatch):
         text = refused(start.check_output_folder, {"out": "run"})
         assert text.startswith("--out run: it holds a run, whose checkpoint cannot be loaded: ")
         assert text.endswith(": --resume run goes on with it, --overwrite replaces it")
-        given = {"out": "run", "resume": f"{tmp_path}/run"}  # the same folder in other words
-        start.check_output_folder(given)
+        # another path of the same folder
+        start.check_output_folder({"out": "run", "resume": f"{tmp_path}/run"})
         start.check_output_folder({"out": "run", "overwrite": True})
-        given["resume"] = str(tmp_path)
-        assert refused(start.check_output_folder, given) == text
+        other = {"out": "run", "resume": str(tmp_path)}
+        assert refused(start.check_output_folder, other) == text
         os.unlink(tmp_path / "run" / name)
 
 
-def test_an_output_folder_that_cannot_be_made(tmp_path, monkeypatch):
+def test_an_output_folder_that_cannot_be_created_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "run")
     assert refused(start.output_folder, {"out": out}, "digits").startswith(f"--out {out}: ")

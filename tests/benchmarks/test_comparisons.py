@@ -1,0 +1,133 @@
+"""Arguments, comparisons, counts and reports of the benchmarks, but never their times."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from single_rank import SingleRank
+
+from benchmarks import arguments, compare, fold, kernels, machine, optimizers, report, turns
+from mpidl.errors import Fault, UserError
+
+
+def refused(line):
+    with pytest.raises(UserError) as error:
+        arguments.parse(line.split())
+    return str(error.value)
+
+
+def test_arguments():
+    options = arguments.parse("fold --rounds 2 --batch-size 64 --ranks 1,2".split())
+    assert (options.command, options.rounds, options.batch_size) == ("fold", 2, 64)
+    assert options.ranks == [1, 2]
+    options = arguments.parse("compare --image 3x8x8 --variants eager,compile".split())
+    assert (options.image, options.variants) == ([3, 8, 8], ["eager", "compile"])
+    assert options.libraries == []
+    assert (options.threads, options.ranks, options.seed, options.json) == (1, 1, 0, None)
+    assert "--rounds must be" in refused("fold --rounds 0")
+    assert "did you mean channels_last?" in refused("compare --variants eager,chanels_last")
+    assert "--image must be CxHxW" in refused("step --image 28x28")
+    assert "--held-to must be of avx2" in refused("compare --held-to sse")
+    assert "unknown option --ranks" in refused("kernels --ranks 2")
+
+
+def test_ranks_get_cores_in_turn(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6, 7})
+    assert machine.cores_of(2, 2) == [[4, 5], [6, 7]]
+    assert machine.cores_of(3, 2) == [[4, 5], [6, 7], [4, 5]]
+
+
+def test_a_json_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    report.prepare_json(None)
+    report.prepare_json(str(tmp_path / "new.json"))
+    with pytest.raises(UserError, match="--json"):
+        report.prepare_json(str(tmp_path / "missing" / "new.json"))
+    report.write_json(str(tmp_path / "new.json"), {"a": np.float32(0.5), "b": np.arange(2)})
+    assert json.loads((tmp_path / "new.json").read_text()) == {"a": 0.5, "b": [0, 1]}
+
+
+def test_the_number_of_steps_in_a_turn():
+    assert [turns.steps_for(s) for s in (10.0, 0.1, 0.05, 1e-6, 0.0)] == [1, 2, 5, 50, 50]
+
+
+def test_the_ratio_is_the_fastest_variant_over_ours(capsys):
+    options = arguments.parse(["compare"])
+    times = {"eager": [(2.0, 6.0), (2.2, 6.6), (1.8, 9.0)], "compile": [(2.0, 5.0)] * 3}
+    losses = {"ours": [2.0, 1.0], "eager": [2.0, 1.0], "compile": [2.002, 1.5]}
+    figures = compare.evaluate(options, times, losses)
+    assert (figures["best_variant"], figures["ours_ms"]) == ("compile", 2000.0)
+    assert figures["torch_ms"] == {"eager": 6600.0, "compile": 5000.0} and figures["ratio"] == 2.5
+    assert figures["loss_difference"] == pytest.approx(1e-3)
+    assert "ratio 2.50" in capsys.readouterr().out
+
+
+def test_the_overhead_is_paired_by_rounds():
+    times = {"fold": [1.1, 2.2, 3.0], "plain": [1.0, 2.0, 3.0], "again": [1.1, 1.1, 3.3]}
+    figures = fold._figures({2: {kind: np.array(values) for kind, values in times.items()}})
+    assert figures["overhead"] == {"2": pytest.approx(0.1)}
+    assert figures["control"] == {"2": pytest.approx(0.0)}
+
+
+def test_optimizers_are_compared_only_if_their_steps_agree():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    kind, name, options, implementations = optimizers.PAIRS["adam"]
+    for implementation in implementations:
+        side = optimizers.torch_optimizer(name, options | {implementation: True}, 99)
+        times = optimizers.compare(optimizers.our_optimizer(kind(), 99), side, 2)
+        assert [len(t) for t in times] == [2, 2]
+    with pytest.raises(Fault, match="after 3 steps the weights are .* apart"):
+        optimizers.compare(optimizers.our_optimizer(kind(0.01), 99), side, 2)
+
+
+def test_operations_and_bytes_of_kernels():
+    options = arguments.parse(["kernels", "--batch-size", "32"])
+    cases = {(c.layer, c.name): c for c in kernels.cases("digits", options)}
+    pixels = 24 * 24 * 32
+    assert cases["digits/conv1", "forward"].flops == 2 * 25 * 20 * pixels
+    assert cases["digits/conv2", "dx"].flops == 2 * 9 * 20 * 20 * pixels
+    assert cases["digits/conv2", "dweight"].flops == 2 * 9 * 20 * 20 * pixels
+    assert ("digits/conv1", "dx") not in cases  # which no step computes
+    assert cases["digits/dense1", "forward"].flops == 2 * 11520 * 10 * 32
+    assert cases["digits/dense1", "backward"].flops == 4 * 11520 * 10 * 32
+    assert cases["digits/relu1", "forward"].bytes == 2 * 4 * 20 * pixels
+    assert cases["digits/conv2", "dx"].shape == cases["digits/conv3", "dx"].shape
+    for case in cases.values():
+        assert bool(case.flops) != bool(case.bytes)
+        case.run()
+    shapes = {c.layer for c in kernels.cases("shapes", options)}
+    assert shapes == {"20 at 24x24", "32 at 32x32", "64 at 16x16", "128 at 8x8"}
+
+
+@pytest.mark.slow("jobs")
+def test_the_large_layer_beside_blas():
+    """BLAS computes the same product as the case, for all images."""
+    options = arguments.parse(["kernels", "--batch-size", "64"])
+    cases = list(kernels.cases("dense", options))
+    assert [case.name for case in cases] == ["forward", "dx", "dweight"]
+    for case in cases:
+        assert (case.layer, case.flops) == ("9216 to 4096", 2 * 9216 * 4096 * 32)
+        ours, product = case.run(), case.sgemm()
+        if case.name == "dweight":
+            ours = SingleRank().gplus(ours)
+        else:
+            ours = ours.swapaxes(0, 1).reshape(product.shape)
+        assert np.abs(ours - product).max() < 1e-5 * np.abs(product).max()
+    both = [case._replace(run=lambda: None) for case in cases]
+    figures = kernels.measure(both[0], kernels.Yardsticks(1), 3)
+    assert set(figures) == {"ms", "gflops", "share_of_peak", "sgemm_ratio"}
+    assert figures["sgemm_ratio"] < 0.01  # nothing takes less time than a product
+    row = dict(zip(kernels.HEAD, kernels.table_row(both[0], figures), strict=True))
+    assert row["time / sgemm"] == "0.00" and row["GB/s"] == ""
+    options.threads = 2
+    assert all(case.sgemm is None for case in kernels.cases("dense", options))
+
+
+def test_a_case_is_measured_against_its_yardstick():
+    options = arguments.parse(["kernels", "--batch-size", "16"])
+    yardsticks = kernels.Yardsticks(1)
+    case = next(kernels.cases("digits", options))
+    figures = kernels.measure(case._replace(run=lambda: None), yardsticks, 3)
+    assert set(figures) == {"ms", "gflops", "share_of_peak"}
+    peak, copy = yardsticks.medians()
+    assert copy is None and (peak is None) == (yardsticks.kernels is None)

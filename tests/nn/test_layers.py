@@ -1,0 +1,166 @@
+"""Layers of every kind in one network; softmax, dropout and losses; wrong arguments."""
+
+import re
+
+import numpy as np
+import pytest
+from network_steps import conv_norm_relu, fused_and_separate, in_float64, step_bytes
+from single_rank import SingleRank, all_images, blocked, numbers
+
+import mpidl as dl
+
+LAYERS = [
+    dl.Conv2D(3, 8, padding="same", name="first"),
+    dl.BatchNorm(),
+    dl.ReLU(name="a"),
+    dl.CrossChannelNorm(5, alpha=1e-2),
+    dl.LeakyReLU(0.1),
+    dl.GELU(),
+    dl.Conv2D((2, 3), 8, padding="same", dilation=2),
+    dl.Dropout(0.25, name="drop"),
+    dl.Tanh(name="b"),
+    dl.Add(inputs=("a", "b"), name="sum"),
+    dl.TransposedConv2D(4, 4, 2, "same", name="up"),
+    dl.MaxPool2D(2, name="down"),
+    dl.Concat(inputs=("sum", "a", "down"), name="both"),
+    dl.Sigmoid(),
+    dl.GELU("tanh"),
+    dl.GlobalAveragePool2D(),
+    dl.Dense(3),
+    dl.Softmax(),
+]
+
+
+def network():
+    return dl.Network(LAYERS, (2, 7, 6), seed=1)
+
+
+def test_shapes_and_learnables():
+    net = network()
+    shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
+    assert shapes["first"] == shapes["a"] == shapes["sum"] == (8, 7, 6)
+    assert shapes["up"] == (4, 14, 12) and shapes["down"] == (4, 7, 6)
+    assert shapes["both"] == (20, 7, 6) and shapes["globalaveragepool1"] == (20, 1, 1)
+    assert net.parameters["up.weight"].shape == (8, 4, 4, 4)
+    assert net.parameters["dense1.weight"].shape == (3, 20)
+    assert net["up"].multiply_adds((8, 7, 6), (4, 14, 12)) == 8 * 7 * 6 * 4 * 16
+
+
+def squared_error(net, images, targets):
+    return dl.mean_squared_error(net(images), targets)
+
+
+def mini_batch(world, dtype=np.float32, **batch):
+    images = numbers("images", 37, 2, 7, 6, low=0, high=1, dtype=dtype)
+    targets = numbers("targets", 37, 3, low=0, high=1, dtype=dtype)
+    return blocked(world, images, targets, batch=dl.share(37, world, **batch))
+
+
+def test_a_network_of_them_gives_the_same_bytes(world):
+    """Fused or not, written to a file and read, on any number of ranks."""
+    batch = {"epoch": 2, "seed": 5}
+    arguments = network(), mini_batch(SingleRank(), **batch), squared_error
+    expected = step_bytes(SingleRank(), *arguments)
+    fused, separate = fused_and_separate(network)
+    rebuilt = dl.Network.from_spec(fused.spec(), fused.input_shape, seed=1)
+    for net in (fused, separate, rebuilt):
+        assert step_bytes(world, net, mini_batch(world, **batch), squared_error) == expected
+    other_epoch = mini_batch(world, epoch=3, seed=5)
+    assert step_bytes(world, fused, other_epoch, squared_error) != expected
+
+
+def test_prediction_drops_nothing(world):
+    first, second = (mini_batch(world, epoch=epoch)[0] for epoch in (1, 2))
+    layers = [dl.LeakyReLU(1.0, name="drop") if x.name == "drop" else x for x in LAYERS]
+    identity = dl.Network(layers, (2, 7, 6), seed=1)
+    scores = all_images(world, network()(first)).tobytes()
+    assert all_images(world, network()(second)).tobytes() == scores
+    assert all_images(world, identity(first)).tobytes() == scores
+
+
+def test_gradients_of_a_network_of_them(world):
+    """In float64, along one random direction of the images and all learnables."""
+    images, targets = mini_batch(world, np.float64)
+    net = in_float64(network())
+    net.fuse = False  # the images are differentiated too
+
+    def loss(x, *learnables):
+        bound = net.bind(dict(zip(net.parameters, learnables, strict=True)))
+        return dl.mean_squared_error(bound(x), targets)
+
+    # a pooled maximum or a ReLU that flips would be a corner: a small step
+    args = images, *net.parameters.values()
+    assert dl.check_vjp(loss, *args, step=1e-7, tolerance=1e-5) < 1e-5
+
+
+def test_softmax_goes_over_the_channels_of_each_pixel(world):
+    net = dl.Network([dl.Conv2D(1, 4), dl.Softmax()], (2, 3, 5), seed=1)
+    images = blocked(world, numbers("images", 21, 2, 3, 5, dtype=np.float32))
+    scores, shares = all_images(world, net.logits(images)), all_images(world, net(images))
+    exact = np.exp(scores.astype(np.float64))
+    np.testing.assert_allclose(shares, exact / exact.sum(axis=1, keepdims=True), rtol=1e-6)
+    assert all_images(world, net.predict(images)).tobytes() == shares.tobytes()
+
+
+@pytest.mark.parametrize("op", [dl.softmax_cross_entropy, dl.mean_squared_error])
+def test_losses_read_an_activation_that_is_not_stored(world, op):
+    """A network that ends in convolution, batch normalization and ReLU, run as one op or three."""
+    images = blocked(world, numbers("images", 21, 2, 3, 5, dtype=np.float32))
+    targets = np.arange(21 * 15).reshape(21, 3, 5) * 7 % 4
+    if op is dl.mean_squared_error:
+        targets = numbers("targets", 21, 4, 3, 5, dtype=np.float32)
+    batch = images, blocked(world, targets, batch=images.batch)
+    layers = conv_norm_relu(1, 4)
+    fused, separate = (
+        step_bytes(world, net, batch, lambda n, x, t: op(n(x), t))
+        for net in fused_and_separate(lambda: dl.Network(layers, (2, 3, 5), seed=1))
+    )
+    assert fused == separate
+
+
+@pytest.mark.parametrize(
+    "layers, message",
+    [
+        ([dl.Dropout(1.0)], "dropout1: probability must be at least 0 and below 1, got 1.0"),
+        ([], "a network has at least one layer"),
+        ([dl.Conv2D(3, 4, groups=0)], "groups must be an integer >= 1, got 0"),
+        ([dl.BatchNorm(epsilon=0.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
+        ([dl.BatchNorm(decay=3.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
+        ([dl.LeakyReLU(-1.0)], "leakyrelu1: scale must be a number >= 0, got -1.0"),
+        ([dl.GELU("erf")], "gelu1: approximate must be 'none' or 'tanh', got 'erf'"),
+        ([dl.CrossChannelNorm(0)], "crosschannelnorm1: window must be an integer >= 1, got 0"),
+        ([dl.CrossChannelNorm(3, k=0)], "crosschannelnorm1: expected alpha >= 0, beta >= 0 and"),
+        ([dl.Dense(3), dl.GlobalAveragePool2D()], "globalaveragepool1: expected images"),
+        ([dl.Dense(3), dl.TransposedConv2D(3, 2)], "transposedconv1: expected images"),
+        ([dl.TransposedConv2D(3, 2, 1, 5)], "transposedconv1: cropping .* leaves nothing"),
+        ([dl.TransposedConv2D(2, 2, 3, "same")], "filters at least as large as the stride"),
+        ([dl.TransposedConv2D(3, 2, 0)], "stride must be an integer >= 1"),
+        ([dl.Conv2D(3, 2, padding="equal")], "padding must be"),
+        (
+            [dl.ReLU(name="a"), dl.Conv2D(3, 2, name="b"), dl.Add(inputs=("a", "b"))],
+            "add1: expected two or more inputs of one shape",
+        ),
+        (
+            [dl.ReLU(name="a"), dl.Conv2D(3, 2, name="b"), dl.Concat(inputs=("a", "b"))],
+            "concat1: expected two or more inputs that differ in their channels alone",
+        ),
+        ([dl.Conv2D(3, "16")], "^conv1: filters must be an integer >= 1, got '16'"),
+        ([dl.Conv2D(3, True)], "^conv1: filters must be an integer >= 1, got True"),
+        ([dl.Conv2D(2.5, 4)], "^Conv2D: size must be an integer >= 1 or two, got 2.5"),
+        ([dl.Conv2D(3, 4, stride="2")], "^Conv2D: stride must be an integer >= 1 or two, got '2'"),
+        ([dl.Conv2D(3, 4, padding="sam")], "^Conv2D: padding must be an integer >= 0"),
+        ([dl.Conv2D(3, 4, groups="1")], "^conv1: groups must be an integer >= 1, got '1'"),
+        ([dl.Conv2D(3, 4, weight_l2_factor="1")], "^conv1: factors of learning rate and L2 are"),
+        ([dl.TransposedConv2D(3, None)], "^transposedconv1: filters must be an integer >= 1"),
+        ([dl.Dense(-3)], "^dense1: outputs must be an integer >= 1, got -3"),
+        ([dl.BatchNorm(epsilon="1")], "^batchnorm1: expected epsilon > 0 and a decay"),
+        ([dl.CrossChannelNorm(5, alpha="1")], "^crosschannelnorm1: expected "),
+        ([dl.Add(inputs=3)], "^add1: expected the names of two inputs or more, got 3"),
+        ([dl.ReLU(name=5)], "^layer names must be unique texts without '.' or '/', got 5"),
+    ],
+)
+def test_one_line_names_the_layer_and_the_wrong_argument(layers, message):
+    with pytest.raises(ValueError) as error:
+        dl.Network(layers, (4, 8, 8))
+    text = str(error.value)
+    assert re.search(message, text) and "\n" not in text

@@ -1,0 +1,116 @@
+"""Losses, sums and means over the images, and the count of correct answers."""
+
+import numpy as np
+import pytest
+from op_references import Case, OpChecks, by_pixel, softmax_reference, torch_functions
+from single_rank import all_images, blocked, numbers
+
+import mpidl as dl
+from mpidl.autodiff import tape
+
+
+def cross_entropy_reference(x, labels):
+    rows = zip(softmax_reference(by_pixel(x)), labels.ravel(), strict=True)
+    return sum(-np.log(row[label]) for row, label in rows) / labels.size
+
+
+def mean_squared_error_reference(y, target):
+    return sum((a - b) ** 2 for a, b in zip(y.flat, target.flat, strict=True)) / y.size
+
+
+def mean_absolute_error_reference(y, target):
+    return sum(abs(a - b) for a, b in zip(y.flat, target.flat, strict=True)) / y.size
+
+
+def cross_entropy(scores, labels):
+    return Case(dl.softmax_cross_entropy, cross_entropy_reference, [scores, labels])
+
+
+class TestLoss(OpChecks):
+    cases = {
+        "softmax_cross_entropy": cross_entropy((6,), ("labels",)),
+        "softmax_cross_entropy of pixels": cross_entropy((6, 2, 9), ("labels", 2, 9)),
+        "softmax_cross_entropy, dimensions of 1": cross_entropy((6, 1, 3), ("labels", 3)),
+        "mean_squared_error": Case(
+            dl.mean_squared_error, mean_squared_error_reference, [(2, 3), (2, 3)]
+        ),
+        "mean_squared_error of numbers": Case(
+            dl.mean_squared_error, mean_squared_error_reference, [(1,), ()]
+        ),
+        "mean_absolute_error": Case(
+            dl.mean_absolute_error, mean_absolute_error_reference, [(1, 2, 3), (2, 3)]
+        ),
+        "mean": Case(dl.mean, lambda x: x.sum(axis=0) / len(x), [(2, 3)]),
+        "mean of numbers": Case(dl.mean, lambda x: x.sum() / len(x), [()]),
+        "sum": Case(dl.sum, lambda x: x.sum(axis=0), [(3, 2)]),
+    }
+    errors = [
+        (lambda x, f, i: dl.softmax_cross_entropy(f, f), TypeError, "expected labels as integers"),
+        (
+            lambda x, f, i: dl.softmax_cross_entropy(x, i),
+            ValueError,
+            r"expected labels of shape \(\d+, 4, 4\), one for each pixel of scores .*, 2, 4, 4\)",
+        ),
+        (lambda x, f, i: dl.softmax_cross_entropy(i, i), ValueError, r"scores \(N, K\) or"),
+        (lambda x, f, i: dl.mean_squared_error(f, i), ValueError, "target of shape"),
+        (lambda x, f, i: dl.mean_squared_error(f, f.lanes), TypeError, "target: .* ndarray; "),
+        (lambda x, f, i: dl.mean_absolute_error(x, f), ValueError, "target of shape"),
+        (lambda x, f, i: dl.mean_squared_error(i, i), TypeError, "target of floats, got int64"),
+    ]
+
+
+def test_softmax_and_cross_entropy_of_large_scores(world):
+    x, labels = np.zeros((20, 3)), np.arange(20) % 3
+    x[:, 0], x[:, 1] = 1000, -1000
+    scores, labels = blocked(world, x.astype("f4"), labels)
+    assert all_images(world, dl.softmax(scores))[0].tolist() == [1, 0, 0]
+    loss = world.gplus(dl.softmax_cross_entropy(scores, labels))
+    assert loss == pytest.approx((7 * 0 + 7 * 2000 + 6 * 1000) / 20)
+
+
+def test_correct_count(world):
+    x = np.array([[1, 2, 0], [3, 1, 3], [0, 0, 0], [0, 0, 5]] * 5, "f4")
+    labels = np.array([1, 2, 0, 2] * 5)  # right; a tie, where the first class counts; right; right
+    assert world.gplus(dl.correct_count(*blocked(world, x, labels))) == 15
+    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # of 5 images of 2 x 2
+    count = dl.correct_count(*blocked(world, pixels, labels.reshape(5, 2, 2)))
+    assert world.gplus(count) == 15
+
+
+def test_losses_and_gradients_against_pytorch(world):
+    torch, functional = torch_functions()
+    scores, labels = numbers("scores", 21, 5, 3, 4), np.arange(21 * 12).reshape(21, 3, 4) * 7 % 5
+    y, target = numbers("y", 21, 2, 3, 4), numbers("target", 21, 2, 3, 4)
+    for op, torch_op, x, target_array in (
+        (dl.softmax_cross_entropy, functional.cross_entropy, scores, labels),
+        (dl.softmax_cross_entropy, functional.cross_entropy, scores[:, :, 0, 0], labels[:, 0, 0]),
+        (dl.mean_squared_error, functional.mse_loss, y, target),
+        (dl.mean_absolute_error, functional.l1_loss, y, target),
+    ):
+        tensor = torch.tensor(x, requires_grad=True)
+        expected = torch_op(tensor, torch.tensor(target_array))
+        expected.backward()
+        expected_dx = tensor.grad.numpy()
+        for dtype, tolerance in (np.float64, 1e-13), (np.float32, 2e-6):
+            is_label = target_array.dtype.kind == "i"
+            cast = target_array if is_label else target_array.astype(dtype)
+            var = dl.Var(blocked(world, x.astype(dtype)), name="x")
+            loss = op(var, blocked(world, cast, batch=var.value.batch))
+            assert abs(world.gplus(loss.value) - expected.item()) <= tolerance
+            (dx,) = tape.backward(loss, np.ones(()), fold=world.gplus).values()
+            error = abs(all_images(world, dx) - expected_dx).max()
+            assert error <= tolerance * abs(expected_dx).max()
+
+
+@pytest.mark.parametrize("label", [3, -1])
+def test_labels_beyond_the_classes_are_refused(world, label):
+    batch = dl.share(16 * world.size, world)
+    pixels = np.ones((16, 2, 5), np.int32)
+    pixels[3, 1, 4] = label
+    for op, shape, labels in (
+        (dl.softmax_cross_entropy, (16, 3), np.full(16, label)),
+        (dl.softmax_cross_entropy, (16, 3, 2, 5), pixels),
+        (dl.correct_count, (16, 3, 2, 5), pixels),
+    ):
+        with pytest.raises(ValueError, match=r"labels in 0\.\.2, .* got "):
+            op(dl.from_images(np.zeros(shape, "f4"), batch), dl.from_images(labels, batch))
