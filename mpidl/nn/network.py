@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 
@@ -18,7 +18,11 @@ from mpidl.nn.summary import Analysis, layer_table, times
 from mpidl.ops import check
 from mpidl.text import did_you_mean
 
-Arrays: TypeAlias = dict[str, Any]  # {"conv1.weight": NumPy array, array on a GPU, or Var}
+if TYPE_CHECKING:
+    from mpidl.backends.gpu.cuda_device import CudaDevice
+
+# {"conv1.weight": array}; on a GPU and inside `value_and_grad` others stand for the arrays
+Arrays: TypeAlias = dict[str, np.ndarray]
 
 
 class _Run(NamedTuple):
@@ -86,9 +90,11 @@ class Network:
         seed: int = 0,
         batchnorm: str = "global",
     ) -> None:
-        self.layers: list[Any] = construction.name_layers(layers)
+        self.layers: list[Layer] = construction.name_layers(layers)
         self.input_shape: tuple[int, ...] = tuple(int(n) for n in input_shape)
-        self.seed, self.batchnorm, self.training, self.fuse = seed, batchnorm, False, True
+        self.seed, self.batchnorm = seed, batchnorm
+        self.training: bool = False
+        self.fuse: bool = True
         self.reads: list[tuple[str, ...]] = graph.edges(self.layers)
         self._parameters: Arrays = {}
         self._state: Arrays = {}
@@ -138,7 +144,7 @@ class Network:
         return self._parameters
 
     @parameters.setter
-    def parameters(self, values: Mapping[str, Any]) -> None:
+    def parameters(self, values: Mapping[str, np.ndarray]) -> None:
         self._parameters = construction.checked_arrays("parameters", self._parameters, values)
 
     @property
@@ -147,7 +153,7 @@ class Network:
         return self._state
 
     @state.setter
-    def state(self, values: Mapping[str, Any]) -> None:
+    def state(self, values: Mapping[str, np.ndarray]) -> None:
         self._state = construction.checked_arrays("state", self._state, values)
 
     @property
@@ -155,7 +161,7 @@ class Network:
         """Shape of the output for one image: (classes,) for a classifier."""
         return self.output_shapes[-1]
 
-    def to(self, device: Any) -> Network:
+    def to(self, device: CudaDevice | None) -> Network:
         """Move the learnables and the state, and return the network.
 
         Parameters
@@ -180,7 +186,7 @@ class Network:
         arrays = [*self._parameters.values(), *self._state.values()]
         return bool(arrays) and not isinstance(arrays[0], np.ndarray)
 
-    def on(self, device: Any) -> Network:
+    def on(self, device: CudaDevice | None) -> Network:
         """Return this network if it lies on the device already, else a moved copy; see `to`."""
         return self if self.on_device == (device is not None) else copy.copy(self).to(device)
 
@@ -292,7 +298,11 @@ class Network:
         changed.plan_runs()
         return changed
 
-    def __call__(self, images: Value) -> Any:
+    @overload
+    def __call__(self, images: Blocked) -> Blocked: ...
+    @overload
+    def __call__(self, images: Var) -> Var: ...
+    def __call__(self, images: Value) -> Value:
         """Return the last layer's output, (N, *output_shape).
 
         Parameters
@@ -303,7 +313,8 @@ class Network:
         Returns
         -------
         Blocked or Var
-            A Var if a learnable or the images are being differentiated.
+            A Var if a learnable or the images are being differentiated. Inside `value_and_grad`
+            it stands for the Blocked value that the annotation names.
         """
         if images.shape[1:] != self.input_shape:
             raise ValueError(
@@ -311,7 +322,11 @@ class Network:
             )
         return self._apply(images, self._runs_of(images), self.layers[-1].name)
 
-    def logits(self, images: Value) -> Any:
+    @overload
+    def logits(self, images: Blocked) -> Blocked: ...
+    @overload
+    def logits(self, images: Var) -> Var: ...
+    def logits(self, images: Value) -> Value:
         """Return the scores that losses take.
 
         They are the output, or the input of a final Softmax layer, because losses include it.
@@ -344,7 +359,11 @@ class Network:
         training = self.training and layer.trainable
         return LayerContext(layer, self._parameters, self._state, training, self.batchnorm)
 
-    def predict(self, images: Blocked | np.ndarray) -> Any:
+    @overload
+    def predict(self, images: Blocked) -> Blocked: ...
+    @overload
+    def predict(self, images: np.ndarray) -> np.ndarray: ...
+    def predict(self, images: Blocked | np.ndarray) -> Blocked | np.ndarray:
         """Return class scores (softmax).
 
         Parameters

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import WithVjp, op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
 
 @op(blocks=True)
-def relu(x: Blocked):
+def relu(x: Blocked) -> WithVjp[Blocked]:
     """Return max(x, 0), elementwise. The gradient at 0 is 0."""
     check.images("relu", x)
     backend = backends.of(x)
@@ -27,7 +27,7 @@ def check_scale(name: str, scale: Any) -> None:
 
 
 @op(blocks=True)
-def leaky_relu(x: Blocked, scale: float = 0.01):
+def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     """Return x where x > 0 and scale * x elsewhere, elementwise.
 
     Parameters
@@ -49,7 +49,7 @@ def leaky_relu(x: Blocked, scale: float = 0.01):
 
 
 @op(blocks=True)
-def tanh(x: Blocked):
+def tanh(x: Blocked) -> WithVjp[Blocked]:
     """Return the hyperbolic tangent, elementwise."""
     check.images("tanh", x)
     backend = backends.of(x)
@@ -58,7 +58,7 @@ def tanh(x: Blocked):
 
 
 @op(blocks=True)
-def sigmoid(x: Blocked):
+def sigmoid(x: Blocked) -> WithVjp[Blocked]:
     """Return 1 / (1 + exp(-x)), elementwise."""
     check.images("sigmoid", x)
     backend = backends.of(x)
@@ -67,7 +67,7 @@ def sigmoid(x: Blocked):
 
 
 @op(blocks=True)
-def softmax(x: Blocked):
+def softmax(x: Blocked) -> WithVjp[Blocked]:
     """Return exp(x) / sum of exp(x) over the K classes, of each image or of each pixel.
 
     Parameters

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mpidl import backends, ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
 from mpidl.ops import check
@@ -57,7 +59,7 @@ class BatchNorm(Layer):
     def _keys(self) -> tuple[str, str]:
         return f"{self.name}.mean", f"{self.name}.variance"
 
-    def running(self, context: LayerContext) -> tuple[Any, Any]:
+    def running(self, context: LayerContext) -> tuple[np.ndarray, np.ndarray]:
         """Return the running mean and variance."""
         mean, variance = self._keys()
         return context.state[mean], context.state[variance]
