@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, counted
+from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.labels import check_int32
 from mpidl.errors import UserError
 from mpidl.files import digest
@@ -64,13 +64,13 @@ class Combined(Datastore):
             )
         self.classes = [str(name) for name in classes]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.images)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.images.read(indices)
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         source, dtype = self.target_source, self.targets_dtype
         if not isinstance(source, Datastore):
             return source[np.asarray(indices, np.int64)].astype(dtype, copy=False)
@@ -79,16 +79,16 @@ class Combined(Datastore):
             return pixels / np.float32(255)
         return pixels.reshape(len(pixels), *self.targets_shape).astype(dtype, copy=False)
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return self.images.name(i)
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return self.images.located(i)
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{self.images.describe().rpartition(': ')[0] or 'combined'}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         source = self.target_source
         part = source.fingerprint() if isinstance(source, Datastore) else source
         return digest(self.images.fingerprint(), part, self.targets_shape, self.targets_dtype.str)

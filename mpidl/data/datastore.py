@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from mpidl.files import digest
 
 if TYPE_CHECKING:
     from mpidl.data.transforms.preprocess import Preprocess
+
+Indices: TypeAlias = Sequence[int] | np.ndarray
 
 MOST_CLASSES = 1 << 20  # if no class names limit the labels
 
@@ -61,14 +63,14 @@ class Datastore:
             raise TypeError(f"{type(self).__name__} has no labels, so it must define __len__")
         return len(self.labels)
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def read(self, indices: Indices) -> np.ndarray:
         """Return images by index, (len(indices), C, H, W) of `dtype`.
 
         Prefetch threads call this method: it must not call MPI.
         """
         raise TypeError(f"{type(self).__name__} must define read(indices)")
 
-    def targets(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def targets(self, indices: Indices) -> np.ndarray:
         """Return targets by index, (len(indices), *targets_shape) of `targets_dtype`.
 
         Prefetch threads call this method: it must not call MPI.
@@ -98,7 +100,7 @@ class Datastore:
             parts += ["targets", self.targets_shape, self.targets_dtype.str]
         return digest(*parts)
 
-    def subset(self, indices: Sequence[int] | np.ndarray) -> Subset:
+    def subset(self, indices: Indices) -> Subset:
         """Return a datastore of the images of `indices`, in that order."""
         return Subset(self, indices)
 
@@ -207,19 +209,19 @@ class ArrayDatastore(Datastore):
             if classes is None:
                 self.classes = [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.images)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.images[np.asarray(indices, np.int64)]
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return f"{self.source}: {self.name(i)}"
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{self.source}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         # A few images from first to last distinguish two sets of the same sizes.
         sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
         return digest(super().fingerprint(), self.images[sample])
@@ -228,7 +230,7 @@ class ArrayDatastore(Datastore):
 class Subset(Datastore):
     """Images of another datastore selected by index. See `Datastore.subset`."""
 
-    def __init__(self, datastore: Datastore, indices: Sequence[int] | np.ndarray):
+    def __init__(self, datastore: Datastore, indices: Indices):
         selected = np.asarray(indices, np.int64).reshape(-1)
         if len(selected) and not 0 <= selected.min() <= selected.max() < len(datastore):
             raise IndexError(
@@ -246,25 +248,25 @@ class Subset(Datastore):
         self.classes, self.in_memory = datastore.classes, datastore.in_memory
         self.preprocess = datastore.preprocess
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.indices)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.parent.read(self.indices[np.asarray(indices, np.int64)])
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self.parent.targets(self.indices[np.asarray(indices, np.int64)])
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return self.parent.name(int(self.indices[i]))
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return self.parent.located(int(self.indices[i]))
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{len(self)} of {self.parent.describe()}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return digest(self.parent.fingerprint(), self.indices)
 
 
@@ -293,7 +295,7 @@ class Transformed(Datastore):
         self.image_shape = tuple(int(size) for size in image_shape)
         self.dtype = np.dtype(np.uint8 if np.dtype(dtype) == np.uint8 else np.float32)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.parent)
 
     def _apply(self, image, i):
@@ -306,7 +308,7 @@ class Transformed(Datastore):
             )
         return output
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         outputs = np.empty((len(indices), *self.image_shape), self.dtype)
         # One image at a time: how many are read together depends on the number of ranks.
         for slot, image, i in zip(outputs, self.parent.read(indices), indices, strict=True):
@@ -319,19 +321,19 @@ class Transformed(Datastore):
             slot[...] = output
         return outputs
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self.parent.targets(indices)
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return self.parent.name(i)
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return self.parent.located(i)
 
-    def describe(self):
+    def describe(self) -> str:
         return describe_derived(self.parent, "transformed", self)
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return digest(self.parent.fingerprint(), name, self.image_shape, self.dtype.str)
 

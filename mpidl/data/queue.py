@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl import keyed
 from mpidl.backends.cpu import arenas
-from mpidl.blocks import LANES, Blocked, OneRank, share
+from mpidl.blocks import LANES, Blocked, OneRank, Ranks, share
 from mpidl.data import partition
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
@@ -65,7 +65,7 @@ class MinibatchQueue:
         (n, C, H, W), uint8 or float32 as in the datastore. labels: int32 (n,), or the targets, or
         None. keys: a `SampleKeys` with indices (n,), epoch and seed; random numbers must be keyed
         by them. It returns images (n, C, H, W), uint8 or float, or (images, labels).
-    load : tuple of float, optional
+    load : tuple of int, optional
         Weight of each rank's share, see `fold.split_blocks`. Assign the attribute `load` between
         epochs to change it.
     sampling : {"global", "partition"}
@@ -87,7 +87,7 @@ class MinibatchQueue:
         datastore: Datastore,
         batch_size: int = 128,
         seed: int = 0,
-        world: Any = None,
+        world: Ranks | None = None,
         shuffle: str = "every-epoch",
         prefetch: int = 2,
         plain: bool | None = None,
@@ -96,8 +96,8 @@ class MinibatchQueue:
         augmenter: Augmenter | None = None,
         normalization: Normalization | None = None,
         crop: tuple[int, int] | None = None,
-        function: Callable | None = None,
-        load: tuple | None = None,
+        function: Callable[..., Any] | None = None,
+        load: tuple[int, ...] | None = None,
         sampling: str = "global",
         classes: int | None = None,
     ):
@@ -149,7 +149,7 @@ class MinibatchQueue:
         """Return each rank's (first, stop) image of a mini-batch of `count` images."""
         return partition.image_shares(count, self.world.size, self.load)
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[tuple[Blocked, Blocked | None]]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[tuple[Blocked, Blocked], None, None]:
         """Generate (images, labels) of each mini-batch of an epoch.
 
         Parameters

@@ -31,8 +31,13 @@ from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.files.run_folder import RunFolder, RunWriter
 from mpidl.training.load_balancing import LoadBalancer
-from mpidl.training.optimizers import of_options
-from mpidl.training.optimizers.checks import check_optimizer, describe_spec, optimizer_spec
+from mpidl.training.optimizers import Optimizer, of_options
+from mpidl.training.optimizers.checks import (
+    CustomOptimizer,
+    check_optimizer,
+    describe_spec,
+    optimizer_spec,
+)
 from mpidl.training.options.configuration import changed_on_resume, resumable, shares
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position, Result
@@ -50,8 +55,8 @@ def train(
     console: Console | None = None,
     resume: str | tuple | None = None,
     overwrite: bool = False,
-    optimizer: Any = None,
-    hooks: Iterable[Any] = (),
+    optimizer: Optimizer | CustomOptimizer | None = None,
+    hooks: Iterable[object] = (),
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
 ) -> Result:

@@ -57,7 +57,7 @@ NOISE = (5, 25)  # standard deviation, in gray levels
 class Digits(ImageFolder):
     """The folder of the drawn digits; messages call it "digits"."""
 
-    def describe(self):
+    def describe(self) -> str:
         return f"digits: {counted(self)}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, counted
+from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import KINDS, SUFFIXES, decode
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
@@ -88,10 +88,10 @@ class ImageFolder(Datastore):
         self.files, self.sizes, self.written = listing[:3]
         self.labels, self.classes, self.image_shape, self.unlabelled = listing[3:]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         # in the arena: clearing pages of new memory would cost a fifth of decoding
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
@@ -104,13 +104,13 @@ class ImageFolder(Datastore):
                 raise UserError(self._shape_error(path, pixels))
         return images
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return printable(os.path.join(self.folder, self.files[i]))
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{printable(self.folder)}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         # Paths are relative, so that the same files in another folder are the same set.
         files_digest = digest(super().fingerprint(), *self.files, self.sizes)
         if self.conversion == AS_IT_IS:

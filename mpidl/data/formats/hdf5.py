@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, counted
+from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
@@ -139,13 +139,13 @@ class HDF5Datastore(Datastore):
             self.targets_shape = contents.targets.shape
             self.targets_dtype = contents.targets.dtype
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.contents.count
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self._rows(self.contents.images, indices)
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self._rows(self.contents.targets, indices)
 
     def _rows(self, rows, indices):
@@ -164,13 +164,13 @@ class HDF5Datastore(Datastore):
             raise changed(self.path, self.contents.stamp, now)
         return self._file
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return f"{printable(self.path)}: {self.name(i)}"
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{printable(self.path)}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         # The size reveals most changes; the time differs between copies of one file.
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.checks import read_images, read_targets
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import Datastore, Indices
 
 GIB = 1 << 30
 
@@ -58,25 +58,25 @@ class NodeCache(Datastore):
         for table in self.tables:
             table.close(self.world)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.datastore)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.tables[0].rows(np.asarray(indices, np.int64))
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self.tables[1].rows(np.asarray(indices, np.int64))
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return self.datastore.name(i)
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return self.datastore.located(i)
 
-    def describe(self):
+    def describe(self) -> str:
         return self.datastore.describe()
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return self.datastore.fingerprint()
 
 

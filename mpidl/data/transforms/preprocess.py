@@ -17,7 +17,7 @@ from mpidl import backends
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, describe_derived
+from mpidl.data.datastore import Datastore, Indices, describe_derived
 from mpidl.errors import UserError
 from mpidl.files import digest
 
@@ -54,7 +54,7 @@ class Preprocess:
     cover: bool = False
     crop: tuple[int, int] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.colour not in (None, *COLOURS):
             raise UserError(f"colour must be {' or '.join(COLOURS)}, got {self.colour}")
         for name in ("size", "crop"):
@@ -62,7 +62,7 @@ class Preprocess:
             if value is not None:
                 object.__setattr__(self, name, _size(name, value))
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return any((self.colour, self.size, self.crop))
 
     def image_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class Preprocess:
             images = np.repeat(images, shape[0], axis=1)
         return np.ascontiguousarray(images)
 
-    def __str__(self):
+    def __str__(self) -> str:
         words = [self.colour] if self.colour else []
         if self.size is not None:
             words.append(f"{'covering' if self.cover else 'resized to'} {_times(self.size)}")
@@ -168,25 +168,25 @@ class Preprocessed(Datastore):
         self.classes, self.labels = datastore.classes, datastore.labels
         self.targets_shape, self.targets_dtype = datastore.targets_shape, datastore.targets_dtype
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.datastore)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.preprocess.of_arrays(read_images(self.datastore, indices))
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self.datastore.targets(indices)
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return self.datastore.name(i)
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return self.datastore.located(i)
 
-    def describe(self):
+    def describe(self) -> str:
         return describe_derived(self.datastore, self.preprocess, self)
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return digest(self.datastore.fingerprint(), self.preprocess)
 
 

@@ -51,7 +51,7 @@ class Optimizer:
         *transforms: Transform,
         learning_rate_factors: Mapping[str, float] | None = None,
     ) -> None:
-        self.learning_rate = training_options.check("learning_rate", learning_rate)
+        self.learning_rate: float = training_options.check("learning_rate", learning_rate)
         if self.learning_rate is None:
             raise UserError("learning_rate must be positive, found None")
         for transform in transforms:
@@ -63,15 +63,15 @@ class Optimizer:
         if len(set(tables)) < len(tables):
             raise ValueError(f"two transforms keep a table of the same name: {', '.join(tables)}")
         self.state_arrays: Tables = {table: {} for table in tables}
-        self.steps = 0
+        self.steps: int = 0
         self._fused = _fused_kernel(transforms)
         # each with the prefix of its numbers, as two transforms may use one name
         parts = transforms if self._fused is None else (*transforms[:-2], self._fused)
         self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(
-        self, parameters: Mapping[str, Any], gradients: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Return the parameters after a step; the arguments stay as they are.
 
         Parameters
@@ -102,10 +102,10 @@ class Optimizer:
 
     def apply(
         self,
-        parameters: Mapping[str, Any],
-        gradients: Mapping[str, Any],
+        parameters: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
         numbers: Mapping[str, float],
-    ) -> dict[str, Any]:
+    ) -> dict[str, np.ndarray]:
         """Return the parameters after a step by these numbers; a GPU may only record it."""
         self._check_names(parameters)
         moving = self._moving(parameters)

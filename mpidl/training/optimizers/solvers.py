@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from mpidl.training.optimizers.chain import Optimizer
 from mpidl.training.optimizers.transforms import (
     AdamMoments,
@@ -68,7 +70,7 @@ class SGDM(Optimizer):
         )
 
     @property
-    def velocity(self) -> dict[str, Any]:
+    def velocity(self) -> dict[str, np.ndarray]:
         """{parameter: array}; empty before the first step."""
         return self.state_arrays["velocity"]
 

@@ -17,7 +17,7 @@ from mpidl import backends
 from mpidl.backends.interface import Backend
 from mpidl.training.options import training_options
 
-Tables = dict[str, dict[str, Any]]  # {table: {parameter: array}}
+Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
 
 class Updates:
@@ -39,8 +39,8 @@ class Updates:
         self,
         backend: Backend,
         names: list[str],
-        weights: list,
-        arrays: list,
+        weights: list[np.ndarray],
+        arrays: list[np.ndarray],
         rate_factors: list[float],
     ) -> None:
         self.backend, self.names, self.weights = backend, names, weights
@@ -60,7 +60,7 @@ class Updates:
                 self.weights, self.arrays, decays, "absolute-value", math.inf
             )
 
-    def zeros(self) -> list:
+    def zeros(self) -> list[np.ndarray]:
         return [self.backend.zeros_like(weight) for weight in self.weights]
 
 
@@ -78,7 +78,9 @@ class Transform:
         """Return the numbers of a step, counted from 1."""
         return {}
 
-    def apply(self, updates: Updates, state_arrays: list[list], numbers: Mapping[str, Any]) -> None:
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         """Change the updates in place. `state_arrays` has a list of arrays for each table."""
         raise TypeError(f"{type(self).__name__} does not say how it changes updates")
 
@@ -96,7 +98,7 @@ class Transform:
         return dict(zip(names, updates.arrays, strict=True))
 
 
-def backend_of(arrays: list) -> Backend:
+def backend_of(arrays: list[np.ndarray]) -> Backend:
     """Return the backend of float32 arrays, or the reference for others."""
     if arrays and all(array.dtype == np.float32 for array in arrays):
         return backends.of_array(arrays[0])
@@ -117,13 +119,15 @@ class WeightDecay(Transform):
     counts_steps = False
 
     def __init__(self, l2: float, factors: Mapping[str, float] | None = None) -> None:
-        self.l2 = training_options.check("l2", l2)
+        self.l2: float = training_options.check("l2", l2)
         self.factors = dict(factors or {})
 
     def factor(self, name: str) -> float:
         return self.factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.add_decays()
         updates.decays = [self.l2 * self.factor(name) for name in updates.names]
 
@@ -143,10 +147,12 @@ class Clip(Transform):
     counts_steps = False
 
     def __init__(self, threshold: float = math.inf, method: str = "l2norm") -> None:
-        self.threshold = training_options.check("gradient_threshold", threshold)
-        self.method = training_options.check("gradient_threshold_method", method)
+        self.threshold: float = training_options.check("gradient_threshold", threshold)
+        self.method: str = training_options.check("gradient_threshold_method", method)
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         if self.threshold < math.inf:
             decays = updates.take_decays()
             updates.arrays = updates.backend.clip(
@@ -159,10 +165,12 @@ class Rate(Transform):
 
     counts_steps = False
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"learning_rate": learning_rate}
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.add_decays()
         updates.arrays = updates.backend.sgdm(
             updates.zeros(),
@@ -182,18 +190,20 @@ class Momentum(Transform):
     tables = ("velocity",)
 
     def __init__(self, momentum: float = 0.9) -> None:
-        self.momentum = training_options.check("momentum", momentum)
+        self.momentum: float = training_options.check("momentum", momentum)
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"momentum": self.momentum}
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.add_decays()
         ones = [1.0] * len(updates.names)
         updates.arrays = updates.backend.sgdm(
             updates.zeros(),
             updates.arrays,
-            *state_arrays,
+            state_arrays[0],
             -1.0,
             numbers["momentum"],
             updates.take_decays(),
@@ -219,9 +229,11 @@ class AdamMoments(Transform):
     def __init__(
         self, gradient_decay: float = 0.9, square_decay: float = 0.999, epsilon: float = 1e-8
     ) -> None:
-        self.gradient_decay = training_options.check("gradient_decay_factor", gradient_decay)
-        self.square_decay = training_options.check("squared_gradient_decay_factor", square_decay)
-        self.epsilon = training_options.check("epsilon", epsilon)
+        self.gradient_decay: float = training_options.check("gradient_decay_factor", gradient_decay)
+        self.square_decay: float = training_options.check(
+            "squared_gradient_decay_factor", square_decay
+        )
+        self.epsilon: float = training_options.check("epsilon", epsilon)
 
     def correction(self, rate: float, step: int) -> float:
         """Return rate * correction of a step."""
@@ -229,15 +241,18 @@ class AdamMoments(Transform):
         square = 1 - power(self.square_decay, step)
         return rate * math.sqrt(square) / mean
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"correction": self.correction(-1.0, step)}
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.add_decays()
         updates.arrays = updates.backend.adam(
             updates.zeros(),
             updates.arrays,
-            *state_arrays,
+            state_arrays[0],
+            state_arrays[1],
             numbers["correction"],
             self.gradient_decay,
             self.square_decay,
@@ -260,15 +275,19 @@ class RMSPropMoment(Transform):
     tables = ("square",)
 
     def __init__(self, square_decay: float = 0.9, epsilon: float = 1e-8) -> None:
-        self.square_decay = training_options.check("squared_gradient_decay_factor", square_decay)
-        self.epsilon = training_options.check("epsilon", epsilon)
+        self.square_decay: float = training_options.check(
+            "squared_gradient_decay_factor", square_decay
+        )
+        self.epsilon: float = training_options.check("epsilon", epsilon)
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.add_decays()
         updates.arrays = updates.backend.rmsprop(
             updates.zeros(),
             updates.arrays,
-            *state_arrays,
+            state_arrays[0],
             -1.0,
             self.square_decay,
             self.epsilon,
