@@ -86,13 +86,13 @@ class Batch:
         """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
-    def counts(self) -> Any:
+    def counts(self) -> np.ndarray:
         """Return `valid` of each block of this rank, as int32; on a GPU their sum, (1,)."""
         if self.device is not None:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
 
-    def samples(self) -> tuple[Any, Any]:
+    def samples(self) -> tuple[int | np.ndarray, np.ndarray]:
         """Return the epoch and the sample numbers of this rank's images.
 
         Returns

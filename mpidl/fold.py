@@ -311,7 +311,7 @@ class Partial:
     __slots__ = ("terms", "once", "shape", "dtype")
 
     def __init__(
-        self, terms: Sequence[Term], once: Any, shape: Sequence[int], dtype: DTypeLike
+        self, terms: Sequence[Term], once: np.ndarray | None, shape: Sequence[int], dtype: DTypeLike
     ) -> None:
         self.terms, self.once = terms, once
         self.shape: tuple[int, ...] = tuple(shape)

@@ -63,7 +63,7 @@ class Var:
     def __init__(
         self,
         value: Blocked | Partial | np.ndarray,
-        parents: Sequence[Any] = (),
+        parents: Sequence[object] = (),
         vjp: Callable[[Any, Needs], Sequence[Any]] | None = None,
         name: str | None = None,
     ) -> None:

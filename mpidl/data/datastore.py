@@ -89,6 +89,10 @@ class Datastore:
         """Return one line for the console."""
         return f"{type(self).__name__}: {counted(self)}"
 
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({self.describe().removeprefix(f'{kind}: ')})"
+
     def fingerprint(self) -> str:
         """Return a hex digest of names, labels, shapes and sizes.
 
@@ -199,7 +203,7 @@ class ArrayDatastore(Datastore):
             )
         with np.errstate(over="ignore"):  # `read_images` reports infinities
             floats = images.dtype != np.uint8
-            self.images = images.astype(np.float32, copy=False) if floats else images
+            self.images: np.ndarray = images.astype(np.float32, copy=False) if floats else images
         self.image_shape = tuple(int(size) for size in images.shape[1:])
         self.dtype = self.images.dtype
         self.source = source

@@ -118,7 +118,7 @@ class MinibatchQueue:
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
         self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, classes)
-        self.plain = getattr(self.world, "plain", False) if plain is None else plain
+        self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling = load, sampling
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images
         # An arena beside the step's: mini-batches, all of one size, would leave holes among its
@@ -128,6 +128,9 @@ class MinibatchQueue:
     def __len__(self) -> int:
         """Return the number of mini-batches per epoch."""
         return -(-len(self.datastore) // self.batch_size)
+
+    def __repr__(self) -> str:
+        return f"MinibatchQueue({len(self)} mini-batches of {self.batch_size}, {self.datastore!r})"
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the sample indices of an epoch in the order of their use, int64 (n,)."""

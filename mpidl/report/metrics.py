@@ -46,10 +46,10 @@ class Metrics:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def __enter__(self):
+    def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def record(
@@ -144,7 +144,7 @@ class Metrics:
         return UserError(f"{self.path}: cannot be written: {error.strerror or error}")
 
 
-def read(path: str | os.PathLike) -> list[dict[str, Any]]:
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a metrics file in order, without lines that are not records.
 
     An interrupted run may leave a torn last line.

@@ -42,7 +42,7 @@ from mpidl.training.options.configuration import changed_on_resume, resumable, s
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, EpochSummary, Position, Result
 from mpidl.training.schedules import rate_of
-from mpidl.training.steps import StepInfo, make_step
+from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
 
 
 def train(
@@ -53,7 +53,7 @@ def train(
     world: World | None = None,
     out: str | None = None,
     console: Console | None = None,
-    resume: str | tuple | None = None,
+    resume: str | tuple[Any, Any] | None = None,
     overwrite: bool = False,
     optimizer: Optimizer | CustomOptimizer | None = None,
     hooks: Iterable[object] = (),
@@ -181,11 +181,23 @@ class Trainer:
     """
 
     def __init__(
-        self, net, datastore, options, world, folder, console, optimizer, spec, hooks, signals
+        self,
+        net: Network,
+        datastore: Datastore,
+        options: TrainingOptions,
+        world: World,
+        folder: RunFolder,
+        console: Console,
+        optimizer: Optimizer | CustomOptimizer,
+        spec: list[Any] | None,
+        hooks: Iterable[object],
+        signals: Signals,
     ) -> None:
         self.net, self.options, self.world, self.signals = net, options, world, signals
-        self.console, self.optimizer, self.facts = console, optimizer, {}
-        self.optimizer_spec, self._results = spec, collections.deque()
+        self.console, self.optimizer = console, optimizer
+        self.facts: dict[str, Any] = {}
+        self.optimizer_spec = spec
+        self._results: collections.deque[StepResult] = collections.deque()
         self._is_reporting = False
         load = options.load(world.size)
         cache_bytes = memory_budget.for_images(options, datastore, world)
@@ -199,6 +211,8 @@ class Trainer:
         queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
         queue_options |= {"load": load, "sampling": options.sampling}
         balancer = LoadBalancer(world) if options.worker_load == "measured" else None
+        self.queue: MinibatchQueue
+        self.step: EagerStep | RecordedStep
         self.queue, self.step = make_step(
             net, optimizer, options, world, self.datastore, queue_options, balancer, self._advice
         )

@@ -61,7 +61,7 @@ class Digits(ImageFolder):
         return f"digits: {counted(self)}"
 
 
-def digits(world: World = None, cache: str | os.PathLike | None = None) -> Digits:
+def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> Digits:
     """Open the digit set as a folder of PNG files, drawn on first use. Collective.
 
     Parameters

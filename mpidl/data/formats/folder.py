@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class ImageFolder(Datastore):
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        folder: str | os.PathLike[str],
         world: World = None,
         *,
         classes: Sequence[str] | None = None,
@@ -85,6 +86,10 @@ class ImageFolder(Datastore):
         listing = on_rank_0(
             world, lambda: list_images(self.folder, classes, labelled, self.conversion)
         )
+        self.files: list[str]
+        self.sizes: np.ndarray
+        self.written: np.ndarray
+        self.unlabelled: str | None
         self.files, self.sizes, self.written = listing[:3]
         self.labels, self.classes, self.image_shape, self.unlabelled = listing[3:]
 
@@ -147,7 +152,7 @@ def list_images(
     classes: Sequence[str] | None = None,
     labelled: bool = True,
     preprocess: Preprocess = AS_IT_IS,
-) -> tuple:
+) -> tuple[Any, ...]:
     """List the images of a folder and derive their labels.
 
     Returns

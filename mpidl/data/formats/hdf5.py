@@ -114,7 +114,7 @@ class HDF5Datastore(Datastore):
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         world: World = None,
         *,
         images: str = "images",
@@ -216,7 +216,7 @@ def inspect_file(
 
 
 @contextlib.contextmanager
-def failing(path: str | os.PathLike) -> Iterator[None]:
+def failing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert any exception of HDF5 on a damaged file to a UserError that names the file."""
     try:
         yield
@@ -227,7 +227,7 @@ def failing(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike) -> Iterator[h5py.File]:
+def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
     """Open an HDF5 file without a lock, after a helper process has read it without a crash.
 
     Raises

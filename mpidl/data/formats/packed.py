@@ -109,7 +109,7 @@ class PackedDatastore(Datastore):
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         world: World = None,
         part: str = "train",
         *,

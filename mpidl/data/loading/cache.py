@@ -45,7 +45,7 @@ class NodeCache(Datastore):
         if world is not None:
             budget_bytes = min(budget_bytes, world.available_shared_bytes() // 2)
         fits = 0 if datastore.in_memory else max(0, int(budget_bytes) // size)
-        self.capacity = min(len(datastore), fits)  # images that the cache holds
+        self.capacity: int = min(len(datastore), fits)  # images that the cache holds
         self.tables = [
             _Table(datastore, read, shape, dtype, self.capacity, world)
             for shape, dtype, read in tables

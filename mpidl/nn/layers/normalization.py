@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -64,7 +63,7 @@ class BatchNorm(Layer):
         mean, variance = self._keys()
         return context.state[mean], context.state[variance]
 
-    def recorder(self, context: LayerContext) -> Callable[[Any, Any], None]:
+    def recorder(self, context: LayerContext) -> Callable[[np.ndarray, np.ndarray], None]:
         """Return a function that adds a mini-batch's mean and variance to the running state."""
 
         def record(*statistics):

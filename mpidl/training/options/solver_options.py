@@ -6,7 +6,7 @@ Annotations stay real types, not strings, so that help() prints them as they are
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mpidl.losses import LOSSES
 from mpidl.training.options.option_types import (
@@ -56,7 +56,7 @@ class SolverOptions:
         "(the weights then depend on the number of ranks)",
         matlab="miniBatchSize*N",
     )
-    loss: Literal["crossentropy", "mse", "mae"] | Callable = option(
+    loss: Literal["crossentropy", "mse", "mae"] | Callable[..., Any] = option(
         "crossentropy",
         one_of(*LOSSES, allow_function=True),
         "Loss to minimize: cross-entropy of labels (one per image or per pixel), or mean squared "

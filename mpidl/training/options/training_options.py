@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.augment import Augmenter
@@ -31,8 +31,10 @@ from mpidl.training.options.option_types import (
     positive,
 )
 from mpidl.training.options.solver_options import BY_SOLVER, SolverOptions
+from mpidl.training.progress import Progress
 
 Options = TypeVar("Options")
+OutputFunction: TypeAlias = Callable[[Progress], object]
 
 
 def _refuse_unknown(cls: type[Options]) -> type[Options]:
@@ -212,9 +214,9 @@ class TrainingOptions(ImageOptions, SolverOptions):
     # Python only, without a rule.
     augmenter: Augmenter | None = None
     validation: Datastore | None = None
-    output_functions: Callable | Sequence[Callable] = ()
+    output_functions: OutputFunction | Sequence[OutputFunction] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in NAMES:
             value = check(name, getattr(self, name))
             if value is None and name in BY_SOLVER:
@@ -240,6 +242,14 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 "--sampling partition and --worker-load measured: each rank's images would depend "
                 "on timing; give numbers instead"
             )
+
+    def __repr__(self) -> str:
+        """Show the options that differ from their defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(self)}
+        defaults |= {name: by_solver.get(self.solver) for name, by_solver in BY_SOLVER.items()}
+        changed = [f"{name}={v!r}" for name, v in values.items() if v != defaults[name]]
+        return f"TrainingOptions({', '.join(changed)})"
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> "TrainingOptions":
