@@ -5,11 +5,21 @@ import numbers
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        return lambda decorator: decorator
+
+
+Options = TypeVar("Options")
 
 ON_OFF = ("on", "off")  # choices of an option that also takes True and False in Python and TOML
 Size: TypeAlias = str | int | Sequence[int] | None  # "224x192", 224 or (224, 192)
@@ -110,10 +120,10 @@ def size_of(text: str | None) -> tuple[int, int] | None:
 
 
 def option(
-    default: object,
     rule: Rule,
     text: str,
     *,
+    default: object,
     resume: Literal["free", "fixed", "up"] = "free",
     matlab: str = "",
 ) -> Any:
@@ -121,12 +131,12 @@ def option(
 
     Parameters
     ----------
-    default : object
-        Value if no source gives one.
     rule : Rule
         The values that the option takes.
     text : str
         Help text.
+    default : object
+        Value if no source gives one. Type checkers and editors find it by its keyword.
     resume : {"free", "fixed", "up"}
         Whether a resumed run may change the option, must keep it, or may only increase it.
     matlab : str
@@ -134,6 +144,12 @@ def option(
     """
     facts = {"rule": rule, "help": text, "resume": resume, "matlab": matlab}
     return field(default=default, metadata=facts)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option,))
+def options_class(cls: type[Options]) -> type[Options]:
+    """Make a class with declared options a frozen dataclass of keyword arguments."""
+    return dataclass(frozen=True, kw_only=True)(cls)
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:
