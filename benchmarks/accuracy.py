@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import machine, report, subject, torch_step
 from mpidl import ops
-from mpidl.autodiff import Var, op, value_and_grad
+from mpidl.autodiff import Var, op, value_and_grad, value_of
 from mpidl.backends import REFERENCE as reference
 from mpidl.blocks import OneRank, from_images, share
 from mpidl.errors import Fault
@@ -219,7 +219,7 @@ def exact_step(net, images, labels, decisions):
                 x = layer.forward(
                     x, LayerContext(layer, bound.parameters, bound.state, True, "global")
                 )
-            value = x.value if isinstance(x, Var) else x
+            value = value_of(x)
             activations[layer.name] = value.local()
         return ops.softmax_cross_entropy(x, labels)
 

@@ -15,21 +15,44 @@ if "numpy" in sys.modules:
 
     threadpoolctl.threadpool_limits(1, user_api="blas")
 
-from mpidl import data, nn, ops
-from mpidl.autodiff import Var, check_vjp, op, value_and_grad
-from mpidl.backends import configure
-from mpidl.blocks import Batch, Blocked, OneRank, from_images, share
-from mpidl.comm import World
-from mpidl.comm.launch import launch
-from mpidl.data import ArrayDatastore, Augmenter, ImageFolder, MinibatchQueue, Preprocess
-from mpidl.errors import Fault, RankError, UserError
-from mpidl.evaluation.confusion import Confusion, confusion_matrix
-from mpidl.evaluation.evaluate import Evaluation, RegressionErrors, evaluate, regression_errors
-from mpidl.evaluation.predict import activations, classify, predict
-from mpidl.fold import Partial
-from mpidl.nn import Network, analyze
+from mpidl import data as data
+from mpidl import nn as nn
+from mpidl import ops as ops
+from mpidl.autodiff import Var as Var
+from mpidl.autodiff import check_vjp as check_vjp
+from mpidl.autodiff import op as op
+from mpidl.autodiff import value_and_grad as value_and_grad
+from mpidl.backends import configure as configure
+from mpidl.blocks import Batch as Batch
+from mpidl.blocks import Blocked as Blocked
+from mpidl.blocks import OneRank as OneRank
+from mpidl.blocks import from_images as from_images
+from mpidl.blocks import share as share
+from mpidl.comm import World as World
+from mpidl.comm.launch import launch as launch
+from mpidl.data import ArrayDatastore as ArrayDatastore
+from mpidl.data import Augmenter as Augmenter
+from mpidl.data import ImageFolder as ImageFolder
+from mpidl.data import MinibatchQueue as MinibatchQueue
+from mpidl.data import Preprocess as Preprocess
+from mpidl.errors import Fault as Fault
+from mpidl.errors import RankError as RankError
+from mpidl.errors import UserError as UserError
+from mpidl.evaluation.confusion import Confusion as Confusion
+from mpidl.evaluation.confusion import confusion_matrix as confusion_matrix
+from mpidl.evaluation.evaluate import Evaluation as Evaluation
+from mpidl.evaluation.evaluate import RegressionErrors as RegressionErrors
+from mpidl.evaluation.evaluate import evaluate as evaluate
+from mpidl.evaluation.evaluate import regression_errors as regression_errors
+from mpidl.evaluation.predict import activations as activations
+from mpidl.evaluation.predict import classify as classify
+from mpidl.evaluation.predict import predict as predict
+from mpidl.fold import Partial as Partial
+from mpidl.nn import Network as Network
+from mpidl.nn import analyze as analyze
 from mpidl.nn.layers.activation import *
-from mpidl.nn.layers.base import Built, Layer
+from mpidl.nn.layers.base import Built as Built
+from mpidl.nn.layers.base import Layer as Layer
 from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
@@ -48,9 +71,14 @@ from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
 from mpidl.ops.pool import *
 from mpidl.ops.transposed import *
-from mpidl.training.files.model_file import load_model, save_model, weights_sha256
-from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
-from mpidl.training.options.training_options import TrainingOptions
-from mpidl.training.trainer import train
+from mpidl.training.files.model_file import load_model as load_model
+from mpidl.training.files.model_file import save_model as save_model
+from mpidl.training.files.model_file import weights_sha256 as weights_sha256
+from mpidl.training.optimizers import SGDM as SGDM
+from mpidl.training.optimizers import Adam as Adam
+from mpidl.training.optimizers import AdamW as AdamW
+from mpidl.training.optimizers import RMSProp as RMSProp
+from mpidl.training.options.training_options import TrainingOptions as TrainingOptions
+from mpidl.training.trainer import train as train
 
 __version__ = "0.1.0"

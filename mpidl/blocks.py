@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -16,6 +16,8 @@ from numpy.typing import ArrayLike, DTypeLike
 from mpidl import fold
 
 LANES = 16
+Key = TypeVar("Key")
+Replicated = TypeVar("Replicated")
 
 
 class Ranks(Protocol):
@@ -84,13 +86,13 @@ class Batch:
         """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
-    def counts(self) -> Any:
+    def counts(self) -> np.ndarray:
         """Return `valid` of each block of this rank, as int32; on a GPU their sum, (1,)."""
         if self.device is not None:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
 
-    def samples(self) -> tuple[Any, Any]:
+    def samples(self) -> tuple[int | np.ndarray, np.ndarray]:
         """Return the epoch and the sample numbers of this rank's images.
 
         Returns
@@ -124,6 +126,16 @@ class OneRank:
 
     rank, size, plain = 0, 1, False
 
+    @overload
+    def gplus(self, value: fold.Partial) -> np.ndarray: ...
+    @overload
+    def gplus(self, value: dict[Key, fold.Partial]) -> dict[Key, np.ndarray]: ...
+    @overload
+    def gplus(self, value: list[fold.Partial]) -> list[np.ndarray]: ...
+    @overload
+    def gplus(self, value: tuple[fold.Partial, ...]) -> tuple[np.ndarray, ...]: ...
+    @overload
+    def gplus(self, value: Replicated) -> Replicated: ...
     def gplus(self, value: Any) -> Any:
         """Return what `World.gplus` gives on one rank.
 
@@ -210,7 +222,7 @@ class Blocked:
     __slots__ = ("_lanes", "batch")
     batch: Batch
 
-    def __init__(self, lanes: Any, batch: Batch) -> None:
+    def __init__(self, lanes: np.ndarray, batch: Batch) -> None:
         if lanes.shape[0] != batch.blocks or lanes.shape[-1] != LANES:
             raise ValueError(
                 f"expected ({batch.blocks}, ..., {LANES}) lanes for this share, got {lanes.shape}"
@@ -218,12 +230,12 @@ class Blocked:
         self._lanes, self.batch = lanes, batch
 
     @property
-    def lanes(self) -> Any:
+    def lanes(self) -> np.ndarray:
         """The array (blocks, *image_shape, 16)."""
         return self._lanes
 
     @property
-    def source(self) -> Any:
+    def source(self) -> np.ndarray | DeferredInput:
         """The operand that a backend reads: the lanes, or a DeferredInput."""
         return self.lanes
 
@@ -242,7 +254,7 @@ class Blocked:
         """Type of the entries."""
         return self.lanes.dtype
 
-    def like(self, lanes: Any) -> Blocked:
+    def like(self, lanes: np.ndarray) -> Blocked:
         """Return a Blocked value of the same images with other lanes."""
         return Blocked(lanes, self.batch)
 
@@ -272,11 +284,27 @@ class Blocked:
 
     mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
 
+    if TYPE_CHECKING:  # `ops.arithmetic` defines the operators; with a Var, those of Var apply
+
+        def __add__(self, other: Factor) -> Blocked: ...
+        def __radd__(self, other: float) -> Blocked: ...
+        def __sub__(self, other: Factor) -> Blocked: ...
+        def __rsub__(self, other: float) -> Blocked: ...
+        def __mul__(self, other: Factor) -> Blocked: ...
+        def __rmul__(self, other: float) -> Blocked: ...
+        def __truediv__(self, other: Factor) -> Blocked: ...
+        def __rtruediv__(self, other: float) -> Blocked: ...
+        def __pow__(self, exponent: float) -> Blocked: ...
+        def __neg__(self) -> Blocked: ...
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, {self.batch.blocks} "
             "block(s) on this rank)"
         )
+
+
+Factor: TypeAlias = Blocked | np.ndarray | float
 
 
 class DeferredInput(NamedTuple):
@@ -320,7 +348,7 @@ class DeferredActivation(Blocked):
         self,
         source: DeferredInput,
         batch: Batch,
-        compute: Callable[[DeferredInput], Any],
+        compute: Callable[[DeferredInput], np.ndarray],
         image_shape: tuple[int, ...] | None = None,
     ) -> None:
         self.deferred, self.batch, self.compute = source, batch, compute
@@ -331,7 +359,7 @@ class DeferredActivation(Blocked):
         return self.deferred
 
     @property
-    def lanes(self) -> Any:
+    def lanes(self) -> np.ndarray:
         lanes = self.compute(self.deferred)
         return lanes.reshape(len(lanes), *self.shape_of_image, lanes.shape[-1])
 
@@ -351,7 +379,7 @@ class DeferredActivation(Blocked):
         return DeferredActivation(self.deferred, self.batch, self.compute, image_shape)
 
 
-def readable(value: Blocked) -> Any:
+def readable(value: Blocked) -> np.ndarray | DeferredInput:
     """Return the operand that a backend reads in the value's image shape.
 
     It is the DeferredInput if that has the shape, and the lanes otherwise.
@@ -373,7 +401,7 @@ class GradientWithSums(Blocked):
 
     __slots__ = ("sums",)
 
-    def __init__(self, lanes: Any, batch: Batch, sums: fold.Partial) -> None:
+    def __init__(self, lanes: np.ndarray, batch: Batch, sums: fold.Partial) -> None:
         super().__init__(lanes, batch)
         self.sums = sums
 

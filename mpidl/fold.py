@@ -254,7 +254,7 @@ class Late:
     def __float__(self) -> float:
         return self.value() * self.factor
 
-    def __mul__(self, number: Any) -> Late:
+    def __mul__(self, number: float) -> Late:
         return Late(self.value, self.array, self.factor * float(number))
 
     __rmul__ = __mul__
@@ -312,13 +312,17 @@ class Partial:
     __slots__ = ("terms", "addend", "shape", "dtype")
 
     def __init__(
-        self, terms: Sequence[Term], addend: Any, shape: Sequence[int], dtype: DTypeLike
+        self,
+        terms: Sequence[Term],
+        addend: np.ndarray | None,
+        shape: Sequence[int],
+        dtype: DTypeLike,
     ) -> None:
         self.terms, self.addend = terms, addend
         self.shape: tuple[int, ...] = tuple(shape)
         self.dtype: np.dtype = np.dtype(dtype)
 
-    def __add__(self, other: Any) -> Partial:
+    def __add__(self, other: Partial | np.ndarray | float) -> Partial:
         if isinstance(other, Partial):
             if other.shape != self.shape:
                 raise ValueError(
@@ -339,7 +343,7 @@ class Partial:
 
     __radd__ = __add__
 
-    def __mul__(self, factor: Any) -> Partial:
+    def __mul__(self, factor: Late | np.ndarray | float) -> Partial:
         if not isinstance(factor, (Partial, Late, *PLAIN)):
             return NotImplemented
         if isinstance(factor, Partial) or (not isinstance(factor, Late) and np.ndim(factor)):
@@ -356,10 +360,10 @@ class Partial:
     def __neg__(self) -> Partial:
         return self * -1.0
 
-    def __sub__(self, other: Any) -> Partial:
+    def __sub__(self, other: Partial | np.ndarray | float) -> Partial:
         return self + (-other)
 
-    def __truediv__(self, divisor: Any) -> Partial:
+    def __truediv__(self, divisor: np.ndarray | float) -> Partial:
         if not isinstance(divisor, (Partial, *PLAIN)):
             return NotImplemented
         return self * (1.0 / float(divisor))

@@ -100,7 +100,7 @@ def labels_per_image(datastore: Any) -> int:
     return math.prod(datastore.targets_shape or ())
 
 
-def output_class_names(loss: str | Callable, net: Network, datastore: Any) -> list[str]:
+def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: Any) -> list[str]:
     """Return the dataset's names of the classes that the outputs score, or `[]`."""
     names = [str(name) for name in datastore.classes]
     if datastore.targets_shape is None:
@@ -109,7 +109,9 @@ def output_class_names(loss: str | Callable, net: Network, datastore: Any) -> li
     return names if loss == "crossentropy" and len(names) <= net.output_shape[0] else []
 
 
-def trained_classes(loss: str | Callable, net: Network, datastore: Any) -> tuple[str, ...] | None:
+def trained_classes(
+    loss: str | Callable[..., Any], net: Network, datastore: Any
+) -> tuple[str, ...] | None:
     """Return `Network.classes` of a network that was trained on the dataset."""
     if not callable(loss) and loss != "crossentropy":
         return ()
@@ -121,7 +123,7 @@ def trained_classes(loss: str | Callable, net: Network, datastore: Any) -> tuple
 
 def check_names(
     expected: Sequence[str] | None,
-    loss: str | Callable,
+    loss: str | Callable[..., Any],
     net: Network,
     datastore: Any,
     owner: str,
@@ -156,7 +158,9 @@ def need_network(net: object) -> None:
         raise UserError(f"expected a network, found {type(net).__name__}{hint}")
 
 
-def check(loss: str | Callable, net: Network, datastore: Any, *, training: bool = False) -> None:
+def check(
+    loss: str | Callable[..., Any], net: Network, datastore: Any, *, training: bool = False
+) -> None:
     """Raise a UserError if the network's outputs do not fit the dataset, or a loss is unknown.
 
     A loss that is a function checks its arguments itself.
@@ -235,6 +239,6 @@ def _check_targets(loss, net, datastore):
         )
 
 
-def label_limit(loss: str | Callable, net: Network) -> int | None:
+def label_limit(loss: str | Callable[..., Any], net: Network) -> int | None:
     """Return the bound that labels must stay below, or None if the loss takes no labels."""
     return net.output_shape[0] if loss == "crossentropy" else None

@@ -48,6 +48,28 @@ def test_network():
     assert repr(zoo.digits()) == expected
 
 
+def test_datastores():
+    arrays = dl.ArrayDatastore(np.zeros((4, 8, 8), "u1"), [0, 1, 0, 1], source="squares")
+    text = "squares: 4 images of 1x8x8 in 2 classes"
+    assert repr(arrays) == f"ArrayDatastore({text})"
+    assert repr(arrays.subset([0, 2])) == f"Subset(2 of {text})"
+
+    class Mine(dl.data.Datastore):
+        image_shape, labels, classes = (1, 8, 8), np.zeros(3, np.int64), ["a"]
+
+    assert repr(Mine()) == "Mine(3 images of 1x8x8 in 1 classes)"
+    queue = dl.MinibatchQueue(arrays, 3)
+    assert repr(queue) == f"MinibatchQueue(2 mini-batches of 3, ArrayDatastore({text}))"
+
+
+def test_options_show_what_differs_from_the_defaults():
+    assert repr(dl.TrainingOptions()) == "TrainingOptions()"
+    options = dl.TrainingOptions(solver="adam", epochs=2, learning_rate=0.1, scale=(0.9, 1.1))
+    assert repr(options) == (
+        "TrainingOptions(epochs=2, solver='adam', learning_rate=0.1, scale='0.9,1.1')"
+    )
+
+
 def test_networks_are_tables_in_notebooks():
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(2, name="<&>")], (3, 8, 8))
     html = net._repr_html_()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -22,7 +22,58 @@ class Reducing(Protocol):
         """Return an object that exchanges gradients while backward runs."""
 
 
-def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> Callable[..., Any]:
+class Bindable(Protocol):
+    """What `value_and_grad` needs of a network: `mpidl.Network` provides it."""
+
+    @property
+    def trainable(self) -> Mapping[str, np.ndarray]:
+        """The learnables that are differentiated, by name."""
+
+    def bind(self, learnables: Mapping[str, Any]) -> Any:
+        """Return a copy in training mode with other values for these learnables."""
+
+
+Loss: TypeAlias = Partial | Var | np.ndarray | float
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])  # the loss, and values that belong to it
+Arguments = ParamSpec("Arguments")
+Result_co = TypeVar("Result_co", covariant=True)
+Gradient = TypeVar("Gradient", Partial, np.ndarray)
+
+
+class ValueAndGrad(Protocol[Arguments, Result_co, Gradient]):
+    """The function that `value_and_grad` returns."""
+
+    @overload
+    def __call__(
+        self, model: Bindable, /, *args: Arguments.args, **options: Arguments.kwargs
+    ) -> tuple[Result_co, dict[str, Gradient], dict[str, np.ndarray]]: ...
+    @overload
+    def __call__(
+        self,
+        model: Mapping[str, np.ndarray],
+        /,
+        *args: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> tuple[Result_co, dict[str, Gradient]]: ...
+
+
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[Any, Arguments], Loss], *, reduce: None = None
+) -> ValueAndGrad[Arguments, Partial, Partial]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[Any, Arguments], Outputs], *, reduce: None = None
+) -> ValueAndGrad[Arguments, Outputs, Partial]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[Any, Arguments], Loss], *, reduce: Reducing
+) -> ValueAndGrad[Arguments, np.ndarray, np.ndarray]: ...
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[Any, Arguments], Outputs], *, reduce: Reducing
+) -> ValueAndGrad[Arguments, tuple[np.ndarray, ...], np.ndarray]: ...
+def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> Any:
     """Return a function that computes the value of `f` and its gradients.
 
     Parameters

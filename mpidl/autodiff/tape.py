@@ -19,7 +19,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import numpy as np
 
@@ -51,13 +62,13 @@ class Var:
 
     def __init__(
         self,
-        value: Any,
-        parents: Sequence[Any] = (),
+        value: Blocked | Partial | np.ndarray,
+        parents: Sequence[object] = (),
         vjp: Callable[[Any, Needs], Sequence[Any]] | None = None,
         name: str | None = None,
     ) -> None:
         self.value, self.parents, self.vjp, self.name = value, parents, vjp, name
-        self.index = next(_clock)
+        self.index: int = next(_clock)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,6 +88,19 @@ class Var:
 
     __float__ = __bool__ = __len__ = __array__ = __iter__ = mean = sum = _refuse
 
+    if TYPE_CHECKING:  # `ops.arithmetic` defines the operators
+
+        def __add__(self, other: Operand) -> Var: ...
+        def __radd__(self, other: Blocked | Partial | float) -> Var: ...
+        def __sub__(self, other: Operand) -> Var: ...
+        def __rsub__(self, other: Blocked | Partial | float) -> Var: ...
+        def __mul__(self, other: Operand) -> Var: ...
+        def __rmul__(self, other: Blocked | Partial | float) -> Var: ...
+        def __truediv__(self, other: Operand) -> Var: ...
+        def __rtruediv__(self, other: Blocked | Partial | float) -> Var: ...
+        def __pow__(self, exponent: float) -> Var: ...
+        def __neg__(self) -> Var: ...
+
     def __repr__(self) -> str:
         if self.value is None:
             return f"Var({self.name!r}, played back)"
@@ -89,15 +113,55 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Var) else x
 
 
-Op: TypeAlias = Callable[..., Any]  # takes values, Vars among them, and returns a value or a Var
-Forward: TypeAlias = Callable[..., tuple[Any, Callable]]  # returns (y, vjp)
+Array: TypeAlias = np.ndarray | Var  # a replicated value, or one that is being differentiated
+Operand: TypeAlias = Array | Blocked | Partial | float
+Vjp: TypeAlias = Callable[..., Sequence[Any]]
+X_contra = TypeVar("X_contra", contravariant=True)
+Y = TypeVar("Y")
+Y_co = TypeVar("Y_co", covariant=True)
+Options = ParamSpec("Options")
+Kind = TypeVar("Kind", bound=Var | Blocked | np.ndarray)
+WithVjp: TypeAlias = tuple[Y, Vjp]  # the result of a forward function
+
+
+class Op(Protocol[X_contra, Options, Y_co]):
+    """An op with a signature of its own. It returns a Var for a Var."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, x: X_contra, /, *args: Options.args, **options: Options.kwargs) -> Y_co: ...
+    @overload
+    def __call__(self, x: Var, /, *args: Options.args, **options: Options.kwargs) -> Var: ...
+
+
+class ArrayOp(Protocol):
+    """An op of plain arrays. It returns the kind of its first argument that is no number."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, x: Kind, /, *args: Any, **options: Any) -> Kind: ...
+    @overload
+    def __call__(self, x: float, y: Kind, /, *args: Any, **options: Any) -> Kind: ...
+
+
+ArrayForward: TypeAlias = Callable[..., tuple[np.ndarray, Vjp]]
 
 
 @overload
-def op(forward: Forward, *, blocks: bool = False) -> Op: ...
+def op(forward: ArrayForward, *, blocks: Literal[False] = False) -> ArrayOp: ...
 @overload
-def op(forward: None = None, *, blocks: bool = False) -> Callable[[Forward], Op]: ...
-def op(forward: Forward | None = None, *, blocks: bool = False) -> Any:
+def op(
+    forward: None = None, *, blocks: Literal[False] = False
+) -> Callable[[ArrayForward], ArrayOp]: ...
+@overload
+def op(
+    forward: None = None, *, blocks: Literal[True]
+) -> Callable[
+    [Callable[Concatenate[X_contra, Options], WithVjp[Y_co]]], Op[X_contra, Options, Y_co]
+]: ...
+def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = False) -> Any:
     """Make an op of a function `forward(*arrays, **options) -> (y, vjp)`.
 
     Parameters

@@ -19,13 +19,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from mpidl import errors
 from mpidl.comm import failure, launch_worker
 from mpidl.comm.launcher import environment, launcher
 from mpidl.comm.thread_budget import available_cores
 from mpidl.errors import RankError, UserError
+
+Returned = TypeVar("Returned")
 
 SHOW_CHOICES = ("rank 0", "all", "none")
 SIZE_VARIABLE = "MPIDL_LAUNCHED"  # number of ranks, in the environment of ranks started here
@@ -39,12 +41,12 @@ RANK_PROGRAM = (
 
 
 def launch(
-    function: Callable[..., Any],
+    function: Callable[..., Returned],
     *arguments: Any,
     ranks: int | None = None,
     timeout: float | None = None,
     show: str = "rank 0",
-) -> Any:
+) -> Returned:
     """Run `function(world, *arguments)` on ranks that mpirun starts.
 
     Parameters

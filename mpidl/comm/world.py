@@ -6,7 +6,7 @@ import functools
 import html
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
     from mpidl.backends.gpu.sums import Counts
     from mpidl.comm.nccl import MpiMover, NcclMover
+
+Key = TypeVar("Key")
+Number = TypeVar("Number", int, float, np.ndarray)
+Operation: TypeAlias = Literal["min", "max", "sum", "prod"] | Callable[[Any, Any], Any]
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "and": np.logical_and,
@@ -167,6 +171,22 @@ class World(Messaging):
 
     # sums and other reductions
 
+    @overload
+    def gplus(self, value: Partial) -> np.ndarray: ...
+    @overload
+    def gplus(self, value: Number) -> Number: ...
+    @overload
+    def gplus(self, value: dict[Key, Partial]) -> dict[Key, np.ndarray]: ...
+    @overload
+    def gplus(self, value: dict[Key, Number]) -> dict[Key, Number]: ...
+    @overload
+    def gplus(self, value: list[Partial]) -> list[np.ndarray]: ...
+    @overload
+    def gplus(self, value: list[Number]) -> list[Number]: ...
+    @overload
+    def gplus(self, value: tuple[Partial, ...]) -> tuple[np.ndarray, ...]: ...
+    @overload
+    def gplus(self, value: tuple[Number, ...]) -> tuple[Number, ...]: ...
     def gplus(self, value: Any) -> Any:
         """Add a value up over all ranks; every rank gets the same bytes.
 
@@ -200,7 +220,15 @@ class World(Messaging):
         """Whether this rank holds all nodes of a Partial in host memory."""
         return self.size == 1 and is_on_host(partial)
 
-    def gop(self, operation: str | Callable[[Any, Any], Any], value: Any) -> Any:
+    @overload
+    def gop(self, operation: Literal["and", "or"], value: float) -> bool: ...
+    @overload
+    def gop(self, operation: Literal["and", "or"], value: np.ndarray) -> np.ndarray: ...
+    @overload
+    def gop(self, operation: Operation, value: Number) -> Number: ...
+    @overload
+    def gop(self, operation: Operation, value: Sequence[float]) -> np.ndarray: ...
+    def gop(self, operation: Any, value: Any) -> Any:
         """Combine the values of all ranks; every rank gets the result.
 
         Parameters
@@ -256,7 +284,19 @@ class World(Messaging):
         result = result.reshape(np.shape(value))
         return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
 
-    def allreduce(self, value: Any, op: str | Callable[[Any, Any], Any] = "sum") -> Any:
+    @overload
+    def allreduce(self, value: Partial, op: Literal["sum"] = "sum") -> np.ndarray: ...
+    @overload
+    def allreduce(
+        self, value: dict[Key, Partial], op: Literal["sum"] = "sum"
+    ) -> dict[Key, np.ndarray]: ...
+    @overload
+    def allreduce(self, value: Number, op: Operation = "sum") -> Number: ...
+    @overload
+    def allreduce(self, value: float, op: Literal["and", "or"]) -> bool: ...
+    @overload
+    def allreduce(self, value: np.ndarray, op: Literal["and", "or"]) -> np.ndarray: ...
+    def allreduce(self, value: Any, op: Any = "sum") -> Any:
         """Combine the values of all ranks, as MPI's allreduce; every rank gets the result.
 
         Parameters

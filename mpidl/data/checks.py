@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpidl.data.datastore import Datastore
+from mpidl.data.datastore import Datastore, Indices
 from mpidl.errors import UserError
 from mpidl.text import printable
 
@@ -48,7 +48,7 @@ def empty_classes_warning(datastore: Datastore) -> str | None:
     return line + ": labels count from 0" * bool(numbers)
 
 
-def read_images(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
+def read_images(datastore: Datastore, indices: Indices) -> np.ndarray:
     """Read images and check them.
 
     Returns
@@ -64,7 +64,7 @@ def read_images(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
     return _read(datastore, "read", indices, datastore.image_shape, datastore.dtype, "pixels")
 
 
-def read_targets(datastore: Datastore, indices: np.ndarray) -> np.ndarray:
+def read_targets(datastore: Datastore, indices: Indices) -> np.ndarray:
     """Read targets and check them.
 
     Returns
@@ -96,7 +96,7 @@ def _read(datastore, method, indices, shape, dtype, noun):
     return arrays
 
 
-def check_finite(arrays: np.ndarray, datastore: Datastore, indices: np.ndarray, kind: str) -> None:
+def check_finite(arrays: np.ndarray, datastore: Datastore, indices: Indices, kind: str) -> None:
     """Raise `UserError` for the first image whose array has a NaN or infinity.
 
     Parameters
@@ -120,9 +120,7 @@ def check_finite(arrays: np.ndarray, datastore: Datastore, indices: np.ndarray, 
             )
 
 
-def check_below(
-    classes: int, labels: np.ndarray, datastore: Datastore, indices: np.ndarray
-) -> None:
+def check_below(classes: int, labels: np.ndarray, datastore: Datastore, indices: Indices) -> None:
     """Raise `UserError` for the first image with a label outside 0..classes-1."""
     if labels.size and not 0 <= labels.min() <= labels.max() < classes:
         rows = labels.reshape(len(labels), -1)

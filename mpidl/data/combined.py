@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, Derived, counted
+from mpidl.data.datastore import Datastore, Derived, Indices, counted
 from mpidl.data.labels import check_int32
 from mpidl.errors import UserError
 from mpidl.files import digest
@@ -63,7 +63,7 @@ class Combined(Derived):
             )
         self.classes = [str(name) for name in classes]
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         source, dtype = self.target_source, self.targets_dtype
         if not isinstance(source, Datastore):
             return source[np.asarray(indices, np.int64)].astype(dtype, copy=False)
@@ -72,10 +72,10 @@ class Combined(Derived):
             return pixels / np.float32(255)
         return pixels.reshape(len(pixels), *self.targets_shape).astype(dtype, copy=False)
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{self.parent.describe().rpartition(': ')[0] or 'combined'}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         source = self.target_source
         part = source.fingerprint() if isinstance(source, Datastore) else source
         return digest(self.parent.fingerprint(), part, self.targets_shape, self.targets_dtype.str)

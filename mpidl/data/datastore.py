@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from mpidl.files import digest
 
 if TYPE_CHECKING:
     from mpidl.data.transforms.preprocess import Preprocess
+
+Indices: TypeAlias = Sequence[int] | np.ndarray
 
 MOST_CLASSES = 1 << 20  # if no class names limit the labels
 
@@ -61,14 +63,14 @@ class Datastore:
             raise TypeError(f"{type(self).__name__} has no labels, so it must define __len__")
         return len(self.labels)
 
-    def read(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def read(self, indices: Indices) -> np.ndarray:
         """Return images by index, (len(indices), C, H, W) of `dtype`.
 
         Prefetch threads call this method: it must not call MPI.
         """
         raise TypeError(f"{type(self).__name__} must define read(indices)")
 
-    def targets(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    def targets(self, indices: Indices) -> np.ndarray:
         """Return targets by index, (len(indices), *targets_shape) of `targets_dtype`.
 
         Prefetch threads call this method: it must not call MPI.
@@ -87,6 +89,10 @@ class Datastore:
         """Return one line for the console."""
         return f"{type(self).__name__}: {counted(self)}"
 
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({self.describe().removeprefix(f'{kind}: ')})"
+
     def fingerprint(self) -> str:
         """Return a hex digest of names, labels, shapes and sizes.
 
@@ -98,7 +104,7 @@ class Datastore:
             parts += ["targets", self.targets_shape, self.targets_dtype.str]
         return digest(*parts)
 
-    def subset(self, indices: Sequence[int] | np.ndarray) -> Subset:
+    def subset(self, indices: Indices) -> Subset:
         """Return a datastore of the images of `indices`, in that order."""
         return Subset(self, indices)
 
@@ -197,7 +203,7 @@ class ArrayDatastore(Datastore):
             )
         with np.errstate(over="ignore"):  # `read_images` reports infinities
             floats = images.dtype != np.uint8
-            self.images = images.astype(np.float32, copy=False) if floats else images
+            self.images: np.ndarray = images.astype(np.float32, copy=False) if floats else images
         self.image_shape = tuple(int(size) for size in images.shape[1:])
         self.dtype = self.images.dtype
         self.source = source
@@ -207,19 +213,19 @@ class ArrayDatastore(Datastore):
             if classes is None:
                 self.classes = [str(i) for i in range(int(self.labels.max(initial=-1)) + 1)]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.images)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.images[np.asarray(indices, np.int64)]
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return f"{self.source}: {self.name(i)}"
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{self.source}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         # A few images from first to last distinguish two sets of the same sizes.
         sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
         return digest(super().fingerprint(), self.images[sample])
@@ -234,32 +240,32 @@ class Derived(Datastore):
         self.labels, self.classes = parent.labels, parent.classes
         self.targets_shape, self.targets_dtype = parent.targets_shape, parent.targets_dtype
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.parent)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.parent.read(indices)
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self.parent.targets(indices)
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return self.parent.name(i)
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return self.parent.located(i)
 
-    def describe(self):
+    def describe(self) -> str:
         return self.parent.describe()
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return self.parent.fingerprint()
 
 
 class Subset(Derived):
     """Images of another datastore selected by index. See `Datastore.subset`."""
 
-    def __init__(self, datastore: Datastore, indices: Sequence[int] | np.ndarray):
+    def __init__(self, datastore: Datastore, indices: Indices):
         super().__init__(datastore)
         selected = np.asarray(indices, np.int64).reshape(-1)
         if len(selected) and not 0 <= selected.min() <= selected.max() < len(datastore):
@@ -274,25 +280,25 @@ class Subset(Derived):
             self.parent, self.indices = datastore.parent, datastore.indices[selected]
         self.in_memory, self.preprocess = datastore.in_memory, datastore.preprocess
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.indices)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.parent.read(self.indices[np.asarray(indices, np.int64)])
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self.parent.targets(self.indices[np.asarray(indices, np.int64)])
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return self.parent.name(int(self.indices[i]))
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return self.parent.located(int(self.indices[i]))
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{len(self)} of {self.parent.describe()}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return digest(self.parent.fingerprint(), self.indices)
 
 
@@ -330,7 +336,7 @@ class Transformed(Derived):
             )
         return output
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         outputs = np.empty((len(indices), *self.image_shape), self.dtype)
         # One image at a time: how many are read together depends on the number of ranks.
         for slot, image, i in zip(outputs, self.parent.read(indices), indices, strict=True):
@@ -343,10 +349,10 @@ class Transformed(Derived):
             slot[...] = output
         return outputs
 
-    def describe(self):
+    def describe(self) -> str:
         return describe_derived(self.parent, "transformed", self)
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return digest(self.parent.fingerprint(), name, self.image_shape, self.dtype.str)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl import keyed
 from mpidl.backends.cpu import arenas
-from mpidl.blocks import LANES, Blocked, OneRank, share
+from mpidl.blocks import LANES, Blocked, OneRank, Ranks, share
 from mpidl.data import partition
 from mpidl.data.datastore import Datastore
 from mpidl.data.loading.feed import FeedBuilder, upload_feeds
@@ -65,7 +65,7 @@ class MinibatchQueue:
         (n, C, H, W), uint8 or float32 as in the datastore. labels: int32 (n,), or the targets, or
         None. keys: a `SampleKeys` with indices (n,), epoch and seed; random numbers must be keyed
         by them. It returns images (n, C, H, W), uint8 or float, or (images, labels).
-    load : tuple of float, optional
+    load : tuple of int, optional
         Weight of each rank's share, see `fold.split_blocks`. Assign the attribute `load` between
         epochs to change it.
     sampling : {"global", "partition"}
@@ -87,7 +87,7 @@ class MinibatchQueue:
         datastore: Datastore,
         batch_size: int = 128,
         seed: int = 0,
-        world: Any = None,
+        world: Ranks | None = None,
         shuffle: str = "every-epoch",
         prefetch: int = 2,
         plain: bool | None = None,
@@ -96,8 +96,8 @@ class MinibatchQueue:
         augmenter: Augmenter | None = None,
         normalization: Normalization | None = None,
         crop: tuple[int, int] | None = None,
-        function: Callable | None = None,
-        load: tuple | None = None,
+        function: Callable[..., Any] | None = None,
+        load: tuple[int, ...] | None = None,
         sampling: str = "global",
         classes: int | None = None,
     ):
@@ -118,7 +118,7 @@ class MinibatchQueue:
         self.world: Any = OneRank() if world is None else world
         self.shuffle, self.prefetch, self.workers = shuffle, int(prefetch), int(workers)
         self.pipeline = Pipeline(datastore, augmenter, normalization, crop, function, classes)
-        self.plain = getattr(self.world, "plain", False) if plain is None else plain
+        self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling = load, sampling
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images
         # An arena beside the step's: mini-batches, all of one size, would leave holes among its
@@ -128,6 +128,9 @@ class MinibatchQueue:
     def __len__(self) -> int:
         """Return the number of mini-batches per epoch."""
         return -(-len(self.datastore) // self.batch_size)
+
+    def __repr__(self) -> str:
+        return f"MinibatchQueue({len(self)} mini-batches of {self.batch_size}, {self.datastore!r})"
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the sample indices of an epoch in the order of their use, int64 (n,)."""
@@ -149,7 +152,7 @@ class MinibatchQueue:
         """Return each rank's (first, stop) image of a mini-batch of `count` images."""
         return partition.image_shares(count, self.world.size, self.load)
 
-    def epoch(self, epoch: int, start: int = 0) -> Generator[tuple[Blocked, Blocked | None]]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[tuple[Blocked, Blocked], None, None]:
         """Generate (images, labels) of each mini-batch of an epoch.
 
         Parameters

@@ -84,7 +84,7 @@ class Confusion:
         pairs = [(self.classes[i], self.classes[j], int(errors[i, j])) for i, j in cells]
         return [pair for pair in pairs if pair[2]]
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a .csv file, or a picture of it to a .png file.
 
         Parameters
@@ -151,7 +151,7 @@ def _html_row(row: Sequence, tag: str, shades: Iterable[float] = ()) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def check_path(path: str | os.PathLike, subject: str) -> None:
+def check_path(path: str | os.PathLike[str], subject: str) -> None:
     """Raise UserError, naming `subject`, if `Confusion.save` could not write such a file."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".csv", ".png"):

@@ -152,7 +152,7 @@ def evaluate(
     signals: Signals | None = None,
     top_k: int | None = None,
     confusion: bool = False,
-    loss: str | Callable = "crossentropy",
+    loss: str | Callable[..., Any] = "crossentropy",
 ) -> Evaluation:
     """Evaluate a network on a data set, in prediction mode. Collective.
 

@@ -5,7 +5,7 @@ block, and no image is repeated to fill a share.
 """
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -19,6 +19,26 @@ from mpidl.evaluation.evaluate import BATCH, in_order
 from mpidl.nn import Network
 
 
+@overload
+def predict(
+    net: Network,
+    images: Datastore | np.ndarray,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    softmax: bool | None = None,
+    everywhere: Literal[True] = True,
+) -> np.ndarray: ...
+@overload
+def predict(
+    net: Network,
+    images: Datastore | np.ndarray,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    softmax: bool | None = None,
+    everywhere: bool,
+) -> np.ndarray | None: ...
 def predict(
     net: Network,
     images: Datastore | np.ndarray,
@@ -67,6 +87,24 @@ def predict(
     )
 
 
+@overload
+def classify(
+    net: Network,
+    images: Datastore | np.ndarray,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    everywhere: Literal[True] = True,
+) -> np.ndarray: ...
+@overload
+def classify(
+    net: Network,
+    images: Datastore | np.ndarray,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    everywhere: bool,
+) -> np.ndarray | None: ...
 def classify(
     net: Network,
     images: Datastore | np.ndarray,
@@ -104,6 +142,26 @@ def classify(
     return _collect(net, images, labels, shape, np.int64, world, batch_size, everywhere)
 
 
+@overload
+def activations(
+    net: Network,
+    images: Datastore | np.ndarray,
+    layer: str,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    everywhere: Literal[True] = True,
+) -> np.ndarray: ...
+@overload
+def activations(
+    net: Network,
+    images: Datastore | np.ndarray,
+    layer: str,
+    *,
+    world: World | None = None,
+    batch_size: int = BATCH,
+    everywhere: bool,
+) -> np.ndarray | None: ...
 def activations(
     net: Network,
     images: Datastore | np.ndarray,

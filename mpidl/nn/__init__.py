@@ -1,8 +1,10 @@
 """Networks: layers, the network that holds their learnables and state, and the zoo."""
 
-from mpidl.nn import zoo
+from mpidl.nn import zoo as zoo
 from mpidl.nn.layers.activation import *
-from mpidl.nn.layers.base import Built, Layer, LayerContext
+from mpidl.nn.layers.base import Built as Built
+from mpidl.nn.layers.base import Layer as Layer
+from mpidl.nn.layers.base import LayerContext as LayerContext
 from mpidl.nn.layers.convolution import *
 from mpidl.nn.layers.dense import *
 from mpidl.nn.layers.dropout import *
@@ -10,5 +12,6 @@ from mpidl.nn.layers.joins import *
 from mpidl.nn.layers.normalization import *
 from mpidl.nn.layers.pooling import *
 from mpidl.nn.layers.shape import *
-from mpidl.nn.network import Network
-from mpidl.nn.summary import Analysis, analyze
+from mpidl.nn.network import Network as Network
+from mpidl.nn.summary import Analysis as Analysis
+from mpidl.nn.summary import analyze as analyze

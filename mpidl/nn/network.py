@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
 from mpidl import ops
-from mpidl.autodiff import value_of
+from mpidl.autodiff import Var, value_of
 from mpidl.blocks import Blocked, OneRank, from_images, share
 from mpidl.nn import construction, editing, graph, placement
 from mpidl.nn.layers import Layer, LayerContext, Softmax
@@ -19,7 +19,11 @@ from mpidl.nn.summary import Analysis, layer_table, times
 from mpidl.ops import check
 from mpidl.text import did_you_mean
 
-Arrays: TypeAlias = dict[str, Any]  # {"conv1.weight": NumPy array, array on a GPU, or Var}
+if TYPE_CHECKING:
+    from mpidl.backends.gpu.cuda_device import CudaDevice
+
+# {"conv1.weight": array}; on a GPU and inside `value_and_grad` others stand for the arrays
+Arrays: TypeAlias = dict[str, np.ndarray]
 
 
 class Network:
@@ -77,9 +81,11 @@ class Network:
         seed: int = 0,
         batchnorm: str = "global",
     ) -> None:
-        self.layers: list[Any] = construction.name_layers(layers)
+        self.layers: list[Layer] = construction.name_layers(layers)
         self.input_shape: tuple[int, ...] = tuple(int(n) for n in input_shape)
-        self.seed, self.batchnorm, self.training, self.fuse = seed, batchnorm, False, True
+        self.seed, self.batchnorm = seed, batchnorm
+        self.training: bool = False
+        self.fuse: bool = True
         self.reads: list[tuple[str, ...]] = graph.edges(self.layers)
         self._parameters: Arrays = {}
         self._state: Arrays = {}
@@ -122,7 +128,7 @@ class Network:
         return self._parameters
 
     @parameters.setter
-    def parameters(self, values: Mapping[str, Any]) -> None:
+    def parameters(self, values: Mapping[str, np.ndarray]) -> None:
         self._parameters = construction.checked_arrays("parameters", self._parameters, values)
 
     @property
@@ -131,7 +137,7 @@ class Network:
         return self._state
 
     @state.setter
-    def state(self, values: Mapping[str, Any]) -> None:
+    def state(self, values: Mapping[str, np.ndarray]) -> None:
         self._state = construction.checked_arrays("state", self._state, values)
 
     @property
@@ -139,7 +145,7 @@ class Network:
         """Shape of the output for one image: (classes,) for a classifier."""
         return self.output_shapes[-1]
 
-    def to(self, device: Any) -> Network:
+    def to(self, device: CudaDevice | None) -> Network:
         """Move the learnables and the state, and return the network.
 
         Parameters
@@ -157,7 +163,7 @@ class Network:
         arrays = [*self._parameters.values(), *self._state.values()]
         return bool(arrays) and not isinstance(arrays[0], np.ndarray)
 
-    def on(self, device: Any) -> Network:
+    def on(self, device: CudaDevice | None) -> Network:
         """Return this network if it lies on the device already, else a moved copy; see `to`."""
         return self if self.on_device == (device is not None) else copy.copy(self).to(device)
 
@@ -256,7 +262,11 @@ class Network:
         """
         return editing.set_layers(copy.copy(self), list(layers))
 
-    def __call__(self, images: Value) -> Any:
+    @overload
+    def __call__(self, images: Blocked) -> Blocked: ...
+    @overload
+    def __call__(self, images: Var) -> Var: ...
+    def __call__(self, images: Value) -> Value:
         """Return the last layer's output, (N, *output_shape).
 
         Parameters
@@ -267,7 +277,8 @@ class Network:
         Returns
         -------
         Blocked or Var
-            A Var if a learnable or the images are being differentiated.
+            A Var if a learnable or the images are being differentiated. Inside `value_and_grad`
+            it stands for the Blocked value that the annotation names.
         """
         if images.shape[1:] != self.input_shape:
             raise ValueError(
@@ -275,7 +286,11 @@ class Network:
             )
         return self._output(self.layers[-1].name, images)
 
-    def logits(self, images: Value) -> Any:
+    @overload
+    def logits(self, images: Blocked) -> Blocked: ...
+    @overload
+    def logits(self, images: Var) -> Var: ...
+    def logits(self, images: Value) -> Value:
         """Return the scores that losses take.
 
         They are the output, or the input of a final Softmax layer, because losses include it.
@@ -292,7 +307,11 @@ class Network:
         training = self.training and layer.trainable
         return LayerContext(layer, self._parameters, self._state, training, self.batchnorm)
 
-    def predict(self, images: Blocked | np.ndarray) -> Any:
+    @overload
+    def predict(self, images: Blocked) -> Blocked: ...
+    @overload
+    def predict(self, images: np.ndarray) -> np.ndarray: ...
+    def predict(self, images: Blocked | np.ndarray) -> Blocked | np.ndarray:
         """Return class scores (softmax).
 
         Parameters

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import WithVjp, op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
@@ -14,7 +14,7 @@ __all__ = ["gelu", "leaky_relu", "relu", "sigmoid", "softmax", "tanh"]
 
 
 @op(blocks=True)
-def relu(x: Blocked):
+def relu(x: Blocked) -> WithVjp[Blocked]:
     """Return max(x, 0), elementwise. The gradient at 0 is 0."""
     check.images("relu", x)
     backend = backends.of(x)
@@ -29,7 +29,7 @@ def check_scale(name: str, scale: Any) -> None:
 
 
 @op(blocks=True)
-def leaky_relu(x: Blocked, scale: float = 0.01):
+def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     """Return x where x > 0 and scale * x elsewhere, elementwise.
 
     Parameters
@@ -51,7 +51,7 @@ def leaky_relu(x: Blocked, scale: float = 0.01):
 
 
 @op(blocks=True)
-def tanh(x: Blocked):
+def tanh(x: Blocked) -> WithVjp[Blocked]:
     """Return the hyperbolic tangent, elementwise."""
     check.images("tanh", x)
     backend = backends.of(x)
@@ -60,7 +60,7 @@ def tanh(x: Blocked):
 
 
 @op(blocks=True)
-def sigmoid(x: Blocked):
+def sigmoid(x: Blocked) -> WithVjp[Blocked]:
     """Return 1 / (1 + exp(-x)), elementwise."""
     check.images("sigmoid", x)
     backend = backends.of(x)
@@ -75,7 +75,7 @@ def check_approximate(name: str, approximate: Any) -> None:
 
 
 @op(blocks=True)
-def gelu(x: Blocked, approximate: str = "none"):
+def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[Blocked]:
     """Return the Gaussian error linear unit, x * Phi(x), elementwise.
 
     Phi is the distribution function of the standard normal distribution.
@@ -115,7 +115,7 @@ def gelu(x: Blocked, approximate: str = "none"):
 
 
 @op(blocks=True)
-def softmax(x: Blocked):
+def softmax(x: Blocked) -> WithVjp[Blocked]:
     """Return exp(x) / sum of exp(x) over the K classes, of each image or of each pixel.
 
     Parameters

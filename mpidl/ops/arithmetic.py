@@ -6,13 +6,13 @@ NumPy, and the first axis of a blocked value counts its images: (N, C, H, W) * (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import Var, op, value_of
+from mpidl.autodiff.tape import Operand, Var, WithVjp, op, value_of
 from mpidl.blocks import Blocked, readable
 from mpidl.fold import Partial
 from mpidl.ops.loss import multiply_partial
@@ -31,6 +31,28 @@ __all__ = [
     "total",
     "transpose",
 ]
+Term = TypeVar("Term", Blocked, Partial, np.ndarray)
+Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
+
+
+class Elementwise(Protocol):
+    """A function of two values, of which one may be a replicated array or a number."""
+
+    __name__: str
+
+    @overload
+    def __call__(self, a: Var, b: Operand, /) -> Var: ...
+    @overload
+    def __call__(self, a: Operand, b: Var, /) -> Var: ...
+    @overload
+    def __call__(self, a: Term, b: Term | np.ndarray | float, /) -> Term: ...
+    @overload
+    def __call__(self, a: np.ndarray | float, b: Term, /) -> Term: ...
+
+
+def elementwise(function: Callable[[Any, Any], Any]) -> Elementwise:
+    """Return the function itself, with the types of its arguments and its result."""
+    return function
 
 
 def _sum_to(dy, x):
@@ -66,6 +88,7 @@ def _multiply(a, b):
     return a * b, lambda dy: (_sum_to(dy * b, a), _sum_to(dy * a, b))
 
 
+@elementwise
 def add(a: Any, b: Any) -> Any:
     """Return a + b.
 
@@ -81,6 +104,7 @@ def add(a: Any, b: Any) -> Any:
     return _add(a, b)
 
 
+@elementwise
 def multiply(a: Any, b: Any) -> Any:
     """Return a * b, elementwise. A Partial can be multiplied by a replicated number."""
     if isinstance(value_of(a), Partial):
@@ -90,11 +114,16 @@ def multiply(a: Any, b: Any) -> Any:
     return _multiply(a, b)
 
 
+@overload
+def negative(a: Var) -> Var: ...
+@overload
+def negative(a: Term) -> Term: ...
 def negative(a: Any) -> Any:
     """Return -a."""
     return multiply(a, -1.0)
 
 
+@elementwise
 def subtract(a: Any, b: Any) -> Any:
     """Return a - b."""
     return add(a, negative(b))
@@ -105,6 +134,7 @@ def _divide(a, b):
     return a / b, lambda dy: (_sum_to(dy / b, a), _sum_to(-dy * a / (b * b), b))
 
 
+@elementwise
 def divide(a: Any, b: Any) -> Any:
     """Return a / b, elementwise. A Partial can be divided by a replicated number."""
     if isinstance(value_of(a), Partial):
@@ -113,26 +143,26 @@ def divide(a: Any, b: Any) -> Any:
 
 
 @op
-def power(a, exponent):
+def power(a: np.ndarray, exponent: float) -> WithVjp[np.ndarray]:
     """Return a ** exponent for a constant number `exponent`."""
     return a**exponent, lambda dy: (dy * exponent * a ** (exponent - 1), None)
 
 
 @op
-def exp(a):
+def exp(a: np.ndarray) -> WithVjp[np.ndarray]:
     """Return e ** a, elementwise."""
     y = np.exp(a)
     return y, lambda dy: (dy * y,)
 
 
 @op
-def log(a):
+def log(a: np.ndarray) -> WithVjp[np.ndarray]:
     """Return the natural logarithm, elementwise."""
     return np.log(a), lambda dy: (dy / a,)
 
 
 @op
-def sqrt(a):
+def sqrt(a: np.ndarray) -> WithVjp[np.ndarray]:
     """Return the square root, elementwise."""
     y = np.sqrt(a)
     return y, lambda dy: (dy / (2 * y),)
@@ -147,7 +177,7 @@ def _total(a, axis):
     return a.sum(axis=axis), vjp
 
 
-def total(a: Any, axis: int | tuple[int, ...] | None = None) -> Any:
+def total(a: Replicated, axis: int | tuple[int, ...] | None = None) -> Replicated:
     """Return the sum of a replicated array's elements, for example of w**2 in a penalty.
 
     `sum` is the sum over the images of the mini-batch.
@@ -175,7 +205,7 @@ def _transpose(a, axes):
     return np.ascontiguousarray(a.transpose(axes)), lambda dy: (dy.transpose(inverse), None)
 
 
-def transpose(a: Any, axes: Sequence[int] | None = None) -> Any:
+def transpose(a: Replicated, axes: Sequence[int] | None = None) -> Replicated:
     """Return a replicated array with its axes permuted, by default reversed."""
     return _transpose(a, axes)
 
@@ -185,7 +215,7 @@ def _reshape(a, shape):
     return a.reshape(shape), lambda dy: (dy.reshape(a.shape), None)
 
 
-def reshape(a: Any, shape: int | Sequence[int]) -> Any:
+def reshape(a: Replicated, shape: int | Sequence[int]) -> Replicated:
     """Return a replicated array in another shape."""
     return _reshape(a, shape)
 

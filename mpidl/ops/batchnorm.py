@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import Array, WithVjp, op
 from mpidl.blocks import Blocked, DeferredActivation, GradientWithSums
 from mpidl.ops import check
 from mpidl.ops.conv import conv2d_arguments
@@ -76,13 +76,13 @@ def _check(name, channels, gamma, beta, scope, shape):
 @op(blocks=True)
 def batchnorm(
     x: Blocked,
-    gamma: np.ndarray,
-    beta: np.ndarray,
+    gamma: Array,
+    beta: Array,
     *,
     epsilon: float = 1e-5,
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
-):
+) -> WithVjp[Blocked]:
     """Normalize by the statistics of the mini-batch: y = gamma * (x - mean) * rstd + beta.
 
     Parameters
@@ -129,13 +129,13 @@ def batchnorm(
 @op(blocks=True)
 def batchnorm_predict(
     x: Blocked,
-    mean: np.ndarray,
-    variance: np.ndarray,
-    gamma: np.ndarray,
-    beta: np.ndarray,
+    mean: Array,
+    variance: Array,
+    gamma: Array,
+    beta: Array,
     *,
     epsilon: float = 1e-5,
-):
+) -> WithVjp[Blocked]:
     """Normalize by the running state, as prediction does. Only x can be differentiated.
 
     Parameters
@@ -179,10 +179,10 @@ def _refuse_learnables(needs):
 @op(blocks=True)
 def conv2d_batchnorm_relu(
     x: Blocked,
-    weight: np.ndarray,
-    bias: np.ndarray,
-    gamma: np.ndarray,
-    beta: np.ndarray,
+    weight: Array,
+    bias: Array,
+    gamma: Array,
+    beta: Array,
     *,
     stride: check.PairArgument = 1,
     padding: check.PaddingArgument = 0,
@@ -191,7 +191,7 @@ def conv2d_batchnorm_relu(
     epsilon: float = 1e-5,
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
-):
+) -> WithVjp[Blocked]:
     """Return relu(batchnorm(conv2d(x, weight, bias), gamma, beta)), with the bytes of three ops.
 
     The arguments are as in `conv2d` and `batchnorm`. The backend must read a DeferredActivation.
@@ -261,19 +261,19 @@ def _conv2d_backward(
 @op(blocks=True)
 def conv2d_batchnorm_relu_predict(
     x: Blocked,
-    weight: np.ndarray,
-    bias: np.ndarray,
-    mean: np.ndarray,
-    variance: np.ndarray,
-    gamma: np.ndarray,
-    beta: np.ndarray,
+    weight: Array,
+    bias: Array,
+    mean: Array,
+    variance: Array,
+    gamma: Array,
+    beta: Array,
     *,
     stride: check.PairArgument = 1,
     padding: check.PaddingArgument = 0,
     dilation: check.PairArgument = 1,
     groups: int = 1,
     epsilon: float = 1e-5,
-):
+) -> WithVjp[Blocked]:
     """Normalize by the running state instead, as prediction and frozen layers do.
 
     The arguments are as in `conv2d` and `batchnorm_predict`.

@@ -11,7 +11,9 @@ from mpidl.blocks import Blocked
 Pair: TypeAlias = tuple[int, int]  # (down, across)
 PairArgument: TypeAlias = int | Sequence[int]  # both at once, or (down, across)
 Sides: TypeAlias = tuple[Pair, Pair]  # ((top, bottom), (left, right))
-PaddingArgument: TypeAlias = int | str | Sequence[Any]  # see `same_or_pads`
+PaddingArgument: TypeAlias = (
+    int | str | Sequence[int] | Sequence[Sequence[int]]
+)  # see `same_or_pads`
 
 BLOCKED = (  # the end of an error message: how to get a value per image
     "a dl.MinibatchQueue gives such values, dl.from_images(array, dl.share(count, world)) makes "

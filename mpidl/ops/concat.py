@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import Var, WithVjp, op
 from mpidl.blocks import Blocked, readable
 from mpidl.ops import check
 
@@ -11,7 +11,7 @@ __all__ = ["concat"]
 
 
 @op(blocks=True)
-def concat(*values: Blocked):
+def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     """Concatenate values of one mini-batch along the channels.
 
     Parameters
@@ -29,20 +29,19 @@ def concat(*values: Blocked):
     ValueError
         If types, axes or mini-batches differ.
     """
-    for value in values:
-        check.images("concat", value)
-    first: Blocked = values[0]
-    if any(v.batch is not first.batch for v in values):
+    blocked = [check.images("concat", value) for value in values]
+    first = blocked[0]
+    if any(v.batch is not first.batch for v in blocked):
         raise ValueError("concat: its arguments belong to different mini-batches")
-    if any(v.image_shape[1:] != first.image_shape[1:] or v.dtype != first.dtype for v in values):
+    if any(v.image_shape[1:] != first.image_shape[1:] or v.dtype != first.dtype for v in blocked):
         raise ValueError(
             "concat: expected values of one type that differ in their channels alone, got "
-            + ", ".join(f"{v.shape} {v.dtype}" for v in values)
+            + ", ".join(f"{v.shape} {v.dtype}" for v in blocked)
         )
     backend = backends.of(first)
-    channels = [v.image_shape[0] for v in values]
+    channels = [v.image_shape[0] for v in blocked]
 
     def vjp(dy, needs):
         return tuple(first.like(part) for part in backend.split(dy.lanes, channels))
 
-    return first.like(backend.concat([readable(v) for v in values])), vjp
+    return first.like(backend.concat([readable(v) for v in blocked])), vjp

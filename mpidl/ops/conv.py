@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import Array, WithVjp, op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 from mpidl.shapes import conv2d_shape
@@ -18,8 +16,8 @@ __all__ = ["conv2d"]
 
 def conv2d_arguments(
     x: Any,
-    weight: np.ndarray,
-    bias: np.ndarray,
+    weight: Array,
+    bias: Array,
     stride: check.PairArgument,
     padding: check.PaddingArgument,
     dilation: check.PairArgument,
@@ -62,14 +60,14 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
 @op(blocks=True)
 def conv2d(
     x: Blocked,
-    weight: np.ndarray,
-    bias: np.ndarray,
+    weight: Array,
+    bias: Array,
     *,
     stride: check.PairArgument = 1,
     padding: check.PaddingArgument = 0,
     dilation: check.PairArgument = 1,
     groups: int = 1,
-):
+) -> WithVjp[Blocked]:
     """Compute a 2-D cross-correlation.
 
     Parameters

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import Array, WithVjp, op
 from mpidl.blocks import LANES, Blocked, DeferredActivation, GradientWithSums
 from mpidl.ops import check
 
@@ -15,7 +13,7 @@ __all__ = ["dense", "flatten"]
 
 
 @op(blocks=True)
-def flatten(x: Blocked):
+def flatten(x: Blocked) -> WithVjp[Blocked]:
     """Reshape (N, C, H, W) to (N, C*H*W), in that order."""
     check.images("flatten", x)
     shape = x.image_shape
@@ -32,7 +30,7 @@ def flatten(x: Blocked):
 
 
 @op(blocks=True)
-def dense(x: Blocked, weight: np.ndarray, bias: np.ndarray):
+def dense(x: Blocked, weight: Array, bias: Array) -> WithVjp[Blocked]:
     """Return x @ weight.T + bias.
 
     Parameters
@@ -50,7 +48,7 @@ def dense(x: Blocked, weight: np.ndarray, bias: np.ndarray):
         (N, K).
     """
     check.images("dense", x, 2)
-    if weight.ndim != 2 or weight.shape[1] != x.shape[1] or bias.shape != weight.shape[:1]:
+    if len(weight.shape) != 2 or weight.shape[1] != x.shape[1] or bias.shape != weight.shape[:1]:
         raise ValueError(
             f"dense: expected weight (K, {x.shape[1]}) and bias (K,) for x {x.shape}, got weight "
             f"{weight.shape} and bias {bias.shape}"

@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import WithVjp, op
 from mpidl.backends.reference.dropout import CHANCES
 from mpidl.blocks import Blocked
 from mpidl.ops import check
@@ -34,7 +34,7 @@ def key_of(seed: int, purpose: str) -> tuple[int, ...]:
 
 
 @op(blocks=True)
-def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout"):
+def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> WithVjp[Blocked]:
     """Set each element to 0 with a probability, and divide the others by (1 - probability).
 
     Parameters

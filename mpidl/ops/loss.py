@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from mpidl import backends
-from mpidl.autodiff.tape import op, refuse_gpu, value_of
+from mpidl.autodiff.tape import Array, Var, WithVjp, op, refuse_gpu, value_of
 from mpidl.blocks import LANES, Blocked, zero_unused
 from mpidl.fold import Partial
 from mpidl.ops import check
@@ -25,7 +25,7 @@ __all__ = [
 
 
 @op(blocks=True)
-def sum(x: Blocked):
+def sum(x: Blocked) -> WithVjp[Partial]:
     """Return the sum over the images of the global mini-batch, in float64.
 
     Parameters
@@ -50,7 +50,11 @@ def sum(x: Blocked):
     return backends.of(x).image_sums(x.lanes, batch.counts(), batch.tree), vjp
 
 
-def mean(x: Any) -> Any:
+@overload
+def mean(x: Blocked) -> Partial: ...
+@overload
+def mean(x: Var) -> Var: ...
+def mean(x: Blocked | Var) -> Partial | Var:
     """Return the mean over the images of the global mini-batch, for any number of ranks.
 
     Parameters
@@ -67,7 +71,7 @@ def mean(x: Any) -> Any:
 
 
 @op(blocks=True)
-def multiply_partial(x: Partial, factor: Any):
+def multiply_partial(x: Partial, factor: Array | float) -> WithVjp[Partial]:
     """Multiply a Partial by a replicated number, which may itself be differentiated."""
     value = float(np.asarray(factor))
 
@@ -140,7 +144,7 @@ def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @op(blocks=True)
-def softmax_cross_entropy(logits: Blocked, labels: Blocked):
+def softmax_cross_entropy(logits: Blocked, labels: Blocked) -> WithVjp[Partial]:
     """Return the mean of -log softmax(logits)[label] over all images and all their pixels.
 
     The mean goes over the global mini-batch, the softmax over the K classes.
@@ -178,7 +182,7 @@ def _check_scores(name, scores):
 
 
 @op(blocks=True)
-def mean_squared_error(y: Blocked, target: Blocked):
+def mean_squared_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     """Return the mean of (y - target)**2 over all elements of the global mini-batch.
 
     Parameters
@@ -202,7 +206,7 @@ def mean_squared_error(y: Blocked, target: Blocked):
 
 
 @op(blocks=True)
-def mean_absolute_error(y: Blocked, target: Blocked):
+def mean_absolute_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     """Return the mean of |y - target| over all elements of the global mini-batch.
 
     Arguments and result are as in `mean_squared_error`. The gradient is 0 where y equals target.
@@ -240,7 +244,7 @@ def _mean_error(name, y, target, power):
     return total * weight, vjp
 
 
-def correct_count(logits: Any, labels: Blocked) -> Partial:
+def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
     """Count the images, or pixels, of which the largest score is the score of the label.
 
     The count is not differentiable. Among equal scores the first class counts.
@@ -257,8 +261,8 @@ def correct_count(logits: Any, labels: Blocked) -> Partial:
     Partial
         One number.
     """
-    logits = value_of(logits)
-    _check_scores("correct_count", logits)
-    lanes = label_lanes("correct_count", labels, logits)
-    batch = logits.batch
-    return backends.of(logits).correct_count(logits.lanes, lanes, batch.counts(), batch.tree)
+    scores: Blocked = value_of(logits)
+    _check_scores("correct_count", scores)
+    lanes = label_lanes("correct_count", labels, scores)
+    batch = scores.batch
+    return backends.of(scores).correct_count(scores.lanes, lanes, batch.counts(), batch.tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import WithVjp, op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
@@ -24,7 +24,7 @@ def check_window(name: str, window: Any, alpha: Any, beta: Any, k: Any) -> None:
 @op(blocks=True)
 def cross_channel_norm(
     x: Blocked, window: int, *, alpha: float = 1e-4, beta: float = 0.75, k: float = 2.0
-):
+) -> WithVjp[Blocked]:
     """Return x / (k + alpha / window * S)**beta, S the sum of x**2 over neighbouring channels.
 
     Parameters

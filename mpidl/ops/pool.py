@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 from mpidl import backends
-from mpidl.autodiff.tape import op, value_of
+from mpidl.autodiff.tape import Var, WithVjp, op, value_of
 from mpidl.blocks import Blocked, GradientWithSums
 from mpidl.ops import check
 from mpidl.shapes import pool2d_shape
@@ -88,7 +88,7 @@ def max_pool2d(
     *,
     stride: check.PairArgument | None = None,
     padding: check.PaddingArgument = 0,
-):
+) -> WithVjp[Blocked]:
     """Return the largest pixel of each window.
 
     Parameters
@@ -124,7 +124,11 @@ def max_pool2d(
     return x.like(y), vjp
 
 
-def global_average_pool2d(x: Any) -> Any:
+@overload
+def global_average_pool2d(x: Blocked) -> Blocked: ...
+@overload
+def global_average_pool2d(x: Var) -> Var: ...
+def global_average_pool2d(x: Blocked | Var) -> Blocked | Var:
     """Return the mean of each channel over its pixels: (N, C, H, W) to (N, C, 1, 1)."""
     check.images("global_average_pool2d", value_of(x), 4)
     return average_pool2d(x, tuple(x.shape[2:]))
@@ -137,7 +141,7 @@ def average_pool2d(
     *,
     stride: check.PairArgument | None = None,
     padding: check.PaddingArgument = 0,
-):
+) -> WithVjp[Blocked]:
     """Return the mean of each window, with padding counted as zeros.
 
     Parameters

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import numpy as np
-
 from mpidl import backends
-from mpidl.autodiff.tape import op
+from mpidl.autodiff.tape import Array, WithVjp, op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 from mpidl.shapes import same_cropping, transposed_conv2d_shape
@@ -68,12 +66,12 @@ def _arguments(
 @op(blocks=True)
 def transposed_conv2d(
     x: Blocked,
-    weight: np.ndarray,
-    bias: np.ndarray,
+    weight: Array,
+    bias: Array,
     *,
     stride: check.PairArgument = 1,
     cropping: check.PaddingArgument = 0,
-):
+) -> WithVjp[Blocked]:
     """Compute a transposed convolution: the gradient of a convolution with respect to its images.
 
     Each pixel of x times a filter is added to the output at `stride` times the pixel's position.

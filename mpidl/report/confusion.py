@@ -14,7 +14,7 @@ MAX_NUMBERS = 30  # classes; above, the cells have no room for numbers
 MAX_NAMES = 60  # classes; above, the axes have no room for names
 
 
-def need_matplotlib(path: str | os.PathLike) -> None:
+def need_matplotlib(path: str | os.PathLike[str]) -> None:
     """Raise UserError, naming the picture's path, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(

@@ -64,10 +64,10 @@ class Console:
         self.last_printed = None  # those of the last line for an iteration
         self.draw_time = self.line_time = time.monotonic()
 
-    def __enter__(self):
+    def __enter__(self) -> "Console":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def line(self, text: str) -> None:
@@ -85,7 +85,7 @@ class Console:
         for name, fact in facts.items():
             self.line(f"{name.replace('_', ' ').capitalize()}: {fact}")
 
-    def start(self, epochs: int, iterations: int, completed: int = 0) -> None:
+    def start(self, epochs: int, iterations: float, completed: int = 0) -> None:
         """Show the bar.
 
         Parameters

@@ -46,10 +46,10 @@ class Metrics:
                 self.cut(cut)
             self.file = open(path, "w" if cut is None else "a")
 
-    def __enter__(self):
+    def __enter__(self) -> "Metrics":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def record(
@@ -136,7 +136,7 @@ class Metrics:
             raise UserError(f"{self.path}: cannot be written: {reason(error)}") from error
 
 
-def read(path: str | os.PathLike) -> list[dict[str, Any]]:
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a metrics file in order, without lines that are not records.
 
     An interrupted run may leave a torn last line.

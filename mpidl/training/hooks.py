@@ -19,13 +19,18 @@ the hooks (`end` in the reverse order), on every rank, so hooks may be collectiv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.training.options.training_options import TrainingOptions
-from mpidl.training.progress import Progress
+from mpidl.training.progress import EpochSummary, Progress
+
+if TYPE_CHECKING:
+    from mpidl.training.load_balancing import LoadBalancer
+    from mpidl.training.steps import StepResult
+    from mpidl.training.trainer import Trainer
 
 EVENTS = ("start", "iteration", "step", "epoch", "finish", "end")
 
@@ -75,13 +80,13 @@ def _call_each(methods):
 class MetricsHook:
     """Writes metrics.jsonl."""
 
-    def iteration(self, trainer, result):
+    def iteration(self, trainer: Trainer, result: StepResult) -> None:
         info, seconds = result.info, trainer.position.seconds
         numbers = result.loss, info.learning_rate, result.images_per_second, seconds
         numbers += (result.accuracy,)
         trainer.writer.record("iteration", info.epoch, info.iteration, *numbers)
 
-    def epoch(self, trainer, summary):
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         numbers = summary.loss, summary.learning_rate, summary.images_per_second
         numbers += trainer.position.seconds, summary.accuracy
         trainer.writer.record("epoch", summary.epoch, summary.iteration, *numbers)
@@ -90,11 +95,11 @@ class MetricsHook:
 class ValidationHook:
     """Validates every so many iterations, or at the end of each epoch."""
 
-    def step(self, trainer):
+    def step(self, trainer: Trainer) -> None:
         if trainer.validation.due(trainer.position.iteration):
             trainer.validate(announce=not trainer.at_epoch_end)
 
-    def epoch(self, trainer, summary):
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         if trainer.validation.due_at_end():
             trainer.validate(announce=False)
 
@@ -102,22 +107,22 @@ class ValidationHook:
 class ConsoleHook:
     """Prints progress on rank 0."""
 
-    def start(self, trainer):
+    def start(self, trainer: Trainer) -> None:
         trainer.console.start(
             trainer.options.epochs, trainer.total_iterations, trainer.position.iteration
         )
 
-    def iteration(self, trainer, result):
+    def iteration(self, trainer: Trainer, result: StepResult) -> None:
         info, numbers = result.info, (result.loss, result.images_per_second, result.accuracy)
         trainer.console.iteration(info.epoch, info.iteration, *numbers)
 
-    def epoch(self, trainer, summary):
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         validation, seconds = trainer.validation, trainer.position.seconds
         evaluation = validation.last if validation.last_iteration == summary.iteration else None
         numbers = summary.loss, summary.images_per_second, seconds, summary.accuracy
         trainer.console.epoch(summary.epoch, *numbers, evaluation)
 
-    def finish(self, trainer):
+    def finish(self, trainer: Trainer) -> None:
         if trainer.position.batch:
             trainer.console.last_iteration()
 
@@ -125,19 +130,19 @@ class ConsoleHook:
 class OutputFunctionsHook:
     """Calls the output functions of the options; one that returns True on any rank ends the run."""
 
-    def start(self, trainer):
+    def start(self, trainer: Trainer) -> None:
         rate = trainer.learning_rate(max(trainer.position.iteration, 1))
         self._call(trainer, "start", trainer.position.epoch, trainer.position.iteration, rate)
 
-    def iteration(self, trainer, result):
+    def iteration(self, trainer: Trainer, result: StepResult) -> None:
         info, numbers = result.info, (result.loss, result.accuracy)
         self._call(trainer, "iteration", info.epoch, info.iteration, info.learning_rate, *numbers)
 
-    def epoch(self, trainer, summary):
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         numbers = summary.learning_rate, summary.loss, summary.accuracy
         self._call(trainer, "epoch", summary.epoch, summary.iteration, *numbers)
 
-    def end(self, trainer):
+    def end(self, trainer: Trainer) -> None:
         position, rate = trainer.position, trainer.optimizer.learning_rate
         numbers = position.iteration, rate, position.mean_loss
         self._call(trainer, "done", position.epoch, *numbers)
@@ -164,25 +169,25 @@ class OutputFunctionsHook:
 class BalanceHook:
     """Deals the shares of the next epoch by the measured speed of each rank."""
 
-    def __init__(self, balancer):
+    def __init__(self, balancer: LoadBalancer) -> None:
         self.balancer = balancer
 
-    def epoch(self, trainer, summary):
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         trainer.queue.load = self.balancer.load()
 
 
 class CheckpointHook:
     """Writes a checkpoint every so many iterations, after each epoch, and when a run stops."""
 
-    def step(self, trainer):
+    def step(self, trainer: Trainer) -> None:
         interval = trainer.options.checkpoint_every
         if interval and trainer.position.iteration % interval == 0 and not trainer.leaves_epoch:
             trainer.save()
 
-    def epoch(self, trainer, summary):
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         trainer.save()
 
-    def finish(self, trainer):
+    def finish(self, trainer: Trainer) -> None:
         if trainer.signals.agreed or trainer.position.batch:
             trainer.save()
 
@@ -190,10 +195,10 @@ class CheckpointHook:
 class PlotHook:
     """Draws progress.png."""
 
-    def epoch(self, trainer, summary):
+    def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         trainer.writer.plot()
 
-    def end(self, trainer):
+    def end(self, trainer: Trainer) -> None:
         trainer.writer.plot(end=True)
 
 

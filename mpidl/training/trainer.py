@@ -30,12 +30,12 @@ from mpidl.training.batchnorm_population import population_state
 from mpidl.training.files import run_state
 from mpidl.training.files.run_folder import RunFolder, RunWriter
 from mpidl.training.load_balancing import LoadBalancer
-from mpidl.training.optimizers import of_options
-from mpidl.training.optimizers.checks import check_optimizer, optimizer_spec
+from mpidl.training.optimizers import Optimizer, of_options
+from mpidl.training.optimizers.checks import CustomOptimizer, check_optimizer, optimizer_spec
 from mpidl.training.options.training_options import TrainingOptions
 from mpidl.training.progress import OUTPUT_FUNCTION, PATIENCE, Position, Result
 from mpidl.training.schedules import rate_of
-from mpidl.training.steps import StepInfo, make_step
+from mpidl.training.steps import EagerStep, RecordedStep, StepInfo, StepResult, make_step
 
 
 def train(
@@ -46,10 +46,10 @@ def train(
     world: World | None = None,
     out: str | None = None,
     console: Console | None = None,
-    resume: str | tuple | None = None,
+    resume: str | tuple[Any, Any] | None = None,
     overwrite: bool = False,
-    optimizer: Any = None,
-    hooks: Iterable[Any] = (),
+    optimizer: Optimizer | CustomOptimizer | None = None,
+    hooks: Iterable[object] = (),
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
 ) -> Result:
@@ -174,11 +174,23 @@ class Trainer:
     """
 
     def __init__(
-        self, net, datastore, options, world, folder, console, optimizer, spec, hooks, signals
+        self,
+        net: Network,
+        datastore: Datastore,
+        options: TrainingOptions,
+        world: World,
+        folder: RunFolder,
+        console: Console,
+        optimizer: Optimizer | CustomOptimizer,
+        spec: list[Any] | None,
+        hooks: Iterable[object],
+        signals: Signals,
     ) -> None:
         self.net, self.options, self.world, self.signals = net, options, world, signals
-        self.console, self.optimizer, self.facts = console, optimizer, {}
-        self.optimizer_spec, self._results = spec, collections.deque()
+        self.console, self.optimizer = console, optimizer
+        self.facts: dict[str, Any] = {}
+        self.optimizer_spec = spec
+        self._results: collections.deque[StepResult] = collections.deque()
         load = options.load(world.size)
         cache_bytes = memory_budget.for_images(options, datastore, world)
         self.datastore = NodeCache(datastore, world, cache_bytes)
@@ -191,6 +203,8 @@ class Trainer:
         queue_options = input_pipeline.prepare(net, self.datastore, options, world, arrays)
         queue_options |= {"load": load, "sampling": options.sampling}
         balancer = LoadBalancer(world) if options.worker_load == "measured" else None
+        self.queue: MinibatchQueue
+        self.step: EagerStep | RecordedStep
         self.queue, self.step = make_step(
             net, optimizer, options, world, self.datastore, queue_options, balancer, folder.advice
         )

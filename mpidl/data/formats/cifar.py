@@ -116,7 +116,7 @@ def refuse_pickles(folder: str, option: str = "--data") -> None:
 
 
 def cifar_folder(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     part: str = "train",
     world: World = None,
     *,

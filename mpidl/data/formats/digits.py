@@ -57,11 +57,11 @@ NOISE = (5, 25)  # standard deviation, in gray levels
 class Digits(ImageFolder):
     """The folder of the drawn digits; messages call it "digits"."""
 
-    def describe(self):
+    def describe(self) -> str:
         return f"digits: {counted(self)}"
 
 
-def digits(world: World = None, cache: str | os.PathLike | None = None) -> Digits:
+def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> Digits:
     """Open the digit set as a folder of PNG files, drawn on first use. Collective.
 
     Parameters

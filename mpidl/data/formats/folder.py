@@ -6,11 +6,12 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, counted
+from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats.format import OpenOptions, World, format_of_parts
 from mpidl.data.formats.image_files import KINDS, SUFFIXES, decode
 from mpidl.data.transforms.preprocess import AS_IT_IS, Preprocess, Preprocessed
@@ -72,7 +73,7 @@ class ImageFolder(Datastore):
 
     def __init__(
         self,
-        folder: str | os.PathLike,
+        folder: str | os.PathLike[str],
         world: World = None,
         *,
         classes: Sequence[str] | None = None,
@@ -85,13 +86,17 @@ class ImageFolder(Datastore):
         listing = on_rank_0(
             world, lambda: list_images(self.folder, classes, labelled, self.conversion)
         )
+        self.files: list[str]
+        self.sizes: np.ndarray
+        self.written: np.ndarray
+        self.unlabelled: str | None
         self.files, self.sizes, self.written = listing[:3]
         self.labels, self.classes, self.image_shape, self.unlabelled = listing[3:]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         # in the arena: clearing pages of new memory would cost a fifth of decoding
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
@@ -104,13 +109,13 @@ class ImageFolder(Datastore):
                 raise UserError(self._shape_error(path, pixels))
         return images
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         return printable(os.path.join(self.folder, self.files[i]))
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{printable(self.folder)}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         # Paths are relative, so that the same files in another folder are the same set.
         files_digest = digest(super().fingerprint(), *self.files, self.sizes)
         if self.conversion == AS_IT_IS:
@@ -147,7 +152,7 @@ def list_images(
     classes: Sequence[str] | None = None,
     labelled: bool = True,
     preprocess: Preprocess = AS_IT_IS,
-) -> tuple:
+) -> tuple[Any, ...]:
     """List the images of a folder and derive their labels.
 
     Returns

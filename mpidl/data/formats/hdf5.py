@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, counted
+from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5_probe
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, check_int32, integer_labels, parse_class_names
@@ -114,7 +114,7 @@ class HDF5Datastore(Datastore):
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         world: World = None,
         *,
         images: str = "images",
@@ -139,13 +139,13 @@ class HDF5Datastore(Datastore):
             self.targets_shape = contents.targets.shape
             self.targets_dtype = contents.targets.dtype
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.contents.count
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self._rows(self.contents.images, indices)
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self._rows(self.contents.targets, indices)
 
     def _rows(self, rows, indices):
@@ -164,13 +164,13 @@ class HDF5Datastore(Datastore):
             raise changed(self.path, self.contents.stamp, now)
         return self._file
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return f"{printable(self.path)}: {self.name(i)}"
 
-    def describe(self):
+    def describe(self) -> str:
         return f"{printable(self.path)}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         # The size reveals most changes; the time differs between copies of one file.
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
 
@@ -216,7 +216,7 @@ def inspect_file(
 
 
 @contextlib.contextmanager
-def failing(path: str | os.PathLike) -> Iterator[None]:
+def failing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert any exception of HDF5 on a damaged file to a UserError that names the file."""
     try:
         yield
@@ -227,7 +227,7 @@ def failing(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike) -> Iterator[h5py.File]:
+def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
     """Open an HDF5 file without a lock, after a helper process has read it without a crash.
 
     Raises

@@ -23,7 +23,7 @@ DEFLATE_RATIO = 1032  # largest ratio of bytes to compressed bytes
 PREFIX = {"train": "train", "test": "t10k"}
 
 
-def read_idx(path: str | os.PathLike) -> np.ndarray:
+def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     """Read the array in an IDX file, plain or .gz.
 
     Parameters
@@ -115,7 +115,7 @@ def is_idx_folder(folder: str, part: str | None = None) -> bool:
 
 
 def idx_folder(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike[str],
     part: str = "train",
     world: World = None,
     *,

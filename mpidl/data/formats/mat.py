@@ -61,7 +61,7 @@ class Mat73(HDF5Datastore):
 
 
 def mat_file(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     world: World = None,
     part: str = "train",
     *,

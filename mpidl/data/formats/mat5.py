@@ -41,7 +41,7 @@ class Variable(NamedTuple):
     shape: tuple[int, ...]
     kind: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{printable(self.name)} ({'x'.join(map(str, self.shape))} {self.kind})"
 
 

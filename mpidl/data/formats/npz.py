@@ -33,7 +33,7 @@ HEADER_READERS = {
 
 
 def npz_file(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     world: World = None,
     part: str = "train",
     *,

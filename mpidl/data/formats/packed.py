@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpidl.backends.cpu import arenas
-from mpidl.data.datastore import Datastore, counted
+from mpidl.data.datastore import Datastore, Indices, counted
 from mpidl.data.formats import hdf5
 from mpidl.data.formats.format import World, format_of_parts
 from mpidl.data.labels import align_labels, parse_class_names
@@ -109,7 +109,7 @@ class PackedDatastore(Datastore):
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         world: World = None,
         part: str = "train",
         *,
@@ -126,13 +126,13 @@ class PackedDatastore(Datastore):
             self.targets_shape, self.targets_dtype = targets.shape, targets.dtype
         self._file = RawFile(self.path, self.contents.stamp)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.contents.count
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self._rows("images", indices)
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self._rows("targets", indices)
 
     def _rows(self, name, indices):
@@ -147,7 +147,7 @@ class PackedDatastore(Datastore):
                     self._file.read_into(result[first:last], offset)
         return result
 
-    def name(self, i):
+    def name(self, i: int) -> str:
         if self.contents.names is None:
             return super().name(i)
         start, ends = self.contents.names
@@ -157,14 +157,14 @@ class PackedDatastore(Datastore):
         self._file.read_into(text, start + first)
         return printable(bytes(text))
 
-    def located(self, i):
+    def located(self, i: int) -> str:
         return f"{printable(self.path)}: {self.name(i)}"
 
-    def describe(self):
+    def describe(self) -> str:
         part = ", test" if self.part == "test" else ""
         return f"{printable(self.path)}{part}: {counted(self)}"
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return self.contents.fingerprint
 
     def verify(self, progress: Callable[[int], object] | None = None) -> None:

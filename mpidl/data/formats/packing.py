@@ -31,7 +31,7 @@ CHUNK = 4 << 20  # bytes, approximately
 
 def pack(
     parts: Mapping[str, Datastore],
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     threads: int = 1,
     progress: Callable[[int], object] | None = None,

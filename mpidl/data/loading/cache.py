@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidl.backends.cpu import arenas
 from mpidl.data.checks import read_images, read_targets
-from mpidl.data.datastore import Datastore, Derived
+from mpidl.data.datastore import Datastore, Derived, Indices
 
 GIB = 1 << 30
 
@@ -42,7 +42,7 @@ class NodeCache(Derived):
         if world is not None:
             budget_bytes = min(budget_bytes, world.available_shared_bytes() // 2)
         fits = 0 if datastore.in_memory else max(0, int(budget_bytes) // size)
-        self.capacity = min(len(datastore), fits)  # images that the cache holds
+        self.capacity: int = min(len(datastore), fits)  # images that the cache holds
         self.tables = [
             _Table(datastore, read, shape, dtype, self.capacity, world)
             for shape, dtype, read in tables
@@ -55,10 +55,10 @@ class NodeCache(Derived):
         for table in self.tables:
             table.close(self.world)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.tables[0].rows(np.asarray(indices, np.int64))
 
-    def targets(self, indices):
+    def targets(self, indices: Indices) -> np.ndarray:
         return self.tables[1].rows(np.asarray(indices, np.int64))
 
 

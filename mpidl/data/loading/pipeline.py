@@ -75,7 +75,7 @@ class Pipeline:
         augmenter: Augmenter | None = None,
         normalization: Normalization | None = None,
         crop: tuple[int, int] | None = None,
-        function: Callable | None = None,
+        function: Callable[..., Any] | None = None,
         classes: int | None = None,
     ):
         self.datastore, self.augmenter, self.function = datastore, augmenter, function

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -50,6 +50,9 @@ class TransformParameters(NamedTuple):
     translate_y: np.ndarray
     top: np.ndarray  # first row and column of the crop, whole pixels
     left: np.ndarray
+
+
+Range: TypeAlias = float | tuple[float, float]  # stored as (low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +98,14 @@ class Augmenter:
     reflect_x: bool = False
     reflect_y: bool = False
     # Ranges may be given as numbers; __post_init__ stores all of them as (low, high).
-    rotation: Any = (0, 0)
+    rotation: Range = (0, 0)
     scale: tuple[float, float] = (1, 1)
     scale_x: tuple[float, float] = (1, 1)
     scale_y: tuple[float, float] = (1, 1)
-    shear_x: Any = (0, 0)
-    shear_y: Any = (0, 0)
-    translate_x: Any = (0, 0)
-    translate_y: Any = (0, 0)
+    shear_x: Range = (0, 0)
+    shear_y: Range = (0, 0)
+    translate_x: Range = (0, 0)
+    translate_y: Range = (0, 0)
     crop: tuple[int, int] | None = None
     fill: float | Sequence[float] = 0
 
@@ -113,7 +116,7 @@ class Augmenter:
                 raise UserError(f"unknown augmentation {name}{hint}")
         return super().__new__(cls)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("rotation", "shear_x", "shear_y", "translate_x", "translate_y"):
             object.__setattr__(self, name, _range(name, getattr(self, name), symmetric=True))
         for name in ("scale", "scale_x", "scale_y"):
@@ -124,7 +127,8 @@ class Augmenter:
             low, high = getattr(self, name)
             if not -90 < low <= high < 90:
                 raise UserError(f"{name}: expected degrees between -90 and 90, got {(low, high)}")
-        sums = [x + y for x, y in zip(self.shear_x, self.shear_y, strict=True)]
+        shears: list[Any] = [self.shear_x, self.shear_y]
+        sums = [x + y for x, y in zip(*shears, strict=True)]
         if not -90 < sums[0] <= sums[1] < 90:  # at 90 the two collapse the image to a line
             raise UserError(
                 "shear_x and shear_y: expected less than 90 degrees together, got "

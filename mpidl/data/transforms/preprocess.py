@@ -17,7 +17,7 @@ from mpidl import backends
 from mpidl.backends.cpu import builds
 from mpidl.backends.cpu.images import planes_of_arrow
 from mpidl.data.checks import read_images
-from mpidl.data.datastore import Datastore, Derived, describe_derived
+from mpidl.data.datastore import Datastore, Derived, Indices, describe_derived
 from mpidl.data.transforms.augment import centred, checked_size
 from mpidl.errors import UserError
 from mpidl.files import digest
@@ -55,7 +55,7 @@ class Preprocess:
     cover: bool = False
     crop: tuple[int, int] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.colour not in (None, *COLOURS):
             raise UserError(f"colour must be {' or '.join(COLOURS)}, got {self.colour}")
         for name in ("size", "crop"):
@@ -63,7 +63,7 @@ class Preprocess:
             if value is not None:
                 object.__setattr__(self, name, checked_size(name, value))
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return any((self.colour, self.size, self.crop))
 
     def image_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class Preprocess:
             images = np.repeat(images, shape[0], axis=1)
         return np.ascontiguousarray(images)
 
-    def __str__(self):
+    def __str__(self) -> str:
         words = [self.colour] if self.colour else []
         if self.size is not None:
             words.append(f"{'covering' if self.cover else 'resized to'} {_times(self.size)}")
@@ -167,13 +167,13 @@ class Preprocessed(Derived):
         self.preprocess = preprocess
         self.image_shape = preprocess.image_shape(datastore.image_shape)
 
-    def read(self, indices):
+    def read(self, indices: Indices) -> np.ndarray:
         return self.preprocess.of_arrays(read_images(self.parent, indices))
 
-    def describe(self):
+    def describe(self) -> str:
         return describe_derived(self.parent, self.preprocess, self)
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         return digest(self.parent.fingerprint(), self.preprocess)
 
 

@@ -55,16 +55,16 @@ class LayerContext:
     def __init__(
         self,
         layer: Layer,
-        parameters: dict[str, Any],
-        state: dict[str, Any],
+        parameters: dict[str, np.ndarray],
+        state: dict[str, np.ndarray],
         training: bool,
         batchnorm: str,
     ) -> None:
         self.name, self.parameters, self.state = layer.name, parameters, state
         self.training, self.batchnorm = training, batchnorm
 
-    def __getitem__(self, name: str) -> Any:
-        """Return the layer's learnable of a name."""
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Return the layer's learnable of a name; while it is differentiated, a Var of it."""
         return self.parameters[f"{self.name}.{name}"]
 
 
@@ -83,7 +83,7 @@ class Layer:
         prediction: a frozen batch normalization uses its running state, which does not change.
     """
 
-    name = None  # each layer declares the field itself, as its last positional one
+    name = None  # type: str | None  # each layer declares the field itself, as its last positional one
 
     after: str | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)

@@ -35,7 +35,7 @@ class Conv2D(Weighted):
     size: int | tuple[int, int]
     filters: int
     stride: int | tuple[int, int] = 1
-    padding: int | str | tuple = 0
+    padding: check.PaddingArgument = 0
     dilation: int | tuple[int, int] = 1
     groups: int = 1
     name: str | None = None
@@ -100,7 +100,7 @@ class TransposedConv2D(Weighted):
     size: int | tuple[int, int]
     filters: int
     stride: int | tuple[int, int] = 1
-    cropping: int | str | tuple = 0
+    cropping: check.PaddingArgument = 0
     name: str | None = None
 
     def build(self, shape: Shape) -> Built:

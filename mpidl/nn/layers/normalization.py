@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 from mpidl import backends, ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
@@ -59,12 +60,12 @@ class BatchNorm(Layer):
     def _keys(self) -> tuple[str, str]:
         return f"{self.name}.mean", f"{self.name}.variance"
 
-    def running(self, context: LayerContext) -> tuple[Any, Any]:
+    def running(self, context: LayerContext) -> tuple[np.ndarray, np.ndarray]:
         """Return the running mean and variance."""
         mean, variance = self._keys()
         return context.state[mean], context.state[variance]
 
-    def recorder(self, context: LayerContext) -> Callable[[Any, Any], None]:
+    def recorder(self, context: LayerContext) -> Callable[[np.ndarray, np.ndarray], None]:
         """Return a function that adds a mini-batch's mean and variance to the running state."""
 
         def record(*statistics):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.ops import check
 from mpidl.ops.pool import PLACES, windows
 
 __all__ = ["AveragePool2D", "GlobalAveragePool2D", "MaxPool2D"]
@@ -25,7 +26,7 @@ class MaxPool2D(Layer):
 
     size: int | tuple[int, int]
     stride: int | tuple[int, int] | None = None
-    padding: int | str | tuple = 0
+    padding: check.PaddingArgument = 0
     name: str | None = None
 
     def build(self, shape: Shape) -> Built:
@@ -49,7 +50,7 @@ class AveragePool2D(Layer):
 
     size: int | tuple[int, int]
     stride: int | tuple[int, int] | None = None
-    padding: int | str | tuple = 0
+    padding: check.PaddingArgument = 0
     name: str | None = None
 
     def build(self, shape: Shape) -> Built:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -26,6 +27,20 @@ from mpidl.nn import Layer, Network
 from mpidl.text import name_list
 
 FORMAT_VERSION = 1
+
+
+class _Description(TypedDict):
+    network: list[dict[str, object]]  # the layers' specs
+    classes: list[str] | None
+    input_shape: tuple[int, ...]
+    normalization: str
+
+
+class Description(_Description, total=False):
+    """What a model file says of its network and the preprocessing of its images."""
+
+    crop: tuple[int, ...]
+    preprocess: Preprocess
 
 
 class Torn(Exception):
@@ -69,7 +84,7 @@ def pack(
     return buffer.getbuffer()
 
 
-def read(path: str) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
     """Return the tables and attributes of a file that `pack` made. Raises Torn."""
     import h5py
 
@@ -128,7 +143,7 @@ def _digest(tables, attributes):
 
 
 def describe(
-    layers: list[dict],
+    layers: list[dict[str, Any]],
     classes: Sequence[str] | None,
     input_shape: Sequence[int],
     normalization: str,
@@ -149,9 +164,9 @@ def describe(
     return attributes
 
 
-def described(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def described(attributes: Mapping[str, Any]) -> Description:
     """Return the description in root attributes: the arguments of `describe` by name."""
-    description = {
+    description: Description = {
         "network": json.loads(attributes["network"]),
         "classes": json.loads(attributes["classes"]),
         "input_shape": tuple(attributes["input_shape"]),
@@ -165,7 +180,7 @@ def described(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_model(
-    path: str,
+    path: str | os.PathLike[str],
     net: Network,
     classes: Iterable[str] | None = None,
     normalization: str | None = None,
@@ -205,7 +220,9 @@ def save_model(
     write_whole(path, pack(tables, attributes))
 
 
-def load_model(path: str, layers: Iterable[type[Layer]] = ()) -> tuple[Network, dict[str, Any]]:
+def load_model(
+    path: str | os.PathLike[str], layers: Iterable[type[Layer]] = ()
+) -> tuple[Network, Description]:
     """Load a trained network.
 
     Parameters
@@ -255,7 +272,9 @@ def load_model(path: str, layers: Iterable[type[Layer]] = ()) -> tuple[Network, 
 
 
 def matching(
-    expected: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], path: str
+    expected: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
+    path: str | os.PathLike[str],
 ) -> dict[str, np.ndarray]:
     """Return a file's arrays in the network's order; raise UserError if a name or shape differs."""
     for name in [*expected, *arrays]:

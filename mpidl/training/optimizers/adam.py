@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
-from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay, check
+from mpidl.training.optimizers.transforms import (
+    Clip,
+    Rate,
+    Transform,
+    Updates,
+    WeightDecay,
+    check,
+)
 
 
 class AdamMoments(Transform):
@@ -28,9 +38,9 @@ class AdamMoments(Transform):
     def __init__(
         self, gradient_decay: float = 0.9, square_decay: float = 0.999, epsilon: float = 1e-8
     ) -> None:
-        self.gradient_decay = check("gradient_decay_factor", gradient_decay)
-        self.square_decay = check("squared_gradient_decay_factor", square_decay)
-        self.epsilon = check("epsilon", epsilon)
+        self.gradient_decay: float = check("gradient_decay_factor", gradient_decay)
+        self.square_decay: float = check("squared_gradient_decay_factor", square_decay)
+        self.epsilon: float = check("epsilon", epsilon)
 
     def correction(self, rate: float, step: int) -> float:
         """Return rate * correction of a step."""
@@ -38,15 +48,17 @@ class AdamMoments(Transform):
         square = 1 - power(self.square_decay, step)
         return rate * math.sqrt(square) / mean
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"correction": self.correction(-1.0, step)}
 
-    def arguments(self, rate: Any) -> list[Any]:
+    def arguments(self, rate: float) -> list[float]:
         """Return the numbers of the formula "adam" at a rate."""
         mean, square = self.gradient_decay, self.square_decay
         return [rate, mean, 1 - mean, square, 1 - square, self.epsilon]
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         arguments = self.arguments(numbers["correction"])
         updates.arrays = updates.stepped_zeros("adam", state_arrays, arguments)
 
@@ -60,14 +72,16 @@ class CorrectedAdamMoments(AdamMoments):
     computed as `AdamMoments`, whose epsilon in step t is epsilon * sqrt(1 - square_decay^t).
     """
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"correction": self.correction(-1.0, step), "epsilon": self.step_epsilon(step)}
 
     def step_epsilon(self, step: int) -> float:
         """Return the epsilon beside the uncorrected root in a step."""
         return self.epsilon * math.sqrt(1 - power(self.square_decay, step))
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         arguments = [*self.arguments(numbers["correction"])[:-1], numbers["epsilon"]]
         updates.arrays = updates.stepped_zeros("adam", state_arrays, arguments)
 
@@ -82,7 +96,7 @@ class _AdamRate(FusedTail):
     def __init__(self, moments: AdamMoments, rate: Rate) -> None:
         self.moments = moments
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"learning_rate": self.moments.correction(learning_rate, step)}
 
     def arguments(self, values):
@@ -99,7 +113,7 @@ class _AdamWRate(FusedTail):
     def __init__(self, moments: CorrectedAdamMoments, decay: WeightDecay, rate: Rate) -> None:
         self.moments, self.decay = moments, decay
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         correction = self.moments.correction(1.0, step)
         epsilon = self.moments.step_epsilon(step)
         return {"learning_rate": learning_rate, "correction": correction, "epsilon": epsilon}

@@ -49,7 +49,7 @@ class Optimizer:
     ) -> None:
         if learning_rate is None:
             raise UserError("learning_rate must be positive, found None")
-        self.learning_rate = check("learning_rate", learning_rate)
+        self.learning_rate: float = check("learning_rate", learning_rate)
         for transform in transforms:
             if not isinstance(transform, Transform):
                 raise TypeError(f"expected transforms such as Clip(1.0), got {transform!r}")
@@ -59,7 +59,7 @@ class Optimizer:
         if len(set(tables)) < len(tables):
             raise ValueError(f"two transforms keep a table of the same name: {', '.join(tables)}")
         self.state_arrays: Tables = {table: {} for table in tables}
-        self.steps = 0
+        self.steps: int = 0
         parts, self._fused = _fused_tail(transforms)
         if self._fused is not None:
             parts = (*parts, self._fused)
@@ -67,8 +67,8 @@ class Optimizer:
         self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(
-        self, parameters: Mapping[str, Any], gradients: Mapping[str, Any]
-    ) -> dict[str, Any]:
+        self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Return the parameters after a step; the arguments stay as they are.
 
         Parameters
@@ -99,10 +99,10 @@ class Optimizer:
 
     def apply(
         self,
-        parameters: Mapping[str, Any],
-        gradients: Mapping[str, Any],
+        parameters: Mapping[str, np.ndarray],
+        gradients: Mapping[str, np.ndarray],
         numbers: Mapping[str, float],
-    ) -> dict[str, Any]:
+    ) -> dict[str, np.ndarray]:
         """Return the parameters after a step by these numbers; a GPU may only record it."""
         self._check_names(parameters)
         moving = self._moving(parameters)
@@ -214,7 +214,7 @@ class FusedTail:
         """Return the numbers of a step, counted from 1, that may differ from step to step."""
         return {"learning_rate": learning_rate}
 
-    def arguments(self, values: Mapping[str, Any]) -> list[Any]:
+    def arguments(self, values: Mapping[str, float]) -> list[float]:
         """Return the numbers of the formula, of the `numbers` as the backend takes them."""
         return [values["learning_rate"]]
 

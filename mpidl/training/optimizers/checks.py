@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
 
 from mpidl.errors import UserError
 from mpidl.nn import Network
 from mpidl.training.optimizers.chain import Optimizer
+
+
+class CustomOptimizer(Protocol):
+    """What `dl.train` needs of a custom optimizer."""
+
+    learning_rate: float
+
+    def __call__(
+        self, parameters: dict[str, np.ndarray], gradients: dict[str, np.ndarray], /
+    ) -> Mapping[str, np.ndarray]:
+        """Return the parameters after a step."""
+
+    def state(self) -> Mapping[str, np.ndarray]:
+        """Return the arrays that a checkpoint keeps."""
+
+    def load_state(self, state: dict[str, np.ndarray], /) -> object:
+        """Take what `state` returned."""
 
 
 def check_optimizer(optimizer: Any, net: Network) -> None:

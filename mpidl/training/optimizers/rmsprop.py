@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
-from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay, check
+from mpidl.training.optimizers.transforms import (
+    Clip,
+    Rate,
+    Transform,
+    Updates,
+    WeightDecay,
+    check,
+)
 
 
 class RMSPropMoment(Transform):
@@ -23,14 +33,16 @@ class RMSPropMoment(Transform):
     tables = ("square",)
 
     def __init__(self, square_decay: float = 0.9, epsilon: float = 1e-8) -> None:
-        self.square_decay = check("squared_gradient_decay_factor", square_decay)
-        self.epsilon = check("epsilon", epsilon)
+        self.square_decay: float = check("squared_gradient_decay_factor", square_decay)
+        self.epsilon: float = check("epsilon", epsilon)
 
-    def arguments(self, rate: Any) -> list[Any]:
+    def arguments(self, rate: float) -> list[float]:
         """Return the numbers of the formula "rmsprop" at a rate."""
         return [rate, self.square_decay, 1 - self.square_decay, self.epsilon]
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.arrays = updates.stepped_zeros("rmsprop", state_arrays, self.arguments(-1.0))
 
 
@@ -44,7 +56,7 @@ class _RMSPropRate(FusedTail):
     def __init__(self, moment: RMSPropMoment, rate: Rate) -> None:
         self.moment = moment
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"learning_rate": learning_rate}
 
     def arguments(self, values):

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
+
+import numpy as np
 
 from mpidl.training.optimizers.chain import FusedTail, fuses
 from mpidl.training.optimizers.solvers import Factors, Solver
-from mpidl.training.optimizers.transforms import Clip, Rate, Transform, WeightDecay, check
+from mpidl.training.optimizers.transforms import (
+    Clip,
+    Rate,
+    Transform,
+    Updates,
+    WeightDecay,
+    check,
+)
 from mpidl.training.options.option_types import ON_OFF, check_value, one_of
 
 NESTEROV = one_of(*ON_OFF)  # the values of `nesterov`
@@ -21,12 +31,14 @@ class Momentum(Transform):
     formula = "sgdm"
 
     def __init__(self, momentum: float = 0.9) -> None:
-        self.momentum = check("momentum", momentum)
+        self.momentum: float = check("momentum", momentum)
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"momentum": self.momentum}
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.arrays = updates.stepped_zeros(
             self.formula, state_arrays, [-1.0, numbers["momentum"]]
         )
@@ -53,7 +65,7 @@ class _RateMomentum(FusedTail):
     def __init__(self, rate: Rate, momentum: Momentum) -> None:
         self.momentum, self.formula = momentum, momentum.formula
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"learning_rate": learning_rate, **self.momentum.numbers(learning_rate, step)}
 
     def arguments(self, values):
@@ -113,6 +125,6 @@ class SGDM(Solver):
         )
 
     @property
-    def velocity(self) -> dict[str, Any]:
+    def velocity(self) -> dict[str, np.ndarray]:
         """{parameter: array}; empty before the first step."""
         return self.state_arrays["velocity"]

@@ -24,7 +24,7 @@ from mpidl.training.options.option_types import (
     positive,
 )
 
-Tables = dict[str, dict[str, Any]]  # {table: {parameter: array}}
+Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
 # The values of the arguments of transforms and solvers; the options of these names have the same.
 RULES: dict[str, Rule] = {
@@ -63,8 +63,8 @@ class Updates:
         self,
         backend: Backend,
         names: list[str],
-        weights: list,
-        arrays: list,
+        weights: list[np.ndarray],
+        arrays: list[np.ndarray],
         rate_factors: list[float],
     ) -> None:
         self.backend, self.names, self.weights = backend, names, weights
@@ -118,7 +118,9 @@ class Transform:
         """Return the numbers of a step, counted from 1."""
         return {}
 
-    def apply(self, updates: Updates, state_arrays: list[list], numbers: Mapping[str, Any]) -> None:
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         """Change the updates in place. `state_arrays` has a list of arrays for each table."""
         raise TypeError(f"{type(self).__name__} does not say how it changes updates")
 
@@ -136,7 +138,7 @@ class Transform:
         return dict(zip(names, updates.arrays, strict=True))
 
 
-def backend_of(arrays: list) -> Backend:
+def backend_of(arrays: list[np.ndarray]) -> Backend:
     """Return the backend of float32 arrays, or the reference for others."""
     if arrays and all(array.dtype == np.float32 for array in arrays):
         return backends.of_array(arrays[0])
@@ -157,13 +159,15 @@ class WeightDecay(Transform):
     counts_steps = False
 
     def __init__(self, l2: float, factors: Mapping[str, float] | None = None) -> None:
-        self.l2 = check("l2", l2)
+        self.l2: float = check("l2", l2)
         self.factors = dict(factors or {})
 
     def factor(self, name: str) -> float:
         return self.factors.get(name, 1.0 if name.endswith(".weight") else 0.0)
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.add_decays()
         updates.decays = [self.l2 * self.factor(name) for name in updates.names]
 
@@ -183,10 +187,12 @@ class Clip(Transform):
     counts_steps = False
 
     def __init__(self, threshold: float = math.inf, method: str = "l2norm") -> None:
-        self.threshold = check("gradient_threshold", threshold)
-        self.method = check("gradient_threshold_method", method)
+        self.threshold: float = check("gradient_threshold", threshold)
+        self.method: str = check("gradient_threshold_method", method)
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         if self.threshold < math.inf:
             decays = updates.take_decays()
             updates.arrays = updates.backend.clip(
@@ -199,10 +205,12 @@ class Rate(Transform):
 
     counts_steps = False
 
-    def numbers(self, learning_rate, step):
+    def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"learning_rate": learning_rate}
 
-    def apply(self, updates, state_arrays, numbers):
+    def apply(
+        self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
+    ) -> None:
         updates.arrays = updates.stepped_zeros(
             "sgdm", [updates.zeros()], [numbers["learning_rate"], 0.0], updates.rate_factors
         )

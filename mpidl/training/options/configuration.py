@@ -65,7 +65,7 @@ class Resolved(NamedTuple):
 def resolve(
     typed: Mapping[str, Any],
     *,
-    config: str | os.PathLike | None = None,
+    config: str | os.PathLike[str] | None = None,
     resumed: Mapping[str, Any] | None = None,
 ) -> Resolved:
     """Merge the sources of a run's options.
@@ -128,7 +128,7 @@ def _refuse_two_batch_sizes(values, sources, order):
         )
 
 
-def read_config(path: str | os.PathLike) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the options of a TOML file.
 
     Options stand at the top or in [options], the inputs of a run in [run]. The options.toml of a
@@ -178,7 +178,9 @@ def read_config(path: str | os.PathLike) -> dict[str, Any]:
     return values
 
 
-def write_options(path: str | os.PathLike, resolved: Resolved, versions: Mapping[str, str]) -> None:
+def write_options(
+    path: str | os.PathLike[str], resolved: Resolved, versions: Mapping[str, str]
+) -> None:
     """Write options.toml: the options, the inputs of the run, their sources, and versions.
 
     None is written as "none".

@@ -5,11 +5,21 @@ import numbers
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import Field, field
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from dataclasses import Field, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_):
+        return lambda decorator: decorator
+
+
+Options = TypeVar("Options")
 
 ON_OFF = ("on", "off")  # choices of an option that also takes True and False in Python and TOML
 Size: TypeAlias = str | int | Sequence[int] | None  # "224x192", 224 or (224, 192)
@@ -110,10 +120,10 @@ def size_of(text: str | None) -> tuple[int, int] | None:
 
 
 def option(
-    default: object,
     rule: Rule | None,
     text: str,
     *,
+    default: object,
     resume: Literal["free", "fixed", "up"] = "free",
     matlab: str = "",
 ) -> Any:
@@ -121,12 +131,12 @@ def option(
 
     Parameters
     ----------
-    default : object
-        Value if no source gives one.
     rule : Rule or None
         The values that the option takes; None takes the names in its annotation.
     text : str
         Help text.
+    default : object
+        Value if no source gives one. Type checkers and editors find it by its keyword.
     resume : {"free", "fixed", "up"}
         Whether a resumed run may change the option, must keep it, or may only increase it.
     matlab : str
@@ -136,14 +146,20 @@ def option(
     return field(default=default, metadata=facts)
 
 
-def choice(default: str, text: str, **facts: Any) -> Any:
+def choice(text: str, *, default: object, **facts: Any) -> Any:
     """Declare an option that takes the names in its annotation, a `Literal`; see `option`."""
-    return option(default, None, text, **facts)
+    return option(None, text, default=default, **facts)
 
 
 def rule_of(declared: Field) -> Rule:
     """Return the rule of a field that `option` or `choice` declared."""
     return declared.metadata["rule"] or one_of(*get_args(declared.type))
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, choice))
+def options_class(cls: type[Options]) -> type[Options]:
+    """Make a class with declared options a frozen dataclass of keyword arguments."""
+    return dataclass(frozen=True, kw_only=True)(cls)
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:

@@ -5,8 +5,8 @@ Annotations stay real types, not strings, so that help() prints them as they are
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import fields
+from typing import Any, Literal
 
 from mpidl.losses import LOSSES
 from mpidl.training.optimizers import SOLVERS, SolverName
@@ -18,6 +18,7 @@ from mpidl.training.options.option_types import (
     fraction,
     one_of,
     option,
+    options_class,
     positive,
 )
 
@@ -45,180 +46,180 @@ def _titles() -> str:
     return f"{', '.join(titles)} or {last}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@options_class
 class SolverOptions:
     """The part of `TrainingOptions` about the length of training, the loss and the solver."""
 
     epochs: int = option(
-        30,
         at_least(1),
         "Number of passes over the training set",
+        default=30,
         resume="up",
         matlab="MaxEpochs",
     )
     max_iterations: int | None = option(
-        None,
         at_least(1, optional=True),
         "Stop after this many mini-batches in total, including those before a resume",
+        default=None,
     )
     batch_size: int = option(
-        128,
         at_least(1),
         "Images per mini-batch, over all ranks",
+        default=128,
         resume="fixed",
         matlab="MiniBatchSize",
     )
     batch_per_rank: int | None = option(
-        None,
         at_least(1, optional=True),
         "Images per mini-batch on each rank: the batch size is this times the number of ranks "
         "(the weights then depend on the number of ranks)",
+        default=None,
         matlab="miniBatchSize*N",
     )
-    loss: Literal["crossentropy", "mse", "mae"] | Callable = option(
-        "crossentropy",
+    loss: Literal["crossentropy", "mse", "mae"] | Callable[..., Any] = option(
         one_of(*LOSSES, allow_function=True),
         "Loss to minimize: cross-entropy of labels (one per image or per pixel), or mean squared "
         "or mean absolute error of targets; in Python also a function of network, images and "
         "targets",
+        default="crossentropy",
         resume="fixed",
         matlab="lossFcn of trainnet; classificationLayer, regressionLayer",
     )
     solver: SolverName = option(
-        "sgdm",
         one_of(*SOLVERS),
         f"Optimizer: {_titles()}",
+        default="sgdm",
         resume="fixed",
         matlab="solverName",
     )
     learning_rate: float | None = option(
-        None,
         RULES["learning_rate"]._replace(optional=True),
         "Initial learning rate",
+        default=None,
         resume="fixed",
         matlab="InitialLearnRate",
     )
     momentum: float = option(
-        0.9,
         RULES["momentum"],
         "Fraction of the previous step that sgdm adds to the current one",
+        default=0.9,
         resume="fixed",
         matlab="Momentum",
     )
     nesterov: Literal["on", "off"] | bool = option(
-        "off",
         NESTEROV,
         "Nesterov's momentum (sgdm): the gradient is taken where the momentum leads",
+        default="off",
         resume="fixed",
     )
     gradient_decay_factor: float = option(
-        0.9,
         RULES["gradient_decay_factor"],
         f"Decay of the moving mean of the gradient ({_takers('gradient_decay_factor')})",
+        default=0.9,
         resume="fixed",
         matlab="GradientDecayFactor",
     )
     squared_gradient_decay_factor: float | None = option(
-        None,
         RULES["squared_gradient_decay_factor"]._replace(optional=True),
         "Decay of the moving mean of the squared gradient "
         f"({_takers('squared_gradient_decay_factor')})",
+        default=None,
         resume="fixed",
         matlab="SquaredGradientDecayFactor",
     )
     epsilon: float = option(
-        1e-8,
         RULES["epsilon"],
         f"Constant added to the denominator of a step ({_takers('epsilon')})",
+        default=1e-8,
         resume="fixed",
         matlab="Epsilon",
     )
     scale_rate: int | None = option(
-        None,
         at_least(1, optional=True),
         "Batch size that the learning rate is meant for; the rate is multiplied by batch size / "
         "this number",
+        default=None,
         resume="fixed",
         matlab="0.1*miniBatchSize/256",
     )
     learn_rate_schedule: (
         Literal["none", "piecewise", "cosine", "polynomial"] | Callable[[int, int], float]
     ) = option(
-        "none",
         one_of("none", "piecewise", "cosine", "polynomial", allow_function=True),
         "How the learning rate falls: not at all, in drops, or with every iteration until the end "
         "of the last epoch; in Python also a function of epoch and iteration, both counted from 1",
+        default="none",
         resume="fixed",
         matlab="LearnRateSchedule",
     )
     learn_rate_drop_factor: float = option(
-        0.1,
         factor(),
         "Factor that each drop multiplies the learning rate by (piecewise)",
+        default=0.1,
         resume="fixed",
         matlab="LearnRateDropFactor",
     )
     learn_rate_drop_period: int = option(
-        10,
         at_least(1),
         "Epochs between drops (piecewise)",
+        default=10,
         resume="fixed",
         matlab="LearnRateDropPeriod",
     )
     learn_rate_power: float = option(
-        1.0,
         positive(),
         "Exponent of the fraction of iterations that remain (polynomial)",
+        default=1.0,
         resume="fixed",
         matlab="polynomialLearnRate(Power)",
     )
     learn_rate_final_factor: float = option(
-        0.0,
         fraction(),
         "Fraction of the learning rate that remains at the end (cosine, polynomial)",
+        default=0.0,
         resume="fixed",
         matlab="FinalFactor",
     )
     warmup_iterations: int = option(
-        0,
         at_least(0),
         "Iterations during which the learning rate rises to the start of the schedule",
+        default=0,
         resume="fixed",
         matlab='"warmup"',
     )
     warmup_epochs: int = option(
-        0,
         at_least(0),
         "Epochs during which the learning rate rises to the start of the schedule",
+        default=0,
         resume="fixed",
         matlab='warmupLearnRate(FrequencyUnit="epoch")',
     )
     warmup_factor: float = option(
-        0.1,
         factor(),
         "Fraction of the learning rate that a warm-up starts from",
+        default=0.1,
         resume="fixed",
         matlab="warmupLearnRate(InitialFactor)",
     )
     l2: float | None = option(
-        None,
         RULES["l2"]._replace(optional=True),
         f"L2 regularization factor{_decoupled()}; applies to weights only",
+        default=None,
         resume="fixed",
         matlab="L2Regularization",
     )
     gradient_threshold: float = option(
-        math.inf,
         RULES["gradient_threshold"],
         "Clip gradients above this value, L2 regularization included; inf disables clipping",
+        default=math.inf,
         resume="fixed",
         matlab="GradientThreshold",
     )
     gradient_threshold_method: Literal["l2norm", "global-l2norm", "absolute-value"] = option(
-        "l2norm",
         RULES["gradient_threshold_method"],
         "What to clip: the norm of each learnable's gradient, the norm of all gradients together, "
         "or each element",
+        default="l2norm",
         resume="fixed",
         matlab="GradientThresholdMethod",
     )

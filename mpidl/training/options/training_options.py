@@ -10,8 +10,8 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import fields, replace
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from mpidl.data.datastore import Datastore
 from mpidl.data.transforms.augment import Augmenter
@@ -29,12 +29,15 @@ from mpidl.training.options.option_types import (
     number_list,
     one_of,
     option,
+    options_class,
     positive,
     rule_of,
 )
 from mpidl.training.options.solver_options import BY_SOLVER, SOLVER_NAMES, SolverOptions
+from mpidl.training.progress import Progress
 
 Options = TypeVar("Options")
+OutputFunction: TypeAlias = Callable[[Progress], object]
 
 
 def _refuse_unknown(cls: type[Options]) -> type[Options]:
@@ -54,7 +57,7 @@ def _refuse_unknown(cls: type[Options]) -> type[Options]:
 
 
 @_refuse_unknown
-@dataclass(frozen=True, kw_only=True)
+@options_class
 class TrainingOptions(ImageOptions, SolverOptions):
     """The options of a training run.
 
@@ -78,83 +81,82 @@ class TrainingOptions(ImageOptions, SolverOptions):
     """
 
     seed: int = option(
-        0,
         Rule(int, "between 0 and 2**63 - 1", 0, 2**63 - 1),
         "Seed of all random numbers: initial weights, splits, order and augmentation",
+        default=0,
         resume="fixed",
     )
     validation_fraction: float = option(
-        0.0,
         fraction(),
         "Fraction of the training set, taken from each class, to hold out for validation",
+        default=0.0,
         resume="fixed",
         matlab="splitEachLabel",
     )
     validation_frequency: int = option(
-        50,
         at_least(0),
         "Iterations between validations, if there are validation images; 0 validates at the end "
         "of each epoch",
+        default=50,
         resume="fixed",
         matlab="ValidationFrequency",
     )
     validation_patience: float = option(
-        math.inf,
         at_least(1, allow_inf=True),
         "Stop after this many validations in a row without a new minimum of the validation loss",
+        default=math.inf,
         resume="up",
         matlab="ValidationPatience",
     )
     output_network: Literal["last-iteration", "best-validation"] = choice(
-        "last-iteration",
         "Which network training returns: that of the last iteration, or the one with the lowest "
         "validation loss",
+        default="last-iteration",
         resume="fixed",
         matlab="OutputNetwork",
     )
     batchnorm: Literal["global", "local"] = choice(
-        "global",
         "Compute batch-norm statistics over the whole mini-batch, or over each rank's share of it "
         "(the weights then depend on the number of ranks)",
+        default="global",
         resume="fixed",
     )
     batchnorm_statistics: Literal["population", "moving"] = choice(
-        "population",
         "Batch-norm statistics of the trained network: those of the training set, computed in a "
         "final pass over it, or the moving averages of training",
+        default="population",
         matlab="BatchNormalizationStatistics",
     )
     device: Literal["auto", "cpu", "gpu"] = choice(
-        "auto",
         "Where the ranks compute; auto uses GPUs if every rank has one, else CPUs",
+        default="auto",
         matlab="ExecutionEnvironment",
     )
     gpus: str | int | Sequence[int] | None = option(
-        None,
         number_list("numbers of GPUs such as 0,2"),
         "GPUs of each host to use, as numbers among the visible ones, in the order in which the "
         "host's ranks take them; none uses all",
+        default=None,
         matlab="gpuDevice",
     )
     graphs: Literal["auto", "off"] = choice(
-        "auto",
         "On GPUs, auto records a training step and launches it as CUDA graphs; off launches each "
         "kernel separately",
+        default="auto",
     )
     precision: Literal["fp32", "tf32"] = choice(
-        "fp32",
         "Precision of products on a GPU's tensor cores: fp32 matches float32, tf32 is faster with "
         "10-bit mantissas",
+        default="fp32",
         resume="fixed",
     )
     threads: int = option(
-        0,
         at_least(0),
         "Threads per rank; affects speed only; 0 divides the available cores among the ranks that "
         "share them",
+        default=0,
     )
     worker_load: str | Sequence[float] | None = option(
-        None,
         Rule(
             str,
             "measured, or a number per rank such as 1,1,0,1",
@@ -166,49 +168,50 @@ class TrainingOptions(ImageOptions, SolverOptions):
         "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured to "
         "share by the speed of each rank in the previous epoch; affects speed only; none shares "
         "equally",
+        default=None,
         matlab="WorkerLoad",
     )
     winograd: Literal["auto", "off", "fast"] = choice(
-        "auto",
         "Winograd's algorithm for 3x3 convolutions on CPUs: where its rounding is harmless, never, "
         "or wherever it is fast",
+        default="auto",
         resume="fixed",
     )
     checkpoint_every: int = option(
-        0,
         at_least(0),
         "Iterations between checkpoints, in addition to one at the end of each epoch; 0 writes "
         "only the latter",
+        default=0,
         matlab="CheckpointFrequency",
     )
     timeout: float = option(
-        300.0, positive(), "Seconds to wait for a rank that does not respond before failing"
+        positive(), "Seconds to wait for a rank that does not respond before failing", default=300.0
     )
     verbose: Literal["on", "off"] | bool = option(
-        "on",
         one_of(*ON_OFF),
         "Show training progress: a bar on a terminal, lines elsewhere",
+        default="on",
         matlab="Verbose",
     )
     verbose_every: int = option(
-        50,
         at_least(0),
         "Iterations between lines in a log, at most one line per 10 s; 0 prints no lines for "
         "iterations, except for the last one if it does not end an epoch",
+        default=50,
         matlab="VerboseFrequency",
     )
     plots: Literal["training-progress", "none"] = choice(
-        "training-progress",
         "Draw progress.png in the results folder if matplotlib is installed: at the end of "
         "epochs, at most every 10 s, and at the end of the run",
+        default="training-progress",
         matlab="Plots",
     )
     # Python only, without a rule.
     augmenter: Augmenter | None = None
     validation: Datastore | None = None
-    output_functions: Callable | Sequence[Callable] = ()
+    output_functions: OutputFunction | Sequence[OutputFunction] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in NAMES:
             value = check(name, getattr(self, name))
             if value is None and name in BY_SOLVER:
@@ -234,6 +237,14 @@ class TrainingOptions(ImageOptions, SolverOptions):
                 "--sampling partition and --worker-load measured: each rank's images would depend "
                 "on timing; give numbers instead"
             )
+
+    def __repr__(self) -> str:
+        """Show the options that differ from their defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(self)}
+        defaults |= {name: by_solver.get(self.solver) for name, by_solver in BY_SOLVER.items()}
+        changed = [f"{name}={v!r}" for name, v in values.items() if v != defaults[name]]
+        return f"TrainingOptions({', '.join(changed)})"
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> "TrainingOptions":
