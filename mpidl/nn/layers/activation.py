@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
@@ -66,7 +67,7 @@ class GELU(Layer):
         "none" for the exact function, or "tanh".
     """
 
-    approximate: str = "none"
+    approximate: Literal["none", "tanh"] = "none"
     name: str | None = None
 
     def build(self, shape: Shape) -> Built:
