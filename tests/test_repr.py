@@ -79,3 +79,10 @@ def test_networks_are_tables_in_notebooks():
     assert "<td>conv1</td><td>Conv2D</td><td></td><td>4x6x6</td><td>112</td>" in html
     assert "<td>&lt;&amp;&gt;</td>" in html
     assert repr(net.analyze()) == "Analysis(3 layers, batch_size=128)"
+
+
+def test_an_incomplete_datastore_has_the_representation_of_an_object():
+    class Unfinished(dl.data.Datastore):
+        image_shape = (1, 2, 2)
+
+    assert " object at 0x" in repr(Unfinished())

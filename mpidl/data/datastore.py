@@ -91,7 +91,10 @@ class Datastore:
 
     def __repr__(self) -> str:
         kind = type(self).__name__
-        return f"{kind}({self.describe().removeprefix(f'{kind}: ')})"
+        try:
+            return f"{kind}({self.describe().removeprefix(f'{kind}: ')})"
+        except Exception:  # of a user's class that is not complete yet; a debugger shows it too
+            return object.__repr__(self)
 
     def fingerprint(self) -> str:
         """Return a hex digest of names, labels, shapes and sizes.
@@ -236,9 +239,11 @@ class Derived(Datastore):
 
     def __init__(self, parent: Datastore):
         self.parent = parent
-        self.image_shape, self.dtype = parent.image_shape, parent.dtype
+        self.image_shape, self.dtype = parent.image_shape, np.dtype(parent.dtype)
         self.labels, self.classes = parent.labels, parent.classes
-        self.targets_shape, self.targets_dtype = parent.targets_shape, parent.targets_dtype
+        self.targets_shape = parent.targets_shape
+        if parent.targets_dtype is not None:
+            self.targets_dtype = np.dtype(parent.targets_dtype)
 
     def __len__(self) -> int:
         return len(self.parent)

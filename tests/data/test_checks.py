@@ -7,7 +7,12 @@ from image_sets import pixels_of, refusal, write_idx
 
 import mpidl as dl
 from mpidl.data import ArrayDatastore, MinibatchQueue, NodeCache, combined
-from mpidl.data.checks import check_classes, empty_classes_warning
+from mpidl.data.checks import (
+    check_classes,
+    empty_classes_warning,
+    read_images,
+    read_targets,
+)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -61,3 +66,27 @@ def test_classes_without_images_are_warned_of():
     assert warning([0, 0], ["cat", "d\nog"]).endswith(": no image of class d\\nog (of 2)")
     bare = ArrayDatastore(np.zeros((3, 2, 2), np.uint8))
     assert empty_classes_warning(bare) is empty_classes_warning(combined(bare, np.zeros(3))) is None
+
+
+def test_labels_may_be_any_whole_numbers_and_pixels_may_not():
+    class Maps(dl.data.Datastore):
+        image_shape, dtype, targets_shape = (1, 2, 2), np.float32, (2, 2)
+        targets_dtype = np.dtype(np.uint8)
+        pixels_dtype = np.float32
+
+        def __len__(self):
+            return 3
+
+        def read(self, indices):
+            return np.zeros((len(indices), 1, 2, 2), self.pixels_dtype)
+
+        def targets(self, indices):
+            return np.ones((len(indices), 2, 2), np.int64)
+
+    maps = Maps()
+    assert read_targets(maps, [0, 2]).dtype == np.uint8
+    assert read_images(maps, [0, 2]).dtype == np.float32
+    maps.dtype, maps.pixels_dtype = np.dtype(np.uint8), np.int64
+    assert refusal(read_images, maps, [1]) == (
+        "Maps.read: expected uint8 of shape (1, 1, 2, 2), got int64 of shape (1, 1, 2, 2)"
+    )

@@ -7,8 +7,10 @@ MPI.
 from __future__ import annotations
 
 import collections
+import queue
+import threading
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 
@@ -68,7 +70,7 @@ def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Gene
     """
     iterator = iter(jobs)
     started: collections.deque[tuple[Any, list[Future]]] = collections.deque()
-    pool = ThreadPoolExecutor(workers, "mpidl-prefetch")
+    pool = _DaemonPool(workers)
 
     def start():
         try:
@@ -92,4 +94,47 @@ def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Gene
                 task.result()
             yield job.item()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.close()
+
+
+class _DaemonPool:
+    """Threads that call functions in the order in which they are submitted.
+
+    A ThreadPoolExecutor would not do: its threads hold up the end of the program while a read is
+    slow, and it takes no tasks once the main thread has ended.
+    """
+
+    def __init__(self, workers: int):
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=self._work, name="mpidl-prefetch", daemon=True)
+            for _ in range(workers)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def submit(self, function: Callable[[int], None], number: int) -> Future:
+        future: Future = Future()
+        self.tasks.put((future, function, number))
+        return future
+
+    def _work(self):
+        while (task := self.tasks.get()) is not None:
+            future, function, number = task
+            try:
+                future.set_result(function(number))
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, function  # nothing may outlive the item's delivery
+
+    def close(self):
+        """Drop the tasks that no thread has taken, and wait for the others."""
+        try:
+            while True:
+                self.tasks.get_nowait()
+        except queue.Empty:
+            pass
+        for _ in self.threads:
+            self.tasks.put(None)
+        for thread in self.threads:
+            thread.join()

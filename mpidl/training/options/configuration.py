@@ -106,8 +106,9 @@ def resolve(
         spelled = flag(name) if source == "command line" else name
         if source.startswith("config "):
             spelled = f"{config}: {name}"
-        values[name] = check_value(RULES[name], table[name], spelled)
-        sources[name] = source
+        values[name], sources[name] = table[name], source
+        if source != "default":  # None stands for the solver's there, and may not be written
+            values[name] = check_value(RULES[name], table[name], spelled)
     _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in RUN}
     return Resolved(TrainingOptions(**values), run, sources)

@@ -202,7 +202,7 @@ class SolverOptions:
         matlab="warmupLearnRate(InitialFactor)",
     )
     l2: float | None = option(
-        RULES["l2"]._replace(optional=True),
+        RULES["l2"],
         f"L2 regularization factor{_decoupled()}; applies to weights only",
         default=None,
         resume="fixed",

@@ -213,10 +213,9 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
     def __post_init__(self) -> None:
         for name in NAMES:
-            value = check(name, getattr(self, name))
-            if value is None and name in BY_SOLVER:
-                value = BY_SOLVER[name].get(self.solver)
-            object.__setattr__(self, name, value)
+            value, default = getattr(self, name), BY_SOLVER.get(name, {}).get(self.solver)
+            value = check(name, default if value is None else value)
+            object.__setattr__(self, name, default if value is None else value)
         functions = self.output_functions
         functions = (functions,) if callable(functions) else tuple(functions)
         if not all(map(callable, functions)):

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -147,3 +149,35 @@ def test_items_ahead_take_the_memory_of_those_before():
         assert (item == number).all()
         del item
         assert settled(lambda number=number: arrays[number]() is None, True)
+
+
+LEFT_LOOP = """
+import threading
+from mpidl.data.loading.workers import Job, prefetch_items
+
+def jobs():
+    for number in range(9):
+        yield Job([threading.Event().wait] if number else [lambda: None], lambda: number)
+
+items = prefetch_items(jobs(), 3, 2)
+assert next(items) == 0
+print("left")
+"""
+THREAD_ALONE = """
+import threading
+from mpidl.data.loading.workers import Job, prefetch_items
+
+def train():
+    threading.main_thread().join()
+    print(sum(prefetch_items((Job([lambda: None], lambda: 1) for _ in range(5)), 2, 2)))
+
+threading.Thread(target=train).start()
+"""
+
+
+@pytest.mark.parametrize("program, output", [(LEFT_LOOP, "left\n"), (THREAD_ALONE, "5\n")])
+def test_threads_neither_hold_up_the_end_of_a_program_nor_need_its_main_thread(program, output):
+    """Even if a read never returns."""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, output, "")

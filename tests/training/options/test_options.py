@@ -58,6 +58,7 @@ def test_arguments_override_the_digits_recipe():
         ("timeout", float("inf"), "timeout must be positive, found inf"),
         ("momentum", 1, "momentum must be at least 0 and below 1, found 1"),
         ("l2", -1e-9, "l2 must be at least 0, found -1e-09"),
+        ("l2", "none", "l2 must be a number, at least 0, found 'none'"),  # not the default
         ("seed", 2**63, f"seed must be between 0 and 2**63 - 1, found {2**63}"),
         ("seed", -1, "seed must be between 0 and 2**63 - 1, found -1"),
         ("shuffle", "daily", "shuffle must be never, once or every-epoch, found 'daily'"),
