@@ -1,4 +1,4 @@
-"""Device arrays select the GPU backend; ops without kernels and unsupported arguments are refused."""
+"""Device arrays select the GPU backend, which refuses what its kernels do not compute."""
 
 import numpy as np
 import pytest
