@@ -73,10 +73,10 @@ def units(architecture):
         settings.precision = precision
         launching.open(None)
     loaded = {unit.family for unit in device.units}
-    others = [
+    never_loaded = [
         f for f in kernels.families() if f not in loaded and kernels.NEEDS.get(f, 0) <= number
     ]
-    return [kernels.Unit(family) for family in others] + list(device.units)
+    return [kernels.Unit(family) for family in never_loaded] + list(device.units)
 
 
 def _convolve(blocks, image, filters, *geometry):
