@@ -61,7 +61,7 @@ def test_images_of_a_dataset(device, valid, blocks):
     "shape", [(), (7,), (5, 33), (1, 6, 5), (3, 5, 7), (3, 19, 23), (2, 3, 1, 2)]
 )
 def test_targets_of_a_dataset(device, shape, valid, blocks):
-    """Targets are copied as 32-bit words, NaNs of all kinds too; images lie as NHWC."""
+    """Targets are copied as 32-bit words, NaNs of all kinds too; images are stored as NHWC."""
     random = np.random.default_rng(blocks)
     words = random.integers(-(1 << 31), 1 << 31, (60, *shape)).astype(np.int32)
     indices = np.full(blocks * LANES, NO_INDEX, np.int32)

@@ -85,7 +85,7 @@ def test_sgdm_step_matches_numpy_aligned_or_not(device, shifts):
 
 
 def test_new_weights_have_the_same_offsets_in_every_step(device):
-    """They lie in one buffer at fixed offsets, so that they can replace the old weights."""
+    """They share one buffer, at fixed offsets, so that they can replace the old weights."""
     weights, velocities = draws("weight"), draws("velocity")
     device_weights, device_velocities = ([layout(v) for v in a] for a in (weights, velocities))
     places, total = optimizer.places(tuple(w.size for w in weights))
