@@ -1,4 +1,4 @@
-"""In these tests the world is one rank that computes on a device."""
+"""The world of these tests: one rank that computes on a device."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""Registers, stack and shared memory of every kernel, as NVRTC's log tells them.
+"""Registers, stack and shared memory of every kernel, from NVRTC's log.
 
-`PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes them to
-resources.json in the same folder; a test compares.
+`PYTHONPATH=.:tests python tests/backends/gpu/resources.py` writes them to resources.json beside
+this file; test_gpu_kernels.py compares.
 """
 
 import concurrent.futures
@@ -24,38 +24,35 @@ ENTRY = re.compile(
 
 
 def label(unit):
-    """A unit in a line: "pool POOL_WIDTH=4"."""
+    """Return a unit as text: "pool POOL_WIDTH=4"."""
     return " ".join([unit.family, *(f"{name}={value}" for name, value in unit.defines)])
 
 
-def of_log(log):
-    """{kernel: {"registers": n, "stack": bytes, "shared": bytes, "spills": bytes}}."""
-    found = {}
+def parse_log(log):
+    """Return {kernel: {"registers": n, "stack": bytes, "shared": bytes, "spills": bytes}}."""
+    kernels = {}
     for entry in ENTRY.finditer(log):
         shared = re.search(r"(\d+) bytes smem", entry["rest"])
-        found[entry["name"]] = {
+        kernels[entry["name"]] = {
             "registers": int(entry["registers"]),
             "stack": int(entry["stack"]),
             "shared": int(shared[1]) if shared else 0,
             "spills": int(entry["stores"]) + int(entry["loads"]),
         }
-    return found
+    return kernels
 
 
 def compile_all(units, architecture):
-    """{unit: its `of_log`}, two compiled at a time; what was compiled before is not compiled again.
+    """Compile units, two at a time; return {unit: its resources, or an exception}."""
 
-    An exception in place of what does not compile.
-    """
-
-    def one(unit):
+    def compile_unit(unit):
         try:
-            return of_log(nvrtc.compiled(unit, architecture)[1])
+            return parse_log(nvrtc.compiled(unit, architecture)[1])
         except Exception as error:
             return error
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(units, pool.map(one, units), strict=True))
+        return dict(zip(units, pool.map(compile_unit, units), strict=True))
 
 
 def main():
@@ -64,20 +61,20 @@ def main():
     table = {"nvrtc": "{}.{}".format(*nvrtc.find(ARCHITECTURES[-1]).version)}
     for architecture in ARCHITECTURES:
         compiled = compile_all(variants.units(architecture), architecture)
-        errors = [str(found) for found in compiled.values() if isinstance(found, Exception)]
+        errors = [str(value) for value in compiled.values() if isinstance(value, Exception)]
         if errors:
             sys.exit("\n".join(errors))
         table[architecture] = {
             f"{label(unit)}: {name}": entry
-            for unit, found in compiled.items()
-            for name, entry in sorted(found.items())
+            for unit, entries in compiled.items()
+            for name, entry in sorted(entries.items())
         }
     with open(TABLE, "w") as file:
         file.write(as_text(table))
 
 
 def as_text(table):
-    """JSON, a line a kernel."""
+    """Return the table as JSON, one line per kernel."""
     parts = [f' "nvrtc": {json.dumps(table["nvrtc"])}']
     for architecture in ARCHITECTURES:
         lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in table[architecture].items()]

@@ -1,4 +1,4 @@
-"""The emulated GPU itself: it computes what a GPU would, and finds what a GPU would not forgive."""
+"""The emulated GPU: it computes as a GPU does and reports the faults of kernels."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ ORDERS = pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 
 
 class Text:
-    """A unit of this text instead of a file's."""
+    """A unit of a given text instead of a file."""
 
     family = "test"
 
@@ -22,8 +22,8 @@ class Text:
 def launch(device, unit, name, grid, block, *arguments, shared=0):
     parameters = kernels.signatures(unit.text)[name]
     sizes = kernels._three(grid), kernels._three(block)
-    made = kernels.Launch(unit, name, *sizes, shared, arguments, parameters)
-    device.launch(device.load(unit)[name], made)
+    values = kernels.Launch(unit, name, *sizes, shared, arguments, parameters)
+    device.launch(device.load(unit)[name], values)
 
 
 def numbers(*shape, dtype=np.float32):
@@ -34,17 +34,17 @@ TRANSPOSE = """
 extern "C" __global__ void __launch_bounds__(64)
     transpose(const float* __restrict__ x, float* __restrict__ y) {
     __shared__ float tile[8][9];
-    const int i = threadIdx.x / 8, j = threadIdx.x % 8, at = blockIdx.x * 64 + threadIdx.x;
-    tile[i][j] = x[at];
+    const int i = threadIdx.x / 8, j = threadIdx.x % 8, k = blockIdx.x * 64 + threadIdx.x;
+    tile[i][j] = x[k];
     if (BARRIER) __syncthreads();
-    y[at] = tile[j][i];
+    y[k] = tile[j][i];
 }
 """
 
 
 @ORDERS
 @pytest.mark.parametrize("barrier", [True, False])
-def test_a_missing_barrier_shows(device, barrier):
+def test_a_missing_barrier_gives_wrong_results(device, barrier):
     x = numbers(5, 8, 8)
     y = array.empty(x.shape)
     launch(device, Text(TRANSPOSE, BARRIER=int(barrier)), "transpose", 5, 64, array.plain(x), y)
@@ -76,14 +76,14 @@ extern "C" __global__ void __launch_bounds__(32)
 
 
 @pytest.mark.parametrize("wait, commit", [(1, 1), (2, 1), (0, 0)])
-def test_a_copy_lands_when_it_is_waited_for(device, wait, commit):
+def test_asynchronous_copies_arrive_at_their_wait(device, wait, commit):
     x = numbers(5, 32, 4)
     y = array.empty((32,))
     unit = Text(PIPELINE, WAIT=wait, COMMIT=commit)
     launch(device, unit, "pipeline", 1, 32, array.plain(x), y, 5, shared=1024)
-    right = np.allclose(y.numpy(), x.sum((0, 2)), atol=1e-5)
-    assert right == (wait == 1 and commit == 1)
-    assert right or np.isnan(y.numpy()).all()
+    correct = np.allclose(y.numpy(), x.sum((0, 2)), atol=1e-5)
+    assert correct == (wait == 1 and commit == 1)
+    assert correct or np.isnan(y.numpy()).all()
 
 
 WARPS = """
@@ -99,15 +99,15 @@ extern "C" __global__ void __launch_bounds__(64)
 
 
 @ORDERS
-def test_shuffles(device):
+def test_shuffles_exchange_values_of_a_warp(device):
     x, y, z = numbers(64, dtype=np.float64), array.empty((64,), "f8"), array.empty((64,), "i4")
     launch(device, Text(WARPS), "warps", 1, 64, array.plain(x), y, z)
     assert np.allclose(y.numpy().reshape(2, 32), x.reshape(2, 32).sum(1, keepdims=True))
     lane = np.arange(32)
     down, up = np.where(lane + 3 < 32, lane + 3, lane), np.where(lane, lane - 1, 0)
-    for warp, found in enumerate(z.numpy().reshape(2, 32)):
+    for warp, lanes in enumerate(z.numpy().reshape(2, 32)):
         first = 32 * warp
-        assert (found == first + down + 100 * (first + up) + 10000 * (first + 5)).all()
+        assert (lanes == first + down + 100 * (first + up) + 10000 * (first + 5)).all()
 
 
 MMA = """
@@ -129,20 +129,20 @@ extern "C" __global__ void __launch_bounds__(32)
 
 
 def tf32(x):
-    """Without the 13 bits that a tensor core does not read."""
+    """Drop the 13 bits that a tensor core does not read."""
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
 @pytest.mark.parametrize("truncate", [False, True])
-def test_tensor_cores(truncate):
+def test_tensor_cores_multiply_tf32(truncate):
     a, b = numbers(16, 8), numbers(8, 8)[::-1].copy()
     with opened(truncate=truncate) as device:
         c = array.empty((16, 8))
         launch(device, Text(MMA), "product", 1, 32, array.plain(a), array.plain(b), c)
-        found = c.numpy().astype(np.float64)
+        product = c.numpy().astype(np.float64)
     exact = tf32(a) @ tf32(b)
-    assert np.allclose(found, exact, rtol=2e-7, atol=1e-7)
-    assert (abs(found) <= abs(exact)).all() == truncate
+    assert np.allclose(product, exact, rtol=2e-7, atol=1e-7)
+    assert (abs(product) <= abs(exact)).all() == truncate
 
 
 FAULTS = """
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
 
 @ORDERS
 @pytest.mark.parametrize(
-    "name, arguments, said",
+    "name, arguments, message",
     [
         ("scale", (65, 2.0), "kernel scale: writes out of bounds, behind an allocation of 256"),
         ("before", (), "kernel before: writes out of bounds, before an allocation of 256 bytes"),
@@ -183,17 +183,17 @@ extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
         ("unaligned", (), "an address is not aligned to 16 bytes"),
     ],
 )
-def test_faults_of_kernels(device, name, arguments, said):
+def test_faults_of_kernels_raise_an_error(device, name, arguments, message):
     x = array.plain(np.ones(64, np.float32))
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=message):
         launch(device, Text(FAULTS), name, 1, 64, x, *arguments, shared=128)
     y = array.plain(np.ones(64, np.float32))
-    launch(device, Text(FAULTS), "scale", 1, 64, y, 64, 2.0)  # the device goes on
+    launch(device, Text(FAULTS), "scale", 1, 64, y, 64, 2.0)  # the device still works
     assert (y.numpy() == 2).all()
 
 
 @pytest.mark.parametrize(
-    "grid, block, shared, said",
+    "grid, block, shared, message",
     [
         (1, 96, 0, "a block of 96 threads, made for 64 at most"),
         (1, 33, 0, "a block of 33 threads"),
@@ -201,32 +201,32 @@ def test_faults_of_kernels(device, name, arguments, said):
         (1, 64, 1 << 20, "1048576 bytes of shared memory"),
     ],
 )
-def test_launches_that_no_device_takes(device, grid, block, shared, said):
+def test_impossible_launches_are_refused(device, grid, block, shared, message):
     x = array.plain(np.ones(64, np.float32))
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=message):
         launch(device, Text(FAULTS), "before", grid, block, x, shared=shared)
 
 
-def test_memory_that_nobody_holds(device):
+def test_freed_memory_is_refused(device):
     x = array.plain(np.ones(64, np.float32))
-    gone = array.Array(launching.Block(x.address, 256), np.float32, (64,))
+    freed = array.Array(launching.Block(x.address, 256), np.float32, (64,))
     del x
     with pytest.raises(RuntimeError, match="scale: x: address .* is not in memory"):
-        launch(device, Text(FAULTS), "scale", 1, 64, gone, 64, 2.0)
+        launch(device, Text(FAULTS), "scale", 1, 64, freed, 64, 2.0)
 
 
-def test_memory_is_poison_until_it_is_written(device):
+def test_new_memory_holds_nan(device):
     assert np.isnan(array.empty((7,)).numpy()).all()
     assert np.isnan(array.empty((7,), np.float64).numpy()).all()
 
 
-def test_what_is_captured_runs_when_the_graph_does(device):
+def test_captured_launches_run_with_their_graph(device):
     x = array.plain(np.ones(64, np.float32))
     unit = Text(FAULTS)
     kernel = device.load(unit)["scale"]
     parameters = kernels.signatures(unit.text)["scale"]
-    made = kernels.Launch(unit, "scale", (1, 1, 1), (64, 1, 1), 0, (x, 64, 2.0), parameters)
-    graph = device.capture(lambda: device.launch(kernel, made))
+    values = kernels.Launch(unit, "scale", (1, 1, 1), (64, 1, 1), 0, (x, 64, 2.0), parameters)
+    graph = device.capture(lambda: device.launch(kernel, values))
     assert (x.numpy() == 1).all()
     graph.launch()
     graph.launch()
@@ -234,13 +234,13 @@ def test_what_is_captured_runs_when_the_graph_does(device):
 
 
 @pytest.mark.parametrize(
-    "what",
+    "name",
     ["allocate", "pinned", "upload", "download", "synchronize", "mark", "wait", "stage", "load"],
 )
-def test_what_a_capture_forbids(device, what):
+def test_a_capture_refuses_calls_of_the_host(device, name):
     x = array.plain(np.ones(64, np.float32))
     host, token, pinned = np.zeros(64, np.float32), device.mark(), device.pinned(256)
-    doing = {
+    calls = {
         "allocate": lambda: device.allocate(8),
         "pinned": lambda: device.pinned(8),
         "upload": lambda: device.upload(x.address, host),
@@ -252,8 +252,8 @@ def test_what_a_capture_forbids(device, what):
         "load": lambda: device.load(Text(FAULTS)),
     }
     with pytest.raises(RuntimeError, match="while a graph is being captured"):
-        device.capture(doing[what])
-    doing[what]()  # the capture has ended
+        device.capture(calls[name])
+    calls[name]()  # the capture has ended
 
 
 def test_pinned_copies_are_captured(device):
@@ -266,7 +266,7 @@ def test_pinned_copies_are_captured(device):
     assert (x.numpy() == 5).all()
 
 
-def test_a_staged_upload_lands_at_the_wait(device):
+def test_a_staged_upload_arrives_at_the_wait(device):
     x, pinned = array.plain(np.ones(64, np.float32)), device.pinned(256).view(np.float32)
     pinned[:] = 3
     token = device.stage(x.address, pinned)
@@ -289,12 +289,12 @@ def test_a_pinned_download_arrives_at_the_wait(device):
     assert (pinned == 1).all()
 
 
-def test_time_passes(device):
+def test_elapsed_time_is_not_negative(device):
     a, b = device.mark(timed=True), device.mark(timed=True)
     assert device.elapsed(a, b) >= 0
 
 
-def test_bounds_of_addresses(device):
+def test_copies_out_of_bounds_are_refused(device):
     x = array.plain(np.ones(64, np.float32))
     with pytest.raises(RuntimeError, match="upload: address"):
         device.upload(x.address + 4, np.zeros(64, np.float32))

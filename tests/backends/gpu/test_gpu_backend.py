@@ -1,4 +1,4 @@
-"""The GPU backend is picked for arrays on a device; ops without kernels refuse them."""
+"""Device arrays select the GPU backend, which refuses what its kernels do not compute."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from mpidl.autodiff.tape import Var
 from mpidl.backends.gpu import array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.gpu.sums import Counts
-from mpidl.blocks import Blocked, OneRank, share
+from mpidl.blocks import LANES, Blocked, OneRank, share
 
 
 @pytest.fixture
@@ -30,7 +30,21 @@ def images(device):
         dl.op(lambda x: (x, lambda dy: (dy,))),
     ],
 )
-def test_ops_that_work_on_numpy_arrays_say_so(images, call):
+def test_ops_of_numpy_arrays_refuse_device_arrays(images, call):
     assert backends.of(images) is GPU
     with pytest.raises(TypeError, match="lies on a GPU.*--device cpu"):
         call(Var(images))
+
+
+def test_concat_and_cross_channel_norm_refuse_flattened_images(device):
+    x = array.lanes(np.ones((1, 3, 2, 2, LANES), np.float32)).reshape(1, 12, LANES)
+    with pytest.raises(ValueError, match="concat: on a GPU expected images or features"):
+        GPU.concat([x, x])
+    with pytest.raises(ValueError, match="cross_channel_norm: on a GPU expected"):
+        GPU.cross_channel_norm(x, 5, 1e-4, 0.75, 2.0)
+
+
+def test_cross_channel_norm_refuses_windows_beyond_shared_memory(device):
+    x = array.lanes(np.ones((1, 7000, LANES), np.float32))
+    with pytest.raises(ValueError, match="at most 6144 channels, got 13999"):
+        GPU.cross_channel_norm_dx(x, x, 20000, 1e-4, 0.75, 2.0)

@@ -1,4 +1,7 @@
-"""Fully connected layers on the emulated GPU: float64, and that every sum has one order."""
+"""Fully connected layers on the emulated GPU: memory layouts and the order of every sum.
+
+tests/backends/test_conformance.py compares their numbers with float64.
+"""
 
 import math
 
@@ -9,150 +12,116 @@ from single_rank import numbers
 from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, dense, launching
 from mpidl.backends.gpu.array import Array
-from mpidl.blocks import LANES, DeferredInput
+from mpidl.blocks import LANES
 from mpidl.fold import Counter, Tree
 
-ALL = True, True, True
-
-# outputs, image
-SHAPES = [
-    (1, (1,)),
-    (10, (37,)),
-    (3, (2, 3, 5)),
-    (16, (64,)),
-    (7, (400,)),  # of several chunks
-    (17, (130,)),
-    (20, (4, 2, 2)),
-    (68, (5, 3, 3)),
-    (130, (68,)),
-]
-EACH = pytest.mark.parametrize("outputs, image", SHAPES)
+ALL, ONLY_DX, ONLY_DWEIGHT = (True, True, True), (1, 0, 0), (0, 1, 0)
 
 
-def whole(blocks):
+def single_rank_tree(blocks):
     return Tree(blocks, ((0, blocks),), 0)
 
 
 class Layer:
-    """Arrays of a layer; of the last block `valid` images are used."""
+    """Arrays of a layer; the last block has `valid` images."""
 
-    def __init__(self, outputs, image, blocks=2, valid=5, activation=False):
-        def draw(what, *shape, **range):
-            return numbers(f"{what} {outputs} {image}", *shape, dtype=np.float32, **range)
+    def __init__(self, outputs, image, blocks=2, valid=5):
+        def draw(name, *shape):
+            return numbers(f"{name} {outputs} {image}", *shape, dtype=np.float32)
 
         features = math.prod(image)
-        self.image, self.flat = image, (blocks, features, LANES)
+        self.image, self.flat_shape = image, (blocks, features, LANES)
         self.x = draw("x", blocks, *image, LANES)
         self.dy = draw("dy", blocks, outputs, LANES)
-        if blocks:
-            self.dy[-1, :, valid:] = 0
+        self.dy[-1:, :, valid:] = 0
         self.weight, self.bias = draw("weight", outputs, features), draw("bias", outputs)
-        self.vectors = None
-        if activation:
-            low_and_high = {"mean": (-0.5, 0.5), "scale": (0.5, 1.5), "beta": (-0.5, 0.5)}
-            self.vectors = [
-                draw(name, image[0], low=low, high=high)
-                for name, (low, high) in low_and_high.items()
-            ]
-
-    def values(self):
-        """x, or the activation, as (B, F, 16)."""
-        if self.vectors is None:
-            return self.x.reshape(self.flat)
-        mean, scale, beta = self.vectors
-        return np.maximum(reference.batchnorm(self.x, mean, scale, beta), 0).reshape(self.flat)
 
     def exact(self):
-        """y, dx, dweight, dbias in float64."""
+        """Return y and dx in float64."""
         x, dy, weight, bias = (
-            a.astype(np.float64) for a in (self.values(), self.dy, self.weight, self.bias)
+            a.astype(np.float64)
+            for a in (self.x.reshape(self.flat_shape), self.dy, self.weight, self.bias)
         )
-        dx, dweight, dbias, _ = reference.dense_backward(dy, x, weight, whole(len(x)), ALL)
-        return reference.dense(x, weight, bias), dx, *(p.terms[0].nodes for p in (dweight, dbias))
+        dx, *_ = reference.dense_backward(dy, x, weight, single_rank_tree(len(x)), ALL)
+        return reference.dense(x, weight, bias), dx
 
     def uploaded(self, blocks=slice(None)):
-        """(x or DeferredInput, dy, weight, bias) on the device."""
+        """Return (x, dy, weight, bias) on the device."""
         x = array.lanes(self.x[blocks])
-        if self.vectors is None:
-            x = x.reshape(x.dims[0], *self.flat[1:])
-        else:
-            x = DeferredInput(x, *map(array.plain, self.vectors))
+        x = x.reshape(x.dims[0], *self.flat_shape[1:])
         weight = array.filters(self.weight, self.image)
         return x, array.lanes(self.dy[blocks]), weight, array.plain(self.bias)
 
-    def forward(self, blocks=slice(None)):
-        x, _, weight, bias = self.uploaded(blocks)
+    def forward(self):
+        x, _, weight, bias = self.uploaded()
         return dense.dense(x, weight, bias).numpy()
 
     def backward(self, tree, needs=ALL, blocks=slice(None)):
         x, dy, weight, _ = self.uploaded(blocks)
         return dense.dense_backward(dy, x, weight, tree, needs)
 
-    def everything(self, tree):
-        """Bytes of y, dx and the nodes of the Partials."""
-        dx, *partials = self.backward(tree)
-        found = [self.forward(), dx, *(n for p in partials if p is not None for n in nodes(p))]
-        return [np.asarray(v).tobytes() for v in found]
+    def dx(self):
+        return self.backward(single_rank_tree(len(self.dy)), ONLY_DX)[0].numpy()
+
+    def gradients(self):
+        """Return the bytes of dx and of the nodes of dweight and dbias."""
+        dx, *partials = self.backward(single_rank_tree(len(self.dy)))
+        arrays = [dx.numpy(), *(n for p in partials if p is not None for n in nodes(p))]
+        return [values.tobytes() for values in arrays]
 
 
 def nodes(partial):
+    """Return the nodes of a Partial; each is a row of their matrix."""
     (term,) = partial.terms
     for row, node in zip(term.nodes.matrix.numpy(), term.nodes, strict=True):
         assert row.tobytes() == node.numpy().tobytes() or node.dims != node.shape
     return [node.numpy() for node in term.nodes]
 
 
-def close(found, expected, of=2e-6):
-    assert found.shape == expected.shape and found.dtype == np.float32
-    size = max(1, abs(expected).max(initial=0))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=of * size)
+def assert_near(value, exact):
+    assert value.shape == exact.shape and value.dtype == np.float32
+    size = max(1, abs(exact).max(initial=0))
+    np.testing.assert_allclose(value, exact, rtol=0, atol=2e-6 * size)
 
 
-@EACH
-def test_against_float64(device, outputs, image):
+@pytest.mark.parametrize("outputs, image", [(10, (37,)), (3, (2, 3, 5)), (68, (5, 3, 3))])
+def test_gradients_have_the_memory_layout_of_their_values(device, outputs, image):
     layer = Layer(outputs, image)
-    dx, dweight, dbias, sums = layer.backward(whole(2))
-    y, exact_dx, (exact_dweight,), (exact_dbias,) = layer.exact()
-    assert sums is None and dx.shape == layer.flat and dx.dims == (2, *image, LANES)
-    close(layer.forward(), y)
-    close(dx.numpy(), exact_dx)
-    close(nodes(dweight)[0], exact_dweight)
-    close(nodes(dbias)[0], exact_dbias)
+    dx, dweight, dbias, sums = layer.backward(single_rank_tree(2))
+    assert sums is None and dx.shape == layer.flat_shape and dx.dims == (2, *image, LANES)
     assert not dx.numpy()[-1, :, 5:].any()
-    expected = layer.uploaded()[2]
+    weight = layer.uploaded()[2]
     (node,) = dweight.terms[0].nodes
-    assert (node.shape, node.dims, node.order) == (expected.shape, expected.dims, expected.order)
+    assert (node.shape, node.dims, node.order) == (weight.shape, weight.dims, weight.order)
+    assert len(nodes(dweight)) == len(nodes(dbias)) == 1
 
 
 @pytest.mark.parametrize("outputs", [5, 20])
-def test_runs_within_a_chunk(device, monkeypatch, outputs):
+def test_long_chunks_are_added_in_runs(device, monkeypatch, outputs):
     monkeypatch.setattr(dense, "SHORTEST", 600)
     layer = Layer(outputs, (599,))
     assert dense.chunk_of(outputs, 599) == 608
-    close(layer.forward(), layer.exact()[0])
-    layer = Layer(300, (9,))  # which dx adds up
-    close(layer.backward(whole(2), (1, 0, 0))[0].numpy(), layer.exact()[1])
+    assert_near(layer.forward(), layer.exact()[0])
+    layer = Layer(300, (9,))  # dx is a sum of 300
+    assert_near(layer.dx(), layer.exact()[1])
 
 
 @pytest.mark.parametrize("outputs, image", [(20, (30,)), (70, (9, 3, 5)), (68, (300,))])
 def test_large_tiles_give_the_same_bytes(device, monkeypatch, outputs, image):
-    """Which few processors are enough for."""
+    """Large tiles are used if they fill the device, as they do with one processor."""
     layer = Layer(outputs, image, 10)
-
-    def found():
-        return [layer.forward(), layer.backward(whole(10), (1, 0, 0))[0].numpy()]
-
-    expected = found()
+    small = [layer.forward(), layer.dx()]
     assert {"dense_many", "dense_dx"} <= set(device.launched)
     monkeypatch.setattr(device, "processors", 1)
-    assert [v.tobytes() for v in found()] == [v.tobytes() for v in expected]
+    large = [layer.forward(), layer.dx()]
+    assert [v.tobytes() for v in large] == [v.tobytes() for v in small]
     assert {"dense_large", "dense_dx_large"} <= set(device.launched)
-    for one, exact in zip(expected, layer.exact(), strict=False):
-        close(one, exact)
+    for value, exact in zip(small, layer.exact(), strict=True):
+        assert_near(value, exact)
 
 
 def test_runs_keep_rounding_small(device, monkeypatch):
-    """Of 10^4 numbers of one sign, one sum after the other would be wrong by 1e-5 of them."""
+    """Adding 10^4 numbers of one sign in turn would have a relative error of 1e-5."""
     monkeypatch.setattr(dense, "SHORTEST", 20000)
     layer = Layer(1, (10000,), 1, LANES)
     layer.x, layer.weight = abs(layer.x), abs(layer.weight)
@@ -167,12 +136,11 @@ def test_chunks_fill_a_gpu(outputs, features):
     assert chunk % 16 == 0 and tiles >= min(128, features // 128) // 2
 
 
-def leaf_by_leaf(layer, tree):
-    """The nodes of dweight by blocks that are alone, folded on the host."""
+def nodes_of_single_blocks(layer, tree):
+    """Return the nodes of dweight, computed block by block and folded on the host."""
     counter = Counter(tree)
     for b in range(len(layer.dy)):
-        own = slice(b, b + 1)
-        (leaf,) = nodes(layer.backward(whole(1), (0, 1, 0), own)[1])
+        (leaf,) = nodes(layer.backward(single_rank_tree(1), ONLY_DWEIGHT, slice(b, b + 1))[1])
         counter.push(leaf)
     return counter.values
 
@@ -183,49 +151,48 @@ def leaf_by_leaf(layer, tree):
     [(3, 13, (3, 12)), (3, 71, (0, 71)), (20, 16, (0, 16)), (20, 19, (0, 19)), (20, 19, (5, 6))],
 )
 @pytest.mark.parametrize("plain", [False, True])
-def test_the_weights_gradient_is_folded_by_the_tree(
+def test_dweight_is_folded_by_the_tree(
     device, monkeypatch, outputs, blocks, run, plain, processors
 ):
-    """However the blocks are cut into ranges, of which there are more the more processors."""
+    """The result does not depend on the number of ranges, which grows with the processors."""
     monkeypatch.setattr(device, "processors", processors)
     tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, (9,), run[1] - run[0], LANES)
-    dweight = layer.backward(tree, (0, 1, 0))[1]
-    expected = leaf_by_leaf(layer, tree)
-    assert len(nodes(dweight)) == len(tree.nodes[1])
-    for one, other in zip(nodes(dweight), expected, strict=True):
-        assert one.tobytes() == other.tobytes()
+    dweight = nodes(layer.backward(tree, ONLY_DWEIGHT)[1])
+    assert len(dweight) == len(tree.nodes[1])
+    expected = nodes_of_single_blocks(layer, tree)
+    assert [node.tobytes() for node in dweight] == [node.tobytes() for node in expected]
 
 
-def test_a_node_of_many_blocks_is_folded_by_parts(device, monkeypatch):
+def test_a_node_of_many_blocks_is_folded_in_parts(device, monkeypatch):
     kernels = dense.FOLDS | {"dense_dweight_long": (64, 32, 32)}
     monkeypatch.setattr(dense, "FOLDS", kernels)
     monkeypatch.setattr(device, "processors", 1)
     layer = Layer(17, (3,), 45, LANES)
-    (found,) = nodes(layer.backward(whole(45), (0, 1, 0))[1])
+    tree = single_rank_tree(45)
+    (node,) = nodes(layer.backward(tree, ONLY_DWEIGHT)[1])
     assert "dense_dweight_long" in device.launched and "fold_float" in device.launched
-    assert found.tobytes() == leaf_by_leaf(layer, whole(45))[0].tobytes()
+    assert node.tobytes() == nodes_of_single_blocks(layer, tree)[0].tobytes()
 
 
-def test_unused_images_do_not_count(device):
-    layer, tree = Layer(20, (50,), 2, 3), whole(2)
-    y, before = layer.forward(), layer.everything(tree)[1:]
+def test_values_in_unused_lanes_do_not_matter(device):
+    layer = Layer(20, (50,), 2, 3)
+    y, gradients = layer.forward(), layer.gradients()
     layer.x[-1, ..., 3:] = 1e30
-    assert layer.everything(tree)[1:] == before
+    assert layer.gradients() == gradients
     assert layer.forward()[:, :, :3].tobytes() == y[:, :, :3].tobytes()
 
 
 def test_weights_need_not_be_aligned(device):
     layer = Layer(20, (8,))
-    expected = layer.forward(), layer.backward(whole(2))[0].numpy()
     x, dy, weight, bias = layer.uploaded()
     flat = array.plain(np.concatenate([[0], layer.weight.ravel()]).astype(np.float32))
     weight = flat.part(1, weight.shape)
-    found = dense.dense(x, weight, bias).numpy(), dense.dense_dx(dy, weight).numpy()
-    assert [v.tobytes() for v in found] == [v.tobytes() for v in expected]
+    assert dense.dense(x, weight, bias).numpy().tobytes() == layer.forward().tobytes()
+    assert dense.dense_dx(dy, weight).numpy().tobytes() == layer.dx().tobytes()
 
 
-def test_features_in_another_order_are_refused(device):
+def test_other_memory_layouts_are_refused(device):
     layer = Layer(5, (2, 3, 4))
     x, dy, weight, bias = layer.uploaded()
     with pytest.raises(ValueError, match=r"images \(2, 3, 4\)"):

@@ -17,11 +17,11 @@ def values(dtype, *shape):
 @pytest.mark.parametrize("size", [0, 1, 255, 1030])
 def test_add(device, dtype, size):
     a, b = values(dtype, size), values(dtype, size)[::-1]
-    found = array.plain(a) + array.plain(b)
-    assert found.dtype == dtype and found.numpy().tobytes() == (a + b).tobytes()
+    total = array.plain(a) + array.plain(b)
+    assert total.dtype == dtype and total.numpy().tobytes() == (a + b).tobytes()
 
 
-def test_a_small_device_goes_through_all(emulated):
+def test_a_small_device_computes_all_elements(emulated):
     a = values("f4", 20001)
     with emulated(0, processors=1):
         on_gpu = array.plain(a)
@@ -35,8 +35,8 @@ def test_a_small_device_goes_through_all(emulated):
 
 def test_add_keeps_shape_and_order(device):
     a, b = values("f4", 2, 3, 2, 5), values("f4", 2, 3, 2, 5)
-    found = array.filters(a) + array.filters(b)
-    assert found.order == array.FILTERS and np.array_equal(found.numpy(), a + b)
+    total = array.filters(a) + array.filters(b)
+    assert total.order == array.FILTERS and np.array_equal(total.numpy(), a + b)
     with pytest.raises(ValueError, match="they differ in shape, type or order"):
         array.filters(a) + array.plain(b)
     with pytest.raises(TypeError, match="expected float32 or float64"):
@@ -44,19 +44,19 @@ def test_add_keeps_shape_and_order(device):
 
 
 @TYPES
-def test_scaled_as_the_host_scales_a_sum(device, dtype):
+def test_scaled_rounds_the_scale_as_the_host(device, dtype):
     x = values(dtype, 300)
     kind = np.dtype(dtype).type
     assert np.array_equal(elementwise.scaled(array.plain(x), -1 / 7).numpy(), x * kind(-1 / 7))
     late = fold.Late(lambda: 1 / 48, array.plain(np.array([1 / 48])), 0.3)
-    found = elementwise.scaled(array.plain(x), late).numpy()
-    assert np.array_equal(found, x * kind(float(late)))
+    scaled = elementwise.scaled(array.plain(x), late).numpy()
+    assert np.array_equal(scaled, x * kind(float(late)))
 
 
-def test_zeros(device):
-    for made in (values("f8", 5), np.ones(7, "u1"), values("f4", 0)):
-        zeros = array.plain(made).zeros_like()
-        assert zeros.dtype == made.dtype and np.array_equal(zeros.numpy(), 0 * made)
+def test_zeros_like_keeps_type_and_order(device):
+    for like in (values("f8", 5), np.ones(7, "u1"), values("f4", 0)):
+        zeros = array.plain(like).zeros_like()
+        assert zeros.dtype == like.dtype and np.array_equal(zeros.numpy(), 0 * like)
     weight = array.filters(values("f4", 2, 3, 2, 5))
     zeros = weight.zeros_like()
     assert zeros.order == weight.order and not zeros.numpy().any()
@@ -64,7 +64,7 @@ def test_zeros(device):
 
 @TYPES
 @pytest.mark.parametrize("rows", [0, 1, 3])
-def test_pack(device, dtype, rows):
+def test_pack_joins_columns_in_one_launch(device, dtype, rows):
     matrices = [values(dtype, rows, width) for width in (1, 0, 1200, 7)]
     packed = elementwise.pack([array.plain(m) for m in matrices], rows, dtype)
     assert packed.shape == (rows, 1208)
@@ -72,7 +72,7 @@ def test_pack(device, dtype, rows):
     assert len(device.launched) == min(rows, 1)
 
 
-def test_matrices_that_do_not_fit_are_refused(device):
+def test_pack_refuses_other_numbers_of_rows(device):
     a, b = launching.empty((2, 3)), launching.empty((3, 3))
     with pytest.raises(ValueError, match="expected 2 rows of float32"):
         elementwise.pack([a, b], 2)

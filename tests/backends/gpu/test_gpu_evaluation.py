@@ -1,4 +1,4 @@
-"""Scores, activations and errors where the world computes on a GPU: as on the CPU, but rounded."""
+"""Evaluation and prediction on a GPU: scores, activations and errors close to the CPU's."""
 
 import numpy as np
 import pytest
@@ -37,16 +37,16 @@ class Images(Datastore):
         return numbers("gpu targets", 37, *self.targets_shape, dtype=np.float32)[indices]
 
 
-def both(world, function):
-    """function's results on the GPU and on the CPU."""
-    found = function(world)
+def on_gpu_and_cpu(world, function):
+    """Return function(world) on the GPU and on the CPU."""
+    on_gpu = function(world)
     device, counts, world.device, world.counts = world.device, world.counts, None, None
-    expected = function(world)
+    on_cpu = function(world)
     world.device, world.counts = device, counts
-    return found, expected
+    return on_gpu, on_cpu
 
 
-def test_scores_and_activations(world):
+def test_scores_and_activations_agree_with_the_cpu(world):
     net, store = small(), Images()
     for function in (
         lambda w: dl.predict(net, store, world=w, batch_size=20),
@@ -55,39 +55,40 @@ def test_scores_and_activations(world):
             for layer in net.layer_names
         ),
     ):
-        found, expected = both(world, function)
-        assert found.dtype == np.float32 and found.shape == expected.shape
-        np.testing.assert_allclose(found, expected, atol=2e-5)
-    found, expected = both(world, lambda w: dl.classify(net, store, world=w, batch_size=20))
-    assert np.array_equal(found, expected)
-    assert not net.on_device  # the network stayed where it was
+        values, expected = on_gpu_and_cpu(world, function)
+        assert values.dtype == np.float32 and values.shape == expected.shape
+        np.testing.assert_allclose(values, expected, atol=2e-5)
+    classes, expected = on_gpu_and_cpu(
+        world, lambda w: dl.classify(net, store, world=w, batch_size=20)
+    )
+    assert np.array_equal(classes, expected)
+    assert not net.on_device  # the network itself was not moved
 
 
-def test_a_layer_before_all_learnables(world):
+def test_activations_of_a_layer_before_all_learnables(world):
     layers = [dl.MaxPool2D(2), dl.Dense(3)]
     net, store = dl.Network(layers, SHAPE), Images()
-    found, expected = both(world, lambda w: dl.activations(net, store, "maxpool1", world=w))
-    assert np.array_equal(found, expected)
-
-
-def test_evaluation(world):
-    net, store = small(), Images()
-    how = {"batch_size": 20, "top_k": 2, "confusion": True}
-    found, expected = both(world, lambda w: dl.evaluate(net, store, world=w, **how))
-    assert found.loss == pytest.approx(expected.loss, abs=1e-5)
-    assert (found.accuracy, found.images, found.top_k) == (
-        expected.accuracy,
-        expected.images,
-        expected.top_k,
+    values, expected = on_gpu_and_cpu(
+        world, lambda w: dl.activations(net, store, "maxpool1", world=w)
     )
-    assert np.array_equal(found.confusion.counts, expected.confusion.counts)
+    assert np.array_equal(values, expected)
+
+
+def test_evaluation_agrees_with_the_cpu(world):
+    net, store = small(), Images()
+    options = {"batch_size": 20, "top_k": 2, "confusion": True}
+    result, expected = on_gpu_and_cpu(world, lambda w: dl.evaluate(net, store, world=w, **options))
+    assert result.loss == pytest.approx(expected.loss, abs=1e-5)
+    for name in ("accuracy", "images", "top_k"):
+        assert getattr(result, name) == getattr(expected, name)
+    assert np.array_equal(result.confusion.counts, expected.confusion.counts)
 
 
 @pytest.mark.parametrize(("last", "shape"), [(None, (5, 4, 4)), (3, (3,))])
-def test_regression_errors(last, shape, world):
+def test_regression_errors_agree_with_the_cpu(last, shape, world):
     net, store = small(last), Images(shape)
-    found, expected = both(
+    errors, expected = on_gpu_and_cpu(
         world, lambda w: dl.regression_errors(net, store, world=w, batch_size=20)
     )
-    assert found.images == expected.images == 37
-    np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-5)
+    assert errors.images == expected.images == 37
+    np.testing.assert_allclose(errors[:2], expected[:2], rtol=1e-5)

@@ -12,11 +12,11 @@ KINDS = {
     "double": (fold.add, "f8"),
     "moments": (fold.merge_moments, "f8"),
 }
-EACH = pytest.mark.parametrize("kind", KINDS)
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def leaves_of(kind, count, width):
-    """Values of many magnitudes, so that every other order shows; of moments some that count 0."""
+    """Draw values of many magnitudes, so that another order shows; some moments have count 0."""
     rng = np.random.default_rng(count * 1000 + width)
     if kind != "moments":
         values = rng.standard_normal((count, width)) * 10 ** rng.uniform(-3, 3, (count, width))
@@ -33,7 +33,7 @@ def trees(blocks, ranks, load=None):
 
 
 def root_of(leaves, combine):
-    """By the host, of all leaves."""
+    """Fold all leaves on the host."""
     (tree,) = trees(len(leaves), 1)
     counter = fold.Counter(tree, combine)
     for leaf in leaves:
@@ -42,49 +42,48 @@ def root_of(leaves, combine):
 
 
 def nodes_by_gpu(leaves, tree, per_block, combine):
-    """This rank's Partial."""
+    """Return the Partial of a rank."""
     first, last = (edge * per_block for edge in tree.run)
     return gpu_fold.partial_of_leaves(array.plain(leaves[first:last]), tree, per_block, combine)
 
 
-def root_by_gpu(leaves, of_ranks, per_block, combine):
-    """Nodes of each rank by the GPU; combined by the host, and by the GPU."""
-    partials = [nodes_by_gpu(leaves, tree, per_block, combine) for tree in of_ranks]
-    nodes = [node for own in of_ranks[0].nodes for node in own]
+def roots_by_gpu(leaves, rank_trees, per_block, combine):
+    """Fold each rank's nodes on the GPU; combine them on the host and on the GPU."""
+    partials = [nodes_by_gpu(leaves, tree, per_block, combine) for tree in rank_trees]
+    nodes = [node for rank_nodes in rank_trees[0].nodes for node in rank_nodes]
     values = [np.array(row) for p in partials for row in p.terms[0].nodes]
-    together = gpu_fold.fold_all(array.plain(np.array(values)), of_ranks[0], combine)
-    return fold.fold_nodes(of_ranks[0], nodes, values, combine), together.numpy()
+    root = gpu_fold.fold_all(array.plain(np.array(values)), rank_trees[0], combine)
+    return fold.fold_nodes(rank_trees[0], nodes, values, combine), root.numpy()
 
 
-@EACH
+@ALL_KINDS
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 11, 16, 21, 61, 64, 100, 129])
 def test_a_fold_has_the_bytes_of_the_host(device, kind, count):
     combine, _ = KINDS[kind]
     leaves = leaves_of(kind, count, 21)
-    found = gpu_fold.fold_rows(array.plain(leaves), [(0, count)], combine)
-    assert found.numpy().tobytes() == root_of(leaves, combine).tobytes()
+    root = gpu_fold.fold_rows(array.plain(leaves), [(0, count)], combine)
+    assert root.numpy().tobytes() == root_of(leaves, combine).tobytes()
 
 
-@EACH
+@ALL_KINDS
 @pytest.mark.parametrize("blocks, per_block", [(1, 16), (5, 1), (6, 4), (13, 2), (8, 1)])
 def test_any_number_of_ranks_gives_the_same_bytes(device, kind, blocks, per_block):
     combine, _ = KINDS[kind]
     leaves = leaves_of(kind, blocks * per_block, 13)
     expected = root_of(leaves, combine).tobytes()
     for ranks, load in ((1, None), (2, None), (3, (1, 0, 2)), (5, None)):
-        for root in root_by_gpu(leaves, trees(blocks, ranks, load), per_block, combine):
+        for root in roots_by_gpu(leaves, trees(blocks, ranks, load), per_block, combine):
             assert root.tobytes() == expected
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_nothing_is_added_where_there_is_no_leaf(device, dtype):
-    """Not even a zero, which would make another number of -0."""
-    found = gpu_fold.fold_rows(array.plain(np.full((21, 3), -0.0, dtype)), [(0, 21)])
-    assert np.signbit(found.numpy()).all()
+def test_missing_leaves_are_not_added_as_zeros(device, dtype):
+    """Adding 0 would turn -0 into 0."""
+    root = gpu_fold.fold_rows(array.plain(np.full((21, 3), -0.0, dtype)), [(0, 21)])
+    assert np.signbit(root.numpy()).all()
 
 
-def test_a_fold_that_ignored_the_tree_would_show(device):
-    """The negative control: from left to right the bytes are others."""
+def test_negative_control_adding_in_turn_gives_other_bytes():
     leaves = leaves_of("float", 61, 21)
     in_turn = leaves[0].copy()
     for leaf in leaves[1:]:
@@ -92,34 +91,33 @@ def test_a_fold_that_ignored_the_tree_would_show(device):
     assert in_turn.tobytes() != root_of(leaves, fold.add).tobytes()
 
 
-@EACH
-def test_how_threads_share_a_fold_changes_nothing(device, monkeypatch, kind):
-    """Columns and chunks of any size, alone or side by side; several nodes at once."""
+@ALL_KINDS
+def test_the_spread_over_threads_does_not_change_a_byte(device, monkeypatch, kind):
+    """Columns, rows and chunks of any size, with several nodes at once."""
     combine, _ = KINDS[kind]
     leaves = leaves_of(kind, 61, 21)
     ranges = [(0, 32), (32, 1), (33, 28)]
     expected = b"".join(root_of(leaves[a : a + n], combine).tobytes() for a, n in ranges)
-    ways = [(4, 8, 4), (4, 16, 2), (8, 32, 1)]
-    ways += [] if kind == "moments" else [(256, 1, 64), (32, 1, 32), (32, 4, 8), (8, 4, 16)]
-    for columns, rows, chunk in ways:
-        monkeypatch.setattr(gpu_fold, "spread", lambda *_, way=(columns, rows, chunk): way)
-        found = gpu_fold.fold_rows(array.plain(leaves), ranges, combine)
-        assert found.numpy().tobytes() == expected, (columns, rows, chunk)
+    spreads = [(4, 8, 4), (4, 16, 2), (8, 32, 1)]  # columns, rows, chunk
+    spreads += [] if kind == "moments" else [(256, 1, 64), (32, 1, 32), (32, 4, 8), (8, 4, 16)]
+    for spread in spreads:
+        monkeypatch.setattr(gpu_fold, "spread", lambda *_, spread=spread: spread)
+        nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine)
+        assert nodes.numpy().tobytes() == expected, spread
 
 
 @pytest.mark.parametrize("width", [1, 700, 1025, 40000])
-def test_wide_sums(device, width):
+def test_sums_of_any_width(device, width):
     leaves = leaves_of("float", 9, width)
-    found = gpu_fold.fold_rows(array.plain(leaves), [(0, 9)])
-    assert found.numpy().tobytes() == root_of(leaves, fold.add).tobytes()
+    root = gpu_fold.fold_rows(array.plain(leaves), [(0, 9)])
+    assert root.numpy().tobytes() == root_of(leaves, fold.add).tobytes()
 
 
 def test_every_spread_covers_its_leaves():
-    for kind, most in gpu_fold.LEAVES.items():
+    for kind, limit in gpu_fold.LEAVES.items():
+        counts = [n for n in (1, 3, 4, 5, 16, 17, 250, 1000, limit) if n <= limit]
         for width in (1, 20, 1 << 10, 1 << 15):
-            for leaves in (1, 3, 4, 5, 16, 17, 250, 1000, most):
-                if leaves > most:
-                    continue
+            for leaves in counts:
                 columns, rows, chunk = gpu_fold.spread(width, leaves, kind)
                 assert rows * chunk >= leaves and chunk & (chunk - 1) == 0
                 assert columns * rows % 32 == 0
@@ -127,32 +125,30 @@ def test_every_spread_covers_its_leaves():
                 assert kind != "moments" or chunk <= 4
 
 
-@EACH
+@ALL_KINDS
 def test_more_leaves_than_one_launch_takes(device, monkeypatch, kind):
     combine, _ = KINDS[kind]
     monkeypatch.setitem(gpu_fold.LEAVES, kind, 32)  # groups of 2
     leaves = leaves_of(kind, 201, 5)
     ranges = [(0, 128), (128, 64), (192, 9)]
-    found = gpu_fold.fold_rows(array.plain(leaves), ranges, combine).numpy()
-    for row, (first, count) in zip(found, ranges, strict=True):
-        assert row.tobytes() == root_of(leaves[first : first + count], combine).tobytes()
+    nodes = gpu_fold.fold_rows(array.plain(leaves), ranges, combine).numpy()
+    for node, (first, count) in zip(nodes, ranges, strict=True):
+        assert node.tobytes() == root_of(leaves[first : first + count], combine).tobytes()
     assert len(device.launched) == 3  # of 128 leaves, 64 groups, 32
 
 
-@EACH
+@ALL_KINDS
 def test_any_schedule_gives_the_same_bytes(emulated, kind):
     combine, _ = KINDS[kind]
-    leaves, found = leaves_of(kind, 45, 11), set()
+    leaves = leaves_of(kind, 45, 11)
     for order in (0, 1, 2):
         with emulated(order):
             for _ in range(2):
-                found.add(
-                    gpu_fold.fold_rows(array.plain(leaves), [(0, 45)], combine).numpy().tobytes()
-                )
-    assert found == {root_of(leaves, combine).tobytes()}
+                root = gpu_fold.fold_rows(array.plain(leaves), [(0, 45)], combine)
+                assert root.numpy().tobytes() == root_of(leaves, combine).tobytes()
 
 
-@EACH
+@ALL_KINDS
 def test_a_rank_without_blocks_has_no_node(device, kind):
     combine, dtype = KINDS[kind]
     tree = trees(2, 3)[2]
@@ -162,8 +158,8 @@ def test_a_rank_without_blocks_has_no_node(device, kind):
     assert partial.shape == (9,) and partial.dtype == dtype and device.launched == []
 
 
-def test_a_gradient_lies_as_its_learnable(device):
-    """Rows are in the order of memory; what is seen is the logical shape."""
+def test_a_gradient_has_the_memory_layout_of_its_learnable(device):
+    """Rows are in the order of memory; arrays have the logical shape."""
     weight = np.arange(2 * 3 * 2 * 2, dtype="f4").reshape(2, 3, 2, 2)
     like = array.filters(weight)
     memory = array.in_memory(weight, like.dims, like.order).reshape(-1)
@@ -173,13 +169,13 @@ def test_a_gradient_lies_as_its_learnable(device):
     (node,) = partial.terms[0].nodes
     assert partial.shape == node.shape == weight.shape and node.order == like.order
     assert np.array_equal(node.numpy(), 7 * weight)
-    whole = gpu_fold.fold_all(partial.terms[0].nodes.matrix, tree, like=like)
-    assert np.array_equal(whole.numpy(), 7 * weight)
+    root = gpu_fold.fold_all(partial.terms[0].nodes.matrix, tree, like=like)
+    assert np.array_equal(root.numpy(), 7 * weight)
     shaped = gpu_fold.partial_of_leaves(array.plain(leaves), tree, 1, shape=(4, 6))
     assert shaped.shape == shaped.terms[0].nodes[0].shape == (4, 6)
 
 
-def test_what_does_not_fit_is_refused(device):
+def test_unsuitable_leaves_are_refused(device):
     (tree,) = trees(2, 1)
     with pytest.raises(ValueError, match=r"of 2 blocks, got shape \(3, 4\), 1 rows a block"):
         gpu_fold.partial_of_leaves(launching.empty((3, 4)), tree, 1)

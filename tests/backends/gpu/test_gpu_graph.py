@@ -1,4 +1,4 @@
-"""Branches and frozen layers on the emulated GPU: steps against the CPU, recorded or not."""
+"""Networks with branches and frozen layers: GPU steps against the CPU, recorded and eager."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def pictures(count=50):
 
 def trained(world, net, **options):
     settings = {"epochs": 1, "batch_size": 32, "verbose_every": 0, "learning_rate": 0.1}
-    settings["batchnorm_statistics"] = "moving"  # as the step leaves them
+    settings["batchnorm_statistics"] = "moving"  # those that the steps compute
     trainer.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
     return net
 
@@ -54,18 +54,18 @@ def trained(world, net, **options):
 @pytest.mark.parametrize("names", FROZEN.values(), ids=FROZEN)
 def test_a_step_agrees_with_the_cpu(world, names):
     steps = []
-    for where in (world, dl.World(threads=1)):
+    for rank in (world, dl.World(threads=1)):
         net = residual().freeze(*names)
         start = {**net.parameters, **net.state}
-        trained(where, net, max_iterations=1, l2=0.0)
+        trained(rank, net, max_iterations=1, l2=0.0)
         now = {**net.parameters, **net.state}
         steps.append({name: now[name].astype(np.float64) - start[name] for name in start})
     for name, expected in steps[1].items():
-        found, layer = steps[0][name], name.split(".")[0]
+        step, layer = steps[0][name], name.split(".")[0]
         if layer in names:
-            assert not expected.any() and not found.any(), name
-        elif not (name.startswith("conv") and name.endswith("bias")):  # whose gradient is noise
-            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            assert not expected.any() and not step.any(), name
+        elif not (name.startswith("conv") and name.endswith("bias")):  # their gradients are noise
+            error = np.linalg.norm(step - expected) / np.linalg.norm(expected)
             assert error < 2e-5, name
 
 
@@ -76,7 +76,7 @@ RECORDED = [
 
 
 @pytest.mark.parametrize("names", RECORDED)
-def test_recorded_or_not_the_bytes_are_the_same(world, names):
+def test_recorded_and_eager_steps_give_the_same_bytes(world, names):
     recorded = trained(world, residual().freeze(*names), shuffle="never", l2=0.001, epochs=2)
     net = residual().freeze(*names).to(world.device)
     queue = dl.MinibatchQueue(pictures(), 32, world=world, shuffle="never")
@@ -89,9 +89,9 @@ def test_recorded_or_not_the_bytes_are_the_same(world, names):
 
 
 def test_fused_layers_have_the_bytes_of_the_separate_ones(world):
-    found = []
+    hashes = []
     for fuse in (True, False):
         net = residual()
         net.fuse = fuse
-        found.append(weights_sha256(trained(world, net)))
-    assert found[0] == found[1]
+        hashes.append(weights_sha256(trained(world, net)))
+    assert hashes[0] == hashes[1]

@@ -1,4 +1,4 @@
-"""Augmented and normalized images on the emulated GPU: those that the CPU is given."""
+"""Augmented and normalized images on the emulated GPU: the same as on the CPU."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from mpidl.data.loading import device_queue
 from mpidl.training import trainer
 from mpidl.training.files.model_file import weights_sha256
 
-WHOLE = {"reflect_x": True, "reflect_y": True, "translate_x": 2, "crop": (8, 9), "fill": 9}
-WARPED = WHOLE | {"rotation": 20, "scale": (0.8, 1.2)}
+MOVED = {"reflect_x": True, "reflect_y": True, "translate_x": 2, "crop": (8, 9), "fill": 9}
+WARPED = MOVED | {"rotation": 20, "scale": (0.8, 1.2)}
 
 
 def pictures(count, kind=np.uint8):
@@ -18,7 +18,8 @@ def pictures(count, kind=np.uint8):
     return dl.ArrayDatastore(images.astype(kind), np.arange(count) % 3)
 
 
-def plan(ranges, name, store):
+def queue_options(ranges, name, store):
+    """Return the options of a queue: augmenter and normalization."""
     return {
         "augmenter": None if ranges is None else dl.Augmenter(**ranges),
         "normalization": dl.data.normalization(name, store),
@@ -26,8 +27,8 @@ def plan(ranges, name, store):
 
 
 CASES = [
-    (WHOLE, "zscore", np.uint8),
-    (WHOLE, "rescale-zero-one", np.float32),
+    (MOVED, "zscore", np.uint8),
+    (MOVED, "rescale-zero-one", np.float32),
     (WARPED, "zerocenter-element", np.uint8),
     ({"translate_y": 3}, "none", np.uint8),
     (None, "rescale-symmetric", np.float32),
@@ -35,22 +36,22 @@ CASES = [
 
 
 @pytest.mark.parametrize("ranges, name, kind", CASES)
-def test_a_queue_uploads_what_the_host_would_make(world, ranges, name, kind):
+def test_a_queue_uploads_the_images_of_the_host(world, ranges, name, kind):
     store = pictures(40, kind)
-    how = plan(ranges, name, store)
-    ours = dl.MinibatchQueue(store, 24, 3, world, **how)
-    host = dl.MinibatchQueue(store, 24, 3, **how)
-    for (images, labels), (wanted, known) in zip(ours.epoch(2), host.epoch(2), strict=True):
-        assert images.lanes.numpy().tobytes() == wanted.lanes.tobytes()
-        assert np.array_equal(labels.lanes.numpy(), known.lanes)
+    options = queue_options(ranges, name, store)
+    queue = dl.MinibatchQueue(store, 24, 3, world, **options)
+    host_queue = dl.MinibatchQueue(store, 24, 3, **options)
+    for (x, y), (host_x, host_y) in zip(queue.epoch(2), host_queue.epoch(2), strict=True):
+        assert x.lanes.numpy().tobytes() == host_x.lanes.tobytes()
+        assert np.array_equal(y.lanes.numpy(), host_y.lanes)
 
 
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("ranges, name, kind", CASES)
-def test_a_recorded_step_is_told_of_each_mini_batch(
+def test_recorded_steps_learn_from_the_images_of_the_host(
     world, ranges, name, kind, resident, monkeypatch
 ):
-    """Training on both: the weights agree as far as sums in another order let them."""
+    """Weights agree up to the rounding of sums in another order."""
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     store = pictures(40, kind)
     options = {
@@ -61,19 +62,18 @@ def test_a_recorded_step_is_told_of_each_mini_batch(
         "normalization": name,
         "augmenter": None if ranges is None else dl.Augmenter(**ranges),
     }
-    found = {}
-    for where in ("gpu", "cpu"):
-        held = world if where == "gpu" else dl.World(threads=1)
+    nets = []
+    for rank in (world, dl.World(threads=1)):
         shape = (3, *(ranges or {}).get("crop", (10, 11)))
         net = dl.Network([dl.Conv2D(3, 4), dl.Dense(3)], shape)
-        trainer.train(net, store, dl.TrainingOptions(**options), world=held)
-        found[where] = net
-    for name, expected in found["cpu"].parameters.items():
-        error = abs(found["gpu"].parameters[name] - expected).max()
+        trainer.train(net, store, dl.TrainingOptions(**options), world=rank)
+        nets.append(net)
+    for name, expected in nets[1].parameters.items():
+        error = abs(nets[0].parameters[name] - expected).max()
         assert error < 1e-4 * max(abs(expected).max(), 1e-3), name
 
 
-def test_negative_control_without_augmentation_the_weights_are_others(world):
+def test_negative_control_augmentation_changes_the_weights(world):
     store, hashes = pictures(40), set()
     for flip in ("none", "x"):
         net = dl.Network([dl.Conv2D(3, 4), dl.Dense(3)], (3, 10, 11))

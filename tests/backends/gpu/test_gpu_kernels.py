@@ -1,4 +1,4 @@
-"""Every kernel compiles for every GPU that mpidl supports, and takes no more of it than before."""
+"""Every kernel compiles for every supported GPU, with the registers and memory of the table."""
 
 import functools
 import json
@@ -10,10 +10,10 @@ import variants
 
 from mpidl.backends.gpu import kernels, nvrtc
 
-MARGIN = 4  # registers more than the table's, or fewer, say nothing
+MARGIN = 4  # registers by which a kernel may differ from the table
 NEW_TABLE = "PYTHONPATH=.:tests python tests/backends/gpu/resources.py writes the table anew"
 
-MORE = pytest.mark.slow("gpu")
+SLOW = pytest.mark.slow("gpu")
 
 
 def skip_without_nvrtc():
@@ -23,14 +23,14 @@ def skip_without_nvrtc():
 
 @functools.cache
 def compiled(architecture):
-    """{unit: its resources, or an exception}."""
+    """Compile all units; return {unit: its resources, or an exception}."""
     return resources.compile_all(variants.units(architecture), architecture)
 
 
 def architectures(*names):
-    """The newest is compiled for in every run, the others in the slow part."""
+    """Test the newest architecture in every run, the others in the slow part."""
     return [
-        name if name == resources.ARCHITECTURES[-1] else pytest.param(name, marks=MORE)
+        name if name == resources.ARCHITECTURES[-1] else pytest.param(name, marks=SLOW)
         for name in names
     ]
 
@@ -42,15 +42,16 @@ def architecture(request):
 
 
 def test_every_unit_compiles(architecture):
-    found = compiled(architecture)
-    assert [str(v) for v in found.values() if isinstance(v, Exception)] == []
-    for unit, entries in found.items():
+    resources_of_units = compiled(architecture)
+    errors = [str(v) for v in resources_of_units.values() if isinstance(v, Exception)]
+    assert errors == []
+    for unit, entries in resources_of_units.items():
         missing = set(kernels.signatures(unit.text)) - set(entries)
         assert not missing, f"{resources.label(unit)}: {missing} is not in the compiler's log"
 
 
 @pytest.mark.parametrize("architecture", architectures("sm_80", "sm_90"), indirect=True)
-def test_nothing_spills(architecture):
+def test_no_kernel_spills_registers(architecture):
     spilled = [
         f"{resources.label(unit)}: {name}: {entry['spills']} bytes"
         for unit, entries in compiled(architecture).items()
@@ -61,37 +62,37 @@ def test_nothing_spills(architecture):
     assert spilled == []
 
 
-def test_registers_are_those_of_the_table(architecture):
+def test_registers_and_memory_match_the_table(architecture):
     with open(resources.TABLE) as file:
         table = json.load(file)
     version = "{}.{}".format(*nvrtc.find(architecture).version)
     if version != table["nvrtc"]:
         pytest.skip(f"the table was made by NVRTC {table['nvrtc']}, this is {version}")
-    found = {
+    actual = {
         f"{resources.label(unit)}: {name}": entry
         for unit, entries in compiled(architecture).items()
         if not isinstance(entries, Exception)
         for name, entry in entries.items()
     }
-    assert set(found) == set(table[architecture]), NEW_TABLE
+    assert set(actual) == set(table[architecture]), NEW_TABLE
     changed = []
-    for name, entry in found.items():
+    for name, entry in actual.items():
         expected = table[architecture][name]
-        more = entry["registers"] - expected["registers"]
-        if abs(more) > MARGIN or entry | {"registers": 0} != expected | {"registers": 0}:
+        difference = entry["registers"] - expected["registers"]
+        if abs(difference) > MARGIN or entry | {"registers": 0} != expected | {"registers": 0}:
             changed.append(f"{name}: expected {expected}, found {entry}")
     assert changed == [], NEW_TABLE
 
 
 @functools.cache
 def nvrtc_12():
-    """The Nvrtc of CUDA 12, which compiles for sm_70: MPIDL_NVRTC12, or pip's. None without."""
-    named = os.environ.get("MPIDL_NVRTC12")
-    found = [nvrtc.Nvrtc(named)] if named else nvrtc.installed()
-    return next((one for one in found if 70 in one.architectures), None)
+    """Return the Nvrtc of CUDA 12, which compiles for sm_70: of MPIDL_NVRTC12 or pip; or None."""
+    path = os.environ.get("MPIDL_NVRTC12")
+    compilers = [nvrtc.Nvrtc(path)] if path else nvrtc.installed()
+    return next((compiler for compiler in compilers if 70 in compiler.architectures), None)
 
 
-@MORE
+@SLOW
 def test_every_unit_compiles_for_volta():
     compiler = nvrtc_12()
     if compiler is None:
@@ -103,18 +104,18 @@ def test_every_unit_compiles_for_volta():
         assert image.startswith(b"\x7fELF")
 
 
-def test_no_text_includes_another():
-    """The cache knows a unit by its text, and no headers are needed where NVRTC is."""
+def test_kernel_sources_have_no_includes():
+    """The cache identifies a unit by its text, and NVRTC runs without CUDA's headers."""
     for name in ["common.cuh", *(f"{family}.cu" for family in kernels.families())]:
         lines = [line for line in kernels.source(name).splitlines() if "#include" in line]
         assert lines == [], name
 
 
-def test_no_atomics():
-    """A sum that depends on which block comes first would not be the same bytes twice."""
+def test_kernels_use_no_atomics():
+    """A sum in the order in which blocks run would not have the same bytes twice."""
     for family in kernels.families():
         assert "atomic" not in kernels.source(f"{family}.cu"), family
 
 
-def test_the_families_that_need_more_are_there():
+def test_families_with_a_minimum_architecture_exist():
     assert set(kernels.NEEDS) <= set(kernels.families())

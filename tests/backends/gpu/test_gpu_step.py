@@ -1,4 +1,4 @@
-"""Whole training steps on the emulated GPU: against the CPU, recorded and not, from any data."""
+"""Training steps on the emulated GPU: against the CPU, recorded and eager, from any data."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SIDE, CLASSES = 10, 3
 
 
 def small():
-    """A network with a sum of each kind, odd channels and overlapping windows."""
+    """Return a network with sums of each kind, odd channels and overlapping windows."""
     layers = [
         dl.Conv2D(3, 5, padding=1),
         dl.BatchNorm(),
@@ -35,7 +35,7 @@ def small():
 def pictures(count, side=SIDE, classes=CLASSES, dtype=np.uint8):
     images = numbers("gpu pictures", count, 1, side, side, low=0, high=256)
     labels = np.arange(count) * 7 % classes
-    images[np.arange(count), 0, labels, :] = 255  # a row that tells the class
+    images[np.arange(count), 0, labels, :] = 255  # the class is a bright row
     return dl.ArrayDatastore(images.astype(np.uint8).astype(dtype), labels)
 
 
@@ -48,24 +48,23 @@ def trained(world, store=None, net=None, **options):
 
 @pytest.mark.slow("gpu")
 def test_a_step_of_digits_agrees_with_the_cpu(world):
-    """What a recorded step adds to the weights, in a mini-batch smaller than it was recorded for.
+    """The change of the weights by one recorded step, in a smaller mini-batch than recorded.
 
-    Of one step: after it a ReLU that flipped would make more of the difference.
+    In later steps, a ReLU that flipped would amplify the difference.
     """
     train, _ = dl.data.digits().split(0.9, seed=0)
     store = train.subset(np.arange(0, len(train), len(train) // 20)[:20])
-    nets = {}
-    for where in ("gpu", "cpu"):
-        held = world if where == "gpu" else dl.World(threads=1)
+    steps = []
+    for rank in (world, dl.World(threads=1)):
         net = dl.Network(dl.nn.zoo.digits((1, 28, 28), 10).layers, (1, 28, 28))
         start = dict(net.parameters)
-        # a large rate, so that the weights' own rounding is small beside the step
-        trained(held, store, net, epochs=1, batch_size=32, learning_rate=1.0, l2=0.0)
-        nets[where] = {k: v.astype(np.float64) - start[k] for k, v in net.parameters.items()}
+        # with a large rate, the rounding of the weights is small compared to the step
+        trained(rank, store, net, epochs=1, batch_size=32, learning_rate=1.0, l2=0.0)
+        steps.append({k: v.astype(np.float64) - start[k] for k, v in net.parameters.items()})
     errors = {
-        name: np.linalg.norm(nets["gpu"][name] - expected) / np.linalg.norm(expected)
-        for name, expected in nets["cpu"].items()
-        # batch normalization takes a convolution's bias out: its gradient is noise
+        name: np.linalg.norm(steps[0][name] - expected) / np.linalg.norm(expected)
+        for name, expected in steps[1].items()
+        # batch normalization cancels a convolution's bias, whose gradient is noise
         if not (name.startswith("conv") and name.endswith(".bias"))
     }
     worst = max(errors, key=errors.get)
@@ -73,9 +72,9 @@ def test_a_step_of_digits_agrees_with_the_cpu(world):
     assert errors[worst] < 1e-5
 
 
-def test_recorded_or_not_the_bytes_are_the_same(world):
-    how = {"shuffle": "never", "batchnorm_statistics": "moving"}
-    recorded = trained(world, pictures(80), l2=0.001, momentum=0.5, **how)
+def test_recorded_and_eager_steps_give_the_same_bytes(world):
+    options = {"shuffle": "never", "batchnorm_statistics": "moving"}
+    recorded = trained(world, pictures(80), l2=0.001, momentum=0.5, **options)
     net = small().to(world.device)
     queue = dl.MinibatchQueue(pictures(80), 40, world=world, shuffle="never")
     sgdm = dl.SGDM(learning_rate=0.01, momentum=0.5, l2=0.001)
@@ -88,21 +87,21 @@ def test_recorded_or_not_the_bytes_are_the_same(world):
     assert weights_sha256(net.to(None)) == weights_sha256(recorded)
 
 
-def test_graphs_do_not_matter(world):
+def test_graphs_do_not_change_a_byte(world):
     assert weights_sha256(trained(world)) == weights_sha256(trained(world, graphs="off"))
 
 
 @pytest.mark.parametrize(
     "device", [pytest.param(1, marks=pytest.mark.slow("gpu")), 2], indirect=True
 )
-def test_the_schedule_does_not_matter(world, emulated):
-    found = weights_sha256(trained(world))
+def test_thread_schedules_do_not_change_a_byte(world, emulated):
+    weights = weights_sha256(trained(world))
     with emulated(0) as device:
         world.device = device
-        assert weights_sha256(trained(world)) == found
+        assert weights_sha256(trained(world)) == weights
 
 
-def test_ranks_that_share_a_gpu_share_its_memory(world, monkeypatch):
+def test_ranks_on_one_gpu_share_its_memory(world, monkeypatch):
     store = pictures(30)
     nbytes = store.images.nbytes + 4 * len(store)  # with the labels
     monkeypatch.setattr(device_queue, "RESIDENT", (2 * nbytes + 1) / world.device.memory)
@@ -113,7 +112,7 @@ def test_ranks_that_share_a_gpu_share_its_memory(world, monkeypatch):
 
 
 @pytest.mark.parametrize("frozen", ["dense1", "dense2", "dense3"])
-def test_frozen_weights_stay_and_the_others_move(world, frozen):
+def test_frozen_weights_are_not_trained(world, frozen):
     layers = [dl.Dense(6), dl.ReLU(), dl.Dense(5), dl.ReLU(), dl.Dense(CLASSES)]
     net = dl.Network(layers, (1, SIDE, SIDE), seed=1).freeze(frozen)
     before = dict(net.parameters)
@@ -121,43 +120,41 @@ def test_frozen_weights_stay_and_the_others_move(world, frozen):
     trained(world, net=net)
     trained(dl.World(threads=1), net=host)
     for name, value in net.parameters.items():
-        stays = name.startswith(frozen)
-        assert np.array_equal(value, before[name]) == stays, name
+        assert np.array_equal(value, before[name]) == name.startswith(frozen), name
         np.testing.assert_allclose(value, host.parameters[name], rtol=1e-4, atol=1e-5)
 
 
-def test_data_that_do_not_fit_are_staged(world, monkeypatch):
+def test_data_larger_than_the_device_memory_are_staged(world, monkeypatch):
     expected = weights_sha256(trained(world))
     monkeypatch.setattr(device_queue, "RESIDENT", 0.0)
     assert weights_sha256(trained(world)) == expected
 
 
-def test_floats_are_left_as_they_are(world):
+def test_float_pixels_are_not_divided(world):
     store = pictures(50, dtype=np.float32)
     store.images /= np.float32(255)
-    found = trained(world, store, epochs=1)
+    floats = trained(world, store, epochs=1)
     expected = trained(world, pictures(50), epochs=1)
-    assert weights_sha256(found) == weights_sha256(expected)
+    assert weights_sha256(floats) == weights_sha256(expected)
 
 
-def test_nothing_of_a_step_is_allocated_twice(world, device):
-    """More epochs take no more memory."""
-    counted = []
-    allocate = device.allocate
-    device.allocate = lambda nbytes: counted.append(nbytes) or allocate(nbytes)
-    sums = []
+def test_more_epochs_allocate_no_more_memory(world, device):
+    sizes, totals, allocate = [], [], device.allocate
+    device.allocate = lambda nbytes: sizes.append(nbytes) or allocate(nbytes)
     for epochs in (1, 1, 4):
         trained(world, epochs=epochs)
-        sums.append(sum(counted))
-    assert sums[1] - sums[0] == sums[2] - sums[1] > 0
+        totals.append(sum(sizes))
+    assert totals[1] - totals[0] == totals[2] - totals[1] > 0
 
 
-def test_evaluation_and_prediction(world):
+def test_evaluation_and_prediction_agree_with_the_cpu(world):
     net, store = small(), pictures(50)
     host = dl.World(threads=1)
-    found, expected = (evaluate.evaluate(net, store, world=w, batch_size=40) for w in (world, host))
-    assert found.accuracy == expected.accuracy and found.images == 50
-    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    result, expected = (
+        evaluate.evaluate(net, store, world=w, batch_size=40) for w in (world, host)
+    )
+    assert result.accuracy == expected.accuracy and result.images == 50
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
     scores = predict.predict(net, store, world=world, batch_size=40)
     expected = predict.predict(net, store, world=host)
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-7)
@@ -165,7 +162,7 @@ def test_evaluation_and_prediction(world):
 
 
 @pytest.mark.slow("gpu")
-def test_the_loss_goes_down(world, capsys):
+def test_training_reduces_the_loss(world, capsys):
     trained(world, epochs=6, learning_rate=0.05)
     losses = [float(line.split()[3].strip(",")) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < 0.7 * losses[0]
@@ -176,21 +173,67 @@ def test_a_loss_that_is_not_finite_stops_the_run(world):
         trained(world, learning_rate=1e30)
 
 
-def test_a_step_that_cannot_be_recorded_leaves_the_network_on_the_host(world, device, monkeypatch):
-    def full(nbytes):
+def test_a_failed_recording_leaves_the_network_on_the_host(world, device, monkeypatch):
+    def fail(nbytes):
         raise MemoryError("no room")
 
     net = small()
     with monkeypatch.context() as patch:
-        patch.setattr(device, "pinned", full)
+        patch.setattr(device, "pinned", fail)
         with pytest.raises(MemoryError, match="no room"):
             trained(world, net=net)
     assert not net.on_device
     assert weights_sha256(trained(world, net=net)) == weights_sha256(trained(world))
 
 
-def test_what_has_no_kernel_says_so(world):
+def test_a_loss_without_kernels_is_refused(world):
     net = small().to(world.device)
     ((images, labels),) = dl.MinibatchQueue(pictures(20), 20, world=world).epoch(0)
     with pytest.raises(TypeError, match="lies on a GPU.*--device cpu"):
         dl.value_and_grad(lambda net, x, y: dl.mean(dl.exp(net(x))))(net, images, labels)
+
+
+ALL_LAYERS = [
+    dl.Conv2D(3, 8, padding="same", name="first"),
+    dl.BatchNorm(),
+    dl.ReLU(name="a"),
+    dl.CrossChannelNorm(5),
+    dl.LeakyReLU(),
+    dl.GELU(),
+    dl.Conv2D(3, 8, padding="same"),
+    dl.Dropout(0.25),
+    dl.Tanh(name="b"),
+    dl.Add(inputs=("a", "b"), name="sum"),
+    dl.TransposedConv2D(2, 4, 2, name="up"),
+    dl.MaxPool2D(2, name="down"),
+    dl.Concat(inputs=("sum", "down")),
+    dl.Sigmoid(),
+    dl.Flatten(),
+    dl.Tanh(),
+    dl.GELU("tanh"),
+    dl.Dropout(0.1),
+    dl.Dense(6),
+    dl.Sigmoid(),
+    dl.Dense(3),
+]
+
+
+def trained_parameters(world, **options):
+    """Train a network of all layers for two epochs, with a smaller last mini-batch."""
+    pixels = np.random.default_rng(0).integers(0, 256, (70, 1, 6, 6), dtype=np.uint8)
+    store, net = (
+        dl.ArrayDatastore(pixels, np.arange(70) % 3),
+        dl.Network(ALL_LAYERS, (1, 6, 6), seed=1),
+    )
+    return trained(world, store, net, learning_rate=0.1, **options).parameters
+
+
+def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):
+    """Every step drops the same elements as on the CPU; another seed gives other weights."""
+    launched, replayed = trained_parameters(world, graphs="off"), trained_parameters(world)
+    host = dl.World(threads=1)
+    expected, reseeded = trained_parameters(host), trained_parameters(host, seed=2)
+    for name, weights in expected.items():
+        assert np.array_equal(launched[name], replayed[name])
+        assert abs(launched[name] - weights).max() <= 1e-4 * max(abs(weights).max(), 0.1)
+    assert abs(reseeded["dense2.weight"] - expected["dense2.weight"]).max() > 1e-3

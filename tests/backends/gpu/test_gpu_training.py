@@ -1,4 +1,4 @@
-"""Options of training on the emulated GPU: solvers, rates and clipping in a recorded step."""
+"""Training options on the emulated GPU: solvers, rates and clipping in recorded steps."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,8 @@ import mpidl as dl
 from mpidl import losses
 from mpidl.errors import UserError
 from mpidl.training import trainer
+from mpidl.training.batchnorm_population import population_state
+from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.optimizers import of_options
 from mpidl.training.schedules import rate_of
@@ -30,8 +32,8 @@ RMSPROP = {
     "learn_rate_drop_period": 1,
 }
 SGDM = {"gradient_threshold": 0.1, "learn_rate_schedule": "polynomial", "l2": 0.01}
-
 NESTEROV = SGDM | {"nesterov": True, "learn_rate_schedule": "cosine"}
+SOLVERS = {"adam": ADAM, "adamw": ADAMW, "rmsprop": RMSPROP, "sgdm": SGDM, "nesterov": NESTEROV}
 
 
 def small():
@@ -46,91 +48,79 @@ def pictures(count, name="pictures"):
     return dl.ArrayDatastore(images.astype(np.uint8), labels)
 
 
-def options(**more):
+def training_options(**changes):
     base = {"epochs": 2, "batch_size": 40, "verbose_every": 0, "batchnorm_statistics": "moving"}
-    return dl.TrainingOptions(**base | more)
+    return dl.TrainingOptions(**base | changes)
 
 
-def trained(world, **more):
+def trained(world, **changes):
     net = small()
-    return net, trainer.train(net, pictures(80), options(**more), world=world)
+    return net, trainer.train(net, pictures(80), training_options(**changes), world=world)
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [ADAM, ADAMW, RMSPROP, SGDM, NESTEROV],
-    ids=["adam", "adamw", "rmsprop", "sgdm", "nesterov"],
-)
-def test_recorded_or_not_the_bytes_are_the_same(world, chosen):
-    """A replayed step takes this step's rate and count; near the CPU's."""
-    recorded, _ = trained(world, **chosen)
-    net, known = small().to(world.device), options(**chosen)
-    optimizer, iteration = of_options(known, **net.factors), 0
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+def test_recorded_and_eager_steps_give_the_same_bytes(world, solver):
+    """A replayed step uses its own rate and count; the weights agree with the CPU's."""
+    recorded, _ = trained(world, **solver)
+    net, options = small().to(world.device), training_options(**solver)
+    optimizer, iteration = of_options(options, **net.factors), 0
     queue = dl.MinibatchQueue(pictures(80), 40, world=world, shuffle="once")
     for epoch in (1, 2):
         for images, labels in queue.epoch(epoch):
             iteration += 1
-            optimizer.learning_rate = rate_of(known, epoch, iteration, 2)
+            optimizer.learning_rate = rate_of(options, epoch, iteration, 2)
             step = dl.value_and_grad(losses.cross_entropy)(net, images, labels)
             (_, _), gradients, net.state = step
             net.parameters = optimizer(net.parameters, world.gplus(gradients))
     assert weights_sha256(net.to(None)) == weights_sha256(recorded)
-    host, _ = trained(dl.World(threads=1), **chosen)
+    host, _ = trained(dl.World(threads=1), **solver)
     for name in ("dense1.weight", "conv1.weight"):
         start = small().parameters[name]
-        found, expected = (n.parameters[name] - start for n in (recorded, host))
-        assert np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected), name
+        change, expected = (n.parameters[name] - start for n in (recorded, host))
+        assert np.linalg.norm(change - expected) < 1e-2 * np.linalg.norm(expected), name
 
 
-def test_graphs_and_their_absence(world):
-    found = [weights_sha256(trained(world, graphs=how, **ADAM)[0]) for how in ("auto", "off")]
-    assert found[0] == found[1]
+def test_graphs_do_not_change_a_byte_of_adam(world):
+    hashes = {weights_sha256(trained(world, graphs=g, **ADAM)[0]) for g in ("auto", "off")}
+    assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("chosen", [ADAM, ADAMW, NESTEROV], ids=["adam", "adamw", "nesterov"])
-def test_going_on_from_a_checkpoint(world, tmp_path, chosen):
-    whole, _ = trained(world, **chosen)
-    first = small()
-    known = options(**chosen, max_iterations=3)
-    trainer.train(first, pictures(80), known, world=world, out=str(tmp_path))
-    from mpidl.training.files import checkpoint
-
-    again = small()
-    known = options(**chosen)
-    trainer.train(again, pictures(80), known, world=world, resume=checkpoint.load(str(tmp_path)))
-    assert weights_sha256(again) == weights_sha256(whole)
+@pytest.mark.parametrize("solver", [ADAM, ADAMW, NESTEROV], ids=["adam", "adamw", "nesterov"])
+def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(world, tmp_path, solver):
+    uninterrupted, _ = trained(world, **solver)
+    options = training_options(**solver, max_iterations=3)
+    trainer.train(small(), pictures(80), options, world=world, out=str(tmp_path))
+    resumed, start = small(), checkpoint.load(str(tmp_path))
+    trainer.train(resumed, pictures(80), training_options(**solver), world=world, resume=start)
+    assert weights_sha256(resumed) == weights_sha256(uninterrupted)
 
 
-def test_validation_and_output_functions(world):
-    """Steps run ahead of what is told; validation is of the iteration that it is due at."""
-    seen = []
-    how = {"validation": pictures(20, "others"), "validation_frequency": 1}
-    net, result = trained(world, output_functions=seen.append, **how)
-    losses = {i.iteration: i.validation_loss for i in seen if i.state == "epoch"}
-    assert [i.iteration for i in seen if i.state == "iteration"] == [1, 2, 3, 4]
-    found = dl.evaluate(net, how["validation"], world=world)
-    assert found.loss == losses[4] and result.best_iteration in (1, 2, 3, 4)
-    best, result = trained(world, output_network="best-validation", **how)
-    until, _ = trained(world, max_iterations=result.best_iteration)
-    assert weights_sha256(best) == weights_sha256(until)
+def test_validation_and_output_functions_see_their_iteration(world):
+    """Steps run ahead of the reports; validation uses the weights of the iteration it is due at."""
+    infos = []
+    options = {"validation": pictures(20, "others"), "validation_frequency": 1}
+    net, result = trained(world, output_functions=infos.append, **options)
+    losses = {i.iteration: i.validation_loss for i in infos if i.state == "epoch"}
+    assert [i.iteration for i in infos if i.state == "iteration"] == [1, 2, 3, 4]
+    evaluation = dl.evaluate(net, options["validation"], world=world)
+    assert evaluation.loss == losses[4] and result.best_iteration in (1, 2, 3, 4)
+    best, result = trained(world, output_network="best-validation", **options)
+    stopped, _ = trained(world, max_iterations=result.best_iteration)
+    assert weights_sha256(best) == weights_sha256(stopped)
 
 
-def test_population_statistics_are_the_cpus(world):
-    found, _ = trained(world, batchnorm_statistics="population")
-    host = small()
-    host.parameters = found.parameters
-    from mpidl.training.batchnorm_population import population_state
-
-    alone = dl.World(threads=1)
-    queue = dl.MinibatchQueue(pictures(80), 40, world=alone, shuffle="never")
-    for name, value in population_state(host, queue, alone).items():
-        np.testing.assert_allclose(found.state[name], value, rtol=1e-5)
-        assert isinstance(found.state[name], np.ndarray)
+def test_population_statistics_agree_with_the_cpu(world):
+    net, _ = trained(world, batchnorm_statistics="population")
+    host_net, host = small(), dl.World(threads=1)
+    host_net.parameters = net.parameters
+    queue = dl.MinibatchQueue(pictures(80), 40, world=host, shuffle="never")
+    for name, value in population_state(host_net, queue, host).items():
+        np.testing.assert_allclose(net.state[name], value, rtol=1e-5)
+        assert isinstance(net.state[name], np.ndarray)
 
 
-def test_loads(world):
-    one, _ = trained(world, worker_load="2")
-    other, _ = trained(world)
-    assert weights_sha256(one) == weights_sha256(other)
+def test_worker_loads_do_not_change_a_byte(world):
+    hashes = {weights_sha256(trained(world, worker_load=load)[0]) for load in ("2", None)}
+    assert len(hashes) == 1
     with pytest.raises(UserError, match="--worker-load measured: on GPUs shares stay"):
         trained(world, worker_load="measured")

@@ -1,4 +1,4 @@
-"""NVRTC and the files that keep what it compiled: once a node, whatever dies or is cut short."""
+"""NVRTC and the cache of its cubins: one compilation per node, also after crashes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.installed(), reason="no NVRTC: pip install nvidia-cuda-nvrtc"
 )
-# One of several processes at once: it notes that it compiles, which takes a while.
+# One of several concurrent processes: it notes that it compiles, and takes a while.
 PROCESS = """
 import os, sys, time
 from mpidl.backends.gpu import cubins
@@ -33,8 +33,8 @@ assert cubins.cached("some.cubin", make) == (b"cubin" * 1000, "log")
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """The folder of the cubins, which nobody else uses."""
+def folder(tmp_path, monkeypatch):
+    """An empty folder for cubins."""
     monkeypatch.setenv("MPIDL_CACHE", str(tmp_path))
     monkeypatch.setattr(cubins, "_warned", False)
     return Path(cubins.folder())
@@ -50,160 +50,160 @@ def wait_for(condition):
         if condition():
             return
         time.sleep(0.02)
-    raise AssertionError("it never came")
+    raise AssertionError("the condition never became true")
 
 
-def made(value=b"abc"):
-    return lambda: (value, "log")
+def compiler_of(image=b"abc"):
+    return lambda: (image, "log")
 
 
-def refused():
-    raise AssertionError("this should have been kept")
+def must_not_compile():
+    raise AssertionError("the cubin should be in the cache")
 
 
-def test_processes_at_once_compile_it_once(tmp_path, place):
+def test_concurrent_processes_compile_once(tmp_path, folder):
     counter = tmp_path / "counter"
     processes = [start(counter, 0.5) for _ in range(4)]
     assert [process.wait(60) for process in processes] == [0] * 4
     assert len(counter.read_text().split()) == 1
-    assert [path.name for path in place.iterdir()] == ["some.cubin"]
-    assert place.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in folder.iterdir()] == ["some.cubin"]
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_compiler_that_is_killed_holds_nobody_up(tmp_path):
+def test_other_processes_go_on_after_a_compiler_is_killed(tmp_path):
     counter = tmp_path / "counter"
     first = start(counter, 100)
     wait_for(lambda: counter.exists() and counter.read_text())
-    others = [start(counter, 0.1) for _ in range(2)]
+    waiting = [start(counter, 0.1) for _ in range(2)]
     time.sleep(0.3)
-    assert all(process.poll() is None for process in others)
+    assert all(process.poll() is None for process in waiting)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    assert [process.wait(60) for process in others] == [0] * 2
+    assert [process.wait(60) for process in waiting] == [0] * 2
     assert len(counter.read_text().split()) == 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 40, 90, -1])
-def test_a_file_that_was_cut_short_is_made_anew(place, size):
+def test_a_truncated_file_is_compiled_again(folder, size):
     value = bytes(range(100))
-    cubins.cached("a.cubin", made(value))
-    assert cubins.cached("a.cubin", refused) == (value, "log")
-    whole = (place / "a.cubin").read_bytes()
-    (place / "a.cubin").write_bytes(whole[:size])
-    assert cubins.cached("a.cubin", made(value)) == (value, "log")
-    assert (place / "a.cubin").read_bytes() == whole
+    cubins.cached("a.cubin", compiler_of(value))
+    assert cubins.cached("a.cubin", must_not_compile) == (value, "log")
+    content = (folder / "a.cubin").read_bytes()
+    (folder / "a.cubin").write_bytes(content[:size])
+    assert cubins.cached("a.cubin", compiler_of(value)) == (value, "log")
+    assert (folder / "a.cubin").read_bytes() == content
 
 
-def test_a_file_that_was_changed_is_made_anew(place):
-    cubins.cached("a.cubin", made())
-    whole = bytearray((place / "a.cubin").read_bytes())
-    whole[1] ^= 1
-    (place / "a.cubin").write_bytes(whole)
-    assert cubins.cached("a.cubin", made()) == (b"abc", "log")
-    assert cubins.cached("a.cubin", refused) == (b"abc", "log")
+def test_a_corrupt_file_is_compiled_again(folder):
+    cubins.cached("a.cubin", compiler_of())
+    content = bytearray((folder / "a.cubin").read_bytes())
+    content[1] ^= 1
+    (folder / "a.cubin").write_bytes(content)
+    assert cubins.cached("a.cubin", compiler_of()) == (b"abc", "log")
+    assert cubins.cached("a.cubin", must_not_compile) == (b"abc", "log")
 
 
-def test_what_does_not_compile_leaves_nothing_behind(place):
+def test_a_failed_compilation_leaves_no_file(folder):
     def fails():
         raise UserError("no")
 
     with pytest.raises(UserError):
         cubins.cached("a.cubin", fails)
-    assert list(place.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
-def test_old_files_go(place):
-    cubins.cached("old.cubin", made())
-    os.utime(place / "old.cubin", (1, 1))
-    cubins.cached("new.cubin", made())
-    assert [path.name for path in place.iterdir()] == ["new.cubin"]
+def test_old_files_are_deleted(folder):
+    cubins.cached("old.cubin", compiler_of())
+    os.utime(folder / "old.cubin", (1, 1))
+    cubins.cached("new.cubin", compiler_of())
+    assert [path.name for path in folder.iterdir()] == ["new.cubin"]
 
 
-def no_folder(place):
-    place.write_text("a file where the folder should be")
+def no_folder(folder):
+    folder.write_text("a file where the folder should be")
 
 
-def open_to_others(place):
-    place.mkdir()
-    place.chmod(0o777)
+def open_to_others(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
 
 
-def linked(place):
-    (place.parent / "elsewhere").mkdir(mode=0o700)
-    place.symlink_to("elsewhere")
+def linked(folder):
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to("elsewhere")
 
 
 @pytest.mark.parametrize("spoil", [no_folder, open_to_others, linked])
-def test_a_folder_that_cannot_be_used_is_told_once(place, spoil):
-    spoil(place)
+def test_an_unusable_folder_gives_one_warning(folder, spoil):
+    spoil(folder)
     with pytest.warns(RuntimeWarning, match="compiled anew by every process"):
-        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
+        assert cubins.cached("a.cubin", compiler_of()) == (b"abc", "log")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
-    assert not place.is_dir() or list(place.iterdir()) == []
+        assert cubins.cached("a.cubin", compiler_of()) == (b"abc", "log")
+    assert not folder.is_dir() or list(folder.iterdir()) == []
 
 
-def test_a_folder_of_somebody_else_is_not_used(place, monkeypatch):
-    cubins.cached("a.cubin", made(b"theirs"))
-    theirs = place.rename(place.with_name("theirs"))
-    monkeypatch.setattr(cubins, "folder", lambda: str(theirs))
-    monkeypatch.setattr(os, "getuid", lambda: theirs.stat().st_uid + 1)
+def test_a_folder_of_another_user_is_not_used(folder, monkeypatch):
+    cubins.cached("a.cubin", compiler_of(b"foreign"))
+    foreign = folder.rename(folder.with_name("foreign"))
+    monkeypatch.setattr(cubins, "folder", lambda: str(foreign))
+    monkeypatch.setattr(os, "getuid", lambda: foreign.stat().st_uid + 1)
     with pytest.warns(RuntimeWarning, match="this user alone"):
-        assert cubins.cached("a.cubin", made(b"mine")) == (b"mine", "log")
+        assert cubins.cached("a.cubin", compiler_of(b"new")) == (b"new", "log")
 
 
 @pytest.mark.parametrize("name", ["mkstemp", "fsync"])
-def test_a_full_disk_is_told_once(place, monkeypatch, name):
-    def full(*args, **options):
+def test_a_full_disk_gives_a_warning(folder, monkeypatch, name):
+    def fail(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cubins.tempfile if name == "mkstemp" else os, name, full)
+    monkeypatch.setattr(cubins.tempfile if name == "mkstemp" else os, name, fail)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
-        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
-    assert list(place.iterdir()) == []
+        assert cubins.cached("a.cubin", compiler_of()) == (b"abc", "log")
+    assert list(folder.iterdir()) == []
 
 
-def test_without_locks_each_compiles(monkeypatch):
-    def none(*args):
+def test_without_file_locks_every_process_compiles(monkeypatch):
+    def fail(*args):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(cubins.fcntl, "flock", none)
+    monkeypatch.setattr(cubins.fcntl, "flock", fail)
     with pytest.warns(RuntimeWarning, match="No locks available"):
-        assert cubins.cached("a.cubin", made()) == (b"abc", "log")
-    assert cubins.cached("a.cubin", refused) == (b"abc", "log")
+        assert cubins.cached("a.cubin", compiler_of()) == (b"abc", "log")
+    assert cubins.cached("a.cubin", must_not_compile) == (b"abc", "log")
 
 
-def test_without_mpidl_cache_it_is_the_temporary_folder(monkeypatch):
+def test_the_cache_defaults_to_the_temporary_folder(monkeypatch):
     monkeypatch.delenv("MPIDL_CACHE")
     monkeypatch.setattr(cubins.tempfile, "gettempdir", lambda: "/scratch")
     assert cubins.folder() == f"/scratch/mpidl-cubins-{os.getuid()}"
 
 
 @needs_nvrtc
-def test_a_cubin_is_kept_under_all_that_it_is_made_of(place, monkeypatch):
+def test_the_cache_distinguishes_architecture_definitions_and_options(folder, monkeypatch):
     unit = kernels.Unit("program")
     image = nvrtc.cubin(unit, "sm_80")
     assert image.startswith(b"\x7fELF")
-    called = []
-    compiler = nvrtc.compile
-    monkeypatch.setattr(nvrtc, "compile", lambda *args: called.append(args) or compiler(*args))
-    assert nvrtc.cubin(unit, "sm_80") == image and not called
-    assert nvrtc.cubin(unit, "sm_90") != image and len(called) == 1
+    calls, compiler = [], nvrtc.compile
+    monkeypatch.setattr(nvrtc, "compile", lambda *args: calls.append(args) or compiler(*args))
+    assert nvrtc.cubin(unit, "sm_80") == image and not calls
+    assert nvrtc.cubin(unit, "sm_90") != image and len(calls) == 1
     nvrtc.cubin(unit._replace(defines=(("SOMETHING", 1),)), "sm_80")
-    assert len(called) == 2
+    assert len(calls) == 2
     monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "-lineinfo"))
     nvrtc.cubin(unit, "sm_80")
-    assert len(called) == 3 and len(list(place.iterdir())) == 4
+    assert len(calls) == 3 and len(list(folder.iterdir())) == 4
 
 
 @needs_nvrtc
-def test_what_the_compiler_says_is_told_in_a_line():
+def test_errors_of_the_compiler_are_one_line():
     text = 'extern "C" __global__ void f(float* x) {\n#line 7 "pool.cu"\n *x = nothing; }'
     with pytest.raises(UserError) as raised:
         nvrtc.compile(text, "sm_80")
-    said = str(raised.value)
-    assert 'pool.cu(7): error: identifier "nothing" is undefined' in said and "\n" not in said
+    message = str(raised.value)
+    assert 'pool.cu(7): error: identifier "nothing" is undefined' in message
+    assert "\n" not in message
 
 
 @needs_nvrtc
@@ -215,12 +215,12 @@ def test_definitions_reach_the_compiler():
 
 
 @needs_nvrtc
-def test_an_architecture_that_nobody_knows():
+def test_an_unknown_architecture_is_refused():
     with pytest.raises(UserError, match="no NVRTC compiles for sm_35; found "):
         nvrtc.find("sm_35")
 
 
-class Pretended:
+class FakeNvrtc:
     def __init__(self, version, architectures):
         self.version, self.architectures, self.path = version, architectures, "libnvrtc.so"
 
@@ -229,8 +229,10 @@ class Pretended:
     "architecture, driver, expected",
     [("sm_90", 0, 13), ("sm_70", 0, 12), ("sm_90", 13, 13), ("sm_90", 14, 13), ("sm_90", 12, 12)],
 )
-def test_the_newest_that_the_driver_can_run(monkeypatch, architecture, driver, expected):
-    both = Pretended((12, 9), (70, 80, 90)), Pretended((13, 0), (80, 90))
+def test_the_newest_nvrtc_that_the_driver_supports_is_used(
+    monkeypatch, architecture, driver, expected
+):
+    both = FakeNvrtc((12, 9), (70, 80, 90)), FakeNvrtc((13, 0), (80, 90))
     monkeypatch.setattr(nvrtc, "installed", lambda: both)
     monkeypatch.setattr(nvrtc.discovery, "driver_version", lambda: 1000 * driver)
     nvrtc._find.cache_clear()
@@ -240,8 +242,8 @@ def test_the_newest_that_the_driver_can_run(monkeypatch, architecture, driver, e
         nvrtc._find.cache_clear()
 
 
-def test_a_driver_that_is_older_than_nvrtc(monkeypatch):
-    monkeypatch.setattr(nvrtc, "installed", lambda: (Pretended((13, 0), (90,)),))
+def test_a_driver_older_than_nvrtc_is_refused(monkeypatch):
+    monkeypatch.setattr(nvrtc, "installed", lambda: (FakeNvrtc((13, 0), (90,)),))
     monkeypatch.setattr(nvrtc.discovery, "driver_version", lambda: 12040)
     nvrtc._find.cache_clear()
     try:
@@ -251,15 +253,15 @@ def test_a_driver_that_is_older_than_nvrtc(monkeypatch):
         nvrtc._find.cache_clear()
 
 
-@pytest.mark.parametrize("named, expected", [("", "pip install nvidia-cuda-nvrtc"), ("/no", "/no")])
-def test_no_nvrtc_is_told_with_what_to_do(tmp_path, named, expected):
-    env = os.environ | {"MPIDL_NVRTC": named, "CUDA_PATH": "", "CUDA_HOME": ""}
+@pytest.mark.parametrize("path, expected", [("", "pip install nvidia-cuda-nvrtc"), ("/no", "/no")])
+def test_a_missing_nvrtc_is_reported_with_its_remedy(path, expected):
+    env = os.environ | {"MPIDL_NVRTC": path, "CUDA_PATH": "", "CUDA_HOME": ""}
     text = "from mpidl.backends.gpu import nvrtc\n"
-    if not named:
+    if not path:
         text += "nvrtc._paths = lambda: []\n"
     text += "from mpidl.errors import UserError\ntry: nvrtc.find('sm_90')\n"
     text += "except UserError as error: print(error)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", text], cwd=ROOT, env=env, capture_output=True, text=True
     )
-    assert expected in done.stdout, done.stderr
+    assert expected in process.stdout, process.stderr

@@ -1,4 +1,4 @@
-"""Which units a GPU compiles: those that layers of networks ask for, and families without any."""
+"""The units that a GPU compiles: those that networks load, and those of all other families."""
 
 from collections import defaultdict
 
@@ -11,30 +11,30 @@ from mpidl.backends.gpu import array, conv, kernels, launching, pool
 from mpidl.blocks import LANES
 
 PROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_90": 132}  # V100, T4, A100, H200
-ONE, SAME = ((0, 0), (0, 0)), ((1, 1), (1, 1))
+UNPADDED, PADDED = ((0, 0), (0, 0)), ((1, 1), (1, 1))
 
 # (blocks, (C, H, W), (K, C/g, R, S), stride, padding, dilation, groups)
 DIGITS = [
-    (8, (1, 28, 28), (20, 1, 5, 5), (1, 1), ONE, (1, 1), 1),
-    (8, (20, 24, 24), (20, 20, 3, 3), (1, 1), SAME, (1, 1), 1),
+    (8, (1, 28, 28), (20, 1, 5, 5), (1, 1), UNPADDED, (1, 1), 1),
+    (8, (20, 24, 24), (20, 20, 3, 3), (1, 1), PADDED, (1, 1), 1),
 ]
 CIFAR = [
-    (16, (3, 32, 32), (32, 3, 3, 3), (1, 1), SAME, (1, 1), 1),
-    (16, (32, 32, 32), (32, 32, 3, 3), (1, 1), SAME, (1, 1), 1),
-    (16, (32, 16, 16), (64, 32, 3, 3), (1, 1), SAME, (1, 1), 1),
-    (16, (64, 16, 16), (64, 64, 3, 3), (1, 1), SAME, (1, 1), 1),
-    (16, (64, 8, 8), (128, 64, 3, 3), (1, 1), SAME, (1, 1), 1),
-    (16, (128, 8, 8), (128, 128, 3, 3), (1, 1), SAME, (1, 1), 1),
+    (16, (3, 32, 32), (32, 3, 3, 3), (1, 1), PADDED, (1, 1), 1),
+    (16, (32, 32, 32), (32, 32, 3, 3), (1, 1), PADDED, (1, 1), 1),
+    (16, (32, 16, 16), (64, 32, 3, 3), (1, 1), PADDED, (1, 1), 1),
+    (16, (64, 16, 16), (64, 64, 3, 3), (1, 1), PADDED, (1, 1), 1),
+    (16, (64, 8, 8), (128, 64, 3, 3), (1, 1), PADDED, (1, 1), 1),
+    (16, (128, 8, 8), (128, 128, 3, 3), (1, 1), PADDED, (1, 1), 1),
 ]
 ODD = [
     (16, (3, 224, 224), (64, 3, 11, 11), (4, 4), ((2, 2), (2, 2)), (1, 1), 1),
     (1, (6, 9, 7), (10, 3, 3, 2), (2, 1), ((1, 0), (0, 2)), (1, 2), 2),
-    (64, (24, 7, 7), (40, 24, 1, 1), (1, 1), ONE, (1, 1), 1),
+    (64, (24, 7, 7), (40, 24, 1, 1), (1, 1), UNPADDED, (1, 1), 1),
 ]
 
 
 class Collector(EmulatedDevice):
-    """A device that computes nothing; `units` are those it was asked for, in order."""
+    """A device that computes nothing and collects the loaded units, in order."""
 
     specialize = True
 
@@ -58,7 +58,7 @@ class Collector(EmulatedDevice):
 
 
 def units(architecture):
-    """The Units that a GPU of this architecture ("sm_80") may need."""
+    """Return the Units that a GPU of this architecture ("sm_80") can need."""
     number = int(architecture[3:])
     device = Collector(architecture)
     precision = settings.precision
@@ -72,20 +72,22 @@ def units(architecture):
     finally:
         settings.precision = precision
         launching.open(None)
-    asked = {unit.family for unit in device.units}
-    plain = [f for f in kernels.families() if f not in asked and kernels.NEEDS.get(f, 0) <= number]
-    return [kernels.Unit(family) for family in plain] + list(device.units)
+    loaded = {unit.family for unit in device.units}
+    never_loaded = [
+        f for f in kernels.families() if f not in loaded and kernels.NEEDS.get(f, 0) <= number
+    ]
+    return [kernels.Unit(family) for family in never_loaded] + list(device.units)
 
 
-def _convolve(blocks, image, filters, *how):
+def _convolve(blocks, image, filters, *geometry):
     tree = fold.Tree(blocks, ((0, blocks),), 0)
     x = array.empty_lanes((blocks, *image, LANES))
     weight = array.filters(np.zeros(filters, np.float32))
-    y = conv.conv2d(x, weight, None, *how)
-    conv.conv2d_backward(y, x, weight, *how, None, tree, (True, False, False))
-    conv.leaves_of(y, x, weight, how, tree)
+    y = conv.conv2d(x, weight, None, *geometry)
+    conv.conv2d_backward(y, x, weight, *geometry, None, tree, (True, False, False))
+    conv.leaves_of(y, x, weight, geometry, tree)
 
 
 def _pool(channels):
     x = array.empty_lanes((1, channels, 8, 8, LANES))
-    pool.max_pool2d(x, (2, 2), (2, 2), ONE)
+    pool.max_pool2d(x, (2, 2), (2, 2), UNPADDED)

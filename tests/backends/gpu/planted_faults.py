@@ -1,0 +1,155 @@
+"""Faults that test_gpu_faults.py plants in kernels; those of the convolution kernels."""
+
+from typing import NamedTuple
+
+from test_conformance import check_on_gpu
+
+BARRIER = "__syncthreads();"
+
+
+class Fault(NamedTuple):
+    """With `old` replaced by `new` in a family's text, check(device, *arguments) fails."""
+
+    family: str
+    description: str
+    old: str
+    new: str
+    check: object
+    arguments: tuple = ()
+
+
+def faults(family, check, *arguments, edits):
+    """Return the faults of {description: (old, new)} that one check detects."""
+    return [Fault(family, name, *edit, check, arguments) for name, edit in edits.items()]
+
+
+def check_convolution(device, label, direct=False):
+    """A convolution and its gradients match the reference."""
+    names = f"conv2d, {label}", f"conv2d_backward, {label}"
+    check_on_gpu(device, *names, precision="fp32", direct=direct)
+
+
+CONVOLUTION_FAULTS = [
+    *faults(
+        "conv_gemm",
+        check_convolution,
+        "many steps",
+        edits={
+            "no barrier in the main loop": (
+                f"{BARRIER}  // the step has arrived",
+                "// the step has arrived",
+            ),
+            "no barrier before the rows are read": (
+                f"{BARRIER}\n\n    const int chunk",
+                "const int chunk",
+            ),
+            "waits for one group of copies too few": (
+                "cp_wait<STAGES - 2>();",
+                "cp_wait<STAGES - 1>();",
+            ),
+            "copies of the main loop are not committed": (
+                "stage - 1);\n        cp_commit();",
+                "stage - 1);",
+            ),
+            "a step overwrites memory that others still read": (
+                "load(next, stage == 0 ? STAGES - 1 : stage - 1)",
+                "load(next, stage)",
+            ),
+            "pixels beside the image are read": ("&& (u32)v < (u32)W;", ";"),
+            "elements after the last of k are added": (
+                "const bool inside = k < KD;",
+                "const bool inside = true;",
+            ),
+            "a matrix is read without its permutation": (
+                "const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);",
+                "const int of_b = (wn + (lane >> 4) * 8 + (lane & 7)) * BK + (lane >> 3 & 1) * 4;",
+            ),
+            "rows after the last are written": ("if (m >= rows) continue;", ""),
+            "one product of 3xTF32 is missing": ("mma_tf32(sum[i][j], a, b_low[j]);", ";"),
+        },
+    ),
+    Fault(
+        "conv_gemm",
+        "pixels between those of a stride are added",
+        "&& t == h * stride_h",
+        "",
+        check_convolution,
+        ("few rows",),
+    ),
+    *faults(
+        "conv_dweight",
+        check_convolution,
+        "many steps",
+        edits={
+            "no barrier in the main loop": (
+                f"cp_wait<STAGES - 2>();\n        {BARRIER}",
+                "cp_wait<STAGES - 2>();",
+            ),
+            "no barrier before warps add shared sums": (
+                f"{BARRIER}\n        if (part > 0) return;",
+                "if (part > 0) return;",
+            ),
+            "no barrier before memory of the steps holds sums": (
+                f"{BARRIER}  // all are done",
+                "// all are done",
+            ),
+            "columns are permuted as rows are": ("wn + NJ * g;", "wn + 4 * g;"),
+        },
+    ),
+    Fault(
+        "conv_dweight",
+        "pixels of another tap",
+        "pq - p * Q) * shape[9] + along",
+        "pq - p * Q) * shape[8] + along",
+        check_convolution,
+        ("few rows",),
+    ),
+    *faults(
+        "conv_weights",
+        check_convolution,
+        "many steps",
+        edits={
+            "no barrier before the tile is read": (BARRIER, ""),
+            "the tile is not transposed": ("tile[lane][i];", "tile[i][lane];"),
+        },
+    ),
+    *faults(
+        "conv_direct",
+        check_convolution,
+        "3x3",
+        True,
+        edits={
+            "no barrier between loading operands and adding products": (
+                f"{BARRIER}\n        add_product(chunk, sums);",
+                "add_product(chunk, sums);",
+            ),
+            "no barrier before the tap is read": (
+                f"{BARRIER}\n        Tap tap = taps[lane];",
+                "Tap tap = taps[lane];",
+            ),
+            "pixels to the right of the image are read": ("w >= 0 && w < W", "w >= 0"),
+        },
+    ),
+    Fault(
+        "conv_direct",
+        "pixels between those of a stride are added",
+        "place * stride == moved && place < outputs",
+        "place < outputs",
+        check_convolution,
+        (
+            "3x3 by 2",
+            True,
+        ),
+    ),
+    Fault(
+        "conv_direct",
+        "a leaf has filters of another group",
+        "K + group * filters + filter) * width",
+        "K + filter) * width",
+        check_convolution,
+        (
+            "unequal in both directions",
+            True,
+        ),
+    ),
+]

@@ -1,0 +1,250 @@
+"""Optimizer steps and gradient clipping on the emulated GPU, against NumPy."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from single_rank import numbers
+
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends.gpu import array, launching, optimizer
+from mpidl.backends.gpu.array import Array
+from mpidl.backends.gpu.recorder import Recorder
+from mpidl.training.optimizers import (
+    AdamMoments,
+    Clip,
+    CorrectedAdamMoments,
+    NesterovMomentum,
+    Optimizer,
+    Rate,
+    Transform,
+    WeightDecay,
+)
+
+LEARNABLES = [(5,), (4, 3, 3, 2), (), (7, 12), (1025,), (64,), (3, 2, 4, 4), (0,), (2050,)]
+DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
+FACTORS = [1, 20, 0.1, 2, 0.3, 1e-3, 0.5, 1, 1]
+
+
+def layout(value):
+    """Upload weights as layers store them; (7, 12) reads images (3, 2, 2)."""
+    if value.ndim == 4 or value.shape == (7, 12):
+        return array.filters(value, (3, 2, 2))
+    return array.plain(value)
+
+
+def draws(name):
+    return [numbers(f"{name} {i}", *s, dtype=np.float32) for i, s in enumerate(LEARNABLES)]
+
+
+def bytes_of(arrays):
+    return [(a.numpy() if isinstance(a, Array) else np.asarray(a)).tobytes() for a in arrays]
+
+
+def bytes_of_sgdm(weights, gradients, velocities):
+    """Return new weights and velocities by NumPy."""
+    velocities = [np.array(v) for v in velocities]
+    new = reference.optimizer_step(
+        "sgdm", weights, gradients, [velocities], [0.1, 0.9], DECAYS, FACTORS
+    )
+    return bytes_of([*new, *velocities])
+
+
+def sgdm_on_device(weights, gradients, velocities):
+    return optimizer.optimizer_step(
+        "sgdm", weights, gradients, [velocities], [0.1, 0.9], DECAYS, FACTORS
+    )
+
+
+def memory_of(value, like):
+    """Return the numbers of a host array in the order of a device array's memory."""
+    return array.in_memory(value, like.dims, like.order).ravel()
+
+
+@pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 2, 0), (0, 0, 3)])
+def test_sgdm_step_matches_numpy_aligned_or_not(device, shifts):
+    host = [draws(name) for name in ("weight", "gradient", "velocity")]
+
+    def upload(value, shift):
+        device_array = layout(value)
+        flat = launching.empty((value.size + shift,))
+        padding = np.zeros(shift, np.float32)
+        launching.upload(flat, np.concatenate([padding, memory_of(value, device_array)]))
+        device_array.buffer, device_array.offset = flat.buffer, 4 * shift
+        return device_array
+
+    weights, gradients, velocities = (
+        [upload(v, shift) for v in values] for values, shift in zip(host, shifts, strict=True)
+    )
+    new = sgdm_on_device(weights, gradients, velocities)
+    assert device.launched == ["sgdm"]
+    for w, old in zip(new, weights, strict=True):
+        assert (w.shape, w.dims, w.order) == (old.shape, old.dims, old.order)
+    assert bytes_of([*new, *velocities]) == bytes_of_sgdm(*host)
+    assert bytes_of(weights) == bytes_of(host[0])
+
+
+def test_new_weights_have_the_same_offsets_in_every_step(device):
+    """They share one buffer, at fixed offsets, so that they can replace the old weights."""
+    weights, velocities = draws("weight"), draws("velocity")
+    device_weights, device_velocities = ([layout(v) for v in a] for a in (weights, velocities))
+    places, total = optimizer.places(tuple(w.size for w in weights))
+    assert all(place % 64 == 0 for place in places) and total % 64 == 0
+    for step in range(3):
+        gradients = draws(f"gradient {step}")
+        options = [0.1 / (step + 1), 0.9], DECAYS, FACTORS
+        weights = reference.optimizer_step("sgdm", weights, gradients, [velocities], *options)
+        gradients = [layout(g) for g in gradients]
+        device_weights = optimizer.optimizer_step(
+            "sgdm", device_weights, gradients, [device_velocities], *options
+        )
+        assert [w.offset for w in device_weights] == [4 * place for place in places]
+        assert len({id(w.buffer) for w in device_weights}) == 1
+    assert bytes_of([*device_weights, *device_velocities]) == bytes_of([*weights, *velocities])
+
+
+@pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
+def test_new_weights_can_overwrite_the_old_ones(device, monkeypatch):
+    host = [draws(name) for name in ("weight", "gradient", "velocity")]
+    places, total = optimizer.places(tuple(w.size for w in host[0]))
+    flat = launching.empty((total,))
+    weights, gradients, velocities = ([layout(v) for v in values] for values in host)
+    memory = np.zeros(total, np.float32)
+    for w, value, place in zip(weights, host[0], places, strict=True):
+        memory[place : place + w.size] = memory_of(value, w)
+        w.buffer, w.offset = flat.buffer, 4 * place
+    launching.upload(flat, memory)
+    monkeypatch.setattr(array, "empty", lambda shape: flat)
+    new = sgdm_on_device(weights, gradients, velocities)
+    assert bytes_of([*new, *velocities]) == bytes_of_sgdm(*host)
+
+
+@contextlib.contextmanager
+def small_up_to(size):
+    """Step arrays of up to `size` floats in small parts, larger ones in large parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "SMALL", size)
+        optimizer._blocks.cache_clear()
+        yield
+    optimizer._blocks.cache_clear()
+
+
+@pytest.mark.parametrize("small", [1 << 22, 100])
+def test_large_arrays_are_stepped_in_larger_parts(device, small):
+    weight, gradient, velocity = (numbers(name, 11, 999, dtype=np.float32) for name in "wgv")
+    on_device = array.plain(velocity)
+    options = [0.5, 0.25], [1e-3]
+    with small_up_to(small):
+        new = optimizer.optimizer_step(
+            "sgdm", [array.plain(weight)], [array.plain(gradient)], [[on_device]], *options
+        )
+    expected = reference.optimizer_step("sgdm", [weight], [gradient], [[velocity]], *options)
+    assert bytes_of([*new, on_device]) == bytes_of([*expected, velocity])
+
+
+@pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
+@pytest.mark.parametrize("method", ["l2norm", "global-l2norm", "absolute-value"])
+@pytest.mark.parametrize("small", [1 << 22, 100])
+def test_clipping_matches_numpy(device, method, small):
+    """Norms may round differently: the GPU adds squares in another order."""
+    weights, gradients = draws("weight"), draws("gradient")
+    for threshold in (0.25, 10.0, 1e6):
+        arrays = [layout(w) for w in weights], [layout(g) for g in gradients]
+        with small_up_to(small):
+            clipped = optimizer.clip(*arrays, DECAYS, method, threshold)
+        expected = reference.clip(weights, gradients, DECAYS, method, threshold)
+        for value, exact in zip(clipped, expected, strict=True):
+            np.testing.assert_allclose(value.numpy(), exact, rtol=2e-7)
+        if method == "absolute-value" or threshold == 1e6:
+            assert bytes_of(clipped) == bytes_of(expected)
+
+
+def test_norms_are_the_same_bytes_in_every_schedule(emulated):
+    clipped = []
+    for schedule in (0, 1, 2):
+        with emulated(schedule):
+            arrays = ([layout(v) for v in draws(name)] for name in ("weight", "gradient"))
+            clipped.append(bytes_of(optimizer.clip(*arrays, DECAYS, "global-l2norm", 0.5)))
+    assert clipped[0] == clipped[1] == clipped[2]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_norm_that_is_not_finite_gives_nan(device, bad):
+    host = [np.ones(3, np.float32), np.full(20, bad, np.float32)]
+    weights, gradients = [array.plain(np.zeros_like(g)) for g in host], map(array.plain, host)
+    finite, spoiled = optimizer.clip(weights, list(gradients), [0, 0], "l2norm", 1.0)
+    assert np.isfinite(finite.numpy()).all() and np.isnan(spoiled.numpy()).all()
+
+
+def test_without_parameters_nothing_is_launched(device):
+    adam = [0.01, 0.9, 0.1, 0.999, 0.001, 1e-8]
+    assert optimizer.optimizer_step("sgdm", [], [], [[]], [0.1, 0.9], []) == []
+    assert optimizer.optimizer_step("adam", [], [], [[], []], adam, []) == []
+    assert optimizer.clip([], [], [], "l2norm", 1.0) == [] and device.launched == []
+
+
+def test_other_layouts_and_types_are_refused(device):
+    weight = array.filters(np.zeros((2, 3, 4, 5), np.float32))
+    plain = array.plain(np.zeros((2, 3, 4, 5), np.float32))
+    double = Array(weight.buffer, np.float64, weight.shape, weight.dims, weight.order)
+    sgdm, rmsprop = [0.1, 0.9], [0.1, 0.9, 0.1, 1e-8]
+    for name, gradient, state, constants, error, message in (
+        ("sgdm", plain, weight, sgdm, ValueError, "gradient array lies in memory"),
+        ("sgdm", weight, double, sgdm, TypeError, "float32"),
+        ("rmsprop", weight, plain, rmsprop, ValueError, "rmsprop: a state array lies in memory"),
+    ):
+        with pytest.raises(error, match=message):
+            optimizer.optimizer_step(name, [weight], [gradient], [[state]], constants, [0])
+    with pytest.raises(ValueError, match="clip: a gradient array lies in memory"):
+        optimizer.clip([weight], [plain], [0], "l2norm", 1.0)
+
+
+class Identity(Transform):
+    """A transform that does nothing, but keeps a chain from being fused."""
+
+    counts_steps = False
+
+    def apply(self, updates, state_arrays, numbers):
+        pass
+
+
+CHAINS = {
+    "adam, decay": lambda: (AdamMoments(), WeightDecay(0.01), Rate()),
+    "adamw, fused": lambda: (CorrectedAdamMoments(epsilon=0.1), WeightDecay(0.1), Rate()),
+    "nesterov, fused": lambda: (Rate(), NesterovMomentum(0.9)),
+    "nesterov": lambda: (Rate(), Identity(), NesterovMomentum(0.9)),
+    "adamw": lambda: (CorrectedAdamMoments(epsilon=0.1), Identity(), WeightDecay(0.1), Rate()),
+}
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_recorded_chain_replays_with_the_numbers_of_each_step(device, name, count):
+    def chain():
+        return Optimizer(0.1, Clip(2.0), *CHAINS[name]())
+
+    assert (chain()._fused is not None) == name.endswith("fused")
+
+    keys = [f"layer{i}.weight" for i in range(len(LEARNABLES))]
+    weights, gradients = (dict(zip(keys, draws(w), strict=True)) for w in ("weight", "gradient"))
+    expected, host_chain = weights, chain()
+    for step in range(count):
+        host_chain.learning_rate = 0.1 / (1 + step)
+        expected = host_chain(expected, gradients)
+
+    recorded, device_weights = chain(), {key: layout(w) for key, w in weights.items()}
+    device_gradients = {key: layout(g) for key, g in gradients.items()}
+    recorded.prepare(device_weights)
+    recorder = Recorder(device)
+    with launching.through(recorder):
+        stepped = recorded.apply(device_weights, device_gradients, recorded.numbers())
+        for key, old in device_weights.items():
+            recorder.carry(stepped[key], old)
+        result = launching.scalar("result", 0.0, np.float64)  # a program needs one
+    program = recorder.finish({"result": result}, graphs=False)
+    for step in range(count):
+        recorded.learning_rate = 0.1 / (1 + step)
+        program.results(program.run(**recorded.advance(), result=1.0))
+    device.synchronize()
+    for key, weight in device_weights.items():
+        np.testing.assert_allclose(weight.numpy(), expected[key], rtol=2e-6, atol=2e-6)
