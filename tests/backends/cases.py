@@ -467,6 +467,7 @@ def clipped(method, threshold):
 # ---- images ----
 
 PIXELS = [(3, 5, 7), (1, 28, 28), (1, 1, 1), (4, 2, 33), (2, 19, 31)]
+LARGE_PIXELS = [(3, 32, 32), (2, 3, 16), (1, 2, 17)]
 
 
 def pixels_to_lanes(shape):
@@ -556,6 +557,8 @@ def table():
     )
     for shape in PIXELS:
         yield from pixels_to_lanes(shape)
+    for shape in LARGE_PIXELS:
+        yield from (case._replace(backends=CPU) for case in pixels_to_lanes(shape))
     for shape in ((3, 4, 5), (7,)):
         yield Case("image_sums", f"{shape}", {"x": lanes(*shape)}, 1e-6, backends=CPU)
     for stride in (1, 3, 4):
