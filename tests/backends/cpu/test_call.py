@@ -1,4 +1,4 @@
-"""While a kernel runs, Python gets its turn: messages of other ranks travel."""
+"""Kernels call a Python function while they run, so that messages of other ranks travel."""
 
 import numpy as np
 import pytest
@@ -11,20 +11,20 @@ pytestmark = needs_kernels
 
 
 @pytest.fixture(autouse=True)
-def nobody_watches_behind():
+def _unwatched():
     yield
     builds.watch(None)
 
 
 def work():
-    """Some tens of milliseconds of convolution in one call."""
+    """Convolve for some tens of milliseconds in one call."""
     x = np.zeros((4, 32, 32, 32, 16), np.float32)
     weight, bias = np.zeros((32, 32, 5, 5), np.float32), np.zeros(32, np.float32)
     return cpu.conv2d(x, weight, bias, (1, 1), ((2, 2), (2, 2)), (1, 1), 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_progress_is_called_inside_of_a_pass(threads):
+def test_the_function_is_called_while_a_kernel_runs(threads):
     calls = []
     builds.kernels().set_threads(threads)
     try:
@@ -39,7 +39,7 @@ def test_progress_is_called_inside_of_a_pass(threads):
         builds.kernels().set_threads(1)
 
 
-def test_what_it_raises_comes_out_later():
+def test_an_exception_of_the_function_is_raised_later():
     calls = []
 
     def fail():
@@ -48,7 +48,7 @@ def test_what_it_raises_comes_out_later():
 
     builds.watch(fail)
     work()
-    assert len(calls) == 1  # not again, and the pass went on
+    assert len(calls) == 1  # not again, and the kernel ended
     with pytest.raises(KeyError, match="lost"):
         builds.watch(None)
     builds.watch(None)

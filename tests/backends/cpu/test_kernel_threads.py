@@ -1,4 +1,4 @@
-"""What may go wrong around the kernels' threads: hooks, forks, other threads, odd shapes."""
+"""The threads of the kernels: functions that they call, forks, Python threads, odd shapes."""
 
 import os
 import subprocess
@@ -17,26 +17,26 @@ from mpidl.backends.cpu import builds
 
 pytestmark = needs_kernels
 
-ONE = (1, 1)
+UNIT = (1, 1)
 
 
 def convolve(channels=32, side=32, size=5):
-    """Some tens of milliseconds of convolution in one call."""
+    """Convolve for some tens of milliseconds in one call."""
     x = np.ones((4, channels, side, side, 16), np.float32)
     weight = np.ones((channels, channels, size, size), np.float32)
     pad = size // 2
-    how = ONE, ((pad, pad), (pad, pad)), ONE, 1
-    return cpu.conv2d(x, weight, np.zeros(channels, np.float32), *how)
+    geometry = UNIT, ((pad, pad), (pad, pad)), UNIT, 1
+    return cpu.conv2d(x, weight, np.zeros(channels, np.float32), *geometry)
 
 
 @pytest.fixture(autouse=True)
-def as_it_was():
+def _restored():
     yield
     builds.watch(None)
     builds.kernels().set_threads(settings.threads)
 
 
-def test_a_kernel_inside_of_another_is_refused():
+def test_a_kernel_must_not_call_another():
     small = np.ones((1, 1, 1, 1, 16), np.float32)
     builds.watch(lambda: cpu.relu(small))
     convolve()
@@ -45,7 +45,7 @@ def test_a_kernel_inside_of_another_is_refused():
     assert (cpu.relu(small) == small).all()  # and the next one runs
 
 
-def test_the_hook_runs_on_the_thread_that_set_it_alone():
+def test_the_hook_runs_only_on_the_thread_that_set_it():
     ran_on = []
     builds.watch(lambda: ran_on.append(threading.get_ident()))
     other = threading.Thread(target=convolve)
@@ -57,30 +57,26 @@ def test_the_hook_runs_on_the_thread_that_set_it_alone():
 
 
 @pytest.mark.parametrize("policy", ["off", "auto"])
-def test_the_hook_has_its_turn_within_a_block(policy):
-    """One block, so that nothing but the kernels' own calls lets it run."""
-    calls, before = [], settings.winograd
-    settings.winograd = policy
-    try:
-        x = np.ones((1, 96, 28, 28, 16), np.float32)
-        weight = np.ones((96, 96, 3, 3), np.float32)
-        builds.watch(lambda: calls.append(1))
-        how = ONE, (ONE, ONE), ONE, 1
-        cpu.conv2d(x, weight, np.zeros(96, np.float32), *how)
-    finally:
-        settings.winograd = before
+def test_the_hook_is_called_within_a_block(policy, monkeypatch):
+    """Between blocks there are other calls of it."""
+    calls = []
+    monkeypatch.setattr(settings, "winograd", policy)
+    x = np.ones((1, 96, 28, 28, 16), np.float32)
+    weight = np.ones((96, 96, 3, 3), np.float32)
+    builds.watch(lambda: calls.append(1))
+    cpu.conv2d(x, weight, np.zeros(96, np.float32), UNIT, (UNIT, UNIT), UNIT, 1)
     assert len(calls) >= 4
 
 
-def test_two_threads_of_python_take_turns():
+def test_python_threads_take_turns():
     expected = convolve()
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(convolve())) for _ in range(3)]
+    outputs = []
+    threads = [threading.Thread(target=lambda: outputs.append(convolve())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 3 and all((f == expected).all() for f in found)
+    assert len(outputs) == 3 and all((y == expected).all() for y in outputs)
 
 
 FORK = """
@@ -100,37 +96,37 @@ print("both went on")
 """
 
 
-def test_a_forked_child_goes_on():
+def test_kernels_work_in_a_forked_child():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", FORK], env=environment, capture_output=True, text=True
     )
-    assert done.stdout == "both went on\n", done.stderr
+    assert process.stdout == "both went on\n", process.stderr
 
 
-def test_a_stride_far_larger_than_the_image():
+def test_a_stride_may_be_larger_than_the_image():
     x = np.arange(4 * 16, dtype=np.float32).reshape(1, 1, 2, 2, 16)
     weight = np.full((1, 1, 1, 1), 2, np.float32)
-    how = (7000, 7000), ((0, 0), (0, 0)), ONE, 1
-    y = cpu.conv2d(x, weight, np.zeros(1, np.float32), *how)
+    geometry = (7000, 7000), ((0, 0), (0, 0)), UNIT, 1
+    y = cpu.conv2d(x, weight, np.zeros(1, np.float32), *geometry)
     assert (y == 2 * x[:, :, :1, :1]).all()
     batch = dl.share(16, dl.OneRank())
-    arguments = y, x, weight, *how, batch.counts(), batch.tree, (True, True, True)
-    found, expected = (backend.conv2d_backward(*arguments) for backend in (cpu, reference))
-    assert (found[0] == expected[0]).all()
+    arguments = y, x, weight, *geometry, batch.counts(), batch.tree, (True, True, True)
+    gradients, expected = (backend.conv2d_backward(*arguments) for backend in (cpu, reference))
+    assert (gradients[0] == expected[0]).all()
 
 
-def test_images_beyond_the_offsets_are_refused_by_their_size():
+def test_images_that_are_too_large_are_refused():
     huge = np.lib.stride_tricks.as_strided(
         np.zeros(1, np.float32), (1, 64, 1600, 1600, 16), (0,) * 5
     )
     with pytest.raises(ValueError, match="too large"):
         cpu.conv2d.__globals__["plan"](
-            huge, np.zeros((1, 64, 3, 3), np.float32), ONE, (ONE, ONE), ONE, 1
+            huge, np.zeros((1, 64, 3, 3), np.float32), UNIT, (UNIT, UNIT), UNIT, 1
         )
 
 
-def test_a_number_is_a_learnable_too():
+def test_a_parameter_may_be_a_single_number():
     sgdm = dl.SGDM(learning_rate=0.5, momentum=0.9)
     table = {"scale": np.float32(3), "w": np.ones((2, 3), np.float32)}
     for _ in range(3):
