@@ -152,7 +152,11 @@ def messages(tmp_path_factory):
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")
     folder = tmp_path_factory.mktemp("types")
-    texts = {"user.py": PROGRAM.read_text(), "public.py": attribute_program(), "wrong.py": WRONG_CALLS}
+    texts = {
+        "user.py": PROGRAM.read_text(),
+        "public.py": attribute_program(),
+        "wrong.py": WRONG_CALLS,
+    }
     for name, text in {**texts, "mypy.ini": CONFIG}.items():
         (folder / name).write_text(text)
     run = subprocess.run(

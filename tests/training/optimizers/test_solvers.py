@@ -81,7 +81,9 @@ def test_clipping_limits_norms_or_numbers(method):
     else:
         if method == "global-l2norm":
             norms = [math.hypot(*norms)] * len(norms)
-        expected = [g * min(1, threshold / max(n, 1e-300)) for g, n in zip(decayed, norms, strict=True)]
+        expected = [
+            g * min(1, threshold / max(n, 1e-300)) for g, n in zip(decayed, norms, strict=True)
+        ]
     clipped = reference.clip(weights, gradients, decays, method, threshold)
     for actual, exact in zip(clipped, expected, strict=True):
         np.testing.assert_allclose(actual, exact, rtol=1e-6, atol=1e-9)
