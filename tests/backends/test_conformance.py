@@ -288,6 +288,11 @@ def test_names_of_cases_are_unique():
     assert len(BY_NAME) == len(CASES)
 
 
+@on_cases("cpu", [BY_NAME["conv2d, digits 2"]])
+def test_settings_of_a_case_are_applied(case, values):
+    assert values and values == {name: getattr(settings, name) for name in values}
+
+
 @needs_kernels
 def test_settings_reach_the_cpu(monkeypatch):
     outputs = set()
