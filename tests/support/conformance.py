@@ -1,8 +1,8 @@
 """Call every backend with the same arguments and compare the results.
 
-A `Case` names a function of `backends.interface` and declares its arguments;
-`tests/backends/cases.py` has the table. `results` calls a backend and returns host arrays. It folds
-each sum to its root, so that results of any shares and backends can be compared.
+A `Case` names a function of `backends.interface` and declares its arguments; the table is in
+`tests/backends/cases.py` and `training_cases.py`. `results` calls a backend and returns host
+arrays. It folds each sum to its root, so that results of any shares and backends can be compared.
 """
 
 import inspect

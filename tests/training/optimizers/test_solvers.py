@@ -5,9 +5,9 @@ import typing
 
 import numpy as np
 import pytest
-from cases import FORMULAS
 from cpu_builds import needs_kernels, on_all_builds
 from parameter_tables import SHAPES, distance, same_bytes, tables
+from training_cases import FORMULAS
 
 import mpidl as dl
 from mpidl.backends import CPU as cpu
