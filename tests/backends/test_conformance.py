@@ -250,9 +250,15 @@ def unaligned(value):
 @needs_kernels
 @on_cases("cpu", [case for case in CASES if case.function != "planes"], limit=1)
 def test_arrays_need_not_be_aligned_nor_c_ordered(case, values):
-    aligned = results(case, CPU)
-    for change in (unaligned, np.asfortranarray):
-        assert bytes_of(results(case, CPU, change=change)) == bytes_of(aligned)
+    def check():
+        aligned = results(case, CPU)
+        for change in (unaligned, np.asfortranarray):
+            assert bytes_of(results(case, CPU, change=change)) == bytes_of(aligned)
+
+    if "weights" in case.arguments:  # these kernels read arrays where they lie
+        on_all_builds(check)
+    else:
+        check()
 
 
 @on_cases("gpu", FIRST.values())
