@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> dict:
         numbers = report.summary(seconds, 1e3)
         rows.append([name, *(f"{numbers[key]:.3f}" for key in ("median", "min", "max"))])
         pairs = zip(seconds, times["this"], strict=True)
-        ratios[name] = report.summary([ours / this for ours, this in pairs])
+        ratios[name] = report.summary([ours / baseline for ours, baseline in pairs])
     report.print_table(rows)
     for name in ("other", "again"):
         ratio = ratios[name]

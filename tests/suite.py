@@ -74,7 +74,7 @@ CORE = (
     "tests/ops/test_batchnorm.py",
     "tests/training/test_trainer.py",
 )
-KERNELS = ("tests/backends/cpu", "tests/training/optimizers")
+KERNELS = ("tests/backends/test_conformance.py", "tests/backends/cpu", "tests/training/optimizers")
 QUICK = {
     "one rank": Run("every test but the slow ones"),
     "2 ranks": Run("the exchanges of an even number of ranks", 2, CORE),
@@ -91,7 +91,7 @@ PARTS = {
     "sanitizers": marked("the kernels under AddressSanitizer and UBSan", "sanitizers"),
     "threads": Run(
         "the kernels on 1, 2, 3 and 5 threads",
-        arguments=KERNELS,
+        arguments=(*KERNELS, "-k", "not gpu"),
         environment=(("MPIDL_TEST_THREADS", "1,2,3,5"),),
     ),
     "fuzz": Run(

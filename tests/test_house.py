@@ -1,4 +1,6 @@
-"""The counts of house.py, and the number of vague names in the package."""
+"""The counts of house.py, the number of vague names, and the names of test files."""
+
+import collections
 
 import house
 
@@ -34,12 +36,63 @@ def test_lines_of_code_are_counted(tmp_path):
     assert house.code_lines(c) == 2
 
 
-def test_the_package_has_few_vague_names():
+def test_the_repository_has_few_vague_names():
     paths = [path for path in house.sources(house.ROOT) if path.suffix == ".py"]
     bindings = [
         f"{path.relative_to(house.ROOT)}:{line}: {name}"
         for path in paths
-        if path.relative_to(house.ROOT).parts[0] in ("mpidl", "kernels", "benchmarks")
         for line, name in house.vague_bindings(path.read_text())
     ]
     assert len(bindings) < 50, "\n".join(bindings)
+
+
+# Tests that belong to no single module of the package.
+CROSS_CUTTING = {
+    "backends/test_conformance.py": "all functions of all backends",
+    "backends/cpu/test_cpu_winograd.py": "kernels/cpu/winograd*, which no module calls by itself",
+    "data/formats/test_fuzz_data.py": "damaged files of all formats",
+    "nn/test_gelu.py": "GELU, from its layer to trainings",
+    "nn/test_freeze.py": "freezing, from layers to the optimizer",
+    "training/files/test_old_files.py": "files of earlier versions",
+    "training/options/test_options_page.py": "docs/options.md",
+    "training/test_classes.py": "class names in training, files and evaluation",
+}
+CROSS_CUTTING |= dict.fromkeys(
+    (
+        *("backends/gpu/test_emulator.py", "backends/gpu/test_gpu_faults.py"),
+        *("backends/gpu/test_gpu_ends.py", "backends/gpu/test_gpu_evaluation.py"),
+        *("backends/gpu/test_gpu_graph.py", "backends/gpu/test_gpu_input.py"),
+        *("backends/gpu/test_gpu_layers.py", "backends/gpu/test_gpu_solvers.py"),
+        *("backends/gpu/test_gpu_step.py", "backends/gpu/test_gpu_targets.py"),
+        "backends/gpu/test_gpu_training.py",
+    ),
+    "steps and trainings on the emulated GPU, and the emulator",
+)
+
+
+def package_tests():
+    tests = house.ROOT / "tests"
+    paths = [path.relative_to(tests) for path in tests.rglob("test_*.py")]
+    outside = ("launch", "support", "benchmarks")
+    return [path for path in paths if len(path.parts) > 1 and path.parts[0] not in outside]
+
+
+def belongs(path):
+    """Return whether a test is named after a module of the package or after its own folder."""
+    folder = house.ROOT / "mpidl" / path.parent
+    name = path.stem.removeprefix("test_").removesuffix("_command")
+    names = {name, *(name.removeprefix(prefix) for prefix in ("cpu_", "gpu_", "reference_"))}
+    modules = {module.stem for module in folder.glob("*.py")}
+    return bool(names & (modules | {part.name for part in folder.glob("*/")} | {folder.name}))
+
+
+def test_tests_mirror_the_package():
+    misplaced = {path.as_posix() for path in package_tests() if not belongs(path)}
+    assert misplaced - set(CROSS_CUTTING) == set()
+
+
+def test_names_of_test_files_are_unique():
+    """pytest imports them by their name, without their folder."""
+    tests = house.ROOT / "tests"
+    names = collections.Counter(path.name for path in tests.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -54,10 +54,10 @@ def test_datastores():
     assert repr(arrays) == f"ArrayDatastore({text})"
     assert repr(arrays.subset([0, 2])) == f"Subset(2 of {text})"
 
-    class Mine(dl.data.Datastore):
+    class Letters(dl.data.Datastore):
         image_shape, labels, classes = (1, 8, 8), np.zeros(3, np.int64), ["a"]
 
-    assert repr(Mine()) == "Mine(3 images of 1x8x8 in 1 classes)"
+    assert repr(Letters()) == "Letters(3 images of 1x8x8 in 1 classes)"
     queue = dl.MinibatchQueue(arrays, 3)
     assert repr(queue) == f"MinibatchQueue(2 mini-batches of 3, ArrayDatastore({text}))"
 

@@ -35,7 +35,7 @@ ignore_missing_imports = True
 ignore_errors = True
 """
 # Each line is an error to a checker.
-WRONG = """
+WRONG_CALLS = """
 import numpy as np
 import mpidl as dl
 dl.TrainingOptions(epoch=3)
@@ -152,7 +152,11 @@ def messages(tmp_path_factory):
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed")
     folder = tmp_path_factory.mktemp("types")
-    texts = {"user.py": PROGRAM.read_text(), "public.py": attribute_program(), "wrong.py": WRONG}
+    texts = {
+        "user.py": PROGRAM.read_text(),
+        "public.py": attribute_program(),
+        "wrong.py": WRONG_CALLS,
+    }
     for name, text in {**texts, "mypy.ini": CONFIG}.items():
         (folder / name).write_text(text)
     run = subprocess.run(
@@ -174,8 +178,8 @@ def revealed_types(lines):
     """Return (expression, type) pairs; NumPy's own Any of an array's shape and type is left out."""
     pairs = []
     for source, message in lines:
-        if found := re.fullmatch(r'note: Revealed type is "(.*)"', message):
-            text = found[1].replace("numpy.dtype[Any]", "numpy.dtype")
+        if match := re.fullmatch(r'note: Revealed type is "(.*)"', message):
+            text = match[1].replace("numpy.dtype[Any]", "numpy.dtype")
             text = re.sub(r"numpy\.ndarray\[tuple\[Any, \.\.\.\], [^]]*\]+", "numpy.ndarray", text)
             pairs.append((source.removeprefix("reveal_type(").removesuffix(")"), text))
     return pairs
@@ -200,8 +204,8 @@ def test_no_public_attribute_is_any(messages):
 
 
 def test_wrong_calls_are_errors(messages):
-    wrong = [line for line in WRONG.splitlines() if line.startswith("dl.")]
-    assert [line for line in wrong if line not in dict(messages["wrong.py"])] == []
+    lines = [line for line in WRONG_CALLS.splitlines() if line.startswith("dl.")]
+    assert [line for line in lines if line not in dict(messages["wrong.py"])] == []
 
 
 def test_public_functions_are_annotated():

@@ -1,4 +1,4 @@
-"""The fixtures of devices, and `--device cuda`, which leaves out tests that use no device."""
+"""The fixtures of devices, and `--device cuda`, which deselects tests that use no device."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def pytest_addoption(parser):
         "--device",
         choices=["emulated", "cuda"],
         default="emulated",
-        help="where the kernels' tests compute (emulated)",
+        help="the device of the kernels' tests (emulated)",
     )
 
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(config, items):
     if not is_cuda(config):
         return
     folder, used = Path(__file__).parent, {"device", "emulated"}
-    hostside = [i for i in items if folder in i.path.parents and not used & set(i.fixturenames)]
-    if hostside:
-        config.hook.pytest_deselected(items=hostside)
-        items[:] = [item for item in items if item not in hostside]
+    on_host = [i for i in items if folder in i.path.parents and not used & set(i.fixturenames)]
+    if on_host:
+        config.hook.pytest_deselected(items=on_host)
+        items[:] = [item for item in items if item not in on_host]

@@ -1,6 +1,6 @@
-"""Every backend computes each function of the interface as the others do: one table of cases.
+"""Every backend computes each function of the interface alike, for one table of cases.
 
-The reference in float64 is the oracle. The CPU backend runs on every build and on several numbers
+The oracle is the reference in float64. The CPU backend runs on every build and on several numbers
 of threads, the GPU backend on the emulated device (or on a GPU by `--device cuda`).
 """
 
@@ -14,6 +14,7 @@ from cases import CASES
 from conformance import (
     LAST,
     SPLIT,
+    Draw,
     arguments,
     call,
     flat,
@@ -26,71 +27,78 @@ from cpu_builds import bytes_of, needs_kernels, on_all_builds
 from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
 from mpidl.backends.gpu.backend import GPU
-from mpidl.backends.interface import FUSED, Backend
-from mpidl.blocks import LANES, DeferredInput
+from mpidl.backends.interface import FUSED, HOST, Backend
+from mpidl.blocks import LANES
 from mpidl.fold import Partial
 
 BY_NAME = {str(case): case for case in CASES}
+PARAMETERS = {n: inspect.signature(getattr(Backend, n)).parameters for n in FUNCTIONS}
 FIRST = {case.function: case for case in reversed(CASES)}  # the first case of each function
 
 
-def each(backend, cases=CASES, most=None):
-    """Parametrize a test by the cases of a backend, each with (at most so many of) its settings."""
+def on_cases(backend, cases=CASES, limit=None):
+    """Parametrize a test by the cases of a backend, each with its first `limit` settings."""
     variants = [
         pytest.param(
             case, values, id=", ".join([str(case), *(f"{k}={v}" for k, v in values.items())])
         )
         for case in cases
         if backend in case.backends
-        for values in case.settings.get(backend, ({},))[:most]
+        for values in case.settings.get(backend, ({},))[:limit]
     ]
+    assert variants
     return pytest.mark.parametrize("case, values", variants)
+
+
+def draws(case):
+    lists = (v if isinstance(v, list) else [v] for v in case.arguments.values())
+    return [draw for draw in itertools.chain(*lists) if isinstance(draw, Draw)]
 
 
 @pytest.fixture(autouse=True)
 def _settings(request, monkeypatch):
-    """Test with the settings that the parameter `values` has."""
+    """Apply the settings in the parameter `values`."""
     values = getattr(request.node, "callspec", None) and request.node.callspec.params.get("values")
     for name, value in (values or {}).items():
         monkeypatch.setattr(settings, name, value)
 
 
 @functools.cache
-def expected(name):
-    """What the reference computes: in float32 (if it can), and in float64."""
+def expected(name, blocks, last):
+    """Return what the reference computes in float32 and in float64."""
     case = BY_NAME[name]
-    single = None if case.oracle else results(case, REFERENCE)
-    return single, results(case, REFERENCE, double=True)
+    return [results(case, REFERENCE, blocks, last=last, double=d) for d in (False, True)]
 
 
-def assert_near(case, actual):
-    """Results have the types, the shapes and nearly the numbers of the reference."""
-    single, double = expected(str(case))
-    assert len(actual) >= len(double)  # beside the sums of an activation that is not stored
-    for i, (value, exact) in enumerate(zip(actual, double, strict=False)):
-        assert value.shape == exact.shape
-        assert single is None or not case.typed or value.dtype == single[i].dtype
+def assert_near(case, actual, blocks=2, last=LAST):
+    """Check types, shapes, zeros in unused lanes and numbers against the reference."""
+    single, double = expected(str(case), blocks, last)
+    assert len(actual) == len(single) == len(double) > 0
+    for i, (value, rounded, exact) in enumerate(zip(actual, single, double, strict=True)):
+        assert value.shape == exact.shape, f"result {i}"
+        assert value.dtype == rounded.dtype or not case.typed, f"result {i}"
         if zeroes_unused(case) and value.ndim > 2 and value.shape[:: value.ndim - 1] == (2, LANES):
-            assert not value[-1, ..., LAST:].any(), f"unused lanes of result {i}"
+            assert not value[-1, ..., last:].any(), f"unused lanes of result {i}"
         if not case.tolerance:
-            same = exact if single is None else single[i]
-            assert np.array_equal(value, same, equal_nan=value.dtype.kind == "f"), f"result {i}"
+            assert np.array_equal(value, rounded, equal_nan=value.dtype.kind == "f"), f"result {i}"
+            signs = [np.signbit(v[~np.isnan(v)]) for v in (value, rounded) if v.dtype.kind == "f"]
+            assert not signs or np.array_equal(*signs), f"signs of result {i}"
         elif case.elementwise:
             rounding = 2**-53 * abs(exact).max(initial=0)
             np.testing.assert_allclose(value, exact, rtol=case.tolerance, atol=rounding)
         elif value.size:
             error = abs(value - exact).max() / max(abs(exact).max(), 1e-3)
-            assert error <= case.tolerance, f"result {i}"
+            assert error <= case.tolerance, f"result {i}: {error}"
 
 
 def zeroes_unused(case):
-    """Whether the interface promises zeros in unused lanes of results."""
-    parameters = inspect.signature(getattr(Backend, case.function)).parameters
-    return case.function == "images" or "counts" in parameters and case.function not in FUSED
+    """Return whether the interface promises zeros in unused lanes of results."""
+    counted = "counts" in PARAMETERS[case.function] and case.function not in FUSED
+    return counted or case.function == "images"
 
 
 def check_on_gpu(device, *names, **values):
-    """Cases on the device that is open, for tests that change its kernels."""
+    """Check cases on the open device, for tests that change its kernels."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in values.items():
             patch.setattr(settings, key, value)
@@ -103,39 +111,54 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 
 @needs_kernels
-@each("cpu")
+@on_cases("cpu")
 def test_the_cpu_computes_what_the_reference_does(case, values):
     for actual in on_all_builds(lambda: results(case, CPU)).values():
         assert_near(case, actual)
 
 
-@each("gpu")
+@on_cases("gpu")
 def test_a_gpu_computes_what_the_reference_does(device, case, values):
     assert_near(case, results(case, GPU))
 
 
-def assert_shares(case, backend):
-    """Three ranks, one without images, have the bytes of one rank."""
-    alone, shared = (results(case, backend, 5, runs) for runs in (((0, 5),), SPLIT))
-    assert bytes_of(alone) == bytes_of(shared)
+COUNTED = [c for n, c in FIRST.items() if {"counts", "labels", "pixels"} & set(PARAMETERS[n])]
+
+
+COUNTED += [c for c in CASES if str(c).startswith("images, (3, 5, 7) to")]
 
 
 @needs_kernels
-@each("cpu", most=1)
+@pytest.mark.parametrize("blocks, last", [(1, 1), (1, LANES), (2, 15), (3, LANES)])
+@on_cases("cpu", COUNTED, limit=1)
+def test_mini_batches_of_any_size(case, values, blocks, last):
+    for actual in on_all_builds(lambda: results(case, CPU, blocks, last=last)).values():
+        assert_near(case, actual, blocks, last)
+
+
+def assert_shares(case, backend):
+    """Three ranks, one of them without images, have the bytes of one rank."""
+    one_rank, three_ranks = (results(case, backend, 5, runs) for runs in (((0, 5),), SPLIT))
+    assert bytes_of(one_rank) == bytes_of(three_ranks)
+
+
+@needs_kernels
+@on_cases("cpu", limit=1)
 def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
     assert_shares(case, CPU)
 
 
-@each("gpu", [case for case in CASES if not case.numbers_only])
+@on_cases("gpu", [case for case in CASES if not case.numbers_only])
 def test_any_shares_give_the_same_bytes_on_a_gpu(device, case, values):
     assert_shares(case, GPU)
 
 
 def assert_empty(case, backend):
-    """A rank without images has results of the same shapes, and no node of a sum."""
-    values = call(case, backend, arguments(case, backend, share(5, SPLIT, 1), 5))
-    full = call(case, REFERENCE, arguments(case, REFERENCE, share(5), 5))
-    for value, like in zip(flat(values), flat(full), strict=False):
+    """A rank without images has results of the same types and shapes, and no node of a sum."""
+    outputs = flat(call(case, backend, arguments(case, backend, share(5, SPLIT, 1))))
+    full = flat(call(case, REFERENCE, arguments(case, REFERENCE, share(5))))
+    for value, like in zip(outputs, full, strict=True):
+        assert value.dtype == like.dtype
         if isinstance(value, Partial):
             assert value.shape == like.shape and host(value) == []
         elif like.shape[:1] in ((5,), (LANES * 4 + LAST,)):  # of blocks, of images
@@ -144,52 +167,41 @@ def assert_empty(case, backend):
             assert value.shape == like.shape
 
 
-def of_images(cases):
-    """Cases whose arguments belong to images."""
-    kinds = {"lanes", "deferred", "images"}
-    return [c for c in cases if kinds & {getattr(draw, "kind", "") for draw in draws(c)}]
-
-
-def draws(case):
-    return itertools.chain(*(v if isinstance(v, list) else [v] for v in case.arguments.values()))
+OF_IMAGES = [c for c in CASES if {"lanes", "deferred", "images"} & {d.kind for d in draws(c)}]
 
 
 @needs_kernels
-@each("cpu", of_images(CASES), most=1)
+@on_cases("cpu", OF_IMAGES, limit=1)
 def test_an_empty_share_on_a_cpu(case, values):
     assert_empty(case, CPU)
 
 
-@each("gpu", of_images(CASES), most=1)
+@on_cases("gpu", OF_IMAGES, limit=1)
 def test_an_empty_share_on_a_gpu(device, case, values):
     assert_empty(case, GPU)
 
 
-DEFERRED = [c for c in CASES if c.oracle is None and "deferred" in str(c)]
+DEFERRED = [c for c in CASES if "deferred" in {d.kind for d in draws(c)}]
 
 
-def assert_stored(case, backend):
-    """An activation that is not stored is read as its values; its sums come with a gradient."""
-    owned = share(3)
-    values = arguments(case, backend, owned, 3)
-    fused = flat(call(case, backend, values))
-    stored = flat(call(case, backend, arguments(case, backend, owned, 3, stored=True)))
-    if len(fused) > len(stored):
-        (source,) = (v for v in values.values() if isinstance(v, DeferredInput))
-        dx = [value for value in fused if not isinstance(value, Partial)][-1]
-        stored.append(backend.activation_sums(dx.reshape(source.x.shape), source, owned.tree))
-    assert bytes_of([host(v) for v in fused]) == bytes_of([host(v) for v in stored])
+def assert_separate(case, backend):
+    """A call that reads activations as they are computed has the bytes of separate functions."""
+    fused, separate = (
+        flat(call(case, backend, arguments(case, backend, share(3), stored=stored), stored))
+        for stored in (False, True)
+    )
+    assert bytes_of([host(v) for v in fused]) == bytes_of([host(v) for v in separate])
 
 
 @needs_kernels
-@each("cpu", DEFERRED)
-def test_an_activation_is_read_as_its_values_on_a_cpu(case, values):
-    assert_stored(case, CPU)
+@on_cases("cpu", DEFERRED)
+def test_fused_calls_have_the_bytes_of_separate_functions_on_a_cpu(case, values):
+    on_all_builds(lambda: assert_separate(case, CPU))
 
 
-@each("gpu", DEFERRED)
-def test_an_activation_is_read_as_its_values_on_a_gpu(device, case, values):
-    assert_stored(case, GPU)
+@on_cases("gpu", DEFERRED)
+def test_fused_calls_have_the_bytes_of_separate_functions_on_a_gpu(device, case, values):
+    assert_separate(case, GPU)
 
 
 SELECTIVE = [case for case in CASES if "needs" in case.arguments]
@@ -197,41 +209,59 @@ SELECTIVE = [case for case in CASES if "needs" in case.arguments]
 
 def assert_needs(case, backend):
     """Gradients that are not needed are None; the others have the same bytes."""
-    values = arguments(case, backend, share(2), 2)
-    every = call(case, backend, values)
+    values = arguments(case, backend, share(2))
+    gradients = call(case, backend, values)
     for needs in itertools.product((False, True), repeat=3):
-        some = call(case, backend, values | {"needs": needs})
-        for value, full, wanted in zip(some, every, (*needs, needs[0]), strict=False):
-            assert (value is not None) == (wanted and full is not None)
+        selected = call(case, backend, values | {"needs": needs})
+        assert len(selected) == len(gradients)
+        for value, full, is_needed in zip(selected, gradients, (*needs, needs[0]), strict=False):
+            assert (value is not None) == (is_needed and full is not None)
             assert value is None or bytes_of(host(value)) == bytes_of(host(full))
 
 
 @needs_kernels
-@each("cpu", SELECTIVE, most=1)
+@on_cases("cpu", SELECTIVE, limit=1)
 def test_only_needed_gradients_are_computed_on_a_cpu(case, values):
     assert_needs(case, CPU)
 
 
-@each("gpu", [case for case in FIRST.values() if case in SELECTIVE])
+@on_cases("gpu", [case for case in FIRST.values() if case in SELECTIVE])
 def test_only_needed_gradients_are_computed_on_a_gpu(device, case, values):
     assert_needs(case, GPU)
 
 
+@needs_kernels
+@on_cases("cpu", SELECTIVE)
+def test_bias_gradients_have_the_bytes_of_channel_sums(case, values):
+    def check():
+        values = arguments(case, CPU, share(3))
+        sums = CPU.channel_sums(values["dy"], values["tree"])
+        assert bytes_of(call(case, CPU, values)[2]) == bytes_of(sums)
+
+    on_all_builds(check)
+
+
 def unaligned(value):
-    room = np.empty(value.size + 1, value.dtype)
-    room[1:] = value.ravel()
-    return room[1:].reshape(value.shape)
+    numbers = np.empty(value.size + 1, value.dtype)
+    numbers[1:] = value.ravel()
+    return numbers[1:].reshape(value.shape)
 
 
 @needs_kernels
-@each("cpu", [c for c in CASES if "weights" not in c.arguments and c.function != "planes"], most=1)
+@on_cases("cpu", [case for case in CASES if case.function != "planes"], limit=1)
 def test_arrays_need_not_be_aligned_nor_c_ordered(case, values):
-    expected = bytes_of(results(case, CPU))
-    for change in (unaligned, np.asfortranarray):
-        assert bytes_of(results(case, CPU, change=change)) == expected
+    def check():
+        aligned = results(case, CPU)
+        for change in (unaligned, np.asfortranarray):
+            assert bytes_of(results(case, CPU, change=change)) == bytes_of(aligned)
+
+    if "weights" in case.arguments:  # these kernels read arrays where they lie
+        on_all_builds(check)
+    else:
+        check()
 
 
-@each("gpu", FIRST.values())
+@on_cases("gpu", FIRST.values())
 def test_any_schedule_of_threads_gives_the_same_bytes(emulated, case, values):
     schedules = []
     for order in (0, 1, 2):
@@ -241,7 +271,7 @@ def test_any_schedule_of_threads_gives_the_same_bytes(emulated, case, values):
 
 
 class Calls:
-    """A backend that notes which of its functions are called."""
+    """A backend that records which of its functions are called."""
 
     def __init__(self, backend):
         self.backend, self.names = backend, set()
@@ -251,8 +281,38 @@ class Calls:
         return getattr(self.backend, name)
 
 
-def test_every_function_has_a_case():
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_every_function_has_a_case(backend):
     calls = Calls(CPU)
-    for case in FIRST.values():
-        call(case, calls, arguments(case, CPU, share(2), 2))
-    assert calls.names == set(FUNCTIONS)
+    for case in CASES:
+        if backend in case.backends and case.function not in calls.names:
+            call(case, calls, arguments(case, calls, share(2)))
+    assert calls.names == set(FUNCTIONS) - (HOST if backend == "gpu" else set())
+
+
+def test_names_of_cases_are_unique():
+    assert len(BY_NAME) == len(CASES)
+
+
+@on_cases("cpu", [BY_NAME["conv2d, digits 2"]])
+def test_settings_of_a_case_are_applied(case, values):
+    assert values and values == {name: getattr(settings, name) for name in values}
+
+
+@needs_kernels
+def test_settings_reach_the_cpu(monkeypatch):
+    outputs = set()
+    for winograd in ("fast", "off"):
+        monkeypatch.setattr(settings, "winograd", winograd)
+        outputs.add(bytes_of(results(BY_NAME["conv2d, digits 2"], CPU))[0])
+    assert len(outputs) == 2
+
+
+def test_settings_reach_a_gpu(device, monkeypatch):
+    kernels = set()
+    for direct in (False, True):
+        monkeypatch.setattr(settings, "direct", direct)
+        device.launched.clear()
+        results(BY_NAME["conv2d, 3x3"], GPU)
+        kernels.add(tuple(device.launched))
+    assert len(kernels) == 2

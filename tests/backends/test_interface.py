@@ -14,7 +14,7 @@ from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import FUSED, HOST, Backend
 from mpidl.backends.reference import activation
 
-# The one function with more options, by keyword: it gathers images of a data set on the device.
+# The only function with more keywords: it gathers images of a data set on the device.
 EXTENDED = {("gpu", "images"): ["indices", "counts", "blocks"]}
 BACKENDS = pytest.mark.parametrize("backend", [REFERENCE, CPU, GPU], ids=lambda b: b.name)
 
@@ -40,25 +40,24 @@ def test_parameters_are_those_of_the_interface(backend, name):
 
 
 def missing(backend):
-    """The functions that the capabilities of a backend excuse."""
+    """Return the functions that a backend lacks because of its capabilities."""
     return (set() if backend.fuses_convolutions else FUSED) | (
         HOST if backend.arrays_on_device else set()
     )
 
 
 @BACKENDS
-def test_a_backend_has_nothing_beside_the_interface(backend):
+def test_a_backend_has_only_the_interface(backend):
     capabilities = {"name", "fuses_convolutions", "arrays_on_device"}
     assert set(vars(backend)) == set(FUNCTIONS) - missing(backend) | capabilities
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_function_says_what_it_does(name):
-    """In the interface; implementations repeat it nowhere."""
+def test_every_function_is_documented_in_the_interface(name):
     assert (inspect.getdoc(getattr(Backend, name)) or "").startswith("Return ")
 
 
-def test_missing_functions_are_refused():
+def test_a_backend_without_a_function_is_refused():
     with pytest.raises(TypeError, match="backend partial: no module defines "):
         gather("partial", [activation])
     assert gather("partial", [activation], REFERENCE).relu is activation.relu
@@ -74,13 +73,13 @@ def test_zeros_and_copies_of_host_arrays(backend):
     assert copied.dtype == like.dtype and copied[2, 39] == 119
 
 
-def test_backends_go_by_type():
+def test_backends_are_chosen_by_type():
     assert backends.of_type(np.float64) is REFERENCE
     assert backends.of_array(np.zeros(3)) is REFERENCE
 
 
 def test_a_run_on_cpus_loads_no_kernels_of_gpus():
-    """Only how GPUs are discovered and compiled for is loaded at the start."""
+    """Only the modules that discover GPUs and compile for them are loaded."""
     code = (
         "import sys, mpidl; from mpidl import training;"
         "print([m for m in sys.modules if m.startswith('mpidl.backends.gpu.')])"

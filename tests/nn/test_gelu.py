@@ -42,8 +42,8 @@ def images(world, count=21, dtype=np.float32):
 def test_description():
     assert "approximate='tanh'" in repr(dl.GELU("tanh"))
     assert dl.GELU().spec() == {"type": "GELU", "approximate": "none", "name": None}
-    again = dl.Network.from_spec(branched("tanh").spec(), (1, 6, 6), seed=1)
-    assert again.spec() == branched("tanh").spec() and again["first"].approximate == "tanh"
+    rebuilt = dl.Network.from_spec(branched("tanh").spec(), (1, 6, 6), seed=1)
+    assert rebuilt.spec() == branched("tanh").spec() and rebuilt["first"].approximate == "tanh"
 
 
 @APPROXIMATIONS
@@ -98,8 +98,8 @@ def test_gradients_where_several_read_it(world, approximate):
     dl.check_vjp(loss, x, *values, tolerance=2e-7)
 
 
-def alone():
-    """A world of this rank only."""
+def one_rank():
+    """Return a world of this rank only."""
     mpi = pytest.importorskip("mpi4py.MPI", reason="no mpi4py")
     return dl.World(mpi.COMM_SELF, threads=1)
 
@@ -107,7 +107,7 @@ def alone():
 @pytest.mark.parametrize("network", [branched, plain])
 def test_training_gives_the_same_bytes_on_any_number_of_ranks(world, network):
     net, _ = trained(world, network())
-    expected, _ = trained(alone(), network())
+    expected, _ = trained(one_rank(), network())
     for name, weights in expected.parameters.items():
         assert net.parameters[name].tobytes() == weights.tobytes(), name
     begin = network().parameters

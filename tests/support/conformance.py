@@ -1,8 +1,8 @@
-"""Calls of the backends' interface, made by every backend on the same numbers.
+"""Call every backend with the same arguments and compare the results.
 
-A `Case` names a function of `backends.interface` and declares its arguments; the table of them is
-`tests/backends/cases.py`. `results` calls a backend and returns host arrays, with every sum folded
-to its root, so that results of one rank, of several ranks and of other backends can be compared.
+A `Case` names a function of `backends.interface` and declares its arguments; the table is in
+`tests/backends/cases.py` and `training_cases.py`. `results` calls a backend and returns host
+arrays. It folds each sum to its root, so that results of any shares and backends can be compared.
 """
 
 import inspect
@@ -19,30 +19,29 @@ from mpidl.backends.gpu.array import Array
 from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import Backend
 from mpidl.blocks import LANES, DeferredInput
-from mpidl.fold import Partial, Tree, fold_nodes
+from mpidl.fold import Partial, Tree, fold_nodes, merge_moments
 
 BACKENDS = {backend.name: backend for backend in (REFERENCE, CPU, GPU)}
 LAST = 9  # images of the last block
-SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks, of which one has none
+SPLIT = ((0, 3), (3, 3), (3, 5))  # five blocks on three ranks; the second rank has none
 
 
 class Draw(NamedTuple):
     """An argument that is drawn at random.
 
-    kind is where the argument belongs: "lanes" (a value per image), "deferred" (lanes that are the
-    input of an activation), "images" (an array with an entry per image), "samples" (their numbers),
-    "filters" (weights of images), "plain" (anything else) or "epoch".
+    kind: "lanes" (a value per image), "deferred" (lanes, the input of an activation), "images" (an
+    entry per image), "samples" (sample numbers), "filters" (weights of images) or "plain".
     """
 
     kind: str
     shape: tuple = ()
-    low: float = -2.0  # not about 0, so that sums do not cancel
+    low: float = -2.0  # the mean is not 0, so that sums do not cancel
     high: float = 3.0
     dtype: Any = np.float32
     cotangent: bool = False  # zero in unused lanes
-    image: tuple | None = None  # of dense weights: the shape of the images they read
-    flattened: bool = False  # images, one behind the other
-    rounded: bool = False  # positive numbers are whole, so that many are equal
+    image: tuple | None = None  # for dense weights: the shape of the images they read
+    flattened: bool = False  # lanes with all axes of an image in one
+    rounded: bool = False  # positive numbers are integers, so that many are equal
     special: bool = False  # with NaN and infinities
 
 
@@ -55,7 +54,7 @@ def cotangent(*shape):
 
 
 def deferred(*shape, **options):
-    """The activation of lanes, which a backend that fuses convolutions need not have stored."""
+    """An activation of lanes; a backend that fuses convolutions reads it without storing it."""
     return Draw("deferred", shape, **options)
 
 
@@ -78,12 +77,13 @@ def images(*shape, low=0, high=256, dtype=np.uint8):
 class Case(NamedTuple):
     """A call of the interface.
 
-    Without `call` it is function(**arguments), `counts` and `tree` added. `oracle` replaces it on
-    the reference, for functions that the reference lacks. Errors are relative to the largest number
-    of the exact result, or each to its own number if `elementwise`; `tolerance` 0 asks for the
-    bytes that the reference has in float32. `settings` are those of `backends.settings` to be
-    tested, by backend; `typed` is whether results have the same types on every backend;
-    `numbers_only` leaves out what takes long on an emulated GPU, the checks of several ranks.
+    call: what to call; by default the function itself, with `counts` and `tree` if it takes them.
+    oracle: replaces `call` on the reference, for functions that the reference lacks.
+    tolerance: relative to the largest number of the exact result or, if `elementwise`, to each
+        number; 0 requires the reference's float32 numbers, including the signs of zeros.
+    settings: by backend, the values of `backends.settings` to test.
+    typed: results have the reference's types.
+    numbers_only: no checks of shares on an emulated GPU, which would take long.
     """
 
     function: str
@@ -103,28 +103,30 @@ class Case(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Some blocks of a mini-batch: those of a rank."""
+    """The blocks of a mini-batch that a rank has; the last of all blocks has `last` images."""
 
     first: int
     stop: int
     tree: Tree
     counts: np.ndarray
+    blocks: int
+    last: int
 
 
-def share(blocks, runs=None, rank=0):
-    """The share of a rank. The last block of the mini-batch has LAST images."""
+def share(blocks, runs=None, rank=0, last=LAST):
+    """Return the share of a rank of a mini-batch of so many blocks."""
     tree = Tree(blocks, runs or ((0, blocks),), rank)
     counts = np.full(blocks, LANES, np.int32)
-    counts[-1:] = LAST
+    counts[-1:] = last
     first, stop = tree.run
-    return Share(first, stop, tree, counts[first:stop])
+    return Share(first, stop, tree, counts[first:stop], blocks, last)
 
 
-def drawn(case, name, draw, blocks):
-    """The values of an argument for a mini-batch of so many blocks."""
+def drawn(case, name, draw, blocks, last):
+    """Draw an argument for a whole mini-batch."""
     rng = np.random.default_rng(zlib.crc32(f"{case} {name}".encode()))
-    used = max(LANES * blocks - LANES + LAST, 0)
-    per_image = {"images": (used,), "samples": (LANES * blocks,)}
+    images = max(LANES * blocks - LANES + last, 0)
+    per_image = {"images": (images,), "samples": (LANES * blocks,)}
     shape = per_image.get(draw.kind, ()) + draw.shape
     if draw.kind in ("lanes", "deferred"):
         shape = (blocks, *draw.shape, LANES)
@@ -140,7 +142,7 @@ def drawn(case, name, draw, blocks):
         for start, step, number in (0, 7, np.nan), (3, 5, -np.inf), (1, 11, np.inf):
             value.reshape(-1)[start::step] = number
     if draw.cotangent:
-        value[-1:, ..., LAST:] = 0
+        value[-1:, ..., last:] = 0
     if draw.kind == "deferred":
         mean, scale, beta = rng.uniform((-0.5, 0.5, -1), (0.5, 2, 1), (draw.shape[0], 3)).T
         vectors = (np.ascontiguousarray(v, np.float32) for v in (mean, scale, beta))
@@ -149,7 +151,7 @@ def drawn(case, name, draw, blocks):
 
 
 def part(draw, value, owned):
-    """What a rank has of an argument."""
+    """Return the part of an argument that belongs to a share."""
     if isinstance(value, DeferredInput):
         return value._replace(x=value.x[owned.first : owned.stop])
     if draw.kind == "lanes":
@@ -159,22 +161,13 @@ def part(draw, value, owned):
     return value
 
 
-def placed(backend, draw, value, double, stored):
-    """An argument as a backend takes it; in float64 if `double`, activations stored if `stored`."""
+def placed(backend, draw, value, double):
+    """Return an argument as a backend takes it; for the reference in float64 if `double`."""
+    if draw.flattened and not isinstance(value, DeferredInput):
+        return flattened(placed(backend, draw._replace(flattened=False), value, double))
     if isinstance(value, DeferredInput):
-        if backend is REFERENCE:
-            value = [v.astype(np.float64) if double else v for v in value]
-            active = backend.relu(backend.batchnorm(*value))
-            return flattened(active) if draw.flattened else active
-        if backend is GPU:
-            value = [array.lanes(value.x), *map(array.plain, value[1:])]
-        source = backend.source(*value)
-        if not stored:
-            return source
-        active = backend.activation(source)
-        return flattened(active) if draw.flattened else active
-    if draw.flattened:
-        return flattened(placed(backend, draw._replace(flattened=False), value, double, stored))
+        parts = zip(("lanes", "plain", "plain", "plain"), value, strict=True)
+        return backend.source(*(placed(backend, Draw(kind), v, double) for kind, v in parts))
     if backend is GPU:
         if draw.kind == "samples":
             value = value.astype(np.int32)
@@ -185,13 +178,30 @@ def placed(backend, draw, value, double, stored):
     return value
 
 
+def stored_activation(backend, draw, source):
+    """Return the activation of a DeferredInput as lanes, computed by separate functions."""
+    active = backend.relu(backend.batchnorm(*source))
+    return flattened(active) if draw.flattened else active
+
+
 def flattened(value):
     return value.reshape(value.shape[0], math.prod(value.shape[1:-1]), LANES)
 
 
-def arguments(case, backend, owned, blocks, double=False, change=None, stored=False):
-    """The arguments of a case by name. `change(array)` gives the host's arrays another layout."""
-    values = {}
+def changed(change, value):
+    if isinstance(value, DeferredInput):
+        return value._make(map(change, value))
+    return change(value)
+
+
+def arguments(case, backend, owned, double=False, change=None, stored=False):
+    """Return the arguments of a case by name.
+
+    `change(array)` gives the host's arrays another layout, except for state that the call changes
+    in place. The reference, and any backend if `stored`, gets activations as lanes;
+    `values["sources"]` has the DeferredInput of each.
+    """
+    values, sources = {}, {}
     for name, argument in case.arguments.items():
         draws = argument if isinstance(argument, list) else [argument]
         places = []
@@ -199,18 +209,20 @@ def arguments(case, backend, owned, blocks, double=False, change=None, stored=Fa
             if not isinstance(draw, Draw):
                 places.append(draw)
                 continue
-            value = drawn(case, f"{name} {i}", draw, blocks)
+            value = drawn(case, f"{name} {i}", draw, owned.blocks, owned.last)
             if backend is GPU and name == "labels":
-                value[-1:, ..., LAST:] = 1 << 30  # no class: a kernel must not look at it
+                value[-1:, ..., owned.last :] = 1 << 30  # no class: a kernel must not look at it
             value = part(draw, value, owned)
-            if change is not None:
-                value = (
-                    value._make(map(change, value)) if draw.kind == "deferred" else change(value)
-                )
-            places.append(placed(backend, draw, value, double, stored))
+            if change is not None and not name.startswith("state"):
+                value = changed(change, value)
+            value = placed(backend, draw, value, double)
+            if isinstance(value, DeferredInput):
+                sources[name] = value
+                if stored or backend is REFERENCE:
+                    value = stored_activation(backend, draw, value)
+            places.append(value)
         values[name] = places if isinstance(argument, list) else places[0]
-    values["tree"] = owned.tree
-    values["counts"] = owned.counts
+    values |= {"tree": owned.tree, "counts": owned.counts, "sources": sources}
     if backend is GPU:
         values["counts"] = array.plain(np.array([owned.counts.sum()], np.int32))
         if "epoch" in values:
@@ -218,17 +230,22 @@ def arguments(case, backend, owned, blocks, double=False, change=None, stored=Fa
     return values
 
 
-def call(case, backend, values):
-    """The call itself; a case's `call` gets the backend and the arguments."""
-    function = case.oracle if backend is REFERENCE and case.oracle else case.call
+def call(case, backend, values, separately=False):
+    """Make the call of a case; on the reference, or if `separately`, that of its oracle."""
+    function = case.call
+    if case.oracle and (separately or backend is REFERENCE):
+        function = case.oracle
     if function is not None:
         return function(backend, values)
-    accepted = inspect.signature(getattr(Backend, case.function)).parameters
-    return getattr(backend, case.function)(**{k: v for k, v in values.items() if k in accepted})
+    accepted = set(inspect.signature(getattr(Backend, case.function)).parameters)
+    unknown = set(case.arguments) - accepted
+    assert not unknown, f"{case.function} takes no {unknown}"
+    keywords = accepted & set(values)
+    return getattr(backend, case.function)(**{name: values[name] for name in keywords})
 
 
 def flat(value):
-    """Results as a flat list, without those that were not asked for."""
+    """Return the results as a flat list without None."""
     if value is None:
         return []
     if isinstance(value, tuple | list):
@@ -237,25 +254,25 @@ def flat(value):
 
 
 def host(value):
-    """An array, or the nodes of a sum, on the host."""
+    """Return an array, or the nodes of a sum, on the host."""
     if isinstance(value, Partial):
         (term,) = value.terms
         return [np.array(n.numpy() if isinstance(n, Array) else n) for n in term.nodes]
     return value.numpy() if isinstance(value, Array) else np.asarray(value)
 
 
-def results(case, backend, blocks=2, runs=None, double=False, change=None):
-    """The results of a mini-batch, shared by ranks as `runs` says, as a list of host arrays."""
+def results(case, backend, blocks=2, runs=None, last=LAST, double=False, change=None):
+    """Return the results of a mini-batch, shared by ranks as `runs` says, as host arrays."""
     shares = []
     for rank in range(len(runs or [0])):
-        owned = share(blocks, runs, rank)
-        values = arguments(case, backend, owned, blocks, double, change)
+        owned = share(blocks, runs, rank, last)
+        values = arguments(case, backend, owned, double, change)
         shares.append((owned, flat(call(case, backend, values))))
     return joined(shares)
 
 
 def joined(shares):
-    """Lanes of all ranks one behind the other, and sums folded; of (Share, results) of each."""
+    """Join the results of all shares: concatenate lanes, fold sums; moments become three arrays."""
     tree = shares[0][0].tree
     edges = [node for of_rank in tree.nodes for node in of_rank]
     arrays = []
@@ -265,8 +282,13 @@ def joined(shares):
             nodes = [node for of_rank in parts for node in of_rank]
             combine = values[0].terms[0].combine
             total = fold_nodes(tree, edges, nodes, combine) if nodes else np.zeros(values[0].shape)
-            arrays.append(np.asarray(total).reshape(values[0].shape))
-        else:  # of the ranks' blocks or images; or the same on every rank
-            shared = parts[0].ndim and len({len(part) for part in parts}) > 1
-            arrays.append(np.concatenate(parts) if shared else parts[0])
+            total = np.asarray(total).reshape(values[0].shape)
+            # Each has another size, and errors are relative to the largest number.
+            channels = total.size // 2 if combine is merge_moments else 0
+            arrays += np.split(total, (1, 1 + channels)) if channels else [total]
+        elif parts[0].ndim and len({len(part) for part in parts}) > 1:  # of blocks or images
+            arrays.append(np.concatenate(parts))
+        else:
+            assert len({part.tobytes() for part in parts}) == 1, "ranks differ"
+            arrays.append(parts[0])
     return arrays

@@ -24,9 +24,9 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     parameters = zip(weights, gradients, decays, factors, *state, strict=True)
     for w, g, decay, factor, *arrays in parameters:
         number = w.dtype.type
-        learning_rate, *others = (number(value) for value in numbers)
+        learning_rate, *constants = (number(value) for value in numbers)
         rate = learning_rate * number(factor)
-        stepped.append(step(w, np.asarray(g, w.dtype), number(decay), rate, *others, *arrays))
+        stepped.append(step(w, np.asarray(g, w.dtype), number(decay), rate, *constants, *arrays))
     return stepped
 
 

@@ -1,4 +1,4 @@
-"""The arena: memory is used again once its array is gone, and never before."""
+"""The arena reuses memory once its array is gone, and never before."""
 
 import gc
 import subprocess
@@ -18,21 +18,21 @@ def place(array):
     return array.ctypes.data
 
 
-def test_the_memory_of_an_array_that_is_gone_is_used_again():
+def test_memory_is_reused_once_its_array_is_gone():
     first = arenas.empty(BIG)
-    where = place(first)
+    address = place(first)
     del first
-    assert place(arenas.empty(BIG)) == where
+    assert place(arenas.empty(BIG)) == address
 
 
-def test_a_view_keeps_it():
+def test_a_view_keeps_the_memory():
     first = arenas.empty(BIG)
     first[...] = 1
-    view, where = first[3:5], place(first)
+    view, address = first[3:5], place(first)
     del first
     second = arenas.empty(BIG)
     second[...] = 2
-    assert place(second) != where and (view == 1).all()
+    assert place(second) != address and (view == 1).all()
 
 
 def test_arrays_are_aligned_writable_and_of_their_type():
@@ -44,26 +44,26 @@ def test_arrays_are_aligned_writable_and_of_their_type():
     assert arenas.empty((0, 3)).shape == (0, 3)
 
 
-def test_a_step_asks_for_no_more_after_the_first():
+def test_only_the_first_step_reserves_memory():
     def step():
-        kept = [arenas.empty((n, 1 << 14)) for n in (5, 3, 9, 3)]
-        kept[1] = None
-        kept.append(arenas.empty((2, 1 << 14)))
-        return [place(a) for a in kept if a is not None]
+        arrays = [arenas.empty((n, 1 << 14)) for n in (5, 3, 9, 3)]
+        arrays[1] = None
+        arrays.append(arenas.empty((2, 1 << 14)))
+        return [place(a) for a in arrays if a is not None]
 
     first = step()
-    held = arenas.reserved()
-    assert all(step() == first for _ in range(5)) and arenas.reserved() == held
+    reserved = arenas.reserved()
+    assert all(step() == first for _ in range(5)) and arenas.reserved() == reserved
 
 
-def test_an_arena_goes_with_the_last_of_its_arrays():
+def test_an_arena_is_freed_with_its_last_array():
     arena = Arena()
     alive = weakref.ref(arena)
     first, second = (arenas.empty(BIG, arena=arena) for _ in range(2))
-    held = arenas.reserved()
+    reserved = arenas.reserved()
     assert place(second) - place(first) == first.nbytes and arena.bytes == arenas.REGION
     large = arenas.empty((arenas.REGION + 1,), np.uint8, arena)
-    assert arena.bytes == 2 * arenas.REGION + arenas.HUGE and arenas.reserved() == held
+    assert arena.bytes == 2 * arenas.REGION + arenas.HUGE and arenas.reserved() == reserved
     large[...] = 1
     del arena, first, large
     gc.collect()
@@ -73,7 +73,7 @@ def test_an_arena_goes_with_the_last_of_its_arrays():
     assert alive() is None
 
 
-def test_neighbours_that_are_free_join():
+def test_free_neighbours_join():
     arena = Arena()
     places = [arena.take(1 << 20) for _ in range(8)]
     for i in (1, 3, 2, 7, 0, 5, 4, 6):
@@ -84,8 +84,8 @@ def test_neighbours_that_are_free_join():
 
 
 def test_arrays_never_overlap():
-    """Random sizes and lifetimes, each filled with its own number, on two threads."""
-    wrong = []
+    """Arrays of random sizes and lifetimes, each filled with another number, on two threads."""
+    damaged = []
 
     def run(seed):
         rng, alive = np.random.default_rng(seed), {}
@@ -93,11 +93,11 @@ def test_arrays_never_overlap():
             if len(alive) > 12 or (alive and rng.random() < 0.4):
                 key = list(alive)[rng.integers(len(alive))]
                 if not (alive.pop(key) == key).all():
-                    wrong.append(key)
+                    damaged.append(key)
             array = arenas.empty((int(rng.integers(5_000, 200_000)),))
             array[...] = 1000 * seed + i
             alive[1000 * seed + i] = array
-        wrong.extend(key for key, array in alive.items() if not (array == key).all())
+        damaged.extend(key for key, array in alive.items() if not (array == key).all())
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
     for thread in threads:
@@ -105,14 +105,14 @@ def test_arrays_never_overlap():
     for thread in threads:
         thread.join()
     gc.collect()
-    assert not wrong
+    assert not damaged
 
 
 FORK = """
 import os
 from mpidl.backends.cpu import arenas
 
-with arenas._reading.lock, arenas._arena.lock:  # as other threads may have them
+with arenas._reading.lock, arenas._arena.lock:  # as if other threads held them
     child = os.fork()
     if not child:
         arenas.to_read((1 << 20,), "u1")
@@ -122,6 +122,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_child_takes_memory():
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True)
-    assert done.stdout == "7\n", done.stderr
+def test_a_forked_child_can_allocate():
+    process = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True)
+    assert process.stdout == "7\n", process.stderr

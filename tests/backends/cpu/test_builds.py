@@ -1,4 +1,4 @@
-"""Which build of the kernels is taken, and what is said where none or the wrong one is there."""
+"""The choice of a build of the kernels, and messages if none or a wrong one is there."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ CPUS = {"generic": OLD, "x86-64-v3": OLD | builds.AVX2, "x86-64-v4": OLD | build
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """machine(cpu, builds): this CPU, and files that stand for these builds in MPIDL_KERNELS."""
+    """A function machine(cpu, builds) that pretends this CPU and creates empty libraries."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setenv("MPIDL_KERNELS", str(tmp_path))
 
@@ -33,52 +33,52 @@ def machine(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_a_cpu_is_offered_what_it_can_run(machine, cpu):
+def test_a_cpu_is_offered_the_builds_that_it_can_run(machine, cpu):
     machine(cpu)
     names = ["x86-64-v4", "x86-64-v3", "generic", "numpy"]
     assert builds.offered() == names[names.index(cpu) :]
 
 
-def test_one_missing_feature_is_too_many(monkeypatch, machine):
+def test_a_build_needs_all_of_its_features(monkeypatch, machine):
     machine("x86-64-v4")
     for feature in builds.AVX512:
         monkeypatch.setattr(builds, "cpu_features", lambda f=feature: CPUS["x86-64-v4"] - {f})
         assert builds.offered()[0] == ("generic" if feature in builds.AVX2 else "x86-64-v3")
 
 
-def test_only_what_is_built_is_offered(machine):
+def test_only_existing_builds_are_offered(machine):
     machine("x86-64-v4", ["generic", "x86-64-v3"])
     assert builds.offered() == ["x86-64-v3", "generic", "numpy"]
 
 
-def test_without_libraries_it_is_numpy(machine):
+def test_numpy_is_used_without_libraries(machine):
     machine("x86-64-v4", [])
     assert builds.choose() == ["numpy"]
     assert builds.why_numpy().startswith("none are compiled: run python ")
 
 
-def test_mpidl_cpu(monkeypatch, machine):
+def test_mpidl_cpu_chooses_the_build(monkeypatch, machine):
     machine("x86-64-v3", ["x86-64-v4", "x86-64-v3"])
-    for asked, expected in (
+    for build, expected in (
         ("", ["x86-64-v3", "numpy"]),
         ("x86-64-v3", ["x86-64-v3", "numpy"]),
         ("numpy", ["numpy"]),
     ):
-        monkeypatch.setenv("MPIDL_CPU", asked)
+        monkeypatch.setenv("MPIDL_CPU", build)
         assert builds.offered() == expected
-    assert builds.why_numpy() is None  # it was asked for
-    for asked, text in (
+    assert builds.why_numpy() is None  # the variable requires it
+    for build, text in (
         ("avx2", "expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'avx2'"),
         ("x86-64-v4", "this CPU cannot run it; it lacks avx512bw avx512cd avx512dq avx512f"),
         ("generic", "libmpidl-generic.so: run python "),
     ):
-        monkeypatch.setenv("MPIDL_CPU", asked)
+        monkeypatch.setenv("MPIDL_CPU", build)
         line = refusal(builds.offered)
         assert line.startswith("MPIDL_CPU") and text in line
 
 
-def test_a_library_that_cannot_be_loaded_is_passed_over(monkeypatch, machine):
-    """As where it was compiled on a system with a newer libc."""
+def test_a_library_that_cannot_be_loaded_is_skipped(monkeypatch, machine):
+    """For example because it was compiled on a system with a newer libc."""
     machine("x86-64-v4")
     assert builds.choose() == ["numpy"]
     assert "libmpidl-x86-64-v4.so: cannot be loaded: " in builds.why_numpy()
@@ -86,7 +86,7 @@ def test_a_library_that_cannot_be_loaded_is_passed_over(monkeypatch, machine):
     assert "libmpidl-x86-64-v3.so: cannot be loaded: " in refusal(builds.choose)
 
 
-def test_the_features_are_those_of_this_cpu():
+def test_features_are_read_from_this_cpu():
     with open("/proc/cpuinfo") as file:
         words = set(file.read().replace("\n", " ").split(" "))
     assert builds.cpu_features() <= words
@@ -104,45 +104,45 @@ def test_the_features_are_those_of_this_cpu():
         (["v4 v3 generic numpy", "numpy"], "numpy"),
     ],
 )
-def test_the_best_build_that_all_have(offers, expected):
+def test_ranks_take_the_best_build_that_all_have(offers, expected):
     long = {"v4": "x86-64-v4", "v3": "x86-64-v3"}
     offers = [[long.get(name, name) for name in names.split()] for names in offers]
     assert builds.common(offers) == long.get(expected, expected)
 
 
-class Others:
-    """A world in which the other ranks offer these builds."""
+class FakeWorld:
+    """A world whose other ranks offer these builds."""
 
     def __init__(self, *offers):
         self.offers = offers
 
-    def gather(self, mine):
-        return [mine, *self.offers]
+    def gather(self, value):
+        return [value, *self.offers]
 
     def broadcast(self, value):
         return value
 
 
 @pytest.fixture
-def free(monkeypatch):
-    """Nothing is settled yet, and nothing asked for; what was is again afterwards."""
+def unsettled(monkeypatch):
+    """Forget the choice of this process until the end of the test."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setattr(builds, "_running", None)
     monkeypatch.setattr(builds, "_library", None)
 
 
-def test_ranks_settle_on_the_lowest(free):
-    builds.settle(Others((None, ["generic", "numpy"])))
+def test_ranks_settle_on_the_lowest(unsettled):
+    builds.settle(FakeWorld((None, ["generic", "numpy"])))
     assert builds.running() == ("generic" if "generic" in builds.built() else "numpy")
-    builds.settle(Others((None, ["numpy"])))
+    builds.settle(FakeWorld((None, ["numpy"])))
     assert builds.running() == "numpy" and builds.kernels() is None
-    builds.settle(Others((None, builds.ORDER)))  # of fewer ranks: the others are not there to agree
+    builds.settle(FakeWorld((None, builds.ORDER)))  # a smaller world changes nothing
     assert builds.running() == "numpy"
 
 
-def test_a_refusal_of_one_rank_is_that_of_all(free):
+def test_an_error_of_one_rank_is_raised_on_all(unsettled):
     text = "MPIDL_CPU: expected"
-    assert refusal(builds.settle, Others(("MPIDL_CPU: expected", []))) == text
+    assert refusal(builds.settle, FakeWorld(("MPIDL_CPU: expected", []))) == text
 
 
 def test_the_ranks_of_this_run_agree(world):
@@ -150,7 +150,7 @@ def test_the_ranks_of_this_run_agree(world):
     assert len(set(running)) == 1
 
 
-def test_declarations():
+def test_declarations_of_a_header_are_parsed():
     header = """
     /* void mpidl_not(void); */
     void mpidl_nothing(void);
@@ -159,20 +159,20 @@ def test_declarations():
     const char *mpidl_text(void);
     void mpidl_hook(void (*function)(void)); /* or NULL */
     """
-    found = builds.declarations(header)
-    assert set(found) == {"nothing", "sum", "text", "hook"}
-    assert found["nothing"] == (None, []) and found["text"] == (ctypes.c_char_p, [])
-    result, (x, sums, count, counts) = found["sum"]
+    declared = builds.declarations(header)
+    assert set(declared) == {"nothing", "sum", "text", "hook"}
+    assert declared["nothing"] == (None, []) and declared["text"] == (ctypes.c_char_p, [])
+    result, (x, sums, count, counts) = declared["sum"]
     assert result is count is ctypes.c_int64
-    assert found["hook"] == (None, [ctypes.c_void_p])
+    assert declared["hook"] == (None, [ctypes.c_void_p])
     ones = np.ones((2, 2), np.float32)
     assert ctypes.addressof(x.from_param(ones)) == ones.ctypes.data
     assert x.from_param(None) is None
-    ones.flags.writeable = False  # an argument that is only read may be
+    ones.flags.writeable = False  # const arguments may be read-only
     assert x.from_param(ones).value == ones.ctypes.data
-    for wrong in (ones.astype(np.float64), ones.T[1:], ones[:, ::2]):
+    for array in (ones.astype(np.float64), ones.T[1:], ones[:, ::2]):
         with pytest.raises(TypeError, match="expected a C-ordered array of float32, got"):
-            x.from_param(wrong)
+            x.from_param(array)
     fixed = np.ones(2)
     fixed.flags.writeable = False
     with pytest.raises(TypeError, match="expected an array that can be written"):
@@ -182,8 +182,8 @@ def test_declarations():
 
 @needs_kernels
 @pytest.mark.parametrize("build", builds.built())
-def test_a_library_has_what_the_header_declares(build):
-    """Also one that this CPU cannot run: nothing of it does."""
+def test_a_library_has_the_functions_of_the_header(build):
+    """Also a library that this CPU cannot run; no kernel is called."""
     library = builds.load(build)
     with open(HEADER) as file:
         for name in builds.declarations(file.read()):
@@ -198,7 +198,7 @@ def test_a_library_has_what_the_header_declares(build):
 
 @needs_kernels
 def test_a_library_of_other_sources_is_refused(tmp_path):
-    """Where a function is new, and where its arguments have changed; the others work."""
+    """If a function is new or its arguments have changed; other functions work."""
     changed = tmp_path / "mpidl.h"
     text = Path(HEADER).read_text()
     arguments = "void mpidl_copy(const float *from"

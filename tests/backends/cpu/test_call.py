@@ -1,45 +1,55 @@
-"""While a kernel runs, Python gets its turn: messages of other ranks travel."""
+"""Calls of kernels: the hook that sends messages meanwhile, threads, forks, odd shapes."""
+
+import os
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
 from cpu_builds import needs_kernels
 
+import mpidl as dl
 from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 
 pytestmark = needs_kernels
 
+UNIT = (1, 1)
+
+
+def convolve(channels=32, side=32, size=5):
+    """Convolve for some tens of milliseconds in one call."""
+    x = np.ones((4, channels, side, side, 16), np.float32)
+    weight = np.ones((channels, channels, size, size), np.float32)
+    pad = size // 2
+    geometry = UNIT, ((pad, pad), (pad, pad)), UNIT, 1
+    return cpu.conv2d(x, weight, np.zeros(channels, np.float32), *geometry)
+
 
 @pytest.fixture(autouse=True)
-def nobody_watches_behind():
+def _restored():
     yield
     builds.watch(None)
-
-
-def work():
-    """Some tens of milliseconds of convolution in one call."""
-    x = np.zeros((4, 32, 32, 32, 16), np.float32)
-    weight, bias = np.zeros((32, 32, 5, 5), np.float32), np.zeros(32, np.float32)
-    return cpu.conv2d(x, weight, bias, (1, 1), ((2, 2), (2, 2)), (1, 1), 1)
+    builds.kernels().set_threads(settings.threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_progress_is_called_inside_of_a_pass(threads):
+def test_the_hook_is_called_while_a_kernel_runs(threads):
     calls = []
     builds.kernels().set_threads(threads)
-    try:
-        builds.watch(lambda: calls.append(1))
-        work()
-        assert len(calls) >= 3
-        builds.watch(None)
-        count = len(calls)
-        work()
-        assert len(calls) == count
-    finally:
-        builds.kernels().set_threads(1)
+    builds.watch(lambda: calls.append(1))
+    convolve()
+    assert len(calls) >= 3
+    builds.watch(None)
+    count = len(calls)
+    convolve()
+    assert len(calls) == count
 
 
-def test_what_it_raises_comes_out_later():
+def test_an_exception_of_the_hook_is_raised_later():
     calls = []
 
     def fail():
@@ -47,8 +57,107 @@ def test_what_it_raises_comes_out_later():
         raise KeyError("lost")
 
     builds.watch(fail)
-    work()
-    assert len(calls) == 1  # not again, and the pass went on
+    convolve()
+    assert len(calls) == 1  # not again, and the kernel ended
     with pytest.raises(KeyError, match="lost"):
         builds.watch(None)
     builds.watch(None)
+
+
+def test_a_kernel_must_not_call_another():
+    small = np.ones((1, 1, 1, 1, 16), np.float32)
+    builds.watch(lambda: cpu.relu(small))
+    convolve()
+    with pytest.raises(RuntimeError, match="inside of another"):
+        builds.watch(None)
+    assert (cpu.relu(small) == small).all()  # and the next one runs
+
+
+def test_the_hook_runs_only_on_the_thread_that_set_it():
+    ran_on = []
+    builds.watch(lambda: ran_on.append(threading.get_ident()))
+    other = threading.Thread(target=convolve)
+    other.start()
+    other.join()
+    assert ran_on == []
+    convolve()
+    assert set(ran_on) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("policy", ["off", "auto"])
+def test_the_hook_is_called_within_a_block(policy, monkeypatch):
+    """Between blocks there are other calls of it."""
+    calls = []
+    monkeypatch.setattr(settings, "winograd", policy)
+    x = np.ones((1, 96, 28, 28, 16), np.float32)
+    weight = np.ones((96, 96, 3, 3), np.float32)
+    builds.watch(lambda: calls.append(1))
+    cpu.conv2d(x, weight, np.zeros(96, np.float32), UNIT, (UNIT, UNIT), UNIT, 1)
+    assert len(calls) >= 4
+
+
+def test_python_threads_take_turns():
+    expected = convolve()
+    outputs = []
+    threads = [threading.Thread(target=lambda: outputs.append(convolve())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outputs) == 3 and all((y == expected).all() for y in outputs)
+
+
+FORK = """
+import os
+import numpy as np
+from mpidl import backends
+from mpidl.backends import CPU as cpu
+backends.configure(threads=3)
+x = np.ones((5, 4, 8, 8, 16), np.float32)
+before = cpu.relu(x).sum()
+child = os.fork()
+if child == 0:
+    os._exit(0 if cpu.relu(x).sum() == before else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0 and cpu.relu(x).sum() == before
+print("both went on")
+"""
+
+
+def test_kernels_work_in_a_forked_child():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run(
+        [sys.executable, "-c", FORK], env=environment, capture_output=True, text=True
+    )
+    assert process.stdout == "both went on\n", process.stderr
+
+
+def test_a_stride_may_be_larger_than_the_image():
+    x = np.arange(4 * 16, dtype=np.float32).reshape(1, 1, 2, 2, 16)
+    weight = np.full((1, 1, 1, 1), 2, np.float32)
+    geometry = (7000, 7000), ((0, 0), (0, 0)), UNIT, 1
+    y = cpu.conv2d(x, weight, np.zeros(1, np.float32), *geometry)
+    assert (y == 2 * x[:, :, :1, :1]).all()
+    batch = dl.share(16, dl.OneRank())
+    arguments = y, x, weight, *geometry, batch.counts(), batch.tree, (True, True, True)
+    gradients, expected = (backend.conv2d_backward(*arguments) for backend in (cpu, reference))
+    assert (gradients[0] == expected[0]).all()
+
+
+def test_images_that_are_too_large_are_refused():
+    huge = np.lib.stride_tricks.as_strided(
+        np.zeros(1, np.float32), (1, 64, 1600, 1600, 16), (0,) * 5
+    )
+    with pytest.raises(ValueError, match="too large"):
+        cpu.conv2d.__globals__["plan"](
+            huge, np.zeros((1, 64, 3, 3), np.float32), UNIT, (UNIT, UNIT), UNIT, 1
+        )
+
+
+def test_a_parameter_may_be_a_single_number():
+    sgdm = dl.SGDM(learning_rate=0.5, momentum=0.9)
+    table = {"scale": np.float32(3), "w": np.ones((2, 3), np.float32)}
+    for _ in range(3):
+        gradients = {name: np.ones_like(value) for name, value in table.items()}
+        table = sgdm(table, gradients)
+        assert {name: v.shape for name, v in table.items()} == {"scale": (), "w": (2, 3)}

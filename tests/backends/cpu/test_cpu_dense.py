@@ -1,4 +1,4 @@
-"""The C kernels of fully connected layers against float64, plain loops in C, and each other."""
+"""The C kernels of fully connected layers against plain loops in C, BLAS and separate layers."""
 
 import os
 import subprocess
@@ -22,17 +22,19 @@ pytestmark = needs_kernels
 ALL = True, True, True
 
 
-def tree(blocks):
+def tree_of_blocks(blocks):
     return Tree(blocks, ((0, blocks),), 0)
 
 
 class Layer:
-    """Arrays of a layer; of its last block `valid` images are used. Where it has `channels`, it
-    reads an activation that is not stored."""
+    """Arrays of a layer; its last block has `valid` images.
+
+    With `channels`, it reads an activation that is not stored.
+    """
 
     def __init__(self, outputs, features, blocks=2, valid=LANES, channels=None):
-        def draw(what, *shape, **range):
-            return numbers(f"{what} {outputs} {features}", *shape, dtype=np.float32, **range)
+        def draw(name, *shape, **range):
+            return numbers(f"{name} {outputs} {features}", *shape, dtype=np.float32, **range)
 
         self.x = self.source = draw("x", blocks, features, LANES)
         self.dy = draw("dy", blocks, outputs, LANES)
@@ -48,19 +50,19 @@ class Layer:
     def forward(self):
         return cpu.dense(self.source, self.weight, self.bias)
 
-    def backward(self, where, needs=ALL):
-        return cpu.dense_backward(self.dy, self.source, self.weight, where, needs)
+    def backward(self, tree, needs=ALL):
+        return cpu.dense_backward(self.dy, self.source, self.weight, tree, needs)
 
-    def by_plain_loops(self, where):
-        """y, dx and the nodes of dweight."""
+    def by_plain_loops(self, tree):
+        """Return y, dx and the nodes of dweight."""
         (blocks, features, _), outputs = self.x.shape, len(self.weight)
         y, dx = np.empty_like(self.dy), np.empty_like(self.x)
-        nodes = np.empty((nodes_of(where), outputs, features), np.float32)
+        nodes = np.empty((nodes_of(tree), outputs, features), np.float32)
         source, library = source_of(self.source), builds.kernels()
         sizes = features, source[0].shape[1], outputs
         library.dense_plain(*source, self.weight, self.bias, y, blocks, *sizes)
         library.dense_dx_plain(self.dy, self.weight, dx, blocks, features, outputs)
-        library.dense_dweight_plain(self.dy, *source, nodes, tree_of(where), *sizes)
+        library.dense_dweight_plain(self.dy, *source, nodes, tree_of(tree), *sizes)
         return y, dx, list(nodes)
 
 
@@ -68,16 +70,10 @@ def nodes(partial):
     return [node for term in partial.terms for node in term.nodes]
 
 
-def same(found, expected):
-    """Their bytes, which are too many to be shown."""
-    equal = bytes_of(found) == bytes_of(expected)
+def assert_same(actual, expected):
+    """Compare bytes, without showing them."""
+    equal = bytes_of(actual) == bytes_of(expected)
     assert equal
-
-
-def close(found, expected):
-    assert found.shape == expected.shape and found.dtype == np.float32
-    size = max(1, abs(expected).max())
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * size)
 
 
 SIZES = [(1, None), (3, None), (31, None), (1000, None), (1, 1), (35, 7), (48, 48), (1260, 2)]
@@ -87,11 +83,13 @@ SIZES = [(1, None), (3, None), (31, None), (1000, None), (1, 1), (35, 7), (48, 4
 @pytest.mark.parametrize("outputs", [1, 2, 7, 10, 16, 17, 100])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_fast_loops_have_the_bytes_of_plain_ones(outputs, features, channels, blocks):
-    layer, where = Layer(outputs, features, blocks, 3, channels), tree(blocks)
+    layer, tree = Layer(outputs, features, blocks, 3, channels), tree_of_blocks(blocks)
 
     def fast():
-        dx, dweight, *_ = layer.backward(where)
-        same((layer.forward(), dx, nodes(dweight)), layer.by_plain_loops(where))  # of this build
+        dx, dweight, *_ = layer.backward(tree)
+        assert_same(
+            (layer.forward(), dx, nodes(dweight)), layer.by_plain_loops(tree)
+        )  # of this build
         return dx
 
     on_all_builds(fast)
@@ -100,11 +98,11 @@ def test_fast_loops_have_the_bytes_of_plain_ones(outputs, features, channels, bl
 @pytest.mark.parametrize("channels", [None, 5])
 @pytest.mark.parametrize("outputs", [1, 10, 16])
 def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
-    layer, where = Layer(outputs, 700, 5, 11, channels), tree(5)
-    found = on_all_builds(lambda: layer.backward(where))
+    layer, tree = Layer(outputs, 700, 5, 11, channels), tree_of_blocks(5)
+    one_pass = on_all_builds(lambda: layer.backward(tree))
     monkeypatch.setattr(dense, "FEW", 0)
-    several = on_all_builds(lambda: layer.backward(where))
-    same([*found.values()], [*several.values()])
+    several = on_all_builds(lambda: layer.backward(tree))
+    assert_same([*one_pass.values()], [*several.values()])
 
 
 @pytest.mark.parametrize("blocks, run", [(1, (0, 1)), (8, (0, 8)), (13, (3, 12)), (19, (1, 2))])
@@ -112,50 +110,49 @@ def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
 @pytest.mark.parametrize("outputs", [10, 33])
 def test_the_weights_gradient_is_folded_by_the_tree(outputs, plain, blocks, run):
     """A leaf is what one block gives by itself; the tree adds leaves."""
-    where = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
+    tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, 77, run[1] - run[0])
-    _, dweight, dbias, _ = layer.backward(where)
-    assert [len(nodes(v)) for v in (dweight, dbias)] == [len(where.nodes[1])] * 2
-    for found, part in ((dweight, 1), (dbias, 2)):
-        counter = Counter(where)
+    _, dweight, dbias, _ = layer.backward(tree)
+    assert [len(nodes(v)) for v in (dweight, dbias)] == [len(tree.nodes[1])] * 2
+    for gradient, part in ((dweight, 1), (dbias, 2)):
+        counter = Counter(tree)
         for b in range(len(layer.dy)):
-            one = slice(b, b + 1)
-            leaf = cpu.dense_backward(layer.dy[one], layer.x[one], layer.weight, tree(1), ALL)[part]
+            x, dy = layer.x[b : b + 1], layer.dy[b : b + 1]
+            leaf = cpu.dense_backward(dy, x, layer.weight, tree_of_blocks(1), ALL)[part]
             counter.push(nodes(leaf)[0].copy())
-        same(found, counter.partial(found.shape))
+        assert_same(gradient, counter.partial(gradient.shape))
 
 
 def test_the_bias_gradient_is_channel_sums():
-    layer, where = Layer(37, 5, 6, 2), tree(6)
-    layer.dy[2] = -0.0  # the sum of which is 0, not -0
-    same(layer.backward(where)[2], cpu.channel_sums(layer.dy, where))
+    layer, tree = Layer(37, 5, 6, 2), tree_of_blocks(6)
+    layer.dy[2] = -0.0  # its sum is 0, not -0
+    assert_same(layer.backward(tree)[2], cpu.channel_sums(layer.dy, tree))
 
 
 def test_unused_lanes_of_x_do_not_count():
-    """They hold anything finite, where the cotangent is zero."""
-    layer, where = Layer(20, 50, 2, 3, channels=5), tree(2)
-    y, dx, dweight, dbias, sums = layer.forward(), *layer.backward(where)
+    """They hold any finite values; the cotangent is zero there."""
+    layer, tree = Layer(20, 50, 2, 3, channels=5), tree_of_blocks(2)
+    y, dx, dweight, dbias, sums = layer.forward(), *layer.backward(tree)
     layer.source.x[-1, ..., 3:] = 1e30
-    other = layer.backward(where)
-    same(other, (dx, dweight, dbias, sums))
-    same(layer.forward()[:, :, :3], y[:, :, :3])
+    assert_same(layer.backward(tree), (dx, dweight, dbias, sums))
+    assert_same(layer.forward()[:, :, :3], y[:, :, :3])
     assert not dx[-1, :, 3:].any()
 
 
-def test_not_a_number_stays_one():
+def test_nan_passes():
     layer = Layer(12, 40, 1, channels=2)
     layer.source.x[0, 1, 3, 5] = np.nan
     y = layer.forward()
     assert np.isnan(y[0, :, 5]).all() and np.isnan(y).sum() == 12
-    dweight = SingleRank().gplus(layer.backward(tree(1))[1])
+    dweight = SingleRank().gplus(layer.backward(tree_of_blocks(1))[1])
     assert np.isnan(dweight[:, 23]).all() and np.isnan(dweight).sum() == 12
 
 
 def test_sums_round_at_most_twice_as_much_as_blas():
-    """Root of the mean square of the error against float64; of 11520 features, of 4096 outputs."""
+    """Root mean square error against float64, for 11520 features and for 4096 outputs."""
 
-    def error(found, exact):
-        return np.sqrt(np.mean((found - exact) ** 2))
+    def error(actual, exact):
+        return np.sqrt(np.mean((actual - exact) ** 2))
 
     layer = Layer(40, 11520)
     exact = np.matmul(layer.weight.astype(np.float64), layer.x) + layer.bias[:, None]
@@ -182,12 +179,12 @@ def megabytes(name):
 
 folder, blocks, outputs, features = sys.argv[1], *map(int, sys.argv[2:])
 x, dy = np.load(f"{folder}/x.npy"), np.load(f"{folder}/dy.npy")
-where = Tree(blocks, ((0, 1), (1, blocks)), 1)
-cpu.dense_dweight(dy[:, :32].copy(), x[:, :32].copy(), where)  # the threads, their scratch
+tree = Tree(blocks, ((0, 1), (1, blocks)), 1)
+cpu.dense_dweight(dy[:, :32].copy(), x[:, :32].copy(), tree)  # starts threads, takes scratch
 try:
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = megabytes("VmRSS")
-    dweight = cpu.dense_dweight(dy, x, where)
+    dweight = cpu.dense_dweight(dy, x, tree)
     print(megabytes("VmHWM") - before)
 except (OSError, KeyError) as error:
     sys.exit(f"this system does not tell peak memory: {error}")
@@ -196,9 +193,8 @@ np.save(f"{folder}/nodes.npy", [node for term in dweight.terms for node in term.
 
 
 def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
-    """Of the memory that a process holds at most meanwhile: a fresh one, where nothing that an
-    earlier gradient has left is used again."""
-    outputs, features, where = 1024, 4608, Tree(8, ((0, 1), (1, 8)), 1)
+    """Peak memory of a new process, which has no memory of earlier gradients to reuse."""
+    outputs, features, tree = 1024, 4608, Tree(8, ((0, 1), (1, 8)), 1)
     size = outputs * features * 4 / 2**20
     x = numbers("x", 7, features, LANES, dtype=np.float32)
     dy = numbers("dy", 7, outputs, LANES, dtype=np.float32)
@@ -207,32 +203,29 @@ def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
     command = [sys.executable, "-c", MEMORY, *map(str, (tmp_path, 8, outputs, features))]
     env = os.environ | {"MPIDL_CPU": builds.running()}
     root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
-    if "does not tell peak memory" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
-    found = np.load(tmp_path / "nodes.npy")
-    assert len(found) == 3
-    assert 2.5 * size < float(done.stdout) < (3 + 2) * size
-    for node, blocks in zip(found, where.nodes[1], strict=True):
+    process = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    if "does not tell peak memory" in process.stderr:
+        pytest.skip(process.stderr.strip())
+    assert process.returncode == 0, process.stderr
+    nodes = np.load(tmp_path / "nodes.npy")
+    assert len(nodes) == 3
+    assert 2.5 * size < float(process.stdout) < (3 + 2) * size
+    for node, blocks in zip(nodes, tree.nodes[1], strict=True):
         run = slice(blocks[0] - 1, blocks[1] - 1)
-        close(
-            node,
-            np.einsum("bkl,bfl->kf", *(v[run].astype(np.float64) for v in (dy, x)), optimize=True),
-        )
+        doubles = (v[run].astype(np.float64) for v in (dy, x))
+        expected = np.einsum("bkl,bfl->kf", *doubles, optimize=True)
+        assert node.dtype == np.float32
+        np.testing.assert_allclose(node, expected, rtol=0, atol=2e-6 * max(1, abs(expected).max()))
 
 
 def test_flatten_leaves_an_activation_deferred(world):
     y = blocked(world, numbers("y", 40, 3, 2, 5, dtype=np.float32))
     vectors = (numbers(f"vector {i}", 3, dtype=np.float32) for i in range(3))
     x = DeferredActivation(DeferredInput(y.lanes, *vectors), y.batch, cpu.activation)
-    found = dl.flatten(x)
-    assert (
-        isinstance(found, DeferredActivation)
-        and found.source is x.source
-        and found.shape == (40, 30)
-    )
-    assert np.array_equal(found.lanes, x.lanes.reshape(found.lanes.shape))
+    flat = dl.flatten(x)
+    assert isinstance(flat, DeferredActivation)
+    assert flat.source is x.source and flat.shape == (40, 30)
+    assert np.array_equal(flat.lanes, x.lanes.reshape(flat.lanes.shape))
 
     labels = blocked(world, np.arange(40) % 4, batch=y.batch)
 
@@ -240,16 +233,14 @@ def test_flatten_leaves_an_activation_deferred(world):
         return dl.softmax_cross_entropy(dl.dense(dl.flatten(x), p["weight"], p["bias"]), labels)
 
     weights = {"weight": numbers("weight", 4, 30, dtype=np.float32), "bias": np.ones(4, np.float32)}
-    found = dl.value_and_grad(loss, reduce=world)(weights, x)
-    expected = dl.value_and_grad(loss, reduce=world)(weights, y.like(x.lanes))
-    for one, other in zip(found[1].values(), expected[1].values(), strict=True):
-        same(one, other)
+    _, gradients = dl.value_and_grad(loss, reduce=world)(weights, x)
+    _, expected = dl.value_and_grad(loss, reduce=world)(weights, y.like(x.lanes))
+    assert_same([*gradients.values()], [*expected.values()])
 
 
 @pytest.mark.parametrize("outputs", [10, 20])
-def test_fused_and_by_itself_give_the_same_bytes(monkeypatch, world, outputs):
-    """In a network, where the layer reads what the fused convolution stores, and has made the sums
-    that the fused pass before it asks for."""
+def test_fused_and_separate_layers_give_the_same_bytes(monkeypatch, world, outputs):
+    """In a network: the layer reads the output of the fused convolution and computes its sums."""
     layers = [dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(outputs)]
     images = blocked(world, numbers("images", 37, 2, 9, 8, dtype=np.float32))
     labels = blocked(world, np.arange(37) % outputs, batch=images.batch)
@@ -263,4 +254,4 @@ def test_fused_and_by_itself_give_the_same_bytes(monkeypatch, world, outputs):
 
     expected = results(False)
     monkeypatch.delattr(cpu, "activation_sums")
-    same(results(True), expected)
+    assert_same(results(True), expected)

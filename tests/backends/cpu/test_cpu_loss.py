@@ -1,4 +1,4 @@
-"""The C kernels of softmax, cross-entropy and errors against NumPy in float64, and each other."""
+"""The C kernels of losses: the exponential, unused lanes, ties and special values."""
 
 import numpy as np
 import pytest
@@ -14,24 +14,23 @@ from mpidl.fold import Tree
 pytestmark = needs_kernels
 
 
-def some(blocks, classes, last=LANES, spread=8.0, pixels=()):
-    """(logits, labels, counts, tree) of blocks of which the last holds `last` images."""
-    shape = (blocks, classes, *pixels, LANES)
-    logits = numbers("logits", *shape, low=-spread, high=spread, dtype=np.float32)
-    labels = np.arange(blocks * int(np.prod(pixels, dtype=int)) * LANES) * 7 % classes
-    labels = labels.reshape(blocks, *pixels, LANES)
+def scored(blocks, classes, last=LANES):
+    """Return (logits, labels, counts, tree) of blocks; the last one has `last` images."""
+    shape = (blocks, classes, LANES)
+    logits = numbers("logits", *shape, low=-8, high=8, dtype=np.float32)
+    labels = np.arange(blocks * LANES).reshape(blocks, LANES) * 7 % classes
     counts = np.full(blocks, LANES, np.int32)
     counts[-1:] = last
     return logits, labels, counts, Tree(blocks, ((0, blocks),), 0)
 
 
-def units(found, exact):
-    """The largest error in units of the last place."""
-    return np.max(np.abs(found - exact) / np.spacing(np.abs(exact.astype(np.float64))))
+def max_ulps(actual, exact):
+    """Return the largest error in units of the last place."""
+    return np.max(np.abs(actual - exact) / np.spacing(np.abs(exact.astype(np.float64))))
 
 
-def test_exponential():
-    """Against long double, over all that softmax can ask for, and beyond."""
+def test_the_exponential_is_nearly_exact():
+    """Against long double, over the arguments of softmax and beyond."""
     x = np.concatenate(
         [
             np.linspace(-708, 709, 200_001),
@@ -48,20 +47,20 @@ def test_exponential():
 
     exact = np.exp(x.astype(np.longdouble))
     for build, y in on_all_builds(call).items():
-        assert units(y, exact) <= (1.2 if build == "generic" else 1), build
+        assert max_ulps(y, exact) <= (1.2 if build == "generic" else 1), build
         assert (y[x == 0] == 1).all()
 
 
-def test_exponential_of_what_is_not_finite():
+def test_the_exponential_of_infinity_and_nan():
     x, y = np.array([-np.inf, -1e300, -1000, np.nan]), np.empty(4)
     builds.kernels().exp(x, y, 4)
     assert (y[:3] > 0).all() and y[:3].max() < 1e-300 and np.isnan(y[3])
 
 
-def test_last_blocks_of_every_size():
-    """Whatever lies in unused lanes: finite garbage there changes no byte."""
+def test_unused_lanes_change_no_byte():
+    """In last blocks of every size, and for any finite numbers there."""
     for last in range(1, LANES + 1):
-        logits, labels, counts, tree = some(2, 4, last)
+        logits, labels, counts, tree = scored(2, 4, last)
         dirty = logits.copy()
         dirty[1, :, last:] = 1e30
         results = []
@@ -73,7 +72,7 @@ def test_last_blocks_of_every_size():
         assert results[0] == results[1]
 
 
-def test_scores_that_are_far_apart():
+def test_losses_of_scores_that_are_far_apart():
     logits = np.zeros((1, 3, LANES), np.float32)
     logits[0, 0], logits[0, 1] = 1000, -1000
     labels, counts = np.arange(LANES)[None] % 3, np.array([LANES], np.int32)
@@ -84,13 +83,13 @@ def test_scores_that_are_far_apart():
     assert d[0, :, 1].tolist() == [1, -1, 0]
 
 
-def test_not_a_number_stays():
-    logits, labels, counts, tree = some(2, 5)
+def test_nan_passes():
+    logits, labels, counts, tree = scored(2, 5)
     logits[1, 3, 2] = np.nan
     assert np.isnan(SingleRank().gplus(cpu.cross_entropy(logits, labels, counts, tree)))
     d = cpu.cross_entropy_dlogits(logits, labels, 1.0, counts)
     assert np.isnan(d[1, :, 2]).all() and np.isnan(d).sum() == 5
-    labels[1, 2] = 3  # NumPy's argmax takes it for the largest
+    labels[1, 2] = 3  # to NumPy's argmax NaN is the largest
     counted = [
         float(SingleRank().gplus(backend.correct_count(logits, labels, counts, tree)))
         for backend in (cpu, reference)
@@ -108,40 +107,31 @@ def test_ties_count_for_the_first_class():
     assert SingleRank().gplus(cpu.correct_count(logits, labels + 1, counts, tree)) == 0
 
 
-ELEMENTS = {"numbers": (), "one": (1,), "images": (3, 5, 7), "several tiles": (2, 33, 41)}
-
-
 @pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("blocks", [0, 1, 3])
-@pytest.mark.parametrize("shape", ELEMENTS.values(), ids=ELEMENTS)
-def test_errors(blocks, shape, power):
-    y, target = (numbers(n, blocks, *shape, LANES, dtype=np.float32) for n in ("y", "target"))
-    target[..., 1] = y[..., 1]  # no error at all, whose slope is 0
-    y[-1:, ..., 5:] = 1e30  # whatever lies in unused lanes
-    _, _, counts, tree = some(blocks, 2, last=5)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (2, 33, 41)])
+def test_equal_numbers_have_no_error_and_unused_lanes_do_not_count(shape, power):
+    """test_conformance.py compares other errors with the reference."""
+    y, target = (numbers(n, 3, *shape, LANES, dtype=np.float32) for n in ("y", "target"))
+    target[..., 1] = y[..., 1]
+    _, _, counts, tree = scored(3, 2, last=5)
+    exact = reference.errors_dy(y.astype("f8"), target, power, 0.37, counts)
+    total = SingleRank().gplus(reference.errors(y.astype("f8"), target, power, counts, tree))
+    y[-1:, ..., 5:] = 1e30
 
     def call():
-        return (
-            cpu.errors(y, target, power, counts, tree),
-            cpu.errors_dy(y, target, power, 0.37, counts),
-        )
+        dy = cpu.errors_dy(y, target, power, 0.37, counts)
+        return cpu.errors(y, target, power, counts, tree), dy
 
-    exact = reference.errors_dy(y.astype("f8"), target, power, 0.37, counts)
-    total = reference.errors(y.astype("f8"), target, power, counts, tree)
-    for partial, d in on_all_builds(call).values():
-        assert d.dtype == np.float32 and d.shape == y.shape
-        assert not d[-1:, ..., 5:].any() and not d[..., 1].any()
-        np.testing.assert_allclose(d, exact, rtol=2**-23, atol=0)
-        assert partial.shape == () and partial.dtype == np.float64
-        if blocks:
-            wanted = SingleRank().gplus(total)
-            np.testing.assert_allclose(SingleRank().gplus(partial), wanted, rtol=1e-13)
+    for partial, dy in on_all_builds(call).values():
+        assert not dy[..., 1].any() and not dy[-1, ..., 5:].any()
+        np.testing.assert_allclose(dy, exact, rtol=2**-23, atol=0)
+        np.testing.assert_allclose(SingleRank().gplus(partial), total, rtol=1e-13)
 
 
-def test_errors_that_are_not_finite():
+def test_errors_of_infinities_and_nan():
     y, target = np.zeros((1, 3, LANES), np.float32), np.zeros((1, 3, LANES), np.float32)
     y[0, 1, 2], y[0, 2, 3], y[0, 0, 4] = np.nan, np.inf, 3e38
-    target[0, 0, 4] = -3e38  # the square of their difference is no float
+    target[0, 0, 4] = -3e38  # float32 cannot hold the square of their difference
     counts, tree = np.array([5], np.int32), Tree(1, ((0, 1),), 0)
     for power, slope in (1, 1), (2, np.inf):
         assert np.isnan(SingleRank().gplus(cpu.errors(y, target, power, counts, tree)))

@@ -119,16 +119,16 @@ def test_threads_end_with_the_loop():
 def test_a_thread_keeps_no_reference_to_a_finished_item():
     """Not even before its next task."""
 
-    def job(array):
+    def filling(array):
         return Job([functools.partial(fill, array)], functools.partial(np.asarray, array))
 
     def fill(array):
         array[...] = 1
 
-    jobs = [job(np.zeros(3))]
-    done = jobs[0]
-    done.run(0)  # as a thread does, which still holds the job
-    item = done.item()
+    jobs = [filling(np.zeros(3))]
+    job = jobs[0]
+    job.run(0)  # as a thread does, which still holds the job
+    item = job.item()
     reference = weakref.ref(item)
     assert (item == 1).all()
     del item

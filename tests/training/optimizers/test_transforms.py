@@ -1,4 +1,4 @@
-"""Transforms of gradients: alone, in chains that no kernel fuses, and in chains that one does."""
+"""Transforms of gradients: by themselves, in chains without a kernel, and in chains with one."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def norm(array):
     return np.linalg.norm(array.astype(np.float64))
 
 
-def test_each_works_alone():
+def test_each_transform_works_by_itself():
     weights, gradients = arrays(0), arrays(1)
     decayed = WeightDecay(0.1)(weights, gradients)
     for name, gradient in gradients.items():
@@ -45,13 +45,13 @@ def test_each_works_alone():
     assert all(np.array_equal(limited[n], g.clip(-0.3, 0.3)) for n, g in gradients.items())
     steps = Rate()(weights, gradients)
     assert all(np.array_equal(steps[n], -g) for n, g in gradients.items())
-    first = AdamMoments(0.9, 0.99, 1e-12)(weights, gradients)  # of the first step: the sign
+    first = AdamMoments(0.9, 0.99, 1e-12)(weights, gradients)  # the first step is the sign
     assert all(np.allclose(first[n], np.sign(g), atol=1e-5) for n, g in gradients.items())
     first = RMSPropMoment(0.75, 1e-12)(weights, gradients)
     assert all(np.allclose(first[n], 2 * np.sign(g), atol=1e-5) for n, g in gradients.items())
     assert all(np.array_equal(Momentum()(weights, gradients)[n], g) for n, g in gradients.items())
-    ahead = NesterovMomentum(0.5)(weights, gradients)
-    assert all(np.array_equal(ahead[n], 0.5 * g + g) for n, g in gradients.items())
+    steps = NesterovMomentum(0.5)(weights, gradients)
+    assert all(np.array_equal(steps[n], 0.5 * g + g) for n, g in gradients.items())
 
 
 def stepped(optimizer, count=5, dtype=np.float32):
@@ -63,11 +63,11 @@ def stepped(optimizer, count=5, dtype=np.float32):
 
 
 class Nothing(Transform):
-    """Keeps a chain from being fused."""
+    """Prevents that a kernel takes the steps of a chain."""
 
     counts_steps = False
 
-    def apply(self, updates, kept, numbers):
+    def apply(self, updates, state_arrays, numbers):
         pass
 
 
@@ -82,24 +82,22 @@ PAIRS = {
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_a_chain_is_what_the_fused_kernel_computes(pair, dtype):
-    before = WeightDecay(0.01), Clip(2.0)
-    fused = Optimizer(0.1, *before, *PAIRS[pair](), learning_rate_factors={"conv1.bias": 0.5})
-    first, *others = PAIRS[pair]()
-    chain = Optimizer(
-        0.1, *before, first, Nothing(), *others, learning_rate_factors={"conv1.bias": 0.5}
-    )
+def test_a_chain_takes_the_steps_of_its_kernel(pair, dtype):
+    head, factors = (WeightDecay(0.01), Clip(2.0)), {"conv1.bias": 0.5}
+    fused = Optimizer(0.1, *head, *PAIRS[pair](), learning_rate_factors=factors)
+    first, *tail = PAIRS[pair]()
+    chain = Optimizer(0.1, *head, first, Nothing(), *tail, learning_rate_factors=factors)
     assert fused._fused is not None and chain._fused is None
-    ours, others = stepped(fused, dtype=dtype), stepped(chain, dtype=dtype)
+    weights, expected = stepped(fused, dtype=dtype), stepped(chain, dtype=dtype)
     tolerance = 1e-6 if dtype == np.float32 else 1e-14
-    for name, weight in ours.items():
-        np.testing.assert_allclose(others[name], weight, rtol=tolerance, atol=tolerance)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(expected[name], weight, rtol=tolerance, atol=tolerance)
     assert set(fused.state()) == set(chain.state())
 
 
 @pytest.mark.parametrize("momentum", [Momentum, NesterovMomentum])
-def test_the_form_of_pytorch(momentum):
-    """Momentum before the rate: w <- w - rate * v, v <- 0.9 v + g; also when the rate changes."""
+def test_momentum_before_the_rate_is_the_form_of_pytorch(momentum):
+    """w <- w - rate * v, v <- 0.9 v + g; also when the rate changes."""
     nesterov = momentum is NesterovMomentum
     weights, velocity = arrays(0, np.float64), dict.fromkeys(SHAPES, 0.0)
     for step in range(5):
@@ -111,8 +109,8 @@ def test_the_form_of_pytorch(momentum):
         np.testing.assert_allclose(weight, weights[name], rtol=1e-5, atol=1e-6)
 
 
-def test_decoupled_decay_after_the_moments():
-    """AdamW's form: the decay joins the direction, not the gradient."""
+def test_a_decay_after_the_moments_is_decoupled():
+    """As in AdamW: the decay is added to the direction, not to the gradient."""
     chain = Optimizer(0.1, AdamMoments(), WeightDecay(0.01), Rate())
     plain = Optimizer(0.1, AdamMoments(), Rate())
     weights, gradients = arrays(0), arrays(1)
@@ -124,10 +122,10 @@ def test_decoupled_decay_after_the_moments():
         )
 
 
-def test_the_two_epsilons():
-    """Beside the corrected root or the root: the same for a small one, or after many steps."""
+def test_epsilon_is_added_before_or_after_the_correction():
+    """Which makes no difference if it is small."""
     weights, gradients = arrays(0, np.float64), arrays(1, np.float64)
-    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # of the first step
+    corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # the first step
     for name, g in gradients.items():
         np.testing.assert_allclose(corrected[name], g / (np.abs(g) + 0.1), rtol=1e-12)
         other = AdamMoments(epsilon=0.1)(weights, gradients)[name]
@@ -137,15 +135,15 @@ def test_the_two_epsilons():
         np.testing.assert_allclose(ours, small, rtol=1e-10)
 
 
-def test_a_penalty_and_a_decoupled_decay_in_one_chain():
-    """The first joins the gradient, the second the direction; with a kernel and without one."""
+def test_a_chain_may_have_a_penalty_and_a_decoupled_decay():
+    """The penalty is added to the gradient, the decay to the direction, by a kernel or not."""
     tail = CorrectedAdamMoments(), WeightDecay(0.3), Rate()
     fused = stepped(Optimizer(0.1, WeightDecay(0.2), *tail))
     chain = stepped(Optimizer(0.1, WeightDecay(0.2), tail[0], Nothing(), *tail[1:]))
-    one = stepped(Optimizer(0.1, *tail))
+    unpenalized = stepped(Optimizer(0.1, *tail))
     for name, weight in fused.items():
         np.testing.assert_allclose(chain[name], weight, rtol=1e-6, atol=1e-6)
-        assert (np.abs(one[name] - weight).max() > 1e-3) == name.endswith("weight")
+        assert (np.abs(unpenalized[name] - weight).max() > 1e-3) == name.endswith("weight")
 
 
 def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
@@ -169,7 +167,7 @@ def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
 
 
 class Scale(Transform):
-    """With a number of its own, of the same name as another one's."""
+    """Has a number; another transform may have one of the same name."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -183,7 +181,7 @@ class Scale(Transform):
 
 
 @pytest.mark.parametrize("tail", [(Rate(),), (Rate(), Momentum(0.0))])
-def test_numbers_of_one_name_are_those_of_each_transform(tail):
+def test_transforms_may_have_numbers_of_the_same_name(tail):
     chain = Optimizer(0.1, Scale(2.0), Scale(3.0), *tail)
     weights, gradients = arrays(0), arrays(1)
     for step in (1, 2):
@@ -194,13 +192,13 @@ def test_numbers_of_one_name_are_those_of_each_transform(tail):
     assert chain.state()["steps"] == 2
 
 
-def test_every_decay_s_factors_are_checked():
+def test_factors_of_every_decay_are_checked():
     chain = Optimizer(0.1, WeightDecay(0.1, {"bogus": 1.0}), WeightDecay(0.1), Rate())
     with pytest.raises(ValueError, match="l2_factors: unknown parameter bogus"):
         chain(arrays(0), arrays(1))
 
 
-def test_arguments_that_cannot_be_used():
+def test_wrong_arguments_are_refused():
     with pytest.raises(UserError, match="learning_rate must be positive"):
         Optimizer(None, Rate())
     with pytest.raises(UserError, match="learning_rate must be positive"):
@@ -209,11 +207,11 @@ def test_arguments_that_cannot_be_used():
         Optimizer(0.1, Rate)
 
 
-def test_two_tables_of_one_name_are_refused():
+def test_transforms_must_not_share_the_name_of_a_table():
     with pytest.raises(ValueError, match="two transforms keep a table of the same name"):
         Optimizer(0.1, Momentum(), Momentum(0.5), Rate())
 
 
-def test_a_transform_that_does_nothing_says_so():
+def test_a_transform_must_define_apply():
     with pytest.raises(TypeError, match="Transform does not say how it changes updates"):
         Transform()(arrays(0), arrays(1))

@@ -1,0 +1,121 @@
+"""How exact the activations of the kernels are, and their values at infinities and NaN."""
+
+import math
+
+import numpy as np
+import pytest
+from cpu_builds import needs_kernels, on_all_builds
+
+from mpidl.backends import CPU as cpu
+from mpidl.backends import REFERENCE as reference
+from mpidl.blocks import LANES
+
+pytestmark = needs_kernels
+
+
+def on_builds(call):
+    """Return the result of every build."""
+    return on_all_builds(call).values()
+
+
+def ulps(actual, exact):
+    """Return the errors in units of the last place of float32."""
+    size = np.maximum(abs(exact), np.finfo(np.float32).tiny)
+    return abs(actual - exact) / np.spacing(size.astype(np.float32)).astype(np.float64)
+
+
+def wide_range():
+    """Return float32 numbers of all sizes and both signs."""
+    sizes = np.exp(np.linspace(np.log(1e-30), np.log(100.0), 1 << 19))
+    near = np.linspace(-12, 12, 1 << 19)
+    return np.concatenate([sizes, -sizes, near]).astype(np.float32).reshape(1, -1, LANES)
+
+
+@pytest.mark.parametrize("name, max_ulps", [("tanh", 2.0), ("sigmoid", 2.5)])
+def test_tanh_and_sigmoid_are_nearly_exact(name, max_ulps):
+    """Relative to the result, of every size."""
+    x = wide_range()
+    exact = getattr(reference, name)(x.astype(np.float64))
+    normal = exact >= 2.0**-125 if name == "sigmoid" else np.full(x.shape, True)
+    for y in on_builds(lambda: getattr(cpu, name)(x)):
+        assert ulps(y, exact)[normal].max() <= max_ulps
+        assert (y[~normal] < 2.0**-124).all()
+        assert not np.signbit(y[x > 0]).any()
+        if name == "tanh":
+            assert (np.signbit(y) == np.signbit(x)).all()
+
+
+APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
+
+
+def exact_gelu(x, approximate):
+    """Compute by the C library's erfc; the approximation by sums that cancel nothing."""
+    if approximate == "none":
+        return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
+    w = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
+    e = np.exp(-np.abs(np.clip(w, -700, 700)))
+    return np.where(x < 0, x * e, x) / (1 + e)
+
+
+@pytest.mark.parametrize("approximate, max_ulps", [("none", 2.5), ("tanh", 3.0)])
+def test_gelu_is_nearly_exact(approximate, max_ulps):
+    """Relative to the result, also far in the left tail, wherever the result is normal."""
+    x = wide_range()[:, ::4]
+    exact = exact_gelu(x.astype(np.float64), approximate)
+    normal = abs(exact) >= np.finfo(np.float32).tiny
+    assert x[normal].min() < (-13 if approximate == "none" else -10)
+    for y in on_builds(lambda: cpu.gelu(x, approximate)):
+        assert ulps(y, exact)[normal].max() <= max_ulps
+        assert (abs(y[~normal]) <= np.finfo(np.float32).tiny).all()
+        assert (np.signbit(y) == np.signbit(x)).all()
+
+
+@APPROXIMATIONS
+def test_the_gradient_of_gelu_is_nearly_exact(approximate):
+    """Against differences of the oracle in float64, and in the tail relative to the reference."""
+    x, step = np.linspace(-20, 20, 1 << 16).astype(np.float32).reshape(1, -1, LANES), 1e-5
+    ones, middle = np.ones_like(x), x.astype(np.float64)
+    differences = exact_gelu(middle + step, approximate) - exact_gelu(middle - step, approximate)
+    slope = reference.gelu_dx(ones.astype(np.float64), middle, approximate)
+    assert abs(slope - differences / (2 * step)).max() < 1e-9
+    tail = (x < -1.5) & (abs(slope) > 2.0**-120)
+    for dx in on_builds(lambda: cpu.gelu_dx(ones, x, approximate)):
+        assert abs(dx - slope).max() < 2.5e-7
+        assert (abs(dx - slope) / abs(slope))[tail].max() < 1e-6
+
+
+@APPROXIMATIONS
+def test_gelu_of_infinities_and_nan(approximate):
+    x = np.full((1, 2, LANES), np.nan, np.float32)
+    x[0, 0, :6] = np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38
+    ones = np.ones_like(x)
+    for y, dx in on_builds(lambda: (cpu.gelu(x, approximate), cpu.gelu_dx(ones, x, approximate))):
+        assert y[0, 0, :6].tolist() == [np.inf, 0, 0, 0, x[0, 0, 4], 0]
+        assert np.signbit(y[0, 0, :6]).tolist() == [False, True, False, True, False, True]
+        assert dx[0, 0, :6].tolist() == [1, 0, 0.5, 0.5, 1, 0]
+        assert np.isnan(y[np.isnan(x)]).all() and np.isnan(dx[np.isnan(x)]).all()
+    in_numpy = reference.gelu(x.astype(np.float64), approximate)[0, 0]
+    assert in_numpy[:4].tolist() == [np.inf, 0, 0, 0] and np.isnan(in_numpy[6:]).all()
+
+
+@APPROXIMATIONS
+def test_the_reference_of_gelu_is_nearly_exact(approximate):
+    x = np.linspace(-37, 40, 1001)
+    expected = exact_gelu(x, approximate)
+    np.testing.assert_allclose(reference.gelu(x, approximate), expected, rtol=3e-13, atol=1e-300)
+    single = reference.gelu(x.astype(np.float32), approximate)
+    assert single.dtype == np.float32
+    np.testing.assert_allclose(single, expected, rtol=1e-4, atol=1e-37)
+
+
+def test_activations_of_infinities_and_nan():
+    x = np.full((1, 2, LANES), np.nan, np.float32)
+    x[0, 0, :4] = np.inf, -np.inf, 0.0, -0.0
+    for tanh, sigmoid, leaky in on_builds(
+        lambda: (cpu.tanh(x), cpu.sigmoid(x), cpu.leaky_relu(x, 0.1))
+    ):
+        assert tanh[0, 0, :4].tolist() == [1, -1, 0, 0]
+        np.testing.assert_allclose(sigmoid[0, 0, :4], [1, 0, 0.5, 0.5], atol=1e-37)
+        assert leaky[0, 0, :4].tolist() == [np.inf, -np.inf, 0, 0]
+        for y in (tanh, sigmoid, leaky):
+            assert np.isnan(y[np.isnan(x)]).all()

@@ -1,0 +1,149 @@
+"""The table's calls of losses, optimizers and images (`backends.training_interface`)."""
+
+import numpy as np
+from conformance import Case, Draw, cotangent, filters, images, labels, lanes, vector
+
+from mpidl.backends.reference import optimizer as reference
+
+CPU = ("cpu",)
+
+# ---- loss: (classes, pixels) ----
+
+SCORES = [(1, ()), (2, ()), (10, ()), (33, ()), (1000, ()), (4, (1, 1)), (3, (2, 3)), (40, (3, 5))]
+SCORES += [(2, (17, 31))]  # parts of an image, the last one smaller
+
+
+def losses(classes, pixels):
+    label = f"{classes} classes" + (f", {pixels}" if pixels else "")
+    scores = Draw("lanes", (classes, *pixels), -8, 8)
+    labelled = {"logits": scores, "labels": labels(classes, *pixels)}
+    yield Case("softmax", label, {"logits": scores}, 1e-14, True)
+    yield Case(
+        *("softmax_dx", label, {"logits": scores, "dy": cotangent(classes, *pixels)}, 3e-7),
+        call=lambda b, a: b.softmax_dx(a["dy"], b.softmax(a["logits"])),
+    )
+    yield Case("cross_entropy", label, labelled, 1e-13, True)
+    yield Case("correct_count", label, labelled, 0)
+    yield Case("cross_entropy_dlogits", label, labelled | {"scale": 0.37}, 2**-23, True)
+    compared = {"y": scores, "target": scores}
+    for power in (1, 2):
+        name = f"{label}, power {power}"
+        yield Case("errors", name, compared | {"power": power}, 1e-13, True)
+        yield Case("errors_dy", name, compared | {"power": power, "scale": 0.37}, 2**-23, True)
+
+
+# ---- optimizer ----
+
+LEARNABLES = [
+    *(vector(5), filters(4, 3, 3, 2), vector(), filters(7, 12, image=(3, 2, 2)), vector(1025)),
+    *(vector(64), filters(3, 2, 4, 4), vector(0), vector(2050)),
+]
+DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
+FACTORS = [1, 2, 0.5, 1, 1, 20, 1, 1, 0.1]
+# About the size of a tile of the C kernels; they convert gradients of another type.
+LARGE_LEARNABLES = [vector(17), vector(3, 5), vector(128, 128), vector(16385), vector(0, 4)]
+LARGE_LEARNABLES += [vector(1), vector(50_001), vector(), vector(64)]
+LARGE_GRADIENTS = [draw._replace(dtype=np.float64) for draw in LARGE_LEARNABLES[:1]]
+LARGE_GRADIENTS += LARGE_LEARNABLES[1:]
+
+ADAM = (0.01, 0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8)
+FORMULAS = {  # the numbers of each, and the lowest number of each array that it keeps
+    "sgdm": ((0.1, 0.9), [-1.0]),
+    "nesterov": ((0.1, 0.9), [-1.0]),
+    "adam": (ADAM, [-1.0, 0.0]),
+    "adamw": ((*ADAM, 0.3), [-1.0, 0.0]),
+    "rmsprop": ((0.01, 0.999, 1 - 0.999, 1e-8), [0.0]),
+}
+
+
+def step(formula, label, learnables, gradients, backends=("cpu", "gpu")):
+    """To the last bit: new weights, and the state that changes in place."""
+    (rate, *constants), lows = FORMULAS[formula]
+    lists = {"weights": learnables, "gradients": gradients}
+    names = [f"state {i}" for i in range(len(lows))]
+    for name, low in zip(names, lows, strict=True):
+        lists[name] = [draw._replace(low=low) for draw in learnables]
+
+    def call(backend, a):
+        state = [a[name] for name in names]
+        numbers = [backend.step_number("learning_rate", rate), *constants]
+        lists = a["weights"], a["gradients"], state
+        return [backend.optimizer_step(formula, *lists, numbers, DECAYS, FACTORS), state]
+
+    return Case("optimizer_step", label, lists, 0, call=call, backends=backends)
+
+
+def clipped(method, threshold):
+    """To the last bit on the CPU; a GPU adds up norms in another order."""
+    arguments = {"weights": LEARNABLES, "gradients": LEARNABLES}
+    options = {"decays": DECAYS, "method": method, "threshold": threshold}
+    yield Case("clip", f"{method}, {threshold}", arguments | options, 2e-7)
+    arguments = {"weights": LARGE_LEARNABLES, "gradients": LARGE_GRADIENTS} | options
+    yield Case("clip", f"{method}, {threshold}, large", arguments, 0, backends=CPU)
+
+
+# ---- images ----
+
+PIXELS = [(3, 5, 7), (1, 28, 28), (1, 1, 1), (4, 2, 33), (2, 19, 31)]
+LARGE_PIXELS = [(3, 32, 32), (2, 3, 16), (1, 2, 17)]
+
+
+def pixels_to_lanes(shape):
+    """To the last bit: mirrored, moved (also such that nothing is left), cut, filled, scaled."""
+    c, h, w = shape
+    moves = {
+        "mirrored": images(low=0, high=4, dtype=np.int32),
+        "top": images(low=-h - 2, high=h + 3, dtype=np.int32),
+        "left": images(low=-w - 2, high=w + 3, dtype=np.int32),
+    }
+    yield Case("images", f"{shape}", {"pixels": images(*shape)}, 0)
+    floats = images(*shape, dtype=np.float32)
+    yield Case("images", f"{shape}, float32", {"pixels": floats}, 0)
+    for size in {(h, w): 0, (max(1, h - 3), max(1, w // 2)): 0, (h + 2, w + 9): 0}:
+        arguments = {"pixels": images(*shape), "size": size} | moves
+        yield Case("images", f"{shape} to {size}", arguments, 0)
+    for name, values in moves.items():
+        arguments = {"pixels": images(*shape), "size": (h + 2, max(1, w // 2)), name: values}
+        yield Case("images", f"{shape}, {name}", arguments, 0)
+    for scaled in ((c,), (c, h, w)):
+        for pixels in (images(*shape), floats):
+            kind = np.dtype(pixels.dtype).name
+            arguments = {"pixels": pixels, "size": (h, w)} | moves
+            arguments |= {"fill": vector(c, low=0, high=255, dtype=pixels.dtype)}
+            arguments |= {name: vector(*scaled, low=1, high=200) for name in ("centre", "divisor")}
+            yield Case("images", f"{shape} {kind}, normalized by {scaled}", arguments, 0)
+
+
+def training_table():
+    for classes, pixels in SCORES:
+        yield from losses(classes, pixels)
+    for formula in reference.FORMULAS:
+        yield step(formula, formula, LEARNABLES, LEARNABLES)
+        large = f"{formula}, large"
+        yield step(formula, large, LARGE_LEARNABLES, LARGE_GRADIENTS, backends=CPU)
+    for method in ("l2norm", "global-l2norm", "absolute-value"):
+        for threshold in (0.25, 10.0, 100.0, 1e6):  # 10 and 100 are between the norms
+            yield from clipped(method, threshold)
+    yield Case("zeros_like", "dense weights", {"x": filters(7, 12, image=(3, 2, 2))}, 0)
+    yield Case(
+        *("from_numpy", "dense weights", {"like": filters(7, 12, image=(3, 2, 2))}, 0),
+        call=lambda b, a: b.from_numpy(np.arange(84.0).reshape(7, 12), a["like"]),
+    )
+    for shape in PIXELS:
+        yield from pixels_to_lanes(shape)
+    for shape in LARGE_PIXELS:
+        yield from (case._replace(backends=CPU) for case in pixels_to_lanes(shape))
+    for shape in ((3, 4, 5), (7,)):
+        yield Case("image_sums", f"{shape}", {"x": lanes(*shape)}, 1e-6, backends=CPU)
+    for stride in (1, 3, 4):
+        for width in (1, 5, 227):
+            rows = vector(7, width, stride, low=0, high=256, dtype=np.uint8)
+            name = f"rows of {width} pixels of {stride} bytes"
+            yield Case("planes", name, {"pixels": rows}, 0, backends=CPU)
+    maps = images(6, low=-2, high=2, dtype=np.float64)
+    for dtype in (np.uint8, np.float32):
+        arguments = {"pixels": images(3, 7, 9, dtype=dtype), "maps": maps, "size": (5, 6)}
+        arguments["fill"] = vector(3, low=0, high=255, dtype=dtype)
+        yield Case("warp", np.dtype(dtype).name, arguments, 0, backends=CPU)
+    words = {"seed": 3, "purpose": "shuffle", "count": 5, "epoch": 2, "samples": Draw("samples")}
+    yield Case("keyed_words", "five each", words, 0, backends=CPU)
