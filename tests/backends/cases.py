@@ -31,7 +31,7 @@ CONVOLUTIONS = {
     "3x3": ((20, 5, 4), (20, 3, 3), UNIT, PADDING_1, UNIT, 1),
     "3x3 of three channels": ((3, 4, 5), (32, 3, 3), UNIT, PADDING_1, UNIT, 1),
     "64 channels": ((64, 2, 3), (64, 3, 3), UNIT, PADDING_1, UNIT, 1),
-    "11x11 by 4": ((3, 19, 15), (20, 11, 11), (4, 4), ((2, 2), (2, 2)), UNIT, 1),
+    "11x11 by 4": ((3, 15, 11), (20, 11, 11), (4, 4), ((2, 2), (2, 2)), UNIT, 1),
     "two groups": ((8, 5, 4), (40, 3, 3), UNIT, PADDING_1, UNIT, 2),
     "a group a channel": ((4, 5, 5), (8, 3, 3), UNIT, PADDING_1, UNIT, 4),
     "1x1": ((5, 3, 4), (20, 1, 1), UNIT, NO_PADDING, UNIT, 1),
@@ -67,10 +67,14 @@ LARGE_CONVOLUTIONS = {
 }
 FUSED_ON_CPU = ("digits 2", "cifar 1", "cifar 9", "odd channels", "16 channels a group")
 FUSED_ON_CPU += ("large 1x1", "large 3x3 by 2")
-ALGORITHMS = {
-    "cpu": ({"winograd": "fast"}, {"winograd": "auto"}, {"winograd": "off"}),
-    "gpu": ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True}),
-}
+WINOGRAD = ({"winograd": "fast"}, {"winograd": "auto"}, {"winograd": "off"})
+ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct": True})
+
+
+def algorithms(filter_size, stride, dilation):
+    """The settings that choose an algorithm; Winograd's has 3x3 filters, a pixel apart."""
+    has_winograd = (filter_size, stride, dilation) == ((3, 3), UNIT, UNIT)
+    return {"cpu": WINOGRAD if has_winograd else WINOGRAD[1:2], "gpu": ON_GPU}
 
 
 def convolution(label, shape, backends=("cpu", "gpu")):
@@ -81,7 +85,8 @@ def convolution(label, shape, backends=("cpu", "gpu")):
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     forward = {"x": lanes(*image), "weight": weight, "bias": vector(k)} | geometry
     backward = {"dy": cotangent(*y), "x": lanes(*image), "weight": weight} | geometry
-    options = {"backends": backends, "settings": ALGORITHMS}
+    settings = algorithms((r, s), stride, dilation)
+    options = {"backends": backends, "settings": settings}
     options["numbers_only"] = label not in ("3x3", "3x3 by 2", "unequal in both directions")
     yield Case("conv2d", label, forward, 2e-6, **options)
     yield Case("conv2d_backward", label, backward | {"needs": ALL}, 3e-6, **options)
@@ -145,7 +150,7 @@ def fused_convolution(label, shape, backends=("cpu", "gpu")):
         "after": [vector(k, low=-0.5, high=0.5)] * 3,
         "factors": [vector(k, low=-0.5, high=0.5)] * 3,
     }
-    options = {"backends": backends, "settings": ALGORITHMS}
+    options = {"backends": backends, "settings": algorithms((r, s), geometry[0], geometry[2])}
     yield Case("conv2d_moments", label, forward, 2e-6, oracle=moments_after, **options)
     yield Case(
         *("conv2d_backward", f"{label}, between activations", backward, 3e-6),
@@ -173,7 +178,7 @@ def transposed(label, image, size, stride, cropping):
         for n, step, width, cut in zip(image[1:], stride, size[2:], cropping, strict=True)
     ]
     shared = {"x": lanes(*image), "weight": filters(*size), "stride": stride, "cropping": cropping}
-    settings = {"gpu": ALGORITHMS["gpu"]}
+    settings = {"gpu": ON_GPU}
     yield Case(
         *("transposed_conv2d", label, shared | {"bias": vector(size[1])}, 1e-5),
         settings=settings,
