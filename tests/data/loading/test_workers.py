@@ -157,7 +157,7 @@ from mpidl.data.loading.workers import Job, prefetch_items
 
 def jobs():
     for number in range(9):
-        yield Job([threading.Event().wait] if number else [lambda: None], lambda: number)
+        yield Job([threading.Event().wait] if number else [lambda: None], lambda n=number: n)
 
 items = prefetch_items(jobs(), 3, 2)
 assert next(items) == 0
