@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import ALGORITHMS
+from cases import WINOGRAD
 from conformance import arguments, results, share
 from cpu_builds import needs_kernels, on_all_builds
 from test_conformance import BY_NAME, assert_near
@@ -13,7 +13,7 @@ from mpidl.backends import settings
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS["cpu"], ids=lambda values: values["winograd"])
+@pytest.mark.parametrize("algorithm", WINOGRAD, ids=lambda values: values["winograd"])
 @pytest.mark.parametrize("function", ["conv2d", "conv2d_backward"])
 @pytest.mark.parametrize("label", ["digits 1", "digits 2", "16 channels a group"])
 def test_threads_share_one_block(label, function, algorithm, monkeypatch):
