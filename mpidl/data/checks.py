@@ -19,8 +19,8 @@ def check_classes(datastore: Datastore) -> None:
     if len(labels) == 1:
         only = datastore.classes[labels[0]] if len(datastore.classes) > labels[0] else labels[0]
         raise UserError(
-            f"{datastore.describe()}: expected images of two classes at least to train a "
-            f"classifier, found those of one ({printable(str(only))})"
+            f"{datastore.describe()}: expected images of at least two classes to train a "
+            f"classifier, found only one ({printable(str(only))})"
         )
 
 

@@ -375,7 +375,8 @@ def check_labels(
     labels = np.asarray(labels)
     if labels.shape != (count,):
         raise UserError(
-            f"{source}: expected one label an image, ({count},), got labels of shape {labels.shape}"
+            f"{source}: expected one label per image, ({count},), got labels of shape "
+            f"{labels.shape}"
         )
     if count and (labels.dtype.kind not in "iu" or labels.min() < 0):
         actual = labels.min() if labels.dtype.kind == "i" else labels.dtype

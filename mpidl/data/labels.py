@@ -54,7 +54,7 @@ def align_labels(
     if unknown:
         listing = ", ".join(printable(name) for name in classes)
         raise UserError(
-            f"{source}: class {printable(unknown[0])} is none of the classes ({listing})"
+            f"{source}: class {printable(unknown[0])} is not one of the classes ({listing})"
         )
     table = np.zeros(len(names), np.int64)
     table[used] = [index[names[i]] for i in used]
@@ -113,7 +113,7 @@ def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") 
     flat = values.reshape(-1)
     if len(flat) != count or max(values.shape, default=1) != count:
         raise UserError(
-            f"{source}: expected one label an image, ({count},), found shape {values.shape}"
+            f"{source}: expected one label per image, ({count},), found shape {values.shape}"
         )
     if flat.dtype.kind == "f":
         if not np.isfinite(flat).all() or (flat != np.rint(flat)).any() or abs(flat).max() > 2**53:

@@ -18,8 +18,8 @@ def need_matplotlib(path: str | os.PathLike[str]) -> None:
     """Raise UserError, naming the picture's path, if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            f"{path}: a picture is drawn by matplotlib, which is not installed (pip install "
-            "'.[plots]'); a .csv needs none"
+            f"{path}: drawing a picture requires matplotlib, which is not installed (pip install "
+            "'.[plots]'); a .csv file does not"
         )
 
 

@@ -41,7 +41,7 @@ def test_pixels_must_be_finite(tmp_path, value):
 
 def test_one_class_trains_no_classifier(world):
     store = ArrayDatastore(pixels_of(0, 4, 2, 2), [1, 1, 1, 1], ["cat", "dog"])
-    text = "expected images of two classes at least to train a classifier, found those of one (dog)"
+    text = "expected images of at least two classes to train a classifier, found only one (dog)"
     assert text in refusal(check_classes, store)
     net = dl.Network([dl.Dense(2)], (1, 2, 2))
     options = dl.TrainingOptions(epochs=1)

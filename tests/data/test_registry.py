@@ -14,7 +14,7 @@ def test_open_data_accepts_train_and_test_folders(tmp_path):
     assert open_test_data(str(tmp_path), classes=train.classes).labels.tolist() == [2, 2]
     assert len(open_test_data(str(tmp_path / "train"), option="--data")) == 9
     save(tmp_path / "test" / "cow" / "1.png", pixels_of(0, 1, 6, 5))
-    assert "sub-folder cow is none of the classes" in refusal(open_data, str(tmp_path))
+    assert "sub-folder cow is not one of the classes" in refusal(open_data, str(tmp_path))
 
 
 def test_open_data_accepts_classes_named_train_and_test(tmp_path):

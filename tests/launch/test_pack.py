@@ -143,7 +143,7 @@ def test_training_refuses_bad_data_in_one_line(packed, tmp_path):
     expected = {
         bad: f"{bad}: the file cannot be read: ",
         tmp_path / "nan.h5": f"{tmp_path}/nan.h5: image ",
-        tmp_path / "one.h5": "expected images of two classes at least",
+        tmp_path / "one.h5": "expected images of at least two classes",
     }
     for path, text in expected.items():
         result = jobs.train(2, path, tmp_path / "out", *ITERATIONS, check=2, network="digits")

@@ -113,7 +113,7 @@ def test_unknown_labels_are_reported(pictures, tmp_path):
     dl.save_model(tmp_path / "model.h5", net, list(jobs.CLASSES))
     other = jobs.draw_images(tmp_path / "other", per_class=2)
     (other / "box").rename(other / "Box")
-    reason = f"sub-folder Box is none of the classes ({', '.join(jobs.CLASSES)})"
+    reason = f"sub-folder Box is not one of the classes ({', '.join(jobs.CLASSES)})"
     reason += ": did you mean box?"
     assert jobs.predict(tmp_path / "model.h5", other) == [f"6 images, no labels known: {reason}"]
     words = ("--confusion", tmp_path / "a.csv")

@@ -85,8 +85,8 @@ def _ask_driver():
         library.cuGetErrorName(error, ctypes.byref(name))
         return 0, f"the NVIDIA driver does not start: {(name.value or b'').decode() or error}"
     if not count.value and "CUDA_VISIBLE_DEVICES" in os.environ:
-        return 0, f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} shows none"
-    return count.value, "" if count.value else "the NVIDIA driver finds none"
+        return 0, f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides every GPU"
+    return count.value, "" if count.value else "the NVIDIA driver finds no GPU"
 
 
 def driver_version():
@@ -115,9 +115,8 @@ def _reason_of(error):
     cuda_versions, newest = versions(), driver_version()
     if cuda_versions is not None and newest // 1000 < int(cuda_versions.made_for.partition(".")[0]):
         return (
-            f"the NVIDIA driver runs CUDA up to {in_words(newest)}, and {package} is made for "
-            f"{cuda_versions.made_for}: install the CuPy of CUDA {newest // 1000}, or a newer "
-            "driver"
+            f"the NVIDIA driver supports CUDA up to {in_words(newest)}, but {package} is built for "
+            f"{cuda_versions.made_for}: install CuPy for CUDA {newest // 1000}, or a newer driver"
         )
     return f"{package}: {error}"
 

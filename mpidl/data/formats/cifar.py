@@ -145,7 +145,7 @@ def cifar_folder(
         A file is missing, cut short or damaged, or a label belongs to none of the classes.
     """
     if part not in ("train", "test"):
-        raise UserError(f'{printable(folder)}: which set must be "train" or "test", got {part!r}')
+        raise UserError(f'{printable(folder)}: part must be "train" or "test", got {part!r}')
     folder = os.fspath(folder)
 
     def load():

@@ -187,7 +187,7 @@ def list_images(
         problem = f"sub-folder {printable(empty_folders[0])} has no images: fill it, or remove it"
     elif classes is not None and (unknown := sorted(set(names) - set(classes), key=os.fsencode)):
         problem = (
-            f"sub-folder {printable(unknown[0])} is none of the classes "
+            f"sub-folder {printable(unknown[0])} is not one of the classes "
             f"({', '.join(printable(name) for name in classes)}){did_you_mean(unknown[0], classes)}"
         )
     if problem and labelled:

@@ -78,7 +78,8 @@ def _header(head, path):
     start = 4 + 4 * head[3]
     if len(head) < start:
         raise UserError(
-            f"{printable(path)}: expected all its sizes, found {len(head)}: the file is cut short"
+            f"{printable(path)}: expected a header of {start} bytes, found {len(head)}: the "
+            "file is cut short"
         )
     sizes = [int.from_bytes(head[i : i + 4], "big") for i in range(4, start, 4)]
     if not math.prod(sizes):
@@ -143,7 +144,7 @@ def idx_folder(
         A file is missing or damaged, or a label is not below the number of classes.
     """
     if part not in PREFIX:
-        raise UserError(f'{printable(folder)}: which set must be "train" or "test", got {part!r}')
+        raise UserError(f'{printable(folder)}: part must be "train" or "test", got {part!r}')
     folder = os.fspath(folder)
 
     def load():

@@ -261,15 +261,16 @@ def select_variables(
         )
     if labels is not None and not _fits(labels, count):
         raise UserError(
-            f"{source}: expected one label an image, {count} as the last dimension of {images}, or "
-            f"targets: {count} x R numbers, or H x W x C x {count} of single or double; found "
+            f"{source}: expected one label per image, {count} as in the last dimension of "
+            f"{images}, or targets: {count} x R numbers, or H x W x C x {count} of single or double; found "
             f"{labels}"
         )
     # Without labels, only the number of channels distinguishes H x W x C x N from other orders.
     clear = images.shape[2] in (1, 3) if len(images.shape) == 4 else count not in (1, 3)
     if labels is None and not clear:
         raise UserError(
-            f"{source}: {images}: expected H x W x C x N with C of 1 or 3; it is unclear"
+            f"{source}: {images}: expected H x W x C x N with C = 1 or 3; without "
+            "labels, the order of the dimensions is ambiguous"
         )
     if not math.prod(images.shape):
         raise UserError(f"{source}: expected images, found none in {images}")
@@ -352,8 +353,8 @@ def _labels(path, selection, values, names, classes):
         first = 0 if low == 0 else 1
         if low < 0 or high >= len(names) + first:
             raise UserError(
-                f"{source}: expected labels from 1 to {len(names)}, as many as "
-                f"{selection.classes.name} has, found {low} to {high}"
+                f"{source}: expected labels from {first} to {len(names) + first - 1}, one for each "
+                f"name in {selection.classes.name}, found {low} to {high}"
             )
         return align_labels(codes - first, names, classes, source)
     if classes is not None:
@@ -362,8 +363,8 @@ def _labels(path, selection, values, names, classes):
         unknown = [int(code) for code in used[:100000] if str(code) not in index]
         if unknown:
             raise UserError(
-                f"{source}: label {unknown[0]} is none of the classes "
-                f"({', '.join(printable(name) for name in classes)}): save a cell array classes too"
+                f"{source}: label {unknown[0]} is not one of the classes "
+                f"({', '.join(map(printable, classes))}): also save a cell array named classes"
             )
         return np.array([index[str(c)] for c in used])[np.searchsorted(used, codes)], list(classes)
     if low not in (0, 1):
@@ -405,7 +406,9 @@ def names_73(file: h5py.File, path: str, variable: Variable) -> list[str]:
     for reference in stored[()].reshape(-1):
         text = file[reference]
         if not isinstance(text, h5py.Dataset) or text.dtype != np.uint16 or text.size > MAX_NAME:
-            raise UserError(f"{printable(path)}: {printable(variable.name)}: expected texts in it")
+            raise UserError(
+                f"{printable(path)}: {printable(variable.name)}: expected character vectors in it"
+            )
         names.append(text[()].astype("<u2").tobytes().decode("utf-16-le", "replace"))
     return parse_class_names(names, printable(path))
 

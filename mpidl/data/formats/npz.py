@@ -85,7 +85,7 @@ def npz_file(
             shape, _ = _header(archive, path, labels_name)
             if math.prod(shape) != len(images):
                 raise UserError(
-                    f"{source}: expected one label an image, ({len(images)},), found shape {shape}"
+                    f"{source}: expected one label per image, ({len(images)},), found shape {shape}"
                 )
             values = _load(archive, path, labels_name, "biuf", "whole numbers")
             return images, align_labels(

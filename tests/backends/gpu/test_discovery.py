@@ -62,17 +62,17 @@ def test_the_reason_why_no_gpu_is_visible(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible(monkeypatch, None) == Visible((), "no NVIDIA driver")
     no_device = Driver(0, error=discovery.NO_DEVICE)
-    assert visible(monkeypatch, no_device) == Visible((), "the NVIDIA driver finds none")
+    assert visible(monkeypatch, no_device) == Visible((), "the NVIDIA driver finds no GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible(monkeypatch, no_device).reason == "CUDA_VISIBLE_DEVICES= shows none"
+    assert visible(monkeypatch, no_device).reason == "CUDA_VISIBLE_DEVICES= hides every GPU"
     assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in visible(monkeypatch, Driver(error=803)).reason
     without_cupy = visible(monkeypatch, Driver(2), packages=())
     assert without_cupy == Visible((), "CuPy is not installed: run/install --with cuda13", 2)
     assert "--with cuda12" in visible(monkeypatch, Driver(version=12040), packages=()).reason
     old_driver = visible(monkeypatch, Driver(version=12040), count=RuntimeError("insufficient"))
     assert old_driver.reason == (
-        "the NVIDIA driver runs CUDA up to 12.4, and cupy-cuda13x 14.2.0 is made for 13.2: "
-        "install the CuPy of CUDA 12, or a newer driver"
+        "the NVIDIA driver supports CUDA up to 12.4, but cupy-cuda13x 14.2.0 is built for 13.2: "
+        "install CuPy for CUDA 12, or a newer driver"
     )
     failing = visible(monkeypatch, Driver(), count=RuntimeError("in a bad way"))
     assert failing == Visible((), "cupy-cuda13x 14.2.0: in a bad way", 1)

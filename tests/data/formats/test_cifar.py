@@ -46,7 +46,7 @@ def test_class_names_of_the_files_or_of_a_network(tmp_path):
     expected = np.concatenate([drawn[f"data_batch_{i}.bin"][0] for i in range(1, 6)])
     assert np.array_equal(turned.labels, 9 - expected.astype(int))
     text = refusal(cifar_folder, tmp_path, classes=["cat", "dog"])
-    assert "is none of the classes (cat, dog)" in text
+    assert "is not one of the classes (cat, dog)" in text
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -137,7 +137,7 @@ def test_folder_numbers_labels_by_given_classes(tmp_path):
     store = ImageFolder(tmp_path, classes=["cat", "dog", "emu"])
     assert store.labels.tolist() == [1, 1, 1, 2, 2, 2] and store.classes == ["cat", "dog", "emu"]
     text = refusal(ImageFolder, tmp_path, classes=["dog", "emus"])
-    assert "sub-folder emu is none of the classes (dog, emus): did you mean emus?" in text
+    assert "sub-folder emu is not one of the classes (dog, emus): did you mean emus?" in text
     assert ImageFolder(tmp_path, classes=["x"], labelled=False).labels is None
 
 

@@ -90,7 +90,7 @@ def test_labels(tmp_path):
         assert HDF5Datastore(path).labels.tolist() == [0, 1, 2, 1]
     for labels, text in (
         ([0.5, 1, 2, 3], "fractions; numbers that are to be learned go into a dataset targets"),
-        ([0, 0, 0], "expected one label an image, (4,), found shape (3,)"),
+        ([0, 0, 0], "expected one label per image, (4,), found shape (3,)"),
         ([[0, 0], [0, 0]], "found shape (2, 2)"),
     ):
         assert text in refusal(HDF5Datastore, datafiles.hdf5(tmp_path / "x.h5", images, labels))
@@ -100,7 +100,9 @@ def test_class_names(tmp_path):
     images = pixels_of(0, 4, 2, 2)
     path = datafiles.hdf5(tmp_path / "x.h5", images, [0, 1, 1, 0], ["cat", "dog"])
     assert HDF5Datastore(path, classes=["dog", "emu", "cat"]).labels.tolist() == [2, 0, 0, 2]
-    assert "class dog is none of the classes (cat)" in refusal(HDF5Datastore, path, classes=["cat"])
+    assert "class dog is not one of the classes (cat)" in refusal(
+        HDF5Datastore, path, classes=["cat"]
+    )
     path = datafiles.hdf5(tmp_path / "x.h5", images)
     text = refusal(HDF5Datastore, path)
     assert text == f"{path}: expected a dataset labels, or targets, beside images; found images"

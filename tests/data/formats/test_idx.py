@@ -69,7 +69,9 @@ def test_damaged_files_and_wrong_labels(tmp_path):
     images = write_idx(tmp_path / "train-images-idx3-ubyte", pixels_of(0, 5, 4, 4))
     labels = write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(4, np.uint8))
     text = refusal(idx_folder, tmp_path)
-    assert text.startswith(f"{labels}: expected one label an image, (5,), got labels of shape (4,)")
+    assert text.startswith(
+        f"{labels}: expected one label per image, (5,), got labels of shape (4,)"
+    )
     write_idx(labels, np.array([0, 1, 2, 3, 9], np.uint8))
     text = refusal(idx_folder, tmp_path, classes=["a", "b"])
     assert text.startswith(f"{labels}: expected labels below 2") and text.endswith("got 9")

@@ -104,7 +104,7 @@ def test_class_names(tmp_path, compressed):
     zero = datafiles.mat73(tmp_path / "0.mat", classes=names, X=images, Y=labels[:, None] - 1)
     assert mat_file(zero).labels.tolist() == [0, 2, 1, 0]
     text = refusal(mat_file, datafiles.mat73(path73, classes=names[:2], **variables))
-    assert "expected labels from 1 to 2, as many as classes has, found 1 to 3" in text
+    assert "expected labels from 1 to 2, one for each name in classes, found 1 to 3" in text
     odd = datafiles.cells("cat", np.ones(2), "emu")
     text = refusal(mat_file, datafiles.mat5(path5, compressed, classes=odd, **variables))
     assert "classes (1x3 cell): expected class names as a cell array of texts" in text
@@ -128,7 +128,9 @@ def test_unclear_variables_are_refused(tmp_path, write):
     assert "begin with 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
     turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # as Python would write it
     text = refusal_of(images=turned, labels=labels)
-    assert "expected one label an image, 3 as the last dimension of images (5x4x4x3 uint8)" in text
+    assert (
+        "expected one label per image, 3 as in the last dimension of images (5x4x4x3 uint8)" in text
+    )
     assert "is unclear" in refusal(mat_file, write(path, images=turned), labelled=False)
     for numbers in (np.ones((3, 5)), np.ones((4, 4, 3, 4)), np.ones((4, 4, 5)), images):
         text = refusal_of(images=images, labels=numbers)
@@ -138,7 +140,7 @@ def test_unclear_variables_are_refused(tmp_path, write):
     text = refusal(mat_file, write(path, images=images), images="Z")
     assert "expected a variable Z, found images (4x4x3x5 uint8)" in text
     assert mat_file(path, labelled=False).labels is None
-    with pytest.raises(dl.UserError, match="label 7 is none of the classes"):
+    with pytest.raises(dl.UserError, match="label 7 is not one of the classes"):
         mat_file(write(path, images=images, labels=labels * 7), classes=["cat", "dog"])
 
 

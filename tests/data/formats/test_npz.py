@@ -52,7 +52,7 @@ def test_npz_with_a_test_set_and_class_names(tmp_path, dtype):
     assert open_test_data(str(path)).labels.tolist() == [2, 0]
     assert open_test_data(str(path), classes=["cow", "ant"]).labels.tolist() == [0, 1]
     text = refusal(npz_file, path, classes=["cow"])
-    assert text == f"{path}: labels: class ant is none of the classes (cow)"
+    assert text == f"{path}: labels: class ant is not one of the classes (cow)"
 
 
 def test_a_folder_of_two_npz_files(tmp_path):
@@ -79,7 +79,7 @@ REFUSED = [
     ({"images": np.zeros((5, 6, 7, 3))}, "images: expected (n, C, H, W), found (5, 6, 7, 3)"),
     ({"images": IMAGES[:0]}, "images: expected images, found none (shape (0, 4, 4))"),
     ({"labels": np.array([None] * 5)}, "labels: expected numbers or texts, found Python objects"),
-    ({"labels": [0, 1]}, "labels: expected one label an image, (5,), found shape (2,)"),
+    ({"labels": [0, 1]}, "labels: expected one label per image, (5,), found shape (2,)"),
     ({"labels": list("abcde")}, "labels: expected whole numbers, found <U1"),
     ({"labels": [0, 1, 2, 3, 0.5]}, "labels: expected whole numbers as labels, found fractions"),
     ({"labels": [0, 1, 2, 3, -1]}, "labels: expected whole numbers from 0 as labels, got -1"),

@@ -48,7 +48,7 @@ def test_names_that_are_not_utf8_or_hold_a_line_end(tmp_path):
     assert store.classes == folder.classes and store.fingerprint() == folder.fingerprint()
     assert [store.name(i) for i in (0, 1)] == ["é\\n/0.png", "\\xff/0.png"]
     text = refusal(PackedDatastore, tmp_path / "x.h5", classes=["a", "é\n"])
-    assert text.endswith("class \\xff is none of the classes (a, é\\n)")
+    assert text.endswith("class \\xff is not one of the classes (a, é\\n)")
 
 
 def test_images_are_stored_in_one_piece(tmp_path):
