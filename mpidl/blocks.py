@@ -88,7 +88,7 @@ class Batch:
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
     def counts(self) -> np.ndarray:
-        """Return the images per block of this rank as int32; on a GPU, only their sum, (1,)."""
+        """Return the number of images in each block as int32; on a GPU, only their sum, (1,)."""
         if self.device is not None:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
@@ -124,7 +124,7 @@ class Batch:
 
 
 class OneRank:
-    """A world with a single rank: every sum is complete at once."""
+    """A world with a single rank, which needs no communication to add up a Partial."""
 
     rank, size, plain = 0, 1, False
 

@@ -49,8 +49,8 @@ def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     Notes
     -----
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979, equation 2.1. The formula E[x^2] - E[x]^2 would lose
-    digits to cancellation.
+    variances", 1979, equation 2.1. The formula E[x^2] - E[x]^2 would lose digits to
+    cancellation.
     """
     channels = left.size // 2
     n, m = left[0], right[0]

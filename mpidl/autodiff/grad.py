@@ -84,8 +84,8 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
         gets are Vars. A network is in training mode.
     reduce
         A `World` that adds up the gradients over the ranks while backward runs, and then the loss.
-        By default, the loss and the gradients are Partials, which `world.gplus` adds up. Only the
-        sums that ops such as batch normalization need are then exchanged.
+        By default, the loss and the gradients are Partials, which `world.gplus` adds up. The ranks
+        then exchange only sums that f itself needs, such as those of batch normalization.
 
     Returns
     -------

@@ -325,12 +325,12 @@ def _check_cotangents(name, cotangents, args):
 
 
 def _accumulate(a, b):
-    """Add two cotangents, with a Partial as the left operand."""
+    """Add two cotangents; if only one of them is a Partial, it is the left operand."""
     return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
 
 
 def _in_type(cotangent, dtype):
-    """Convert a cotangent to the dtype of its value, whatever ops the cotangent came from."""
+    """Convert a cotangent to the dtype of its value, because a vjp may return another dtype."""
     if isinstance(cotangent, Partial):
         return cotangent.astype(dtype)
     if isinstance(cotangent, Blocked):
@@ -445,7 +445,7 @@ def backward(
 
 
 def batch_of(*args: Any) -> Batch | None:
-    """Return the Batch of the first blocked argument, or None."""
+    """Return the Batch of the first blocked argument, or None if no argument is blocked."""
     for a in args:
         value = value_of(a)
         if isinstance(value, Blocked):

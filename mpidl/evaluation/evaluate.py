@@ -38,9 +38,9 @@ class Evaluation(NamedTuple):
     images : int
         Number of evaluated images.
     top_k : float or None
-        Fraction of the images whose class is among the k largest scores, if requested.
+        Fraction of the images whose class is among the k largest scores; None if not requested.
     confusion : Confusion or None
-        The confusion matrix, if requested.
+        The confusion matrix; None if not requested.
     """
 
     accuracy: float | None

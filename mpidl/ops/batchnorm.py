@@ -90,7 +90,7 @@ def batchnorm(
     x
         (N, C, H, W) or (N, C).
     gamma, beta
-        (C,).
+        Scale and offset of each channel, (C,).
     epsilon
         Added to the variance: rstd = 1 / sqrt(variance + epsilon). The variance is the biased one
         (divided by the count).
@@ -143,8 +143,10 @@ def batchnorm_predict(
     ----------
     x
         (N, C, H, W) or (N, C).
-    mean, variance, gamma, beta
-        (C,).
+    mean, variance
+        Running mean and variance of each channel, (C,).
+    gamma, beta
+        Scale and offset of each channel, (C,).
     epsilon
         Added to the variance.
 

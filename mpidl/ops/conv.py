@@ -73,9 +73,9 @@ def conv2d(
     Parameters
     ----------
     x
-        (N, C, H, W).
+        Images, (N, C, H, W).
     weight
-        (K, C/groups, R, S).
+        Filters, (K, C/groups, R, S).
     bias
         (K,).
     stride, dilation
@@ -86,7 +86,7 @@ def conv2d(
         If "same" needs an odd number of rows or columns, the extra one is at the bottom or on the
         right.
     groups
-        Number of groups of channels.
+        Number of groups of channels. Each filter reads the channels of one group.
 
     Returns
     -------

@@ -36,7 +36,7 @@ def sum(x: Blocked) -> WithVjp[Partial]:
     Returns
     -------
     Partial
-        Shape (...).
+        The sum, of shape (...).
     """
     check.images("sum", x)
     refuse_gpu("sum", x)
@@ -65,7 +65,7 @@ def mean(x: Blocked | Var) -> Partial | Var:
     Returns
     -------
     Partial
-        Shape (...): one number for (N,), three numbers for (N, 3).
+        The mean, of shape (...): one number for (N,), three numbers for (N, 3).
     """
     return multiply_partial(sum(x), 1.0 / x.shape[0])
 
@@ -160,7 +160,7 @@ def softmax_cross_entropy(logits: Blocked, labels: Blocked) -> WithVjp[Partial]:
     Returns
     -------
     Partial
-        One number (float64).
+        The mean, one float64 number.
     """
     _check_scores("softmax_cross_entropy", logits)
     lanes = label_lanes("softmax_cross_entropy", labels, logits)
@@ -196,7 +196,7 @@ def mean_squared_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     Returns
     -------
     Partial
-        One number (float64).
+        The mean, one float64 number.
 
     Notes
     -----
@@ -259,7 +259,7 @@ def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
     Returns
     -------
     Partial
-        One number.
+        The count, one number.
     """
     scores: Blocked = value_of(logits)
     _check_scores("correct_count", scores)
