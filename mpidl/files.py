@@ -1,4 +1,7 @@
-"""Read files, detect changed files, write files completely or not at all, and do so on one rank."""
+"""Read files by offset, detect changed files, and write files completely or not at all.
+
+`on_rank_0` and `call_together` coordinate file access and its errors among the ranks.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     reduce
         A `World` that adds up the gradients over the ranks while backward runs, and then the loss.
         By default, the loss and the gradients are Partials, which `world.gplus` adds up. The ranks
-        then exchange only sums that f itself needs, such as those of batch normalization.
+        then exchange only the sums that ops need, such as those of batch normalization.
 
     Returns
     -------
