@@ -1,7 +1,8 @@
-"""The block: 16 consecutive images of the global mini-batch.
+"""Store values per image in blocks of 16 consecutive images of the global mini-batch.
 
-A block is the layout of per-image values, arrays `(blocks, *image shape, 16)` whose 16 lanes are 16
-images. It is also the unit of a rank's work and the leaf of the tree that adds everything up.
+Per-image values are arrays `(blocks, *image shape, 16)`, in which each of the 16 lanes of a block
+holds one image. Blocks are also the units of work that ranks share, and the leaves of the tree that
+adds up a mini-batch (`fold`).
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ Replicated = TypeVar("Replicated")
 
 
 class Ranks(Protocol):
-    """What a mini-batch needs of a world: `mpidl.World` and `OneRank` provide it."""
+    """Interface of the ranks that share a mini-batch, such as `mpidl.World` and `OneRank`."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank."""
+        """Index of this rank, from 0 to size - 1."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
     def gplus(self, value: Any) -> Any:
-        """Add up a Partial, or a table of them, over the ranks."""
+        """Add up a Partial, or each Partial in a container, over the ranks."""
 
 
 def blocks_of(count: int) -> int:
@@ -49,15 +50,15 @@ class Batch:
     count
         Number of images in the global mini-batch.
     tree
-        The tree over its blocks.
+        The tree over the blocks of the mini-batch.
     world
-        The ranks that share it; `world.gplus` folds a Partial.
+        The ranks that share the mini-batch; `world.gplus` folds a Partial.
     indices
-        Indices in the dataset of this share's samples.
+        Dataset indices of the samples in this rank's share.
     epoch, seed
-        Parts of the key of random numbers.
+        Epoch and seed, which are parts of the key of random numbers.
     device
-        The object that keeps the counts on a GPU; None if the values lie in host memory.
+        The object that keeps the counts on a GPU; None if the values are in host memory.
     """
 
     count: int
@@ -75,19 +76,19 @@ class Batch:
 
     @property
     def images(self) -> tuple[int, int]:
-        """This rank's images, as (first, one past the last) of the global mini-batch."""
+        """Range of this rank's images in the global mini-batch as (first, one past the last)."""
         first, stop = (min(edge * LANES, self.count) for edge in self.tree.run)
         return first, stop
 
     def valid(self, block: int) -> int:
         """Return the number of images in this rank's block number `block`.
 
-        It is 16, except for the last block of the mini-batch.
+        Only the last block of the mini-batch may have fewer than 16 images.
         """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
     def counts(self) -> np.ndarray:
-        """Return `valid` of each block of this rank, as int32; on a GPU their sum, (1,)."""
+        """Return the number of images in each block as int32; on a GPU, only their sum, (1,)."""
         if self.device is not None:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
@@ -98,9 +99,10 @@ class Batch:
         Returns
         -------
         epoch
-            An integer; on a GPU an int32 array (1,).
+            The epoch as an integer; on a GPU, as an int32 array (1,).
         samples
-            (blocks * 16,) int64, on a GPU int32; 0 in unused lanes.
+            The sample number of each lane, (blocks * 16,) int64 (int32 on a GPU); 0 in unused
+            lanes.
         """
         if self.device is not None:
             return self.device.samples(self)
@@ -110,7 +112,7 @@ class Batch:
 
     @property
     def per_image(self) -> float | fold.Late:
-        """1 / count: a number, or a `Late` if a GPU reads it from memory."""
+        """1 / count as a number; as a `Late` if the counts are on a GPU."""
         return 1.0 / self.count if self.device is None else self.device.per_image(self)
 
     def __repr__(self) -> str:
@@ -122,7 +124,7 @@ class Batch:
 
 
 class OneRank:
-    """A world with a single rank: every sum is complete at once."""
+    """A world with a single rank, which needs no communication to add up a Partial."""
 
     rank, size, plain = 0, 1, False
 
@@ -137,7 +139,7 @@ class OneRank:
     @overload
     def gplus(self, value: Replicated) -> Replicated: ...
     def gplus(self, value: Any) -> Any:
-        """Return what `World.gplus` gives on one rank.
+        """Add up Partials as `World.gplus` does on one rank.
 
         Parameters
         ----------
@@ -175,23 +177,24 @@ def share(
     plain: bool | None = None,
     device: Any = None,
 ) -> Batch:
-    """Return this rank's Batch of a mini-batch that the ranks of `world` share.
+    """Divide a mini-batch among the ranks of `world`, and return this rank's Batch.
 
     Parameters
     ----------
     count
         Number of images in the global mini-batch.
     world
-        The ranks.
+        The ranks that share the mini-batch.
     indices
-        (count,) sample numbers of all images in their order, the same on every rank; by default
-        0, 1, ... The Batch keeps those of this rank's images.
+        Sample numbers of all images in order, (count,), the same on every rank; by default
+        0, 1, ... The Batch keeps only those of this rank's images.
     epoch, seed
-        Parts of the key of random numbers such as dropout's, with the sample numbers.
+        Epoch and seed. Together with the sample numbers, they determine random numbers such as
+        those of dropout.
     load
         The weight of each rank; see `fold.split_blocks`.
     plain
-        See `fold.Tree`. By default, the setting of the world.
+        See `fold.Tree`; by default, the setting of the world.
     device
         See `Batch`.
     """
@@ -209,14 +212,15 @@ class Blocked:
     Parameters
     ----------
     lanes
-        (blocks, *image_shape, 16), a NumPy array or an array on a GPU.
+        The entries of this rank's images, (blocks, *image_shape, 16), in a NumPy array or an array
+        on a GPU.
     batch
-        The mini-batch.
+        The mini-batch that the images belong to.
 
     Notes
     -----
-    The last block of a mini-batch may have unused lanes. In a value they hold finite numbers
-    without meaning; in a cotangent they are zero. Sums of products of the two need no mask.
+    The last block of a mini-batch may have unused lanes. They hold arbitrary finite numbers in a
+    value, and zeros in a cotangent. Sums of products of a value and a cotangent thus need no mask.
     """
 
     __slots__ = ("_lanes", "batch")
@@ -241,7 +245,7 @@ class Blocked:
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """Shape of the entry of one image."""
+        """Shape of one image's entry."""
         return self.lanes.shape[1:-1]
 
     @property
@@ -259,13 +263,13 @@ class Blocked:
         return Blocked(lanes, self.batch)
 
     def stored(self) -> Blocked:
-        """Return this value with its lanes in memory; only a DeferredActivation is converted."""
+        """Return this value with its lanes in memory; a DeferredActivation computes them."""
         return self
 
     def block(self, b: int) -> np.ndarray:
         """Return block `b` as a C-ordered array (n, *image_shape), n <= 16.
 
-        Every rank gets the same memory layout, because NumPy's order of summation depends on it.
+        The memory layout is always the same, because NumPy's order of summation depends on it.
         """
         lanes = np.asarray(self.lanes)[b]
         return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
@@ -284,7 +288,7 @@ class Blocked:
 
     mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
 
-    if TYPE_CHECKING:  # `ops.arithmetic` defines the operators; with a Var, those of Var apply
+    if TYPE_CHECKING:  # defined in `ops.arithmetic`; a Var operand uses those of Var
 
         def __add__(self, other: Factor) -> Blocked: ...
         def __radd__(self, other: float) -> Blocked: ...
@@ -308,14 +312,14 @@ Factor: TypeAlias = Blocked | np.ndarray | float
 
 
 class DeferredInput(NamedTuple):
-    """The operand from which a backend computes max(0, (x - mean) * scale + beta) by channel.
+    """The operand from which a backend computes max(0, (x - mean) * scale + beta) per channel.
 
     Attributes
     ----------
     x
-        (blocks, C, ..., 16).
+        Lanes of the normalization's input, (blocks, C, ..., 16).
     mean, scale, beta
-        (C,), in the type of x.
+        One number per channel, (C,), in the dtype of x.
     """
 
     x: np.ndarray
@@ -325,21 +329,21 @@ class DeferredInput(NamedTuple):
 
 
 class DeferredActivation(Blocked):
-    """ReLU of a batch normalization, of which only the normalization's input is stored.
+    """The ReLU of a batch normalization, stored as the normalization's input.
 
-    Readers normalize while they read `source`. `lanes` computes the activation on each access and
-    does not keep it.
+    Backends normalize while they read `source`. The property `lanes` computes the activation on
+    each access and does not keep it.
 
     Parameters
     ----------
     source
-        The stored input and the vectors of the normalization.
+        The stored input, and the mean, scale and beta of the normalization.
     batch
-        The mini-batch.
+        The mini-batch that the images belong to.
     compute
-        The backend's function that computes the lanes of a DeferredInput.
+        The backend's function that computes lanes from a DeferredInput.
     image_shape
-        Shape of one image's entry, if it differs from the one of `source.x`.
+        Shape of one image's entry; by default, as in `source.x`.
     """
 
     __slots__ = ("deferred", "compute", "shape_of_image")
@@ -382,7 +386,8 @@ class DeferredActivation(Blocked):
 def readable(value: Blocked) -> np.ndarray | DeferredInput:
     """Return the operand that a backend reads in the value's image shape.
 
-    It is the DeferredInput if that has the shape, and the lanes otherwise.
+    This is the DeferredInput of a DeferredActivation with an unchanged image shape, and the lanes
+    otherwise.
     """
     if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
         return value.lanes
@@ -395,8 +400,8 @@ class GradientWithSums(Blocked):
     Parameters
     ----------
     sums
-        Partial (2C,) float64 of [sum of dz, sum of dz * (x - mean)]. dz is the part of the
-        cotangent where the activation is > 0.
+        The Partial (2C,) float64 of [sum of dz, sum of dz * (x - mean)]. dz is the cotangent where
+        the activation is > 0, and 0 elsewhere.
     """
 
     __slots__ = ("sums",)
@@ -407,21 +412,21 @@ class GradientWithSums(Blocked):
 
 
 def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None) -> Blocked:
-    """Return a Blocked value of the images of this share, with zeros in unused lanes.
+    """Convert the images of this rank's share to a Blocked value, with zeros in unused lanes.
 
     Parameters
     ----------
     images
-        (n, *image_shape), the images that this rank holds.
+        The images of this rank, (n, *image_shape).
     batch
-        The mini-batch.
+        The mini-batch that the images belong to.
     dtype
         Type of the value; by default the type of `images`.
 
     Raises
     ------
     ValueError
-        If the share has another number of images.
+        If n is not the number of images in the share.
     """
     images = np.asarray(images)
     dtype = images.dtype if dtype is None else dtype
@@ -436,7 +441,7 @@ def from_images(images: ArrayLike, batch: Batch, dtype: DTypeLike | None = None)
 
 
 def zero_unused(lanes: np.ndarray, batch: Batch) -> np.ndarray:
-    """Set the unused lanes to zero in place, as every cotangent must have them."""
+    """Set unused lanes to zero in place, as cotangents require, and return the array."""
     if batch.blocks and batch.valid(batch.blocks - 1) < LANES:
         lanes[-1, ..., batch.valid(batch.blocks - 1) :] = 0
     return lanes

@@ -1,4 +1,4 @@
-"""What tells arrays in device memory from NumPy arrays, without loading the code of any device."""
+"""Distinguish arrays in device memory from NumPy arrays, without importing any device's code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 
 class OnDevice:
-    """Base class of values that lie in the memory of a device: arrays, and nodes of sums."""
+    """Base class of values in the memory of a device: arrays, and nodes of sums."""
 
     __slots__ = ()
 
 
 class DeviceArray(OnDevice):
-    """Base class of arrays that lie in the memory of a device.
+    """Base class of arrays in the memory of a device.
 
-    `backends.of_array` returns the backend whose functions take such an array. It has `shape`,
+    `backends.of_array` returns the backend whose functions accept the array. The array has `shape`,
     `dtype` and `zeros_like()`, and np.asarray copies it to the host.
     """
 
@@ -26,10 +26,10 @@ class DeviceArray(OnDevice):
     dtype: np.dtype
 
     def zeros_like(self) -> DeviceArray:
-        """Return zeros of this shape and type, on the same device."""
+        """Return zeros with the same shape and dtype, on the same device."""
         raise TypeError(f"{type(self).__name__} does not say how it makes zeros")
 
 
 def is_device_array(value: Any) -> bool:
-    """Return whether a value lies in the memory of a device."""
+    """Return whether a value is an array in the memory of a device."""
     return isinstance(value, DeviceArray)

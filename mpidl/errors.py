@@ -1,34 +1,34 @@
-"""Exceptions: what a user can correct, what stops a run, what happened on another rank."""
+"""Exceptions for user errors, for runs that cannot continue, and for failures of other ranks."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Unusable options or data.
+    """Raised if options or data are unusable, so that the user must correct them.
 
-    The message is one line that names the file or option, what was expected and what was found.
-    The commands print it from rank 0, without a traceback, and end with exit code 2.
+    The message is one line. It names the file or option, and says what was expected and what was
+    found. The commands print it on rank 0 without a traceback, and exit with code 2.
     """
 
 
 class Fault(Exception):
-    """A run that cannot continue, though its options are fine: a loss of NaN, for example.
+    """Raised if a run cannot continue although its options are valid, for example on a NaN loss.
 
-    The message is one line; the commands end with exit code 1.
+    The message is one line. The commands exit with code 1.
     """
 
 
 class RankError(Exception):
-    """An exception on a rank that `dl.launch` started; the message is its traceback.
+    """Raised if a rank that `dl.launch` started fails; the message is the rank's traceback.
 
-    `__cause__` is the exception itself, if it could be brought back.
+    `__cause__` is the exception of that rank, if it could be transferred to this process.
 
     Attributes
     ----------
     rank : int or None
-        The rank that failed; None if it ended without an exception.
+        The rank that failed; None if it ended without raising an exception.
     host : str or None
-        The host of that rank; None if it ended without an exception.
+        The host of that rank; None if the rank ended without raising an exception.
     """
 
     def __init__(self, text: str, rank: int | None = None, host: str | None = None):

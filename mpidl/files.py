@@ -1,4 +1,7 @@
-"""Read and write files: on one rank, complete or not at all, and with changes noticed."""
+"""Read files by offset, detect changed files, and write files completely or not at all.
+
+`on_rank_0` and `call_together` coordinate file access and its errors among the ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ from mpidl.errors import UserError
 from mpidl.text import printable
 
 T = TypeVar("T")
-MAX_REASON = 300  # characters of a library's error, which may quote the damaged file
+MAX_REASON = 300  # maximum length in characters, because a library's error may quote the file
 
 
 class Stamp(NamedTuple):
-    """Size and time of the last write of a file; they differ if the file has changed."""
+    """Size and last write time of a file, which are compared to detect changes."""
 
     size: int  # bytes
     written: int  # nanoseconds
 
 
 def stamp(status: os.stat_result) -> Stamp:
-    """Return the Stamp of a result of os.stat or os.fstat."""
+    """Convert the result of os.stat or os.fstat to a Stamp."""
     return Stamp(status.st_size, status.st_mtime_ns)
 
 
@@ -54,14 +57,14 @@ def unreadable(path: str | os.PathLike, error: Exception) -> UserError:
 
 
 class RawFile:
-    """A file whose bytes are read by offset; the process opens it when it first reads.
+    """A file that is read by byte offset and opened on first use.
 
     Parameters
     ----------
     path : str
-        The file.
+        Path of the file.
     expected : Stamp
-        Size and time that the file must still have.
+        Size and write time that the file must have when it is checked.
     """
 
     def __init__(self, path: str, expected: Stamp):
@@ -70,9 +73,9 @@ class RawFile:
         self.lock = threading.Lock()
 
     def check(self) -> None:
-        """Open the file if it is not open yet; raise UserError if it fails or has changed."""
+        """Open the file if needed; raise UserError if it cannot be opened or has changed."""
         try:
-            with self.lock:  # several threads may read first
+            with self.lock:  # several threads may call it first
                 if self.descriptor is None:
                     self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             now = stamp(os.fstat(self.descriptor))
@@ -82,12 +85,14 @@ class RawFile:
             raise changed(self.path, self.expected, now)
 
     def read_into(self, buffer: Any, offset: int) -> None:
-        """Fill a writable buffer with the bytes from `offset` on; call check() first.
+        """Fill a writable buffer with the bytes from `offset` on.
+
+        `check` must have been called before.
 
         Raises
         ------
         UserError
-            The file ends early or cannot be read.
+            If the file ends early or cannot be read.
         """
         view = memoryview(buffer).cast("B")
         try:
@@ -115,8 +120,8 @@ class RawFile:
 def on_rank_0(world: Any, function: Callable[[], T]) -> T:
     """Call a function on rank 0 only and return its result on all ranks. Collective.
 
-    One rank asks the file system, because the requests of a thousand would overload it. Without a
-    world, this process calls the function.
+    Only one rank accesses the file system, because requests from a thousand ranks would overload
+    it. If `world` is None, this process calls the function.
 
     Raises
     ------
@@ -129,12 +134,12 @@ def on_rank_0(world: Any, function: Callable[[], T]) -> T:
 
 
 def call_together(world: Any, function: Callable[[], T]) -> T:
-    """Return what a function returns on this rank. Collective.
+    """Call a function on every rank, and return this rank's result. Collective.
 
     Raises
     ------
     UserError
-        On all ranks, if the function raises it on any.
+        On all ranks, if the function raises it on any rank.
     """
     result: Any = None
     error = None
@@ -147,14 +152,15 @@ def call_together(world: Any, function: Callable[[], T]) -> T:
 
 
 def reason(error: Exception) -> str:
-    """Return what went wrong, without the path and number in the text of an OSError."""
+    """Return the message of an error; for an OSError, without the error number and path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def digest(*parts: object) -> str:
-    """Return the SHA-256, in hex, of texts, numbers, tuples and arrays.
+    """Return the SHA-256 of strings, numbers, tuples and arrays as a hexadecimal string.
 
-    The length of each part is hashed too, so that no two lists of parts run into one another.
+    The length of each part is also hashed, so that moving a boundary between parts changes the
+    result.
     """
     total = hashlib.sha256()
     for part in parts:
@@ -170,21 +176,21 @@ def digest(*parts: object) -> str:
 def write_whole(
     path: str | os.PathLike, content: bytes | memoryview, aside: str | os.PathLike | None = None
 ) -> None:
-    """Write a file so that it holds all the bytes afterwards, or is as it was before.
+    """Write a file completely, or leave it as it was if the write fails.
 
     Parameters
     ----------
     path : str
-        The file.
+        Path of the file.
     content : bytes
-        What to write.
+        The bytes to write.
     aside : str, optional
-        Name to keep the previous file under.
+        Path to which the previous file is renamed; by default it is replaced.
 
     Raises
     ------
     UserError
-        The disk is full, or the folder cannot be written to.
+        If the disk is full, or if the folder cannot be written to.
     """
     folder, name = os.path.split(os.path.abspath(path))
     part = os.path.join(folder, f".{name}.part")
@@ -205,7 +211,10 @@ def write_whole(
 
 
 def sync_folder(folder: str) -> None:
-    """Flush renames in a folder to disk; some file systems refuse the call and need none."""
+    """Flush renames in a folder to disk.
+
+    A failing fsync is ignored, because file systems that do not support it do not need it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(descriptor)

@@ -1,10 +1,11 @@
-"""The binary tree that adds up a mini-batch in one order, on any number of ranks.
+"""Add up a mini-batch with a binary tree, in the same order on any number of ranks.
 
 The leaves are the blocks of the global mini-batch, 0 .. leaves-1. A node of the tree is a range
 (start, stop) of blocks. A node of more than one block splits at the largest power of two below its
-length, so the tree depends on the number of blocks alone. A rank owns one run of blocks and folds
-it into its maximal nodes. The ranks exchange only those nodes (`comm.exchange`). Every rank that
-combines them gets the same bytes, because every sum has the same two operands.
+length, so the tree depends only on the number of blocks. Each rank owns a run of consecutive blocks
+and folds it into the fewest nodes that cover the run. The ranks exchange only these nodes
+(`comm.exchange`). The result has the same bytes on any number of ranks, because every addition in
+the tree has the same two operands.
 
     leaves = 5              (0,5)
                        (0,4)     \\
@@ -32,22 +33,24 @@ Range = tuple[int, int]  # (first block, one past the last block)
 
 
 def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Combine the two operands of a plain sum. Writes into `left`, which the fold owns."""
+    """Add two operands of a sum. The result overwrites `left`, which the fold owns."""
     return np.add(left, right, out=left)
 
 
 def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Combine two packed moments. Writes into `left`, which the fold owns.
+    """Combine two packed moments. The result overwrites `left`, which the fold owns.
 
     Parameters
     ----------
     left, right
-        float64 arrays [count, mean(C), M2(C)]. Moments with a count of zero change nothing.
+        float64 arrays [count, mean(C), M2(C)], where M2 is the sum of squared deviations from the
+        mean. Moments with a count of zero are ignored.
 
     Notes
     -----
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979, equation 2.1. The formula E[x^2] - E[x]^2 would cancel.
+    variances", 1979, equation 2.1. The formula E[x^2] - E[x]^2 would lose digits to
+    cancellation.
     """
     channels = left.size // 2
     n, m = left[0], right[0]
@@ -65,14 +68,14 @@ def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def split_blocks(leaves: int, ranks: int, load: tuple[int, ...] | None = None) -> tuple[Range, ...]:
-    """Deal `leaves` blocks to `ranks` ranks in consecutive runs.
+    """Divide `leaves` blocks into one run of consecutive blocks per rank.
 
     Parameters
     ----------
     load
-        One non-negative weight per rank; 0 leaves a rank idle. The shares are proportional to the
-        weights: largest remainders first, then the lowest rank. By default the shares are equal
-        and the first ranks get the remainder.
+        One non-negative weight per rank; 0 leaves a rank idle. The number of blocks is proportional
+        to the weight and rounded down. The remaining blocks go to the ranks with the largest
+        remainders; ties go to the lowest rank. By default, all weights are equal.
 
     Returns
     -------
@@ -119,8 +122,9 @@ class Tree:
     rank
         The rank that holds this object.
     plain
-        Give up the fixed order: each rank adds its run from left to right into one value, as other
-        libraries do. Benchmarks measure this, and negative controls of tests use it.
+        If True, each rank adds its run from left to right into one value, as other libraries do.
+        The order of additions then depends on the number of ranks. Benchmarks compare with this
+        setting, and tests use it as a negative control.
     """
 
     leaves: int
@@ -130,7 +134,7 @@ class Tree:
 
     @property
     def run(self) -> Range:
-        """This rank's (first block, one past its last block)."""
+        """This rank's blocks as (first block, one past the last block)."""
         return self.runs[self.rank]
 
     @cached_property
@@ -141,15 +145,16 @@ class Tree:
         return tuple(maximal_nodes(run, self.leaves) for run in self.runs)
 
     def joins(self, start: int, stop: int) -> bool:
-        """Return whether two neighbours that form [start, stop) may be combined."""
+        """Return whether two adjacent nodes that together cover [start, stop) may be combined."""
         return self.plain or is_node(start, stop, self.leaves)
 
 
 class Counter:
     """A binary counter that folds values in the order of their blocks.
 
-    A value that completes a node is combined with its left neighbour at once, and the resulting
-    node with its neighbour, as carries ripple. At most log2(leaves) values stay alive.
+    A value that completes a node is combined with its left neighbour at once. If the result
+    completes a larger node, it is combined in turn, like a carry in a binary addition. At most
+    log2(leaves) values are kept at a time.
 
     Parameters
     ----------
@@ -178,7 +183,7 @@ class Counter:
         Parameters
         ----------
         value
-            A leaf, or a whole node if `stop` is given.
+            The value of the next block, or of a whole node if `stop` is given.
         stop
             One past the last block of the node.
         """
@@ -196,12 +201,12 @@ class Counter:
         Parameters
         ----------
         shape, dtype
-            Shape and type of the sum. A rank without blocks has no other way to know them.
+            Shape and dtype of the sum. A rank without blocks cannot infer them.
 
         Raises
         ------
         ValueError
-            If blocks of this rank are missing, or if a value has another size or type.
+            If some blocks of this rank were not pushed, or if a value has another size or dtype.
         """
         if self.next != self.tree.run[1]:
             raise ValueError(f"folded blocks up to {self.next}, this rank's end at {self.tree.run}")
@@ -222,7 +227,7 @@ def fold_nodes(
     values: Sequence[np.ndarray] | np.ndarray,
     combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Combine the nodes of all ranks, in order, into the root. Overwrites `values`."""
+    """Combine the nodes of all ranks, in order, into the root. The call overwrites `values`."""
     counter = Counter(tree, combine, start=0)
     for (_, stop), value in zip(nodes, values, strict=True):
         counter.push(value, stop)
@@ -231,7 +236,7 @@ def fold_nodes(
 
 
 class Late:
-    """A factor that becomes known only after a sum is finished.
+    """A factor whose value is known only when the sum is finished.
 
     A GPU step is recorded once and replayed for mini-batches of other sizes, so its factor
     1 / (images of the mini-batch) changes from replay to replay.
@@ -239,7 +244,7 @@ class Late:
     Parameters
     ----------
     value
-        A function that returns the current number, without `factor`.
+        A function that returns the current number, not yet multiplied by `factor`.
     array
         The (1,) float64 array in which the device keeps the number.
     factor
@@ -275,7 +280,7 @@ class Term:
     dtype
         Type of the nodes.
     scale
-        A number or a `Late`.
+        The factor to apply after the fold: a number or a `Late`.
     """
 
     tree: Tree
@@ -298,15 +303,15 @@ class Partial:
     terms
         The sums. Each term is folded, then scaled; the terms are then added in order.
     addend
-        The sum of what every rank has already (for example a penalty), or None. It is added last,
-        and not once per rank.
+        A value that every rank already has, such as a penalty, or None. It is added once in total,
+        after all terms.
     shape, dtype
         Shape and type of the total.
 
     Notes
     -----
-    Adding two Partials keeps their terms apart. Adding or scaling node by node would round at the
-    nodes, and the set of nodes depends on the number of ranks.
+    The sum of two Partials keeps their terms separate. Adding or scaling individual nodes would
+    round at each node, so the result would depend on the number of ranks.
     """
 
     __slots__ = ("terms", "addend", "shape", "dtype")
@@ -369,7 +374,7 @@ class Partial:
         return self * (1.0 / float(divisor))
 
     def astype(self, dtype: DTypeLike) -> Partial:
-        """Return the same sum, converted to another type after the fold."""
+        """Return the same sum, to be converted to another dtype after the fold."""
         return Partial(self.terms, self.addend, self.shape, dtype)
 
     def finish(self, roots: Sequence[np.ndarray]) -> np.ndarray:
@@ -385,7 +390,7 @@ class Partial:
         return np.asarray(total, self.dtype).reshape(self.shape)
 
     def local(self) -> np.ndarray:
-        """Return this rank's part of a single sum, unscaled; zero if the rank has no block."""
+        """Return this rank's part of the only term, unscaled; zeros if the rank has no block."""
         (term,) = self.terms
         parts = [np.array(value) for value in term.nodes] or [np.zeros(self.shape, self.dtype)]
         while len(parts) > 1:
@@ -410,15 +415,16 @@ class Partial:
 
 
 def _sum_of_present(*values):
-    """Return the sum of the values that are not None, in their order; None if all are."""
+    """Add the values that are not None, in order; return None if all of them are None."""
     present = [value for value in values if value is not None]
     return reduce(operator.add, present) if present else None
 
 
 def replicated(value: Any) -> Partial:
-    """Return a Partial of a value that every rank already has.
+    """Convert a value that every rank already has to a Partial.
 
-    It counts once, and nothing is exchanged. An array on a GPU stays there.
+    The value is added once, not once per rank, and nothing is exchanged. An array on a GPU stays on
+    the GPU.
     """
     value = value if is_device_array(value) else np.asarray(value)
     return Partial([], value, value.shape, value.dtype)

@@ -1,4 +1,4 @@
-"""Show what mpidl found on this machine: `mpirun -n 4 python -m mpidl.info`."""
+"""Show what mpidl detects on this machine: `mpirun -n 4 python -m mpidl.info`."""
 
 from mpidl.cli.info import main
 from mpidl.comm import failure

@@ -1,9 +1,9 @@
-"""Random numbers by key instead of by stream.
+"""Compute random numbers from a key instead of drawing them from a stream.
 
-A number depends on (seed, purpose, epoch, sample, element) alone. Every rank and every thread gets
-the same number, in any order of requests, before or after a resume. The generator is Philox4x64-10
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is a hash of
-(seed, purpose), and its counter is (element, sample, epoch, 0).
+A number depends only on (seed, purpose, epoch, sample, element). Every rank and every thread gets
+the same number, whatever the order of requests, and also after a resume. The generator is
+Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its key is a
+hash of (seed, purpose), and its counter is (element, sample, epoch, 0).
 """
 
 import hashlib
@@ -12,14 +12,14 @@ import numpy as np
 
 
 def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 0) -> np.ndarray:
-    """Return `count` uniform 64-bit words for a key.
+    """Return `count` uniformly distributed 64-bit words for a key.
 
     Parameters
     ----------
     seed
         The seed of the run.
     purpose
-        A text such as "shuffle" or the name of a layer.
+        A string that identifies the use, such as "shuffle" or the name of a layer.
     count
         Number of words.
     epoch, sample
@@ -28,14 +28,14 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
     Returns
     -------
     np.ndarray
-        (count,) uint64.
+        The words, (count,) uint64.
     """
     counter = np.array([0, sample, epoch, 0], np.uint64)
     return np.random.Philox(counter=counter, key=key_of(seed, purpose)).random_raw(count)
 
 
 def key_of(seed: int, purpose: str) -> np.ndarray:
-    """Return the two 64-bit words of a generator's key."""
+    """Hash a seed and a purpose into a Philox key of two 64-bit words."""
     digest = hashlib.sha256(f"{int(seed)}\0{purpose}".encode()).digest()
     return np.frombuffer(digest[:16], "<u8").astype(np.uint64)
 
@@ -46,8 +46,8 @@ def uniform(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int 
 
 
 def permutation(n: int, seed: int, purpose: str, *, epoch: int = 0) -> np.ndarray:
-    """Return a permutation of range(n): the stable argsort of n words.
+    """Return a permutation of range(n): the stable argsort of n random words.
 
-    `Generator.permutation` would not do: its result may change between versions of NumPy.
+    `Generator.permutation` is not used, because its result may change between versions of NumPy.
     """
     return np.argsort(words(seed, purpose, n, epoch=epoch), kind="stable")

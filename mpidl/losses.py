@@ -1,4 +1,4 @@
-"""The named losses, and what they require of a dataset and a network."""
+"""Define the named losses, and check that a dataset and a network meet their requirements."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ Sums: TypeAlias = tuple[Partial | Var, ...]  # (loss,) or (loss, number of corre
 def cross_entropy(net: Network, images: Blocked, labels: Blocked) -> Sums:
     """Return the mean cross-entropy and the number of correct labels.
 
-    A label, one per image or per pixel, is correct if it has the largest score. Both values are
-    Partials; only the first is differentiated.
+    There is one label per image or per pixel. A label is correct if its class has the largest
+    score. Both values are Partials; only the first is differentiated.
     """
     return cross_entropy_of(net.logits(images), labels)
 
 
 def cross_entropy_of(scores: Blocked | Var, labels: Blocked) -> Sums:
-    """Return `cross_entropy` of a network's scores."""
+    """Return the same values as `cross_entropy`, computed from a network's scores."""
     return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
 
 
 def mean_squared_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
-    """Return the mean of the squared differences between outputs and targets, a Partial."""
+    """Return the mean squared difference between outputs and targets, as a tuple of one Partial."""
     return (ops.mean_squared_error(net(images), targets),)
 
 
 def mean_absolute_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
-    """Return the mean of the absolute differences between outputs and targets, a Partial."""
+    """Return the mean absolute difference of outputs and targets, as a tuple of one Partial."""
     return (ops.mean_absolute_error(net(images), targets),)
 
 
@@ -56,25 +56,25 @@ LOSSES: dict[str, LossFunction] = {
 
 
 def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
-    """Return the function f(net, images, targets) of a loss.
+    """Return a loss as a function f(net, images, targets).
 
     Parameters
     ----------
     loss
-        A name of LOSSES, or a function that returns a loss or (loss, number of correct labels).
+        A name in LOSSES, or a function that returns a loss or (loss, number of correct labels).
 
     Returns
     -------
     callable
-        It returns a tuple of Partials. The first is minimized; the second, if there is one, is the
-        number of correct labels.
+        The function returns a tuple of Partials: the loss to minimize and, optionally, the number
+        of correct labels.
 
     Raises
     ------
     UserError
-        If no loss has the name.
+        If no loss has this name.
     TypeError
-        By the returned function, if a user's function returns anything else.
+        If a user's function returns anything else. The returned function raises it.
     """
     if not callable(loss):
         if loss not in LOSSES:
@@ -96,23 +96,26 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
 
 
 def labels_per_image(datastore: Any) -> int:
-    """Return the number of labels per image: 1, or the number of elements of its targets."""
+    """Return the number of labels per image: 1, or the number of elements of an image's targets."""
     return math.prod(datastore.targets_shape or ())
 
 
 def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: Any) -> list[str]:
-    """Return the dataset's names of the classes that the outputs score, or `[]`."""
+    """Return the dataset's names of the classes that the outputs are scores for, or `[]`."""
     names = [str(name) for name in datastore.classes]
     if datastore.targets_shape is None:
         return names
-    # More names than outputs are the names of the images' labels, not of the targets'.
+    # If there are more names than outputs, they name the images' labels, not the targets' classes.
     return names if loss == "crossentropy" and len(names) <= net.output_shape[0] else []
 
 
 def trained_classes(
     loss: str | Callable[..., Any], net: Network, datastore: Any
 ) -> tuple[str, ...] | None:
-    """Return `Network.classes` of a network that was trained on the dataset."""
+    """Return the value of `Network.classes` for a network trained on the dataset.
+
+    It is () for a named loss of regression, and None if the names of the classes are unknown.
+    """
     if not callable(loss) and loss != "crossentropy":
         return ()
     names, outputs = output_class_names(loss, net, datastore), net.output_shape[:1]
@@ -130,13 +133,13 @@ def check_names(
 ) -> None:
     """Raise a UserError if the labels of a dataset stand for other classes than expected.
 
-    One list may be longer than the other: the largest label of a set of arrays determines its
-    number of classes.
+    One list of names may be longer than the other, because the number of classes of a set of arrays
+    follows from its largest label.
 
     Parameters
     ----------
     expected
-        The expected names, or None if they are unknown.
+        The expected names of classes, or None if they are unknown.
     owner
         The owner of these names in the error message, such as "the network".
     """
@@ -161,14 +164,14 @@ def need_network(net: object) -> None:
 def check(
     loss: str | Callable[..., Any], net: Network, datastore: Any, *, training: bool = False
 ) -> None:
-    """Raise a UserError if the network's outputs do not fit the dataset, or a loss is unknown.
+    """Raise a UserError if the network's outputs do not match the dataset, or a loss is unknown.
 
-    A loss that is a function checks its arguments itself.
+    Outputs are not compared with the dataset if the loss is a function.
 
     Parameters
     ----------
     training
-        Whether the network trains on the dataset, which then needs more than one class.
+        Whether the dataset is used for training. Labels must then be of more than one class.
     """
     loss_function(loss)
     need_network(net)
@@ -186,7 +189,7 @@ def check(
 
 
 def _check_labels(net, datastore):
-    """Check one label per image against outputs (K,)."""
+    """Raise a UserError unless there is one label per image that outputs (K,) can predict."""
     dataset, outputs = datastore.describe(), net.output_shape
     if datastore.labels is None:
         raise UserError(f"{dataset}: the images have no labels to compare with")
@@ -204,7 +207,7 @@ def _check_labels(net, datastore):
 
 
 def _check_label_targets(net, datastore):
-    """Check targets that are whole numbers, such as one label per pixel."""
+    """Raise a UserError unless the targets are labels, such as one per pixel, for the outputs."""
     dataset, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
     if datastore.targets_dtype.kind not in "iu":
         gray = len(shape) == 3 and shape[0] == 1
@@ -222,7 +225,7 @@ def _check_label_targets(net, datastore):
 
 
 def _check_targets(loss, net, datastore):
-    """Check targets that are floats."""
+    """Raise a UserError unless the targets are floats in the shape of the outputs."""
     dataset, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
     if shape is None:
         contents = "labels alone" if datastore.labels is not None else "none"
@@ -240,5 +243,5 @@ def _check_targets(loss, net, datastore):
 
 
 def label_limit(loss: str | Callable[..., Any], net: Network) -> int | None:
-    """Return the bound that labels must stay below, or None if the loss takes no labels."""
+    """Return the number that all labels must be below, or None if the loss uses no labels."""
     return net.output_shape[0] if loss == "crossentropy" else None

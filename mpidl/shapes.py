@@ -1,7 +1,7 @@
-"""Arithmetic of shapes: outputs of convolutions and pooling, padding, windows over channels.
+"""Compute output shapes of convolution and pooling, "same" padding, and windows over channels.
 
-A pair is `(down, across)`; padding and cropping are `((top, bottom), (left, right))`; shapes are
-those of one image. Nothing here is checked: `ops.check` does that first.
+A pair is `(down, across)`. Padding and cropping are `((top, bottom), (left, right))`. Shapes are
+those of one image. The functions do not check their arguments; `ops.check` does so before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 Pair = tuple[int, int]
 Pads = tuple[tuple[int, int], tuple[int, int]]
 
-PLAIN = (1, 1), 1  # dilation and groups of a convolution without either
+PLAIN = (1, 1), 1  # (dilation, groups) of a convolution that uses neither
 
 
 def conv2d_shape(
@@ -41,7 +41,7 @@ def pool2d_shape(
 def transposed_conv2d_shape(
     x_shape: Sequence[int], weight_shape: Sequence[int], stride: Pair, cropping: Pads
 ) -> tuple[int, int, int]:
-    """Return (K, P, Q) of a transposed convolution of one (C, H, W) image, weight (C, K, R, S)."""
+    """Return (K, P, Q) of a transposed convolution of a (C, H, W) image by (C, K, R, S) filters."""
     p, q = (
         step * (pixels - 1) + taps - sum(crop)
         for pixels, taps, step, crop in zip(
@@ -57,9 +57,10 @@ def same_padding(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> Pads:
-    """Return the padding with which an (H, W) image gives ceil(H / stride) x ceil(W / stride).
+    """Return the padding for which the output size is ceil(H / stride) x ceil(W / stride).
 
-    If an axis needs an odd number of pixels, the extra one goes to the bottom or to the right.
+    `image_size` is (H, W). If an axis needs an odd number of padded pixels, the extra one is at the
+    bottom or on the right.
     """
     totals = (
         max(0, (-(-pixels // step) - 1) * step + step_in * (taps - 1) + 1 - pixels)
@@ -70,9 +71,10 @@ def same_padding(
 
 
 def same_cropping(size: Sequence[int], stride: Sequence[int]) -> Pads:
-    """Return the cropping with which a transposed convolution makes images `stride` times as large.
+    """Return the cropping for which a transposed convolution enlarges images `stride` times.
 
-    `size` is at least the stride. An odd pixel is cropped at the bottom or at the right.
+    `size` must be at least the stride. If an axis needs an odd number of cropped pixels, the extra
+    one is cropped at the bottom or on the right.
     """
     down, across = (
         ((taps - step) // 2, taps - step - (taps - step) // 2)
@@ -82,8 +84,8 @@ def same_cropping(size: Sequence[int], stride: Sequence[int]) -> Pads:
 
 
 def channel_window(size: int) -> Pair:
-    """Return how many channels before and after a channel lie in its window of `size` channels.
+    """Return the numbers of channels before and after a channel in its window of `size` channels.
 
-    A window of an even size has one more after it, as in MATLAB.
+    If `size` is even, the window has one more channel after than before, as in MATLAB.
     """
     return (size - 1) // 2, size // 2

@@ -1,16 +1,16 @@
-"""Text helpers for messages and tables."""
+"""Format paths, names and tables for messages."""
 
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-NAMES_IN_A_LINE = 10  # `name_list` prints these and counts the others
+NAMES_IN_A_LINE = 10  # `name_list` prints this many names and counts the others
 
 
 def printable(path: str | bytes | os.PathLike) -> str:
-    """Return a path, or other text from a file, as one line that any terminal can print.
+    """Return a path, or another string from a file, as one line that any terminal can print.
 
-    Bytes that are not UTF-8 and unprintable characters become ``\\xNN`` and the like.
+    Bytes that are not UTF-8 and unprintable characters are replaced by escapes such as ``\\xNN``.
     """
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     if text.isprintable():
@@ -19,14 +19,14 @@ def printable(path: str | bytes | os.PathLike) -> str:
 
 
 def name_list(names: Sequence[str]) -> str:
-    """Join names with commas: "circle, square, triangle"; of many names the first ones."""
+    """Join names with commas: "circle, square, triangle". Names after the 10th are only counted."""
     rest = len(names) - NAMES_IN_A_LINE
     tail = f" and {rest} more" if rest > 0 else ""
     return ", ".join(printable(name) for name in names[:NAMES_IN_A_LINE]) + tail
 
 
 def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:
-    """Return `count` names: those of the classes, then numbers for classes without a name."""
+    """Return `count` names: those of `classes`, then the numbers of the classes without a name."""
     names = [str(name) for name in classes or ()]
     return tuple([*names, *map(str, range(len(names), count))][:count])
 
@@ -36,8 +36,8 @@ def did_you_mean(
 ) -> str:
     """Return ": did you mean X?" for the candidate nearest to a name, or "" if none is near.
 
-    Case, dashes and underscores do not count. `synonyms` maps names that other libraries use, in
-    lower case and without dashes, to candidates.
+    Case, dashes and underscores are ignored. `synonyms` maps names from other libraries to
+    candidates; its keys are in lower case, without dashes and underscores.
     """
     name, candidates = str(name), list(candidates)
     plain = _plain(name)
@@ -55,7 +55,7 @@ def _plain(name: str) -> str:
 
 
 def aligned(rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
-    """Return the lines of a table: the first `left` columns left-aligned, the others right."""
+    """Format rows as lines of a table; the first `left` columns are left-aligned, others right."""
     table = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""Compare the weights on several numbers of ranks: `python -m mpidl.verify --help`."""
+"""Compare trained weights across numbers of ranks: `python -m mpidl.verify` (see --help)."""
 
 from mpidl.cli.verify import main
 from mpidl.comm import failure

@@ -1,4 +1,4 @@
-"""Automatic differentiation: the tape of ops, gradients, and checks of a vjp."""
+"""Automatic differentiation: the tape of ops, gradients, and numerical checks of vjps."""
 
 from mpidl.autodiff.check import check_vjp
 from mpidl.autodiff.grad import is_one_number, value_and_grad

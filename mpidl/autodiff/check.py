@@ -1,4 +1,4 @@
-"""Checks of a vjp against differences."""
+"""Check the vjp of a function against central differences."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ def check_vjp(
 ) -> float:
     """Check the vjp of `f(*args)` along one random direction d: <v, J d> = <vjp(v), d>.
 
-    The check is collective if an argument is blocked.
+    J is the Jacobian of f, and v is a random cotangent. The check is collective if an argument is
+    blocked.
 
     Parameters
     ----------
     f
-        The function.
+        The function to check.
     args
-        Its arguments. All floating ones (NumPy arrays and Blocked values) are varied together. They
-        are float64 for the default step and tolerance.
+        Arguments of f. All floating-point arguments (NumPy arrays and Blocked values) are varied
+        together. They must be float64 for the default step and tolerance.
     step
-        J d is the central difference of f at args +- step * d.
+        Step of the central difference that approximates J d, from f at args +- step * d.
     tolerance
-        The largest relative difference.
+        Largest accepted relative difference between the two products.
     seed
         Seed of the direction d and of v.
 
     Returns
     -------
     float
-        The relative difference.
+        The relative difference between the two products.
 
     Raises
     ------

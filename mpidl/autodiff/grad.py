@@ -1,4 +1,4 @@
-"""Values and gradients of a function of a network or of a dict of arrays."""
+"""Compute the value and the gradients of a function of a network or of a dict of arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpidl.fold import Partial, replicated
 
 
 class Reducing(Protocol):
-    """What `value_and_grad` needs of a world that adds up gradients: `mpidl.World` provides it."""
+    """Interface of a world that adds up gradients for `value_and_grad`, such as `mpidl.World`."""
 
     def gplus(self, value: Any) -> Any:
         """Add up Partials over the ranks."""
@@ -23,18 +23,18 @@ class Reducing(Protocol):
 
 
 class Bindable(Protocol):
-    """What `value_and_grad` needs of a network: `mpidl.Network` provides it."""
+    """Interface of a network for `value_and_grad`, such as `mpidl.Network`."""
 
     @property
     def trainable(self) -> Mapping[str, np.ndarray]:
-        """The learnables that are differentiated, by name."""
+        """The learnables to differentiate, by name."""
 
     def bind(self, learnables: Mapping[str, Any]) -> Any:
-        """Return a copy in training mode with other values for these learnables."""
+        """Return a copy of the network in training mode with these values of learnables."""
 
 
 Loss: TypeAlias = Partial | Var | np.ndarray | float
-Outputs = TypeVar("Outputs", bound=tuple[Any, ...])  # the loss, and values that belong to it
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])  # the loss, then any other values
 Arguments = ParamSpec("Arguments")
 Result_co = TypeVar("Result_co", covariant=True)
 Gradient = TypeVar("Gradient", Partial, np.ndarray)
@@ -79,24 +79,26 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     Parameters
     ----------
     f
-        A function f(model, *args, **options). It returns a scalar loss, or a tuple (loss, *others)
-        whose loss alone is differentiated. The model that it gets holds the learnables as
-        Vars; a network runs in training mode.
+        A function f(model, *args, **options). It returns a scalar loss, or a tuple
+        (loss, *others) of which only the loss is differentiated. The learnables of the model that f
+        gets are Vars. A network is in training mode.
     reduce
-        A `World` that exchanges the loss and the gradients while backward runs. Without it they are
-        Partials for `world.gplus`, and only batch-norm sums are exchanged.
+        A `World` that adds up the gradients over the ranks while backward runs, and then the loss.
+        By default, the loss and the gradients are Partials, which `world.gplus` adds up. The ranks
+        then exchange only the sums that ops need, such as those of batch normalization.
 
     Returns
     -------
     callable
-        A function of (model, *args, **options). For a model that is a dict of arrays it returns
-        (value, gradients); for a Network, (value, gradients, state) with the new state. The
-        gradients are a dict by name of the learnables that are trained (`Network.trainable`).
+        A function of (model, *args, **options). For a dict of arrays, it returns
+        (value, gradients). For a Network, it returns (value, gradients, state), where state is the
+        new state of the network. The gradients are a dict from the name of each trained learnable
+        (`Network.trainable`) to its gradient.
 
     Raises
     ------
     TypeError
-        By the returned function, if the loss is not one number.
+        If the loss is not one number. The returned function raises it.
     """
 
     def run(model, *args, **options):

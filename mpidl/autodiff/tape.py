@@ -1,17 +1,25 @@
-"""Reverse-mode differentiation: a tape of ops that is played back once.
+"""Reverse-mode differentiation with a tape of ops that is played back once.
 
-A value is *blocked* (`Blocked`: per image, on the rank that owns the image's block), *replicated*
-(a NumPy array with the same bytes on every rank: learnables, and values computed from them alone)
-or a `Partial` (a sum over the images that is not yet added up over the ranks). Cotangents follow:
+There are three kinds of values:
 
-    value        its cotangent
-    Blocked      Blocked, zero in unused lanes
+- A *blocked* value (`Blocked`) has one entry per image, on the rank that owns the image's block.
+- A *replicated* value is a NumPy array with the same bytes on every rank. Learnables and values
+  computed only from them are replicated.
+- A `Partial` is a sum over the images that is not yet added up over the ranks.
+
+The kind of a value determines the kind of its cotangent:
+
+    value        cotangent
+    Blocked      Blocked, with zeros in unused lanes
     Partial      replicated
-    replicated   a Partial from a blocked op, replicated from any other; their sum is a Partial
+    replicated   a Partial from a blocked op, replicated from any other op
 
-A Partial reaches a learnable unchanged, and the caller adds it up over the ranks. If it meets a
-replicated value that was itself computed (a tied or normalized weight), it is folded over all ranks
-at that fixed place of the tape, before the vjp runs. A vjp is never applied to parts of a sum.
+The sum of a Partial and a replicated cotangent is a Partial.
+
+The gradient of a learnable may be a Partial; the caller adds it up over the ranks. A replicated
+value that an op computed, such as a tied or normalized weight, may also get a Partial as its
+cotangent. That Partial is folded over all ranks before the op's vjp runs, at the same place of the
+tape on every rank. A vjp is never applied to parts of a sum.
 """
 
 from __future__ import annotations
@@ -49,13 +57,14 @@ class Var:
     Parameters
     ----------
     value
-        A Blocked, a Partial or an array.
+        The value itself: a Blocked, a Partial or an array.
     parents
-        The positional arguments of the op, Vars and others.
+        The positional arguments of the op, whether they are Vars or not.
     vjp
-        The function f(dy, needs) that returns a tuple with a cotangent per parent, or None.
+        The function f(dy, needs) that returns a tuple with one cotangent per parent. It is None for
+        a leaf.
     name
-        The name of the op, or of the learnable.
+        The name of the op. The name of a leaf is that of the learnable.
     """
 
     __slots__ = ("value", "parents", "vjp", "name", "index")
@@ -113,7 +122,7 @@ def value_of(x: Any) -> Any:
     return x.value if isinstance(x, Var) else x
 
 
-Array: TypeAlias = np.ndarray | Var  # a replicated value, or one that is being differentiated
+Array: TypeAlias = np.ndarray | Var  # a replicated value, differentiated if it is a Var
 Operand: TypeAlias = Array | Blocked | Partial | float
 Vjp: TypeAlias = Callable[..., Sequence[Any]]
 X_contra = TypeVar("X_contra", contravariant=True)
@@ -125,7 +134,7 @@ WithVjp: TypeAlias = tuple[Y, Vjp]  # the result of a forward function
 
 
 class Op(Protocol[X_contra, Options, Y_co]):
-    """An op with a signature of its own. It returns a Var for a Var."""
+    """Type of an op that has its own signature. The op returns a Var if it is called with a Var."""
 
     __name__: str
 
@@ -136,7 +145,7 @@ class Op(Protocol[X_contra, Options, Y_co]):
 
 
 class ArrayOp(Protocol):
-    """An op of plain arrays. It returns the kind of its first argument that is no number."""
+    """Type of an op of plain arrays. Its result has the type of the first non-number argument."""
 
     __name__: str
 
@@ -162,20 +171,23 @@ def op(
     [Callable[Concatenate[X_contra, Options], WithVjp[Y_co]]], Op[X_contra, Options, Y_co]
 ]: ...
 def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = False) -> Any:
-    """Make an op of a function `forward(*arrays, **options) -> (y, vjp)`.
+    """Turn a function `forward(*arrays, **options) -> (y, vjp)` into an op.
 
     Parameters
     ----------
     forward
-        Without `blocks`, a function of plain arrays. If any argument is blocked, it is called once
-        per block, with the images of the block as C-ordered arrays (n <= 16, ...) and with the full
-        replicated arguments, and returns y of shape (n, ...). Otherwise it is called once.
-        `vjp(dy)` returns a tuple with one cotangent per positional argument, or None for an
-        argument without one. Cotangents of replicated arguments are folded over the blocks.
-        A rank without a block calls forward on one image of zeros to learn y's shape.
+        Without `blocks`, a function of plain arrays. If any argument is blocked, the op calls
+        forward once per block; otherwise it calls forward once. For a block of n <= 16 images,
+        forward gets C-ordered arrays (n, ...) and the full replicated arguments. It must return y
+        of shape (n, ...). On a rank without blocks, the op calls forward with one image of zeros to
+        learn the shape of y.
+        `vjp(dy)` returns a tuple with one cotangent per positional argument. The entry is None for
+        an argument without a cotangent. Cotangents of replicated arguments are folded over the
+        blocks.
     blocks
-        If True, forward gets Blocked values with the whole share. `vjp(dy, needs)` returns Partials
-        for replicated arguments; needs[i] says whether argument i needs its cotangent.
+        If True, forward gets Blocked values that hold the rank's whole share. `vjp(dy, needs)`
+        returns Partials for replicated arguments; needs[i] says whether argument i needs a
+        cotangent.
 
     Returns
     -------
@@ -185,9 +197,9 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     Raises
     ------
     TypeError
-        By the op without `blocks`, for a Partial or an array on a GPU.
+        If an op without `blocks` is called with a Partial or an array on a GPU.
     ValueError
-        By the op, for results or cotangents of a wrong shape or number.
+        If forward or vjp of an op without `blocks` returns arrays of a wrong shape or number.
     """
     if forward is None:
         return functools.partial(op, blocks=blocks)
@@ -207,7 +219,7 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
 
 
 def _by_block(name, forward, values, options):
-    """Run a plain-array op once, or over each block of this rank's share."""
+    """Run a plain-array op once per block of this rank's share, or once if nothing is blocked."""
     if any(isinstance(v, Partial) for v in values):
         raise TypeError(
             f"{name}: got a Partial, which is not added up over the ranks yet; only sums and "
@@ -268,7 +280,7 @@ def _by_block(name, forward, values, options):
 
 
 def refuse_gpu(name: str, *values: Any) -> None:
-    """Raise a TypeError if a value lies on a GPU, for an op `name` without a GPU kernel."""
+    """Raise a TypeError if a value is on a GPU, because the op `name` has no GPU kernel."""
     for value in values:
         array = value.source if isinstance(value, Blocked) else value
         if is_device_array(getattr(array, "x", array)):  # a DeferredInput holds its array in x
@@ -279,7 +291,7 @@ def refuse_gpu(name: str, *values: Any) -> None:
 
 
 def _empty_result(name, forward, values, options):
-    """Return the result for no images, whose shape comes from one image of zeros."""
+    """Return a result for zero images, after calling forward with one image to learn its shape."""
     args = [np.zeros((1, *v.image_shape), v.dtype) if isinstance(v, Blocked) else v for v in values]
     with np.errstate(all="ignore"):
         y, _ = forward(*args, **options)
@@ -313,12 +325,12 @@ def _check_cotangents(name, cotangents, args):
 
 
 def _accumulate(a, b):
-    """Return a + b of two cotangents; blocked ones are added by an op of their backend."""
+    """Add two cotangents; if only one of them is a Partial, it is the left operand."""
     return b + a if isinstance(b, Partial) and not isinstance(a, Partial) else a + b
 
 
 def _in_type(cotangent, dtype):
-    """Convert a cotangent to the type of its value, so that its type does not depend on paths."""
+    """Convert a cotangent to the dtype of its value, because a vjp may return another dtype."""
     if isinstance(cotangent, Partial):
         return cotangent.astype(dtype)
     if isinstance(cotangent, Blocked):
@@ -331,7 +343,7 @@ def _in_type(cotangent, dtype):
 
 
 def zeros_like(array: Any) -> Any:
-    """Return zeros like an array, in host memory or on the GPU as the array."""
+    """Return zeros with the shape and dtype of an array, on the same device."""
     return array.zeros_like() if is_device_array(array) else np.zeros_like(array)
 
 
@@ -343,9 +355,10 @@ def backward(
     on_ready: Callable[[Var, Any], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[Var, Any]:
-    """Play the tape back from `root`, in the reverse order of the tape on every rank.
+    """Compute gradients by playing the tape back from `root`.
 
-    The tape can be played only once: it frees saved arrays as they are used.
+    Every rank plays the ops in the reverse of the order in which they were recorded. A tape can be
+    played back only once, because saved arrays are freed after use.
 
     Parameters
     ----------
@@ -354,17 +367,17 @@ def backward(
     seed
         The cotangent of the root.
     fold
-        Adds up a Partial over all ranks (`world.gplus`).
+        A function that adds up a Partial over all ranks, such as `world.gplus`.
     on_ready
-        Called as on_ready(leaf, gradient) as soon as a gradient is final. It takes the gradient
-        over, which is then not returned.
+        A function called as on_ready(leaf, gradient) as soon as a gradient is final. The gradient
+        is then left out of the result.
     progress
-        Called after each vjp.
+        A function without arguments that is called after each vjp.
 
     Returns
     -------
     dict
-        The gradient of each leaf.
+        The gradient of each leaf; empty if `on_ready` is given.
 
     Raises
     ------
@@ -432,7 +445,7 @@ def backward(
 
 
 def batch_of(*args: Any) -> Batch | None:
-    """Return the Batch of the first blocked argument, or None."""
+    """Return the Batch of the first blocked argument, or None if no argument is blocked."""
     for a in args:
         value = value_of(a)
         if isinstance(value, Blocked):

@@ -1,1 +1,1 @@
-"""Evaluation: accuracy and errors, predictions, validation during training, confusion matrices."""
+"""Evaluate networks: accuracy and errors, predictions, validation, and confusion matrices."""

@@ -1,4 +1,4 @@
-"""Confusion matrices: how often each class was predicted as each class."""
+"""Compute, print and save confusion matrices."""
 
 import csv
 import html
@@ -14,20 +14,22 @@ from mpidl.files import write_whole
 from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names
 
-MAX_CLASSES = 20  # of a printed table; above, the most frequent confusions are printed instead
+MAX_CLASSES = 20  # of a printed table; with more, only the most frequent confusions are printed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Confusion:
-    """A confusion matrix.
+    """A confusion matrix: how often each class was predicted as each class.
 
-    ``print(confusion)`` shows it as text, a notebook as an HTML table, and `save` writes it to a
-    file. Above 20 classes the text and the HTML show the most frequent confusions only.
+    ``print(confusion)`` shows it as text, a notebook shows it as an HTML table, and `save` writes
+    it to a file. For more than 20 classes, the text and the HTML table show only the most frequent
+    confusions.
 
     Parameters
     ----------
     counts : ndarray of int64, shape (K, K)
-        Number of images, or of labels of pixels, of class [row] predicted as class [column].
+        Number of images, or of pixels, whose true class is [row] and whose predicted class is
+        [column].
     classes : tuple of str
         Names of the K classes.
     """
@@ -37,17 +39,17 @@ class Confusion:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the labels that were predicted correctly; 0 without labels."""
+        """Fraction of the labels that were predicted correctly; 0 if there are no labels."""
         return float(self.counts.trace() / max(self.counts.sum(), 1))
 
     @property
     def recall(self) -> np.ndarray:
-        """Fraction of each class that was predicted correctly, (K,); NaN for an absent class."""
+        """Fraction of each class that was predicted correctly, (K,); NaN if the class is absent."""
         return _fractions(self.counts, self.counts.sum(axis=1))
 
     @property
     def precision(self) -> np.ndarray:
-        """Fraction of the predictions of each class that are correct, (K,); NaN without any."""
+        """Fraction of correct predictions of each class, (K,); NaN for a class never predicted."""
         return _fractions(self.counts, self.counts.sum(axis=0))
 
     def rows(self) -> list[list[str | int]]:
@@ -56,8 +58,8 @@ class Confusion:
         Returns
         -------
         list of list
-            A row of headings; a row per class with its name, counts and recall; a row with the
-            precision of each class and the accuracy.
+            The first row holds headings. One row per class follows, with the name, counts and
+            recall of the class. The last row holds the precision of each class and the accuracy.
         """
         table: list[list[str | int]] = [["true \\ predicted", *self.classes, "recall"]]
         for name, counts, recall in zip(self.classes, self.counts, self.recall, strict=True):
@@ -70,13 +72,13 @@ class Confusion:
         Parameters
         ----------
         max_pairs : int
-            Number of pairs of classes to return at most.
+            Maximum number of pairs of classes to return.
 
         Returns
         -------
         list of (str, str, int)
-            True class, predicted class and count, the largest count first; pairs of equal count in
-            the order of the classes.
+            True class, predicted class and count of each pair. The largest count comes first; pairs
+            of equal count are in the order of the classes.
         """
         errors = self.counts * (1 - np.eye(len(self.counts), dtype=np.int64))
         order = np.argsort(-errors, axis=None, kind="stable")[:max_pairs]
@@ -95,8 +97,8 @@ class Confusion:
         Raises
         ------
         UserError
-            If the path has another suffix, if the file cannot be written, or if matplotlib, which
-            draws the picture, is not installed.
+            If the path has another suffix, if the file cannot be written, or if a picture requires
+            matplotlib and it is not installed.
         """
         check_path(path, "a confusion matrix")
         if os.fspath(path).lower().endswith(".png"):
@@ -116,7 +118,7 @@ class Confusion:
         return "\n".join([self._summary(), *aligned(self._pairs())])
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook; counts are darker the larger their part of the row."""
+        """Return an HTML table for a notebook; darker cells hold a larger fraction of their row."""
         if len(self.classes) > MAX_CLASSES:
             return f"<p>{self._summary()}</p>\n{_html_table(self._pairs())}"
         shades = self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1)
@@ -133,7 +135,7 @@ class Confusion:
 
 
 def _html_table(rows, shades=None):
-    """Return rows as an HTML table with headings; `shades` colours the cells of the classes."""
+    """Format rows as an HTML table with headings; `shades` colours the cells of the classes."""
     lines = ["<table>", _html_row(rows[0], "th")]
     for i, row in enumerate(rows[1:]):
         coloured = shades is not None and i < len(shades)
@@ -142,7 +144,7 @@ def _html_table(rows, shades=None):
 
 
 def _html_row(row: Sequence, tag: str, shades: Iterable[float] = ()) -> str:
-    """Return a row whose first cell is a heading; `shades`, from 0 to 1, start at the second."""
+    """Format an HTML row whose first cell is a heading; `shades` (0 to 1) colour the others."""
     cells = [f"<th>{html.escape(str(row[0]))}</th>"]
     styles = [f' style="background: rgba(44, 111, 187, {0.8 * shade:.2f})"' for shade in shades]
     styles += [""] * (len(row) - 1 - len(styles))
@@ -152,7 +154,7 @@ def _html_row(row: Sequence, tag: str, shades: Iterable[float] = ()) -> str:
 
 
 def check_path(path: str | os.PathLike[str], subject: str) -> None:
-    """Raise UserError, naming `subject`, if `Confusion.save` could not write such a file."""
+    """Raise a UserError that names `subject` unless `Confusion.save` can write such a file."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in (".csv", ".png"):
         raise UserError(
@@ -176,7 +178,7 @@ def confusion_matrix(
     predicted : array of int
         Predicted classes, in the same shape.
     classes : sequence of str, optional
-        Names of the classes; by default "0", "1", ... up to the largest label.
+        Names of the classes; by default "0", "1", ... up to the largest number in the arrays.
 
     Returns
     -------
@@ -185,11 +187,11 @@ def confusion_matrix(
     Raises
     ------
     UserError
-        If the arrays are not whole numbers of one shape, or hold a number without a class.
+        If the arrays are not whole numbers of the same shape, or if a number has no class.
 
     Notes
     -----
-    MATLAB's confusionmat and confusionchart.
+    The function corresponds to MATLAB's confusionmat and confusionchart.
     """
     labels, predicted = np.asarray(labels), np.asarray(predicted)
     if labels.shape != predicted.shape or labels.dtype.kind not in "iu":
@@ -211,7 +213,7 @@ def confusion_matrix(
 
 
 def tally(counts: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> None:
-    """Add 1 to the (K, K) counts at [label, prediction] for each label."""
+    """Add 1 to the (K, K) counts at [label, prediction] for each pair, in place."""
     np.add.at(counts, (labels.ravel(), predicted.ravel()), 1)
 
 

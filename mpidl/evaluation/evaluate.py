@@ -1,4 +1,4 @@
-"""The accuracy, loss and errors of a trained network on a data set.
+"""Evaluate a trained network on a data set: accuracy, loss and errors of regression.
 
 Results are exact and do not depend on the number of ranks.
 """
@@ -31,16 +31,16 @@ class Evaluation(NamedTuple):
     Attributes
     ----------
     accuracy : float or None
-        Fraction of the images, or of the labels of pixels, that were classified correctly; None
-        if the loss has no classes.
+        Fraction of the labels, one per image or pixel, that were predicted correctly; None if the
+        loss has no classes.
     loss : float
         Mean loss per image.
     images : int
-        Number of images.
+        Number of evaluated images.
     top_k : float or None
-        Fraction of the images whose class is among the k largest scores, if requested.
+        Fraction of the images whose class is among the k largest scores; None if not requested.
     confusion : Confusion or None
-        The confusion matrix, if requested.
+        The confusion matrix; None if not requested.
     """
 
     accuracy: float | None
@@ -63,7 +63,7 @@ class RegressionErrors(NamedTuple):
     mae : float
         Mean absolute error over all elements of all targets.
     images : int
-        Number of images.
+        Number of evaluated images.
     """
 
     rmse: float
@@ -75,7 +75,7 @@ class RegressionErrors(NamedTuple):
 
 
 def _representation(record):
-    """Return the repr of a named tuple: 6 digits, without optional fields that are None."""
+    """Format a named tuple; floats get 6 digits, and optional fields that are None are left out."""
     fields = [
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
         for name, value in record._asdict().items()
@@ -87,19 +87,19 @@ def _representation(record):
 def agreed(
     batches: Generator, world: World, signals: Signals | None = None
 ) -> Generator[tuple, None, None]:
-    """Yield mini-batches, each once all ranks have theirs.
+    """Yield each mini-batch after all ranks have read their part of it.
 
     The ranks agree before each mini-batch, so all of them stop at the same one.
 
     Parameters
     ----------
     batches : generator
-        This rank's part of each mini-batch.
+        A generator of this rank's part of each mini-batch.
     world : World
-        The ranks.
+        The ranks that share the mini-batches.
     signals : Signals, optional
-        Signals of the process. After a signal to any rank the mini-batches end on all ranks, with
-        ``signals.agreed`` set.
+        Signals that this process has received. After a signal to any rank, the generator sets
+        ``signals.agreed`` and ends on all ranks.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def agreed(
             return
         if ready[0] is None:
             return
-        yield ready.pop()  # without a reference here, the next mini-batch may take its memory
+        yield ready.pop()  # keeps no reference, so that the next mini-batch can reuse its memory
 
 
 def in_order(
@@ -133,9 +133,10 @@ def in_order(
     signals: Signals | None = None,
     **options: Any,
 ) -> Generator[tuple, None, None]:
-    """Yield all mini-batches in the datastore's order, transformed for a network; see `agreed`.
+    """Yield all mini-batches in the datastore's order, with the network's input transform.
 
-    `options` are further arguments of `MinibatchQueue`.
+    All ranks stop at the same mini-batch; see `agreed`. `options` are further arguments of
+    `MinibatchQueue`.
     """
     options |= {"shuffle": "never", **net.input_transform()}
     queue = MinibatchQueue(datastore, batch_size, world=world, **options)
@@ -161,23 +162,23 @@ def evaluate(
     net : Network
         The network.
     datastore : Datastore
-        Images with labels; with targets for another loss than cross-entropy.
+        Images with labels, or with targets that the loss compares the outputs with.
     world : World, optional
         The ranks that share the images; by default all ranks.
     batch_size : int
         Images per mini-batch.
     prefetch : int
-        Mini-batches to prepare ahead, see `MinibatchQueue`.
+        Number of mini-batches to prepare ahead; see `MinibatchQueue`.
     signals : Signals, optional
-        Signals that end the evaluation early, see `agreed`. The result then covers the images so
-        far.
+        Signals that end the evaluation early; see `agreed`. The result then covers only the images
+        evaluated before the signal.
     top_k : int, optional
-        Also compute the fraction of images whose class is among the k largest scores; from 1 to
-        the number of classes.
+        If given, also compute the fraction of images whose class is among the `top_k` largest
+        scores. It must be from 1 to the number of classes.
     confusion : bool
         Whether to compute the confusion matrix, in the same pass.
     loss : str or function
-        The loss, as in `TrainingOptions`.
+        Name of the loss, or a function, as in `TrainingOptions`.
 
     Returns
     -------
@@ -186,8 +187,8 @@ def evaluate(
     Raises
     ------
     UserError
-        If there are no labels, if a label exceeds the network's outputs, or if the labels stand for
-        other classes than ``net.classes``.
+        If the images have no labels, if a label is not below the number of outputs, or if the
+        labels stand for other classes than ``net.classes``.
     """
     losses.check(loss, net, datastore)
     losses.check_names(net.classes, loss, net, datastore, "the network")
@@ -204,13 +205,13 @@ def evaluate(
             terms = losses.cross_entropy_of(scores, labels)
         else:
             terms = function(net, images, labels)
-        # A term that is not a sum over images is the same on all ranks and counts once.
+        # A term that is not a sum over images is the same on all ranks and is added only once.
         addends = {i: v if isinstance(v, Partial) else replicated(v) for i, v in enumerate(terms)}
         sums = [float(value) for value in world.gplus(addends).values()]
         totals[0] += sums[0] * images.batch.count
         totals[1] = None if len(sums) == 1 else totals[1] + sums[1]
         n += images.batch.count
-        if top_k or confusion:  # integers, whose sum does not depend on the order
+        if top_k or confusion:  # the order of adding integers does not matter
             local_scores, local_labels = scores.local(), labels.local()
             if confusion:
                 tally(table, local_labels, local_scores.argmax(axis=1))
@@ -230,7 +231,7 @@ def evaluate(
 
 
 def _classes(net, loss, top_k, confusion):
-    """Return the number of classes for top_k and confusion; None if neither is requested."""
+    """Check top_k and confusion; return the number of classes, or None if neither is requested."""
     if not confusion and top_k is None:
         return None
     request = "confusion" if confusion else "top_k"
@@ -253,20 +254,20 @@ def _classes(net, loss, top_k, confusion):
 
 
 def places(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the place of each label's class among the scores in descending order.
+    """Return the position of each label's class when the scores are sorted in descending order.
 
     Parameters
     ----------
     scores : ndarray, shape (n, K)
         Scores of the classes.
     labels : ndarray of int, shape (n,)
-        Classes to look up.
+        The class to look up in each row of scores.
 
     Returns
     -------
     ndarray of int, shape (n,)
-        0 for the largest score; of equal scores the first class comes first; K if the score of the
-        label is NaN.
+        0 for the largest score. Among equal scores, the lower class comes first. The position is K
+        if the label's score is NaN.
     """
     label_scores = np.take_along_axis(scores, labels[:, None], axis=1)
     earlier = np.arange(scores.shape[1]) < labels[:, None]
@@ -284,7 +285,8 @@ def regression_errors(
     net : Network
         The network.
     datastore : Datastore
-        Images with targets of the size of the network's outputs: images or numbers.
+        Images with targets, such as images or numbers. The targets must have the shape of the
+        network's outputs, up to dimensions of 1.
     world : World, optional
         The ranks that share the images; by default all ranks.
     batch_size : int
@@ -297,7 +299,7 @@ def regression_errors(
     Raises
     ------
     UserError
-        If there are no targets, or their size is not that of the outputs.
+        If the images have no targets, or the targets' shape differs from that of the outputs.
     """
     losses.need_network(net)
     need_datastore(datastore, "images")
@@ -322,7 +324,7 @@ def regression_errors(
 
 
 def _errors(outputs, targets):
-    """Return a Partial: sums of squared and absolute errors over all elements, (2,) float64."""
+    """Return [sum of squared errors, sum of absolute errors] as a Partial, (2,) float64."""
     counter, errors = Counter(outputs.batch.tree), outputs.local().astype(np.float64)
     errors -= targets.local().reshape(errors.shape)
     for b in range(outputs.batch.blocks):

@@ -1,7 +1,7 @@
-"""The outputs of a trained network: scores, classes and activations of layers.
+"""Compute the outputs of a trained network: scores, classes and activations of layers.
 
-Results are exact and the same bytes on any number of ranks: each image is computed once, in its
-block, and no image is repeated to fill a share.
+Results have the same bytes on any number of ranks. Each image is computed once, in its block, and
+no image is repeated to fill a share.
 """
 
 from collections.abc import Callable, Generator
@@ -56,27 +56,28 @@ def predict(
         The network.
     images : Datastore or ndarray of shape (n, C, H, W)
         The images; an array must be the same on every rank. Pixels of type uint8 are divided by
-        255 unless the network has a normalization; floats are taken as they are.
+        255 unless the network has a normalization; floats are used unchanged.
     world : World, optional
         The ranks that share the images; by default all ranks.
     batch_size : int
         Images per mini-batch.
     softmax : bool, optional
-        Whether to apply softmax to the outputs, for scores of classes (of each pixel for outputs of
-        shape (K, H, W)), unless the network ends in `Softmax`. By default True if the outputs have
-        shape (K,) and the images have no targets.
+        Whether to convert the outputs to class scores with softmax, for each image or, if the
+        outputs have shape (K, H, W), for each pixel. Softmax is not applied twice if the network
+        ends in `Softmax`. By default True if the outputs have shape (K,) and the images have no
+        targets.
     everywhere : bool
-        Whether every rank gets the result, instead of rank 0 only.
+        Whether all ranks get the result. If False, only rank 0 does.
 
     Returns
     -------
     ndarray of float32, shape (n, *output shape), or None
-        None on the other ranks if not `everywhere`.
+        None on ranks other than 0 if `everywhere` is False.
 
     Raises
     ------
     UserError
-        If the network takes images of another shape.
+        If the network expects images of another shape.
     """
     images = as_datastore(net, images)
     if softmax is None:
@@ -115,7 +116,7 @@ def classify(
 ) -> np.ndarray | None:
     """Return the class of each image, in prediction mode. Collective.
 
-    The class is the index of the largest output; of equal outputs the first.
+    The class is the index of the largest output; ties go to the lowest index.
 
     Parameters
     ----------
@@ -125,12 +126,13 @@ def classify(
     Returns
     -------
     ndarray of int64, shape (n,), or None
-        Shape (n, ...) for a network with outputs of shape (K, ...).
+        The shape is (n, ...) if the network has outputs of shape (K, ...). The result is None on
+        ranks other than 0 if `everywhere` is False.
 
     Raises
     ------
     UserError
-        If the network takes images of another shape, or was trained to give numbers.
+        If the network expects images of another shape, or was trained for regression.
     """
     losses.need_network(net)
     if net.classes == ():
@@ -171,9 +173,9 @@ def activations(
     batch_size: int = BATCH,
     everywhere: bool = True,
 ) -> np.ndarray | None:
-    """Return what a layer computes for each image, in prediction mode. Collective.
+    """Return a layer's output for each image, in prediction mode. Collective.
 
-    Only the layers that it depends on are computed.
+    Only this layer and the layers that it depends on are computed.
 
     Parameters
     ----------
@@ -185,13 +187,14 @@ def activations(
     Returns
     -------
     ndarray of float32, shape (n, *output shape of the layer), or None
+        None on ranks other than 0 if `everywhere` is False.
 
     Raises
     ------
     KeyError
         If no layer has this name.
     UserError
-        If the network takes images of another shape.
+        If the network expects images of another shape.
     """
     part, images = net.up_to(layer), as_datastore(net, images)
     shape = part.output_shape
@@ -199,7 +202,7 @@ def activations(
 
 
 def scores(net: Network, images: Blocked) -> np.ndarray:
-    """Return the class scores of this rank's share, (n, K)."""
+    """Return the class scores of this rank's share after softmax, (n, K, ...)."""
     return ops.softmax(net.logits(images)).local()
 
 
@@ -216,7 +219,8 @@ def labels(net: Network, images: Blocked) -> np.ndarray:
 def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the class scores of this rank's share, the outputs before softmax, and the classes.
 
-    The outputs rank the classes, because softmax may round different outputs to equal scores.
+    Sort classes by the outputs before softmax, because softmax may round different outputs to equal
+    scores.
     """
     logits = net.logits(images)
     ranked = logits.local()
@@ -242,8 +246,8 @@ def by_batch(
     datastore : Datastore
         The images.
     function : callable
-        ``function(net, images)`` returns an array, or a tuple of arrays, with an entry for each
-        image of this rank's share.
+        A function of (net, images). It returns an array, or a tuple of arrays, with one entry for
+        each image of this rank's share.
     world : World
         The ranks that share the images.
     batch_size : int
@@ -252,7 +256,8 @@ def by_batch(
     Yields
     ------
     (ndarray of int, result of the function)
-        Indices of the images, and their entries; (None, None) on the other ranks.
+        Dataset indices of the images, and the function's entries for them. Ranks other than 0 get
+        (None, None).
     """
     batches = in_order(net, datastore, world, batch_size)
     net = net.on(world.device)
@@ -272,7 +277,7 @@ def by_batch(
 
 
 def as_datastore(net: Network, images: Datastore | np.ndarray) -> Datastore:
-    """Return images as a datastore; raise UserError if the network does not take their shape."""
+    """Convert images to a datastore; raise UserError if the network expects another image shape."""
     losses.need_network(net)
     if not isinstance(images, Datastore):
         images = np.asarray(images)
@@ -286,7 +291,7 @@ def as_datastore(net: Network, images: Datastore | np.ndarray) -> Datastore:
 
 
 def _collect(net, datastore, function, shape, dtype, world, batch_size, everywhere):
-    """Return the results of a function for all images in one array."""
+    """Call a function for all images, and collect its results in one array."""
     world = World() if world is None else world
     keeps = everywhere or world.rank == 0
     collected = np.empty((len(datastore), *shape), dtype) if keeps else None

@@ -1,4 +1,4 @@
-"""Validation during training: its schedule, the patience, and the network with the lowest loss."""
+"""Validate during training: schedule, patience, and the network with the lowest loss."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
 from mpidl.nn import Network
 
-# Tables of a checkpoint, and the network's attributes that they hold.
+# Each table of a checkpoint that belongs to the best network, and the attribute that it stores.
 BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
 def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
-    """Split a training set by the option validation_fraction.
+    """Split a validation set off the training set according to the option validation_fraction.
 
     Parameters
     ----------
@@ -31,13 +31,15 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     Returns
     -------
     (Datastore, TrainingOptions)
-        The images to train on, and the options with the others as validation set. Both are
-        unchanged if the fraction is 0 or the options have a validation set.
+        The images to train on, and a copy of the options whose validation set is the remaining
+        images. Both arguments are returned unchanged if the fraction is 0 or the options already
+        have a validation set.
 
     Raises
     ------
     UserError
-        If a part would be empty, or an option needs a validation set and there is none.
+        If one of the two parts would be empty, or if an option requires a validation set and there
+        is none.
     """
     if options.validation is not None:
         return datastore, options
@@ -54,7 +56,7 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
 
 
 def _check_options(options):
-    """Refuse options that need a validation set."""
+    """Raise a UserError if an option requires a validation set."""
     in_use = {
         "--output-network best-validation": options.output_network == "best-validation",
         f"--validation-patience {options.validation_patience}": options.validation_patience
@@ -71,8 +73,9 @@ def _check_options(options):
 class Validation:
     """The state of validation during a run.
 
-    A checkpoint stores all of it (`facts`, `tables`), so a resumed run decides as one that was
-    never stopped. The lowest loss counts; of equal ones the first.
+    A checkpoint stores the whole state (`facts`, `tables`). A resumed run thus makes the same
+    decisions as a run that never stopped. The best network is the one with the lowest loss; ties go
+    to the earliest.
 
     Parameters
     ----------
@@ -86,21 +89,22 @@ class Validation:
     store : Datastore or None
         The validation set.
     last : Evaluation or None
-        The last validation.
+        The result of the last validation; None before the first validation.
     last_iteration : int
-        Its iteration; 0 before the first.
+        The iteration of the last validation; 0 before the first validation.
     loss : float
         The lowest loss so far; inf before the first validation.
     accuracy : float or None
-        The accuracy with the lowest loss; None if the loss has no classes.
+        The accuracy of the validation with the lowest loss; None if the loss has no classes.
     iteration : int
         The iteration with the lowest loss; 0 before the first validation.
     waited : int
-        Validations since then.
+        Number of validations since the one with the lowest loss.
     owed : bool
         Whether a signal interrupted the validation of the current iteration.
     best : dict
-        {table: {name: array}} of the network with the lowest loss, if the run returns it.
+        The network with the lowest loss as {table: {name: array}}; empty unless the run returns
+        this network.
     """
 
     def __init__(self, options, world: World):
@@ -118,7 +122,7 @@ class Validation:
         self.best: dict[str, dict[str, np.ndarray]] = {}
 
     def due(self, iteration: int) -> bool:
-        """Return whether to validate after this iteration, which may be the last of an epoch."""
+        """Return whether validation is due after this iteration by the validation frequency."""
         return self.store is not None and self.frequency > 0 and iteration % self.frequency == 0
 
     def due_at_end(self) -> bool:
@@ -128,21 +132,22 @@ class Validation:
     def run(
         self, net: Network, iteration: int, signals: Signals | None = None
     ) -> Evaluation | None:
-        """Validate the network of an iteration and record the result. Collective.
+        """Validate the network after an iteration, and record the result. Collective.
 
         Parameters
         ----------
         net : Network
-            The network.
+            The network to validate.
         iteration : int
             Number of iterations so far.
         signals : Signals, optional
-            Signals that interrupt the validation, see `evaluate`.
+            Signals that interrupt the validation; see `evaluate`.
 
         Returns
         -------
         Evaluation or None
-            None if a signal interrupted the validation: a resumed run then makes it first.
+            None if a signal interrupted the validation. A resumed run then starts with this
+            validation.
         """
         evaluation = evaluate(
             net,
@@ -170,11 +175,11 @@ class Validation:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the patience is exhausted: no lower loss in that many validations."""
+        """Whether the number of validations without a lower loss has reached the patience."""
         return self.waited >= self.patience
 
     def facts(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint besides the tables."""
+        """Return the state to store in a checkpoint, except for the tables."""
         return {
             "loss": self.loss,
             "accuracy": self.accuracy,
@@ -187,7 +192,7 @@ class Validation:
         }
 
     def tables(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the tables of a checkpoint that hold the best network."""
+        """Return the best network as tables of a checkpoint; empty if it is not kept."""
         return dict(self.best)
 
     def restore(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -201,13 +206,13 @@ class Validation:
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 
     def of_the_result(self) -> tuple[float | None, float | None]:
-        """Return (loss, accuracy) of the network that the run returns, None for each unknown."""
+        """Return (loss, accuracy) of the network that the run returns; unknown values are None."""
         if self.best:
             return self.loss, self.accuracy
         return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)
 
     def give_best(self, net: Network) -> None:
-        """Set a network, in host memory, to the one with the lowest loss, if it is kept."""
+        """Give a network in host memory the arrays of the best network, if these are kept."""
         if self.best:
             for table, attribute in BEST.items():
                 old = getattr(net, attribute)

@@ -1,6 +1,6 @@
-"""The ops: one file per family, with forward and vjp side by side.
+"""The differentiable ops: one file per family, with each forward function beside its vjp.
 
-A new op is named in the `__all__` of its family, and nowhere else.
+To export a new op, add its name to the `__all__` of its family. No other list needs it.
 """
 
 from mpidl.ops.activation import *

@@ -1,4 +1,4 @@
-"""Activations."""
+"""The activation functions and their gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def leaky_relu(x: Blocked, scale: float = 0.01) -> WithVjp[Blocked]:
     Parameters
     ----------
     x
-        Blocked.
+        The input, of any shape (N, ...).
     scale
         A number >= 0. The derivative at 0 is `scale`.
     """
@@ -83,7 +83,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
     Parameters
     ----------
     x
-        Blocked.
+        The input, of any shape (N, ...).
     approximate
         "none": Phi(x) = erfc(-x / sqrt(2)) / 2. "tanh": the approximation
         (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2.
@@ -91,17 +91,18 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
     Returns
     -------
     Blocked
-        The same shape, in x's type. -inf gives -0.
+        The result, with the shape and dtype of x. For x = -inf it is -0.
 
     Raises
     ------
     ValueError
-        If `approximate` is neither.
+        If `approximate` is neither "none" nor "tanh".
 
     Notes
     -----
     Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. The names
-    of the approximations are PyTorch's and MATLAB's. GELU is not monotonic, so backward reads x.
+    of the approximations are those of PyTorch and MATLAB. GELU is not monotonic, so backward needs
+    x; y is not enough.
     """
     check.images("gelu", x)
     check_approximate("gelu", approximate)
@@ -116,7 +117,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 
 @op(blocks=True)
 def softmax(x: Blocked) -> WithVjp[Blocked]:
-    """Return exp(x) / sum of exp(x) over the K classes, of each image or of each pixel.
+    """Return exp(x) / sum(exp(x)), where the sum is over the K classes of each image or pixel.
 
     Parameters
     ----------
@@ -126,7 +127,7 @@ def softmax(x: Blocked) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        The same shape, in x's type.
+        The probabilities, with the shape and dtype of x.
     """
     check.images("softmax", x)
     if len(x.shape) < 2:

@@ -1,7 +1,7 @@
-"""Elementwise arithmetic, and the operators + - * / ** of differentiated values.
+"""Elementwise arithmetic, and the operators + - * / ** of Var and Blocked values.
 
-These ops work on plain arrays, one block at a time, as a custom op would. Shapes broadcast as in
-NumPy, and the first axis of a blocked value counts its images: (N, C, H, W) * (C, 1, 1).
+Most of these ops work on plain arrays, one block at a time, like custom ops. Shapes broadcast as in
+NumPy. The first axis of a blocked value is the axis of images, as in (N, C, H, W) * (C, 1, 1).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
 
 
 class Elementwise(Protocol):
-    """A function of two values, of which one may be a replicated array or a number."""
+    """Type of a function of two values, one of which may be a replicated array or a number."""
 
     __name__: str
 
@@ -51,12 +51,12 @@ class Elementwise(Protocol):
 
 
 def elementwise(function: Callable[[Any, Any], Any]) -> Elementwise:
-    """Return the function itself, with the types of its arguments and its result."""
+    """Return the function unchanged; type checkers then see it as an `Elementwise`."""
     return function
 
 
 def _sum_to(dy, x):
-    """Sum a cotangent over the axes along which x was broadcast, to the shape of x."""
+    """Sum a cotangent over the axes along which x was broadcast; return it in the shape of x."""
     extra = np.ndim(dy) - np.ndim(x)
     dy = dy.sum(axis=tuple(range(extra))) if extra else dy
     stretched = tuple(i for i, n in enumerate(np.shape(x)) if n == 1 and dy.shape[i] != 1)
@@ -92,8 +92,8 @@ def _multiply(a, b):
 def add(a: Any, b: Any) -> Any:
     """Return a + b.
 
-    Two Partials stay separate terms until they are folded. A replicated addend of a Partial counts
-    once.
+    The terms of two Partials stay separate until they are folded. A replicated value is added to a
+    Partial once, not once per rank.
     """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
@@ -144,7 +144,7 @@ def divide(a: Any, b: Any) -> Any:
 
 @op
 def power(a: np.ndarray, exponent: float) -> WithVjp[np.ndarray]:
-    """Return a ** exponent for a constant number `exponent`."""
+    """Return a ** exponent, elementwise; `exponent` is a constant number."""
     return a**exponent, lambda dy: (dy * exponent * a ** (exponent - 1), None)
 
 
@@ -180,7 +180,7 @@ def _total(a, axis):
 def total(a: Replicated, axis: int | tuple[int, ...] | None = None) -> Replicated:
     """Return the sum of a replicated array's elements, for example of w**2 in a penalty.
 
-    `sum` is the sum over the images of the mini-batch.
+    To add up a value over the images of the mini-batch, use `sum`.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def total(a: Replicated, axis: int | tuple[int, ...] | None = None) -> Replicate
     Raises
     ------
     TypeError
-        For a blocked value or a Partial.
+        If `a` is a blocked value or a Partial.
     """
     if isinstance(value_of(a), (Blocked, Partial)):
         raise TypeError("total sums a replicated array; dl.sum and dl.mean go over the images")
@@ -216,7 +216,7 @@ def _reshape(a, shape):
 
 
 def reshape(a: Replicated, shape: int | Sequence[int]) -> Replicated:
-    """Return a replicated array in another shape."""
+    """Return a replicated array with another shape."""
     return _reshape(a, shape)
 
 

@@ -17,16 +17,16 @@ __all__ = ["batchnorm", "batchnorm_predict"]
 
 
 class Statistics(NamedTuple):
-    """The statistics that normalize a mini-batch, from a backend's `statistics`.
+    """The statistics that normalize a mini-batch, as a backend's `statistics` returns them.
 
     Attributes
     ----------
     count
-        Number of pixels.
+        Number of pixels per channel.
     mean, rstd, variance
-        (C,) float64.
+        Mean, 1 / sqrt(variance + epsilon) and biased variance of each channel, (C,) float64.
     shift, scale
-        The mean and the scale in the form that the backend's `batchnorm` takes.
+        The mean, and gamma * rstd, in the form that the backend's `batchnorm` expects.
     """
 
     count: float
@@ -38,7 +38,7 @@ class Statistics(NamedTuple):
 
 
 def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
-    """Return the Statistics of a Partial of moments; `record` gets those of the mini-batch."""
+    """Convert a Partial of moments to Statistics; pass those of the mini-batch to `record`."""
     local = moments.local() if scope == "local" else None
     s = Statistics(*backend.statistics(batch.world.gplus(moments), gamma, epsilon))
     if record:
@@ -50,8 +50,8 @@ def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, A
     """Return the factors of dx and the gradients of gamma and beta.
 
     `sums` is the Partial of [sum of dy, sum of dy * (x - mean)]. The factors (a, b, c) give
-    dx = a * dy + b * (x - mean) + c. The gradients are replicated instead of Partials, because
-    their sums go over all ranks.
+    dx = a * dy + b * (x - mean) + c. The gradients are replicated, not Partials, because they are
+    already added up over all ranks.
     """
     if scope == "global":
         a, b, c, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
@@ -63,7 +63,7 @@ def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, A
 
 
 def _check(name, channels, gamma, beta, scope, shape):
-    """Raise a ValueError for gamma or beta of a wrong shape and for an unknown scope."""
+    """Raise a ValueError if gamma or beta has a wrong shape, or if the scope is unknown."""
     if gamma.shape != (channels,) or beta.shape != (channels,):
         raise ValueError(
             f"{name}: expected gamma and beta ({channels},) for x {shape}, got {gamma.shape} and "
@@ -83,27 +83,28 @@ def batchnorm(
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
 ) -> WithVjp[Blocked]:
-    """Normalize by the statistics of the mini-batch: y = gamma * (x - mean) * rstd + beta.
+    """Normalize with the statistics of the mini-batch: y = gamma * (x - mean) * rstd + beta.
 
     Parameters
     ----------
     x
         (N, C, H, W) or (N, C).
     gamma, beta
-        (C,).
+        Scale and offset of each channel, (C,).
     epsilon
-        rstd = 1 / sqrt(variance + epsilon), with the biased variance (divided by the count).
+        Added to the variance: rstd = 1 / sqrt(variance + epsilon). The variance is the biased one
+        (divided by the count).
     scope
-        "global": forward and backward use statistics of the mini-batch over all ranks. "local":
-        each rank uses statistics of its share, so the result depends on the number of ranks.
+        "global": forward and backward use the statistics of the mini-batch over all ranks. "local":
+        each rank uses the statistics of its share, so the result depends on the number of ranks.
     record
-        Called as record(mean, variance) with the statistics of the global mini-batch (float64),
-        for the running state, in either scope.
+        A function called as record(mean, variance), which can update the running state. In either
+        scope, it gets the statistics of the global mini-batch (float64).
 
     Returns
     -------
     Blocked
-        The shape of x.
+        The normalized value, with the shape of x.
 
     Notes
     -----
@@ -136,21 +137,23 @@ def batchnorm_predict(
     *,
     epsilon: float = 1e-5,
 ) -> WithVjp[Blocked]:
-    """Normalize by the running state, as prediction does. Only x can be differentiated.
+    """Normalize with the running mean and variance, as in prediction. Only x can be differentiated.
 
     Parameters
     ----------
     x
         (N, C, H, W) or (N, C).
-    mean, variance, gamma, beta
-        (C,).
+    mean, variance
+        Running mean and variance of each channel, (C,).
+    gamma, beta
+        Scale and offset of each channel, (C,).
     epsilon
         Added to the variance.
 
     Returns
     -------
     Blocked
-        The shape of x.
+        The normalized value, with the shape of x.
     """
     check.images("batchnorm_predict", x)
     backend, lanes = backends.of(x), x.lanes
@@ -192,16 +195,18 @@ def conv2d_batchnorm_relu(
     scope: str = "global",
     record: Callable[[Any, Any], None] | None = None,
 ) -> WithVjp[Blocked]:
-    """Return relu(batchnorm(conv2d(x, weight, bias), gamma, beta)), with the bytes of three ops.
+    """Return relu(batchnorm(conv2d(x, weight, bias), gamma, beta)).
 
-    The arguments are as in `conv2d` and `batchnorm`. The backend must read a DeferredActivation.
+    The result has the same bytes as with three separate ops. The arguments are as in `conv2d` and
+    `batchnorm`. The backend must support a DeferredActivation.
 
     Notes
     -----
-    Only the convolution's output is stored, and readers of the value normalize while they read.
-    Each block is read once forward (for its input's activation, the convolution and the moments)
-    and once backward. Backward computes the gradient through ReLU and batch normalization, the
-    gradients of weight, bias and x, and the sums for the batch normalization before it.
+    Only the convolution's output is stored, and backends normalize it while they read it. The
+    forward pass reads each block once, to compute the activation of the input, the convolution and
+    the moments. The backward pass also reads each block once. It computes the gradient through ReLU
+    and batch normalization, the gradients of weight, bias and x, and the sums for the preceding
+    batch normalization.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     _check("conv2d_batchnorm_relu", len(weight), gamma, beta, scope, x.shape)
@@ -232,8 +237,8 @@ def _conv2d_backward(
 ):
     """Return the cotangents of the convolution's images, weight and bias.
 
-    dy is the cotangent of `activation_after`, a DeferredInput. The factors belong to the batch
-    normalization in between.
+    dy is the cotangent of `activation_after`, a DeferredInput. `factors` (from `_gradients`) belong
+    to the batch normalization between the convolution and this activation.
     """
     if not any(needs):
         return None, None, None
@@ -249,7 +254,7 @@ def _conv2d_backward(
         needs,
         activation_after=(activation_after, *factors),
         sums=activation_before,
-        overwrite=isinstance(dy, GradientWithSums),  # which has no other reader
+        overwrite=isinstance(dy, GradientWithSums),  # no other op reads it
     )
     if activation_before:
         dx = GradientWithSums(dx, batch, sums)
@@ -274,9 +279,10 @@ def conv2d_batchnorm_relu_predict(
     groups: int = 1,
     epsilon: float = 1e-5,
 ) -> WithVjp[Blocked]:
-    """Normalize by the running state instead, as prediction and frozen layers do.
+    """Compute `conv2d_batchnorm_relu` with the running mean and variance.
 
-    The arguments are as in `conv2d` and `batchnorm_predict`.
+    Prediction and frozen layers use this op. The arguments are as in `conv2d` and
+    `batchnorm_predict`.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)

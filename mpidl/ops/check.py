@@ -1,4 +1,4 @@
-"""Checks of an op's arguments. Each error says what was expected and what was given."""
+"""Check the arguments of ops. Each error message says what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from mpidl import shapes
 from mpidl.blocks import Blocked
 
 Pair: TypeAlias = tuple[int, int]  # (down, across)
-PairArgument: TypeAlias = int | Sequence[int]  # both at once, or (down, across)
+PairArgument: TypeAlias = int | Sequence[int]  # one number for both axes, or (down, across)
 Sides: TypeAlias = tuple[Pair, Pair]  # ((top, bottom), (left, right))
 PaddingArgument: TypeAlias = (
     int | str | Sequence[int] | Sequence[Sequence[int]]
 )  # see `same_or_pads`
 
-BLOCKED = (  # the end of an error message: how to get a value per image
+BLOCKED = (  # the end of an error message, which says how to get a Blocked value
     "a dl.MinibatchQueue gives such values, dl.from_images(array, dl.share(count, world)) makes "
     "one of an array"
 )
 
 
 def images(name: str, x: Any, ndim: int | None = None) -> Blocked:
-    """Return x, which must be blocked.
+    """Check that x is a Blocked value, and return it.
 
     Parameters
     ----------
     name
-        The op that the error names.
+        Name of the op, for error messages.
     ndim
-        Number of axes of x including the axis of the images, or None for any number.
+        Required number of axes of x, including the axis of images; None for any number.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def images(name: str, x: Any, ndim: int | None = None) -> Blocked:
 
 
 def fixed(value: Any) -> Any:
-    """Return an option as an immutable value: lists become tuples."""
+    """Convert an option to a hashable value: lists become tuples."""
     return tuple(fixed(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
@@ -70,12 +70,12 @@ def are_numbers(*values: Any) -> bool:
 
 
 def as_pair(value: Any) -> tuple:
-    """Return (down, across) of a value that was given once or as both."""
+    """Return a pair (down, across) from a pair or from one value for both axes."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value, value)
 
 
 def pair(name: str, option: str, value: Any, minimum: int) -> Pair:
-    """Return an option as (down, across); raise a ValueError unless both are >= minimum."""
+    """Return an option as (down, across); raise a ValueError if it is not integers >= minimum."""
     both = as_pair(value)
     if len(both) != 2 or not all(_is_integer(v, minimum) for v in both):
         raise ValueError(f"{name}: {option} must be an integer >= {minimum} or two, got {value!r}")
@@ -90,12 +90,12 @@ def pads(name: str, value: Any, option: str = "padding") -> Sides:
     value
         An integer, (down, across) or ((top, bottom), (left, right)), in pixels.
     option
-        The option that the error names.
+        Name of the option, for error messages.
 
     Raises
     ------
     ValueError
-        For any other value, or a negative number.
+        If the value has another form or contains a negative number.
     """
     both = tuple(as_pair(v) for v in as_pair(value))
     sides = [v for axis in both for v in axis]
@@ -115,17 +115,18 @@ def same_or_pads(
     stride: Sequence[int],
     dilation: Sequence[int] = (1, 1),
 ) -> Sides:
-    """Return padding as ((top, bottom), (left, right)), also if it is given as "same".
+    """Return padding, which may be "same", as ((top, bottom), (left, right)).
 
     Parameters
     ----------
     value
-        See `pads`, or "same": an image (H, W) then gives ceil(H / stride) x ceil(W / stride)
-        outputs. An odd row goes to the bottom, an odd column to the right.
+        A value for `pads`, or "same". With "same", an image (H, W) gives
+        ceil(H / stride) x ceil(W / stride) outputs. If the number of padded rows or columns is odd,
+        the extra one is at the bottom or on the right.
     image
-        (H, W).
+        Size of the image, (H, W).
     size, stride, dilation
-        (down, across) of the filters or windows.
+        Size, stride and dilation of the filters or windows, each (down, across).
     """
     if value != "same":
         return pads(name, value)

@@ -1,4 +1,4 @@
-"""Concatenation."""
+"""The op that concatenates values along their channels, and its gradient."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ __all__ = ["concat"]
 
 @op(blocks=True)
 def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
-    """Concatenate values of one mini-batch along the channels.
+    """Concatenate values of the same mini-batch along the channels.
 
     Parameters
     ----------
     values
-        (N, C1, ...), (N, C2, ...), ... of one type, with equal axes after the channels.
+        Values of shapes (N, C1, ...), (N, C2, ...), ... They must have the same dtype and the same
+        axes after the channels.
 
     Returns
     -------
@@ -27,7 +28,7 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     Raises
     ------
     ValueError
-        If types, axes or mini-batches differ.
+        If the dtypes, the axes after the channels or the mini-batches differ.
     """
     blocked = [check.images("concat", value) for value in values]
     first = blocked[0]

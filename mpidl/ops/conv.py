@@ -1,4 +1,4 @@
-"""Convolution."""
+"""The two-dimensional convolution op and its gradient."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def conv2d_arguments(
     dilation: check.PairArgument,
     groups: int,
 ) -> tuple[check.Pair, check.Sides, check.Pair, int]:
-    """Return (stride, padding, dilation, groups) in the form that backends take.
+    """Check the arguments of `conv2d`; return (stride, padding, dilation, groups) for a backend.
 
     Raises
     ------
     TypeError, ValueError
-        If the arguments of `conv2d` do not fit together.
+        If the arguments of `conv2d` are invalid.
     """
     check.images("conv2d", x, 4)
     options = (check.fixed(v) for v in (stride, padding, dilation))
@@ -37,7 +37,7 @@ def conv2d_arguments(
 
 @functools.lru_cache(maxsize=256)
 def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
-    """Return the checked arguments; the cache spares the checks of each further mini-batch."""
+    """Check the arguments and return them; the cache avoids this for each further mini-batch."""
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
     channels = image_shape[0]
@@ -73,23 +73,26 @@ def conv2d(
     Parameters
     ----------
     x
-        (N, C, H, W).
+        Images, (N, C, H, W).
     weight
-        (K, C/groups, R, S).
+        Filters, (K, C/groups, R, S).
     bias
         (K,).
     stride, dilation
         An integer or (down, across).
     padding
-        An integer, (down, across) or ((top, bottom), (left, right)): pixels of zero. Or "same", for
-        P = ceil(H / stride); an odd row goes to the bottom, an odd column to the right.
+        Number of zero pixels around each image: an integer, (down, across) or
+        ((top, bottom), (left, right)). "same" gives P = ceil(H / stride) and Q = ceil(W / stride).
+        If "same" needs an odd number of rows or columns, the extra one is at the bottom or on the
+        right.
     groups
-        Number of groups of channels.
+        Number of groups of channels. Each filter reads the channels of one group.
 
     Returns
     -------
     Blocked
-        (N, K, P, Q) with P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, Q likewise.
+        (N, K, P, Q) with P = (H + top + bottom - dilation * (R - 1) - 1) // stride + 1, and Q
+        likewise.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     backend = backends.of(x)

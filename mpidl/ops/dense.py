@@ -1,4 +1,4 @@
-"""Flattening and fully connected layers."""
+"""The flatten and dense (fully connected) ops and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["dense", "flatten"]
 
 @op(blocks=True)
 def flatten(x: Blocked) -> WithVjp[Blocked]:
-    """Reshape (N, C, H, W) to (N, C*H*W), in that order."""
+    """Reshape (N, C, H, W) to (N, C*H*W); features are in the order C, H, W."""
     check.images("flatten", x)
     shape = x.image_shape
     features = math.prod(shape)
@@ -24,7 +24,7 @@ def flatten(x: Blocked) -> WithVjp[Blocked]:
         sums = dy.sums if isinstance(dy, GradientWithSums) else None
         return (x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums),)
 
-    if isinstance(x, DeferredActivation):  # stays deferred
+    if isinstance(x, DeferredActivation):  # the result stays deferred
         return x.reshape((features,)), vjp
     return x.like(x.lanes.reshape(len(x.lanes), features, LANES)), vjp
 

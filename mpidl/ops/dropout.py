@@ -1,4 +1,4 @@
-"""Dropout."""
+"""The dropout op and its gradient."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["dropout"]
 
 
 def dropout_threshold(name: str, probability: Any) -> int:
-    """Return in how many of 65536 cases an element is dropped.
+    """Return the dropout probability as an integer number of 65536ths, at most 65535.
 
     Raises
     ------
     ValueError
-        Unless the probability is at least 0 and below 1.
+        If the probability is not a number in [0, 1).
     """
     if not (isinstance(probability, (int, float)) and 0 <= probability < 1):
         raise ValueError(f"{name}: probability must be at least 0 and below 1, got {probability!r}")
@@ -28,32 +28,33 @@ def dropout_threshold(name: str, probability: Any) -> int:
 
 
 def key_of(seed: int, purpose: str) -> tuple[int, ...]:
-    """Return two 32-bit words for a seed and a text."""
+    """Hash a seed and a string into a Philox key of two 32-bit words."""
     digest = hashlib.sha256(f"{int(seed)}\0dropout {purpose}".encode()).digest()
     return tuple(int.from_bytes(digest[i : i + 4], "little") for i in (0, 4))
 
 
 @op(blocks=True)
 def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> WithVjp[Blocked]:
-    """Set each element to 0 with a probability, and divide the others by (1 - probability).
+    """Set each element to 0 with a given probability, and divide the rest by (1 - probability).
 
     Parameters
     ----------
     x
-        Blocked.
+        The input, of any shape (N, ...).
     probability
-        At least 0 and below 1. It is rounded to a multiple of 2**-16, and the scale fits the
-        rounded number.
+        Probability of dropping an element, in [0, 1). It is rounded to a multiple of 2**-16, and
+        the division uses the rounded number.
     key
-        A text that distinguishes uses; in a network, the name of the layer.
+        A string that distinguishes the dropout ops of a program. In a network, it is the name of
+        the layer.
 
     Notes
     -----
     Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", 2014.
-    Training scales the elements, so prediction does nothing. The dropped elements depend on (seed
-    and epoch of the mini-batch, key, sample number, element) alone, through Philox4x32-10
-    (`reference.dropout.chances`). They are the same on any number of ranks, and the gradient
-    computes them again instead of storing them.
+    Elements are scaled during training, so prediction leaves them unchanged. Which elements are
+    dropped depends only on the seed and epoch of the mini-batch, the key, the sample number and the
+    position in the sample. Philox4x32-10 computes this choice (`reference.dropout.chances`). It is
+    the same on any number of ranks, and backward computes it again instead of storing it.
     """
     check.images("dropout", x)
     threshold = dropout_threshold("dropout", probability)

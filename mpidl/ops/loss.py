@@ -1,4 +1,4 @@
-"""Sums over the images of a mini-batch, and losses."""
+"""Sums and means over the images of a mini-batch, and losses, with their gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sum(x: Blocked) -> WithVjp[Partial]:
     Returns
     -------
     Partial
-        Shape (...).
+        The sum, of shape (...).
     """
     check.images("sum", x)
     refuse_gpu("sum", x)
@@ -65,7 +65,7 @@ def mean(x: Blocked | Var) -> Partial | Var:
     Returns
     -------
     Partial
-        Shape (...): one number for (N,), three numbers for (N, 3).
+        The mean, of shape (...): one number for (N,), three numbers for (N, 3).
     """
     return multiply_partial(sum(x), 1.0 / x.shape[0])
 
@@ -87,23 +87,24 @@ def multiply_partial(x: Partial, factor: Array | float) -> WithVjp[Partial]:
 
 
 def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
-    """Return the lanes of labels in the shape that fits scores.
+    """Check labels against scores, and return the lanes of the labels as (blocks, ..., 16).
 
     Parameters
     ----------
     name
-        The op that errors name.
+        Name of the op, for error messages.
     labels
-        Integers in 0..K-1, (N, ...) or a shape that differs from it by dimensions of 1 alone.
+        Integers in 0..K-1 of shape (N, ...). Dimensions of 1 are ignored in the comparison with the
+        scores.
     scores
-        (N, K, ...).
+        Scores of K classes, (N, K, ...).
 
     Raises
     ------
     TypeError
-        If the labels are not integers.
+        If the labels are not blocked integers.
     ValueError
-        If their shape does not fit, or a label is outside of 0..K-1.
+        If the labels' shape does not match the scores, or if a label is outside 0..K-1.
     """
     if not isinstance(labels, Blocked):
         raise TypeError(
@@ -147,19 +148,19 @@ def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
 def softmax_cross_entropy(logits: Blocked, labels: Blocked) -> WithVjp[Partial]:
     """Return the mean of -log softmax(logits)[label] over all images and all their pixels.
 
-    The mean goes over the global mini-batch, the softmax over the K classes.
+    The mean is taken over the global mini-batch, and the softmax over the K classes.
 
     Parameters
     ----------
     logits
-        (N, K), or (N, K, ...) with scores of each pixel.
+        (N, K), or (N, K, ...) for one label per pixel.
     labels
         (N,) or (N, ...), integers in 0..K-1.
 
     Returns
     -------
     Partial
-        One number (float64).
+        The mean, one float64 number.
     """
     _check_scores("softmax_cross_entropy", logits)
     lanes = label_lanes("softmax_cross_entropy", labels, logits)
@@ -175,7 +176,7 @@ def softmax_cross_entropy(logits: Blocked, labels: Blocked) -> WithVjp[Partial]:
 
 
 def _check_scores(name, scores):
-    """Raise an error unless the scores are blocked, (N, K) or (N, K, ...)."""
+    """Raise an error unless the scores are blocked and of shape (N, K) or (N, K, ...)."""
     check.images(name, scores)
     if len(scores.shape) < 2:
         raise ValueError(f"{name}: expected scores (N, K) or (N, K, ...), got {scores.shape}")
@@ -190,17 +191,16 @@ def mean_squared_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     y
         (N, ...), floats.
     target
-        The same shape, or one that differs by dimensions of 1 alone: one number per image, (N,),
-        fits outputs (N, 1).
+        Floats in the shape of y. Dimensions of 1 are ignored, so (N,) matches (N, 1).
 
     Returns
     -------
     Partial
-        One number (float64).
+        The mean, one float64 number.
 
     Notes
     -----
-    MATLAB's `mse` instead sums over the elements of an image and halves.
+    MATLAB's `mse` instead sums over the elements of an image and divides the sum by 2.
     """
     return _mean_error("mean_squared_error", y, target, 2)
 
@@ -215,7 +215,7 @@ def mean_absolute_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
 
 
 def _mean_error(name, y, target, power):
-    """Return the mean of |y - target|**power and its vjp."""
+    """Return the mean of |y - target|**power, and its vjp, after checking the arguments."""
     check.images(name, y)
     check.images(f"{name}: target", target)
     fits = squeezed(target.shape[1:]) == squeezed(y.shape[1:])
@@ -245,9 +245,9 @@ def _mean_error(name, y, target, power):
 
 
 def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
-    """Count the images, or pixels, of which the largest score is the score of the label.
+    """Count the images, or pixels, for which the label's class has the largest score.
 
-    The count is not differentiable. Among equal scores the first class counts.
+    Ties go to the first class. The count is not differentiable.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
     Returns
     -------
     Partial
-        One number.
+        The count, one number.
     """
     scores: Blocked = value_of(logits)
     _check_scores("correct_count", scores)

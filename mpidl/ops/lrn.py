@@ -1,4 +1,4 @@
-"""Cross-channel (local response) normalization."""
+"""The cross-channel (local response) normalization op and its gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["cross_channel_norm"]
 
 
 def check_window(name: str, window: Any, alpha: Any, beta: Any, k: Any) -> None:
-    """Raise a ValueError if `cross_channel_norm` does not take the arguments."""
+    """Raise a ValueError if the arguments of `cross_channel_norm` are invalid."""
     check.integer(name, "window", window)
     if not (check.are_numbers(alpha, beta, k) and alpha >= 0 and beta >= 0 and k > 0):
         raise ValueError(
@@ -25,15 +25,15 @@ def check_window(name: str, window: Any, alpha: Any, beta: Any, k: Any) -> None:
 def cross_channel_norm(
     x: Blocked, window: int, *, alpha: float = 1e-4, beta: float = 0.75, k: float = 2.0
 ) -> WithVjp[Blocked]:
-    """Return x / (k + alpha / window * S)**beta, S the sum of x**2 over neighbouring channels.
+    """Return x / (k + alpha / window * S)**beta, where S is the sum of x**2 over nearby channels.
 
     Parameters
     ----------
     x
         (N, C, H, W) or (N, C).
     window
-        An integer >= 1. The sum of channel c goes over the existing channels from
-        c - (window - 1) // 2 to c + window // 2.
+        Number of channels in the sum, an integer >= 1. For channel c, S is the sum over channels
+        c - (window - 1) // 2 to c + window // 2; channels out of range are left out.
     alpha, beta
         Numbers >= 0.
     k
@@ -42,9 +42,9 @@ def cross_channel_norm(
     Notes
     -----
     Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
-    networks", 2012, section 3.3, in which alpha is not divided by the window. MATLAB's
-    crossChannelNormalizationLayer and PyTorch's LocalResponseNorm divide it; the even windows of
-    PyTorch have the extra channel before c.
+    networks", 2012, section 3.3. The paper does not divide alpha by the window; MATLAB's
+    crossChannelNormalizationLayer and PyTorch's LocalResponseNorm do. For even windows, PyTorch
+    puts the extra channel before c.
     """
     check.images("cross_channel_norm", x)
     check_window("cross_channel_norm", window, alpha, beta, k)

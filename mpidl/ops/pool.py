@@ -1,4 +1,4 @@
-"""Pooling."""
+"""The pooling ops and their gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpidl.shapes import pool2d_shape
 
 __all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
 
-PLACES = 256  # positions in a window that one byte can number
+PLACES = 256  # pixels of the largest window in which one byte can store a position
 
 
 class Windows(NamedTuple):
-    """The windows of a pooling.
+    """Size and position of the windows of a pooling op, and the shape of its output.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Windows(NamedTuple):
     padding
         ((top, bottom), (left, right)).
     shape
-        (C, P, Q) of the output.
+        Output shape per image, (C, P, Q).
     """
 
     size: check.Pair
@@ -43,23 +43,24 @@ def windows(
     padding: check.PaddingArgument,
     places: int | None = None,
 ) -> Windows:
-    """Return the windows of a pooling.
+    """Check the arguments of a pooling op and convert them to Windows.
 
     Parameters
     ----------
     name
-        The op or layer that errors name.
+        Name of the op or layer, for error messages.
     image_shape
         (C, H, W).
     size, stride, padding
         As in `max_pool2d`.
     places
-        The largest number of pixels in a window, or None.
+        Maximum number of pixels in a window; None for no limit.
 
     Raises
     ------
     ValueError
-        If no window fits, if one has too many pixels or could lie in the padding alone.
+        If no window fits the image, if a window has too many pixels, or if it could contain only
+        padding.
     """
     if len(image_shape) != 3:
         raise ValueError(f"{name}: expected images (C, H, W), got {image_shape}")
@@ -77,7 +78,7 @@ def windows(
 
 
 def _cotangent(x, dx, sums):
-    """Return the cotangent of x, with the sums that a backend computed for a DeferredInput."""
+    """Return the cotangent of x, with the sums for a DeferredInput if the backend computed any."""
     return x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
 
 
@@ -100,16 +101,18 @@ def max_pool2d(
     stride
         An integer or (down, across); by default the size. Windows overlap if it is smaller.
     padding
-        As in `conv2d`, also "same", and smaller than the size. Padding is never the largest pixel.
+        As in `conv2d`, including "same"; it must be smaller than the size. Padding is never the
+        largest pixel.
 
     Returns
     -------
     Blocked
-        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, Q likewise.
+        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, and Q likewise.
 
     Notes
     -----
-    The gradient goes to the largest pixel; among equal pixels, to the first one row by row.
+    The gradient goes to the largest pixel of each window. Ties go to the first pixel in row-major
+    order.
     """
     check.images("max_pool2d", x, 4)
     pools = windows("max_pool2d", x.image_shape, size, stride, padding, PLACES)
@@ -142,7 +145,7 @@ def average_pool2d(
     stride: check.PairArgument | None = None,
     padding: check.PaddingArgument = 0,
 ) -> WithVjp[Blocked]:
-    """Return the mean of each window, with padding counted as zeros.
+    """Return the mean of each window, including padding as zeros.
 
     Parameters
     ----------
@@ -153,13 +156,13 @@ def average_pool2d(
     stride
         An integer or (down, across); by default the size. Windows overlap if it is smaller.
     padding
-        As in `conv2d`, also "same", and smaller than the size. The sum of a window is divided by
-        its full size, as with MATLAB's PaddingValue 0 and PyTorch's count_include_pad.
+        As in `conv2d`, including "same"; it must be smaller than the size. The sum of a window is
+        divided by its full size, as with MATLAB's PaddingValue 0 and PyTorch's count_include_pad.
 
     Returns
     -------
     Blocked
-        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, Q likewise.
+        (N, C, P, Q) with P = (H + top + bottom - rows) // stride + 1, and Q likewise.
     """
     check.images("average_pool2d", x, 4)
     pools = windows("average_pool2d", x.image_shape, size, stride, padding)

@@ -1,4 +1,4 @@
-"""Transposed convolution."""
+"""The transposed convolution op and its gradient."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ __all__ = ["transposed_conv2d"]
 def same_or_crops(
     name: str, cropping: check.PaddingArgument, size: Sequence[int], stride: Sequence[int]
 ) -> check.Sides:
-    """Return cropping as ((top, bottom), (left, right)), also if it is given as "same".
+    """Return cropping, which may be "same", as ((top, bottom), (left, right)).
 
     Parameters
     ----------
     cropping
-        As `check.pads` takes it, or "same": the output is then `stride` times as large as the
-        images. An odd row is cropped at the bottom, an odd column at the right.
+        A value for `check.pads`, or "same". With "same", the output is `stride` times as large as
+        the images. If the number of cropped rows or columns is odd, the extra one is cropped at the
+        bottom or on the right.
     size, stride
-        (down, across) of the filters.
+        Size and stride of the filters, each (down, across).
 
     Raises
     ------
     ValueError
-        For "same" with filters smaller than the stride, and for invalid values.
+        If the value is invalid, or if it is "same" and the filters are smaller than the stride.
     """
     if cropping != "same":
         return check.pads(name, cropping, "cropping")
@@ -46,7 +47,7 @@ def same_or_crops(
 def _arguments(
     image_shape, weight_shape, bias_shape, stride, cropping
 ) -> tuple[check.Pair, check.Sides]:
-    """Return the checked (stride, cropping); the cache spares further checks."""
+    """Check the arguments and return (stride, cropping); the cache avoids repeated checks."""
     name = "transposed_conv2d"
     if len(weight_shape) != 4 or weight_shape[0] != image_shape[0]:
         raise ValueError(
@@ -74,8 +75,8 @@ def transposed_conv2d(
 ) -> WithVjp[Blocked]:
     """Compute a transposed convolution: the gradient of a convolution with respect to its images.
 
-    Each pixel of x times a filter is added to the output at `stride` times the pixel's position.
-    Then `cropping` pixels are cut off.
+    Each pixel of x is multiplied by a filter, and the product is added to the output at `stride`
+    times the pixel's position. Then `cropping` pixels are removed at each side.
 
     Parameters
     ----------
@@ -88,13 +89,13 @@ def transposed_conv2d(
     stride
         An integer or (down, across).
     cropping
-        An integer, (down, across), ((top, bottom), (left, right)) or "same", for P = stride * H
-        (MATLAB's transposedConv2dLayer).
+        Number of pixels to remove: an integer, (down, across) or ((top, bottom), (left, right)).
+        "same" gives P = stride * H and Q = stride * W, as in MATLAB's transposedConv2dLayer.
 
     Returns
     -------
     Blocked
-        (N, K, P, Q) with P = stride * (H - 1) + R - top - bottom, Q likewise.
+        (N, K, P, Q) with P = stride * (H - 1) + R - top - bottom, and Q likewise.
     """
     check.images("transposed_conv2d", x, 4)
     conv_args = _arguments(
