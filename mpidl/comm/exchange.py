@@ -48,7 +48,7 @@ from mpidl.fold import Tree, add, fold_nodes, is_node
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-SMALL_BYTES = 16 * 1024  # up to this size, few messages matter more than few bytes
+SMALL_BYTES = 16 * 1024  # up to this size, the number of messages matters more than their size
 FEW_RANKS = 8
 
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -197,7 +197,8 @@ class _Job:
 
     def __init__(self, command, ranks, folder, show):
         self.ranks, self.folder, self.show = ranks, folder, show
-        self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")  # released: ranks end
+        # Ranks on this host end when the lock is released.
+        self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")
         with contextlib.suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.tail = collections.deque(maxlen=4096)  # last characters of stderr

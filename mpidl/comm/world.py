@@ -208,7 +208,7 @@ class World(Messaging):
         if isinstance(value, dict):
             reducer = Reducer(self, bucket_bytes=float("inf"))
             for name, item in value.items():
-                # on one rank, push a sum that is a copy: the caller keeps its Partial
+                # on one rank, push a copied sum, so that the caller's Partial stays valid
                 is_simple = not isinstance(item, Partial) or self._is_complete(item)
                 reducer.push(name, self.gplus(item) if is_simple else item)
             return reducer.finish()
