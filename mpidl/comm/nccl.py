@@ -157,7 +157,7 @@ _communicators: dict = {}  # {Capabilities of the ranks: NCCL's communicator}
 
 
 class NcclMover:
-    """Move nodes by NCCL. Each rank needs a GPU that no other rank uses.
+    """A mover that uses NCCL. Each rank needs a GPU that no other rank uses.
 
     Worlds with the same ranks share a communicator. The constructor sends the first messages,
     because they open connections, which must not happen inside a CUDA graph. If a rank dies, the
@@ -208,7 +208,7 @@ class NcclMover:
 
 
 class MpiMover:
-    """Move nodes by MPI messages from device memory to device memory.
+    """A mover that uses MPI messages from device memory to device memory.
 
     The host first waits for the device, then for the messages.
     """

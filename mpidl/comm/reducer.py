@@ -20,7 +20,7 @@ BUCKET_BYTES = 1 << 18  # the gradient of the dense layer of the digits network 
 
 
 class PendingExchange:
-    """A started exchange. It wraps a generator of `exchange` and the requests it waits for.
+    """A started exchange: a generator of `exchange` and the requests that it waits for.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class PendingExchange:
 
 
 class Reducer:
-    """Sum named values over the ranks, each as soon as it is final.
+    """Sums named values over the ranks, each as soon as it is final.
 
     Partials are packed into buckets in the order of `push`. This is the order of the tape, which is
     the same on every rank. A full bucket is sent at once. Each term of a Partial is folded
@@ -82,7 +82,7 @@ class Reducer:
         self._filled_bytes = 0
 
     def push(self, name: str, value: Partial | Any) -> None:
-        """Add a named value.
+        """Add a named value to the sums.
 
         The nodes of a Partial are released as soon as they are packed or sent. On one rank, the
         only node of a term becomes its sum without a copy.

@@ -104,11 +104,13 @@ class World(Messaging):
         self.plain = plain
         self.hosts: list[str] = self.transport.hosts
         self.host: str = self.hosts[self.rank]
-        self.device: CudaDevice | None = None  # `use_gpu` sets it and the next two
+        # `devices.use_gpu` sets these three.
+        self.device: CudaDevice | None = None
         self.counts: Counts | None = None
         self.mover: NcclMover | MpiMover | None = None
-        self.device_request: tuple[str, str | None] | None = None  # last `use_device`
-        self._one_rank = OneRank()  # adds up without messages on one rank
+        # arguments of the last `use_device`
+        self.device_request: tuple[str, str | None] | None = None
+        self._one_rank = OneRank()  # sums values on one rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
         failure.abort_on_exception(self.transport)
         builds.settle(self)

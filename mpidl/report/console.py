@@ -285,7 +285,7 @@ def terminal_width(stream: TextIO | None) -> int:
 
 
 def _launcher(pid, past_scripts):
-    """Return the process id of the topmost MPI launcher among a process and its ancestors."""
+    """Return the id of the topmost MPI launcher among a process and its ancestors, or None."""
     launcher = None
     while os.path.exists(f"/proc/{pid}/stat"):
         with open(f"/proc/{pid}/stat") as file:
