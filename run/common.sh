@@ -1,4 +1,4 @@
-# Functions for the programs in this folder, which source this file: the environment and the cores.
+# Functions that make the environment and count the cores. The programs in this folder source them.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -6,12 +6,12 @@ program=run/$(basename "$0")
 
 say() { printf '%s: %s\n' "$program" "$*" >&2; }
 
-die() { # print one line and exit with the code of unusable options
+die() { # print one line and exit with code 2, which means unusable options
     say "$*"
     exit 2
 }
 
-choose_environment() { # set venv and mpi
+choose_environment() { # set venv, the folder of the environment, and mpi, the kind of MPI
     case ${MPIDL_MPI:-mpich} in
     openmpi) venv=$root/.venv-openmpi ;;
     mpich | system) venv=$root/.venv ;;
@@ -22,34 +22,34 @@ choose_environment() { # set venv and mpi
     local held=""
     [ ! -r "$venv/mpidl-mpi" ] || held=$(<"$venv/mpidl-mpi")
     mpi=${MPIDL_MPI:-${held:-mpich}}
-    # Two MPIs in one environment would load each other's libraries.
+    # With two MPIs in one environment, each would load libraries of the other.
     [ -z "$held" ] || [ "$held" = "$mpi" ] ||
         die "$venv was made with MPI '$held', not '$mpi': name another folder in MPIDL_VENV"
 }
 
-use_environment() {
-    PATH=$venv/bin:$PATH # mpirun called by its full path would start another python
+use_environment() { # put the environment first on PATH and set variables for Python and MPI
+    PATH=$venv/bin:$PATH # otherwise mpirun would start another Python
     export PATH
-    unset PYTHONDONTWRITEBYTECODE # else each process compiles the package anew
-    unset PYTHONUNBUFFERED # or a line's end is a write of its own, and ranks mix their lines
-    if [ "$mpi" != mpich ]; then # by default Open MPI refuses root, and more ranks than cores
+    unset PYTHONDONTWRITEBYTECODE # otherwise each process compiles the package again
+    unset PYTHONUNBUFFERED # otherwise a line end is written separately, and ranks mix their lines
+    if [ "$mpi" != mpich ]; then # Open MPI refuses root and more ranks than cores by default
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
         export OMPI_MCA_rmaps_base_oversubscribe=1
     fi
 }
 
-installed() { # print the stamp that a current environment for $1 (train or test) holds
+installed() { # print the stamp of an up-to-date environment: checkout, MPI, Python, setup files
     printf '%s %s %s ' "$root" "$mpi" "$("$venv/bin/python" -V 2>&1)"
     cat "$root/setup.cfg" "$root/pyproject.toml" "$root/setup.py" | sha256sum
 }
 
-is_ready() {
+is_ready() { # is_ready train|test: succeed if the environment is up to date
     [ -x "$venv/bin/python" ] && [ -r "$venv/mpidl-$1" ] &&
         [ "$(<"$venv/mpidl-$1")" = "$(installed)" ]
 }
 
-prepare() { # prepare train|test: make the environment unless it is current, and use it
+prepare() { # prepare train|test: make the environment unless it is up to date, then use it
     choose_environment
     if ! is_ready "$1"; then
         lock
@@ -60,30 +60,30 @@ prepare() { # prepare train|test: make the environment unless it is current, and
     compile_kernels
 }
 
-compile_kernels() { # if their sources changed; NumPy replaces kernels that do not compile
+compile_kernels() { # compile if the sources have changed; on failure NumPy replaces the kernels
     "$venv/bin/python" "$root/kernels/build.py" --if-needed || true
 }
 
-lock() { # wait for other starts in this checkout
+lock() { # wait until other programs in this checkout have made the environment
     exec 9<"$root"
     ! command -v flock >/dev/null || flock 9 2>/dev/null || true
 }
 
 unlock() { exec 9<&-; }
 
-set_up() { # set_up train|test EXTRAS [PIP OPTION...]
+set_up() { # set_up train|test EXTRAS [PIP OPTION...]: make the environment, install the package
     make_environment
     install_package "$@"
 }
 
-make_environment() {
+make_environment() { # make the environment unless it has a new enough Python and pip
     if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null &&
         "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         return
     fi
     local python clear=""
     if [ -e "$venv/pyvenv.cfg" ]; then
-        clear=--clear # its Python is gone, or it is incomplete
+        clear=--clear # its Python is missing, or the environment is incomplete
     elif [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
         die "$venv is not empty and holds no Python >= 3.10 with pip: name another in MPIDL_VENV"
     fi
@@ -96,7 +96,7 @@ make_environment() {
         die "cannot make $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
 }
 
-find_python() { # print the first Python that is new enough, or the reason why none is
+find_python() { # print the first Python that is new enough; fail and print advice if none is
     local name version found="apt-get install python3 python3-venv"
     for name in ${MPIDL_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
         version=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
@@ -111,7 +111,7 @@ find_python() { # print the first Python that is new enough, or the reason why n
     return 1
 }
 
-extras_of() { # extras_of train|test EXTRAS: print these extras and that of the MPI, in brackets
+extras_of() { # extras_of train|test EXTRAS: print the extras to install, in brackets
     local all=$2
     [ "$mpi" = system ] || all=$mpi${all:+,$all}
     [ "$1" = train ] || all=${all:+$all,}$1
@@ -122,9 +122,9 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     local kind=$1 extras log=$venv/mpidl-install.log
     extras=$(extras_of "$kind" "$2")
     shift 2
-    # Tests import few of the modules, so these are compiled when they are first imported.
+    # Tests import few modules, so Python compiles each module at its first import.
     [ "$kind" = train ] || set -- --no-compile "$@"
-    # Editable, so that the checkout itself runs, also after a `git pull`.
+    # An editable installation runs the checkout itself, also after a `git pull`.
     (cd "$root" && PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install \
         --disable-pip-version-check --no-input "$@" -e ".$extras") >"$log" 2>&1 ||
         explain_pip "$log"
@@ -133,24 +133,24 @@ install_package() { # install_package train|test EXTRAS [PIP OPTION...]
     [ "$kind" = train ] || cp "$venv/mpidl-$kind" "$venv/mpidl-train"
 }
 
-explain_pip() { # print in one line why pip failed, by its log, and exit
+explain_pip() { # explain_pip LOG: print one line that says why pip failed, and exit
     local offline='NewConnectionError|ConnectTimeout|ReadTimeout|name resolution|unreachable'
     if grep -qE "$offline|Failed to establish|Connection refused" "$1"; then
         die "pip cannot reach the package index; without internet: run/install --help (log: $1)"
     fi
     local error
     error=$(grep -iE '^ *error: ' "$1" | grep -v subprocess-exited | head -n 1) || true
-    error=${error#"${error%%[! ]*}"} # without leading blanks
+    error=${error#"${error%%[! ]*}"} # remove leading spaces
     die "pip failed: ${error:-$(tail -n 1 "$1")} (log: $1)"
 }
 
-count_cores() { # count_cores [CGROUPS]: cores of this process, by affinity and container quota
+count_cores() { # count_cores [CGROUPS]: print the number of cores that affinity and quota allow
     local cores quota="" period="" cgroups=${1:-/sys/fs/cgroup}
     cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
-    { read -r quota period <"$cgroups/cpu.max"; } 2>/dev/null || # control groups version 2, or 1
+    { read -r quota period <"$cgroups/cpu.max"; } 2>/dev/null || # cgroups version 2 or 1
         { read -r quota <"$cgroups/cpu/cpu.cfs_quota_us" &&
             read -r period <"$cgroups/cpu/cpu.cfs_period_us"; } 2>/dev/null || true
-    # without a quota the first is "max" (version 2) or -1 (version 1)
+    # Without a quota, its value is "max" (version 2) or -1 (version 1).
     if [[ $quota =~ ^[0-9]+$ && $period =~ ^[1-9][0-9]*$ ]] &&
         [ $((quota / period)) -lt "$cores" ]; then
         cores=$((quota / period))

@@ -1,1 +1,1 @@
-"""Argument definitions shared by the commands."""
+"""Implementations of the commands, such as `python -m mpidl.train`, and their arguments."""

@@ -1,7 +1,8 @@
-"""The arguments of the commands. Parsing needs no MPI and prints nothing but --help.
+"""Parse the arguments of the commands. Parsing needs no MPI and prints nothing except --help.
 
-`training.options` defines the options of training; this module adds their flags. `train` returns
-only what the user typed, so that `configuration.resolve` knows the source of each value.
+`training.options` defines the training options; this module adds a flag for each of them. `train`
+returns only the options that the user typed, so that `configuration.resolve` knows the source of
+each value.
 """
 
 import argparse
@@ -17,21 +18,21 @@ from mpidl.nn import zoo
 from mpidl.training.options import configuration, training_options
 from mpidl.training.options.option_types import check_value
 
-STOPPED = 75  # exit code of a stopped run, which asks the batch system for another one
+STOPPED = 75  # exit code of a stopped run; the batch system should run it again
 EXIT_CODES = """\
 exit codes: 0 done; 1 fault; 2 unusable options or data; 75 stopped by a signal (USR1, TERM, INT)
 after writing a checkpoint: run again with --resume DIR
 """
 
-# Options of training that mpidl.predict has, too.
+# Training options that mpidl.predict also accepts.
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 
-MAX_CHOICES = 40  # characters of choices that --help lists beside a flag
+MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows beside a flag
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises one-line UserErrors and takes no abbreviations.
+    """An ArgumentParser that raises one-line UserErrors and accepts no abbreviated flags.
 
     Parameters
     ----------
@@ -40,9 +41,9 @@ class Parser(argparse.ArgumentParser):
     description : str
         Text at the top of --help.
     quiet : bool
-        Whether --help ends the program without printing, as on all ranks but one.
+        Whether --help ends the program without printing, as on all ranks but 0.
     **keywords
-        Arguments of ArgumentParser.
+        Further arguments of ArgumentParser.
     """
 
     def __init__(self, command: str, description: str, quiet: bool, **keywords: Any):
@@ -56,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         self.quiet = quiet
 
     def error(self, message):
-        """Raise UserError."""
+        """Raise the message of argparse as a UserError."""
         raise UserError(message.removeprefix("argument "))
 
     def print_help(self, file=None):
@@ -75,7 +76,8 @@ class Parser(argparse.ArgumentParser):
         Raises
         ------
         UserError
-            If an argument is unknown, with the nearest option, or has an unusable value.
+            If an argument has an invalid value or is unknown. For an unknown option, the message
+            suggests the most similar one.
         """
         argv = sys.argv[1:] if argv is None else list(argv)
         flags = [text for action in self._actions for text in action.option_strings]
@@ -96,22 +98,22 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def text(self, flag: str, metavar: str, text: str, **keywords: Any) -> None:
-        """Add a flag that takes a text; `text` is its help, `keywords` those of add_argument."""
+        """Add a flag with a value; `text` is its help, `keywords` are passed to add_argument."""
         self.add_argument(flag, metavar=metavar, help=text, **keywords)
 
     def add_options(self, *names: str, **defaults: object) -> None:
-        """Add flags for options of training; `defaults` replace the defaults that --help shows."""
+        """Add flags for training options; `defaults` replace the defaults that --help shows."""
         for name in names:
             default = str(defaults.get(name, training_options.default_text(name)))
             self.add(name, training_options.OPTIONS[name].metadata["help"], default)
 
     def add(self, name: str, text: str, default: str = "none") -> None:
-        """Add a flag for a name in `configuration.RULES`.
+        """Add the flag of an option in `configuration.RULES`.
 
         Parameters
         ----------
         name : str
-            Name of the option.
+            Name of the option, a key of `configuration.RULES`.
         text : str
             Help text.
         default : str
@@ -142,18 +144,19 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     argv : sequence of str, optional
         The arguments; by default those of the process.
     quiet : bool
-        Whether --help ends the program without printing, as on all ranks but one.
+        Whether --help ends the program without printing, as on all ranks but 0.
 
     Returns
     -------
     dict
-        {name: value} of the typed arguments: options of training, network, data, test_data,
-        validation_data, test_fraction, preview, out, resume, overwrite, config, and `PREPROCESS`.
+        The typed arguments, {name: value}. Names are the training options, the names in
+        `PREPROCESS`, and network, data, test_data, validation_data, test_fraction, preview, out,
+        resume, overwrite and config.
 
     Raises
     ------
     UserError
-        If an argument cannot be used.
+        If an argument is invalid.
     """
     parser = Parser(
         "mpidl.train",
@@ -214,8 +217,9 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
     Returns
     -------
     Namespace
-        model, layers, data, out, top_k, confusion, activations; the options of training in
-        `PREDICT`; and preprocess, {name: value} of the typed `PREPROCESS`.
+        The attributes are model, layers, data, out, top_k, confusion, activations, the training
+        options in `PREDICT`, and preprocess. preprocess is a dict {name: value} of the typed
+        options among `PREPROCESS`.
     """
     parser = Parser(
         "mpidl.predict",
@@ -264,8 +268,8 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
     Returns
     -------
     Namespace
-        ranks, a list of int; and options, {name: value} of the typed arguments of training, with
-        max_iterations in any case.
+        The attribute ranks is a list of int. The attribute options is a dict {name: value} of the
+        typed training arguments; it always contains max_iterations.
     """
     parser = Parser(
         "mpidl.verify",
@@ -303,8 +307,8 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     Returns
     -------
     Namespace
-        network, None to show the machine; input_shape, classes and batch_size, each None if it was
-        not typed.
+        The attributes are network, input_shape, classes and batch_size. Each is None if it was not
+        typed; if network is None, the command shows the machine.
     """
     parser = Parser(
         "mpidl.info",
@@ -353,7 +357,7 @@ DATA_HELP = (
 
 
 def as_flags(options: Mapping[str, Any]) -> list[str]:
-    """Return the command line for options: {"batch_size": 8} is ["--batch-size", "8"]."""
+    """Convert options to flags: {"batch_size": 8} gives ["--batch-size", "8"]."""
     texts = {name: "none" if value is None else str(value) for name, value in options.items()}
     return [text for name in texts for text in (training_options.flag(name), texts[name])]
 
@@ -371,7 +375,7 @@ def _add_data(parser):
 
 
 def add_preprocess(parser: Parser, default: str = "none") -> None:
-    """Add flags for the preprocessing of the images of every set, in the order of its steps."""
+    """Add the flags for preprocessing, in the order of its steps. They apply to all data sets."""
     texts = (
         "Convert images to gray or to RGB",
         "Resize images to this size, bilinearly",
@@ -383,9 +387,9 @@ def add_preprocess(parser: Parser, default: str = "none") -> None:
 
 
 def count(spelled: str) -> Callable[[str], int]:
-    """Return a converter of text to a whole number that is at least 1.
+    """Return a function that converts a string to an integer of at least 1.
 
-    `spelled` is the flag, for the error message.
+    `spelled` is the flag that error messages name.
     """
 
     def convert(text):
@@ -401,7 +405,7 @@ def _png_path(text):
 
 
 def image_shape(text: str) -> tuple[int, ...]:
-    """Convert the text C,H,W of --input-shape."""
+    """Convert the value C,H,W of --input-shape to a tuple of three integers."""
     sides = [
         training_options.check("epochs", part, "--input-shape", text=True)
         for part in text.split(",")
@@ -412,7 +416,7 @@ def image_shape(text: str) -> tuple[int, ...]:
 
 
 def rank_counts(text: str) -> list[int]:
-    """Convert the text N,N,... of --ranks."""
+    """Convert the value N,N,... of --ranks to a list of integers."""
     try:
         return [
             training_options.check("epochs", part, "--ranks", text=True) for part in text.split(",")

@@ -1,4 +1,4 @@
-"""`python -m mpidl.info`: show what mpidl found on this machine, or the layers of a network."""
+"""`python -m mpidl.info`: show hardware and libraries, or the layers of a network."""
 
 import inspect
 import os
@@ -67,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_network(parsed):
-    """Print the layers of a network; sizes that were not typed are its defaults."""
+    """Print the layers of a network; sizes that the user did not type have their defaults."""
     name = parsed.network
     sizes = {"input_shape": parsed.input_shape, "classes": parsed.classes}
     if name in zoo.NETWORKS:
         parameters = inspect.signature(zoo.NETWORKS[name]).parameters
         sizes = {key: parameters[key].default if v is None else v for key, v in sizes.items()}
     for key, size in sizes.items():
-        if size is None and ".py:" in name:  # other names are refused below
+        if size is None and ".py:" in name:  # start.network refuses other names
             flag = training_options.flag(key)
             raise UserError(f"--network {name}: expected {flag} too, found none")
     net = start.network(name, sizes["input_shape"], sizes["classes"], seed=0)
@@ -84,7 +84,7 @@ def _show_network(parsed):
 
 
 def _arithmetic():
-    """Return the library that computes on this rank."""
+    """Describe the library that computes on the CPU of this rank."""
     library = builds.kernels()
     if library is None:
         return "NumPy"
@@ -92,7 +92,7 @@ def _arithmetic():
 
 
 def _kernels():
-    """Return the builds of the kernels, and which of them do not run here."""
+    """List the builds of the kernels, and mark those that do not run on this CPU."""
     names = (
         build if builds.runs_here(build) else f"{build} (not on this CPU)"
         for build in builds.built()
@@ -105,7 +105,7 @@ def _first_line(text):
 
 
 def cpu_model() -> str:
-    """Return the name of the CPU from /proc/cpuinfo, or from Python if there is none."""
+    """Return the name of the CPU from /proc/cpuinfo, or else from the platform module."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -117,13 +117,13 @@ def cpu_model() -> str:
 
 
 def _features():
-    """Return the features of the CPU that NumPy found and can use."""
+    """Return the SIMD features of the CPU that NumPy can use."""
     extensions = np.show_config(mode="dicts").get("SIMD Extensions", {})
     return [*extensions.get("baseline", []), *extensions.get("found", [])]
 
 
 def _fabric(library):
-    """Describe how messages travel, by the MPI library's description and settings."""
+    """Describe the network that MPI uses, from the library's description and its settings."""
     settings = [
         f"{name}={os.environ[name]}"
         for name in ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
@@ -167,7 +167,7 @@ def _nvrtc():
 
 
 def _transport(gpus_by_rank, abilities):
-    """Describe how sums would travel between the GPUs of the ranks."""
+    """Describe the transport that sums between the GPUs of the ranks would use."""
     try:
         gpus = devices.assign_gpus(gpus_by_rank, "gpu").gpus
         ranks = [a._replace(identity=gpu.identity) for a, gpu in zip(abilities, gpus, strict=True)]
@@ -180,7 +180,7 @@ def _transport(gpus_by_rank, abilities):
 
 
 def _ranges(numbers):
-    """Return sorted numbers as ranges: [0, 1, 2, 5] is 0-2,5."""
+    """Format sorted numbers as ranges: [0, 1, 2, 5] gives "0-2,5"."""
     parts, first = [], None
     for i, n in enumerate(numbers):
         first = n if first is None else first

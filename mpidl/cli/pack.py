@@ -1,4 +1,4 @@
-"""`python -m mpidl.pack`: write the images of any source to one file that training reads fast."""
+"""`python -m mpidl.pack`: write the images of a source to one file that training reads fast."""
 
 import argparse
 import os
@@ -28,12 +28,13 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Returns
     -------
     Namespace
-        source; target, None with verify; preprocess, a Preprocess; threads; verify.
+        The attributes are source, target, preprocess, threads and verify. target is None if verify
+        is true; preprocess is a Preprocess.
 
     Raises
     ------
     UserError
-        If an argument cannot be used.
+        If an argument is invalid.
     """
     parser = arguments.Parser(
         "mpidl.pack",
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(job: argparse.Namespace) -> int:
-    """Pack or verify as the arguments from `parse` say, and return the exit code."""
+    """Pack or verify a file according to the result of `parse`, and return the exit code."""
     with failure.Signals() as signals:
         return _verify(job, signals) if job.verify else _pack(job, signals)
 
@@ -145,14 +146,14 @@ def _verify(job, signals):
 
 
 class Progress:
-    """The number of processed images, as a bar on a terminal and as lines elsewhere.
+    """Display of the number of processed images: a bar on a terminal, lines elsewhere.
 
     Parameters
     ----------
     verb : str
-        What happens to the images, such as "Packed".
+        First word of each line, such as "Packed".
     total : int
-        Number of images.
+        Number of images to process.
     """
 
     def __init__(self, verb: str, total: int):
@@ -179,7 +180,7 @@ class Progress:
             self.bar.stop()
 
     def add(self, count: int) -> None:
-        """Count more processed images."""
+        """Add `count` to the number of processed images, and update the display."""
         self.count += count
         if self.bar is not None:
             self.bar.update(self.task, completed=self.count)
@@ -188,5 +189,5 @@ class Progress:
             print(f"{self.verb}: {self.count} of {self.total} images", flush=True)
 
     def seconds(self) -> float:
-        """Return the seconds since the start."""
+        """Return the time since the start in seconds."""
         return time.monotonic() - self.start_time

@@ -1,4 +1,4 @@
-"""`python -m mpidl.predict`: classify images with a trained network, or write its activations."""
+"""`python -m mpidl.predict`: apply a trained network to images, or write its activations."""
 
 import csv
 import io
@@ -30,14 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in [*start.arithmetic(world), *lines]:
         print(line)
     on_rank_0(world, lambda: _check_outputs(parsed))
-    layers = start.user_layers(parsed.layers)  # on all ranks: rank 0 sends them the network
+    layers = start.user_layers(parsed.layers)  # on all ranks, because rank 0 sends them the network
     net, facts = on_rank_0(world, lambda: model_file.load_model(parsed.model, layers))
     classes = facts["classes"]
     images = data.open_test_data(
         parsed.data, world, classes=classes, labelled=False, option="--data"
     )
     preprocess = start.preprocess(parsed.preprocess) if parsed.preprocess else net.preprocess
-    reason = getattr(images, "unlabelled", None)  # the preprocessed set does not have it
+    reason = getattr(images, "unlabelled", None)  # the preprocessed set lacks this attribute
     images = data.preprocessed(images, preprocess)
     if not net.takes(images.image_shape):
         raise UserError(
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_outputs(parsed):
-    """Raise UserError if a requested file cannot be written, before anything is computed."""
+    """Check the output files before the computation; raise UserError if one cannot be written."""
     if parsed.confusion:
         confusion.check_path(parsed.confusion, "--confusion")
     if parsed.activations:
@@ -71,7 +71,7 @@ def _check_outputs(parsed):
 
 
 def _activations(parsed, world, net, images):
-    """Write the activations of a layer."""
+    """Write the activations of the layer that --activations names."""
     try:
         part = net.up_to(parsed.activations)
     except KeyError as error:
@@ -83,7 +83,7 @@ def _activations(parsed, world, net, images):
 
 
 def _outputs(parsed, world, net, images):
-    """Write outputs that are images, numbers or a class per pixel; compare them with targets."""
+    """Write outputs that are images, numbers or pixel classes; print accuracy or errors."""
     classifies = images.targets_shape is not None and images.targets_dtype.kind in "iu"
     for name in ("top_k",) if classifies else ("top_k", "confusion"):
         if getattr(parsed, name):
@@ -120,14 +120,14 @@ def _outputs(parsed, world, net, images):
 
 
 def _print_files(paths):
-    """Print {title: path} of the files that were written; a path may be None."""
+    """Print the titles and paths of written files, {title: path}; None paths are skipped."""
     for title, path in paths.items():
         if path:
             print(f"{title}: {path}")
 
 
 def _batches(parsed, world, net, images, function):
-    """Yield (indices, results) of each mini-batch on rank 0, nothing elsewhere. Collective."""
+    """Yield (indices, results) of each mini-batch on rank 0 only. Collective."""
     size = parsed.batch_size
     for batch in predict.by_batch(net, images, function, world=world, batch_size=size):
         if world.rank == 0:
@@ -135,7 +135,7 @@ def _batches(parsed, world, net, images, function):
 
 
 def _write(parsed, world, net, images, name):
-    """Write the outputs for all images to --out, one mini-batch at a time, in their order."""
+    """Write the outputs for all images to --out in image order, one mini-batch at a time."""
     file = None
     if world.rank == 0:
         image_facts = {"names": [images.name(i) for i in range(len(images))]}
@@ -148,7 +148,7 @@ def _write(parsed, world, net, images, name):
 
 
 def _write_numbers(parsed, world, net, images):
-    """Write --out FILE.csv with a row per image: its name, outputs and, if it has any, targets."""
+    """Write --out FILE.csv with a row per image: its name, its outputs and its targets, if any."""
     (count,), has_targets = net.output_shape, images.targets_shape is not None
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
@@ -166,7 +166,7 @@ def _write_numbers(parsed, world, net, images):
 
 
 def _numbered(name, count):
-    """Return the headings of columns: the name, numbered from 1 if there are several."""
+    """Return `count` column headings: the name, numbered from 1 if there are several columns."""
     return [name] if count == 1 else [f"{name} {i + 1}" for i in range(count)]
 
 
@@ -175,9 +175,9 @@ def _shortest(value):
 
 
 def _classes(parsed, world, net, images, classes, reason):
-    """Classify images, write the scores and print the accuracy if the images have labels.
+    """Classify images, write the scores, and print the accuracy if the images have labels.
 
-    `reason` says why images in sub-folders have no labels, or is None.
+    `reason` says why images in sub-folders have no labels; otherwise it is None.
     """
     if images.labels is None and (parsed.top_k or parsed.confusion):
         flag, suffix = "--top-k" if parsed.top_k else "--confusion", f": {reason}" if reason else ""

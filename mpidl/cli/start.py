@@ -1,4 +1,4 @@
-"""The preparations of the commands: warnings, data sets, the network, the folder of the results."""
+"""Prepare a command: print warnings, load data sets and the network, make the output folder."""
 
 import importlib.util
 import inspect
@@ -23,12 +23,12 @@ from mpidl.training.options.option_types import nearest, size_of
 
 
 def device_of(world: World) -> str:
-    """Return the name of the device that rank 0 computes on: "cpu", or its GPU."""
+    """Return the name of the device that this rank computes on: "cpu" or the name of its GPU."""
     return "cpu" if world.device is None else world.device.name
 
 
 def blas() -> str:
-    """Return the BLAS of NumPy: name, version and the kind of core that it is tuned for."""
+    """Describe the BLAS of NumPy: its name, its version and the CPU architecture it uses."""
     try:
         import threadpoolctl
     except ImportError:
@@ -41,7 +41,7 @@ def blas() -> str:
 
 
 def arithmetic(world: World) -> list[str]:
-    """Return warnings about the arithmetic on rank 0: different machines, or no kernels.
+    """Return warnings on rank 0 about missing kernels and about ranks that compute differently.
 
     Collective. The list is empty on the other ranks.
     """
@@ -64,7 +64,7 @@ def arithmetic(world: World) -> list[str]:
 
 
 def without_kernels() -> list[str]:
-    """Return a note if NumPy replaces missing kernels, or a warning if the kernels are stale."""
+    """Return a note if NumPy replaces missing kernels, or a warning if the kernels are outdated."""
     reason = builds.why_numpy()
     if reason:
         return [
@@ -76,7 +76,7 @@ def without_kernels() -> list[str]:
 
 
 def _by_kind(pairs):
-    """Return pairs (host, kind) as "kind on host, host; kind on host"."""
+    """Format pairs (host, kind) as "kind on host, host; kind on host"."""
     hosts = {}
     for host, kind in pairs:
         hosts.setdefault(kind, set()).add(host)
@@ -84,7 +84,7 @@ def _by_kind(pairs):
 
 
 def warnings(world: World, batch_size: int) -> list[str]:
-    """Return warnings on rank 0: see `arithmetic`; idle ranks; an MPI that may be slow.
+    """Return warnings on rank 0: those of `arithmetic`, on idle ranks and on a slow MPI.
 
     Collective. The list is empty on the other ranks.
     """
@@ -114,7 +114,7 @@ def _mpi_from_pip():
 
 
 def preprocess(run: Mapping[str, Any]) -> Preprocess:
-    """Return the preprocessing of images by the values of colour, resize, cover and centre_crop.
+    """Build the preprocessing that the options colour, resize, cover and centre_crop describe.
 
     Raises
     ------
@@ -137,32 +137,32 @@ def with_test(
     seed: int,
     typed: Container[str],
 ) -> tuple[Datastore, Datastore | None]:
-    """Choose the test set by --test-data and --test-fraction. Collective.
+    """Select the test set according to --test-data and --test-fraction. Collective.
 
     Parameters
     ----------
     run : mapping
         Inputs of the run, see `Resolved`.
     train_set : Datastore
-        The images of --data.
+        The training images of --data.
     test_set : Datastore or None
-        The test images that come with --data.
+        The test images that come with --data, if any.
     world : World
         The ranks.
     seed : int
-        Seed of a split.
+        Seed of the random split for --test-fraction.
     typed : container of str
         Names of the arguments that the user typed.
 
     Returns
     -------
     (Datastore, Datastore or None)
-        Images to train on, and to test on.
+        The images to train on, and the images to test on.
 
     Raises
     ------
     UserError
-        If several sources of test images are given, or --test-data cannot be read.
+        If the user gives several sources of test images, or if --test-data cannot be read.
     """
     fraction = run["test_fraction"]
     if "test_fraction" in typed and fraction:
@@ -182,12 +182,13 @@ def with_test(
 
 
 def outputs_of(datastore: Datastore) -> int | tuple[int, ...]:
-    """Return the outputs that a network needs for a data set.
+    """Return the number or the shape of the outputs that a network needs for a data set.
 
     Returns
     -------
     int or tuple of int
-        The number of classes; of targets per image, if they are numbers; else the targets' shape.
+        The number of classes if the data have labels. For targets with fewer than two dimensions,
+        their number per image; for other targets, their shape.
     """
     shape = datastore.targets_shape
     if shape is None:
@@ -198,10 +199,10 @@ def outputs_of(datastore: Datastore) -> int | tuple[int, ...]:
 def network(
     name: str, input_shape: tuple[int, ...], classes: int | tuple[int, ...], seed: int
 ) -> Network:
-    """Return the network that --network names.
+    """Build the network that --network names.
 
-    The seed initializes networks of the zoo and lists of layers from a function. A `Network` from a
-    function keeps its learnables, its state and its normalization.
+    The seed initializes a network of the zoo, or the list of layers that a function returns. A
+    `Network` that a function returns keeps its learnables, state and normalization.
 
     Parameters
     ----------
@@ -210,14 +211,14 @@ def network(
     input_shape : tuple of int
         Shape (C, H, W) of the images.
     classes : int or tuple of int
-        Number of classes, or the outputs that the data need, see `outputs_of`.
+        Number or shape of the outputs, see `outputs_of`.
     seed : int
         Seed of the initial weights.
 
     Raises
     ------
     UserError
-        If there is no such network, or it does not fit the data.
+        If the network does not exist, or if its input or output shape does not match the data.
     """
     in_zoo = name in zoo.NETWORKS
     if in_zoo:
@@ -243,7 +244,7 @@ def network(
     except (ValueError, TypeError) as error:
         hint = _resize_hint(build, input_shape) if in_zoo else ""
         raise UserError(f"--network {name}: {error}{hint}") from error
-    except KeyError as error:  # of a layer's name; str(error) would quote it
+    except KeyError as error:  # error of a layer; str(error) would put it in quotes
         raise UserError(f"--network {name}: {error.args[0] if error.args else error}") from error
     if net.input_shape != tuple(input_shape):
         raise UserError(
@@ -259,7 +260,7 @@ def network(
 
 
 def _resize_hint(build, input_shape):
-    """Return a hint for training if the images are smaller than a network of the zoo expects."""
+    """Return advice to resize if the images are smaller than a network of the zoo expects."""
     usual_shape = inspect.signature(build).parameters["input_shape"].default
     if all(side >= usual for side, usual in zip(input_shape[1:], usual_shape[1:], strict=True)):
         return ""
@@ -274,12 +275,12 @@ def load_user_function(text: str, option: str) -> Callable:
     text : str
         FILE.py:FUNCTION.
     option : str
-        The flag that the text belongs to, for error messages.
+        The flag that error messages name.
 
     Raises
     ------
     UserError
-        If there is no such file, or the file does not define the function.
+        If the file does not exist or does not define the function.
     """
     path, _, name = text.rpartition(":")
     try:
@@ -295,12 +296,14 @@ def load_user_function(text: str, option: str) -> Callable:
 
 
 def user_layers(path: str | None) -> list[type[Layer]]:
-    """Return the layer classes that a user's Python file defines or imports; none without a file.
+    """Return the layer classes that a user's Python file defines or imports.
+
+    Classes of mpidl itself are left out. The list is empty if `path` is None.
 
     Raises
     ------
     UserError
-        If there is no such file, or if it defines no layer.
+        If the file does not exist or has no layer class.
     """
     if path is None:
         return []
@@ -323,8 +326,8 @@ def user_layers(path: str | None) -> list[type[Layer]]:
 def load_user_file(path: str | os.PathLike) -> ModuleType:
     """Run a user's Python file and return it as a module.
 
-    The file runs anew at each call. Its module is in `sys.modules` under a name that depends on its
-    path, because dataclasses, as layers are, and pickle look names up there.
+    Each call runs the file again. The module is stored in `sys.modules` under a name derived from
+    its path, because pickle and dataclasses, such as layers, look names up there.
 
     Parameters
     ----------
@@ -334,7 +337,8 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
     Raises
     ------
     UserError
-        If there is no such file. Exceptions of the file itself pass through.
+        If the file does not exist or is not a .py file. Exceptions that the file itself raises are
+        not converted.
     """
     path = os.fspath(path)
     if not os.path.isfile(path):
@@ -356,7 +360,7 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
 def check_output_folder(typed: Mapping[str, Any]) -> None:
     """Raise UserError if --out contains a run that is neither resumed nor overwritten.
 
-    `typed` holds the arguments of `train`.
+    `typed` is the result of `arguments.train`.
     """
     if "out" in typed and not typed.get("overwrite"):
         run_folder.refuse_a_run(typed["out"], typed.get("resume"))
@@ -365,16 +369,16 @@ def check_output_folder(typed: Mapping[str, Any]) -> None:
 def output_folder(typed: Mapping[str, Any], network: str) -> str:
     """Make the folder for the results of a run.
 
-    The folder is --out, without the results of an earlier run (see `check_output_folder`); else the
-    folder of the resumed run; else the first of runs/NETWORK, runs/NETWORK-2, ... that does not
-    exist.
+    If --out is given, results of an earlier run are removed from it, unless this run is resumed
+    there. Without --out, the folder is that of the resumed run or, for a new run, the first of
+    runs/NETWORK, runs/NETWORK-2, ... that does not exist.
 
     Parameters
     ----------
     typed : mapping
-        Arguments from `train`.
+        The result of `arguments.train`.
     network : str
-        The network, as --network names it.
+        Value of --network.
 
     Returns
     -------
@@ -400,7 +404,7 @@ def output_folder(typed: Mapping[str, Any], network: str) -> str:
 
 
 def _next_folder(network):
-    """Make and return the first folder of this name that does not exist; safe with other jobs."""
+    """Make the first folder of this name that does not exist; several jobs may do so at once."""
     name = os.path.basename(network.rpartition(":")[2]) or "run"
     os.makedirs("runs", exist_ok=True)
     number = 1

@@ -23,7 +23,7 @@ from mpidl.training.schedules import ENDING
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     typed = arguments.train(argv, quiet=failure.launched_rank() > 0)
-    # This time-out counts until --config and the checkpoint are read.
+    # This time-out applies until --config and the checkpoint have been read.
     world = World(
         timeout=typed.get("timeout", training_options.TrainingOptions().timeout), threads=None
     )
@@ -60,15 +60,15 @@ def _train(typed, world, signals):
         typed, run, settings, train_set, test_set, world, preprocess
     )
     shape = input_pipeline.image_shape(settings, train_set.image_shape)
-    Pipeline(train_set, input_pipeline.augmenter_of(settings))  # refuses augmentation that misfits
+    Pipeline(train_set, input_pipeline.augmenter_of(settings))  # checks the augmentation
     if typed.get("preview"):
         return _preview(typed["preview"], train_set, settings, world)
-    settings.load(world.size)  # refuses a worker_load for another number of ranks
+    settings.load(world.size)  # raises if worker_load is for another number of ranks
     net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
     input_pipeline.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
-        # trainer.train checks it as well, but only after the folder of the results has changed
+        # trainer.train checks this again, but only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
     out = on_rank_0(world, lambda: start.output_folder(typed, run["network"]))
 
@@ -131,7 +131,7 @@ def _train(typed, world, signals):
 
 
 def _check_shape(option, images, train_set):
-    """Raise UserError if images have another shape than those to train on."""
+    """Raise UserError if the shape of the images differs from that of the training images."""
     if images.image_shape != train_set.image_shape:
         raise UserError(
             f"{option}: expected images of shape {train_set.image_shape}, as in --data, found "
@@ -140,7 +140,7 @@ def _check_shape(option, images, train_set):
 
 
 def _preview(path, train_set, settings, world):
-    """Draw images before and after augmentation."""
+    """Write a picture of images before and after augmentation; return the exit code."""
     augmenter = input_pipeline.augmenter_of(settings)
 
     def draw():
@@ -152,7 +152,7 @@ def _preview(path, train_set, settings, world):
 
 
 def _with_validation(typed, run, settings, train_set, test_set, world, preprocess):
-    """Return the images to train on, and the options with the validation set, if there is one."""
+    """Return the training images, and a copy of the options that contains the validation set."""
     source = run["validation_data"]
     if source is None:
         if "validation_frequency" in typed and not settings.validation_fraction:
@@ -181,7 +181,7 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
 
 
 def _describe_position(position, settings):
-    """Describe the position of a resumed run, and the option that lets it train further."""
+    """Describe where a resumed run continues, and which option lets a finished run continue."""
     epoch, limit = position["epoch"], settings.max_iterations
     if epoch > settings.epochs:
         schedule = settings.learn_rate_schedule
@@ -194,7 +194,7 @@ def _describe_position(position, settings):
 
 
 def _validation_lines(result, settings):
-    """Return lines about the role of validation in the result of a run."""
+    """Return messages about an early stop and about the choice of the network by validation."""
     lines, best = [], result.best_iteration
     if result.stopped == progress.PATIENCE:
         lines.append(
@@ -207,7 +207,7 @@ def _validation_lines(result, settings):
 
 
 def _checkpoint(typed):
-    """Return (arrays, facts) of the checkpoint to resume from, or None for a new run.
+    """Load the checkpoint to resume from as (arrays, facts); return None for a new run.
 
     Raise UserError if --out contains another run.
     """
@@ -242,7 +242,7 @@ def _write_options(out, resolved, world):
 def _write_results(out, net, result, test, world, device):
     model_file.save_model(os.path.join(out, "model.h5"), net)
     summary = {
-        "accuracy": test and test.accuracy,  # None without a test, or if the loss has no classes
+        "accuracy": test and test.accuracy,  # None without a test or classes
         "loss": metrics.number(test and test.loss),
         "epochs": result.epochs,
         "iterations": result.iterations,

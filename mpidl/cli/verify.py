@@ -1,6 +1,6 @@
 """`python -m mpidl.verify`: train on several numbers of ranks and compare the weights.
 
-It runs without mpirun and starts mpirun for each number of ranks.
+The command is run without mpirun; it starts mpirun itself for each number of ranks.
 """
 
 import json
@@ -17,7 +17,7 @@ from mpidl.errors import Fault, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 if the weights are the same, else 1."""
+    """Run the command and return its exit code: 0 if all weights are equal, else 1."""
     parsed = arguments.verify(argv, quiet=failure.launched_rank() > 0)
     if any(int(os.environ.get(name) or 1) > 1 for name in failure.LAUNCHERS):
         raise UserError(

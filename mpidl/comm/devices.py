@@ -1,4 +1,4 @@
-"""Assigns a GPU to each rank, by its position among the ranks of its host."""
+"""Assign a GPU to each rank according to its position among the ranks of its host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RankGpus(NamedTuple):
-    """The GPUs that a rank may use, as it reports them to the others."""
+    """The GPUs that a rank may use, as reported to the other ranks."""
 
     host: str
     gpus: tuple[Gpu, ...]
@@ -30,7 +30,7 @@ class RankGpus(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The GPU of each rank."""
+    """The GPUs assigned to the ranks."""
 
     gpus: list[Gpu] | None
     """By rank; None if all ranks compute on CPUs."""
@@ -46,21 +46,23 @@ def choose_device(
     Parameters
     ----------
     world : World
+        The ranks.
     device : {"auto", "cpu", "gpu"}
+        "auto" chooses GPUs if every rank has one, and CPUs otherwise.
     gpus : str, optional
         Numbers of the GPUs to use, in order, such as "0,2".
 
     Returns
     -------
     gpu : Gpu or None
-        None for the CPU.
+        GPU of this rank; None if it computes on the CPU.
     lines : list of str
-        Lines to print.
+        Messages to print.
 
     Raises
     ------
     UserError
-        On all ranks, if GPUs are requested and a rank has none.
+        If GPUs are requested and a rank has none. All ranks raise it.
     """
     if device == "cpu":
         if gpus is not None:
@@ -74,25 +76,26 @@ def choose_device(
 def use_gpu(world: World, gpu: Gpu | None) -> None:
     """Make this process compute on a GPU; collective.
 
-    It sets `device`, `mover` and `counts` of the world. If every rank uses its GPU already, nothing
-    changes, and arrays on the devices stay valid.
+    The function sets `device`, `mover` and `counts` of the world. If every rank already uses its
+    GPU, nothing changes and arrays on the GPUs stay valid.
 
     Parameters
     ----------
     world : World
+        The ranks.
     gpu : Gpu or None
-        None for the CPU.
+        GPU of this rank; None to compute on the CPU.
 
     Raises
     ------
     UserError
-        On all ranks, if a rank cannot use its GPU.
+        If a rank cannot use its GPU. All ranks raise it.
     """
     from mpidl.backends.gpu import launching
     from mpidl.backends.gpu.sums import Counts
 
     is_open = gpu is not None and world.device is not None and world.device.identity == gpu.identity
-    # another world may have opened the GPU again since
+    # Another world may have reopened the GPU in the meantime.
     is_open = is_open and getattr(launching.sink(), "device", None) is world.device
     if world.gop("and", is_open):
         return
@@ -112,20 +115,21 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     device.sharers = world.allgather((world.host, gpu.identity)).count((world.host, gpu.identity))
     world.mover = nccl.make_mover(world)
     if world.mover is not None and world.mover.captured:
-        device.until = world.transport.wait_until  # it names a rank that no longer answers
+        device.until = world.transport.wait_until  # a time-out names the ranks that do not answer
 
 
 def open_gpu(gpu: Gpu) -> CudaDevice:
-    """Return the device of a GPU."""
+    """Open a GPU and return it as a `CudaDevice`."""
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
     return CudaDevice(gpu.index)
 
 
 def find_gpus(host: str, environ: Mapping[str, str] = os.environ) -> RankGpus:
-    """Return the GPUs that this process may use: those of Slurm's that CUDA shows.
+    """Return the GPUs that this process may use.
 
-    A GPU counts only if an installed NVRTC compiles for it.
+    These are the GPUs that CUDA sees and, under Slurm, that belong to this job. If no installed
+    NVRTC compiles for one of them, the result contains no GPUs, and `reason` says why.
     """
     visible_gpus = visible()
     gpus, note = slurm_gpus(visible_gpus.gpus, host, environ)
@@ -142,23 +146,24 @@ def slurm_gpus(
 ) -> tuple[tuple[Gpu, ...], str]:
     """Select the visible GPUs that Slurm gave to this job.
 
-    Slurm says so in one of three ways: by CUDA_VISIBLE_DEVICES, which CUDA respects; by a cgroup,
-    which hides the other GPUs; or, on clusters without constraints, only by a list of numbers.
+    Slurm may set CUDA_VISIBLE_DEVICES, which CUDA obeys, or hide the other GPUs by a cgroup. On
+    clusters that do neither, Slurm only lists the numbers of the GPUs.
 
     Parameters
     ----------
     gpus : tuple of Gpu
         Visible GPUs.
     host : str
-        Name for messages.
+        Host name for messages.
     environ : mapping
         Environment variables.
 
     Returns
     -------
     gpus : tuple of Gpu
+        The selected GPUs.
     note : str
-        A line to print, or "".
+        A warning to print, or "".
     """
     if "CUDA_VISIBLE_DEVICES" in environ:
         return gpus, ""
@@ -169,7 +174,7 @@ def slurm_gpus(
         numbers = []
     if numbers:
         listed = tuple(gpu for gpu in gpus if gpu.index in numbers)
-        # as many as are visible, or other numbers: a cgroup hides the rest, and CUDA renumbers
+        # If the list is not a proper subset, a cgroup hides the other GPUs, and CUDA renumbers.
         is_subset = len(numbers) < len(gpus) and len(listed) == len(numbers)
         return (listed if is_subset else gpus), ""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -182,7 +187,7 @@ def slurm_gpus(
 
 
 def parse_ranges(text: str) -> list[int]:
-    """Return [0, 1, 2, 5] for "0-2,5"; raise ValueError if the text is not of this form."""
+    """Parse ranges: "0-2,5" gives [0, 1, 2, 5]. Raise ValueError if the string is malformed."""
     numbers: list[int] = []
     for part in text.split(",") if text else []:
         first, _, last = part.partition("-")
@@ -191,7 +196,7 @@ def parse_ranges(text: str) -> list[int]:
 
 
 def parse_gpus(text: str) -> list[int]:
-    """Return the numbers in the value of --gpus, in its order; raise UserError if it is wrong."""
+    """Parse the value of --gpus into a list of numbers; raise UserError if it is malformed."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -204,25 +209,29 @@ def parse_gpus(text: str) -> list[int]:
 def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None) -> Assignment:
     """Assign a GPU to each rank; the result is the same on all ranks.
 
-    Ranks of a host that see the same GPUs take one each. If there are more ranks than GPUs,
-    consecutive ranks share one. A rank that sees other GPUs than its neighbours, as by
-    `srun --gpus-per-task`, takes one of its own. GPUs are told apart by identity, not by number.
+    Ranks of a host that see the same GPUs get one each. If there are more ranks than GPUs,
+    consecutive ranks share a GPU. A rank that sees different GPUs from its neighbours, as with
+    `srun --gpus-per-task`, gets one of those it sees. GPUs are distinguished by identity, not by
+    number.
 
     Parameters
     ----------
     ranks : sequence of RankGpus
+        Report of each rank.
     device : {"auto", "gpu"}
+        "auto" chooses CPUs if a rank has no GPU.
     gpus : str, optional
         Value of --gpus.
 
     Returns
     -------
     Assignment
+        GPU of each rank, and messages to print.
 
     Raises
     ------
     UserError
-        If GPUs are requested and a rank has none, or lacks one of the numbers.
+        If GPUs are requested and a rank has none, or does not see one of the requested numbers.
     """
     lacking = [r for r, report in enumerate(ranks) if not report.gpus]
     if lacking and (device == "gpu" or gpus is not None):
@@ -235,7 +244,7 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
         return Assignment(None, _lines_about_cpus(ranks, lacking))
     order = None if gpus is None else parse_gpus(gpus)
     candidates = [_candidates(rank, report, order, gpus) for rank, report in enumerate(ranks)]
-    groups: dict = {}  # ranks that choose among the same GPUs
+    groups: dict = {}  # lists of ranks that choose among the same GPUs
     for rank, report in enumerate(ranks):
         identities = frozenset(gpu.identity for gpu in candidates[rank])
         groups.setdefault((report.host, identities), []).append(rank)
@@ -253,7 +262,7 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
 
 
 def _candidates(rank, report, order, text):
-    """Return the GPUs that a rank may choose from, in order."""
+    """Return the GPUs that a rank may choose from, in the order of --gpus; `text` is its value."""
     if order is None:
         return report.gpus
     by_number = {gpu.index: gpu for gpu in report.gpus}
@@ -267,7 +276,7 @@ def _candidates(rank, report, order, text):
 
 
 def _lines_about_cpus(ranks, lacking):
-    """Return a line if only some ranks have a GPU, or if there are GPUs that cannot be used."""
+    """Return a note if only some ranks have a GPU, or if GPUs exist that cannot be used."""
     reasons = _by_host((ranks[r].host, ranks[r].reason) for r in lacking)
     if len(lacking) < len(ranks):
         hosts = ", ".join(dict.fromkeys(report.host for report in ranks if report.gpus))
@@ -277,7 +286,7 @@ def _lines_about_cpus(ranks, lacking):
 
 
 def _lines_about_sharing(ranks, assigned, gpus):
-    """Return lines about ranks that share a GPU, and about GPUs that no rank uses."""
+    """Return messages about ranks that share a GPU and about GPUs that no rank uses."""
     crowded, idle = {}, {}
     for host in dict.fromkeys(report.host for report in ranks):
         members = [r for r, report in enumerate(ranks) if report.host == host]
@@ -300,7 +309,7 @@ def _lines_about_sharing(ranks, assigned, gpus):
 
 
 def _lines_about_kinds(ranks, assigned):
-    """Return a line if the GPUs are not all of one kind."""
+    """Return a warning if the ranks use different kinds of GPUs."""
     kinds = [f"{gpu.name} ({gpu.architecture}, {gpu.processors} processors)" for gpu in assigned]
     if len(set(kinds)) == 1:
         return []
@@ -312,7 +321,7 @@ def _lines_about_kinds(ranks, assigned):
 
 
 def _by_host(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return [(host, text), ...] as "host, host (text); host (text)"."""
+    """Format [(host, text), ...] as "host, host (text); host (text)"."""
     hosts_by_text: dict = {}
     for host, text in pairs:
         hosts_by_text.setdefault(text, {})[host] = None

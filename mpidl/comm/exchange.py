@@ -1,32 +1,38 @@
-"""Algorithms that fold nodes over the ranks: one tree, the same bytes by each.
+"""Algorithms that fold nodes over the ranks.
+
+All algorithms except `allreduce` follow the same tree, so they return the same bytes.
 
 Each algorithm is a generator. It posts messages, yields the requests that it waits for, and returns
-the root, a flat array, on every rank. The caller decides how to wait: until the end, or by a test
-now and then while other work continues. All messages are point to point and carry the tag of their
-exchange, so any number of exchanges can be pending, and they can complete in any order.
+the root as a flat array on every rank. The caller decides how to wait: it may block, or test the
+requests from time to time while other work continues. All messages are point to point and carry the
+tag of their exchange. Any number of exchanges can therefore be pending, and they can complete in
+any order.
 
-P ranks, L blocks, n nodes a rank, v bytes a value, logarithms rounded up. Upper bounds of what one
-rank sends (the tests count it):
+The table gives upper bounds of what one rank sends, which the tests check. P is the number of
+ranks, L the number of blocks, n the nodes per rank and v the bytes per value. Logarithms are
+rounded up.
 
     algorithm      rounds           messages    bytes              used for
     gather_nodes   1                P-1         (P-1) n v          small values, few ranks
     up_and_down    log2 L + log2 P  n + log2 P  (n + log2 P) v     small values, many ranks
     pairwise       log2 P           log2 P      log2 P v           P = 2^k, one aligned node each
     segmented      2                2 (P-1)     (n + 1) v (P-1)/P  large values
-    (recursive doubling: log2 P rounds of v; a ring: 2 (P-1) rounds, 2 v (P-1)/P bytes)
+
+For comparison, recursive doubling sends v bytes in each of log2 P rounds. A ring sends
+2 v (P-1)/P bytes in 2 (P-1) rounds.
 
 All algorithms have the same parameters:
 
 transport : Transport
-    Sends and receives.
+    Sends and receives the messages.
 tag : int
-    Tag of this exchange.
+    Tag of the messages of this exchange.
 tree : fold.Tree
-    Tree over the blocks, and the run of each rank.
+    Tree over the blocks, with the run of blocks that each rank holds.
 nodes : ndarray, shape (nodes, width)
-    This rank's maximal nodes.
+    Maximal nodes of this rank.
 combine : callable
-    `fold.add` or `fold.merge_moments`.
+    Function that combines two nodes: `fold.add` or `fold.merge_moments`.
 """
 
 from __future__ import annotations
@@ -42,7 +48,7 @@ from mpidl.fold import Tree, add, fold_nodes, is_node
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-SMALL_BYTES = 16 * 1024  # up to here the number of messages counts, above it their size
+SMALL_BYTES = 16 * 1024  # up to this size, the number of messages matters more than their size
 FEW_RANKS = 8
 
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -51,14 +57,16 @@ Algorithm = Callable[["Transport", int, Tree, np.ndarray, Combine], Steps]
 
 
 def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
-    """Choose the algorithm of one exchange, by layout and size alone, never by timing.
+    """Choose the algorithm of an exchange from its layout and size only, never from timings.
 
     Parameters
     ----------
     tree : fold.Tree
+        Tree over the blocks.
     nbytes : int
-        Bytes of one node.
+        Size of one node in bytes.
     combine : callable
+        Function that combines two nodes: `fold.add` or `fold.merge_moments`.
 
     Returns
     -------
@@ -72,14 +80,18 @@ def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
     small = nbytes <= SMALL_BYTES
     if _pairs_up(tree) and (small or len(tree.runs) <= FEW_RANKS):
         return pairwise
-    if small or combine is not add:  # (plain values are not nodes, so they cannot go up the tree)
+    if small or combine is not add:  # (plain values are not nodes of the tree)
         return gather_nodes if tree.plain or len(tree.runs) <= FEW_RANKS else up_and_down
     return segmented
 
 
 @lru_cache(maxsize=256)
 def _pairs_up(tree):
-    """Whether P = 2^k ranks have one node each and partners at distance 1, 2, 4, ... join."""
+    """Return whether `pairwise` can be used.
+
+    The number of ranks must be a power of two, each rank must have one node, and partners at
+    distance 1, 2, 4, ... must hold the two halves of a node.
+    """
     ranks = len(tree.runs)
     if tree.plain or ranks & (ranks - 1) or any(len(nodes) != 1 for nodes in tree.nodes):
         return False
@@ -95,7 +107,7 @@ def _pairs_up(tree):
 def single_rank(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Fold the nodes of the only rank, without messages."""
+    """Fold the nodes of the only rank without sending messages."""
     return fold_nodes(tree, tree.nodes[0], nodes, combine)
     yield
 
@@ -103,7 +115,7 @@ def single_rank(
 def gather_nodes(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Send all nodes to all ranks, and fold them on each."""
+    """Send the nodes of each rank to all others; every rank folds all nodes."""
     inbox: list[np.ndarray | None] = [None] * transport.size
     inbox[transport.rank] = nodes
     requests = []
@@ -122,10 +134,10 @@ def gather_nodes(
 
 @lru_cache(maxsize=64)
 def _joins(runs, leaves):
-    """Return the nodes that span ranks, children first, and the owner of the root.
+    """Return the nodes that span several ranks, children before parents, and the root's owner.
 
-    A node is (start, owner, start of its right half, owner of its right half). The owner of a node
-    is the lowest rank that holds one of its blocks.
+    A node is a tuple (start, owner, start of its right half, owner of its right half). The owner of
+    a node is the lowest rank that holds one of its blocks.
     """
     owner = [rank for rank, (start, stop) in enumerate(runs) for _ in range(start, stop)]
     joins = []
@@ -144,7 +156,7 @@ def _joins(runs, leaves):
 def up_and_down(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Send the right half of each node to the owner of its left half; then send the root to all."""
+    """Send the right half of each node to the owner of the left half; then broadcast the root."""
     joins, root_owner = _joins(tree.runs, tree.leaves)
     values = {
         start: np.array(node)
@@ -182,7 +194,7 @@ def up_and_down(
 def pairwise(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Exchange with the partner at distance 1, 2, 4, ...; both add in the order of the blocks."""
+    """Swap values with partners at distance 1, 2, 4, ...; both combine them in block order."""
     value = np.array(nodes[0])
     distance = 1
     while distance < transport.size:
@@ -197,11 +209,11 @@ def pairwise(
 def segmented(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Cut the values into P segments: rank s folds segment s of all nodes and sends out the sum."""
+    """Split values into one segment per rank; each rank folds its segment and sends it to all."""
     width = nodes.shape[1]
     edges = [width * s // transport.size for s in range(transport.size + 1)]
     low, high = edges[transport.rank], edges[transport.rank + 1]
-    # each rank starts with its right neighbour, so that not all send to rank 0 first
+    # Each rank starts with the next one, so that not all ranks send to rank 0 first.
     peers = [(transport.rank + k) % transport.size for k in range(1, transport.size)]
     inbox = {transport.rank: nodes[:, low:high].copy()}
     requests = []
@@ -231,7 +243,7 @@ def segmented(
 def allreduce(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Add by MPI's own sum, for `World(plain=True)`: the MPI library chooses the order."""
+    """Sum by MPI's Allreduce, for `World(plain=True)`; the MPI library chooses the order."""
     partial_sum = np.array(nodes[0]) if len(nodes) else np.zeros(nodes.shape[1], nodes.dtype)
     root = np.empty_like(partial_sum)
     yield [transport.iallreduce(partial_sum, root)]

@@ -1,4 +1,4 @@
-"""Ends a job on all its ranks: uncaught exceptions, signals, the launcher of another MPI."""
+"""End a job on all ranks after an uncaught exception, a signal or a start by the wrong MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpidl.errors import Fault, UserError
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-# {variable with the number of tasks: variable with the number of this task}, by launcher
+# For each launcher: {variable with the number of tasks: variable with the index of this task}.
 LAUNCHERS = {
     "PMI_SIZE": "PMI_RANK",
     "PMIX_SIZE": "PMIX_RANK",
@@ -30,7 +30,7 @@ LAUNCHERS = {
 
 
 def launched_ranks() -> tuple[str, int] | None:
-    """Return (variable, number) if a launcher started more than one rank, else None."""
+    """Return (variable, number of ranks) if a launcher started several ranks, else None."""
     for variable in LAUNCHERS:
         tasks = os.environ.get(variable, "")
         if tasks.isdigit() and int(tasks) > 1:
@@ -39,14 +39,18 @@ def launched_ranks() -> tuple[str, int] | None:
 
 
 def launched_rank() -> int:
-    """Return this process's rank from the launcher's variables; it needs no World. 0 without."""
+    """Return this process's rank from the launcher's variables, or 0 if there are none.
+
+    No `World` is needed.
+    """
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
 
 
 def refuse_foreign_launcher(size: int, library: str) -> None:
-    """Refuse a job of one rank if its launcher started several.
+    """Raise UserError if MPI sees one rank although the launcher started several.
 
-    The `mpirun` of another MPI starts N jobs of one rank instead of one job of N ranks.
+    This happens with the `mpirun` of another MPI: it starts N jobs of one rank instead of one job
+    of N ranks.
 
     Parameters
     ----------
@@ -70,11 +74,11 @@ def refuse_foreign_launcher(size: int, library: str) -> None:
         )
 
 
-_transport: Transport | None = None  # of the largest world of this process
+_transport: Transport | None = None  # transport of this process's largest world
 
 
 def abort_on_exception(transport: Transport) -> None:
-    """Make an uncaught exception on this rank end the job on all ranks, within seconds."""
+    """Install a hook that ends the job on all ranks after an uncaught exception on this rank."""
     global _transport
     previous_size = 0 if _transport is None else _transport.size
     if transport.size > previous_size:  # a smaller world does not replace a larger one
@@ -84,7 +88,7 @@ def abort_on_exception(transport: Transport) -> None:
 
     def hook(kind, error, trace):
         if transport.rank:
-            time.sleep(2)  # if all ranks fail alike, rank 0 prints and ends the others
+            time.sleep(2)  # if all ranks fail, rank 0 prints and ends the others
         head = (
             f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} failed, "
             f"{transport.activity}:"
@@ -98,7 +102,7 @@ def abort_on_exception(transport: Transport) -> None:
 
 
 def _leave_together():
-    """Wait for the other ranks at exit; they would wait for a rank that left alone."""
+    """Wait for the other ranks at exit, so that they do not wait for a rank that has ended."""
     transport = _transport
     if transport.MPI.Is_finalized() or transport.has_left:
         return
@@ -109,9 +113,10 @@ def _leave_together():
 def run(main: Callable[[], int]) -> None:
     """Run a command's `main` and end the process with the exit code that it returns.
 
-    A UserError is one line on stderr and exit code 2, a Fault one line and exit code 1. If all
-    ranks raise it, rank 0 prints. If a single rank raises it, that rank prints and ends the job. A
-    second SIGINT is one line too, and ends the job at once.
+    A UserError prints one line on stderr and gives exit code 2; a Fault prints one line and gives
+    exit code 1. If all ranks raise the error, only rank 0 prints it. If a single rank raises it,
+    that rank prints it and ends the job. A KeyboardInterrupt, as after a second SIGINT, prints one
+    line and ends the job at once.
     """
     try:
         code = main()
@@ -140,10 +145,10 @@ def _print_error(text):
 
 
 def _meet(transport, failed=False, seconds=math.inf):
-    """Wait for all ranks to leave; return the lowest rank that failed, or `size` if none did.
+    """Wait until all ranks are about to exit; return the lowest failed rank, or `size` if none.
 
-    Return None if some ranks have not come after this many seconds. A rank that leaves early has
-    no time-out, because the others may have work to finish; their own time-outs name it.
+    Return None if a rank is missing after `seconds`. By default the wait has no time-out, because
+    the other ranks may have work to finish. If they wait for this rank, their time-outs name it.
     """
     failed_rank = np.array([transport.rank if failed else transport.size])
     lowest = np.empty(1, int)
@@ -159,14 +164,14 @@ def _meet(transport, failed=False, seconds=math.inf):
 
 
 class Signals:
-    """Context manager: USR1, TERM and INT request a stop instead of ending the process.
+    """Context manager in which USR1, TERM and INT request a stop instead of ending the process.
 
-    A second INT interrupts at once.
+    A second INT raises KeyboardInterrupt.
 
     Attributes
     ----------
     name : str or None
-        Signal that this rank received. The ranks agree on it between steps.
+        Name of the last signal that this rank received. Ranks agree on a stop between steps.
     agreed : bool
         Whether the ranks have agreed to stop; set by the training loop.
     """
@@ -187,7 +192,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number, frame):
-        """Record a signal; a second SIGINT interrupts."""
+        """Record a signal; raise KeyboardInterrupt at a second SIGINT."""
         if number == signal.SIGINT and self.name == "SIGINT":
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name

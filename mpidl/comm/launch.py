@@ -1,4 +1,4 @@
-"""Starts ranks from a notebook or a script, as MATLAB's parpool does."""
+"""Start ranks from a notebook or a script, like MATLAB's parpool."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from mpidl.errors import RankError, UserError
 Returned = TypeVar("Returned")
 
 SHOW_CHOICES = ("rank 0", "all", "none")
-SIZE_VARIABLE = "MPIDL_LAUNCHED"  # number of ranks, in the environment of ranks started here
-ERROR_GRACE = 0.5  # seconds for other ranks to report errors, too, and for output to arrive
-TERMINATION_GRACE = 5.0  # seconds for mpirun to end its ranks before it and they are killed
-# The ranks' program: imports this package from the same folder as this process.
+SIZE_VARIABLE = "MPIDL_LAUNCHED"  # set to the number of ranks for each rank that `launch` starts
+ERROR_GRACE = 0.5  # seconds to wait for errors of other ranks and for remaining output
+TERMINATION_GRACE = 5.0  # seconds that mpirun has to end its ranks before all are killed
+# The program of each rank. It imports this package from the same folder as this process does.
 RANK_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from mpidl.comm.launch_worker import main; main(sys.argv.pop(1))"
@@ -52,19 +52,19 @@ def launch(
     Parameters
     ----------
     function : callable
-        Called on each rank with its `World` first. It may be defined in a module, in the running
-        script or in a notebook. Functions of a notebook, lambdas and nested functions need
-        cloudpickle (`pip install '.[notebook]'`).
+        Function to call on each rank, with the rank's `World` as its first argument. It may be
+        defined in a module, in the running script or in a notebook. Functions defined in a
+        notebook, lambdas and nested functions require cloudpickle (`pip install '.[notebook]'`).
     *arguments
-        Any objects that can be pickled; each rank gets its own copy.
+        Further arguments of the function. They must be picklable; each rank gets its own copy.
     ranks : int, optional
-        Number of ranks. By default the number of tasks of a Slurm allocation, or else the number of
-        cores that this process may use.
+        Number of ranks. The default is the number of tasks of the Slurm allocation, or else the
+        number of cores that this process may use.
     timeout : float, optional
-        Seconds after which all ranks are ended; None for no limit.
+        Seconds after which all ranks are terminated; None for no limit.
     show : {"rank 0", "all", "none"}
-        Whose output is shown, as it arrives. "rank 0" includes what the other ranks write to
-        stderr. With "all" the lines of the other ranks start with "rank 1: ".
+        Ranks whose output is shown, as it arrives. "rank 0" also shows what the other ranks write
+        to stderr. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
 
     Returns
     -------
@@ -74,22 +74,24 @@ def launch(
     Raises
     ------
     UserError, Fault
-        If a rank raises one of these, or if this process is a rank itself.
+        If a rank raises one of these. UserError also if an argument is invalid, or if this
+        process is itself a rank.
     RankError
-        If a rank raises another exception; it holds that rank's traceback.
+        If a rank raises another exception, whose traceback it contains, or if the ranks end
+        without a result.
     TimeoutError
-        After `timeout` seconds.
+        If the ranks do not finish within `timeout` seconds.
 
     Notes
     -----
-    An exception on any rank ends all ranks. So do an interrupt and the end of this process.
+    An exception on any rank terminates all ranks. So does an interrupt or the end of this process.
 
-    Each rank reads a script again, as Python's multiprocessing does. The script's own work must
-    therefore stand under `if __name__ == "__main__":`.
+    Each rank runs the calling script again for its definitions, as Python's multiprocessing does.
+    Code that must run only once must be inside `if __name__ == "__main__":`.
 
-    Arguments and results travel as files in a folder that only this user can read. It lies in the
-    temporary folder or, on several hosts, in $MPIDL_CACHE (~/.cache/mpidl), which all hosts must
-    share.
+    Arguments and results are passed in files, in a folder that only this user can read. The folder
+    is created in the temporary folder or, on several hosts, in $MPIDL_CACHE (by default
+    ~/.cache/mpidl), which all hosts must share.
     """
     _refuse_inside_a_rank()
     if show not in SHOW_CHOICES:
@@ -134,7 +136,7 @@ def _refuse_inside_a_rank():
 
 
 def _default_ranks():
-    """Return the number of tasks that Slurm allocated, or else of cores of this process."""
+    """Return the number of tasks that Slurm allocated, or else the number of usable cores."""
     tasks = os.environ.get("SLURM_NTASKS", "")
     if tasks.isdigit():
         return int(tasks)
@@ -143,7 +145,7 @@ def _default_ranks():
 
 
 def _parent_folder():
-    """Return where to create the folder of a launch; None for the temporary folder."""
+    """Return the folder in which `launch` creates its own; None for the temporary folder."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if not nodes.isdigit() or int(nodes) < 2:
         return None
@@ -154,7 +156,7 @@ def _parent_folder():
 
 
 def _main_program():
-    """Return (kind, name) by which a rank runs this __main__ again; None in a notebook."""
+    """Return how a rank can run this __main__ again: (kind, name), or None in a notebook."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     if name is not None:
@@ -164,7 +166,7 @@ def _main_program():
 
 
 def _write_task(folder, function, arguments, show):
-    """Write the file that each rank reads at its start."""
+    """Write the function, its arguments and the settings to the file that each rank reads."""
     main = _main_program()
     by_value = main is None and getattr(function, "__module__", None) == "__main__"
     if by_value and launch_worker.cloudpickle() is None:
@@ -173,7 +175,7 @@ def _write_task(folder, function, arguments, show):
             "pip install '.[notebook]', or put the function into a module"
         )
     task = {
-        "path": [os.path.abspath(entry) for entry in sys.path],  # "" is this folder
+        "path": [os.path.abspath(entry) for entry in sys.path],  # "" means the current folder
         "argv": list(sys.argv),
         "main": main,
         "show": show,
@@ -191,11 +193,12 @@ def _write_task(folder, function, arguments, show):
 
 
 class _Job:
-    """mpirun and its ranks, in a new process session."""
+    """A running mpirun and its ranks, in a separate process session."""
 
     def __init__(self, command, ranks, folder, show):
         self.ranks, self.folder, self.show = ranks, folder, show
-        self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")  # ranks watch it
+        # Ranks on this host end when the lock is released.
+        self.lock = open(os.path.join(folder, launch_worker.LOCK_FILE), "w")
         with contextlib.suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.tail = collections.deque(maxlen=4096)  # last characters of stderr
@@ -211,7 +214,7 @@ class _Job:
     def follow(self, deadline):
         """Show the ranks' output until they end or one reports an error.
 
-        Return whether this happened before the deadline.
+        Return False if the deadline passes first.
         """
         decoders, error_time = {}, None
         with selectors.DefaultSelector() as pipes:
@@ -238,21 +241,21 @@ class _Job:
         return True
 
     def failed_ranks(self):
-        """Return the ranks that reported an error, in order."""
+        """Return the ranks that reported an error, in ascending order."""
         names = os.listdir(self.folder)
         return sorted(int(n[6:]) for n in names if n.startswith("error-") and n[6:].isdigit())
 
     def _show(self, name, text):
-        """Show text of the ranks' stream `name` and keep the last of stderr."""
+        """Print output from the ranks' stream `name`, and keep the end of stderr."""
         if name == "stderr":
             self.tail.extend(text)
         if text and self.show != "none":
-            stream = getattr(sys, name)  # in a notebook, the one that shows output
+            stream = getattr(sys, name)  # a notebook replaces it to show the output
             stream.write(text)
             stream.flush()
 
     def end(self):
-        """End all processes of the job."""
+        """Terminate all processes of the job."""
         process = self.process
         try:
             if process.poll() is None:
@@ -267,7 +270,7 @@ class _Job:
             self.lock.close()
 
     def describe_exit(self):
-        """Say how ranks ended that reported no error."""
+        """Describe how the ranks ended if none of them reported an error."""
         tail = "".join(self.tail).strip()
         stderr = f"; the last they wrote to stderr:\n{tail}" if tail else ""
         code = self.process.returncode
@@ -295,7 +298,7 @@ def _raise_error_of_a_rank(job):
 
 
 def _load_exception(data):
-    """Return the exception itself, or None if it cannot be unpickled here."""
+    """Unpickle an exception; return None if there is none or it cannot be unpickled here."""
     try:
         return None if data is None else launch_worker.load(io.BytesIO(data))
     except Exception:

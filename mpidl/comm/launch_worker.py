@@ -1,7 +1,7 @@
-"""The program that `launch` runs on each rank, and the files by which the two communicate.
+"""The program that `launch` runs on each rank, and the files that both exchange.
 
-The files lie in a folder of mode 0700 that the launching process creates. They are the only pickles
-that the package ever reads. Each file appears complete.
+The launching process creates the folder of the files, with mode 0700. The files are the only
+pickles that the package reads. A file gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any, BinaryIO
 from mpidl.comm import failure
 from mpidl.errors import UserError
 
-MAIN = "__mp_main__"  # multiprocessing's name of a main program that is run again
-LOCK_FILE = "locked"  # the launching process holds a lock on this file as long as it lives
+MAIN = "__mp_main__"  # name of a main program that is run again, as in multiprocessing
+LOCK_FILE = "locked"  # the launching process locks this file until it ends
 FAILED_WAIT = 20.0  # seconds that a failed rank waits for the launching process to end it
 
 
 def main(folder: str) -> None:
-    """Run the function of a launch on this rank; folder: of the launching process."""
+    """Run the launched function on this rank; `folder` holds the files of the launch."""
     faulthandler.enable()
     rank, host = failure.launched_rank(), ""
     try:
@@ -53,7 +53,7 @@ def main(folder: str) -> None:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, PrefixedStream):
                 stream.end_line()
-    except BaseException as error:  # SystemExit too ends the launch
+    except BaseException as error:  # SystemExit ends the launch, too
         _write_error(folder, rank, host, error)
         time.sleep(FAILED_WAIT)
         os._exit(1)
@@ -62,14 +62,17 @@ def main(folder: str) -> None:
 def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
     """Pickle a value into a file.
 
-    cloudpickle, if installed, pickles what has no importable name, such as a lambda, by value.
+    If cloudpickle is installed, it pickles objects without an importable name, such as lambdas, by
+    value.
 
     Parameters
     ----------
     value : object
+        The value to pickle.
     file : binary file
+        The file to write to.
     by_value : bool
-        Whether definitions of __main__ are pickled by value, too.
+        Whether to pickle definitions of __main__ by value as well.
     """
     by_value_pickler = cloudpickle()
     if by_value and by_value_pickler is not None:
@@ -87,14 +90,14 @@ def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """Finds definitions of __main__ under both names of that module."""
+    """Unpickler that finds definitions of the main program under either of its module names."""
 
     def find_class(self, module, name):
         return super().find_class("__main__" if module == MAIN else module, name)
 
 
 def load(file: BinaryIO) -> Any:
-    """Return the value that `dump` wrote on a rank; for the launching process."""
+    """Read a value that `dump` wrote on a rank; only the launching process calls this."""
     return Unpickler(file).load()
 
 
@@ -107,7 +110,7 @@ def cloudpickle() -> ModuleType | None:
 
 
 def _write_result(result, path):
-    """Write rank 0's result."""
+    """Write the result of rank 0; raise TypeError if it cannot be pickled."""
     try:
         _write_complete(path, result)
     except Exception as error:
@@ -117,14 +120,14 @@ def _write_result(result, path):
 
 
 def _write_complete(path, value):
-    """Write a pickle so that the file appears complete."""
+    """Pickle a value to a file that gets its name only when it is complete."""
     with open(f"{path}.part", "wb") as file:
         dump(value, file)
     os.replace(f"{path}.part", path)
 
 
 def _write_error(folder, rank, host, error):
-    """Write an exception for `launch` to raise."""
+    """Write a report of an exception, from which `launch` raises an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
         trace = trace.tb_next  # skip the frames of the launch itself
@@ -136,14 +139,14 @@ def _write_error(folder, rank, host, error):
         dump(error, file)
         report["error"] = file.getvalue()
     except Exception:
-        report["error"] = None  # it cannot be pickled; its text remains
+        report["error"] = None  # it cannot be pickled; the report still has its text
     _write_complete(os.path.join(folder, f"error-{rank}"), report)
 
 
 def _run_main_program(program):
-    """Run the launching process's main program under another name, for its definitions.
+    """Run the launching process's main program under another name, to get its definitions.
 
-    program: (kind, name) from `launch`, or None.
+    `program` is a tuple (kind, name) from `launch`, or None if there is nothing to run.
     """
     if program is None:
         return
@@ -155,7 +158,10 @@ def _run_main_program(program):
 
 
 def _load_task(file):
-    """Return the function and its arguments; UserError if the script, run again, lacks a name."""
+    """Read the function and its arguments.
+
+    Raise UserError if they need a name that the script does not define when it runs again.
+    """
     try:
         return pickle.load(file)
     except AttributeError as error:
@@ -168,7 +174,7 @@ def _load_task(file):
 
 
 def _redirect_output(rank, show):
-    """Prefix the lines of ranks above 0; unless show is "all", drop their stdout."""
+    """Prefix the lines of ranks other than 0; drop their stdout unless `show` is "all"."""
     if rank == 0:
         return
     if show != "all":
@@ -180,7 +186,7 @@ def _redirect_output(rank, show):
 
 
 class PrefixedStream(io.TextIOBase):
-    """A text stream that writes complete lines, each after a prefix, to a file descriptor."""
+    """A text stream that writes complete lines with a prefix to a file descriptor."""
 
     def __init__(self, prefix: str, descriptor: int) -> None:
         self.prefix, self.descriptor, self._partial_line = prefix, descriptor, ""
@@ -194,7 +200,7 @@ class PrefixedStream(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Write the last line if it has no line end yet."""
+        """Write the last line if it is incomplete."""
         if self._partial_line:
             self.write("\n")
 
@@ -205,7 +211,7 @@ class PrefixedStream(io.TextIOBase):
 
 
 def _end_with_launcher(folder):
-    """End this rank when the launching process ends, which releases its lock on a file."""
+    """End this rank when the launching process ends and so releases its lock on a file."""
     with open(os.path.join(folder, LOCK_FILE)) as file:
         while True:
             try:
@@ -215,4 +221,4 @@ def _end_with_launcher(folder):
             except BlockingIOError:
                 time.sleep(0.5)
             except OSError:
-                return  # the file system has no locks
+                return  # the file system does not support locks

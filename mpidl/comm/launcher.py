@@ -1,4 +1,4 @@
-"""The command line and the environment that start ranks from a process that is not a rank."""
+"""Build the command line and the environment with which a process starts ranks."""
 
 import os
 import shutil
@@ -12,12 +12,12 @@ LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "PMI2_", "OMPI_", "PRTE_", "MPI_", "HYDRA_
 def launcher(ranks: int) -> list[str]:
     """Return the command line that starts this many ranks.
 
-    It runs the mpirun beside this Python, or else the first one on PATH.
+    The command is the mpirun in the folder of this Python, or else the first one on PATH.
 
     Raises
     ------
     UserError
-        If there is no mpirun.
+        If no mpirun is found.
     """
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = mpirun if os.access(mpirun, os.X_OK) else shutil.which("mpirun")
@@ -27,10 +27,11 @@ def launcher(ranks: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment for ranks that it starts.
+    """Return a copy of this process's environment for the ranks that it starts.
 
-    It lacks the variables of an MPI launcher and allows more ranks than cores. This Python comes
-    first on PATH; otherwise mpirun would start another one.
+    Variables of MPI launchers are removed, and Open MPI is allowed to start more ranks than cores
+    and to run as root. The folder of this Python comes first on PATH, because mpirun would
+    otherwise start another Python.
     """
     variables = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     variables["PATH"] = os.path.dirname(sys.executable) + os.pathsep + variables.get("PATH", "")

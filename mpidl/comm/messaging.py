@@ -1,4 +1,4 @@
-"""Pending exchanges of a world, messages to its rank 0, and the waits that advance both."""
+"""Send objects between ranks, run exchanges in the background, and send messages to rank 0."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GATHER, SEND, FIRST_TAG = 3, 4, 10  # control tags; exchanges take the tags from FIRST_TAG on
-TAGS = 16384  # MPI guarantees tags up to 32767
+GATHER, SEND, FIRST_TAG = 3, 4, 10  # two control tags; first tag of exchanges
+TAGS = 16384  # number of tags of exchanges; MPI guarantees tags up to 32767
 
 
 class Messaging:
-    """The part of `World` that moves objects and nodes.
+    """Base class of `World`, which moves objects and fold nodes between ranks.
 
     Parameters
     ----------
     transport : Transport
+        Sends and receives the messages.
 
     Attributes
     ----------
     transport : Transport
+        See above.
     rank, size : int
         Rank of this process, and number of ranks.
     pending_exchanges : list of PendingExchange
-        Exchanges that have started and are not complete.
+        Exchanges that have started but are not complete.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -57,8 +59,9 @@ class Messaging:
         Parameters
         ----------
         value : object
-            Any object that can be pickled; ignored on the other ranks.
+            Any object that can be pickled; ignored on ranks other than `root`.
         root : int, optional
+            Rank whose value is returned.
         """
         if self.size == 1:
             return value
@@ -71,7 +74,7 @@ class Messaging:
         return value if self.rank == root else pickle.loads(data)
 
     def gather(self, value: T) -> list[T] | None:
-        """Return the values of all ranks on rank 0, in order, and None elsewhere; collective.
+        """Return a list of the values of all ranks on rank 0, and None elsewhere; collective.
 
         Parameters
         ----------
@@ -96,7 +99,7 @@ class Messaging:
         return values
 
     def allgather(self, value: T) -> list[T]:
-        """Return the values of all ranks on every rank, in order of the ranks; collective.
+        """Return a list of the values of all ranks, in rank order, on every rank; collective.
 
         Parameters
         ----------
@@ -112,14 +115,14 @@ class Messaging:
     # messages to rank 0 while other work continues
 
     def after_each(self, handler: Callable[[Any], object]) -> None:
-        """Call `handler(data)` on rank 0 for each `send` of any rank, as MATLAB's afterEach."""
+        """Set the function that rank 0 calls for each `send`, like MATLAB's afterEach."""
         self._handler = handler
 
     def send(self, data: Any) -> None:
         """Send data to the handler on rank 0 without waiting; not collective.
 
-        Rank 0 handles messages while it waits in a collective method, in `progress` and, at the
-        latest, in `barrier`.
+        Rank 0 calls its handler while it waits in a collective method, or in `progress`. After
+        `barrier`, all earlier messages have been handled.
 
         Parameters
         ----------
@@ -129,13 +132,13 @@ class Messaging:
         Raises
         ------
         RuntimeError
-            On rank 0, if it has no handler.
+            If rank 0 has no handler. Raised on rank 0.
         """
         self._sent_count += 1
         if self.rank == 0:
             self._handle(data)
         else:
-            # a message must be kept until it has left
+            # keep each request until its message has been sent
             self._outbox = [request for request in self._outbox if not request.Test()]
             self._outbox.append(self.transport.control.isend(data, 0, SEND))
 
@@ -148,16 +151,16 @@ class Messaging:
     # exchanges
 
     def allgather_into(self, inbox: Sequence[Any], buffer: Any, operation: str) -> None:
-        """Send a buffer to all other ranks, and receive theirs; collective.
+        """Send a buffer to all other ranks and receive their buffers; collective.
 
         Parameters
         ----------
         inbox : sequence
-            By rank, where to receive its buffer. This rank's own entry is not touched.
+            Buffers to receive into, one per rank. The entry of this rank is not changed.
         buffer : ndarray or DeviceBytes
-            Of the same size on all ranks; in a GPU's memory if MPI reads that.
+            Data to send, of the same size on all ranks. May be in GPU memory if MPI reads that.
         operation : str
-            What the wait is for, in messages about a time-out.
+            Name of the awaited operation, for messages about a time-out.
         """
         tag = self._new_tag()
         peers = [rank for rank in range(self.size) if rank != self.rank]
@@ -171,21 +174,26 @@ class Messaging:
         Parameters
         ----------
         tree : fold.Tree
+            Tree over the blocks.
         matrix : ndarray, shape (nodes, width)
-            This rank's nodes; they may be overwritten.
+            Nodes of this rank; they may be overwritten.
         combine : callable
-            `fold.add` or `fold.merge_moments`.
+            Function that combines two nodes: `fold.add` or `fold.merge_moments`.
 
         Returns
         -------
         ndarray, shape (width,)
+            Root of the tree.
         """
         pending = self.start(tree, matrix, combine)
         self.wait(pending)
         return pending.root
 
     def start(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> PendingExchange:
-        """Start an exchange, as `exchange`, and return it at once for `wait`; collective."""
+        """Start an exchange without waiting, and return it for `wait`; collective.
+
+        The parameters are those of `exchange`.
+        """
         algorithm = choose_algorithm(tree, matrix.shape[1] * matrix.itemsize, combine)
         steps = algorithm(self.transport, self._new_tag(), tree, matrix, combine)
         pending = PendingExchange(steps)
@@ -194,23 +202,23 @@ class Messaging:
         return pending
 
     def wait(self, pending: PendingExchange) -> None:
-        """Wait until an exchange has its root."""
+        """Wait until an exchange is complete."""
 
         def is_complete():
-            self.progress()  # which alone advances exchanges, this one among them
+            self.progress()  # advances all exchanges, including this one
             return pending.is_complete
 
         self.transport.wait_until(is_complete, "a sum over the ranks")
 
     def progress(self) -> None:
-        """Advance pending exchanges, and pass messages to rank 0's handler; never waits."""
+        """Advance pending exchanges and handle messages on rank 0, without waiting."""
         self.advance()
         if self._handler and self.rank == 0 and self.size > 1:
             while (message := self.transport.control.improbe(tag=SEND)) is not None:
                 self._handle(message.recv())
 
     def advance(self) -> None:
-        """Advance pending exchanges; never waits."""
+        """Advance pending exchanges, without waiting."""
         testall = self.transport.MPI.Request.Testall
         for pending in list(self.pending_exchanges):
             if testall(pending.requests):

@@ -1,10 +1,11 @@
-"""Moves nodes of sums from GPU to GPU: by NCCL, or by an MPI that reads device memory.
+"""Move fold nodes between the GPUs of the ranks, by NCCL or by an MPI that reads device memory.
 
-`make_mover(world)` picks one of them, or None: then nodes travel through pinned host memory and the
-world's own exchange. A mover only gathers bytes; the fold adds them up, so the sums are the same.
+`make_mover(world)` chooses one of them. If it returns None, nodes travel through pinned host memory
+and the world's own exchange. A mover only gathers bytes and the fold adds them up, so the sums do
+not depend on the choice.
 
-No mover has run on several real GPUs yet. The choice is tested with simulated ranks, and the
-messages of `MpiMover` with host memory.
+No mover has run on several real GPUs yet. The choice is tested with simulated ranks; the messages
+of `MpiMover` are tested with host memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VARIABLE = "MPIDL_TRANSPORT"
 
 
 class Capabilities(NamedTuple):
-    """What a rank has to move device memory."""
+    """The ways in which a rank can move device memory."""
 
     host: str
     identity: str
@@ -40,23 +41,24 @@ class Capabilities(NamedTuple):
 
 
 def make_mover(world: World) -> NcclMover | MpiMover | None:
-    """Return what moves nodes between the GPUs of a world's ranks; collective, once a world.
+    """Create the object that moves nodes between the ranks' GPUs; collective, once per world.
 
     Parameters
     ----------
     world : World
-        With a `device`.
+        The ranks. `world.device` must be set.
 
     Returns
     -------
     NcclMover, MpiMover or None
-        None if nodes travel through the host. A mover has `captured`, whether its messages can be
-        part of a captured graph, and `allgather(source, target)`.
+        None if nodes travel through host memory. A mover has a method `allgather(source, target)`
+        and an attribute `captured`, which says whether a CUDA graph can contain its messages.
 
     Raises
     ------
     UserError
-        If the transport in MPIDL_TRANSPORT cannot be used. The value on rank 0 counts.
+        If the transport that MPIDL_TRANSPORT names cannot be used. All ranks use the value of
+        rank 0.
     """
     request = world.broadcast(os.environ.get(VARIABLE))
     ranks = world.allgather(
@@ -69,12 +71,12 @@ def make_mover(world: World) -> NcclMover | MpiMover | None:
 
 
 def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) -> str:
-    """Return the best transport, one of `TRANSPORTS`, or the requested one.
+    """Return the requested transport, or else the best of `TRANSPORTS` that all ranks can use.
 
     Raises
     ------
     UserError
-        If the requested one is unknown or cannot be used.
+        If the requested transport is unknown or cannot be used.
     """
     if request is not None and request not in TRANSPORTS:
         raise UserError(f"{VARIABLE} must be {', '.join(TRANSPORTS[:-1])} or host, found {request}")
@@ -109,10 +111,10 @@ def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) 
 
 
 def version() -> int:
-    """Return the version of the NCCL that CuPy can load, such as 22707; 0 without."""
+    """Return the version of the NCCL that CuPy can load, such as 22707; 0 if there is none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy explains at length how to install it
+            warnings.simplefilter("ignore")  # hide CuPy's instructions for installing NCCL
             from cupy.cuda import nccl
     except ImportError:
         return 0
@@ -122,18 +124,18 @@ def version() -> int:
 def cuda_aware(
     libraries: Iterable[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> bool | None:
-    """Return whether MPI reads device memory, as its library says; None if it does not say.
+    """Ask the MPI library whether it reads device memory; return None if it does not say.
 
     Parameters
     ----------
     libraries : iterable of str, optional
-        Paths of the MPI libraries of this process; those that it has loaded by default.
+        Paths of MPI libraries. By default the libraries that this process has loaded.
     environ : mapping, optional
         Environment variables.
     """
     for path in loaded_libraries() if libraries is None else libraries:
         if "cray" in os.path.basename(path) and environ.get("MPICH_GPU_SUPPORT_ENABLED") != "1":
-            return False  # Cray's library says yes regardless, and then ends the job
+            return False  # Cray's library says yes even then, but aborts the job
         with contextlib.suppress(OSError, AttributeError):  # Open MPI, MPICH
             return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
         with contextlib.suppress(OSError, AttributeError):  # MPICH and its derivatives
@@ -155,17 +157,18 @@ _communicators: dict = {}  # {Capabilities of the ranks: NCCL's communicator}
 
 
 class NcclMover:
-    """Moves nodes by NCCL; each rank needs a GPU for itself.
+    """A mover that uses NCCL. Each rank needs a GPU that no other rank uses.
 
-    Worlds of the same ranks share a communicator. The constructor sends the first messages, outside
-    of any graph, because they open connections. If a rank dies, the others wait in NCCL, where
-    --timeout has no effect; the launcher ends them.
+    Worlds with the same ranks share a communicator. The constructor sends the first messages,
+    because they open connections, which must not happen inside a CUDA graph. If a rank dies, the
+    others wait in NCCL, where --timeout has no effect, until the launcher ends them.
 
     Parameters
     ----------
     world : World
-    ranks : tuple
-        Key of the communicator: the Capabilities of all ranks.
+        The ranks.
+    ranks : tuple of Capabilities
+        Capabilities of each rank, the key under which the communicator is stored.
     """
 
     captured = True
@@ -179,8 +182,8 @@ class NcclMover:
             key = world.broadcast(nccl.get_unique_id() if world.rank == 0 else None)
             communicator = nccl.NcclCommunicator(world.size, key, world.rank)
             _communicators[ranks] = communicator
-            # Keep it until the process ends: its destructor waits for all graphs that hold its
-            # messages to be destroyed, and for the other ranks.
+            # Keep the communicator until the process ends. Its destructor would wait for the other
+            # ranks, and for the destruction of all graphs that contain its messages.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
         self._communicator = _communicators[ranks]
         buffer = self.device.allocate(256 * (world.size + 1))
@@ -188,14 +191,14 @@ class NcclMover:
         self.device.synchronize()
 
     def allgather(self, source: Array, target: Array) -> None:
-        """Gather nodes from all ranks, in the order of the device's stream.
+        """Gather the nodes of all ranks, as an operation on the device's stream.
 
         Parameters
         ----------
         source : Array, shape (nodes, width)
-            C-ordered, of the same shape on all ranks.
+            Nodes of this rank, C-ordered. The shape must be the same on all ranks.
         target : Array, shape (ranks, nodes, width)
-            C-ordered.
+            Receives the nodes of all ranks, C-ordered.
         """
         self._gather(source.address, target.address, source.nbytes)
 
@@ -205,9 +208,9 @@ class NcclMover:
 
 
 class MpiMover:
-    """Moves nodes by MPI messages between device memories.
+    """A mover that uses MPI messages from device memory to device memory.
 
-    The host waits for the device, then for the messages.
+    The host first waits for the device, then for the messages.
     """
 
     captured = False
@@ -216,7 +219,7 @@ class MpiMover:
         self.world, self.device = world, world.device
 
     def allgather(self, source: Array, target: Array) -> None:
-        """Gather nodes from all ranks; see `NcclMover.allgather`."""
+        """Gather the nodes of all ranks; see `NcclMover.allgather`."""
         world, nbytes = self.world, source.nbytes
         if not nbytes:
             return
@@ -228,7 +231,7 @@ class MpiMover:
 
 
 class DeviceBytes:
-    """Bytes at an address, as MPI accepts them: through the CUDA array interface."""
+    """A buffer in device memory that MPI accepts, because it has the CUDA array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

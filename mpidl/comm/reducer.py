@@ -1,4 +1,4 @@
-"""Adds Partials up over the ranks, in buckets, while other work continues."""
+"""Sum Partials over the ranks, in buckets, while other work continues."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mpidl.fold import Partial
 if TYPE_CHECKING:
     from mpidl.comm.world import World
 
-BUCKET_BYTES = 1 << 18  # the digits network's dense layer leaves as soon as its gradient is final
+BUCKET_BYTES = 1 << 18  # the gradient of the dense layer of the digits network fills a bucket
 
 
 class PendingExchange:
-    """An exchange that has started: a generator that advances when its requests are complete.
+    """A started exchange: a generator of `exchange` and the requests that it waits for.
 
     Attributes
     ----------
     requests : sequence of mpi4py.MPI.Request
         Requests that must complete before the next `advance`.
     is_complete : bool
-        Whether the root has arrived.
+        Whether `root` is available.
     root : ndarray, shape (width,), or None
-        Root of the tree, once complete.
+        Root of the tree; None until the exchange is complete.
     """
 
     def __init__(self, steps: exchange.Steps) -> None:
@@ -40,7 +40,7 @@ class PendingExchange:
         self.advance()
 
     def advance(self) -> None:
-        """Run up to the next requests; the current ones must be complete."""
+        """Run the exchange up to its next requests; the current requests must be complete."""
         try:
             self.requests = next(self._steps)
         except StopIteration as end:
@@ -48,19 +48,22 @@ class PendingExchange:
 
 
 class Reducer:
-    """Adds named values up over the ranks as they become final.
+    """Sums named values over the ranks, each as soon as it is final.
 
-    Partials are packed into buckets in the order of `push`, which is the tape's and so the same on
-    every rank. A full bucket is sent at once. Each term of a Partial is folded by itself (see
-    `Partial`). A term with another tree, dtype or operation starts a new bucket.
+    Partials are packed into buckets in the order of `push`. This is the order of the tape, which is
+    the same on every rank. A full bucket is sent at once. Each term of a Partial is folded
+    separately (see `Partial`). A term whose tree, dtype or operation differs from that of the
+    bucket starts a new bucket.
 
     Parameters
     ----------
     world : World
+        The ranks.
     bucket_bytes : float
-        Size from which a bucket is full.
+        Size in bytes from which a bucket is full.
     kernel_hook : callable, optional
-        Called by long kernels about every millisecond until `finish`, so that exchanges advance.
+        Function that long kernels call about every millisecond until `finish`, to advance
+        exchanges.
     """
 
     def __init__(
@@ -79,21 +82,23 @@ class Reducer:
         self._filled_bytes = 0
 
     def push(self, name: str, value: Partial | Any) -> None:
-        """Add a named value.
+        """Add a named value to the sums.
 
-        The nodes of a Partial are released as soon as they are packed or sent. On one rank its only
-        node becomes the sum, in the same memory.
+        The nodes of a Partial are released as soon as they are packed or sent. On one rank, the
+        only node of a term becomes its sum without a copy.
 
         Parameters
         ----------
         name : str
+            Key of the value in the result of `finish`.
         value : Partial or ndarray
-            An array must be the same on all ranks already; `finish` returns it as it is.
+            A Partial is summed. An array must already be the same on all ranks; `finish` returns it
+            unchanged.
 
         Raises
         ------
         ValueError
-            If the Partial belongs to a world of another size.
+            If the Partial belongs to a world with another number of ranks.
         """
         self._values[name] = value
         if not isinstance(value, Partial) or not is_on_host(value):
@@ -125,7 +130,7 @@ class Reducer:
         """Start the exchange of the current bucket."""
         tree, combine, dtype = self._bucket_key
         entries = [(name, index, size) for name, index, _, size in self._bucket]
-        if len(self._bucket) == len(self._bucket[0][2]) == 1:  # one node: sent without a copy
+        if len(self._bucket) == len(self._bucket[0][2]) == 1:  # send one node without a copy
             matrix = np.reshape(self._bucket[0][2][0], (1, -1))
         else:
             width, offset = sum(size for *_, size in self._bucket), 0
@@ -167,7 +172,7 @@ class Reducer:
         return sums
 
     def _sums_on_devices(self):
-        """Return the sums of the values on a GPU, {name: array}."""
+        """Return the sums of the values that are on a GPU, {name: array}."""
         values = {name: value for name, value in self._values.items() if not is_on_host(value)}
         if not values:
             return {}
@@ -177,7 +182,7 @@ class Reducer:
 
 
 def is_on_host(value: Any) -> bool:
-    """Return whether a value, or a Partial's nodes, are in host memory."""
+    """Return whether a value is in host memory; for a Partial, its nodes and its addend."""
     if not isinstance(value, Partial):
         return True
     parts = [*(term.nodes for term in value.terms), value.addend]

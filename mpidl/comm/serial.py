@@ -1,6 +1,7 @@
 """A substitute for `mpi4py.MPI` on one rank, for machines without mpi4py.
 
-It has only the names that this package uses. A collective call returns its own argument.
+It has only the names that this package uses. On one rank, each collective operation gives the
+rank's own value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def load() -> ModuleType | SimpleNamespace:
     Returns
     -------
     module
-        `mpi4py.MPI`; the substitute if mpi4py is not installed or finds no MPI library.
+        `mpi4py.MPI`, or the substitute if mpi4py is not installed or cannot load an MPI library.
 
     Raises
     ------
@@ -34,7 +35,7 @@ def load() -> ModuleType | SimpleNamespace:
 
         mpi4py.rc.thread_level = "funneled"
         with warnings.catch_warnings():
-            # `failure.refuse_foreign_launcher` reports it in one line instead of several
+            # `failure.refuse_foreign_launcher` reports this problem in one line
             warnings.filterwarnings("ignore", "suspicious MPI execution environment")
             return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -49,7 +50,7 @@ def load() -> ModuleType | SimpleNamespace:
 
 
 def _reason_of(error):
-    """Say in words why mpi4py could not be imported."""
+    """Describe why mpi4py could not be imported."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "mpi4py":
         return "mpi4py is not installed (pip install '.[mpich]', or run/install)"
     return f"mpi4py cannot be used: {' '.join(str(error).split())[:200]}"
@@ -100,7 +101,7 @@ class Comm:
 
 
 def _serial_mpi(reason):
-    """Return the substitute for `mpi4py.MPI`; reason: why it is needed."""
+    """Return the substitute for `mpi4py.MPI`; `reason` says why it is needed."""
     library = f"one rank without MPI: {reason}"
     namespace = SimpleNamespace(
         COMM_WORLD=Comm(),
@@ -112,5 +113,5 @@ def _serial_mpi(reason):
         get_vendor=lambda: ("no MPI", (0, 0, 0)),
     )
     for operation in ("SUM", "MIN", "MAX", "LAND", "LOR"):
-        setattr(namespace, operation, operation)  # of one value they all return the same
+        setattr(namespace, operation, operation)  # on one rank they all give the same
     return namespace

@@ -1,4 +1,4 @@
-"""The number of threads of each rank, from the cores that it and its neighbours may use."""
+"""Compute the number of threads of each rank from the cores that the ranks may use."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:
     Parameters
     ----------
     world : World
+        The ranks.
     count : int
-        Threads of each rank; 0 for the number that `assign_threads` computes.
+        Number of threads of each rank; 0 for the number that `assign_threads` computes.
 
     Returns
     -------
     threads : list of int
-        Threads of each rank, on every rank.
+        Number of threads of each rank. The list is the same on all ranks.
     lines : list of str
         Warnings to print.
     """
@@ -56,13 +57,13 @@ def available_cores(cgroup_folder: str | os.PathLike = CGROUP_FOLDER) -> Cores:
 
 
 def _quota(cgroup_folder):
-    """Return the CPU quota in whole cores, at least 1; None if there is none."""
+    """Return the CPU quota in whole cores, at least 1; None if there is no quota."""
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         try:
             words = " ".join(_read(os.path.join(cgroup_folder, name)) for name in names).split()
             quota, period = (-1 if word == "max" else int(word) for word in words)
         except (OSError, ValueError):
-            continue  # no such file in this version of control groups
+            continue  # this version of control groups has no such file
         return None if quota < 0 or period <= 0 else max(1, quota // period)
     return None
 
@@ -80,13 +81,13 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
     ranks : sequence of (str, Cores)
         Host and cores of each rank.
     count : int
-        Threads of each rank. If 0, each core is divided among the ranks that may use it, and each
-        rank gets at least one thread. A quota applies to all ranks of its host together.
+        Number of threads of each rank. If 0, each core is divided among the ranks that may use it,
+        and each rank gets at least one thread. All ranks of a host share the quota.
 
     Returns
     -------
     threads : list of int
-        Threads of each rank.
+        Number of threads of each rank.
     lines : list of str
         Warnings about hosts with more threads than cores, and about ranks bound to fewer cores
         than they have threads.
@@ -96,7 +97,7 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
         by_host.setdefault(host, []).append(rank)
     threads, lines = [count] * len(ranks), []
     for host, host_ranks in by_host.items():
-        users: dict[int, int] = {}  # by core: how many ranks may use it
+        users: dict[int, int] = {}  # {core: number of ranks that may use it}
         for rank in host_ranks:
             for core in ranks[rank][1].allowed:
                 users[core] = users.get(core, 0) + 1

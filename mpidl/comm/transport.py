@@ -1,7 +1,7 @@
-"""Messages over one MPI communicator, and waits that do not hang.
+"""Send messages over an MPI communicator, and wait for them with a time-out.
 
-Every wait is a loop of tests. So signals are handled, pending exchanges advance, and a rank that
-stops answering is named instead of being waited for.
+Every wait is a loop of tests. Signals are therefore handled and pending exchanges advance during a
+wait. A wait for a rank that stops answering ends with a message that names the rank.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class Transport:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Communicator. It is duplicated: once for arrays, once for control messages.
+        Communicator. It is duplicated twice: for arrays and for control messages.
     timeout : float
-        Seconds after which a wait names the missing ranks and aborts the job.
+        Longest wait in seconds. A longer wait names the missing ranks and aborts the job.
 
     Attributes
     ----------
     MPI : module
         `mpi4py.MPI`, or its substitute for one rank (`comm.serial`).
     comm, control : mpi4py.MPI.Comm
-        Communicators for arrays, and for objects and pings.
+        `comm` transfers arrays; `control` transfers pickled objects and pings.
     rank, size : int
         Rank of this process, and number of ranks.
     hosts : list of str
         Host name of each rank.
     timeout : float
-        See above.
+        Longest wait in seconds; may be changed.
     activity : str
-        What this rank is doing, for messages about errors.
+        Current activity of this rank, for error messages.
     wait_seconds : float
-        Total time that this rank has waited for other ranks.
+        Total time in seconds that this rank has waited for other ranks.
     has_left : bool
-        Whether this rank has completed the last meeting of all ranks.
+        Whether this rank has met all other ranks at the end of the program.
     """
 
     def __init__(self, comm: MPI.Comm, timeout: float) -> None:
@@ -76,7 +76,7 @@ class Transport:
         return self.comm.Irecv(array, source, tag)
 
     def iallreduce(self, array: np.ndarray, out: np.ndarray) -> MPI.Request:
-        """Start MPI's own sum of an array over all ranks; return the MPI request."""
+        """Start MPI's Allreduce of an array with operation SUM; return the MPI request."""
         return self.comm.Iallreduce(array, out, self.MPI.SUM)
 
     def wait(
@@ -101,28 +101,28 @@ class Transport:
         Parameters
         ----------
         is_ready : callable
-            Tested again and again.
+            Condition, called repeatedly.
         operation : str
-            What the wait is for, in messages about a time-out.
+            Name of the awaited operation, for messages about a time-out.
         progress : callable, optional
-            Called between tests.
+            Function to call between tests.
         timeout : float, optional
-            Seconds after which the missing ranks are named and the job is aborted;
-            `self.timeout` by default.
+            Longest wait in seconds, by default `self.timeout`. A longer wait names the missing
+            ranks and aborts the job.
         """
         start = time.monotonic()
         self._poll(is_ready, operation, progress, self.timeout if timeout is None else timeout)
         self.wait_seconds += time.monotonic() - start
 
     def _poll(self, is_ready, operation, progress, timeout):
-        """Test until ready, with ever longer pauses."""
+        """Call `is_ready` until it returns true, with increasing pauses."""
         polls, start, deadline, previous = 0, None, None, None
         while not is_ready():
             polls += 1
             if progress:
                 progress()
             if self._oversubscribed and polls > 20:
-                time.sleep(5e-5)  # a yield would return at once while the others compute
+                time.sleep(5e-5)  # sched_yield would return at once while others compute
             elif self._oversubscribed or polls > 1000:
                 os.sched_yield()
             if polls % 256:
@@ -130,18 +130,18 @@ class Transport:
             now = time.monotonic()
             if start is None:
                 start, deadline, previous = now, now + timeout, now
-            if now - previous > 1:  # this process was stopped for a while, and the others with it
+            if now - previous > 1:  # all processes were suspended for a while
                 deadline += now - previous
             previous = now
             if now - start > 0.02:
-                time.sleep(0.0005)  # a long wait: leave the core to processes that have work
+                time.sleep(0.0005)  # in a long wait, leave the core to other processes
             if self._answer_ping(operation):
-                deadline = max(deadline, now + 30)  # another rank is asking already
+                deadline = max(deadline, now + 30)  # another rank has timed out
             if now > deadline:
                 self._abort_naming_the_missing(operation)
 
     def _answer_ping(self, operation):
-        """Answer a rank that asks which ranks are alive; return whether one asked."""
+        """Answer a ping of another rank, if there is one; return whether there was."""
         if not self.control.Iprobe(tag=PING):
             return False
         status = self.MPI.Status()
@@ -150,13 +150,13 @@ class Transport:
         return True
 
     def _abort_naming_the_missing(self, operation):
-        """Ping all ranks, collect answers for a few seconds, name the missing, abort the job."""
+        """Ping all ranks, print which of them do not answer within 5 s, and abort the job."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for rank in peers:
             self.control.isend("", rank, PING)
         answers: dict[int, str] = {}
         self._collect_answers(operation, answers, 5.0, lambda: len(answers) == len(peers))
-        # If several ranks ask at once, the lowest prints and aborts the others.
+        # If several ranks time out at once, the lowest prints its message and aborts the job.
         pause = 0.3 * min(sum(rank < self.rank for rank in answers), 10)
         self._collect_answers(operation, answers, pause)
         lines = [
@@ -174,7 +174,7 @@ class Transport:
         self.abort(1)
 
     def _collect_answers(self, operation, answers, seconds, is_complete=lambda: False):
-        """Collect answers, {rank: text}, for some seconds, and answer pings meanwhile."""
+        """Collect answers to pings in `answers`, {rank: text}, and answer the pings of others."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not is_complete():
             if self.control.Iprobe(tag=PONG):
@@ -192,10 +192,10 @@ class Transport:
 
 
 def free_shared_bytes(transport: Transport) -> int:
-    """Return how many bytes `allocate_shared` can still allocate on this host.
+    """Return the number of bytes that `allocate_shared` can still allocate on this host.
 
-    MPI libraries back shared memory by files in /dev/shm. A process that touches a page that does
-    not fit there is killed; a container has 64 MB by default.
+    MPI libraries back shared memory by files in /dev/shm, which has 64 MB in a container by
+    default. If /dev/shm is full, a process that touches a new page is killed.
     """
     if transport.size == 1:
         return sys.maxsize
@@ -209,7 +209,10 @@ def free_shared_bytes(transport: Transport) -> int:
 def allocate_shared(
     transport: Transport, shape: Sequence[int], dtype: DTypeLike
 ) -> tuple[np.ndarray, MPI.Win | None]:
-    """Return a zeroed array that the ranks of this host share, and its MPI window; collective."""
+    """Allocate a zeroed array that the ranks of this host share; collective.
+
+    Return the array and its MPI window, which is None on one rank.
+    """
     shape = tuple(int(n) for n in shape)
     count = int(np.prod(shape))
     if transport.size == 1:

@@ -1,4 +1,4 @@
-"""The world: this rank, how many there are, and what they do together."""
+"""The `World` class: collective operations over all ranks of a job."""
 
 from __future__ import annotations
 
@@ -40,29 +40,31 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,
     "prod": np.multiply,
 }
-# Reductions by MPI itself, whose results do not depend on the order. It has no minimum of booleans.
+# Reductions that MPI performs itself, because their results do not depend on the order.
+# MPI has no minimum or maximum of booleans; logical AND and OR replace them.
 MPI_OF_INTEGERS: dict[object, str] = {"min": "MIN", "max": "MAX"}
 MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}
 
 
 class World(Messaging):
-    """All ranks of the job.
+    """A communicator of all ranks of the job.
 
-    Every method is collective, except `send`, `report` and `progress`: all ranks call it, in the
-    same order. From the start all ranks run the same kernels, the best that each of them can.
+    Every method is collective except `send`, `report` and `progress`: all ranks must call it, in
+    the same order. The constructor selects the best build of the kernels that all ranks can run.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
-        Communicator; COMM_WORLD by default.
+        MPI communicator; COMM_WORLD by default.
     timeout : float, optional
-        Seconds after which a wait names the ranks that do not answer, and ends the job.
+        Longest wait in seconds. A longer wait names the ranks that do not answer and ends the job.
     plain : bool, optional
-        Whether sums use MPI_Allreduce. Its result depends on the number of ranks; this is for
+        Whether sums use MPI_Allreduce, whose result depends on the number of ranks. For
         measurements and negative controls.
     threads : int or None, optional
-        Threads of each rank in the kernels. 0 divides the cores among the ranks that may use them,
-        unless `dl.configure` or an earlier world has set a number. None leaves it to `use_threads`.
+        Number of threads that the kernels use on each rank. 0 divides the cores among the ranks
+        that may use them, unless `dl.configure` or an earlier world has set a number. None sets no
+        number; call `use_threads` later.
 
     Attributes
     ----------
@@ -71,17 +73,18 @@ class World(Messaging):
     host : str
         Name of this rank's host.
     hosts : list of str
-        Host of each rank.
+        Host name of each rank.
     threads : list of int
-        Threads of each rank; empty until they are set.
+        Number of threads of each rank; empty until `use_threads` is called.
     device : CudaDevice or None
-        GPU of this rank; None for the CPU.
+        GPU of this rank; None if it computes on the CPU.
 
     Notes
     -----
-    Ranks are numbered in (host, rank) order, so that neighbours in the fold share a host; rank 0
-    stays rank 0. If mpi4py is missing, the world is this process alone (`comm.serial`). MPI is
-    initialized FUNNELED: only the main thread may call these methods.
+    Ranks are renumbered by host, then by their rank in `comm`, so that neighbours in the fold share
+    a host. Rank 0 keeps its number. Without mpi4py, the world has this process as its only rank
+    (see `comm.serial`). MPI is initialized with thread level FUNNELED: only the main thread may
+    call these methods.
     """
 
     def __init__(
@@ -101,12 +104,14 @@ class World(Messaging):
         self.plain = plain
         self.hosts: list[str] = self.transport.hosts
         self.host: str = self.hosts[self.rank]
-        self.device: CudaDevice | None = None  # see `devices.use_gpu`, also for these two
+        # `devices.use_gpu` sets these three.
+        self.device: CudaDevice | None = None
         self.counts: Counts | None = None
         self.mover: NcclMover | MpiMover | None = None
-        self.device_request: tuple[str, str | None] | None = None  # of the last `use_device`
-        self._one_rank = OneRank()  # sums of one rank, without messages
-        self._windows: dict[int, MPI.Win | None] = {}  # of shared arrays, by id
+        # arguments of the last `use_device`
+        self.device_request: tuple[str, str | None] | None = None
+        self._one_rank = OneRank()  # sums values on one rank without messages
+        self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
         failure.abort_on_exception(self.transport)
         builds.settle(self)
         self.threads: list[int] = []
@@ -132,12 +137,12 @@ class World(Messaging):
         Parameters
         ----------
         count : int
-            Threads of each rank; 0 divides the cores among the ranks.
+            Number of threads of each rank; 0 divides the cores among the ranks.
 
         Returns
         -------
         list of str
-            On rank 0, lines to print if the threads do not fit the machine.
+            Warnings to print, such as for more threads than cores. Empty on all ranks but 0.
         """
         self.threads, lines = thread_budget.set_threads(self, count)
         return lines if self.rank == 0 else []
@@ -148,19 +153,19 @@ class World(Messaging):
         Parameters
         ----------
         device : {"auto", "cpu", "gpu"}
-            "auto" takes GPUs if every rank has one.
+            "auto" uses GPUs if every rank has one, and CPUs otherwise.
         gpus : str, optional
             Numbers of the GPUs to use, such as "0,2".
 
         Returns
         -------
         list of str
-            On rank 0, lines to print.
+            Messages to print. Empty on all ranks but 0.
 
         Raises
         ------
         UserError
-            On all ranks, if a requested GPU cannot be used.
+            If a requested GPU cannot be used. All ranks raise it.
         """
         if self.device_request == (device, gpus):
             return []
@@ -188,23 +193,24 @@ class World(Messaging):
     @overload
     def gplus(self, value: tuple[Number, ...]) -> tuple[Number, ...]: ...
     def gplus(self, value: Any) -> Any:
-        """Add a value up over all ranks; every rank gets the same bytes.
+        """Sum a value over all ranks; every rank gets the same bytes.
 
         Parameters
         ----------
         value : Partial, array_like, dict, list or tuple
-            The items of a dict, list or tuple are added up one by one, in one exchange if possible.
+            Value of this rank. The items of a dict, list or tuple are summed separately, in one
+            exchange if possible.
 
         Returns
         -------
         ndarray, number, dict, list or tuple
-            The sum of a Partial does not depend on the number of ranks. A number or plain array is
-            added in the order of the ranks: the result is repeatable, but depends on their number.
+            The sum of a Partial does not depend on the number of ranks. Numbers and plain arrays
+            are added in rank order: the result is reproducible, but depends on the number of ranks.
         """
         if isinstance(value, dict):
             reducer = Reducer(self, bucket_bytes=float("inf"))
             for name, item in value.items():
-                # on one rank a copy: the Partial stays the caller's
+                # on one rank, push a copied sum, so that the caller's Partial stays valid
                 is_simple = not isinstance(item, Partial) or self._is_complete(item)
                 reducer.push(name, self.gplus(item) if is_simple else item)
             return reducer.finish()
@@ -217,7 +223,7 @@ class World(Messaging):
         return self.gop("sum", value)
 
     def _is_complete(self, partial):
-        """Whether this rank holds all nodes of a Partial in host memory."""
+        """Return whether this rank holds all nodes of a Partial in host memory."""
         return self.size == 1 and is_on_host(partial)
 
     @overload
@@ -234,14 +240,14 @@ class World(Messaging):
         Parameters
         ----------
         operation : {"and", "or", "min", "max", "sum", "prod"} or callable
-            A function takes two arrays. It is applied from rank 0 upwards.
+            The reduction. A callable gets two arrays, and combines the values in rank order.
         value : array_like
-            Number or array, of the same shape and dtype on all ranks.
+            Number or array. Its shape and dtype must be the same on all ranks.
 
         Returns
         -------
         ndarray or number
-            An array for an array, a Python number for a number.
+            A Python number if `value` is a number, else an array.
 
         Raises
         ------
@@ -257,14 +263,14 @@ class World(Messaging):
         combine = operation if callable(operation) else OPERATIONS[operation]
         if isinstance(value, Partial):
             raise TypeError("gop: got a Partial; world.gplus(value) is what folds it")
-        # a copy, so that the result is never the argument itself; in C order on every rank
+        # Copy, so that the result is never the argument itself; use C order on every rank.
         array = np.array(value, order="C", ndmin=1)
         if array.dtype == object:
             raise TypeError(f"gop: expected numbers, got {value!r}")
         if operation in ("and", "or"):
             array = array.astype(bool)
         elif operation in ("sum", "prod") and array.dtype.kind in "biu":
-            # as wide as NumPy's own sums: counts of true values, and no overflow of bytes
+            # Widen as NumPy's sum does: booleans are counted, and small integers do not overflow.
             array = array.astype(np.uint64 if array.dtype.kind == "u" else np.int64)
         names = MPI_OF_BOOLEANS if array.dtype == bool else MPI_OF_INTEGERS
         if array.dtype.kind in "iub" and operation in names:
@@ -280,7 +286,7 @@ class World(Messaging):
 
     @staticmethod
     def _like(result, value):
-        """Return the result in the shape of the value: a Python number for a number."""
+        """Reshape the result like the value; return a Python number if the value is a number."""
         result = result.reshape(np.shape(value))
         return result if result.ndim or isinstance(value, np.ndarray) else result[()].item()
 
@@ -297,14 +303,14 @@ class World(Messaging):
     @overload
     def allreduce(self, value: np.ndarray, op: Literal["and", "or"]) -> np.ndarray: ...
     def allreduce(self, value: Any, op: Any = "sum") -> Any:
-        """Combine the values of all ranks, as MPI's allreduce; every rank gets the result.
+        """Combine the values of all ranks like MPI's Allreduce; every rank gets the result.
 
         Parameters
         ----------
         value : Partial, array_like, dict, list or tuple
-            All but numbers and arrays need the operation "sum".
+            Value of this rank. A Partial, dict, list or tuple requires the operation "sum".
         op : {"sum", "prod", "min", "max", "and", "or"} or callable, optional
-            A function takes two arrays. It is applied from rank 0 upwards.
+            The reduction. A callable gets two arrays, and combines the values in rank order.
 
         Returns
         -------
@@ -314,13 +320,13 @@ class World(Messaging):
         return self.gplus(value) if op == "sum" else self.gop(op, value)
 
     def reducer(self) -> Reducer:
-        """Return the reducer to which `value_and_grad(f, reduce=world)` passes gradients."""
+        """Return a new `Reducer`; `value_and_grad(f, reduce=world)` passes gradients to it."""
         return Reducer(self, kernel_hook=self.advance)
 
     # agreement and reports
 
     def barrier(self) -> None:
-        """Wait for all ranks and, on rank 0, for all messages that they have sent."""
+        """Wait until all ranks have arrived and rank 0 has handled all messages from `send`."""
         sent_count = self.gop("sum", self._sent_count)
         if self.rank == 0 and self._handler:
             self.transport.wait_until(
@@ -333,48 +339,50 @@ class World(Messaging):
     def raise_if_any(self, error: BaseException | None = None) -> None:
         """Raise a UserError on all ranks if any rank passes an error.
 
-        So an error that only one rank can notice, such as a corrupt image or a full disk, ends all
-        ranks at the same place.
+        An error that only one rank can notice, such as a corrupt image or a full disk, then ends
+        all ranks at the same place.
 
         Parameters
         ----------
         error : BaseException, optional
-            Error of this rank; None if there is none.
+            The error of this rank, or None.
 
         Raises
         ------
         UserError
-            With the text of the first rank's error.
+            If any rank passes an error. The message is that of the lowest such rank.
         """
         if self.gop("max", int(error is not None)):
             texts = self.allgather(None if error is None else str(error))
             raise UserError(next(text for text in texts if text is not None))
 
     def report(self, **facts: Any) -> None:
-        """Print named values from rank 0, such as `Epoch: 1, Loss: 0.3071`; not collective."""
+        """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`; not collective."""
         if self.rank == 0:
             print(", ".join(_labelled(name, fact) for name, fact in facts.items()), flush=True)
 
     # memory shared by a host
 
     def available_shared_bytes(self) -> int:
-        """Return how many bytes `shared_array` can allocate on the host with the least memory."""
+        """Return the number of bytes that `shared_array` can allocate on every host."""
         return self.gop("min", free_shared_bytes(self.transport))
 
     def shared_array(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
         """Allocate a zeroed array that the ranks of one host share.
 
-        Each rank sees the writes of the others.
+        Each rank sees what the other ranks of its host write.
 
         Parameters
         ----------
         shape : sequence of int
+            Shape of the array.
         dtype : dtype_like
+            Data type of the array.
 
         Raises
         ------
         UserError
-            If a host has not enough shared memory.
+            If a host does not have enough shared memory.
         """
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if nbytes > self.available_shared_bytes():
@@ -391,11 +399,11 @@ class World(Messaging):
         """Free the memory of a shared array; no rank may use it afterwards."""
         window = self._windows.pop(id(array))
         if window is not None:
-            self.barrier()  # MPI's own wait would hang if a rank is missing
+            self.barrier()  # times out if a rank is missing, where MPI would hang
             window.Free()
 
 
 def _labelled(name, value):
-    """Return "Learning rate: 0.0100" for ("learning_rate", 0.01)."""
+    """Format a named value: ("learning_rate", 0.01) gives "Learning rate: 0.0100"."""
     is_real = hasattr(value, "__float__") and not isinstance(value, (int, np.integer))
     return f"{name.replace('_', ' ').capitalize()}: {f'{float(value):.4f}' if is_real else value}"

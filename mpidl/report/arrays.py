@@ -1,4 +1,4 @@
-"""An array with an entry per image, written to a file while it is computed."""
+"""Write an array with one entry per image to a file while the entries are computed."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ ENDINGS = (".npy", ".h5")
 
 
 def check_path(path: str, option: str) -> None:
-    """Raise UserError, naming the option, if an array cannot be written to such a file."""
+    """Raise UserError unless the path ends in .npy or .h5; the message names the option."""
     ending = os.path.splitext(path)[1].lower()
     if ending not in ENDINGS:
         raise UserError(
@@ -21,10 +21,10 @@ def check_path(path: str, option: str) -> None:
 
 
 class ArrayFile:
-    """A file that receives a float32 array in parts, in order.
+    """A file to which a float32 array is written in parts, in order.
 
-    The file is written under another name. `close` gives it its name once it is complete. Errors in
-    writing are raised by `close`, so that ranks that compute the entries together reach the end.
+    The file has a temporary name until `close` renames it. Only `close` raises errors of writing,
+    so that all ranks finish computing the entries together.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class ArrayFile:
     shape : tuple of int
         Shape of the whole array, (n, ...).
     arrays : mapping
-        Further arrays for FILE.h5, {name: array or list of str}. FILE.npy has no place for them.
+        Further arrays for FILE.h5, {name: array or list of str}; ignored for FILE.npy.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ArrayFile:
         arrays: Mapping[str, np.ndarray | list[str]],
     ):
         self.path = path
-        self.count = 0  # entries so far
+        self.count = 0  # entries written so far
         self.problem: Exception | None = None
         folder, base = os.path.split(os.path.abspath(path))
         self.part = os.path.join(folder, f".{base}.part")
@@ -65,7 +65,7 @@ class ArrayFile:
                 np.lib.format.write_array_header_1_0(self.file, fields)
 
     def write(self, values: np.ndarray) -> None:
-        """Write the next entries, (m, ...)."""
+        """Append entries, an array of shape (m, ...)."""
         with self._deferred_errors():
             if self.problem is None and self.dataset is not None:
                 self.dataset[self.count : self.count + len(values)] = values
@@ -74,7 +74,7 @@ class ArrayFile:
         self.count += len(values)
 
     def close(self) -> None:
-        """Close the file and give it its name.
+        """Close the file and rename it to `path`.
 
         Raises
         ------
@@ -98,7 +98,7 @@ class ArrayFile:
 
     @contextlib.contextmanager
     def _deferred_errors(self):
-        """Record the first error; h5py raises several types for a full disk."""
+        """Record the first error. h5py raises errors of several types for a full disk."""
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Pictures of confusion matrices."""
+"""Draw confusion matrices with matplotlib."""
 
 import importlib.util
 import os
@@ -10,12 +10,12 @@ from mpidl.errors import UserError
 from mpidl.report.plots import new_figure, png_of
 
 COLOURS = "Blues"
-MAX_NUMBERS = 30  # classes; above, the cells have no room for numbers
-MAX_NAMES = 60  # classes; above, the axes have no room for names
+MAX_NUMBERS = 30  # number of classes above which the cells are too small for numbers
+MAX_NAMES = 60  # number of classes above which the axes are too short for names
 
 
 def need_matplotlib(path: str | os.PathLike[str]) -> None:
-    """Raise UserError, naming the picture's path, if matplotlib is not installed."""
+    """Raise UserError if matplotlib is not installed; the message names the picture's path."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"{path}: drawing a picture requires matplotlib, which is not installed (pip install "
@@ -26,21 +26,21 @@ def need_matplotlib(path: str | os.PathLike[str]) -> None:
 def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     """Draw a confusion matrix.
 
-    A cell is darker the larger its part of the row.
+    Darker cells are larger fractions of their row.
 
     Parameters
     ----------
     counts : ndarray of int, shape (K, K)
-        Number of labels of class [row] predicted as class [column].
+        Element [i, j] is the number of labels of class i that were predicted as class j.
     classes : sequence of str
         Names of the K classes.
     accuracy : float
-        Accuracy for the title.
+        Accuracy that the title shows.
 
     Returns
     -------
     bytes
-        A PNG file.
+        Content of a PNG file.
     """
     k = len(classes)
     side = min(max(3.5 + 0.45 * k, 5.0), 16.0)
@@ -60,7 +60,7 @@ def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     axes.tick_params(length=0, labelsize=8)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
-    # The counts are labels, not images: an image may have a label per pixel.
+    # The title counts labels, not images, because an image may have a label per pixel.
     title = f"accuracy {accuracy:.4f} of {int(counts.sum())} labels"
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[:].set_visible(False)

@@ -1,4 +1,4 @@
-"""The progress of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
+"""Show the progress of a run on rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import datetime
 import os
@@ -7,14 +7,14 @@ import sys
 import time
 from typing import Any, Protocol, TextIO
 
-BAR_SECONDS = 0.2  # between two drawings of the bar
-LINE_SECONDS = 10.0  # between two lines of iterations in a log
+BAR_SECONDS = 0.2  # shortest time between two updates of the bar
+LINE_SECONDS = 10.0  # shortest time between two iteration lines in a log
 LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "prterun", "prted", "orterun"}
-LINE_LAUNCHERS = {"prterun", "prted"}  # launchers of Open MPI 5, which pass on whole lines only
+LINE_LAUNCHERS = {"prterun", "prted"}  # launchers of Open MPI 5, which forward only whole lines
 
 
 class Scores(Protocol):
-    """The scores of a validation or test that the console prints, such as an `Evaluation`."""
+    """Protocol of the scores that the console prints, such as an `Evaluation`."""
 
     @property
     def loss(self) -> float: ...
@@ -25,23 +25,24 @@ class Scores(Protocol):
 
 
 class Console:
-    """The output of a run to a terminal or a log.
+    """Prints the output of a run to a terminal or a log.
 
-    Methods do nothing on ranks other than 0. Leaving the context of a console removes the bar.
+    Methods do nothing on ranks other than 0. A console is a context manager; its exit removes the
+    bar.
 
     Parameters
     ----------
     rank : int
-        This process's rank.
+        Rank of this process.
     verbose_every : int
-        Iterations between lines in a log, at most one line per 10 s; 0 prints lines for epochs
-        only.
+        Number of iterations between lines in a log. There is at most one line per 10 s; 0 prints
+        no lines for iterations.
     progress : bool
-        Whether to print iterations, validations and epochs. Other lines are printed in any case.
+        Whether to print iterations, validations and epochs. Other lines are always printed.
     stream : file, optional
-        Where to write; by default stdout.
+        File to write to, by default stdout.
     width : int, optional
-        Columns of the terminal; 0 draws no bar. By default the width of the terminal in use.
+        Number of columns for the bar; 0 draws no bar. By default the width of the terminal.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Console:
         self.bar: Any = None  # a rich Progress, with one task
         self.task: Any = None
         self.last = None  # arguments of the last `iteration`
-        self.last_printed = None  # those of the last line for an iteration
+        self.last_printed = None  # arguments of the last printed `iteration`
         self.draw_time = self.line_time = time.monotonic()
 
     def __enter__(self) -> "Console":
@@ -71,7 +72,7 @@ class Console:
         self.close()
 
     def line(self, text: str) -> None:
-        """Print a line, above the bar."""
+        """Print a line, above the bar if there is one."""
         if self.stream is None:
             return
         if self.bar is not None:
@@ -81,19 +82,19 @@ class Console:
             print(text, file=self.stream, flush=True)
 
     def header(self, **facts: object) -> None:
-        """Print a line "Name: fact" for each argument, such as network=, data= or ranks=."""
+        """Print a line "Name: value" for each keyword argument, such as network= or data=."""
         for name, fact in facts.items():
             self.line(f"{name.replace('_', ' ').capitalize()}: {fact}")
 
     def start(self, epochs: int, iterations: float, completed: int = 0) -> None:
-        """Show the bar.
+        """Show the bar, if the output is a terminal.
 
         Parameters
         ----------
         epochs, iterations : int
-            Number of epochs and iterations of the run.
+            Numbers of epochs and iterations of the run.
         completed : int
-            Iterations that a resumed run completed before.
+            Number of iterations that were completed before the run was resumed.
         """
         self.epochs = epochs
         if self.stream is None or not self.width or not self.progress:
@@ -103,7 +104,7 @@ class Console:
             "", total=iterations, completed=completed, epoch="", values=""
         )
         self.bar.start()
-        self.bar.console.show_cursor(True)  # a killed job could not restore it
+        self.bar.console.show_cursor(True)  # a killed job could not show a hidden cursor again
         self.bar.refresh()
 
     def iteration(
@@ -114,7 +115,10 @@ class Console:
         images_per_second: float,
         accuracy: float | None = None,
     ) -> None:
-        """Show the state after an iteration, with the loss and accuracy of its mini-batch."""
+        """Show an iteration with the loss and accuracy of its mini-batch.
+
+        Nothing is shown if the last update was less than `BAR_SECONDS` or `LINE_SECONDS` ago.
+        """
         if self.stream is None or not self.progress:
             return
         now = time.monotonic()
@@ -126,7 +130,7 @@ class Console:
             self.last_iteration()
 
     def last_iteration(self) -> None:
-        """Print the line of the last iteration, unless it is printed already."""
+        """Print a line for the last iteration unless it has already been printed."""
         if not self.progress or self.last is None or self.last is self.last_printed:
             return
         self.last_printed, self.line_time = self.last, time.monotonic()
@@ -137,12 +141,12 @@ class Console:
         )
 
     def _draw(self):
-        """Move the bar to the last iteration."""
+        """Update the bar with the values of the last iteration."""
         self.draw_time = time.monotonic()
         if self.last is None:
             return
         epoch, iteration, loss, images_per_second, accuracy = self.last
-        if self.follows_terminal:  # the user may have resized it
+        if self.follows_terminal:  # the user may have resized the terminal
             self.width = terminal_width(self.stream) or self.width
             self.bar.console.width = self.width
         values = f"loss {loss:.4f}"
@@ -160,18 +164,18 @@ class Console:
         accuracy: float | None = None,
         validation: Scores | None = None,
     ) -> None:
-        """Print the line of an epoch.
+        """Print a line for an epoch.
 
         Parameters
         ----------
         epoch : int
-            Number of the epoch, from 1.
+            Number of the epoch, counted from 1.
         loss, accuracy : float
-            Means over the images of the epoch; the accuracy may be None.
+            Mean values over the images of the epoch. The accuracy may be None.
         images_per_second : float
             Training speed.
         seconds : float
-            Seconds since the start of the run.
+            Time since the start of the run.
         validation : Evaluation, optional
             The validation at the end of the epoch.
         """
@@ -188,19 +192,19 @@ class Console:
         self.line(", ".join(parts))
 
     def validation(self, iteration: int, evaluation: Scores) -> None:
-        """Print the line of a validation that is not part of the line of an epoch."""
+        """Print a line for a validation that does not appear in the line of an epoch."""
         if self.progress:
             self.line(", ".join([f"Iteration: {iteration}", *_validation_parts(evaluation)]))
 
     def finish(self, out: str, seconds: float, test: Scores | None = None) -> None:
-        """Remove the bar, and print the results of the run.
+        """Remove the bar and print the results of the run.
 
         Parameters
         ----------
         out : str
             Folder of the results.
         seconds : float
-            Training time.
+            Training time in seconds.
         test : Evaluation, optional
             The evaluation on the test set.
         """
@@ -227,7 +231,7 @@ def _validation_parts(evaluation):
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as hours, minutes and seconds: 12.3 is 0:00:12."""
+    """Format seconds as hours, minutes and seconds: 12.3 gives "0:00:12"."""
     return str(datetime.timedelta(seconds=int(seconds)))
 
 
@@ -236,7 +240,7 @@ def _bar(stream, width):
     from rich import progress
 
     console = rich.console.Console(file=stream, force_terminal=True, width=width)
-    # `iteration` draws the bar, so no thread runs beside the one that computes.
+    # `iteration` draws the bar, so no thread of rich competes with the computation.
     return progress.Progress(
         progress.TextColumn("{task.fields[epoch]}"),
         progress.BarColumn(bar_width=None),
@@ -251,17 +255,18 @@ def _bar(stream, width):
 
 
 def terminal_width(stream: TextIO | None) -> int:
-    """Return the columns of the terminal that shows a stream, or 0 if no terminal does.
+    """Return the number of columns of the terminal that shows a stream, or 0 if none does.
 
     Under mpirun, stdout leads to the launcher through a pipe (MPICH) or a pseudo-terminal (Open
-    MPI). The launcher passes the output on to its own stdout, whose terminal counts.
+    MPI). The launcher forwards the output to its own stdout, so the function returns the width of
+    the terminal there.
     """
     if stream is None or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return 0
     try:
         handle = stream.fileno()
         terminal = os.isatty(handle)
-        # A script that reads this pipe may filter the output, so the search stops at it.
+        # Another program may filter the output of a pipe, so the search for a launcher stops there.
         launcher = _launcher(os.getppid(), past_scripts=terminal) if handle <= 2 else None
         if launcher is None or stat.S_ISREG(os.fstat(handle).st_mode):
             return os.get_terminal_size(handle).columns or 80 if terminal else 0
@@ -275,12 +280,12 @@ def terminal_width(stream: TextIO | None) -> int:
             return os.get_terminal_size(launcher_stdout).columns or 80
         finally:
             os.close(launcher_stdout)
-    except (OSError, ValueError, AttributeError):  # no terminal, or not a file
+    except (OSError, ValueError, AttributeError):  # not a terminal or not a file
         return 0
 
 
 def _launcher(pid, past_scripts):
-    """Return the uppermost MPI launcher among a process and its ancestors, or None."""
+    """Return the id of the topmost MPI launcher among a process and its ancestors, or None."""
     launcher = None
     while os.path.exists(f"/proc/{pid}/stat"):
         with open(f"/proc/{pid}/stat") as file:

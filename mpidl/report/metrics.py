@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per line, for each iteration, epoch and validation."""
+"""Read and write metrics.jsonl, which has a JSON object per iteration, epoch and validation."""
 
 import contextlib
 import json
@@ -15,19 +15,19 @@ FLUSH_SECONDS = 2.0
 
 
 class Metrics:
-    """A writer of records to a metrics file.
+    """Writes records to a metrics file.
 
     Methods do nothing on ranks other than 0.
 
     Parameters
     ----------
     path : str
-        The file.
+        Path of the file.
     rank : int
-        This process's rank.
+        Rank of this process.
     cut : int, optional
-        Iteration of the checkpoint that a run resumes from; later records are removed. By default
-        the file starts empty.
+        Iteration of the checkpoint from which a run resumes; later records are removed. By default
+        all earlier content of the file is removed.
 
     Raises
     ------
@@ -65,13 +65,13 @@ class Metrics:
     ) -> None:
         """Append a record.
 
-        Numbers that are not finite are written as null. The records of an iteration must be
-        written and flushed before its checkpoint.
+        Numbers that are not finite are written as null. Append the records of an iteration and
+        call `flush` before writing the checkpoint of this iteration.
 
         Parameters
         ----------
         kind : {"iteration", "epoch", "validation"}
-            What the numbers are of.
+            Type of the record.
         epoch, iteration : int
             Position in the run, counted from 1.
         loss : float or None
@@ -81,9 +81,9 @@ class Metrics:
         images_per_second : float or None
             Training speed; None for a validation.
         seconds : float
-            Seconds since the start of the run.
+            Time since the start of the run.
         accuracy : float, optional
-            Accuracy, if the loss has classes.
+            Accuracy; None if the loss has no classes.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class Metrics:
                 self.flushed = time.monotonic()
 
     def flush(self) -> None:
-        """Write all records to disk, before each checkpoint."""
+        """Write all records to disk; call it before each checkpoint."""
         if self.file is not None:
             with self._writing():
                 self.file.flush()
@@ -122,7 +122,7 @@ class Metrics:
                 file.close()
 
     def cut(self, iteration: int) -> None:
-        """Remove the records after an iteration, and lines that are not records."""
+        """Remove records of later iterations, and lines that are not records."""
         if not os.path.exists(self.path):
             return
         records = [record for record in read(self.path) if record["iteration"] <= iteration]
@@ -137,9 +137,9 @@ class Metrics:
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a metrics file in order, without lines that are not records.
+    """Return the records of a metrics file in order.
 
-    An interrupted run may leave a torn last line.
+    Lines that are not records are skipped, such as an incomplete last line after an interruption.
     """
     records = []
     with open(path, "rb") as file:
@@ -154,5 +154,5 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def number(value: float | None) -> float | None:
-    """Return the value for JSON, or None if it is missing or not finite."""
+    """Convert a number for JSON: return a float, or None if it is missing or not finite."""
     return float(value) if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""progress.png: loss and accuracy against iterations."""
+"""Draw progress.png, a plot of loss and accuracy against iterations."""
 
 import io
 import os
@@ -13,20 +13,20 @@ TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
 def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bool:
     """Draw the records of a metrics file.
 
-    The upper panel shows the loss of each iteration and its mean over each epoch, the lower panel
-    the accuracy in per cent.
+    The upper panel shows the loss: of each mini-batch, as the mean over each epoch, and of each
+    validation. The lower panel shows the accuracy in the same way, in per cent.
 
     Parameters
     ----------
     metrics_path : path
-        The metrics file.
+        Path of the metrics file.
     png_path : path
-        The PNG file to write.
+        Path of the PNG file to write.
 
     Returns
     -------
     bool
-        False if matplotlib is not installed.
+        Whether the plot was written. False if matplotlib is not installed.
 
     Raises
     ------
@@ -60,21 +60,24 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure, in inches; ImportError without matplotlib."""
+    """Return an empty matplotlib figure of this size in inches.
+
+    Raise ImportError if matplotlib is not installed.
+    """
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def png_of(figure: Any) -> bytes:
-    """Return the content of a PNG file of a figure."""
+    """Return a figure as the content of a PNG file."""
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
 
 
 def _draw(axes, records, ends, key, factor):
-    """Draw one panel: iterations thin, the mean of an epoch at its middle, validations."""
+    """Draw one panel. The mean of an epoch is drawn at the middle of its iterations."""
     styles = {
         "iteration": dict(color=FAINT, linewidth=0.8, label="mini-batch"),
         "epoch": dict(color=TRAINING, linewidth=1.8, marker="o", label="training, mean of epoch"),
@@ -96,7 +99,7 @@ def _draw(axes, records, ends, key, factor):
 
 
 def _mark_epochs(loss_axes, accuracy_axes, ends):
-    """Mark the ends of epochs by faint lines and numbers, or of every second, fifth, ... epoch."""
+    """Mark the end of each epoch, or of every second, fifth, ... epoch if there are many."""
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000) if len(ends) <= 12 * s or s == 1000)
     marked = {epoch: iteration for epoch, iteration in ends.items() if epoch % step == 0}
     for axes in (loss_axes, accuracy_axes):
