@@ -22,20 +22,20 @@ class RankGpus(NamedTuple):
     host: str
     gpus: tuple[Gpu, ...]
     reason: str = ""
-    """Why there are no GPUs, in words."""
+    """Why there are no GPUs; "" if there are some."""
     driver_count: int = 0
-    """How many GPUs the driver counts; the rank may be unable to use them."""
+    """Number of GPUs that the driver reports; the rank may be unable to use them."""
     note: str = ""
-    """A line to print, or ""."""
+    """A warning to print, or ""."""
 
 
 class Assignment(NamedTuple):
     """The GPUs assigned to the ranks."""
 
     gpus: list[Gpu] | None
-    """By rank; None if all ranks compute on CPUs."""
+    """GPU of each rank; None if all ranks compute on CPUs."""
     lines: list[str]
-    """Lines to print."""
+    """Messages to print."""
 
 
 def choose_device(

@@ -33,11 +33,11 @@ class Capabilities(NamedTuple):
 
     host: str
     identity: str
-    """Of its physical GPU."""
+    """Identity of the physical GPU of the rank."""
     nccl: int
-    """Version of NCCL, such as 22707; 0 without."""
+    """Version of NCCL, such as 22707; 0 if the rank has no NCCL."""
     aware: bool | None
-    """Whether its MPI reads device memory; None if the MPI does not say."""
+    """Whether the MPI library reads device memory; None if it does not say."""
 
 
 def make_mover(world: World) -> NcclMover | MpiMover | None:

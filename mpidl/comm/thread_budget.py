@@ -18,9 +18,9 @@ class Cores(NamedTuple):
     """The CPU cores that a process may use."""
 
     allowed: tuple[int, ...]
-    """Numbers of the cores in its affinity mask."""
+    """Numbers of the cores in the affinity mask of the process."""
     quota: int | None = None
-    """How many cores at a time its container may use; None for all of them."""
+    """Number of cores that its container may use at a time; None if there is no limit."""
 
 
 def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:

@@ -262,8 +262,8 @@ def select_variables(
     if labels is not None and not _fits(labels, count):
         raise UserError(
             f"{source}: expected one label per image, {count} as in the last dimension of "
-            f"{images}, or targets: {count} x R numbers, or H x W x C x {count} of single or double; found "
-            f"{labels}"
+            f"{images}, or targets: {count} x R numbers, or H x W x C x {count} of single or "
+            f"double; found {labels}"
         )
     # Without labels, only the number of channels distinguishes H x W x C x N from other orders.
     clear = images.shape[2] in (1, 3) if len(images.shape) == 4 else count not in (1, 3)

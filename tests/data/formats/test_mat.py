@@ -128,10 +128,8 @@ def test_unclear_variables_are_refused(tmp_path, write):
     assert "begin with 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
     turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # as Python would write it
     text = refusal_of(images=turned, labels=labels)
-    assert (
-        "expected one label per image, 3 as in the last dimension of images (5x4x4x3 uint8)" in text
-    )
-    assert "is unclear" in refusal(mat_file, write(path, images=turned), labelled=False)
+    assert "one label per image, 3 as in the last dimension of images (5x4x4x3 uint8)" in text
+    assert "is ambiguous" in refusal(mat_file, write(path, images=turned), labelled=False)
     for numbers in (np.ones((3, 5)), np.ones((4, 4, 3, 4)), np.ones((4, 4, 5)), images):
         text = refusal_of(images=images, labels=numbers)
         assert "or targets: 5 x R numbers, or H x W x C x 5 of single or double; found lab" in text
