@@ -142,7 +142,7 @@ def table_row(case, figures):
 
 
 class Yardsticks:
-    """Peak rates of the core for products and for copies, measured anew next to each case."""
+    """Peak rates of the core for products and for copies, measured again next to each case."""
 
     def __init__(self, threads):
         self.threads, self.kernels = threads, builds.kernels()
