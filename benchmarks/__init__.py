@@ -1,8 +1,9 @@
-"""`python -m benchmarks`: measurements, as ratios of sides that take turns in one run.
+"""`python -m benchmarks`: measure mpidl and other libraries in turns, and print ratios.
 
-Each sub-command has a file. Sides run in processes of their own (`turns`): ours in `ours`,
-PyTorch's in `theirs`, other libraries' in `others`. `subject` is what they all compute,
-`mpidl_step` and `torch_step` how. `report` writes JSON files and tables; `gpu` measures GPUs.
+Each sub-command has a module. The sides of a comparison run in separate processes (`turns`): ours
+in `ours`, PyTorch's in `theirs`, and other libraries' in `others`. `subject` defines the network
+and the mini-batch for all of them. `mpidl_step` and `torch_step` implement the training step.
+`report` writes JSON files and tables, and `gpu` contains the GPU benchmarks.
 """
 
 from benchmarks import (
@@ -38,7 +39,7 @@ COMMANDS = {
 
 
 def main(argv=None):
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     options = arguments.parse(argv, quiet=failure.launched_rank() > 0)
     report.prepare_json(options.json)
     options.busy = machine.busy()

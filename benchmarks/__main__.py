@@ -1,4 +1,4 @@
-"""Measure from a checkout: `python -m benchmarks compare`."""
+"""Run the benchmarks of a checkout, for example `python -m benchmarks compare`."""
 
 from benchmarks import main
 from mpidl.comm import failure

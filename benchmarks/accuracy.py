@@ -1,14 +1,15 @@
-"""`python -m benchmarks accuracy`: the error of every layer's activations and gradients.
+"""`python -m benchmarks accuracy`: measure the errors of each layer's activations and gradients.
 
-The exact values are the same step in float64, computed twice: by our NumPy reference and by
-PyTorch, which share no code. If rounding turned a ReLU or a maximum the other way, the gradients
-below it would differ by 1e-3 in any library, which says nothing about how exact the sums are. So
-each float64 step takes the decisions of the float32 step that it is compared with: which
-activations were positive, and which pixel of each window was the largest.
+The exact values come from the same training step in float64. Our NumPy reference and PyTorch,
+which share no code, both compute it. If rounding changed the sign at a ReLU or the winner of a
+maximum, the gradients below it would differ by 1e-3 in any library. Such a difference says nothing
+about the precision of the sums. Each float64 step therefore reuses the decisions of the float32
+step that it is compared with: which activations were positive, and which pixel of each window was
+the largest.
 
-Errors are relative: |a - b| / |b| in the Euclidean norm, and the largest |a - b| over the largest
-|b|. Arrays that are zero but for rounding have no such error and are left out. One is the gradient
-of a bias before a batch normalization.
+Errors are relative: |a - b| / |b| in the Euclidean norm, and the largest |a - b| divided by the
+largest |b|. Arrays whose exact value is zero have no relative error and are left out. An example is
+the gradient of a bias before a batch normalization.
 """
 
 import argparse
@@ -25,12 +26,12 @@ from mpidl.nn import Network
 from mpidl.nn.layers import LayerContext
 from mpidl.training.options import configuration
 
-ZERO = 1e-9  # of the largest gradient: an array below is zero but for rounding
-AGREE = 1e-10  # largest difference of the two float64 steps
+ZERO = 1e-9  # times the largest gradient; smaller arrays hold rounding errors only
+AGREE = 1e-10  # largest allowed difference between the two float64 steps
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     machine.refuse_launcher("accuracy")
     notes = subject.configure(options)
     versions = configuration.versions_of("none")
@@ -51,10 +52,10 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def _measure_seed(options, seed, torch):
-    """Return the errors of one seed.
+    """Measure the errors for one seed.
 
-    "ours" and "torch" are errors by name, "zero" the gradients left out, and "references" is the
-    difference of the two float64 steps.
+    In the result, "ours" and "torch" map names of arrays to errors, and "zero" lists the gradients
+    that are left out. "references" is the difference between the two float64 steps.
     """
     net = subject.network(options.network, options.image, seed)
     images, labels = subject.mini_batch(net.input_shape, options.batch_size, seed)
@@ -75,13 +76,13 @@ def _measure_seed(options, seed, torch):
 
 
 def zero_gradients(exact):
-    """Return the names of gradients that are zero but for rounding."""
+    """Return the names of the gradients that hold rounding errors only."""
     sizes = {k: np.abs(v).max() for k, v in exact.items() if "." in k}
     return [k for k, v in sizes.items() if v < ZERO * max(sizes.values())]
 
 
 def errors(arrays, exact):
-    """Return {name: (Euclidean, largest) relative error} of the arrays that are not zero."""
+    """Return {name: (Euclidean, largest) relative error}, without gradients that are zero."""
     skipped = zero_gradients(exact)
     pairs = {}
     for name, array in arrays.items():
@@ -101,8 +102,9 @@ def our_step(net, images, labels):
     Returns
     -------
     dict, dict
-        Activations by layer and gradients by "layer.name", and the activations alone. Of layers
-        that run as one op, they have the last one's activation.
+        The first has the activations by layer and the gradients by "layer.name". The second has
+        only the activations. If several layers run as one op, only the last of them has an
+        activation.
     """
     batch = share(len(images), OneRank())
     activations = {}
@@ -120,7 +122,7 @@ def our_step(net, images, labels):
 
 
 def outputs_on_tape(net, scores):
-    """Return (layer, its output) for each node on the tape of a network without branches."""
+    """Return pairs (layer name, output) for the ops on the tape of a network without branches."""
     chain, node = [], scores
     while isinstance(node, Var) and node.parents:
         chain.append(node)
@@ -137,16 +139,16 @@ def outputs_on_tape(net, scores):
         else:
             position += 1
         if "relu" in node.name and type(net.layers[position]).__name__ == "BatchNorm":
-            position += 1  # one op with the layers before
+            position += 1  # fused into one op with the layers before it
         outputs.append((names[position], node.value))
     return outputs
 
 
 def decide(net, images, activations):
-    """Return the decisions of a step, arrays (n, ...) by layer.
+    """Return the decisions of a step as arrays (n, ...) by layer name.
 
-    For a ReLU it is whether each activation is positive, for a maximum the position of the largest
-    pixel in its window.
+    The array of a ReLU says whether each activation is positive. The array of a max pooling layer
+    gives the position of the largest pixel in each window.
     """
     decisions, x = {}, images
     for layer in net.layers:
@@ -165,14 +167,14 @@ def decide(net, images, activations):
 
 @op(blocks=True)
 def decided_relu(x, *, positive):
-    """Return x where `positive`, else 0."""
+    """Return x where `positive` is True, and 0 elsewhere."""
     mask = from_images(positive, x.batch, x.dtype).lanes
     return x.like(x.lanes * mask), lambda dy, needs: (x.like(dy.lanes * mask),)
 
 
 @op(blocks=True)
 def decided_max(x, *, positions, args):
-    """Return the pixel at the given position of each window; `args`: (sizes, strides, pads)."""
+    """Pick the pixel at the given position of each window; `args` is (sizes, strides, pads)."""
     lanes_at = from_images(positions, x.batch).lanes
     (rows, columns), (down, across), ((top, bottom), (left, right)) = args
     b, c, h, w, lanes = x.lanes.shape
@@ -201,7 +203,7 @@ def decided_max(x, *, positions, args):
 
 
 def exact_step(net, images, labels, decisions):
-    """Return activations and gradients, as `our_step`, in float64 by the NumPy reference."""
+    """Run the step in float64 by the NumPy reference; return the first result of `our_step`."""
     exact = Network(net.layers, net.input_shape)
     exact.parameters = {k: v.astype(np.float64) for k, v in net.parameters.items()}
     batch = share(len(images), OneRank())
@@ -230,7 +232,10 @@ def exact_step(net, images, labels, decisions):
 
 
 def run_torch(net, images, labels, decisions=None, double=False):
-    """Run PyTorch's step, by its own or the given decisions; return what `our_step` returns."""
+    """Run PyTorch's step and return the same two dicts as `our_step`.
+
+    If `decisions` is None, PyTorch makes the decisions itself.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -254,7 +259,7 @@ def run_torch(net, images, labels, decisions=None, double=False):
 
 
 def _pixels_at(pool, x, positions):
-    """Return the pixel at the given position of each window of a MaxPool2D layer."""
+    """Pick the pixel at the given position of each window of a MaxPool2D layer."""
     import torch
     from torch.nn.functional import pad
 
@@ -270,7 +275,7 @@ def _pixels_at(pool, x, positions):
 
 
 def _summarize(by_seed):
-    """Print the table; return the figures of the record, medians over the seeds."""
+    """Print the table of medians over the seeds; return the same figures for the record."""
     names = by_seed[0]["ours"]
     sides = [side for side in ("ours", "torch") if side in by_seed[0]]
 

@@ -1,7 +1,7 @@
-"""`python -m benchmarks against CHECKOUT`: our training step against that of another checkout.
+"""`python -m benchmarks against CHECKOUT`: compare our training step with another checkout's.
 
-Both run in processes of their own on one core, in turns. The second pair of processes shows the
-noise: both of them are this checkout.
+Both run in separate processes on one core, in turns. A third process runs this checkout again. Its
+difference from the first process shows the noise of the measurement.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main(options: argparse.Namespace) -> dict:
     Raises
     ------
     Fault
-        If the two checkouts come to different weights.
+        If the two checkouts give different weights.
     """
     machine.refuse_launcher("against")
     if not os.path.isfile(os.path.join(options.checkout, "mpidl", "__init__.py")):

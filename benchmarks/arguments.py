@@ -1,4 +1,4 @@
-"""The arguments of the sub-commands. Pure parsing: no MPI, nothing printed but --help."""
+"""Parse the arguments of the sub-commands, without MPI and without output except --help."""
 
 import argparse
 import functools
@@ -23,7 +23,7 @@ BENCHMARKS = {
 ROUNDS = ("rounds", 9, "rounds in which all take turns; medians are over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
-SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # with training
+SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # options that training has too
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
@@ -32,19 +32,19 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name; None takes those of the process.
+        Words after the program's name. None means those of this process.
     quiet : bool
-        Whether --help prints nothing, as on all ranks but one.
+        Whether --help prints nothing. Only one rank prints it.
 
     Returns
     -------
     argparse.Namespace
-        `command`, a name of BENCHMARKS, and the options of that sub-command.
+        `command`, the name of a sub-command in BENCHMARKS, and the options of that sub-command.
 
     Raises
     ------
     UserError
-        If a word is unknown or a value unusable.
+        If a word is unknown or a value is invalid.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
 
 
 def _add_subject(parser, command):
-    """Add the network and the number of rounds, then the options of one sub-command."""
+    """Add the options for the network and the rounds, then those of one sub-command."""
     if command == "kernels":
         text = (
             "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
@@ -172,7 +172,7 @@ def _add_gpu(parser, command):
 
 
 def _add_counts(parser, *counts):
-    """Add options that take whole numbers, each (name, default, help)."""
+    """Add options with integer values; each of `counts` is (name, default, help)."""
     for name, default, text in counts:
         flag = f"--{name}"
         parser.text(flag, "N", f"{text} ({default})", default=default, type=count(flag))
@@ -187,7 +187,7 @@ def _worker_counts(text):
 
 
 def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:
-    """Return the parser of an option that takes some of the candidates."""
+    """Return a parser for an option whose value lists some of the candidates."""
     return lambda text: [_one_of(flag, name, candidates) for name in text.split(",")]
 
 

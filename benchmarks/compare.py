@@ -1,4 +1,4 @@
-"""`python -m benchmarks compare`: our training step and PyTorch's, in turns on the same cores."""
+"""`python -m benchmarks compare`: time our step and PyTorch's in turns on the same cores."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ import time
 from benchmarks import machine, others, ours, report, subject, theirs, torch_step, turns
 from mpidl.errors import Fault, UserError
 
-# Environment variables that hold our side, and the other one, to AVX2.
+# Environment variables that limit our side and the other side to AVX2.
 HELD_TO = {
     None: ({}, {}),
     "avx2": (
@@ -27,7 +27,7 @@ STEPS_COMPARED = 3
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     ranks, threads = options.ranks, options.threads
     if not options.libraries:
         torch_step.require("compare")
@@ -55,13 +55,13 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def our_side(options: argparse.Namespace, folder: str) -> turns.Side:
-    """Return the side of our ranks."""
+    """Start our ranks and return their Side."""
     variables = HELD_TO[options.held_to][0]
     return ours.side("ours", options, folder, ranks=options.ranks, variables=variables)
 
 
 def other_side(name: str, options: argparse.Namespace, folder: str) -> turns.Side:
-    """Return the side of one PyTorch variant or other library."""
+    """Start a PyTorch variant or another library and return its Side."""
     if name in options.libraries:
         return others.side(name, options, folder)
     variables = HELD_TO[options.held_to][1]
@@ -69,13 +69,13 @@ def other_side(name: str, options: argparse.Namespace, folder: str) -> turns.Sid
 
 
 def other_names(options: argparse.Namespace) -> list[str]:
-    """Return the names of the other sides: PyTorch's variants, if installed, and libraries."""
+    """Return the names of the other sides: PyTorch's variants, if installed, then libraries."""
     variants = options.variants if torch_step.is_installed() else []
     return [*variants, *options.libraries]
 
 
 def compare_time(options: argparse.Namespace, folder: str) -> dict:
-    """Time all sides in turns; return the record."""
+    """Time all sides in turns and return the record."""
     with contextlib.ExitStack() as stack:
         our = stack.enter_context(our_side(options, folder))
         description = our.ask("describe")[0]
@@ -112,16 +112,17 @@ def take_turns(our, sides, rounds):
     Parameters
     ----------
     our : Side
-        Our side.
+        The side of our ranks.
     sides : dict of str to Side
-        The other sides.
+        The other sides by name.
     rounds : int
-        Turns of each other side; ours takes one beside each.
+        Number of turns of each other side. Our side takes a turn next to each of them.
 
     Returns
     -------
     dict of str to list of tuple
-        By side, (our seconds of a step, its seconds) of each round, means over a turn.
+        For each side and round, our seconds per step and its seconds per step. Both are means over
+        a turn.
     """
     both = {"ours": our, **sides}
     counts = {name: turns.steps_for(side.mean_step(2)) for name, side in both.items()}
@@ -135,7 +136,7 @@ def take_turns(our, sides, rounds):
 
 
 def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
-    """Print the table of `take_turns`' times; return their part of the record."""
+    """Print the table of the times from `take_turns`, and return the record entries for them."""
     our_times = [pair[0] for pairs in times.values() for pair in pairs]
     other_times = {name: [pair[1] for pair in pairs] for name, pairs in times.items()}
     ratios = {name: [b / a for a, b in pairs] for name, pairs in times.items()}
@@ -176,7 +177,7 @@ def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
 
 
 def compare_memory(options: argparse.Namespace, folder: str) -> dict:
-    """Measure each side's peak memory, each in fresh processes; return the record."""
+    """Measure the peak memory of each side in fresh processes and return the record."""
     with our_side(options, folder) as our:
         description = our.ask("describe")[0]
         our_mib = sum(our.ask("memory", 3)) / 2**20

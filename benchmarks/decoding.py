@@ -1,7 +1,8 @@
-"""Cost of decoding, cropping and mirroring, relative to Pillow's decoding: part of `input`.
+"""Measure the cost of decoding, cropping and mirroring, relative to Pillow's decoding.
 
-The place of libjpeg's buffers in memory changes times by up to a half for as long as a process
-runs. So each round runs in a new process, whose heap has other holes.
+`input` calls this module. The memory addresses of libjpeg's buffers change the times by up to a
+half, and they stay the same while a process runs. Each round therefore runs in a new process, whose
+heap has different holes.
 """
 
 import argparse
@@ -20,34 +21,34 @@ from mpidl.data.formats.image_files import MEMORY_BLOCKS
 from mpidl.data.loading.pipeline import fill_blocks
 from mpidl.errors import Fault
 
-FILES = 64  # to read, at most
-TURNS = 4  # of a round
-HOLES, LARGEST_HOLE = 200, 9000  # in the heap; bytes
+FILES = 64  # maximum number of files to read
+TURNS = 4  # turns per round
+HOLES, LARGEST_HOLE = 200, 9000  # number of holes in the heap, and bytes of the largest
 
 
 def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
-    """Measure JPEG files, and print what they cost.
+    """Measure the cost of reading JPEG files and print it.
 
     Parameters
     ----------
     options : argparse.Namespace
-        The command's options.
+        Parsed command line of the sub-command.
     folder : str
-        Folder of the files.
+        Folder that contains the files.
     file_side : int
         Height and width of the files, in pixels.
 
     Returns
     -------
     dict
-        Summaries of microseconds of processor time for an image, by operation.
-        "ratio" is the cost of decoding, cropping and mirroring over that of Pillow's decoding;
-        "ratio_kept" is the same with Pillow's memory kept, as our reader keeps it.
+        Summaries of the microseconds of processor time per image, by operation. "ratio" is the cost
+        of decoding, cropping and mirroring divided by the cost of Pillow's decoding. For
+        "ratio_kept", Pillow keeps its memory between images, as in our reader.
 
     Raises
     ------
     Fault
-        If a process of a round fails.
+        If the process of a round fails.
     """
     rounds = []
     code = "import sys; from benchmarks import decoding; decoding.main(*sys.argv[1:])"
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
 
 
 def measure_round(folder: str, side: int) -> dict[str, float]:
-    """Return microseconds for an image by operation, medians over this process's turns."""
+    """Return the microseconds per image by operation, as medians over the turns."""
     from PIL import Image
 
     def keep(blocks):
@@ -118,7 +119,7 @@ def measure_round(folder: str, side: int) -> dict[str, float]:
     times = {name: [] for name in functions}
     for _, name in turns.alternate(functions, TURNS):
         keep(0 if name == "pillow" else MEMORY_BLOCKS)
-        functions[name]()  # brings its code and data to the cache
+        functions[name]()  # brings code and data into the cache
         start = time.process_time()
         functions[name]()
         times[name].append((time.process_time() - start) / count * 1e6)
@@ -126,9 +127,9 @@ def measure_round(folder: str, side: int) -> dict[str, float]:
 
 
 def main(folder, side, number):
-    """Print the times of a round as JSON."""
+    """Measure one round in this process and print its times as JSON."""
     sizes = (keyed.uniform(0, "bench holes", HOLES, sample=int(number)) * LARGEST_HOLE).astype(int)
     buffers = [bytearray(size) for size in sizes.tolist()]
-    buffers = buffers[::2]  # the others leave holes
+    buffers = buffers[::2]  # the freed buffers leave holes
     print(json.dumps(measure_round(folder, int(side))))
     buffers.clear()

@@ -1,7 +1,7 @@
-"""`python -m benchmarks fold`: the cost of the fixed order of sums.
+"""`python -m benchmarks fold`: measure the cost of the fixed order of sums.
 
-It compares the training step with the fixed fold to one that adds from left to right and calls
-MPI_Allreduce, as other libraries do.
+The benchmark compares the training step with the fixed fold to a step that adds from left to right
+and calls MPI_Allreduce, as other libraries do.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from mpidl.comm import World
 from mpidl.errors import UserError
 from mpidl.training.options import configuration
 
-TURNS = 5  # of each process
-KINDS = {"fold": False, "plain": True, "again": False}  # whether each uses MPI_Allreduce
+TURNS = 5  # turns of each process per round
+KINDS = {"fold": False, "plain": True, "again": False}  # {kind: whether it uses MPI_Allreduce}
 OPTIONS = ("network", "batch_size", "threads", "batchnorm", "rounds", "iterations")
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     launched = machine.is_launched()
     if launched and options.ranks:
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
@@ -30,10 +30,10 @@ def main(options: argparse.Namespace) -> dict | None:
 
 
 def measure_fresh_processes(options: argparse.Namespace) -> dict:
-    """Measure fold, plain sums, and fold again as a control; return the record.
+    """Time the fold, plain sums, and the fold again as a control; return the record.
 
-    The place of a process in memory changes its times by more than the fold costs. So every round
-    starts new processes, which take turns.
+    The memory addresses that a process gets change its times by more than the fold costs. Every
+    round therefore starts new processes, which take turns.
     """
     times = {}
     for ranks in options.ranks or [1, 2]:
@@ -52,7 +52,10 @@ def measure_fresh_processes(options: argparse.Namespace) -> dict:
 
 
 def _measure_round(options, ranks):
-    """Return seconds of a step by kind, in new processes, and what these compute by."""
+    """Run a round in new processes.
+
+    Return the median seconds per step by kind, and the description of the processes.
+    """
     keywords = {kind: {"ranks": ranks, "plain": plain} for kind, plain in KINDS.items()}
     with ours.sides(options, keywords) as sides:
         for side in sides.values():
@@ -64,10 +67,10 @@ def _measure_round(options, ranks):
 
 
 def measure_this_world(options: argparse.Namespace) -> dict | None:
-    """Measure the same on the ranks that run this, in turns; return the record on rank 0.
+    """Time fold and plain sums in turns on the current ranks; return the record on rank 0.
 
-    It also measures how much of the gradients' exchange is hidden behind backward:
-    1 - (wait at the end of backward) / (the exchange alone).
+    Also measure which part of the gradient exchange is hidden behind backward: 1 - (wait at the end
+    of backward) / (time of the exchange alone).
     """
     subject.configure(options)
     steps = {}
@@ -112,7 +115,7 @@ def measure_this_world(options: argparse.Namespace) -> dict | None:
 
 
 def _exchange_seconds(step, rounds):
-    """Return median seconds of the exchange of all gradients while nothing else runs."""
+    """Return the median seconds for exchanging all gradients while nothing else runs."""
     times = []
     for _ in range(max(rounds, 9)):
         _, gradients, _ = value_and_grad(mean_loss)(step.net, *step.batch)
@@ -122,7 +125,10 @@ def _exchange_seconds(step, rounds):
 
 
 def _ratios(times):
-    """Return (overhead, control) of each round: a fold's step over another's, less 1."""
+    """Return (overhead, control) of each round as ratios of step times minus 1.
+
+    The overhead is fold over plain sums, the control is the second fold over the first.
+    """
     return times["fold"] / times["plain"] - 1, times["again"] / times["fold"] - 1
 
 
@@ -139,7 +145,7 @@ def _print_times(ranks, times):
 
 
 def _figures(times):
-    """Return the figures of the record, each by number of ranks."""
+    """Return the figures for the record, each as a dict by number of ranks."""
     ratios = {str(ranks): _ratios(seconds) for ranks, seconds in times.items()}
     figures: dict[str, dict] = {}
     for i, name in enumerate(("overhead", "control")):

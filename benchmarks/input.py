@@ -1,8 +1,9 @@
-"""`python -m benchmarks input`: reading, decoding and augmenting images, beside the step.
+"""`python -m benchmarks input`: measure reading, decoding and augmenting images during training.
 
-For each kind of file and number of workers it measures images per second of the pipeline alone, of
-the step alone, and of both together. It also measures an epoch from a packed file over one from
-memory, and decoding, cropping and mirroring over Pillow's decoding. For --memory see `memory`.
+For each kind of file and number of workers, the benchmark measures the images per second of the
+pipeline alone, of the step alone, and of both together. It also divides the time of an epoch from a
+packed file by that of an epoch from memory, and the cost of decoding, cropping and mirroring by the
+cost of Pillow's decoding. `memory` implements --memory.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from mpidl.nn import Network
 from mpidl.training.options import configuration
 
 CLASSES, QUALITY = 4, 85
-FILE_SIDE = 256  # pixels a side of the files that are cropped
+FILE_SIDE = 256  # height and width in pixels of the files that are cropped
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     if machine.is_launched():
         raise UserError("bench input starts what it measures: run it without mpirun")
     if options.memory:
@@ -50,7 +51,7 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def draw(folder: str, side: int, count: int) -> None:
-    """Write image files with smooth colours, edges and some noise, like photographs."""
+    """Write image files that resemble photographs: smooth colours, edges and some noise."""
     from PIL import Image
 
     for size, kinds in ((side, ("jpeg", "png")), (FILE_SIDE, ("whole",))):
@@ -68,11 +69,11 @@ def draw(folder: str, side: int, count: int) -> None:
                 suffix = "png" if kind == "png" else "jpg"
                 path = os.path.join(folder, kind, f"class{i % CLASSES}", f"{i:05}.{suffix}")
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                image.save(path, quality=QUALITY)  # PNG ignores it
+                image.save(path, quality=QUALITY)  # PNG ignores the quality
 
 
 def stores_of(folder):
-    """Return datastores of the same images, by kind."""
+    """Return datastores of the same images by kind of file."""
     stores = {kind: ImageFolder(os.path.join(folder, kind)) for kind in ("jpeg", "png")}
     path = os.path.join(folder, "packed.h5")
     if not os.path.exists(path):
@@ -84,13 +85,13 @@ def stores_of(folder):
 
 
 def measure_input(options: argparse.Namespace, folder: str) -> dict:
-    """Measure images per second.
+    """Measure images per second for each kind of file and number of workers.
 
     Returns
     -------
     dict
-        By kind of file and number of workers: summaries of "pipeline", "step" and "both", and
-        "share", both together over the slower of the two alone.
+        By kind of file and number of workers, summaries of "pipeline", "step" and "both".
+        "share" is the rate of both together divided by the rate of the slower one alone.
     """
     shape, figures = (3, options.side, options.side), {}
     if options.network == "light":
@@ -116,7 +117,7 @@ def measure_input(options: argparse.Namespace, folder: str) -> dict:
 
 
 def _rates(step, queue, rounds):
-    """Return images per second of each round, by what runs: the pipeline, the step, or both."""
+    """Return the images per second of each round for "pipeline", "step" and "both"."""
     batch = next(queue.epoch(0))
     epochs = itertools.count()
 
@@ -146,12 +147,14 @@ def _rates(step, queue, rounds):
 
 
 def measure_epochs(options: argparse.Namespace, folder: str) -> dict:
-    """Measure a digits epoch from a packed file, mirrored and shifted, and from plain arrays.
+    """Time an epoch of digits from plain arrays and, with augmentation, from a packed file.
+
+    The augmentation mirrors and shifts the images.
 
     Returns
     -------
     dict
-        Summaries of ms, "arrays" and "packed", and their "ratio".
+        "arrays" and "packed" hold summaries of the milliseconds; "ratio" is packed over arrays.
     """
     train, _ = digits().split(0.9, seed=0)
     path = os.path.join(folder, "digits.h5")

@@ -1,9 +1,10 @@
-"""`python -m benchmarks kernels`: each layer and pass against the limits of the core.
+"""`python -m benchmarks kernels`: compare each pass of each layer with the limits of the core.
 
-GFLOP/s are effective: the operations of the direct algorithm, two for each product, over the time
-taken, so Winograd's may lie above the peak. Passes that move memory and compute little are given
-in GB/s against the speed of a copy, with each array that they must read or write counted once. A
-large fully connected layer also takes turns with BLAS: one sgemm of the mini-batch by NumPy.
+GFLOP/s are effective: the number of operations of the direct algorithm, two per product, divided by
+the time. Winograd kernels can therefore exceed the peak. Passes that mostly move memory are given
+in GB/s and compared with the speed of a copy. Their bytes count each array that they must read or
+write once. Large fully connected layers are also compared with one BLAS sgemm of the whole
+mini-batch, called through NumPy.
 """
 
 import argparse
@@ -20,12 +21,12 @@ from mpidl.blocks import LANES, Blocked, DeferredInput, OneRank, share
 from mpidl.nn import Conv2D, Network
 from mpidl.training.options import configuration
 
-# 3x3 convolutions to compare machines and versions by: (channels, height and width).
+# 3x3 convolutions for comparing machines and versions: (channels, height = width).
 SHAPES = ((20, 24), (32, 32), (64, 16), (128, 8))
-# A large fully connected layer, the first of AlexNet's: inputs, outputs, images.
+# AlexNet's first fully connected layer: inputs, outputs, images.
 DENSE = (9216, 4096, 32)
-ENOUGH = 0.02  # seconds of a measurement, at least
-UNITS = {  # and how the table prints them
+ENOUGH = 0.02  # minimum duration of a measurement in seconds
+UNITS = {  # units of results, and how the table prints them
     "ms": "{:.3f}",
     "gflops": "{:.1f}",
     "share_of_peak": "{:.0%}",
@@ -46,15 +47,15 @@ class Case(NamedTuple):
     name : str
         Name of the pass.
     shape : tuple
-        Shape and options; cases of the same pass and shape are measured once.
+        Shape and options. Cases with the same pass and shape are measured only once.
     run : callable
         Runs the pass.
     flops : int
-        Operations, or 0 if bytes count.
+        Number of operations, or 0 if the pass is measured in bytes.
     bytes : int
         Bytes read and written.
     sgemm : callable or None
-        Computes the same product by BLAS, which takes turns with the case.
+        Computes the same product by BLAS, for comparison.
     """
 
     layer: str
@@ -67,7 +68,7 @@ class Case(NamedTuple):
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     machine.refuse_launcher("kernels")
     notes = subject.configure(options)
     options.network = ", ".join(options.networks)
@@ -94,9 +95,10 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def measure(case, yardsticks, rounds):
-    """Return {unit: value} of a case, medians of rounds in which it and its yardstick take turns.
+    """Measure a case in turns with its yardstick; return {unit: median over the rounds}.
 
-    sgemm_ratio, if the case has an sgemm, is our time over its: below 1 is faster.
+    If the case has an sgemm, `sgemm_ratio` is our time divided by its time. Our pass is faster if
+    the ratio is below 1.
     """
     times, sgemm_times, rates = [], [], []
     our_seconds = _repeated(case.run)
@@ -119,7 +121,7 @@ def measure(case, yardsticks, rounds):
 
 
 def _repeated(run):
-    """Return a function that gives seconds of a call of `run`, the mean of ENOUGH seconds."""
+    """Return a function that calls `run` for ENOUGH seconds and returns the mean seconds a call."""
     run()
     count = max(1, min(1000, round(ENOUGH / max(turns.seconds(run), 1e-9))))
 
@@ -131,7 +133,7 @@ def _repeated(run):
 
 
 def table_row(case, figures):
-    """Return the cells of a case, below HEAD."""
+    """Return the table row of a case, with the columns of HEAD."""
     texts = (
         "" if figures.get(name) is None else text.format(figures[name])
         for name, text in UNITS.items()
@@ -140,17 +142,17 @@ def table_row(case, figures):
 
 
 class Yardsticks:
-    """The core's peak rates of products and of copied bytes, measured again beside each case."""
+    """Peak rates of the core for products and for copies, measured again next to each case."""
 
     def __init__(self, threads):
         self.threads, self.kernels = threads, builds.kernels()
         self.flops, self.copies = [], []
         self.factors = np.repeat(np.array([0.999, 0.001], np.float32), LANES)
-        self.array = np.ones(16 << 20, np.float32)  # 64 MiB, and as much to copy it to
+        self.array = np.ones(16 << 20, np.float32)  # 64 MiB; the copy needs as much again
         self.target = np.ones_like(self.array)
 
     def products(self):
-        """Measure and return FLOP/s of all cores in use; None without kernels."""
+        """Return the measured FLOP/s of all cores in use, or None without C kernels."""
         if self.kernels is None:
             return None
         self.factors[:LANES] = 0.999
@@ -160,7 +162,7 @@ class Yardsticks:
         return self.flops[-1]
 
     def copy(self):
-        """Measure and return bytes/s of a copy by one core, as memory is shared."""
+        """Return the measured bytes/s of a copy by one core; all cores share the memory."""
         start = time.perf_counter()
         if self.kernels is None:
             np.copyto(self.target, self.array)
@@ -170,7 +172,7 @@ class Yardsticks:
         return self.copies[-1]
 
     def medians(self):
-        """Return (GFLOP/s, GB/s), each None if it was not measured."""
+        """Return the medians (GFLOP/s, GB/s); a rate that was not measured is None."""
         return tuple(np.median(x) / 1e9 if x else None for x in (self.flops, self.copies))
 
     def __str__(self):
@@ -181,7 +183,7 @@ class Yardsticks:
 
 
 def cases(network, options):
-    """Yield the Cases of a network's layers, of SHAPES ("shapes") or of DENSE ("dense")."""
+    """Yield the Cases of a network's layers; "shapes" stands for SHAPES, "dense" for DENSE."""
     if network == "dense":
         yield from _large_dense(options.threads)
         return
@@ -198,7 +200,7 @@ def cases(network, options):
 
 
 def _cases(name, layer, shape, options, first=False):
-    """Yield the passes of one layer on random values; a network's first layer needs no dx."""
+    """Yield a Case for each pass of a layer, on random values; a first layer has no dx pass."""
     batch = share(options.batch_size, OneRank())
     numbers = np.random.default_rng(0)
 
@@ -245,7 +247,7 @@ def _conv(backend, layer, x, dy, weights, batch):
     below, above = source(x), source(dy.copy())
     after = (above, *(np.ones(dy.shape[1], np.float32),) * 3)
 
-    # as in the training step: normalization and ReLU in the same pass, sums for the next
+    # fused as in the training step: normalization and ReLU, and the moments for the next layer
     def fused_forward():
         return backend.conv2d_moments(below, weight, bias, *args, counts, tree)
 
@@ -299,7 +301,7 @@ def _dense(backend, layer, x, dy, weights, batch):
 
 
 def _large_dense(threads):
-    """Yield the passes of DENSE; on one thread each has NumPy's product of all images beside it."""
+    """Yield the passes of DENSE; on one thread, each has an sgemm of all images."""
     features, outputs, images = DENSE
     batch = share(images, OneRank())
     numbers = np.random.default_rng(0)
@@ -310,7 +312,7 @@ def _large_dense(threads):
     weight, x = random(outputs, features), random(batch.blocks, features, LANES)
     dy = random(batch.blocks, outputs, LANES)
     backend = backends.of(Blocked(x, batch))
-    # one image per column: no other layout is faster in BLAS
+    # one image per column, because no other layout is faster in BLAS
     flat, dflat = (v.swapaxes(0, 1).reshape(v.shape[1], images) for v in (x, dy))
     products = {"forward": (weight, flat), "dx": (weight.T, dflat), "dweight": (dflat, flat.T)}
 

@@ -1,4 +1,4 @@
-"""The machine that runs a benchmark: its cores, how busy they are, and memory in use."""
+"""Describe the machine that runs a benchmark: its cores, their load, and the memory in use."""
 
 import ctypes
 import os
@@ -11,13 +11,13 @@ from mpidl.errors import UserError
 
 
 def arithmetic() -> str:
-    """Return which kernels this process runs, in words."""
+    """Describe the kernels that this process runs, such as "NumPy"."""
     library = builds.kernels()
     return "NumPy" if library is None else f"C kernels for {library.build}"
 
 
 def busy(seconds: float = 0.5) -> float:
-    """Return the busy share of all cores' time over some seconds, 0 to 1; 0 if unknown."""
+    """Return the load of all cores over some seconds, from 0 to 1; 0 if it is unknown."""
 
     def clock():
         with open("/proc/stat") as file:
@@ -34,7 +34,7 @@ def busy(seconds: float = 0.5) -> float:
 
 
 def cores_of(ranks: int, threads: int) -> list[list[int]]:
-    """Return the cores that each rank is pinned to; ranks share cores if there are too few."""
+    """Choose the cores for each rank; ranks share cores if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     return [[cores[(r * threads + t) % len(cores)] for t in range(threads)] for r in range(ranks)]
 
@@ -52,26 +52,26 @@ def refuse_launcher(command: str) -> None:
 
 
 def start_of_peak() -> int:
-    """Return the resident bytes of this process, and reset the peak that `peak` returns.
+    """Return the resident bytes of this process and reset the peak that `peak` returns.
 
-    Memory that malloc holds without use goes back to the system first, as far as possible.
+    First return unused memory of malloc to the system, as far as possible.
     """
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:
-        pass  # another C library than glibc
+        pass  # the C library is not glibc
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _status("VmRSS:")
 
 
 def peak() -> int:
-    """Return the most resident bytes of this process since `start_of_peak`."""
+    """Return the peak of resident bytes of this process since `start_of_peak`."""
     return _status("VmHWM:")
 
 
 def peak_of_steps(step: Callable[[], object], count: int) -> int:
-    """Return the peak of resident bytes during `count` steps, above those before them."""
+    """Return how far the resident bytes rise during `count` steps above those before."""
     before = start_of_peak()
     for _ in range(count):
         step()

@@ -1,11 +1,12 @@
-"""`python -m benchmarks input --memory`: the memory that training on a large packed set takes.
+"""`python -m benchmarks input --memory`: measure the memory for training on a large packed set.
 
-`python -m mpidl.train` runs on a packed file of some gigabytes (whole) and on one mini-batch of it
-(cut), for which nothing is read ahead, with the same `--cache-mb`. It compares the peaks of what
-all ranks hold together: anonymous memory (RssAnon), and shared memory, whose pages count
-once however many processes map it (the sum of Pss_Shmem). The difference of the two peaks is what
-`--cache-mb` bounds: all memory for data except the mini-batch in use. The cut set's pixels, which
-both runs keep, are not in it.
+The benchmark runs `python -m mpidl.train` twice with the same `--cache-mb`: on a packed file of
+some gigabytes ("whole") and on one mini-batch of it ("cut"). The run on the cut set reads nothing
+ahead. The benchmark compares the peak memory of all ranks together. It adds anonymous memory
+(RssAnon) and shared memory (the sum of Pss_Shmem, which counts a page once even if several
+processes map it). `--cache-mb` bounds the difference between the two peaks: all memory for data
+except the mini-batch in use. The difference leaves out the pixels of the cut set, which both runs
+keep.
 """
 
 import argparse
@@ -28,22 +29,22 @@ from mpidl.data.formats import packing
 from mpidl.errors import Fault
 from mpidl.training.options import configuration
 
-PERIOD = 0.02  # seconds between two looks at the ranks
-PATTERNS = 64  # images that differ
+PERIOD = 0.02  # seconds between two measurements of the ranks
+PATTERNS = 64  # number of distinct images
 CLASSES = 4
-CUT_STEPS = 16  # steps on a set of one mini-batch: after them memory does not grow
+CUT_STEPS = 16  # steps on a set of one mini-batch, after which memory stops growing
 MIB = 1 << 20
 
 
 class MemoryUse(NamedTuple):
-    """Bytes that processes hold: anonymous, and shared, each page once."""
+    """Bytes that processes hold; each shared page counts once."""
 
     anonymous: int = 0
     shared: int = 0
 
     @property
     def total(self):
-        """All bytes."""
+        """Sum of anonymous and shared bytes."""
         return self.anonymous + self.shared
 
     def __str__(self):
@@ -52,7 +53,7 @@ class MemoryUse(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return the record, memory in MiB by number of ranks."""
+    """Run the sub-command and return its record, with MiB by number of ranks."""
     count = images_in(options.gigabytes * 10**9, options.side)
     store = RepeatedImages(options.side, count)
     counts = {"whole": len(store), "cut": min(options.batch_size, len(store))}
@@ -91,12 +92,12 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def images_in(nbytes: int, side: int) -> int:
-    """Return how many uint8 RGB images take about `nbytes`, at least 1."""
+    """Return how many uint8 RGB images occupy about `nbytes` bytes, at least 1."""
     return max(1, round(nbytes / (3 * side * side)))
 
 
 class RepeatedImages(Datastore):
-    """Any number of images; few differ, so that making them takes no time."""
+    """Any number of images that repeat a few patterns, so creating them takes no time."""
 
     dtype = np.dtype(np.uint8)
     targets_shape = targets_dtype = None
@@ -116,20 +117,20 @@ class RepeatedImages(Datastore):
 
 
 def train_peak(options, ranks, data, steps, folder):
-    """Train on a packed file; return the ranks' MemoryUse at its peak.
+    """Train on a packed file and return the peak MemoryUse of all ranks together.
 
     Parameters
     ----------
     options : argparse.Namespace
-        The command's options.
+        Parsed command line of the sub-command.
     ranks : int
-        How many ranks to start.
+        Number of ranks to start.
     data : str
         Path of the packed file.
     steps : int
-        Mini-batches to train on.
+        Number of mini-batches to train on.
     folder : str
-        Folder for what the run writes, which the next run overwrites.
+        Folder for the files of the run. The next run overwrites them.
 
     Raises
     ------
@@ -160,7 +161,7 @@ def train_peak(options, ranks, data, steps, folder):
 
 
 def peak_of(job: subprocess.Popen, ranks: int) -> MemoryUse:
-    """Return the largest MemoryUse, by total, of a job's ranks until it ends."""
+    """Watch a job until it ends; return the MemoryUse of its ranks with the largest total."""
     processes, peak = [], MemoryUse()
     while job.poll() is None:
         start = time.monotonic()
@@ -179,7 +180,7 @@ def ranks_below(pid: int) -> list[int]:
             parent = int(file.read().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(process))
     descendants = list(children.get(pid, ()))
-    for process in descendants:  # parents come before children, which inherit their variables
+    for process in descendants:  # parents come first, because children inherit their variables
         descendants.extend(children.get(process, ()))
         with contextlib.suppress(OSError), open(f"/proc/{process}/environ", "rb") as file:
             variables = dict(entry.partition(b"=")[::2] for entry in file.read().split(b"\0"))
@@ -191,7 +192,7 @@ def ranks_below(pid: int) -> list[int]:
 
 
 def memory_of(processes: list[int]) -> MemoryUse:
-    """Return the current MemoryUse of processes; those that have ended count nothing."""
+    """Return the current MemoryUse of processes; those that have ended add nothing."""
     anonymous = shared = 0
     for process in processes:
         with contextlib.suppress(OSError):
@@ -201,7 +202,7 @@ def memory_of(processes: list[int]) -> MemoryUse:
 
 
 def _kilobytes(path, name):
-    """Return the entry `name` of a file of /proc, 0 if it is missing, as in a process that ends."""
+    """Read the entry `name` of a file in /proc; 0 if missing, as for a process that is ending."""
     with open(path) as file:
         values = (line.split()[1] for line in file if line.startswith(name))
         return int(next(values, 0))

@@ -1,4 +1,4 @@
-"""mpidl's training step: forward, backward, SGD with momentum; eager, or recorded on a GPU."""
+"""Run mpidl's training step (forward, backward, SGD with momentum), eagerly or recorded."""
 
 import time
 from collections.abc import Sequence
@@ -18,18 +18,21 @@ from mpidl.training.optimizers import SGDM
 
 
 def mean_loss(net, images, labels):
-    """Return the mean cross-entropy, as `dl.train` differentiates it."""
+    """Return the mean cross-entropy that `dl.train` differentiates."""
     return ops.softmax_cross_entropy(net(images), labels)
 
 
 def optimizer() -> SGDM:
-    """Return the optimizer of all sides: SGD with momentum."""
+    """Return the optimizer that all sides use, SGD with momentum."""
     return SGDM(subject.RATE, subject.MOMENTUM)
 
 
 @dataclass
 class Times:
-    """Seconds of each step's parts; `wait`, within backward, for the gradients' exchange."""
+    """Seconds of the parts of each step.
+
+    `wait` is the part of `backward` that waits for the exchange of gradients.
+    """
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -37,7 +40,7 @@ class Times:
     wait: list[float] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Forget the steps so far."""
+        """Delete the times of all steps so far."""
         for values in vars(self).values():
             values.clear()
 
@@ -48,14 +51,14 @@ class EagerStep:
     Parameters
     ----------
     net : Network
-        The network; steps update it in place.
+        The network, which the steps update in place.
     arrays : sequence of np.ndarray or None
-        Images and labels of the mini-batch of all ranks. It lies in memory: the step reads no
-        images. Without it each call passes a mini-batch.
+        Images and labels of the global mini-batch. They stay in memory, so the step reads no
+        images. With None, each call passes a mini-batch.
     world : World
         The ranks that share the mini-batch.
     batchnorm : str
-        Batch-normalization statistics, "global" or "local".
+        Kind of batch-normalization statistics, "global" or "local".
     """
 
     def __init__(
@@ -78,13 +81,13 @@ class EagerStep:
         self.reset(batchnorm)
 
     def reset(self, batchnorm: str = "global") -> None:
-        """Begin again with the initial weights."""
+        """Restore the initial weights."""
         self.net.parameters, self.net.state = self.initial
         self.net.batchnorm = batchnorm
         self.sgdm = optimizer()
 
     def reducer(self) -> Reducer:
-        """Return the world's reducer; it also notes how long the end of backward waits."""
+        """Return the world's reducer, which also records the wait at the end of backward."""
         times = self.times
 
         class TimedReducer(Reducer):
@@ -97,11 +100,17 @@ class EagerStep:
         return TimedReducer(self.world, kernel_hook=self.world.advance)
 
     def gplus(self, value):
-        """Add up over the ranks; together with `reducer` what `value_and_grad` reduces by."""
+        """Add up a value over the ranks.
+
+        `value_and_grad` requires this method and `reducer` of its argument `reduce`.
+        """
         return self.world.gplus(value)
 
     def __call__(self, *batch) -> float:
-        """Make one step on the mini-batch, or on Blocked images and labels; return the loss."""
+        """Run one step and return the loss.
+
+        `batch` holds Blocked images and labels; without it, the step uses the stored mini-batch.
+        """
         forward_end = 0.0
 
         def timed_loss(net, images, labels):
@@ -123,24 +132,25 @@ class EagerStep:
 
 
 class RecordedStep:
-    """The step of `dl.train` on a GPU, recorded once, on random images that lie there as pixels.
+    """The step of `dl.train` on a GPU, recorded once, on random images.
 
-    Gathering the mini-batch's images is part of the step.
+    The data set is stored on the GPU as pixels. The step includes gathering the mini-batch's
+    images from it.
 
     Parameters
     ----------
     world : World
-        One rank, on a GPU.
+        A world of one rank on a GPU.
     network : str
-        As `--network`.
+        A value of `--network`.
     batch : int
-        Images of the mini-batch, and of the data set.
+        Number of images in the mini-batch and in the data set.
     precision : str
         "fp32" or "tf32".
     graphs : bool
         Whether the step runs as a CUDA graph.
     image : sequence of int or None
-        Image shape (C, H, W); None takes that of the network.
+        Image shape (C, H, W). None means the default shape of the network.
     """
 
     def __init__(self, world, network, batch, precision="fp32", graphs=True, image=None):
@@ -161,15 +171,15 @@ class RecordedStep:
 
     @property
     def program(self):
-        """The recorded program."""
+        """The recorded program of the step."""
         return self.step.program
 
     def losses(self, count: int) -> list[float]:
-        """Make `count` steps, one after the other; return their losses."""
+        """Run `count` steps one after another and return their losses."""
         return [self.step.finish(self.step.start(self.feed))[0] for _ in range(count)]
 
     def run(self, count: int) -> float:
-        """Return milliseconds of a step, the mean over `count` consecutive steps."""
+        """Run `count` consecutive steps and return the mean milliseconds per step."""
         first = self.device.mark(timed=True)
         for _ in range(count):
             self.step.start(self.feed)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks optimizers`: our optimizers' steps and PyTorch's, in turns on one core."""
+"""`python -m benchmarks optimizers`: time our optimizers and PyTorch's in turns on one core."""
 
 import argparse
 import os
@@ -12,8 +12,8 @@ from mpidl.errors import Fault
 from mpidl.training.optimizers import SGDM, Adam, AdamW, RMSProp
 from mpidl.training.options import configuration
 
-STEPS, TOLERANCE = 3, 1e-5  # relative difference of the weights after so many steps
-# Each of ours at its defaults; PyTorch's class, its options, and its implementations for CPUs.
+STEPS, TOLERANCE = 3, 1e-5  # largest relative difference of the weights after STEPS steps
+# Our optimizer with its defaults, PyTorch's class, its options, its implementations for CPUs.
 PAIRS = {
     "sgdm": (SGDM, "SGD", {"lr": 0.01, "momentum": 0.9}, ("fused", "foreach")),
     "adam": (Adam, "Adam", {"lr": 0.001}, ("fused", "foreach")),
@@ -23,7 +23,7 @@ PAIRS = {
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     machine.refuse_launcher("optimizers")
     torch_step.require("optimizers")
     os.sched_setaffinity(0, machine.cores_of(1, options.threads)[0])
@@ -59,16 +59,17 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def fill(name: str, memory: np.ndarray) -> np.ndarray:
-    """Fill a float32 array with random numbers between 0.1 and 1.1, the same for each name.
+    """Fill a float32 array with random numbers in [0.1, 1.1) and return it.
 
-    Beside such gradients an epsilon is small, wherever it is added.
+    The same name gives the same numbers. Compared with such gradients, an optimizer's epsilon is
+    small, wherever the formula adds it.
     """
     memory[...] = keyed.uniform(0, f"bench {name}", memory.size) + 0.1
     return memory
 
 
 def our_optimizer(optimizer, floats):
-    """Return a function that makes a step of one of our optimizers, and one that gives weights."""
+    """Return two functions for one of our optimizers: run a step, and return the weights."""
     weights = {"dense.weight": fill("weights", arenas.empty((floats,)))}
     gradients = {"dense.weight": fill("gradient", arenas.empty((floats,)))}
 
@@ -79,7 +80,7 @@ def our_optimizer(optimizer, floats):
 
 
 def torch_optimizer(kind, options, floats):
-    """Return the same functions for the optimizer of torch.optim named `kind`."""
+    """Return the functions of `our_optimizer` for the optimizer of torch.optim named `kind`."""
     import torch
 
     weights = torch.empty(floats)
@@ -95,19 +96,19 @@ def compare(our_side, torch_side, rounds):
     Parameters
     ----------
     our_side, torch_side : tuple
-        What `our_optimizer` and `torch_optimizer` return.
+        The results of `our_optimizer` and `torch_optimizer`.
     rounds : int
-        Turns of each.
+        Number of turns of each optimizer.
 
     Returns
     -------
     list of list of float
-        Our seconds of a step and PyTorch's, a number for each round.
+        Our seconds per step and PyTorch's seconds per step, one number per round.
 
     Raises
     ------
     Fault
-        If the weights differ after some steps.
+        If the weights differ by more than TOLERANCE after STEPS steps.
     """
     sides = our_side, torch_side
     for step, _ in sides:

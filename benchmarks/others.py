@@ -1,8 +1,8 @@
-"""Another library's side of a comparison: `python -m benchmarks.others TASK ADDRESS`.
+"""Run JAX or MyGrad as one side of a comparison: `python -m benchmarks.others TASK ADDRESS`.
 
-JAX and MyGrad run in one process, with the same layers, initial weights and images. They may be
-installed in another Python, which must be able to import mpidl: `compare --with jax --with-python
-PATH`.
+Either library runs in one process, with the same layers, initial weights and images as mpidl. It
+may be installed for another Python interpreter (`compare --with jax --with-python PATH`), which
+must be able to import mpidl.
 """
 
 import argparse
@@ -18,7 +18,10 @@ from mpidl.ops import check
 
 
 def main(argv=None):
-    """Take part until the other end hangs up; argv: the task, as JSON, and the address."""
+    """Answer questions until the other end closes the connection.
+
+    `argv` holds the task, as JSON, and the address of the socket.
+    """
     job, address = subject.join(argv, 0)
     net, images, labels = subject.prepare(job)
     new_step, version = LIBRARIES[job.package](net, images, labels, job.threads)
@@ -39,12 +42,12 @@ def main(argv=None):
 
 
 def layer_plan(net):
-    """Return (kind, name, arguments) of each layer, if the libraries here have its kind.
+    """Return (kind, name, arguments) for each layer of a network.
 
     Raises
     ------
     UserError
-        If they do not.
+        If the steps of this module do not support a layer.
     """
     plan = []
     for layer in net.layers:
@@ -69,7 +72,10 @@ def layer_plan(net):
 
 
 def jax_step(net, images, labels, threads):
-    """Return what starts JAX's step, compiled whole by XLA, and JAX's version."""
+    """Return a function that creates JAX's step, and JAX's version.
+
+    XLA compiles the step as a whole.
+    """
     os.environ["XLA_FLAGS"] = (
         f"--xla_cpu_multi_thread_eigen={'true' if threads > 1 else 'false'} "
         f"intra_op_parallelism_threads={threads}"
@@ -133,7 +139,10 @@ def jax_step(net, images, labels, threads):
 
 
 def mygrad_step(net, images, labels, threads):
-    """Return what starts MyGrad's step, NumPy under autodiff, and MyGrad's version."""
+    """Return a function that creates MyGrad's step, and MyGrad's version.
+
+    MyGrad computes by NumPy and differentiates automatically.
+    """
     import mygrad
     from mygrad.nnet import layers as mg
     from mygrad.nnet.activations import relu
@@ -186,21 +195,21 @@ LIBRARIES = {"jax": jax_step, "mygrad": mygrad_step}
 
 
 def side(library: str, options: argparse.Namespace, folder: str) -> turns.Side:
-    """Return a Side of another library.
+    """Start the process of another library and return its Side.
 
     Parameters
     ----------
     library : str
         "jax" or "mygrad".
     options : argparse.Namespace
-        The command's options.
+        Parsed command line of the sub-command.
     folder : str
         Folder for the side's files.
 
     Raises
     ------
     Lost
-        If several processes are asked for, or the process cannot be started.
+        If the options request several ranks, or if the process does not start.
     """
     if options.ranks > 1:
         raise turns.Lost(library, "measured in one process only")

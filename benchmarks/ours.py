@@ -1,4 +1,4 @@
-"""A rank of mpidl's side of a comparison: `python -m benchmarks.ours TASK ADDRESS`."""
+"""Run a rank of mpidl's side of a comparison: `python -m benchmarks.ours TASK ADDRESS`."""
 
 import argparse
 import contextlib
@@ -15,7 +15,10 @@ from mpidl.training.options import configuration
 
 
 def main(argv=None):
-    """Take part until the other end hangs up; argv: the task, as JSON, and the address."""
+    """Answer questions until the other end closes the connection.
+
+    `argv` holds the task, as JSON, and the address of the socket.
+    """
     job, address = subject.join(argv, failure.launched_rank())
     subject.configure(job)
     world = World(timeout=job.timeout, plain=job.plain)
@@ -27,7 +30,7 @@ def main(argv=None):
         return {"versions": versions, "arithmetic": machine.arithmetic()}
 
     def losses(count):
-        """First losses, with batch statistics by rank, as PyTorch computes them."""
+        """Return the first losses; batch statistics are local to each rank, as in PyTorch."""
         step.reset("local" if world.size > 1 else job.batchnorm)
         values = [step() for _ in range(count)]
         step.reset(job.batchnorm)
@@ -52,20 +55,20 @@ def side(
     plain: bool = False,
     variables: dict[str, str] | None = None,
 ) -> turns.Side:
-    """Return a Side of mpidl's ranks.
+    """Start ranks of mpidl and return their Side.
 
     Parameters
     ----------
     name : str
         Name of the side.
     options : argparse.Namespace
-        The command's options.
+        Parsed command line of the sub-command.
     folder : str
-        Folder for the side's files.
+        Folder for the socket and the log.
     ranks : int
-        How many ranks to start.
+        Number of ranks to start.
     plain : bool
-        Whether sums are made by MPI_Allreduce instead of the fold.
+        Whether MPI_Allreduce computes the sums instead of the fold.
     variables : dict or None
         Environment variables to add.
     """
@@ -81,9 +84,9 @@ def side(
 def sides(
     options: argparse.Namespace, keywords: Mapping[Any, dict]
 ) -> Iterator[dict[Any, turns.Side]]:
-    """Start several sides; yield them by name.
+    """Start several sides and yield them by name.
 
-    `keywords` are those of `side`, by name.
+    `keywords` maps each name to the keyword arguments of `side`.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mpidl-bench-"))

@@ -1,7 +1,7 @@
-"""A training step by the public names of mpidl alone, so that any version of it can run it.
+"""Run a training step that uses only public names of mpidl, so that any version can run it.
 
-A process of `against`: it runs with another checkout first on its path. It imports nothing of
-`benchmarks`, which that checkout may not have.
+`against` starts this file as a process with another checkout first on its path. The file imports
+nothing from `benchmarks`, which that checkout may lack.
 """
 
 import json

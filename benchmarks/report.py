@@ -1,4 +1,4 @@
-"""Writes what benchmarks measure: JSON files, printed tables, Markdown for the documentation."""
+"""Write measurements to JSON files, printed tables, and Markdown for the documentation."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from mpidl.text import aligned
 
 
 def median(values) -> float:
-    """Return the median of some numbers."""
+    """Return the median of numbers as a Python float."""
     return float(np.median(values))
 
 
 def spread(values, scale: float = 1.0, digits: int = 2) -> str:
-    """Return the median and the range of `values * scale`: "13.02 (min 12.90, max 14.10)"."""
+    """Format the median and range of `values * scale`, as in "13.02 (min 12.90, max 14.10)"."""
     values = np.asarray(values) * scale
     low, middle, high = values.min(), np.median(values), values.max()
     return f"{middle:.{digits}f} (min {low:.{digits}f}, max {high:.{digits}f})"
@@ -36,7 +36,7 @@ def summary(values, scale: float = 1.0) -> dict[str, float]:
 
 
 def milliseconds(value: float | None) -> str:
-    """Return a time in ms with about three digits, such as "0.0803" or "12.3"; "" for None."""
+    """Format a time in ms to about three digits, such as "0.0803" or "12.3"; None gives ""."""
     if value is None:
         return ""
     digits = 4 if value < 0.1 else 3 if value < 10 else 1
@@ -47,16 +47,16 @@ def milliseconds(value: float | None) -> str:
 
 
 def header(options, versions: Mapping[str, str | None], *names: str) -> dict:
-    """Return the first entries of a JSON file: machine and versions, and the options `names`.
+    """Return the first entries of a JSON file: the machine, the versions and some options.
 
     Parameters
     ----------
     options : argparse.Namespace
-        The parsed command line, with `busy`.
+        The parsed command line, with the attribute `busy`.
     versions : mapping
         Versions by package, such as {"numpy": "2.4.6"}.
     *names : str
-        Options whose values the file repeats.
+        Names of the options to include.
     """
     return {
         "command": options.command,
@@ -78,7 +78,10 @@ def prepare_json(path: str | None) -> None:
 
 
 def write_json(path: str | None, record: Mapping | None) -> None:
-    """Write a record to `path`; without either, as on all ranks but 0, do nothing."""
+    """Write a record to `path`.
+
+    Do nothing if the record or the path is None. On ranks other than 0 the record is None.
+    """
     if path and record is not None:
         text = json.dumps(record, indent=1, default=_plain)
         write_whole(path, f"{text}\n".encode())
@@ -92,12 +95,12 @@ def _plain(value):
 
 
 def print_table(rows: Iterable[Sequence[object]], left: int = 1) -> None:
-    """Print rows as a table: the first `left` columns left-aligned, the others right-aligned."""
+    """Print rows as a table; left-align the first `left` columns and right-align the others."""
     print("\n".join(aligned(rows, left)), flush=True)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table of texts."""
+    """Return a Markdown table with these cells."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
 
@@ -112,20 +115,20 @@ def _cell(text):
 class Report:
     """Checks, notes, facts and tables of one stage.
 
-    Each addition is printed and written at once, so that the file is complete up to the moment at
-    which a stage is ended for taking too long.
+    Every addition is printed and written to the file immediately. If a stage runs out of time, the
+    file therefore holds everything up to that moment.
 
     Parameters
     ----------
     stage : str
         Name of the stage.
     folder : str or None
-        Folder of the file STAGE.json; None writes no file.
+        Folder for the file STAGE.json. With None, no file is written.
 
     Attributes
     ----------
     record : dict
-        What the file holds.
+        Content of the file.
     """
 
     def __init__(self, stage: str, folder: str | None = None):
@@ -142,7 +145,7 @@ class Report:
         }
 
     def check(self, name: str, passed: bool, text: str) -> None:
-        """Add a check and, in words, its outcome."""
+        """Add a check and a description of its outcome."""
         self.record["checks"].append({"what": name, "passed": bool(passed), "found": text})
         self._print(f"{'ok    ' if passed else 'FAILED'} {name}: {text}")
 
@@ -157,7 +160,7 @@ class Report:
         self._print(f"{name}: {value}")
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Add a table of texts; it replaces an earlier one of the same title."""
+        """Add a table of strings. It replaces an earlier table with the same title."""
         tables = [table for table in self.record["tables"] if table["title"] != title]
         self.record["tables"] = [*tables, {"title": title, "head": head, "rows": rows}]
         self._save()
@@ -182,7 +185,7 @@ class Report:
 
 
 def load(folder: str, stage: str) -> dict | None:
-    """Return the record that a stage's Report left in a folder, or None."""
+    """Load the record that the Report of a stage wrote to a folder; None if there is none."""
     try:
         with open(os.path.join(folder, f"{stage}.json")) as file:
             return json.load(file)
@@ -191,7 +194,7 @@ def load(folder: str, stage: str) -> dict | None:
 
 
 def markdown(records: Iterable[Mapping]) -> str:
-    """Return Markdown of the records of some stages, a section each."""
+    """Format the records of stages as Markdown, one section per stage."""
     return "\n".join(_section(record) for record in records)
 
 

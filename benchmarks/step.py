@@ -1,4 +1,4 @@
-"""`python -m benchmarks step`: our training step by its parts, and how it scales over ranks."""
+"""`python -m benchmarks step`: time the parts of our training step, and its scaling over ranks."""
 
 import argparse
 import time
@@ -14,14 +14,14 @@ from mpidl.training.options import configuration
 
 
 def main(options: argparse.Namespace) -> dict | None:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     if options.ranks and machine.is_launched():
         raise UserError("--ranks starts the ranks itself: run it without mpirun")
     return measure_scaling(options) if options.ranks else measure_parts(options)
 
 
 def measure_parts(options: argparse.Namespace) -> dict | None:
-    """Measure a step by its parts on the ranks that run this; return the record on rank 0."""
+    """Time the parts of a step on the current ranks; return the record on rank 0."""
     notes = subject.configure(options)
     world = World(timeout=options.timeout)
     net = subject.network(options.network, options.image, options.seed)
@@ -71,11 +71,14 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
 
 
 def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
-    """Return {C function: {"ms", "calls"} of a step}, or None if NumPy does the arithmetic."""
+    """Run `count` steps and measure the time in each C function.
+
+    Return {name: {"ms", "calls"}}, both per step, or None without C kernels.
+    """
     library = builds.kernels()
     if library is None:
         for _ in range(count):
-            step()  # the other ranks may have a library
+            step()  # other ranks may have kernels and wait for this one
         return None
     totals = {}
 
@@ -102,7 +105,7 @@ def profile(step: EagerStep, count: int) -> dict[str, dict] | None:
 
 
 def measure_scaling(options: argparse.Namespace) -> dict:
-    """Measure a step on several numbers of ranks, in turns; return the record."""
+    """Time a step on several numbers of ranks in turns; return the record."""
     with ours.sides(options, {ranks: {"ranks": ranks} for ranks in options.ranks}) as sides:
         description = sides[options.ranks[0]].ask("describe")[0]
         counts = {ranks: turns.steps_for(side.mean_step(2)) for ranks, side in sides.items()}

@@ -1,4 +1,4 @@
-"""What is measured: a network, a mini-batch of random images, and the task that sides share."""
+"""Create the network, the random mini-batch and the task that all sides of a benchmark share."""
 
 import argparse
 import inspect
@@ -17,7 +17,7 @@ from mpidl.ops import check
 from mpidl.ops.pool import windows
 
 CLASSES, RATE, MOMENTUM = 10, 0.01, 0.9
-TASK = ("network", "image", "batch_size", "seed", "threads")  # options that every side gets
+TASK = ("network", "image", "batch_size", "seed", "threads")  # options that every side receives
 
 
 def network(
@@ -30,11 +30,13 @@ def network(
     name : str
         Name in the zoo, or FILE.py:FUNCTION.
     image : sequence of int or None
-        Image shape (C, H, W); None takes that of the network, else (1, 28, 28).
+        Image shape (C, H, W). None means the default shape of the network, or (1, 28, 28) if it
+        has none.
     seed : int
         Seed of the initial weights.
     dropout : bool
-        False sets the probability of dropout layers to 0, as each library draws its own numbers.
+        False sets the probability of dropout layers to 0, because each library draws different
+        random numbers.
     """
     if image is None and name in zoo.NETWORKS:
         image = inspect.signature(zoo.NETWORKS[name]).parameters["input_shape"].default
@@ -46,12 +48,12 @@ def network(
 
 
 def light(input_shape, classes: int) -> list:
-    """Return layers of a network whose step takes about as long as reading its images."""
+    """Return the layers of a small network whose step takes as long as reading its images."""
     return [Conv2D(7, 8, stride=5), ReLU(), AveragePool2D(2), Dense(classes)]
 
 
 def mini_batch(shape: Sequence[int], count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return random images, (count, *shape) float32 in [0, 1), and int64 labels (count,).
+    """Return random float32 images (count, *shape) in [0, 1) and int64 labels (count,).
 
     The same arguments give the same arrays in every process.
     """
@@ -61,7 +63,7 @@ def mini_batch(shape: Sequence[int], count: int, seed: int = 0) -> tuple[np.ndar
 
 
 def conv_args(layer) -> tuple:
-    """Return a convolution's (stride, pads, dilation, groups)."""
+    """Return (stride, pads, dilation, groups) of a convolution."""
     stride, dilation = (
         check.pair(layer.name, option, getattr(layer, option), 1)
         for option in ("stride", "dilation")
@@ -70,12 +72,12 @@ def conv_args(layer) -> tuple:
 
 
 def pool_args(layer, shape: Sequence[int]) -> tuple:
-    """Return a pooling layer's (size, stride, pads) for images of a shape."""
+    """Return (size, stride, pads) of a pooling layer for images of the given shape."""
     return windows(layer.name, tuple(shape), layer.size, layer.stride, layer.padding)[:3]
 
 
 def configure(options: argparse.Namespace) -> list[str]:
-    """Apply `threads` and `winograd` to this process; return warnings to print."""
+    """Apply the options `threads` and `winograd` to this process; return warnings to print."""
     backends.configure(threads=options.threads, winograd=options.winograd)
     if options.threads > 1 and builds.kernels() is None:
         return [f"--threads {options.threads}: NumPy does the arithmetic here, on one thread"]
@@ -83,30 +85,30 @@ def configure(options: argparse.Namespace) -> list[str]:
 
 
 def print_head(options: argparse.Namespace, text: str, notes: Sequence[str] = ()) -> None:
-    """Print the first line of a benchmark of a network, and warnings."""
+    """Print the first line of a benchmark and its warnings."""
     head = f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) a rank"
     print("\n".join([f"{head}, {text}", *(f"warning: {note}" for note in notes)]), flush=True)
 
 
 def task(options: argparse.Namespace, cores: list[list[int]], **entries) -> str:
-    """Return the JSON that tells a process of a side what to compute.
+    """Return the task of a side's process as JSON: what to compute and on which cores.
 
     Parameters
     ----------
     options : argparse.Namespace
-        The command's options.
+        Parsed command line of the sub-command.
     cores : list of list of int
-        Cores of each process.
+        The cores of each process.
     **entries
-        Further entries.
+        Additional entries of the task.
     """
     return json.dumps({name: getattr(options, name) for name in TASK} | {"cores": cores} | entries)
 
 
 def join(argv: Sequence[str] | None, rank: int | None = None) -> tuple[argparse.Namespace, str]:
-    """Read a side's command line, TASK ADDRESS, and pin this process to its cores.
+    """Parse a side's command line, TASK ADDRESS, and pin this process to its cores.
 
-    `rank` is by default the task's own. Return the task and the address.
+    Return the task and the address. `rank` defaults to the rank in the task.
     """
     text, address = sys.argv[1:] if argv is None else argv
     job = argparse.Namespace(**json.loads(text))
@@ -115,6 +117,6 @@ def join(argv: Sequence[str] | None, rank: int | None = None) -> tuple[argparse.
 
 
 def prepare(job: argparse.Namespace) -> tuple[Network, np.ndarray, np.ndarray]:
-    """Return a task's network without dropout, its images and its labels."""
+    """Return the network of a task, without dropout, and its images and labels."""
     net = network(job.network, job.image, job.seed, dropout=False)
     return net, *mini_batch(net.input_shape, job.batch_size, job.seed)

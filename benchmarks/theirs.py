@@ -1,8 +1,8 @@
-"""A process of PyTorch's side of a comparison: `python -m benchmarks.theirs TASK ADDRESS`.
+"""Run a process of PyTorch's side of a comparison: `python -m benchmarks.theirs TASK ADDRESS`.
 
-It has the same layers, initial weights and images as mpidl's side. Several processes are
-DistributedDataParallel over gloo, with batch normalization by each process's share, because
-SyncBatchNorm does not run on CPUs.
+This side has the same layers, initial weights and images as mpidl's side. Several processes use
+DistributedDataParallel over gloo. Batch normalization then uses the statistics of each process's
+share, because SyncBatchNorm does not run on CPUs.
 """
 
 import argparse
@@ -15,11 +15,14 @@ from mpidl.comm.launcher import environment
 
 
 def main(argv=None):
-    """Take part until the other end hangs up; argv: the task, as JSON, and the address."""
+    """Answer questions until the other end closes the connection.
+
+    `argv` holds the task, as JSON, and the address of the socket.
+    """
     job, address = subject.join(argv)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(job.threads)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes beside those that take turns
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no processes outside the turns
     import torch
 
     torch.set_num_threads(job.threads)
@@ -43,10 +46,10 @@ def main(argv=None):
         return values
 
     def memory(count):
-        """Peak of some steps in bytes, above what the process holds without gradients.
+        """Return the peak memory of some steps in bytes, above the memory held without gradients.
 
-        Earlier steps have compiled the model, so that neither compiling nor what the library
-        keeps from then on counts.
+        Earlier steps have already compiled the model. The peak therefore excludes memory for
+        compiling and memory that the library has kept since.
         """
         step.reset()
         step.optimizer.zero_grad(set_to_none=True)
@@ -57,11 +60,11 @@ def main(argv=None):
         return turns.timed_steps(step, count, barrier)
 
     turns.serve(address, job.rank, describe, losses, memory, steps)
-    os._exit(0)  # the threads of some libraries do not end by themselves
+    os._exit(0)  # some libraries have threads that do not end by themselves
 
 
 def _join_group(job):
-    """Join the group of processes; return its barrier."""
+    """Join the process group and return its barrier function."""
     from torch import distributed
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -71,14 +74,14 @@ def _join_group(job):
 
 
 class CpuStep(torch_step.TorchStep):
-    """PyTorch's training step on a CPU, by one of several processes."""
+    """PyTorch's training step on a CPU, in one of `ranks` processes."""
 
     def __init__(self, net, images, labels, variant, ranks=1):
         self.ranks = ranks
         super().__init__(net, images, labels, variant)
 
     def build_objective(self):
-        """Return the loss function; torch.compile gets the model alone."""
+        """Return the loss function; torch.compile compiles only the model."""
         import torch
 
         if self.ranks > 1:
@@ -96,18 +99,18 @@ def side(
     ranks: int,
     variables: dict[str, str] | None = None,
 ) -> turns.Side:
-    """Return a Side of PyTorch processes.
+    """Start PyTorch processes and return their Side.
 
     Parameters
     ----------
     variant : str
         "eager", "channels_last", "compile" or "compile+channels_last".
     options : argparse.Namespace
-        The command's options.
+        Parsed command line of the sub-command.
     folder : str
-        Folder for the side's files.
+        Folder for the socket and the log.
     ranks : int
-        How many processes to start.
+        Number of processes to start.
     variables : dict or None
         Environment variables to add.
 
@@ -122,7 +125,7 @@ def side(
     tasks = [subject.task(options, cores, rank=rank, **shared) for rank in range(ranks)]
     commands = [[sys.executable, "-m", "benchmarks.theirs", task] for task in tasks]
     variables = environment() | (variables or {})
-    patience = max(options.timeout, 900.0)  # compiling takes its time
+    patience = max(options.timeout, 900.0)  # compiling can take minutes
     return turns.Side(variant, commands, ranks, variables, folder, patience)
 
 

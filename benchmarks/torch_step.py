@@ -1,4 +1,4 @@
-"""PyTorch's training step of a mpidl network: the same layers, learnables, loss and optimizer."""
+"""Run mpidl's training step in PyTorch: the same layers, learnables, loss and optimizer."""
 
 import collections
 import contextlib
@@ -18,7 +18,7 @@ def is_installed() -> bool:
 
 
 def require(command: str) -> None:
-    """Raise UserError if PyTorch, which a command needs, is not installed."""
+    """Raise UserError if PyTorch, which the sub-command `command` needs, is not installed."""
     if not is_installed():
         raise UserError(
             f"{command} needs PyTorch, which is not installed: pip install '.[bench]' (its "
@@ -29,16 +29,16 @@ def require(command: str) -> None:
 class TorchStep:
     """PyTorch's training step: forward, backward, SGD with momentum.
 
-    Subclasses choose what torch.compile gets (`build_objective`).
+    Subclasses choose in `build_objective` which part torch.compile compiles.
 
     Parameters
     ----------
     net : Network
         The mpidl network to copy.
     images, labels : np.ndarray
-        The mini-batch.
+        Images and labels of the mini-batch.
     variant : str
-        "eager", "channels_last", "compile" or "graph"; several joined by "+".
+        "eager", "channels_last", "compile" or "graph", or several of them joined by "+".
     device : str
         "cpu" or "cuda".
 
@@ -63,7 +63,7 @@ class TorchStep:
         self.words, self.device = variant.split("+"), device
         self.loss: torch.Tensor | None = None
         self.compiles = "compile" in self.words
-        # torch.compile's fusions are faster if no layer overwrites its input; eager is not
+        # torch.compile fuses better if no layer overwrites its input; eager mode gains nothing
         self.module = build_module(net, inplace=not self.compiles).to(device)
         self.images = torch.from_numpy(images).to(device)
         self.labels = torch.from_numpy(labels).to(device)
@@ -76,7 +76,7 @@ class TorchStep:
         self.reset()
 
     def build_objective(self):
-        """Return the function of images and labels that gives the loss."""
+        """Return the function that computes the loss from images and labels."""
         return self.mean_loss
 
     def mean_loss(self, images, labels):
@@ -84,23 +84,23 @@ class TorchStep:
         return cross_entropy(self.model(images), labels)
 
     def reset(self) -> None:
-        """Begin again with the initial weights."""
+        """Restore the initial weights and a new optimizer state."""
         self.module.load_state_dict(self.initial)
         self.optimizer = make_optimizer(
             "SGD",
             self.module.parameters(),
             lr=subject.RATE,
             momentum=subject.MOMENTUM,
-            # one kernel for all weights, the fastest on a GPU
+            # one kernel for all weights is fastest on a GPU
             fused=True if self.device == "cuda" else None,
         )
 
     def precision_context(self):
-        """Return the context in which the loss is computed."""
+        """Return the context manager in which the loss is computed."""
         return contextlib.nullcontext()
 
     def step(self) -> None:
-        """Make one step."""
+        """Run one step."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.precision_context():
             loss = self.objective(self.images, self.labels)
@@ -109,12 +109,12 @@ class TorchStep:
         self.loss = loss.detach()
 
     def __call__(self) -> float:
-        """Make one step; return the loss."""
+        """Run one step and return the loss."""
         self.step()
         return self.loss.item()
 
     def check_compiled(self) -> None:
-        """Raise UserError if torch.compile compiled nothing: it may skip a model silently."""
+        """Raise UserError if torch.compile compiled nothing, as it can skip a model silently."""
         if not self.compiles:
             return
         from torch._dynamo.utils import counters
@@ -138,14 +138,16 @@ def make_optimizer(kind: str, parameters, **options):
 
 
 def build_module(net: Network, inplace: bool = True):
-    """Return a network as a torch module whose `parts` are its layers, with its learnables.
+    """Convert a network to a torch module with the same learnables.
+
+    The attribute `parts` of the module holds the layers.
 
     Parameters
     ----------
     net : Network
         The mpidl network.
     inplace : bool
-        Whether a ReLU overwrites an input that nothing else reads, which takes less memory.
+        Whether a ReLU overwrites its input if nothing else reads it. This saves memory.
 
     Raises
     ------
@@ -187,7 +189,7 @@ def build_module(net: Network, inplace: bool = True):
 
 
 def named_learnables(module) -> list[tuple]:
-    """Return (mpidl's name, parameter) of each parameter of what `build_module` returned."""
+    """Return pairs (mpidl's name, parameter) for all parameters of a `build_module` module."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     pairs = []
@@ -200,7 +202,7 @@ def named_learnables(module) -> list[tuple]:
 
 
 def _part(net, layer, shape, inplace):
-    """Return the torch module of a layer for images of `shape`."""
+    """Return the torch module that computes a layer for images of `shape`."""
     import torch
     from torch import nn
 
@@ -223,7 +225,7 @@ def _part(net, layer, shape, inplace):
     if kind == "Dense":
         linear = nn.Linear(net.parameters[f"{layer.name}.weight"].shape[1], layer.outputs)
         return nn.Sequential(nn.Flatten(), linear) if len(shape) > 1 else linear
-    if kind == "CrossChannelNorm" and layer.window % 2:  # PyTorch places even windows elsewhere
+    if kind == "CrossChannelNorm" and layer.window % 2:  # PyTorch centres even windows differently
         return nn.LocalResponseNorm(layer.window, layer.alpha, layer.beta, layer.k)
     makers = {
         "ReLU": lambda: nn.ReLU(inplace=inplace),
@@ -268,7 +270,10 @@ def _pool(layer, shape):
 
 
 def _padding(pads, fill, limits=None):
-    """Return (modules to run before, PyTorch's `padding`); a module pads what `padding` cannot."""
+    """Return (modules to run first, the `padding` argument) for PyTorch.
+
+    If `padding` cannot express the pads, a module pads instead.
+    """
     from torch import nn
 
     (top, bottom), (left, right) = pads

@@ -1,8 +1,9 @@
-"""Processes that take turns: one side works while all others sleep.
+"""Run groups of processes in turns: one side works while all others sleep.
 
-Sides that are compared must run in the same minutes on the same cores, undisturbed by those that
-wait. So each side is a group of processes that sleep in a read from a socket until they are asked:
-neither MPI's nor OpenMP's threads spin then. Messages are lines of JSON.
+Sides can be compared only if they run within the same minutes on the same cores, and if waiting
+sides do not disturb the one that runs. Each side is therefore a group of processes that sleep in a
+read from a socket until they get a question. During this read neither MPI nor OpenMP threads spin.
+Messages are lines of JSON.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 class Lost(Exception):
-    """A side cannot answer; `reason` says why."""
+    """Raised if a side cannot answer; `reason` says why."""
 
     def __init__(self, side: str, reason: str):
         super().__init__(f"{side}: {reason}")
@@ -23,16 +24,16 @@ class Lost(Exception):
 
 
 class Side:
-    """A group of processes that answer questions. Closing it ends them.
+    """A group of processes that answer questions. `close` ends the processes.
 
     Parameters
     ----------
     name : str
-        Name in messages and of the files.
+        Name of the side in messages and in file names.
     commands : sequence of list of str
-        Command lines to start; each gets the address as an additional last word.
+        Command lines to start. The address of the socket is appended to each.
     ranks : int
-        How many processes they come to.
+        Number of processes that will connect, which a launcher may start.
     environment : mapping
         Environment of the processes.
     folder : str
@@ -94,7 +95,7 @@ class Side:
             self.links[json.loads(link.readline())["rank"]] = link
 
     def ask(self, action: str, *arguments) -> list:
-        """Have every rank call an action; return the answers in the order of ranks.
+        """Call an action on every rank and return the answers in rank order.
 
         Raises
         ------
@@ -121,16 +122,16 @@ class Side:
         return [answer["value"] for answer in answers]
 
     def mean_step(self, count: int) -> float:
-        """Return seconds of a step, the mean over a turn of `count` steps, of the slowest rank."""
+        """Run a turn of `count` steps; return the mean seconds per step of the slowest rank."""
         return max(sum(seconds) / len(seconds) for seconds in self.ask("steps", count))
 
     def _last_message(self):
-        time.sleep(0.2)  # what it printed at its end
+        time.sleep(0.2)  # the process may still be printing its last message
         self.log.seek(0)
         return last_message(self.log.read())
 
     def close(self) -> None:
-        """Hang up, which ends the processes; terminate those that stay."""
+        """Close the connections, which ends the processes, and terminate any that remain."""
         for link in self.links.values():
             with contextlib.suppress(OSError):
                 link.close()
@@ -153,14 +154,17 @@ class Side:
 
 
 def last_message(output: str) -> str:
-    """Return the first error message of mpidl in a process's output, else the last line."""
+    """Return the first mpidl error message in a process's output, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "no message"
     return next((line for line in lines if line.startswith("mpidl: ")), last)[:300]
 
 
 def serve(address: str, rank: int, *actions: Callable) -> None:
-    """In a process of a Side: call the actions by name until the other end hangs up."""
+    """Answer the questions of a Side until it closes the connection.
+
+    A process of the Side calls this. Each question names one of the functions `actions`.
+    """
     functions = {action.__name__: action for action in actions}
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
@@ -182,7 +186,7 @@ def serve(address: str, rank: int, *actions: Callable) -> None:
 
 
 def alternate(names: Iterable, rounds: int) -> Iterator[tuple]:
-    """Yield (round, name): in even rounds the names in their order, in odd ones reversed."""
+    """Yield (round, name) for all names in each round; odd rounds reverse the order."""
     names = list(names)
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -192,7 +196,7 @@ def alternate(names: Iterable, rounds: int) -> Iterator[tuple]:
 def alternate_steps(
     sides: Mapping[object, Side], counts: Mapping[object, int], rounds: int
 ) -> dict[object, list[float]]:
-    """Let sides take turns of `counts` steps; return seconds of a step of each round by side."""
+    """Run sides in turns of `counts` steps; return the seconds per step of each round by side."""
     times: dict[object, list[float]] = {name: [] for name in sides}
     for _, name in alternate(sides, rounds):
         times[name].append(sides[name].mean_step(counts[name]))
@@ -200,15 +204,18 @@ def alternate_steps(
 
 
 def steps_for(seconds: float, turn: float = 0.25, limit: int = 50) -> int:
-    """Return how many steps of so many seconds make a turn of `turn` seconds, 1 to `limit`."""
+    """Return how many steps fill a turn of `turn` seconds, from 1 to `limit`.
+
+    `seconds` is the duration of one step.
+    """
     return max(1, min(limit, round(turn / max(seconds, 1e-9))))
 
 
 def timed_steps(step: Callable, count: int, barrier: Callable = lambda: None) -> list[float]:
     """Return the seconds of each of `count` steps.
 
-    One more step runs first, which brings the data back to the cache. `barrier()` then lines the
-    ranks up.
+    An extra step runs first and brings the data back into the cache. Then `barrier()` synchronizes
+    the ranks.
     """
     step()
     barrier()
@@ -216,7 +223,7 @@ def timed_steps(step: Callable, count: int, barrier: Callable = lambda: None) ->
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Return how long a call of a function takes."""
+    """Return how many seconds a call of a function takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start

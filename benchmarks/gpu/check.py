@@ -1,9 +1,9 @@
-"""`run/gpu-check`: everything that needs a GPU to be checked and measured, in one go.
+"""`run/gpu-check`: run all checks and measurements that need a GPU.
 
-Each stage is a process with a time limit; one that takes longer is ended and reported, and the
-others go on. The results of all stages are written to a folder, as JSON and as Markdown for
-docs/BENCHMARKS.md. Exit codes: 0 all passed; 1 a check failed, or was not done; 2 there is no GPU
-that can be used.
+Each stage is a process with a time limit. A stage that exceeds its limit is stopped and reported,
+and the remaining stages still run. The results of all stages are written to a folder, as JSON and
+as Markdown for docs/BENCHMARKS.md. The exit code is 0 if all checks passed, 1 if a check failed or
+did not run, and 2 if there is no usable GPU.
 """
 
 import os
@@ -24,7 +24,7 @@ from mpidl.training.options import training_options
 
 
 class Stage(NamedTuple):
-    """A stage; it may take so many `seconds`, and must end in time if it is `required`."""
+    """A stage with its time limit; a `required` stage must finish for the check to pass."""
 
     name: str
     text: str
@@ -32,7 +32,7 @@ class Stage(NamedTuple):
     required: bool = True
 
 
-# The last stage also takes the time that the others leave.
+# The last stage also gets the time that the other stages did not use.
 STAGES = (
     Stage("machine", "versions; all kernels compile", 90),
     Stage("parity", "each op at the networks' sizes against float64 NumPy", 60),
@@ -42,27 +42,28 @@ STAGES = (
     Stage("sanitizer", "compute-sanitizer", 60, required=False),
     Stage("timing", "the step beside PyTorch's; kernels by time", 170, required=False),
 )
-LIMIT = 590  # seconds in all
-GRACE = 3  # more seconds, so that a stage that watches its time ends by itself
+LIMIT = 590  # total time limit in seconds
+GRACE = 3  # extra seconds, so that a stage that watches its time limit can end by itself
 NAMES = [stage.name for stage in STAGES]
 
 
 def main(argv=None, find_gpus=visible, stage_command=None):
-    """Run the stages; returns the exit code.
+    """Run the stages and return the exit code.
 
     Parameters
     ----------
     argv : sequence of str or None
-        Words after the program's name; None takes those of the process.
+        Words after the program's name. None means those of this process.
     find_gpus : callable
-        Returns the Visible GPUs.
+        Returns the visible GPUs, as `visible` does.
     stage_command : callable or None
-        Returns the command line of a stage from its name, the folder and its seconds.
+        Returns the command line of a stage, given its name, the folder and its time limit in
+        seconds.
 
     Raises
     ------
     UserError
-        If there is no GPU, or an argument is unusable.
+        If there is no GPU, or if an argument is invalid.
     """
     options = _arguments(argv)
     gpus = find_gpus()
@@ -73,7 +74,7 @@ def main(argv=None, find_gpus=visible, stage_command=None):
     for name in NAMES:
         path = os.path.join(options.out, f"{name}.json")
         if name in options.stages and os.path.exists(path):
-            os.unlink(path)  # of an earlier check
+            os.unlink(path)  # left by an earlier check
     print(f"{gpu}; results go to {options.out}", flush=True)
     busy, deadline = machine.busy(), time.monotonic() + options.limit
     outcomes, stages = {}, [stage for stage in STAGES if stage.name in options.stages]
@@ -100,7 +101,7 @@ def main(argv=None, find_gpus=visible, stage_command=None):
 
 
 def _arguments(argv):
-    """Return the Namespace of out, stages and limit; raises UserError."""
+    """Parse the options --out, --stages and --limit; raise UserError if one is invalid."""
     texts = "\n".join(f"  {stage.name:10}{stage.text}" for stage in STAGES)
     parser = Parser("benchmarks.gpu.check", f"Check and measure on a GPU.\n\n{texts}", False)
     parser.prog = "run/gpu-check"
@@ -127,7 +128,7 @@ def _command(name, folder, seconds):
 
 
 def run(command, seconds):
-    """Run a stage with all processes that it starts; return "" or, in words, why it failed."""
+    """Run a stage and stop all its processes at the end; return "" or the reason of a failure."""
     process = subprocess.Popen(
         command, env=environment(), stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -147,7 +148,7 @@ def run(command, seconds):
 
 
 def verdict(folder, stages, outcomes):
-    """Return what failed, and which optional stages were not done, as lists of texts."""
+    """Return two lists of messages: failures, and optional stages that did not finish."""
     problems, notes = [], []
     for stage in stages:
         record = report.load(folder, stage.name)
@@ -165,7 +166,7 @@ def verdict(folder, stages, outcomes):
 
 
 def _write(folder, outcomes, facts):
-    """Write gpu-check.json and gpu-check.md of all stages that left a record."""
+    """Write gpu-check.json and gpu-check.md from the records of all stages that wrote one."""
     records = [r for r in (report.load(folder, name) for name in NAMES) if r is not None]
     for record in records:
         if outcomes.get(record["stage"]):

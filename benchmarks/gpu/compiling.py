@@ -1,7 +1,7 @@
-"""Compiles the kernels of the networks' steps on all cores, and reports how long it takes.
+"""Compile the kernels of the networks' training steps on all cores, and report the time.
 
-A kernel that was compiled before is read from its file (`cubins`), here as everywhere. So the
-first run measures compiling, and later ones reading.
+As usual, a kernel that was compiled before is read from its file (see `cubins`). The first run
+therefore measures compiling, and later runs measure reading.
 """
 
 import collections
@@ -18,7 +18,7 @@ WORKERS = 16
 
 
 class Collector:
-    """A device that compiles and launches nothing; `units` are the requested Units, in order."""
+    """A device that only collects the requested Units, in order, in `units`."""
 
     def __init__(self, device):
         self.device, self.units = device, {}
@@ -35,7 +35,7 @@ class Collector:
 
 
 def units_of(world, network, batch, precision, **options):
-    """Return the Units of a training step, which is recorded but not run."""
+    """Record a training step without running it; return the Units that it needs."""
     device, collector = world.device, Collector(world.device)
     world.device = launching.open(collector)
     try:
@@ -51,13 +51,13 @@ def check_all(report, world, batches=None, compile=None):
     Parameters
     ----------
     report : Report
-        Gets the check.
+        Receives the check.
     world : World
-        One rank on a GPU.
+        A world of one rank on a GPU.
     batches : dict or None
-        Batch sizes by network; None takes BATCHES.
+        Batch sizes by network. None means BATCHES.
     compile : callable or None
-        Compiles a unit for an architecture; None takes `seconds_of`.
+        Compiles a unit for an architecture. None means `seconds_of`.
     """
     step_units, architecture = {}, world.device.architecture
     for network, sizes in (BATCHES if batches is None else batches).items():
@@ -80,9 +80,9 @@ def check_all(report, world, batches=None, compile=None):
 
 
 def compile_all(units, architecture, compile):
-    """Compile units in parallel; return the messages of those that fail."""
+    """Compile units in parallel; return the error messages of those that fail."""
     workers = min(WORKERS, len(os.sched_getaffinity(0)), max(len(units), 1))
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    context = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
     failed = []
     with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
         waiting = {pool.submit(compile, unit, architecture): unit for unit in units}
@@ -93,7 +93,7 @@ def compile_all(units, architecture, compile):
 
 
 def seconds_of(unit, architecture):
-    """Return how long a Unit takes to compile, or to read."""
+    """Compile a Unit, or read it from its file; return the seconds that it took."""
     start = time.monotonic()
     nvrtc.cubin(unit, architecture)
     return time.monotonic() - start

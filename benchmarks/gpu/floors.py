@@ -1,19 +1,21 @@
-"""The least time of a training step: its products at the GPU's rate, its bytes at the memory's.
+"""Compute a lower bound on the time of a training step from the GPU's peak rates.
 
-Products are those of forward, backward-data (of all layers but the first) and backward-weights,
-two operations each. Bytes are the convolutions' float32 outputs times the passes over them: 9 if
-batch normalization and ReLU are applied while loading and their sums taken while storing, 13 if
-they are passes of their own. Data that stay in the second-level cache cost less.
+The bound on products divides their operations by the GPU's rate. It counts forward, backward-data
+(of all layers but the first) and backward-weights, with two operations per product. The bound on
+bytes divides the bytes by the rate of the memory. It counts the convolutions' float32 outputs times
+the number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU
+while loading and add up their sums while storing, and 13 if these are separate passes. Data that
+stays in the second-level cache costs less.
 """
 
 import math
 from typing import NamedTuple
 
-FUSED, APART = 9, 13  # passes over the convolutions' outputs
+FUSED, APART = 9, 13  # passes over the convolutions' outputs, if fused and if separate
 
 
 class Rates(NamedTuple):
-    """Bytes/s of a copy, reads and writes counted, and FLOP/s by kind of product."""
+    """Bytes/s of a copy, counting reads and writes, and FLOP/s by kind of product."""
 
     copy: float
     fp32: float
@@ -30,10 +32,10 @@ GPU_RATES = {
 
 
 class Work(NamedTuple):
-    """Work of a step for each image, and the number of learnables.
+    """Work of a step per image, and the number of learnables.
 
-    `products` counts the multiplications of forward, `first` those of the first layer, and
-    `outputs` the numbers that convolutions put out.
+    `products` is the number of multiplications in forward, and `first` is the part of the first
+    layer. `outputs` is the number of values that the convolutions compute.
     """
 
     products: int
@@ -43,17 +45,17 @@ class Work(NamedTuple):
 
     @property
     def flop(self):
-        """Operations of a step for each image."""
+        """Number of floating-point operations of a step per image."""
         return 2 * (3 * self.products - self.first)
 
 
 def rates(name, measured=None):
-    """Return the Rates of a GPU by its name, or `measured` if they are not listed."""
+    """Return the listed Rates of a GPU by its name, or `measured` if it is not listed."""
     return next((rates for key, rates in GPU_RATES.items() if key in name), measured)
 
 
 def work(net):
-    """Return the Work of a Network's step."""
+    """Return the Work of a training step of a Network."""
     products, outputs = [], 0
     for layer, shape in zip(net.layers, net.output_shapes, strict=True):
         weight = net.parameters.get(f"{layer.name}.weight")
@@ -67,24 +69,25 @@ def work(net):
 
 
 def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[str, float]:
-    """Return the least times of a step in ms.
+    """Return lower bounds on the time of a step in ms.
 
     Parameters
     ----------
     step : Work
-        Work for each image.
+        Work of the step per image.
     batch : int
-        Images of the mini-batch.
+        Number of images in the mini-batch.
     rate : Rates
-        Rates of the GPU.
+        Peak rates of the GPU.
     precision : str
-        "fp32" (three TF32 products each), "tf32", "bf16" (its activations too) or "fma".
+        "fp32" (three TF32 products per product), "tf32", "bf16" (activations are bf16, too) or
+        "fma".
 
     Returns
     -------
     dict of str to float
-        "products", "bytes fused", "bytes apart", and "floor", the larger of products and fused
-        bytes.
+        "products", "bytes fused" and "bytes apart", and "floor", which is the larger of "products"
+        and "bytes fused".
     """
     speed = {"fp32": rate.tf32 / 3, "tf32": rate.tf32, "bf16": rate.bf16, "fma": rate.fp32}
     size = 2 if precision == "bf16" else 4

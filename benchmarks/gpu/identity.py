@@ -1,7 +1,7 @@
-"""Checks that training gives the same weights, byte for byte.
+"""Check that training gives the same weights, byte for byte.
 
-It compares repeats, runs with and without graphs, runs on several numbers of ranks that share the
-GPU, and runs that resume on another number of ranks.
+The checks compare repeated runs, runs with and without graphs, runs on several numbers of ranks
+that share the GPU, and runs that resume on a different number of ranks.
 """
 
 import functools
@@ -15,26 +15,26 @@ from benchmarks.turns import last_message
 from mpidl.comm.launcher import environment, launcher
 from mpidl.errors import UserError
 
-# An epoch has 71 iterations, the last on a smaller mini-batch: one run goes past it, one does not.
+# An epoch has 71 iterations, the last on a smaller mini-batch: 90 exceeds an epoch, 40 does not.
 ITERATIONS, STOP = 90, 40
 
 
 def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIONS, stop=STOP):
-    """Compare runs with each other.
+    """Run trainings and compare their weights and losses.
 
     Parameters
     ----------
     report : Report
-        Gets the checks.
+        Receives the checks.
     start : callable
         `start(name, ranks, options, out=None, resume=False)` runs a training and returns
         {"losses", "sha256"}, or raises UserError.
     ranks : tuple of int
-        Numbers of ranks beside 1.
+        Numbers of ranks to compare with 1 rank.
     checkpoints : bool
-        Whether runs can be resumed.
+        Whether checkpoints work, so that runs can be resumed.
     iterations, stop : int
-        Iterations of a run, and of one that is resumed later.
+        Iterations of a full run, and of the first part of a run that is resumed.
     """
     options = {"max_iterations": iterations, "epochs": 1000}
 
@@ -74,7 +74,7 @@ def check_all(report, start, ranks=(2, 4), checkpoints=True, iterations=ITERATIO
 
 
 def _compare(report, expected, name, run):
-    """Check that a run gave the same bytes; a run that failed has its check already."""
+    """Check that a run gave the expected bytes; skip failed runs (None), already reported."""
     if run is None:
         return
     text = "the same weights and losses"
@@ -87,16 +87,16 @@ def _compare(report, expected, name, run):
 
 
 class Starter:
-    """Starts runs as processes, as `check_all` calls it.
+    """The argument `start` of `check_all`, which runs each training in processes.
 
     Parameters
     ----------
     folder : str
-        Folder for the files of the runs.
+        Folder for the files that the runs write.
     data : str
-        File of `training.digits`.
+        File for `training.digits`.
     left : callable
-        Returns the seconds that a run may take.
+        Returns the time limit of the next run in seconds.
     """
 
     def __init__(self, folder, data, left):
@@ -132,7 +132,7 @@ class Starter:
 
 
 def other_rank_counts(report):
-    """Return the numbers of ranks that can be started beside 1; note why if there are none."""
+    """Return the numbers of ranks above 1 that can run; add a note if there are none."""
     try:
         launcher(2)
         if importlib.util.find_spec("mpi4py") is None:

@@ -1,6 +1,6 @@
-"""mpidl's side of the GPU timing: a recorded step, and its kernels by time.
+"""Run mpidl's side of the GPU timing: `python -m benchmarks.gpu.ours ADDRESS`.
 
-A process of it: `python -m benchmarks.gpu.ours ADDRESS`.
+This side times a recorded step and each of its kernels.
 """
 
 import sys
@@ -11,22 +11,22 @@ from benchmarks import turns
 from benchmarks.mpidl_step import RecordedStep
 from mpidl.comm import World
 
-# Kernels' names for the numbers of a convolution: P, Q, R, S, C, K and the groups.
+# Names that the kernels give to a convolution's P, Q, R, S, C, K and number of groups.
 SHAPES = (
     ("P", "Q", "R", "S", "C", "K", "groups"),
     ("out_height", "out_width", "taps_down", "taps_across", "channels", "filters", "groups"),
 )
-DELAY_BYTES = 1 << 28  # copied before a step's kernels, so that these queue up meanwhile
+DELAY_BYTES = 1 << 28  # bytes copied before a step, so that its kernels queue up meanwhile
 
 
 def main(argv=None):
-    """Take part until the other end hangs up; argv: the address."""
+    """Answer questions until the other end closes the connection; `argv` holds the address."""
     (address,) = sys.argv[1:] if argv is None else argv
     world, steps = World(threads=None), {}
     world.use_device("gpu")
 
     def prepare(name, options):
-        """Record a RecordedStep of these keywords under a name; return its first losses."""
+        """Record a step with these options, store it by name and return its first losses."""
         steps[name] = RecordedStep(world, **options)
         return steps[name].losses(3)
 
@@ -46,22 +46,23 @@ def main(argv=None):
 
 
 def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES) -> list[dict]:
-    """Return the kernels of a step, by shape, in order of their time.
+    """Return the kernels of a step by name and shape, sorted by time.
 
     Parameters
     ----------
     step : RecordedStep
-        The step, which runs `rounds` times without graphs.
+        The step. It runs `rounds` times without graphs.
     rounds : int
-        Steps to take medians over.
+        Number of steps for the medians.
     delay_bytes : int
-        Bytes of the copies that run before each step.
+        Number of bytes that are copied before each step.
 
     Returns
     -------
     list of dict
-        "name" and "shape" of each kernel, "times" a step launches it, and of these launches
-        together the median "ms", the "bytes" and the operations, "flop".
+        For each kernel "name" and "shape", and "times", the number of its launches per step. "ms"
+        is the median time of these launches together, "bytes" and "flop" are their bytes and
+        operations.
     """
     program, device = step.program, step.device
     timed = [TimedStep(part) for segment in program.segments for part in segment]
@@ -95,7 +96,7 @@ def kernel_times(step: RecordedStep, rounds: int, delay_bytes: int = DELAY_BYTES
 
 
 class TimedStep:
-    """A step of a program between two events."""
+    """A step of a program that is timed by two events around it."""
 
     captured = True
 
@@ -104,7 +105,7 @@ class TimedStep:
         self.marks, self.device = [], None
 
     def play(self, device):
-        """Run the step."""
+        """Run the step and record an event before and after it."""
         self.device, before = device, device.mark(timed=True)
         self.step.play(device)
         self.marks.append((before, device.mark(timed=True)))
@@ -115,13 +116,13 @@ class TimedStep:
 
 
 def kernel_name(launch) -> str:
-    """Return a launch's kernel; of one that convolves both ways, the direction too."""
+    """Return the kernel's name; add the direction if the kernel serves forward and backward."""
     backward = ("BACKWARD", 1) in launch.unit.defines
     return f"{launch.name}, backward" if backward else launch.name
 
 
 def array_shapes(launch) -> str:
-    """Return the shapes of a launch's two largest arrays."""
+    """Return the shapes of the two largest arrays of a launch."""
     arrays = sorted(_arrays(launch), key=lambda a: -a.nbytes)
     return ", ".join("x".join(map(str, a.dims)) for a in arrays[:2])
 
@@ -134,9 +135,9 @@ def _arrays(launch):
 
 
 def bytes_of(launch) -> int:
-    """Return the bytes of a launch's arrays, each array once.
+    """Return the size in bytes of all arrays of a launch; each array counts once.
 
-    A kernel reads and writes at least these, unless it gathers from a larger array.
+    A kernel reads and writes at least this many bytes, unless it gathers from a larger array.
     """
     places = {(array.address, array.nbytes) for array in _arrays(launch)}
     return sum(nbytes for _, nbytes in places)
@@ -145,8 +146,8 @@ def bytes_of(launch) -> int:
 def operations(launch) -> int:
     """Return the floating-point operations of a launch's products.
 
-    They are those of a convolution or of a dense layer in one of its three directions; 0 for
-    other kernels.
+    Convolutions and dense layers have such products, in each of their three directions. For other
+    kernels the result is 0.
     """
     pairs = zip(launch.parameters, launch.arguments, strict=True)
     numbers = {p.name: value for p, value in pairs if p.element is None}
@@ -164,7 +165,7 @@ def operations(launch) -> int:
 
 
 def bytes_per_second(device, size: int = 1 << 30, rounds: int = 9) -> float:
-    """Return the rate of a copy of `size` bytes within the device, reads and writes counted."""
+    """Return the bytes/s of a copy of `size` bytes on the device, counting reads and writes."""
     first, second = (device.allocate(size) for _ in range(2))
     times = []
     for _ in range(rounds):

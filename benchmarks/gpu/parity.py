@@ -1,7 +1,7 @@
-"""Checks every op at the sizes of a network's layers on the GPU against NumPy in float64.
+"""Compare every op on the GPU with NumPy in float64, at the sizes of a network's layers.
 
-Errors are |a - b| / |b| in the Euclidean norm over the mini-batch's images. The arguments are the
-same float32 numbers on both sides.
+Errors are |a - b| / |b| in the Euclidean norm over the images of the mini-batch. Both sides get the
+same float32 numbers as arguments.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from mpidl.blocks import LANES, OneRank, share
 from mpidl.comm.reducer import is_on_host
 from mpidl.fold import Partial, merge_moments
 
-COUNT = 40  # images: the last of three blocks is half full
-# Largest errors. Float32, and three TF32 products for each, have those of rounding alone.
+COUNT = 40  # images, so that the last of three blocks is half full
+# Largest allowed errors. Float32 and three TF32 products per product have rounding errors only.
 EXACT, TF32 = 1e-6, 1e-3
-# Ways to make products: (name, precision, whether without tensor cores, largest error).
+# Ways to compute products: (name, precision, True to avoid tensor cores, largest error).
 KINDS = (
     ("fp32", "fp32", False, EXACT),
     ("tf32", "tf32", False, TF32),
@@ -30,35 +30,35 @@ KINDS = (
 
 
 class Lanes(NamedTuple):
-    """A value per image (blocks, ..., 16); `image_shape` if it is a flattened image."""
+    """One value per image, (blocks, ..., 16), with `image_shape` if it is a flattened image."""
 
     array: np.ndarray
     image_shape: tuple = ()
 
 
 class Weights(NamedTuple):
-    """Filters, or weights (K, F) for images of `image_shape`."""
+    """Filters, or the weights (K, F) of a dense layer for images of `image_shape`."""
 
     array: np.ndarray
     image_shape: tuple = ()
 
 
 class Plain(NamedTuple):
-    """An array in C order, floats or not."""
+    """An array in C order, of any type."""
 
     array: np.ndarray
 
 
 class Images(NamedTuple):
-    """The number of images: by block for NumPy, of the share for the GPU."""
+    """Number of images: NumPy gets it per block, the GPU for the whole share."""
 
     batch: Any
 
 
 class Case(NamedTuple):
-    """A backend function by name, with arguments for `count` images.
+    """The name of a backend function, with its arguments for `count` images.
 
-    `products` says whether it makes products that tensor cores could make.
+    `products` says whether the function computes products that tensor cores could compute.
     """
 
     layer: str
@@ -69,18 +69,18 @@ class Case(NamedTuple):
 
 
 def check_all(report, networks, kinds=KINDS, count=COUNT):
-    """Compare all functions at the sizes of networks' layers.
+    """Compare all functions at the sizes of the layers of some networks.
 
     Parameters
     ----------
     report : Report
-        Gets a check for each network and kind of products, and a table of the largest errors.
+        Receives a check for each network and kind, and a table of the largest errors.
     networks : dict of str to Network
         Networks by name.
     kinds : tuple
-        Ways to make products, as KINDS.
+        Ways to compute products, in the form of KINDS.
     count : int
-        Images of the mini-batch.
+        Number of images in the mini-batch.
     """
     rows = []
     for title, net in networks.items():
@@ -89,7 +89,7 @@ def check_all(report, networks, kinds=KINDS, count=COUNT):
             with arithmetic(precision, direct):
                 for case in cases(net, count):
                     if kind != "fp32" and not case.products:
-                        continue  # nothing else depends on it
+                        continue  # only products depend on the kind
                     error = compare(case)
                     limit = tolerance if case.products else EXACT
                     errors.setdefault(case.function, []).append((error / limit, error, case.layer))
@@ -115,7 +115,7 @@ def check_all(report, networks, kinds=KINDS, count=COUNT):
 
 @contextlib.contextmanager
 def arithmetic(precision, direct):
-    """Make products this way within the block."""
+    """Compute products with this precision, or directly, inside the `with` block."""
     original = settings.precision, settings.direct
     settings.precision, settings.direct = precision, direct
     try:
@@ -125,7 +125,7 @@ def arithmetic(precision, direct):
 
 
 def cases(net, count=COUNT):
-    """Yield the Cases of a Network's layers, of its loss and of its optimizer."""
+    """Yield the Cases for the layers of a Network, its loss and its optimizer."""
     batch = share(count, OneRank())
     shape = net.input_shape
     pixels = numbers("pixels", count, *shape)
@@ -147,13 +147,13 @@ def cases(net, count=COUNT):
 
 
 def numbers(name, *shape):
-    """Return uniform float32 numbers in [-1, 1), the same for each name."""
+    """Return uniform float32 numbers in [-1, 1); the same name gives the same numbers."""
     uniform = keyed.uniform(0, f"parity {name}", int(np.prod(shape)))
     return (2 * uniform - 1).astype(np.float32).reshape(shape)
 
 
 def _lanes(name, shape, batch, zero=False):
-    """Return random Lanes; `zero` clears unused lanes, as in a cotangent."""
+    """Return random Lanes; `zero` sets unused lanes to 0, as in a cotangent."""
     array = numbers(name, batch.blocks, *shape, LANES)
     if zero:
         array[-1, ..., batch.valid(batch.blocks - 1) :] = 0
@@ -212,7 +212,7 @@ def _dense(layer, net, shape, output, batch):
 
 
 def _loss_and_optimizer(net, batch):
-    """Yield the Cases of the loss and of the optimizer's step."""
+    """Yield the Cases for the loss and for the optimizer step."""
     (classes,) = net.output_shape
     yield from _losses("loss", (classes,), batch)
     yield from _losses("loss of pixels", (classes, 9, 31), batch)
@@ -228,7 +228,7 @@ def _loss_and_optimizer(net, batch):
 
 
 def _losses(layer, shape, batch):
-    """Yield the Cases of losses of scores (K,) or (K, H, W) for each image."""
+    """Yield the Cases for losses whose scores are (K,) or (K, H, W) per image."""
     logits = Lanes(4 * _lanes("logits", shape, batch).array)
     labels = np.arange(batch.blocks * LANES * math.prod(shape[1:]), dtype=np.int32) % shape[0]
     labels = Lanes(labels.reshape(batch.blocks, *shape[1:], LANES))
@@ -246,7 +246,7 @@ def _losses(layer, shape, batch):
 
 
 def compare(case):
-    """Return the largest relative error of a Case's function."""
+    """Run a Case on both sides and return the largest relative error."""
     from mpidl.backends.gpu.backend import GPU
 
     exact = getattr(reference, case.function)(*_convert(case.arguments, _for_numpy))
@@ -262,7 +262,7 @@ def _convert(arguments, convert):
 
 
 def _for_numpy(value):
-    """Return an argument in float64; bytes and whole numbers stay as they are."""
+    """Return an argument in float64; bytes and integers do not change."""
     if isinstance(value, Images):
         return value.batch.counts()
     if not isinstance(value, (Lanes, Weights, Plain)):
@@ -272,7 +272,7 @@ def _for_numpy(value):
 
 
 def _for_gpu(value):
-    """Return the same argument on the GPU, in its layout there."""
+    """Return the same argument as an array on the GPU, in the layout used there."""
     from mpidl.backends.gpu import array
 
     if isinstance(value, Images):
@@ -289,7 +289,7 @@ def _for_gpu(value):
 
 
 def _errors(value, exact, count):
-    """Return the relative errors of everything that a function returned."""
+    """Return the relative errors of all results of a function."""
     if isinstance(exact, (list, tuple)):
         pairs = zip(value, exact, strict=True)
         return [e for a, b in pairs if b is not None for e in _errors(a, b, count)]
@@ -306,14 +306,14 @@ def _errors(value, exact, count):
 
 
 def relative(value, exact):
-    """Return |value - exact| / |exact|, or infinity if something is not finite."""
+    """Return |value - exact| / |exact|, or infinity if a number is not finite."""
     size = float(np.linalg.norm(exact))
     error = float(np.linalg.norm(value.astype(np.float64) - exact)) / (size or 1.0)
     return error if np.isfinite(error) else np.inf
 
 
 def _errors_of_moments(value, exact):
-    """Return the errors of the count, of the means in standard deviations, and of M2."""
+    """Return the errors of the count, the means (in standard deviations) and M2."""
     channels = exact.size // 2
     deviation = np.sqrt(exact[1 + channels :] / exact[0])
     means = (value - exact)[1 : 1 + channels] / deviation

@@ -1,4 +1,4 @@
-"""NVIDIA's compute-sanitizer on our kernels: memory, races, unset memory, barriers."""
+"""Check our kernels by NVIDIA's compute-sanitizer: memory, races, unset memory, barriers."""
 
 import glob
 import importlib.util
@@ -15,7 +15,10 @@ ERROR_CODE = 99  # exit code of the sanitizer if it finds an error
 
 
 def find():
-    """Return the path of compute-sanitizer on PATH, in a CUDA toolkit or in pip's packages."""
+    """Search PATH, CUDA toolkits and pip's packages for compute-sanitizer; return its path.
+
+    Return None if it is not found.
+    """
     places = [shutil.which("compute-sanitizer")]
     toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     for toolkit in [*filter(None, toolkits), *sorted(glob.glob("/usr/local/cuda-*"))[::-1]]:
@@ -30,7 +33,7 @@ def find():
 
 
 def check_all(report, program, seconds, tools=TOOLS):
-    """Run the small program of `stage` under each tool until the seconds are over."""
+    """Run the program `small` of `stage` under each tool, within a time limit in seconds."""
     deadline = time.monotonic() + seconds
     for number, tool in enumerate(tools):
         share = (deadline - time.monotonic()) / (len(tools) - number)
@@ -60,7 +63,7 @@ def _run(report, program, tool, seconds):
 
 
 def summary(output: str) -> str:
-    """Return the sanitizer's summary and first finding in a run's output, or the last line."""
+    """Return the summary and the first finding of the sanitizer, or else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     messages = [x.removeprefix("=========").strip() for x in lines if x.startswith("=====")]
     result = next((line for line in messages if "SUMMARY" in line), None)

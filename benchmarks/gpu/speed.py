@@ -1,9 +1,9 @@
-"""`python -m benchmarks gpu`: our step against PyTorch's on one GPU, and our kernels by time.
+"""`python -m benchmarks gpu`: compare our step with PyTorch's on one GPU and time our kernels.
 
-Ours and PyTorch's run in processes of their own that take turns: one works while the others wait
-in a read. Times are those of CUDA events around consecutive steps, medians over the rounds. Only
-steps of one precision are compared: fp32 (ours by three TF32 products for each) against PyTorch
-without TF32, and TF32 against TF32. PyTorch's bf16 is listed beside them.
+Our step and PyTorch's run in separate processes that take turns: one works while the others wait in
+a read. CUDA events around consecutive steps give the times, of which the tables show medians over
+the rounds. Only steps of the same precision are compared: fp32 (our kernels use three TF32 products
+per product) with PyTorch without TF32, and TF32 with TF32. The tables also list PyTorch's bf16.
 """
 
 import argparse
@@ -19,20 +19,20 @@ from mpidl.comm.launcher import environment
 from mpidl.errors import Fault, UserError
 
 OURS = ("fp32", "tf32")
-VARIANTS = {  # PyTorch's by precision; compiled ones come last, as they take minutes
+VARIANTS = {  # PyTorch's variants by precision; COMPILED runs last, because it takes minutes
     "fp32": ("eager", "channels_last", "graph", "graph+channels_last"),
     "tf32": ("eager", "channels_last", "graph", "graph+channels_last"),
     "bf16": ("channels_last", "graph+channels_last"),
 }
 COMPILED = "compile+channels_last"
-# Largest relative differences of the first loss by rounding alone.
+# Largest relative differences of the first loss that rounding explains.
 SAME_LOSS = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 2e-2}
-TURN = 0.03  # seconds
-COMPILE_SECONDS = 45  # that must be left to begin with a compiled variant
+TURN = 0.03  # duration of a turn in seconds
+COMPILE_SECONDS = 45  # minimum time left for starting a compiled variant
 
 
 def main(options: argparse.Namespace) -> dict:
-    """Run the sub-command; return its record."""
+    """Run the sub-command and return its record."""
     gpus = visible()
     if not gpus.gpus:
         raise UserError(f"bench gpu needs a GPU that mpidl can compute on: {gpus.reason}")
@@ -48,7 +48,7 @@ def main(options: argparse.Namespace) -> dict:
 
 
 def parse_setting(text: str) -> tuple[str, int]:
-    """Return ("digits", 128) for "digits:128"; raises UserError."""
+    """Parse "digits:128" to ("digits", 128); raise UserError if the format is wrong."""
     network, _, batch = text.rpartition(":")
     if not network or not batch.isdigit() or not int(batch):
         raise UserError(f"--settings must be NETWORK:BATCH, such as digits:128, found {text}")
@@ -56,18 +56,18 @@ def parse_setting(text: str) -> tuple[str, int]:
 
 
 def measure(report, settings, rounds, limit, gpu):
-    """Time the settings, as many as fit into the limit, and fill the report.
+    """Time as many settings as the time limit allows, and fill the report.
 
     Parameters
     ----------
     report : Report
-        Gets tables, facts and checks.
+        Receives tables, facts and checks.
     settings : list of tuple
-        (network, batch size) of each.
+        Pairs (network, batch size).
     rounds : int
-        Turns of each variant.
+        Number of turns of each variant.
     limit : float
-        Seconds.
+        Time limit in seconds.
     gpu : str
         Name of the GPU.
     """
@@ -82,7 +82,7 @@ def measure(report, settings, rounds, limit, gpu):
 
 
 def take_turns(report, results, rounds, sides, gpu):
-    """Fill the Timings and the report with the answers of the Sides."""
+    """Ask the Sides for all measurements; store them in the Timings and the report."""
     rate = _rates(report, sides, gpu)
     for result in results:
         if sides.left() < 10:
@@ -107,7 +107,8 @@ def take_turns(report, results, rounds, sides, gpu):
 class Timing:
     """Times and losses of the steps of one network and batch size.
 
-    `ms` holds milliseconds of a step by (side, variant, precision), `losses` the first losses.
+    `ms` maps (side, variant, precision) to the milliseconds per step of each round. `losses` maps
+    the same keys to the losses of the first steps.
     """
 
     def __init__(self, network, batch, image=None):
@@ -117,12 +118,12 @@ class Timing:
         self.ms, self.losses, self.kernels = {}, {}, None
 
     def step_options(self, **options):
-        """Return the keywords of a step: network, batch and image, and these."""
+        """Return the keyword arguments of a step: network, batch, image and the given ones."""
         return {"network": self.network, "batch": self.batch, "image": self.image, **options}
 
 
 class Sides:
-    """The processes that take turns; each starts at the first question to it."""
+    """The processes that take turns; each starts when it is first asked."""
 
     def __init__(self, folder, deadline):
         self.folder, self.deadline, self.alive, self.count = folder, deadline, {}, 0
@@ -133,9 +134,9 @@ class Sides:
         return self.deadline - time.monotonic()
 
     def ask(self, kind, *question):
-        """Return the answer of "ours" or "theirs"; raises Lost.
+        """Send a question to "ours" or "theirs" and return the answer; raise Lost without one.
 
-        After a process has ended, the next question starts a new one, without its steps.
+        If the process has ended, the next question starts a new process, which has no steps yet.
         """
         if kind not in self.alive:
             self.count += 1
@@ -145,28 +146,28 @@ class Sides:
         try:
             return self.alive[kind].ask(*question)[0]
         except turns.Lost as lost:
-            if lost.reason.startswith(("ended", "no answer")):  # not an error that it answered
+            if lost.reason.startswith(("ended", "no answer")):  # the process is gone
                 self.alive.pop(kind).close()
             raise
 
     def drop(self):
-        """Have the processes forget their steps."""
+        """Tell the processes to free their steps."""
         for kind in list(self.alive):
             try:
                 self.ask(kind, "drop")
             except turns.Lost:
-                pass  # it has ended, and its steps with it
+                pass  # the process has ended, so its steps are gone
 
     def close(self):
         """End the processes."""
         for side in self.alive.values():
             for process in side.processes:
-                process.terminate()  # it may be in the middle of compiling
+                process.terminate()  # it may be compiling
             side.close()
 
 
 def _ask(report, sides, kind, *question):
-    """Return the answer; or None, with a note that says why."""
+    """Return the answer, or None after adding a note with the reason."""
     try:
         return sides.ask(kind, *question)
     except turns.Lost as lost:
@@ -175,7 +176,7 @@ def _ask(report, sides, kind, *question):
 
 
 def _rates(report, sides, gpu):
-    """Return the Rates for the floors; report them and the measured ones as facts."""
+    """Return the Rates for the floors; report these and the measured rates as facts."""
     copy = _ask(report, sides, "ours", "copy_rate")
     products = _ask(report, sides, "theirs", "product_rates") if sides.torch else None
     if copy:
@@ -195,7 +196,7 @@ def _rates(report, sides, gpu):
 
 
 def _time_uncompiled(report, result, rounds, sides):
-    """Time ours and all variants of PyTorch that are not compiled."""
+    """Time our step and all PyTorch variants that are not compiled."""
     prepared = {}
     for precision in OURS:
         _prepare(report, sides, prepared, result, "ours", "graphs", precision)
@@ -208,7 +209,7 @@ def _time_uncompiled(report, result, rounds, sides):
 
 
 def _time_compiled(report, result, precision, rounds, sides):
-    """Time a compiled variant of PyTorch in turns with ours."""
+    """Time the compiled PyTorch variant in turns with our step."""
     prepared = {}
     if not _prepare(report, sides, prepared, result, "theirs", COMPILED, precision):
         return
@@ -218,7 +219,7 @@ def _time_compiled(report, result, precision, rounds, sides):
 
 
 def _prepare(report, sides, prepared, result, kind, variant, precision):
-    """Have a side make a step, and enter it in `prepared`, {name: key}; return whether it did."""
+    """Have a side build a step and add it to `prepared`, {name: key}; return True on success."""
     if kind == "ours":
         options = result.step_options(precision=precision, graphs=variant == "graphs")
         name = f"{result.name} {precision}" + ("" if options["graphs"] else " no graphs")
@@ -235,7 +236,7 @@ def _prepare(report, sides, prepared, result, kind, variant, precision):
 
 
 def _time(report, sides, prepared, result, rounds):
-    """Let all prepared steps take turns; the first round finds how many steps make a turn."""
+    """Time all prepared steps in turns; the first round sets the number of steps per turn."""
     counts, times = {}, {name: [] for name in prepared}
     for number, name in turns.alternate(prepared, rounds + 1):
         if name not in times or sides.left() < 1:
@@ -253,7 +254,7 @@ def _time(report, sides, prepared, result, rounds):
 
 
 def compare_losses(report, result):
-    """Check that each variant computes the same as ours."""
+    """Check that the first loss of each variant agrees with ours."""
     ours = result.losses.get(("ours", "graphs", "fp32"))
     for (kind, variant, precision), losses in result.losses.items() if ours else ():
         difference = abs(losses[0] / ours[0] - 1)

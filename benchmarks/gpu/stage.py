@@ -1,7 +1,8 @@
-"""One stage of the check as a process: `python -m benchmarks.gpu.stage NAME FOLDER SECONDS`.
+"""Run one stage of the GPU check: `python -m benchmarks.gpu.stage NAME FOLDER SECONDS`.
 
-FOLDER/NAME.json holds its results, also if it is ended before it is done. `... stage small` is the
-program for compute-sanitizer: all ops on a few images, and a short training.
+FOLDER/NAME.json holds the results, even if the stage is stopped early. `python -m
+benchmarks.gpu.stage small` is the program for compute-sanitizer: it runs all ops on a few images
+and a short training.
 """
 
 import importlib.util
@@ -23,8 +24,8 @@ from mpidl.comm.launcher import environment
 from mpidl.nn import AveragePool2D, BatchNorm, Conv2D, Dense, MaxPool2D, Network, ReLU, zoo
 from mpidl.training.options import configuration
 
-EPOCHS = 20  # of the digits' recipe
-# Packages that other commands use beside NumPy and CuPy; the check needs none of them.
+EPOCHS = 20  # of training by the recipe of the digits network
+# Optional packages and their uses; the check needs only NumPy and CuPy.
 PACKAGES = {
     "mpi4py": "more than one rank",
     "h5py": "train, predict: checkpoints and models",
@@ -38,7 +39,7 @@ PACKAGES = {
 
 
 def main(argv=None):
-    """Run the stage; returns its exit code."""
+    """Run the stage and return its exit code."""
     name, *rest = sys.argv[1:] if argv is None else argv
     if name == "small":
         return small(gpu_world())
@@ -56,28 +57,28 @@ def main(argv=None):
 
 
 def gpu_world():
-    """Return the world of this process on a GPU."""
+    """Return a world that computes on the GPU."""
     world = World(threads=None)
     world.use_device("gpu")
     return world
 
 
 def cpu_world():
-    """Return a second world, which computes on the CPU."""
+    """Return a second world that computes on the CPU."""
     world = World()
-    world.device_request = "cpu", None  # the device belongs to the other world and stays open
+    world.device_request = "cpu", None  # does not close the device, which the other world uses
     return world
 
 
 def machine_stage(report, folder, seconds):
-    """Report versions, and how long the networks' kernels take to compile."""
+    """Report the versions, and how long the kernels of the networks take to compile."""
     world = gpu_world()
     facts(report, world.device)
     compiling.check_all(report, world)
 
 
 def facts(report, device):
-    """Report the machine and the versions."""
+    """Add the machine, the versions and missing packages to the report."""
     from mpidl.backends.gpu import nvrtc
 
     report.fact(
@@ -104,7 +105,7 @@ def facts(report, device):
 
 
 def _driver():
-    """Return the driver's version by /proc, or None."""
+    """Return the driver's version from /proc, or None if it is unknown."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             match = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.readline())
@@ -114,13 +115,13 @@ def _driver():
 
 
 def parity_stage(report, folder, seconds):
-    """Check all ops at the networks' sizes."""
+    """Check all ops at the sizes of the zoo's networks."""
     gpu_world()
     parity.check_all(report, {name: make() for name, make in zoo.NETWORKS.items()})
 
 
 def tests_stage(report, folder, seconds):
-    """Run the kernels' tests on the GPU instead of the emulated one."""
+    """Run the tests of the kernels on the real GPU instead of the emulated one."""
     tests = os.path.join(_root(), "tests", "backends")
     if importlib.util.find_spec("pytest") is None or not os.path.isdir(tests):
         report.note("left out: pytest is not installed, or this is no checkout")
@@ -153,7 +154,7 @@ def tests_stage(report, folder, seconds):
 
 
 def training_stage(report, folder, seconds):
-    """Compare the GPU's training with the CPU's."""
+    """Compare training on the GPU with training on the CPU."""
     sets = training.digits(os.path.join(folder, "digits.npz"))
     gpu, cpu = gpu_world(), cpu_world()
     cpu.use_threads(0)
@@ -161,7 +162,7 @@ def training_stage(report, folder, seconds):
 
 
 def identity_stage(report, folder, seconds):
-    """Check that runs give the same bytes."""
+    """Check that repeated and resumed runs give the same bytes."""
     deadline = time.monotonic() + seconds
     data = os.path.join(folder, "digits.npz")
     training.digits(data)
@@ -173,7 +174,7 @@ def identity_stage(report, folder, seconds):
 
 
 def sanitizer_stage(report, folder, seconds):
-    """Run compute-sanitizer on the small program."""
+    """Run compute-sanitizer on the program `small`."""
     program = sanitizer.find()
     if program is None:
         report.note(
@@ -186,14 +187,14 @@ def sanitizer_stage(report, folder, seconds):
 
 
 def timing_stage(report, folder, seconds):
-    """Time our step and PyTorch's."""
+    """Time our training step and PyTorch's."""
     defaults = arguments.parse(["gpu"])
     settings = [speed.parse_setting(text) for text in defaults.settings]
     speed.measure(report, settings, defaults.rounds, seconds, visible().gpus[0].name)
 
 
 def small(world, kinds=parity.KINDS):
-    """Check all ops on a few images, and train a few steps with graphs and without."""
+    """Check all ops on a few images, then train a few steps with and without graphs."""
     layers = [
         *(Conv2D(3, 8, padding=1), BatchNorm(), ReLU(), MaxPool2D(2)),
         *(Conv2D(3, 12, stride=2), BatchNorm(), ReLU(), AveragePool2D(2), Dense(10)),

@@ -1,9 +1,9 @@
-"""The tables of the timing, as (title, head, rows of texts)."""
+"""Build the tables of the GPU timing as (title, head, rows of strings)."""
 
 from benchmarks.gpu import floors
 from benchmarks.report import median, milliseconds
 
-ROWS = 24  # kernels in a table; the others share one row
+ROWS = 24  # number of kernels in a table; all others share one row
 
 
 def medians(result):
@@ -12,14 +12,14 @@ def medians(result):
 
 
 def best(result, precision):
-    """Return (variant, ms) of PyTorch's fastest variant of a precision, or (None, None)."""
+    """Return (variant, ms) of PyTorch's fastest variant at a precision, or (None, None)."""
     torch = {k[1]: ms for k, ms in medians(result).items() if (k[0], k[2]) == ("theirs", precision)}
     variant = min(torch, key=torch.get, default=None)
     return variant, torch.get(variant)
 
 
 def steps(results, rate):
-    """Return the table of our step, PyTorch's fastest of the same precision, and the floor."""
+    """Return the table of our step, PyTorch's fastest step at the same precision, and the floor."""
     head = ["step", "precision", "ours, ms", "floor, ms", "ours / floor", "TFLOP/s", "GB/s"]
     head += ["PyTorch, ms", "PyTorch / ours", "PyTorch bf16, ms"]
     rows = []
@@ -59,7 +59,7 @@ def _floor(floor):
 
 
 def variants(results):
-    """Return the table of all times in ms: a row for each variant, a column for each step."""
+    """Return the table of all times in ms, with a row per variant and a column per step."""
     keys = list(dict.fromkeys(key for result in results for key in result.ms))
     keys.sort(key=lambda key: (key[2] != "fp32", key[2] != "tf32", key[0] == "theirs"))
     columns = [medians(result) for result in results]
@@ -73,7 +73,7 @@ def variants(results):
 
 
 def kernels(result):
-    """Return the table of our kernels by time; GB/s count each array of a kernel once."""
+    """Return the table of our kernels, sorted by time; GB/s count each array of a kernel once."""
     total = sum(row["ms"] for row in result.kernels)
     rows = [_kernel(row, total) for row in result.kernels[:ROWS]]
     rest = result.kernels[ROWS:]

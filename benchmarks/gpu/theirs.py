@@ -1,12 +1,13 @@
-"""PyTorch's side of the GPU timing: `python -m benchmarks.gpu.theirs ADDRESS`.
+"""Run PyTorch's side of the GPU timing: `python -m benchmarks.gpu.theirs ADDRESS`.
 
-It has the same layers, initial weights and images as mpidl's side; the images lie on the GPU in
-the layout that the network takes. A variant joins some of these by "+":
+This side has the same layers, initial weights and images as mpidl's side. The images are stored on
+the GPU in the layout that the network uses. A variant is one of these words, or several joined by
+"+":
 
-    eager          op by op
-    compile        network and loss by torch.compile(mode="max-autotune")
-    graph          the whole step, SGD too, captured by hand as one torch.cuda.CUDAGraph
-    channels_last  images and weights in that order
+    eager          PyTorch runs op by op
+    compile        torch.compile(mode="max-autotune") compiles the network and the loss
+    graph          one torch.cuda.CUDAGraph holds the whole step, including SGD
+    channels_last  images and weights have PyTorch's channels_last layout
 
 The precision is "fp32" (no TF32), "tf32" (for convolutions and matrix products) or "bf16"
 (torch.autocast, float32 weights).
@@ -18,17 +19,17 @@ import time
 
 from benchmarks import subject, torch_step, turns
 
-WARMUP = 11  # steps before a capture, as DistributedDataParallel needs; enough to choose kernels
-PRODUCT_SIZE = 8192  # rows and columns of a product that keeps the tensor cores busy
+WARMUP = 11  # steps before a capture, enough for PyTorch to choose kernels; DDP needs 11
+PRODUCT_SIZE = 8192  # size of square matrices whose product keeps the tensor cores busy
 
 
 def main(argv=None):
-    """Take part until the other end hangs up; argv: the address."""
+    """Answer questions until the other end closes the connection; `argv` holds the address."""
     (address,) = sys.argv[1:] if argv is None else argv
     steps = {}
 
     def prepare(name, options):
-        """Make a GpuStep of these keywords under a name; return its first losses."""
+        """Create a GpuStep with these options, store it by name and return its first losses."""
         steps[name] = GpuStep(**options)
         return steps[name].first_losses
 
@@ -40,12 +41,12 @@ def main(argv=None):
         import torch._dynamo.utils
 
         steps.clear()
-        torch._dynamo.reset()  # else the next network is one variant too many of the same code
+        torch._dynamo.reset()  # otherwise the next network exceeds the recompile limit
         torch._dynamo.utils.counters.clear()
         torch.cuda.empty_cache()
 
     turns.serve(address, 0, prepare, run, drop, product_rates)
-    os._exit(0)  # the threads of some libraries do not end by themselves
+    os._exit(0)  # some libraries have threads that do not end by themselves
 
 
 class GpuStep(torch_step.TorchStep):
@@ -54,15 +55,15 @@ class GpuStep(torch_step.TorchStep):
     Parameters
     ----------
     network : str
-        As `--network`.
+        A value of `--network`.
     batch : int
-        Images of the mini-batch.
+        Number of images in the mini-batch.
     variant, precision : str
-        See the module.
+        Words that the module's docstring explains.
     image : sequence of int or None
-        Image shape (C, H, W); None takes that of the network.
+        Image shape (C, H, W). None means the default shape of the network.
     device : str
-        "cuda", or, without graphs, "cpu" in tests.
+        "cuda". Tests without graphs use "cpu".
 
     Attributes
     ----------
@@ -83,7 +84,7 @@ class GpuStep(torch_step.TorchStep):
         self.run(3)
 
     def build_objective(self):
-        """Return the loss function; torch.compile gets all of it."""
+        """Return the loss function, compiled as a whole if the variant compiles."""
         import torch
 
         if self.compiles:
@@ -91,7 +92,7 @@ class GpuStep(torch_step.TorchStep):
         return self.mean_loss
 
     def _configure(self):
-        """Set the options of this process that all steps share as this step needs them."""
+        """Set the process-wide options of PyTorch to the values that this step needs."""
         import torch
 
         torch.backends.cudnn.benchmark = True
@@ -99,17 +100,17 @@ class GpuStep(torch_step.TorchStep):
         torch.backends.cuda.matmul.allow_tf32 = self.precision == "tf32"
 
     def precision_context(self):
-        """Return torch.autocast for bf16."""
+        """Return torch.autocast as a context manager, which is enabled only for bf16."""
         import torch
 
         if self.precision != "bf16":
             return super().precision_context()
-        # a capture must not keep casts from one replay to the next
+        # a captured graph must not reuse casts from an earlier replay
         cache = "graph" not in self.words
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=cache)
 
     def step(self):
-        """Make one step."""
+        """Run one step."""
         import torch
 
         if self.compiles:
@@ -133,7 +134,7 @@ class GpuStep(torch_step.TorchStep):
         self.graph = graph
 
     def run(self, count: int) -> float:
-        """Return milliseconds of a step, the mean over `count` consecutive steps."""
+        """Run `count` consecutive steps and return the mean milliseconds per step."""
         self._configure()
         step = self.step if self.graph is None else self.graph.replay
         if self.device == "cpu":
@@ -152,7 +153,7 @@ class GpuStep(torch_step.TorchStep):
 def product_rates(
     seconds: float = 0.3, size: int = PRODUCT_SIZE, device: str = "cuda"
 ) -> dict[str, float]:
-    """Return FLOP/s of a product of two random square matrices: "fp32", "tf32" and "bf16"."""
+    """Return the FLOP/s of a matrix product by precision: "fp32", "tf32" and "bf16"."""
     import torch
 
     rates = {}

@@ -1,7 +1,7 @@
-"""Training runs on the GPU, compared with the CPU's, and byte for byte with each other.
+"""Train on the GPU, and compare the losses with the CPU's and the weights byte for byte.
 
-A run as a process, on as many ranks as a launcher starts: `python -m benchmarks.gpu.training
-TASK`, TASK as JSON (see `main`).
+`python -m benchmarks.gpu.training TASK` runs one training, on any number of ranks. TASK is a JSON
+object (see `main`).
 """
 
 import importlib
@@ -22,23 +22,24 @@ from mpidl.training import trainer
 from mpidl.training.files import checkpoint, model_file
 from mpidl.training.options import training_options
 
-# Largest relative differences between the GPU's and the CPU's losses in the digits' first epoch, by
-# learning rate. By rounding alone the losses of NumPy and of the C kernels differ by 1.6e-6 and
-# 9.3e-5; an error of 1 % in a gradient changes them by 5e-4 at the lower rate. At the recipe's
-# rate, 0.01, rounding grows to a tenth of the loss within 71 iterations on any two machines. There
-# the check compares the mean over the epoch, in which the two differ by 1 %.
+# Largest relative differences between the GPU's and the CPU's losses in the first epoch of the
+# digits, by learning rate. Rounding alone makes the losses of NumPy and the C kernels differ by
+# 1.6e-6 at the lower rate and by 9.3e-5 at the higher rate. A gradient error of 1 % changes the
+# losses by 5e-4 at the lower rate. At the recipe's rate, 0.01, the effect of rounding grows to a
+# tenth of the loss within 71 iterations on any two machines. At that rate the check compares the
+# mean loss of the epoch, in which the two differ by 1 %.
 TOLERANCES = {1e-5: 1e-5, 1e-4: 1e-3}
 MEAN_TOLERANCE = 0.05
-TOLERANCES_TF32 = {1e-5: 5e-3}  # between TF32 and float32 products on the GPU
-MIN_ACCURACY = 0.995  # of the digit set's test images, by its recipe: CPUs reach 0.9990 to 1.0000
+TOLERANCES_TF32 = {1e-5: 5e-3}  # between training with TF32 and with float32 products on the GPU
+MIN_ACCURACY = 0.995  # on the digits' test images, by the recipe; CPUs reach 0.9990 to 1.0000
 
 
 def main(argv=None):
-    """Run the training that argv, a JSON object, describes; returns the exit code.
+    """Run the training that `argv` describes and return the exit code.
 
-    The object has "data", the file of `digits`; "options" of training; "out", the folder of
-    checkpoints or null; "resume", whether to continue from the checkpoint there; and "result", the
-    file to write, which gets {"losses", "sha256"}.
+    `argv` holds a JSON object with these entries: "data" is the file for `digits`, "options" are
+    training options, "out" is the folder of checkpoints or null, "resume" says whether to continue
+    from the checkpoint in it, and "result" is the output file for {"losses", "sha256"}.
     """
     task = json.loads((sys.argv[1:] if argv is None else argv)[0])
     world = World(threads=None)
@@ -59,7 +60,7 @@ class LossRecorder(Console):
         self.losses = []
 
     def iteration(self, epoch, iteration, loss, images_per_second, accuracy=None):
-        """Record the loss."""
+        """Append the loss to `losses`."""
         self.losses.append(loss)
 
 
@@ -72,14 +73,14 @@ class TrainedRun(NamedTuple):
 
     @property
     def sha256(self):
-        """Hash of the weights."""
+        """SHA-256 hash of the weights."""
         return model_file.weights_sha256(self.net)
 
 
 def train(world, net, train_set, options, out=None, resume=None):
-    """Train by the digits' recipe and these options; return the TrainedRun.
+    """Train by the recipe of the digits network and these options; return the TrainedRun.
 
-    It computes on the world's device, unless the options name another one.
+    The training runs on the world's device, unless the options name another device.
     """
     recorder = LossRecorder()
     training = training_options.TrainingOptions(**{**zoo.RECIPES["digits"], **options})
@@ -90,12 +91,15 @@ def train(world, net, train_set, options, out=None, resume=None):
 
 
 def network(train_set, seed=0):
-    """Return the digits network for a set's images."""
+    """Return the digits network for the images of a data set."""
     return zoo.digits(train_set.image_shape, len(train_set.classes), seed)
 
 
 def digits(path):
-    """Return training and test set of the digit set; draw the file if it is missing."""
+    """Load the digits from a file and split them into training and test set.
+
+    If the file is missing, draw the digits and write it.
+    """
     if not os.path.exists(path):
         images, labels = draw_digits()
         with open(f"{path}.part", "wb") as file:
@@ -107,34 +111,34 @@ def digits(path):
 
 
 def draw_digits():
-    """Return images and labels of the digit set."""
-    # `data.digits` is a function of the module's name
+    """Draw the digits; return their images and labels."""
+    # the name `data.digits` is a function, not this module
     return importlib.import_module("mpidl.data.formats.digits").draw()
 
 
 def small_set(image_shape, count):
-    """Return a set of random images of ten classes."""
+    """Return a data set of `count` random images in ten classes."""
     images, labels = subject.mini_batch(image_shape, count)
     return ArrayDatastore(images, labels, classes=list(range(subject.CLASSES)))
 
 
 def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
-    """Compare a GPU's training with the CPU's over an epoch, and check the accuracy it reaches.
+    """Compare an epoch of training on the GPU and on the CPU, and check the GPU's final accuracy.
 
     Parameters
     ----------
     report : Report
-        Gets the checks.
+        Receives the checks.
     cpu, gpu : World
-        Worlds of one rank that compute there.
+        Worlds of one rank that compute on the CPU and on the GPU.
     sets : tuple of Datastore
         Training and test set.
     epochs : int
-        Epochs of the recipe for the accuracy.
+        Number of epochs before the accuracy is measured.
     make : callable
-        Returns a Network for a set.
+        Returns a Network for a data set.
     tf32 : bool
-        Whether to compare TF32 with float32 products, too.
+        Whether to compare training with TF32 and with float32 products, too.
     """
     train_set, test_set = sets
 
@@ -163,7 +167,7 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
 
 
 def compare(report, name, losses, expected, tolerance):
-    """Check that losses differ from the expected ones by at most `tolerance`, relative."""
+    """Check that losses equal the expected ones within the relative `tolerance`."""
     differences = np.abs(losses / expected - 1)
     report.check(
         name,
@@ -175,7 +179,7 @@ def compare(report, name, losses, expected, tolerance):
 
 
 def accuracy(report, world, sets, epochs, make=network):
-    """Train by the recipe and check which share of the test images is classified right."""
+    """Train by the recipe and check the accuracy on the test images."""
     train_set, test_set = sets
     run = train(world, make(train_set), train_set, {"epochs": epochs})
     evaluation = evaluate.evaluate(run.net, test_set, world=world)
