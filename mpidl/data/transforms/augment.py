@@ -249,8 +249,8 @@ class Augmenter:
         -------
         dict
             "mirrored", "top" and "left", each int32 (n,). "mirrored" is 1 for left to right, 2 for
-            top to bottom, 3 for both and 0 for neither. "top" and "left" are the first row and
-            column of the result.
+            top to bottom, 3 for both and 0 for neither. "top" and "left" are the row and column of
+            the image at which the result starts.
         """
         d = self.draw(seed, epoch, indices, shape)
         return {
