@@ -6,7 +6,7 @@ from mpidl.data.datastore import Datastore, Indices
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-MAX_NAMES = 3  # class names in one warning
+MAX_NAMES = 3  # largest number of class names in a warning
 
 
 def check_classes(datastore: Datastore) -> None:
@@ -116,7 +116,7 @@ def check_finite(arrays: np.ndarray, datastore: Datastore, indices: Indices, kin
     if arrays.dtype.kind != "f":
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(arrays.sum()):  # much faster; if the sum overflows, go on
+        if np.isfinite(arrays.sum()):  # much faster; a sum that overflows is checked below
             return
     for i, array in zip(indices, arrays, strict=True):
         bad = array[~np.isfinite(array)]

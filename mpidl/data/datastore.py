@@ -360,7 +360,7 @@ class Transformed(Derived):
 
     def read(self, indices: Indices) -> np.ndarray:
         outputs = np.empty((len(indices), *self.image_shape), self.dtype)
-        # One image at a time, because the size of `indices` depends on the number of ranks.
+        # One image at a time, so that results do not depend on how many images a rank reads.
         for slot, image, i in zip(outputs, self.parent.read(indices), indices, strict=True):
             output = self._apply(image, int(i))
             if output.shape != slot.shape or (output.dtype == np.uint8) != (self.dtype == np.uint8):

@@ -1,4 +1,4 @@
-"""Draw a picture of the network's input: images, and beside each its augmented variants."""
+"""Draw a picture of the network's input: images, each followed by its augmented variants."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ FACES = {
             "M 6 100 L 22 100 L 56 60 L 56 16 L 40 0 L 16 0 L 0 16 L 0 40 L 16 56 L 40 56 L 56 40",
         )
     ),
-    # A wide face with a tall pen: thin stems, heavy bars; small upper bowls.
+    # A wide face with a tall pen: thin stems, heavy bars, small upper bowls.
     "wide": Face(
         (
             "M 38 0 h 74 50 v 38 100 h 2 50 v 38 0",

@@ -200,7 +200,7 @@ def _matrix(data, order):
         raise ValueError("cut short")
     flags = int.from_bytes(first[0][:4], order)
     kind = CLASSES[flags & 0xFF] if flags & 0xFF < len(CLASSES) else "unknown"
-    if kind == "opaque":  # it has a name in place of the sizes
+    if kind == "opaque":  # its second element is a name instead of sizes
         return Variable(_name(first[1]), (), kind), elements
     if len(first[1]) % 4 or not 8 <= len(first[1]) <= 4 * MOST_DIMENSIONS:
         raise ValueError("too many dimensions")

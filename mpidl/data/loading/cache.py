@@ -18,7 +18,7 @@ class NodeCache(Derived):
     """A datastore that reads each image of another datastore once per node and caches it.
 
     The cache holds as many of the first images as fit into the budget, with their targets if the
-    set has any. Other images are read anew each time. A datastore that is already in memory is not
+    set has any. Other images are read each time. A datastore that is already in memory is not
     cached. Creating a cache is collective over `world`.
 
     Parameters

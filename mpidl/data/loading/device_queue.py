@@ -129,7 +129,7 @@ class Table:
         """
         staged = self.staged[row, : len(values)]
         staged[...] = values
-        target = self.values.row(row * self.size)  # its first image
+        target = self.values.row(row * self.size)  # the first image of the place
         self.device.after(self.device.stage(target.address, staged))
 
 

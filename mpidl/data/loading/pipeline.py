@@ -16,7 +16,7 @@ from mpidl.data.transforms.augment import Augmenter, centred
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 
-SPAN = 1 << 20  # bytes of pixels that one task reads at least, if the rank's share has as many
+SPAN = 1 << 20  # least number of bytes that a task reads, unless the rank's share is smaller
 
 
 class SampleKeys(NamedTuple):

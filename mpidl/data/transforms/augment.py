@@ -132,7 +132,7 @@ class Augmenter:
                 raise UserError(f"{name}: expected degrees between -90 and 90, got {(low, high)}")
         shears: list[Any] = [self.shear_x, self.shear_y]
         sums = [x + y for x, y in zip(*shears, strict=True)]
-        if not -90 < sums[0] <= sums[1] < 90:  # at 90 the two collapse the image to a line
+        if not -90 < sums[0] <= sums[1] < 90:  # at 90 degrees the image collapses to a line
             raise UserError(
                 "shear_x and shear_y: expected less than 90 degrees together, got "
                 f"{self.shear_x} and {self.shear_y}"
