@@ -1,10 +1,10 @@
-"""Image sets and the queue of mini-batches."""
+"""Open image sets, transform their images and deliver them in mini-batches."""
 
 from mpidl.data.combined import combined
 from mpidl.data.datastore import ArrayDatastore, Datastore
 from mpidl.data.formats import *
 from mpidl.data.formats import __all__ as _formats
-from mpidl.data.formats.digits import digits  # the function takes the module's name here
+from mpidl.data.formats.digits import digits  # here, the name means the function
 from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
 from mpidl.data.registry import open_data, open_test_data

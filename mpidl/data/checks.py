@@ -1,4 +1,4 @@
-"""Checks of image sets: of their classes, and of all that is read from them."""
+"""Check image sets: their classes, and the images and targets read from them."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from mpidl.data.datastore import Datastore, Indices
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-MAX_NAMES = 3  # class names in one warning
+MAX_NAMES = 3  # largest number of class names in a warning
 
 
 def check_classes(datastore: Datastore) -> None:
-    """Raise `UserError` if a set cannot train a classifier: no labels, or only one class."""
+    """Raise `UserError` if a set has no labels, or images of one class only."""
     if datastore.labels is None:
         raise UserError(
             f"{datastore.describe()}: expected labels to train a classifier, found none"
@@ -25,12 +25,13 @@ def check_classes(datastore: Datastore) -> None:
 
 
 def empty_classes_warning(datastore: Datastore) -> str | None:
-    """Return a warning that names classes without images.
+    """Return a warning that names the classes without images.
 
     Returns
     -------
     str or None
-        One line, or None if every class has an image or the set is not labelled.
+        A warning of one line. None if every class has an image, or the set has no labels or has
+        targets.
     """
     if datastore.labels is None or datastore.targets_shape is not None:
         return None
@@ -54,12 +55,12 @@ def read_images(datastore: Datastore, indices: Indices) -> np.ndarray:
     Returns
     -------
     np.ndarray
-        (len(indices), C, H, W) of the datastore's `dtype`.
+        The images, (len(indices), C, H, W) of the datastore's `dtype`.
 
     Raises
     ------
     UserError
-        If `datastore.read` returns another shape or kind, or a NaN or infinity.
+        If `datastore.read` returns a wrong shape or type, or values that are NaN or infinite.
     """
     return _read(datastore, "read", indices, datastore.image_shape, datastore.dtype, "pixels")
 
@@ -70,22 +71,25 @@ def read_targets(datastore: Datastore, indices: Indices) -> np.ndarray:
     Returns
     -------
     np.ndarray
-        (len(indices), *targets_shape) of the datastore's `targets_dtype`.
+        The targets, (len(indices), *targets_shape) of the datastore's `targets_dtype`.
 
     Raises
     ------
     UserError
-        If `datastore.targets` returns another shape or kind, or a NaN or infinity.
+        If `datastore.targets` returns a wrong shape or type, or values that are NaN or infinite.
     """
     shape, dtype = datastore.targets_shape, datastore.targets_dtype
     return _read(datastore, "targets", indices, shape, dtype, "targets")
 
 
 def _read(datastore, method, indices, shape, dtype, noun):
-    """Return what a method of the datastore returns, checked and in its dtype."""
+    """Call a method of the datastore, check its result and convert it to `dtype`.
+
+    `noun` describes the values in messages.
+    """
     arrays, dtype = np.asarray(getattr(datastore, method)(indices)), np.dtype(dtype)
     expected, kinds = (len(indices), *shape), "iub" if dtype.kind in "iu" else "f"
-    exact = method == "read" and dtype == np.uint8  # pixels; labels may be any whole numbers
+    exact = method == "read" and dtype == np.uint8  # targets may have any integer type
     fits = arrays.dtype == dtype if exact else arrays.dtype.kind in kinds
     if arrays.shape != expected or not fits:
         raise UserError(
@@ -98,19 +102,21 @@ def _read(datastore, method, indices, shape, dtype, noun):
 
 
 def check_finite(arrays: np.ndarray, datastore: Datastore, indices: Indices, kind: str) -> None:
-    """Raise `UserError` for the first image whose array has a NaN or infinity.
+    """Raise `UserError` for the first image whose array contains a NaN or infinity.
 
     Parameters
     ----------
     arrays : np.ndarray
-        (n, ...), one array per image of `indices`.
+        Arrays (n, ...) of the images with the given `indices`.
+    datastore : Datastore
+        The datastore of the images, which provides their names.
     kind : str
-        What the arrays hold, for the message: "pixels" or "targets".
+        Description of the values for the message, "pixels" or "targets".
     """
     if arrays.dtype.kind != "f":
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(arrays.sum()):  # much faster; a sum that overflows falls through
+        if np.isfinite(arrays.sum()):  # much faster; a sum that overflows is checked below
             return
     for i, array in zip(indices, arrays, strict=True):
         bad = array[~np.isfinite(array)]

@@ -1,4 +1,4 @@
-"""Datastores that pair images with targets."""
+"""Combine images and targets into one datastore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpidl.files import digest
 
 
 class Combined(Derived):
-    """Images of one set with targets of another. See `combined`."""
+    """A datastore that pairs the images of one set with the targets of another. See `combined`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Combined(Derived):
         self._set_classes(classes)
 
     def _set_classes(self, classes):
-        """Name the labels that the targets hold, if names are given."""
+        """Set the class names of targets that are labels, unless `classes` is None."""
         if classes is None:
             return
         if self.targets_dtype.kind != "i":
@@ -68,7 +68,7 @@ class Combined(Derived):
         if not isinstance(source, Datastore):
             return source[np.asarray(indices, np.int64)].astype(dtype, copy=False)
         pixels = read_images(source, indices)
-        if self.scaled:  # as the images of a mini-batch are
+        if self.scaled:  # like the images of a mini-batch
             return pixels / np.float32(255)
         return pixels.reshape(len(pixels), *self.targets_shape).astype(dtype, copy=False)
 
@@ -82,7 +82,7 @@ class Combined(Derived):
 
 
 def _label_map_shape(targets):
-    """Return (H, W) of a set whose pixels are labels: uint8 in one channel."""
+    """Return the size (H, W) of label images; raise UserError unless they are gray and uint8."""
     if targets.dtype != np.uint8 or targets.image_shape[0] != 1:
         raise UserError(
             f"{targets.describe()}: expected gray images of bytes as pixel labels, found "
@@ -105,14 +105,15 @@ def combined(
     images : Datastore
         The images.
     targets : Datastore or array_like
-        A datastore whose image i is the target of image i: uint8 pixels are divided by 255, as in
-        a mini-batch, and floats stay unchanged. Or an array (n, ...) of floats (regression) or
-        whole numbers.
+        Either a datastore whose image i is the target of image i, or an array (n, ...) of floats
+        (for regression) or whole numbers. uint8 pixels of a datastore are divided by 255, as in a
+        mini-batch, and floats stay unchanged.
     pixel_labels : bool
-        Whether the targets are gray images whose pixels are labels. The targets are then whole
-        numbers (H, W).
+        Whether the targets are gray uint8 images whose pixels are labels. The targets are then
+        int32 (H, W).
     classes : sequence of str, optional
-        Names of such labels from label 0, as tables of confusion print them.
+        Class names in the order of the labels, if the targets are labels. Confusion tables print
+        them.
 
     Returns
     -------
@@ -122,7 +123,8 @@ def combined(
     Raises
     ------
     UserError
-        If the numbers of images and targets differ, or the targets are not of a supported kind.
+        If the numbers of images and targets differ, the type of the targets is not supported, or
+        `classes` is given for targets that are not labels.
     """
     targets = targets if isinstance(targets, Datastore) else np.asarray(targets)
     return Combined(images, targets, pixel_labels, classes)

@@ -1,4 +1,4 @@
-"""The interface of image sets, sets in memory, and sets made of another."""
+"""The interface of image sets, sets in memory, and sets derived from other sets."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 Indices: TypeAlias = Sequence[int] | np.ndarray
 
-MOST_CLASSES = 1 << 20  # if no class names limit the labels
+MOST_CLASSES = 1 << 20  # limit on the classes of a set without class names
 
 
 class Datastore:
-    """Base class of image sets: images read by index, with labels or targets.
+    """Base class of image sets, which return images by index, with labels or targets.
 
-    A subclass sets `image_shape`. A labelled set also sets `labels` and `classes`, and defines
-    `read`. A set with targets sets `targets_shape`, and defines `__len__`, `read` and `targets`.
-    A mini-batch holds the targets if the set has any, else the labels.
+    Every subclass sets `image_shape` and defines `read`. A set with labels also sets `labels` and
+    `classes`. A set with targets also sets `targets_shape` and defines `__len__` and `targets`.
+    A mini-batch holds the targets if the set has any, and the labels otherwise.
 
     Attributes
     ----------
@@ -35,18 +35,19 @@ class Datastore:
     dtype : np.dtype
         Type of the images that `read` returns: uint8 (pixels 0..255) or float32.
     classes : list of str
-        Class names, by label.
+        Class names; the name of label i is ``classes[i]``.
     labels : np.ndarray or None
-        int64 (n,), or None if the labels are unknown.
+        Labels of the images, int64 (n,), or None if the labels are unknown.
     targets_shape : tuple of int or None
-        Shape of each image's target (another image, a label per pixel, numbers), or None.
+        Shape of each image's target (another image, a label per pixel, or numbers). None if the
+        set has no targets.
     targets_dtype : np.dtype
-        float32 or int32.
+        Type of the targets, float32 or int32.
     preprocess : Preprocess or None
-        The last `Preprocess` applied to the images. A network trained on them keeps it, so that it
-        can classify raw images.
+        The last `Preprocess` applied to the images. A network trained on them stores it, so that
+        the network can classify raw images.
     in_memory : bool
-        Whether reading costs no more than a copy, so that a cache is useless.
+        Whether reading an image costs no more than a copy. If so, a cache would not help.
     """
 
     image_shape: tuple[int, ...]
@@ -82,25 +83,28 @@ class Datastore:
         return f"image {i}"
 
     def located(self, i: int) -> str:
-        """Return the name of image i for messages: with its file if `name` does not contain it."""
+        """Return the name of image i for messages.
+
+        Subclasses prepend the file or data set if `name` does not contain it.
+        """
         return self.name(i)
 
     def describe(self) -> str:
-        """Return one line for the console."""
+        """Describe the set in one line for the console."""
         return f"{type(self).__name__}: {counted(self)}"
 
     def __repr__(self) -> str:
         kind = type(self).__name__
         try:
             return f"{kind}({self.describe().removeprefix(f'{kind}: ')})"
-        except Exception:  # of a user's class that is not complete yet; a debugger shows it too
+        except Exception:  # a debugger may show an object whose __init__ has not finished
             return object.__repr__(self)
 
     def fingerprint(self) -> str:
-        """Return a hex digest of names, labels, shapes and sizes.
+        """Return a hex digest of the set's class names, labels, shapes and size.
 
-        The digest does not depend on where the set is stored. It is cheap and decodes no image: it
-        distinguishes sets, but does not detect a changed pixel.
+        The digest does not depend on where the set is stored. It is cheap to compute, because no
+        image is decoded. It distinguishes sets, but does not detect a changed pixel.
         """
         parts = [len(self), self.image_shape, self.dtype.str, *self.classes, self.labels]
         if self.targets_shape is not None:
@@ -108,7 +112,7 @@ class Datastore:
         return digest(*parts)
 
     def subset(self, indices: Indices) -> Subset:
-        """Return a datastore of the images of `indices`, in that order."""
+        """Return a datastore of the images with the given indices, in the given order."""
         return Subset(self, indices)
 
     def transform(
@@ -121,32 +125,41 @@ class Datastore:
     ) -> Transformed:
         """Return a datastore that applies a function to each image of this one.
 
-        Prefetch threads call the function on one image at a time; if a cache keeps the results,
-        once per image.
+        Prefetch threads call the function on one image at a time. With a cache, they call it once
+        for each image that the cache holds.
 
         Parameters
         ----------
         function : callable
-            ``function(image)`` of one image (C, H, W), uint8 or float32 as `dtype` says. It returns
+            ``function(image)`` receives one image (C, H, W) of this datastore's `dtype`. It returns
             (C, H, W), uint8 (pixels 0..255) or float.
         include_index : bool
-            Call ``function(image, index)`` instead. Random numbers must be keyed by this index.
+            Whether to call ``function(image, index)`` instead. If the function uses random
+            numbers, it must derive them from this index.
         image_shape, dtype
-            Shape and type of the results. By default image 0 is transformed to determine both.
+            Shape and type of the function's results. If either is missing, image 0 is transformed
+            to determine both.
         """
         return Transformed(self, function, include_index, image_shape, dtype)
 
     def split(self, fraction: float, seed: int = 0) -> tuple[Subset, Subset]:
-        """Split each label's images at random into `fraction` of them and the rest.
+        """Split the set at random into two subsets with the same mix of labels.
 
-        Both parts keep the order of this set. Without labels, all images count as one label.
+        Both subsets keep the order of this set. If the set has no labels, all images are treated
+        as having the same label.
 
         Parameters
         ----------
         fraction : float
-            Share of the first part, 0 to 1. The image count of each label is rounded half up.
+            Share of each label's images in the first subset, 0 to 1. The number of images per
+            label is rounded half up.
         seed : int
-            Determines alone which images are drawn.
+            Seed of the random selection. Equal seeds select the same images.
+
+        Returns
+        -------
+        tuple of Subset
+            The first subset and the remaining images.
 
         Raises
         ------
@@ -159,7 +172,7 @@ class Datastore:
         first = np.zeros(len(self), bool)
         for label in np.unique(labels):
             (members,) = np.nonzero(labels == label)
-            # In decimal, as the user wrote it: 0.29 * 50 is 14.5, and 14.499999999999998 in binary.
+            # Decimal arithmetic: 0.29 * 50 is 14.5, but binary floats give 14.499999999999998.
             exact = Decimal(str(float(fraction))) * len(members)
             count = int(exact.to_integral_value(ROUND_HALF_UP))
             order = keyed.permutation(len(members), seed, f"split {label}")
@@ -168,24 +181,25 @@ class Datastore:
 
 
 class ArrayDatastore(Datastore):
-    """Images in memory.
+    """A datastore of images in memory.
 
     Parameters
     ----------
     images : array_like
-        (n, C, H, W), or (n, H, W) if gray; uint8 pixels, or floats. Floats are stored as float32
-        and reach the network unchanged.
+        Images (n, C, H, W), or (n, H, W) if gray, as uint8 pixels or floats. Floats are stored as
+        float32 and are not rescaled.
     labels : array_like of int, optional
-        (n,) whole numbers from 0.
+        Label of each image, (n,), whole numbers from 0.
     classes : sequence of str, optional
-        Class names, by label; "0", "1", ... by default. Other objects are converted by `str`.
+        Class names in the order of the labels, by default "0", "1", ... Other objects are
+        converted by `str`.
     source : str
         Name of the set in messages.
 
     Raises
     ------
     UserError
-        If the shapes or types do not fit, or a label exceeds the classes.
+        If the shapes or types are invalid, or a label is not below the number of classes.
     """
 
     in_memory = True
@@ -204,7 +218,7 @@ class ArrayDatastore(Datastore):
                 f"{source}: expected uint8 or float images of shape (n, C, H, W) or (n, H, W), "
                 f"got {images.dtype} of shape {images.shape}"
             )
-        with np.errstate(over="ignore"):  # `read_images` reports infinities
+        with np.errstate(over="ignore"):  # `read_images` later reports infinities
             floats = images.dtype != np.uint8
             self.images: np.ndarray = images.astype(np.float32, copy=False) if floats else images
         self.image_shape = tuple(int(size) for size in images.shape[1:])
@@ -229,13 +243,16 @@ class ArrayDatastore(Datastore):
         return f"{self.source}: {counted(self)}"
 
     def fingerprint(self) -> str:
-        # A few images from first to last distinguish two sets of the same sizes.
+        # Up to 64 images, spread over the set, distinguish sets with equal labels and shapes.
         sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
         return digest(super().fingerprint(), self.images[sample])
 
 
 class Derived(Datastore):
-    """Base of sets made from another: what a subclass does not define is the parent's."""
+    """Base class of sets derived from a parent set.
+
+    Attributes and methods that a subclass does not define are those of the parent.
+    """
 
     def __init__(self, parent: Datastore):
         self.parent = parent
@@ -268,7 +285,7 @@ class Derived(Datastore):
 
 
 class Subset(Derived):
-    """Images of another datastore selected by index. See `Datastore.subset`."""
+    """Images of another datastore, selected by index. See `Datastore.subset`."""
 
     def __init__(self, datastore: Datastore, indices: Indices):
         super().__init__(datastore)
@@ -332,7 +349,7 @@ class Transformed(Derived):
         self.dtype = np.dtype(np.uint8 if np.dtype(dtype) == np.uint8 else np.float32)
 
     def _apply(self, image, i):
-        """Return the function's result for image i, checked."""
+        """Apply the function to image i and check the shape and type of its result."""
         output = np.asarray(self.function(image, i) if self.include_index else self.function(image))
         if output.ndim != 3 or not (output.dtype == np.uint8 or output.dtype.kind == "f"):
             raise UserError(
@@ -343,7 +360,7 @@ class Transformed(Derived):
 
     def read(self, indices: Indices) -> np.ndarray:
         outputs = np.empty((len(indices), *self.image_shape), self.dtype)
-        # One image at a time: how many are read together depends on the number of ranks.
+        # One image at a time, so that results do not depend on how many images a rank reads.
         for slot, image, i in zip(outputs, self.parent.read(indices), indices, strict=True):
             output = self._apply(image, int(i))
             if output.shape != slot.shape or (output.dtype == np.uint8) != (self.dtype == np.uint8):
@@ -365,12 +382,24 @@ class Transformed(Derived):
 def check_labels(
     labels: Sequence[int] | np.ndarray, count: int, classes: Sequence[object] | None, source: str
 ) -> np.ndarray:
-    """Return `labels` as int64 (count,).
+    """Check labels and return them as int64 (count,).
+
+    Parameters
+    ----------
+    labels : array_like of int
+        The labels.
+    count : int
+        Number of images.
+    classes : sequence or None
+        Class names; None allows labels below `MOST_CLASSES`.
+    source : str
+        Name of the labels in messages.
 
     Raises
     ------
     UserError
-        If they are not `count` whole numbers from 0 below the number of classes.
+        If there are not `count` labels, or a label is not a whole number from 0 and below the
+        number of classes.
     """
     labels = np.asarray(labels)
     if labels.shape != (count,):
@@ -394,7 +423,7 @@ def check_labels(
 def counted(datastore: Datastore) -> str:
     """Return the size of a set in words.
 
-    For example "60000 images of 1x28x28 in 10 classes", or
+    Examples are "60000 images of 1x28x28 in 10 classes" and
     "60 images of 1x28x28 with targets of 1x28x28".
     """
     text = f"{len(datastore)} images of {'x'.join(map(str, datastore.image_shape))}"
@@ -407,15 +436,16 @@ def counted(datastore: Datastore) -> str:
 
 
 def describe_derived(parent: Datastore, operation: object, derived: Datastore) -> str:
-    """Return one line for a derived set: the parent's source, the operation, the new size."""
+    """Describe a derived set in one line: the parent's source, the operation and the new size."""
     source = parent.describe().rpartition(": ")[0]
     return f"{source or 'images'}, {operation}: {counted(derived)}"
 
 
 def need_datastore(candidate: object, role: str) -> None:
-    """Raise `UserError` if `candidate` is not a datastore, with a hint how to make one.
+    """Raise `UserError` if `candidate` is not a datastore.
 
-    `role` names the argument in the message.
+    The message suggests how to make a datastore from a path or an array. `role` names the argument
+    in the message.
     """
     if isinstance(candidate, Datastore):
         return

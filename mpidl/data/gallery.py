@@ -1,4 +1,4 @@
-"""A picture of the network's input: images as they are, and beside each its augmented variants."""
+"""Draw a picture of the network's input: images, each followed by its augmented variants."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-CELL, GAP, MARGIN = 96, 6, 12  # pixels: least side of an image, between images, around them
-TEXT = 110  # pixels for a class name
+# Pixels: least length of an image's longer side, gap between images, margin around them.
+CELL, GAP, MARGIN = 96, 6, 12
+TEXT = 110  # width of the column of class names in pixels
 ROWS, VARIANTS = 10, 7
 
 
@@ -26,19 +27,20 @@ def gallery(
 ) -> bytes:
     """Draw images with their augmented variants as a PNG.
 
-    A row shows one image as it is, then as the first `variants` epochs augment it. The rows divide
-    evenly among the classes, and each class's images spread from its first to its last.
+    A row shows one image without augmentation, followed by its variants in the first `variants`
+    epochs. The rows are divided evenly among the classes. The images of a class are evenly spaced
+    from its first to its last.
 
     Parameters
     ----------
     datastore : Datastore
-        Images of 1 or 3 channels.
+        Datastore of images with 1 or 3 channels.
     augmenter : Augmenter or None
-        None draws the images alone.
+        Random transformations of the images. With None, no variants are drawn.
     seed : int
         Seed of the augmentation.
     rows, variants : int
-        Number of images, and of variants of each.
+        Number of images, and number of variants per image.
 
     Returns
     -------
@@ -48,7 +50,7 @@ def gallery(
     Raises
     ------
     UserError
-        If the set is empty, or its images cannot be drawn.
+        If the set is empty, or its images have another number of channels.
     """
     from PIL import Image, ImageDraw
 
@@ -65,7 +67,7 @@ def gallery(
             augmenter.apply(originals, indices, epoch=epoch, seed=seed)
             for epoch in range(1, variants + 1)
         ]
-    factor = max(1, -(-CELL // max(originals.shape[2:])))  # one for all: sizes stay comparable
+    factor = max(1, -(-CELL // max(originals.shape[2:])))  # for all images: sizes stay comparable
     cells = [[_enlarge(Image, image, factor) for image in images] for images in columns]
     widths = [column[0].width for column in cells]
     heights = max(column[0].height for column in cells)
@@ -92,14 +94,14 @@ def gallery(
 
 
 def select_images(datastore: Datastore, rows: int) -> np.ndarray:
-    """Return the indices of up to `rows` images, spread evenly over the classes."""
+    """Select up to `rows` images, spread evenly over the classes, and return their indices."""
     if not len(datastore):
         raise UserError(f"{datastore.describe()}: expected images to draw, found none")
     if datastore.labels is None:
         count = min(rows, len(datastore))
         return np.linspace(0, len(datastore) - 1, count).astype(np.int64)
     members = [np.nonzero(datastore.labels == label)[0] for label in np.unique(datastore.labels)]
-    if len(members) > rows:  # evenly over the classes
+    if len(members) > rows:  # select evenly spaced classes
         members = [members[i] for i in np.linspace(0, len(members) - 1, rows).astype(int)]
     counts = [len(part) for part in np.array_split(np.arange(rows), len(members))]
     selected = [
@@ -110,9 +112,9 @@ def select_images(datastore: Datastore, rows: int) -> np.ndarray:
 
 
 def _enlarge(Image, image, factor):
-    """Return pixels (C, H, W) as a Pillow image, enlarged by `factor`.
+    """Convert pixels (C, H, W) to a Pillow image enlarged by `factor`.
 
-    Floats are scaled from their least to their largest.
+    Floats are scaled such that the least value becomes 0 and the largest 255.
     """
     if image.dtype != np.uint8:
         low, high = image.min(), image.max()
@@ -124,7 +126,7 @@ def _enlarge(Image, image, factor):
 
 
 def _class_text(datastore, i):
-    """Return the class name of image i, shortened to 16 characters, or ""."""
+    """Return the class name of image i, shortened to 16 characters, or "" without labels."""
     if datastore.labels is None:
         return ""
     label = int(datastore.labels[i])

@@ -1,4 +1,4 @@
-"""Labels and class names of a file, aligned with those that a network was trained on."""
+"""Check labels and class names of a file, and align them with the classes of a network."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from mpidl.text import printable
 def align_labels(
     labels: np.ndarray, names: list[str] | None, classes: Sequence[str] | None, source: str
 ) -> tuple[np.ndarray, list[str]]:
-    """Return labels, and the class names that they count by.
+    """Map the labels of a file to the classes of the training set.
 
-    If both `names` and `classes` are given, labels are mapped to `classes` by name.
+    If both `names` and `classes` are given, labels are mapped to `classes` by name. Otherwise, they
+    stay as they are.
 
     Parameters
     ----------
     labels : ndarray
-        Whole numbers from 0, (n,).
+        Labels of the file, whole numbers from 0, (n,).
     names : list of str or None
         Class names of the file, or None if it has none.
     classes : sequence of str or None
-        Class names of the training set, or None if this set is the first.
+        Class names of the training set, or None if this is the training set.
     source : str
-        File and array, for messages.
+        Name of the file and the array in messages.
 
     Returns
     -------
     labels : ndarray
-        int64, (n,).
+        The mapped labels, int64 (n,), which are indices of the returned `classes`.
     classes : list of str
+        `classes` or else `names` if given, else "0", "1", ... up to the highest label.
 
     Raises
     ------
     UserError
-        A label belongs to none of the classes.
+        A label has no class name, or its class is not among `classes`.
     """
     labels = check_labels(labels, len(labels), names, source)
     if names is None:
@@ -62,12 +64,14 @@ def align_labels(
 
 
 def parse_class_names(value: object, source: str) -> list[str]:
-    """Return class names as a file stores them: a list or array of texts, or JSON of one.
+    """Convert class names stored in a file to a list of strings.
+
+    `value` is a list or array of strings or bytes, or a JSON list of strings.
 
     Raises
     ------
     UserError
-        The value is no list of texts, or a name occurs twice.
+        The value is not such a list, or a name occurs twice.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -92,7 +96,10 @@ def parse_class_names(value: object, source: str) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    """Tell whether a name can be written to a file; it may stand for bytes that are not UTF-8."""
+    """Return whether a name can be encoded to be written to a file.
+
+    Surrogate escapes, which represent bytes that are not UTF-8, are valid.
+    """
     try:
         name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -101,13 +108,15 @@ def _is_text(name: str) -> bool:
 
 
 def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") -> np.ndarray:
-    """Return labels as int64 (count,); a file may store them as floats.
+    """Convert `count` labels of integer or float type to int64 (count,).
+
+    `source` names the labels in messages.
 
     Raises
     ------
     UserError
-        There are not `count` labels, or they are no whole numbers. If they are fractions, the
-        message ends with `hint`.
+        There are not `count` labels, or a label is not a whole number. The message about fractions
+        ends with `hint`.
     """
     values = np.asarray(values)
     flat = values.reshape(-1)
@@ -124,7 +133,7 @@ def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") 
 
 
 def check_int32(values: np.ndarray, source: str) -> None:
-    """Raise UserError if whole numbers do not fit int32, the dtype of such targets."""
+    """Raise UserError if an integer target is outside the range of int32."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     if low < -(1 << 31) or high >= 1 << 31:
         raise UserError(f"{source}: expected targets that int32 holds, found {low} to {high}")

@@ -1,4 +1,4 @@
-"""Sampling as in MATLAB's parallel training loop: each rank draws from its own part of the set."""
+"""Partitioned sampling: each rank draws from one part of the set, as in MATLAB's parallel loop."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def partition_order(
     seed: int,
     epoch: int | None = None,
 ) -> np.ndarray:
-    """Rearrange an order so that each rank takes all its images from one part of it.
+    """Rearrange the order of samples so that each rank uses one consecutive part of it.
 
     Parameters
     ----------
     order : np.ndarray
         A permutation of the samples, (n,).
     shares : sequence of sequences of (int, int)
-        For each mini-batch, each rank's (first, stop) image.
+        For each mini-batch, the range (first, stop) of images of each rank.
     seed : int
-        Seed of the permutations.
+        Seed of the permutations of the parts.
     epoch : int, optional
-        Permute each part by itself for this epoch; None leaves the parts in order.
+        Epoch for which each part is permuted separately. None leaves the parts in their order.
 
     Returns
     -------
     np.ndarray
-        The new permutation, (n,).
+        The rearranged permutation, (n,).
     """
     counts = np.array([[stop - start for start, stop in runs] for runs in shares], np.int64)
     parts = np.split(order, np.cumsum(counts.sum(axis=0))[:-1])
@@ -52,9 +52,9 @@ def partition_order(
 
 
 def image_shares(count: int, ranks: int, load: tuple | None) -> list[tuple[int, ...]]:
-    """Return each rank's (first, stop) image of a mini-batch of `count` images.
+    """Return the range (first, stop) of images of each rank in a mini-batch of `count` images.
 
-    `load` weights the shares, see `fold.split_blocks`.
+    `load` holds the weights of the shares (see `fold.split_blocks`).
     """
     runs = split_blocks(blocks_of(count), ranks, load)
     return [tuple(min(edge * LANES, count) for edge in run) for run in runs]

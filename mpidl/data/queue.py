@@ -1,4 +1,4 @@
-"""Mini-batches: the global order of an epoch, cut into mini-batches, and these into shares."""
+"""Order the samples of an epoch, and deliver each rank's share of every mini-batch."""
 
 from __future__ import annotations
 
@@ -29,57 +29,64 @@ SAMPLINGS = ("global", "partition")
 class MinibatchQueue:
     """Deliver this rank's share of each mini-batch of an epoch.
 
-    The order is global: the queue permutes the whole set by seed and epoch, whatever the ranks. It
-    cuts the set into mini-batches, and each mini-batch into shares of whole blocks. Every image of
-    an epoch is used exactly once.
+    The queue permutes the whole set by seed and epoch, so the order does not depend on the number
+    of ranks. It divides the set into mini-batches, and each mini-batch into one share of whole
+    blocks per rank. Every image is used exactly once per epoch.
 
     Parameters
     ----------
     datastore : Datastore
         The images.
     batch_size : int
-        Images per mini-batch over all ranks; the last one of an epoch may be smaller.
+        Images per mini-batch over all ranks. The last mini-batch of an epoch may be smaller.
     seed : int
         Seed of the order and of the augmentation.
     world : World, optional
-        The ranks that share a mini-batch; by default this rank alone.
+        The ranks that share a mini-batch, by default this rank alone.
     shuffle : {"every-epoch", "once", "never"}
-        "once" uses epoch 0's order for all epochs, "never" the datastore's order.
+        When to permute the set. "once" uses the order of epoch 0 for all epochs, and "never" uses
+        the order of the datastore.
     prefetch : int
-        Number of mini-batches that `workers` threads make ahead of their use. With 0 the consumer's
-        thread makes each mini-batch on request. Neither number changes order or bytes.
+        Number of mini-batches that the threads prepare in advance. With 0, there are no threads,
+        and the consumer's thread prepares each mini-batch on request. Results do not depend on
+        `prefetch` and `workers`.
     plain : bool, optional
-        See `fold.Tree`; by default the world's own setting.
+        See `fold.Tree`. By default, the setting of the world.
     workers : int
-        Number of threads. They make no MPI calls. With more than one, threads call the datastore's
-        `read` concurrently.
+        Number of threads. They make no MPI calls. With more than one thread, the datastore's `read`
+        is called concurrently.
     augmenter : Augmenter, optional
-        Changes the images anew in each epoch.
+        Random transformations of the images, which differ in each epoch.
     normalization : Normalization, optional
-        By default uint8 pixels are divided by 255, and floats stay unchanged.
+        Normalization of the pixels. By default, uint8 pixels are divided by 255 and floats stay
+        unchanged.
     crop : tuple of int, optional
-        (P, Q) of the window cut from the centre of images, if no augmenter cuts them.
+        Size (P, Q) of a window cut from the centre of images. Ignored if there is an augmenter.
     function : callable, optional
-        ``function(images, labels, keys)``, called by the threads after the augmenter and before
-        normalization, for 16 images at a time (fewer at the end of a mini-batch). images:
-        (n, C, H, W), uint8 or float32 as in the datastore. labels: int32 (n,), or the targets, or
-        None. keys: a `SampleKeys` with indices (n,), epoch and seed; random numbers must be keyed
-        by them. It returns images (n, C, H, W), uint8 or float, or (images, labels).
+        ``function(images, labels, keys)``, which is called after the augmenter and before
+        normalization. It receives 16 images at a time (fewer at the end of a mini-batch):
+
+        - images (n, C, H, W), uint8 or float32 as in the datastore,
+        - labels int32 (n,), or the targets, or None,
+        - keys, a `SampleKeys` with indices (n,), epoch and seed. A function that uses random
+          numbers must derive them from these keys.
+
+        It returns images (n, C, H, W), uint8 or float, or a tuple (images, labels).
     load : tuple of int, optional
-        Weight of each rank's share, see `fold.split_blocks`. Assign the attribute `load` between
-        epochs to change it.
+        Weight of each rank's share (see `fold.split_blocks`). To change it, assign the attribute
+        `load` between epochs.
     sampling : {"global", "partition"}
-        With "partition" each rank draws from its own part of the set, and "every-epoch" permutes
-        each part by itself. The contents of a mini-batch, and thus the weights, then depend on the
-        number of ranks.
+        With "partition", each rank draws from its own part of the set, and "every-epoch" permutes
+        each part separately. The contents of a mini-batch, and therefore the weights, then depend
+        on the number of ranks.
     classes : int, optional
         Number of classes. If given, a label outside 0..classes-1 raises a `UserError` that names
         the image.
 
     Notes
     -----
-    A new mini-batch reuses the memory of one that nobody references any more. A loop that ends with
-    ``del images, labels`` needs one mini-batch less.
+    A new mini-batch reuses the memory of an earlier one that is no longer referenced. A loop that
+    ends with ``del images, labels`` therefore needs memory for one mini-batch less.
     """
 
     def __init__(
@@ -121,8 +128,8 @@ class MinibatchQueue:
         self.plain: bool = getattr(self.world, "plain", False) if plain is None else plain
         self.load, self.sampling = load, sampling
         self.device = getattr(self.world, "device", None)  # the GPU that receives the images
-        # An arena beside the step's: mini-batches, all of one size, would leave holes among its
-        # activations that are too small for the next mini-batch.
+        # A separate arena: in the arena of the training step, mini-batches would leave holes that
+        # become too small for the next mini-batch.
         self.arena = arenas.Arena()
 
     def __len__(self) -> int:
@@ -133,7 +140,7 @@ class MinibatchQueue:
         return f"MinibatchQueue({len(self)} mini-batches of {self.batch_size}, {self.datastore!r})"
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the sample indices of an epoch in the order of their use, int64 (n,)."""
+        """Return the sample indices of an epoch in the order in which they are used, int64 (n,)."""
         n = len(self.datastore)
         every_epoch, parts = self.shuffle == "every-epoch", self.sampling == "partition"
         if self.shuffle == "never":
@@ -149,7 +156,7 @@ class MinibatchQueue:
         return partition.partition_order(order, shares, self.seed, epoch if every_epoch else None)
 
     def _shares(self, count):
-        """Return each rank's (first, stop) image of a mini-batch of `count` images."""
+        """Return the range (first, stop) of each rank in a mini-batch of `count` images."""
         return partition.image_shares(count, self.world.size, self.load)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[tuple[Blocked, Blocked], None, None]:
@@ -158,26 +165,26 @@ class MinibatchQueue:
         Parameters
         ----------
         epoch : int
-            Number of the epoch, which keys the order and the augmentation.
+            Number of the epoch, which determines the order and the augmentation.
         start : int
-            The first mini-batch to deliver.
+            Number of the first mini-batch to deliver.
 
         Yields
         ------
         images : Blocked
-            float32, (C, H, W) per image, augmented and normalized. Unused lanes are zero.
+            Augmented and normalized images, float32 (C, H, W) each. Unused lanes are zero.
         labels : Blocked or None
-            int32, one per image; or the targets, float32 or int32 of the datastore's
-            `targets_shape`; or None if the set has neither. Unused lanes are zero.
+            One int32 label per image, or the targets, float32 or int32 of the datastore's
+            `targets_shape`. None if the set has neither. Unused lanes are zero.
 
         Raises
         ------
         ValueError
-            If `start` is not a mini-batch of the epoch.
+            If `start` is not between 0 and the number of mini-batches.
 
         Notes
         -----
-        An error while reading is raised at the mini-batch that it concerns.
+        If reading fails, the error is raised in place of the mini-batch that could not be read.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be a mini-batch from 0 to {len(self)}, got {start}")
@@ -194,7 +201,7 @@ class MinibatchQueue:
             yield self._job(order[first : first + self.batch_size], epoch)
 
     def _job(self, indices, epoch):
-        """Return the Job of one mini-batch; each of its tasks reads a run of blocks."""
+        """Return a Job that prepares one mini-batch; each of its tasks reads a run of blocks."""
         batch = share(
             len(indices),
             self.world,
@@ -212,7 +219,7 @@ class MinibatchQueue:
 
 
 class _BatchBuilder:
-    """Makes a mini-batch on the CPU, in an arena."""
+    """Prepares a mini-batch on the CPU, with memory from an arena."""
 
     def __init__(self, batch, pipeline, arena):
         self.batch, self.pipeline = batch, pipeline
@@ -223,7 +230,7 @@ class _BatchBuilder:
             self.labels = arenas.empty((blocks, *p.labels_shape, LANES), p.labels_dtype, arena)
 
     def read(self, first, stop):
-        """Make blocks first..stop-1 of this rank's share."""
+        """Read and prepare blocks first..stop-1 of this rank's share."""
         p, batch = self.pipeline, self.batch
         indices = batch.indices[first * LANES : stop * LANES]
         pixels, labels = p.read(indices, batch.epoch, batch.seed)
@@ -237,6 +244,6 @@ class _BatchBuilder:
                 self.labels[b, ..., n:] = 0
 
     def result(self):
-        """Return (images, labels) as Blocked values."""
+        """Return the prepared images and labels as Blocked values (images, labels)."""
         labels = None if self.labels is None else Blocked(self.labels, self.batch)
         return Blocked(self.lanes, self.batch), labels

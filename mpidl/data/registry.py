@@ -1,4 +1,4 @@
-"""Open what `--data` and `--test-data` name: a format by its name, or a file or folder."""
+"""Open the data that `--data` and `--test-data` name: a file, a folder, or "digits"."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ def open_data(
     option: str = "--data",
     preprocess: Preprocess = AS_IT_IS,
 ) -> tuple[Datastore, Datastore | None]:
-    """Open the training set, and its own test set, that `--data` names. Collective.
+    """Open the training set that `--data` names, and its test set if it has one. Collective.
 
     Parameters
     ----------
     text : str
-        "digits", the embedded digit set; or a folder or file, which may be
+        "digits" for the embedded digit set, or the path of one of the following:
 
         - a folder of IDX files (train-* and t10k-*),
-        - a folder of CIFAR's binary files,
+        - a folder of CIFAR-10 or CIFAR-100 in the binary version,
         - a folder with a training file and a test file (train.h5 and test.h5, or another format),
         - a folder with train/ and test/, both with class sub-folders,
         - a folder of class sub-folders,
         - a packed file, an HDF5 file, a .mat file (XTrain, XTest), or an .npz file.
     world : World, optional
-        The ranks that open the data; without it, this process alone.
+        The ranks that open the data, by default this rank alone.
     option : str
         Command-line option that named the data, for messages.
     preprocess : Preprocess
-        Size and colour to bring the images to.
+        Conversion to apply to the images of both sets.
 
     Returns
     -------
     train : Datastore
+        The training set.
     test : Datastore or None
-        The data's own test set, if it has one.
+        The test set, or None if the data have none.
 
     Raises
     ------
     UserError
-        No format recognizes the path, or its content is unusable.
+        No format recognizes the path, or the data are damaged or invalid.
     """
     options = OpenOptions(option, preprocess=preprocess)
     train, test = _format_of(text, world, option).open_data(text, world, options)
@@ -63,32 +64,38 @@ def open_test_data(
     labelled: bool = True,
     option: str = "--test-data",
 ) -> Datastore:
-    """Open one set to test or predict on: the test part of the data, or all of it. Collective.
+    """Open one set for testing or prediction. Collective.
+
+    The set is the test part of the data if there is one, and all of the data otherwise.
 
     Parameters
     ----------
     text : str
-        What the data is, as for `open_data`.
+        "digits" or a path, as for `open_data`.
     world : World, optional
-        The ranks that open the data; without it, this process alone.
+        The ranks that open the data, by default this rank alone.
     classes : sequence of str, optional
-        Class names of the training set, which the labels must count by.
+        Class names of the training set, to which the labels are mapped.
     labelled : bool
-        False accepts images without labels, for prediction.
+        Whether labels are required. Prediction does not need them.
     option : str
         Command-line option that named the data, for messages.
+
+    Returns
+    -------
+    Datastore
 
     Raises
     ------
     UserError
-        No format recognizes the path, or its content is unusable.
+        No format recognizes the path, or the data are damaged or invalid.
     """
     options = OpenOptions(option, classes, labelled)
     return _format_of(text, world, option).open_test_data(text, world, options)
 
 
 def _format_of(text: str, world: World, option: str) -> Format:
-    """Return the Format of a path. Collective."""
+    """Return the Format of the data that `text` names. Collective."""
     for candidate in KEYWORDS:
         if text == candidate.name:
             return candidate
@@ -96,7 +103,13 @@ def _format_of(text: str, world: World, option: str) -> Format:
 
 
 def _recognized(path: str, option: str) -> Format:
-    """Return the first Format that recognizes a path; UserError if it is missing or unknown."""
+    """Return the first Format that recognizes a path.
+
+    Raises
+    ------
+    UserError
+        The path does not exist, or no format recognizes it.
+    """
     if os.path.isfile(path):
         return file_format(path, option, FILES)
     check_folder(path, option)
@@ -104,7 +117,13 @@ def _recognized(path: str, option: str) -> Format:
 
 
 def _converted(store: Datastore, preprocess: Preprocess) -> Datastore:
-    """Return the same images after a Preprocess; UserError if they are no gray or RGB bytes."""
+    """Apply a Preprocess to a set.
+
+    Raises
+    ------
+    UserError
+        The images are not gray or RGB images of uint8.
+    """
     if preprocess == AS_IT_IS:
         return store
     if store.dtype != "uint8" or store.image_shape[0] not in (1, 3):

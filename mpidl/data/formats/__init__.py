@@ -1,6 +1,6 @@
-"""File formats that `--data` reads, a module for each, and the table of them.
+"""Data formats that `--data` accepts: one module per format, and the tables of all formats.
 
-To add one, write a module with a `FORMAT` and list it here, in FILES or FOLDERS.
+To add a format, write a module that defines a `FORMAT`, and add it to FILES or FOLDERS below.
 """
 
 from mpidl.data.formats import cifar, digits, folder, hdf5, idx, mat, npz, packed
@@ -23,7 +23,7 @@ FOLDERS = (
     folder.TRAIN_AND_TEST,
     folder.CLASS_FOLDERS,
 )
-KEYWORDS = (digits.FORMAT,)  # chosen by a word instead of a path
+KEYWORDS = (digits.FORMAT,)  # selected by their name instead of a path
 FORMATS = (*KEYWORDS, *FILES, *FOLDERS)
 
 __all__ = [

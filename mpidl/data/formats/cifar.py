@@ -1,7 +1,8 @@
-"""CIFAR-10 and CIFAR-100 in binary form: each image is one or two labels and 3 x 32 x 32 bytes.
+"""Read CIFAR-10 and CIFAR-100 in their binary version.
 
-Alex Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009;
-https://www.cs.toronto.edu/~kriz/cifar.html describes the files.
+A record consists of one label (CIFAR-10) or two labels (CIFAR-100), and 3 x 32 x 32 bytes of
+pixels. Source: Alex Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The
+files are described at https://www.cs.toronto.edu/~kriz/cifar.html.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from mpidl.text import printable
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
-# Files of the pickled versions for Python, which are never read.
+# Files of the Python version, which are pickles and are never read.
 PICKLED = ("data_batch_1", "test_batch", "batches.meta", "train", "test", "meta")
 
 
 class Kind(NamedTuple):
-    """One of the two data sets.
+    """Description of one of the two data sets.
 
     Attributes
     ----------
     name : str
         "CIFAR-10" or "CIFAR-100".
     folder : str
-        Folder that its archive unpacks to.
+        Name of the folder that the archive contains.
     train, test : tuple of str
-        Names of its files.
+        Names of the files with training and test images.
     labels : dict
-        Number of classes, and the file of their names, by label, in the order of a record's bytes.
+        {kind of label: (number of classes, file of class names)}, in the order of the label bytes
+        of a record.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Kind(NamedTuple):
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of an image with its labels."""
+        """Size of a record, an image with its labels, in bytes."""
         return len(self.labels) + PIXELS
 
 
@@ -74,20 +76,19 @@ KINDS = (
 def find_files(
     folder: str, part: str | None = None
 ) -> tuple[str, Kind, dict[str, list[str]]] | None:
-    """Find CIFAR's files in a folder, or in the sub-folder that the archive unpacks to.
+    """Find CIFAR's binary files in a folder, or in the sub-folder that the archive contains.
 
     Parameters
     ----------
     folder : str
-        Where to look.
+        Folder to search.
     part : {"train", "test"}, optional
-        Part that must exist; without it, either part will do.
+        Part that must exist. By default, one of the parts must exist.
 
     Returns
     -------
     tuple or None
-        The folder of the files, their Kind, and the paths that exist, by part; None if there are
-        none.
+        The folder of the files, their Kind, and {part: existing paths}. None if no files are found.
     """
     for kind in KINDS:
         for root in (folder, os.path.join(folder, kind.folder)):
@@ -123,26 +124,29 @@ def cifar_folder(
     labels: str = "fine",
     classes: Sequence[str] | None = None,
 ) -> ArrayDatastore:
-    """Open the training or test images of CIFAR-10 or CIFAR-100. Collective with a world.
+    """Open the training or test images of CIFAR-10 or CIFAR-100.
+
+    With a world, the call is collective.
 
     Parameters
     ----------
     folder : path-like
-        Folder of the binary files, or the one that contains their folder.
+        Folder of the binary files, or its parent folder.
     part : {"train", "test"}
-        data_batch_*.bin or train.bin; test_batch.bin or test.bin.
+        Part to open: data_batch_*.bin or train.bin for "train", test_batch.bin or test.bin for
+        "test".
     world : World, optional
-        The ranks that open the files. The pixels lie in memory once per node.
+        The ranks that open the files. The ranks of a node share one copy of the pixels.
     labels : {"fine", "coarse"}
-        Which labels to take; only CIFAR-100 has coarse ones.
+        Kind of labels to use. Only CIFAR-100 has coarse labels.
     classes : sequence of str, optional
-        Class names to map the labels to. By default those of the file of names, or numbers if
-        there is no such file.
+        Class names to which the labels are mapped. By default, those of the file of class names, or
+        numbers if there is no such file.
 
     Raises
     ------
     UserError
-        A file is missing, cut short or damaged, or a label belongs to none of the classes.
+        A file is missing, truncated or damaged, or the class of a label is not among `classes`.
     """
     if part not in ("train", "test"):
         raise UserError(f'{printable(folder)}: part must be "train" or "test", got {part!r}')
@@ -178,7 +182,13 @@ def cifar_folder(
 
 
 def read_records(path: str, kind: Kind) -> np.ndarray:
-    """Return the records of a file, uint8 (n, labels + 3072); UserError if it is damaged."""
+    """Read the records of a file as uint8 (n, number of labels + 3072).
+
+    Raises
+    ------
+    UserError
+        The file is truncated, or a label is not below the number of classes.
+    """
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -204,7 +214,10 @@ def read_records(path: str, kind: Kind) -> np.ndarray:
 
 
 def read_names(path: str, count: int) -> list[str]:
-    """Return the class names in a text file, a line each; numbers if there is no such file."""
+    """Read `count` class names from a text file with one name per line.
+
+    If the file does not exist, return the names "0", "1", ...
+    """
     if not os.path.isfile(path):
         return [str(i) for i in range(count)]
     try:
@@ -222,7 +235,7 @@ def read_names(path: str, count: int) -> list[str]:
 
 
 def _recognizes(path: str, head: bytes, option: str) -> bool:
-    """Tell whether a folder holds CIFAR's binary files; UserError if it holds the pickled ones."""
+    """Return whether a folder holds CIFAR's binary files; raise UserError if it holds pickles."""
     if find_files(path) is not None:
         return True
     refuse_pickles(path, option)

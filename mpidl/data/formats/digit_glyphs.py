@@ -1,4 +1,4 @@
-"""Type faces of the embedded digit set, as skeleton strokes, so that no font is needed.
+"""Define the type faces of the embedded digit set as skeleton strokes, so that no font is needed.
 
 A glyph is a path of commands in a box 100 units high, with y pointing down:
 
@@ -7,9 +7,9 @@ A glyph is a path of commands in a box 100 units high, with y pointing down:
     v x y                quarter of an ellipse to (x, y), leaving vertically
     C x1 y1 x2 y2 x y    cubic Bezier curve to (x, y)
 
-A face also has a slant (x per y), a pen (its width and height relative to the stroke: a flat pen
-makes thick stems and thin bars) and a roundness, the length of the control arms of a quarter:
-0.55 is an ellipse, more is squarer.
+A face also has a slant (x per y), a pen and a roundness. The pen is its width and height relative
+to the stroke: a flat pen draws thick stems and thin bars. The roundness is the relative length of
+the control arms of a quarter: 0.55 gives an ellipse, and larger values give squarer curves.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-STEPS = 5  # line segments for one curve
+STEPS = 5  # number of line segments per curve
 
 
 class Face(NamedTuple):
-    """A type face: its ten glyphs, in the order of the digits, and how they are drawn."""
+    """A type face: the glyphs of the digits 0 to 9, and the slant, pen and roundness."""
 
     glyphs: tuple[str, ...]
     slant: float = 0.0
@@ -46,7 +46,7 @@ FACES = {
             "M 8 91 C 32 110 58 86 58 34 v 30 0 h 2 32 v 30 63 h 58 34",
         )
     ),
-    # A condensed sans with straight sides, 1 a mere bar, 7 with a curved stem.
+    # A condensed sans with straight sides, 1 without a flag, 7 with a curved stem.
     "narrow": Face(
         (
             "M 20 0 h 38 30 L 38 70 v 20 100 h 2 70 L 2 30 v 20 0",
@@ -146,7 +146,7 @@ FACES = {
             "M 6 100 L 22 100 L 56 60 L 56 16 L 40 0 L 16 0 L 0 16 L 0 40 L 16 56 L 40 56 L 56 40",
         )
     ),
-    # A wide face with a tall pen: thin stems, heavy bars; small upper bowls.
+    # A wide face with a tall pen: thin stems, heavy bars, small upper bowls.
     "wide": Face(
         (
             "M 38 0 h 74 50 v 38 100 h 2 50 v 38 0",
@@ -166,17 +166,17 @@ FACES = {
 
 
 def segments(face: Face, digit: int) -> np.ndarray:
-    """Return a glyph as line segments.
+    """Return the glyph of a digit as line segments.
 
     Returns
     -------
     ndarray
-        float64, (n, 2, 2): n pairs of points (x, y), one unit high, centred on the middle of the
-        bounding box, before the face's slant.
+        float64, (n, 2, 2): n pairs of points (x, y). The glyph is one unit high, centred on the
+        middle of its bounding box, and not yet slanted.
 
     Notes
     -----
-    Every machine gets the same bits, because only sums, products and quotients of float64 occur.
+    Only float64 sums, products and quotients are used, so the bits are the same on every machine.
     """
     pairs = []
     tokens = face.glyphs[digit].split()
@@ -199,7 +199,10 @@ def segments(face: Face, digit: int) -> np.ndarray:
 
 
 def _curve(command, start, points, roundness):
-    """Return the STEPS + 1 points of a curve; `points` are those of the command "C", "h" or "v"."""
+    """Return STEPS + 1 points on a curve.
+
+    `command` is "C", "h" or "v", and `points` are its arguments.
+    """
     if command != "C":
         end = points[0]
         keep = np.array([0.0, 1.0] if command == "h" else [1.0, 0.0])

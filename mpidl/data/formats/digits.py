@@ -1,20 +1,20 @@
-"""The embedded digit set: 10,000 gray images of 28 x 28, 1,000 per class, white on black.
+"""Draw the embedded digit set: 10,000 gray images of 28 x 28, 1,000 per class, white on black.
 
-The images use the eight type faces of `digit_glyphs`. Each is turned by up to 30 degrees, shifted,
-scaled and sheared, drawn with a thin or a thick stroke, bright or dim, and covered with noise.
-Every random number is keyed by the image's index. Pixels result from float64 sums, products,
-quotients and square roots only, which IEEE 754 defines to the last bit: there is no font, no
-drawing library, no sine. So any machine draws the same bytes, those of SHA256.
+The images use the eight type faces of `digit_glyphs`. Each digit is rotated by up to 30 degrees,
+shifted, scaled and sheared. The width and brightness of its stroke vary, and noise is added.
+Every random number is keyed by the image's index. Pixels are computed with float64 sums, products,
+quotients and square roots only, which IEEE 754 defines to the last bit. No font, drawing library or
+sine is used. Therefore every machine draws the same bytes, whose digest is SHA256.
 
-Test accuracy after a seeded split into 9,000 training and 1,000 test images, lowest and highest
-over the seeds 0 to 5 (0 to 4 for the network):
+The table lists test accuracies after a seeded split into 9,000 training and 1,000 test images. Each
+row gives the lowest and highest accuracy over the seeds 0 to 5 (0 to 4 for the network):
 
     nearest class mean              0.62 to 0.65
     linear softmax                  0.88 to 0.90
     1-nearest neighbour             0.978 to 0.990
     the digits network, 20 epochs   0.9990 to 1.0000
 
-The set never changes: published figures and hashes of weights depend on these bytes.
+The set must never change, because published figures and hashes of weights depend on these bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpidl.errors import UserError
 from mpidl.files import on_rank_0
 from mpidl.text import printable
 
-# Of the decoded pixels, then of the labels as little-endian int64.
+# SHA-256 of the decoded pixels, followed by the labels as little-endian int64.
 SHA256 = "a51168f1d28ca8f866dea1385d78c3a685f24c05437b3cdcf15eac72f1d8afb6"
 
 SIZE = 28
@@ -44,18 +44,18 @@ PER_CLASS = 1000
 SEED = 0
 
 # Variation between the images of one glyph; each value is uniform in its range.
-TURN = (-0.27, 0.27)  # the tangent of half the angle: 30 degrees either way
-HEIGHT = (13.5, 15)  # of a digit, in pixels
-WIDEN = (0.95, 1.05)  # width, relative to the face's
-SHEAR = (-0.05, 0.05)  # x per y, beside the face's slant
-SHIFT = (1.5, 2)  # pixels off the middle, in any direction
-STROKE = (1.6, 2.1)  # pixels
+TURN = (-0.27, 0.27)  # tangent of half the rotation angle: -30 to 30 degrees
+HEIGHT = (13.5, 15)  # height of a digit in pixels
+WIDEN = (0.95, 1.05)  # width relative to that of the face
+SHEAR = (-0.05, 0.05)  # x per y, added to the face's slant
+SHIFT = (1.5, 2)  # distance from the centre in pixels, in a random direction
+STROKE = (1.6, 2.1)  # width of the stroke in pixels
 WHITE = (200, 255)  # gray level of the stroke
-NOISE = (5, 25)  # standard deviation, in gray levels
+NOISE = (5, 25)  # standard deviation of the noise in gray levels
 
 
 class Digits(ImageFolder):
-    """The folder of the drawn digits; messages call it "digits"."""
+    """An ImageFolder of the drawn digits, which is called "digits" in messages."""
 
     def describe(self) -> str:
         return f"digits: {counted(self)}"
@@ -67,19 +67,19 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     Parameters
     ----------
     world : World, optional
-        The ranks that open the set. Rank 0 draws while the others wait.
+        The ranks that open the set. Rank 0 draws it while the others wait.
     cache : path-like, optional
-        Folder to keep the set in, which the hosts of all ranks must see. By default $MPIDL_CACHE,
-        else $XDG_CACHE_HOME/mpidl, else ~/.cache/mpidl, as rank 0 sees them.
+        Folder in which the set is stored. It must be visible on the hosts of all ranks. By default
+        $MPIDL_CACHE, else $XDG_CACHE_HOME/mpidl, else ~/.cache/mpidl, in the environment of rank 0.
 
     Raises
     ------
     UserError
-        The folder cannot be written, or a host does not see it.
+        The folder cannot be written, is not visible on a host, or has a wrong number of images.
 
     Notes
     -----
-    Jobs may draw the set at the same time: each draws to a folder of its own and renames it.
+    Several jobs may draw the set at the same time: each draws to a temporary folder and renames it.
     """
     folder = on_rank_0(world, lambda: _drawn(cache))
     if world is not None:
@@ -94,7 +94,7 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
 
 
 def draw() -> tuple[np.ndarray, np.ndarray]:
-    """Draw the set.
+    """Draw the images of the set.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def draw() -> tuple[np.ndarray, np.ndarray]:
     Warns
     -----
     UserWarning
-        The bytes differ from those of SHA256.
+        The digest of the bytes differs from SHA256.
     """
     images = np.empty((CLASSES * PER_CLASS, SIZE, SIZE), np.uint8)
     labels = np.repeat(np.arange(CLASSES, dtype=np.int64), PER_CLASS)
@@ -123,21 +123,22 @@ def draw() -> tuple[np.ndarray, np.ndarray]:
 
 
 def sha256(images: np.ndarray, labels: np.ndarray) -> str:
-    """Return the hex digest to compare with SHA256."""
+    """Return the hex digest of images and labels, to be compared with SHA256."""
     return hashlib.sha256(images.tobytes() + labels.astype("<i8").tobytes()).hexdigest()
 
 
 def _glyph(face, digit):
-    """Return (face, x, y, u, v): line segments from (x, y) to (x + u, y + v), each array (n, 1).
+    """Return the line segments of a glyph as (face, x, y, u, v), with arrays of shape (n, 1).
 
-    The unit is the pen's width and height, so that the pen is round.
+    A segment leads from (x, y) to (x + u, y + v). Coordinates are divided by the pen's width and
+    height, so that the pen is round.
     """
     start, end = np.moveaxis(segments(face, digit) / face.pen, 1, 0)
     return face, *start.T[:, :, None], *(end - start).T[:, :, None]
 
 
 def _image(glyphs, i):
-    """Image i of the set, uint8 (28, 28), of one of these glyphs."""
+    """Draw image i of the set, uint8 (28, 28), with one of the given glyphs."""
     draws = iter(keyed.uniform(SEED, "digits shape", 11, sample=i))
 
     def between(low, high):
@@ -152,14 +153,15 @@ def _image(glyphs, i):
     cosine = (1 - turn * turn) / (1 + turn * turn)
     sine = 2 * turn / (1 + turn * turn)
 
-    # Map each pixel's centre to the glyph: undo shift, rotation, scale, shear and pen.
+    # Map the centre of each pixel to the glyph: invert shift, rotation, scale, shear and pen.
     centre = np.arange(SIZE) - (SIZE - 1) / 2
     px, py = centre[None, :] - shift * right, centre[:, None] - shift * down
     gy = (cosine * py - sine * px) / height
     gx = (cosine * px + sine * py) / (height * widen) + shear * gy
     gx, gy = gx.reshape(-1) / face.pen[0], gy.reshape(-1) / face.pen[1]
 
-    # The distance to the nearest segment, in pixels, tells how much of a pixel the stroke covers.
+    # The distance to the nearest segment, in pixels, determines the share of a pixel that the
+    # stroke covers.
     along = np.clip(((gx - x) * u + (gy - y) * v) / (u * u + v * v), 0, 1)
     dx, dy = gx - x - along * u, gy - y - along * v
     distance = np.sqrt((dx * dx + dy * dy).min(axis=0)) * height
@@ -179,7 +181,7 @@ def _drawn(cache):
     if not os.path.isdir(folder):
         try:
             os.makedirs(root, exist_ok=True)
-            # Only a complete set gets the name; a killed job leaves a temporary folder.
+            # Only a complete set is renamed; a killed job leaves a temporary folder.
             with tempfile.TemporaryDirectory(prefix="unfinished-", dir=root) as temporary:
                 written = os.path.join(temporary, "digits")
                 _write(written)
@@ -205,8 +207,8 @@ def _write(folder):
     for label in range(CLASSES):
         os.makedirs(os.path.join(folder, str(label)))
     for i, (image, label) in enumerate(zip(images, labels, strict=True)):
-        # Not compressed, so that file sizes, and with them the datastore's fingerprint, do not
-        # depend on Pillow's zlib.
+        # Files are not compressed, so that their sizes, which are part of the datastore's
+        # fingerprint, do not depend on Pillow's zlib.
         name = os.path.join(folder, str(label), f"{i:05d}.png")
         Image.fromarray(image).save(name, compress_level=0)
 
@@ -228,7 +230,13 @@ def _unseen(folder, host):
 
 
 def _open_part(text: str, part: str, world: World, options: OpenOptions) -> Digits:
-    """Open the set for `--data digits`; UserError if the classes are not the ten digits."""
+    """Open the set for `--data digits`.
+
+    Raises
+    ------
+    UserError
+        The training set has other classes than the ten digits.
+    """
     store = digits(world)
     if options.classes is not None and list(options.classes) != store.classes:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Folders of image files, a sub-folder per class; and folders with train/ and test/."""
+"""Read folders of image files with one sub-folder per class, also under train/ and test/."""
 
 from __future__ import annotations
 
@@ -23,52 +23,53 @@ TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 class ImageFolder(Datastore):
-    """Image files, each labelled by the sub-folder of `folder` that contains it.
+    """A datastore of image files, each labelled by the sub-folder of `folder` that contains it.
 
-    With a world, construction is collective: rank 0 lists the files and decodes the first image,
-    and broadcasts the outcome.
+    With a world, construction is collective: rank 0 lists the files, decodes the first image and
+    broadcasts the results.
 
     Parameters
     ----------
     folder : path-like
-        The folder. Its sub-folders may have sub-folders.
+        The folder. Sub-folders may be nested; the first level determines the label.
     world : World, optional
         The ranks that open the folder.
     classes : sequence of str, optional
-        Class names that the labels must count by, those of the training set. By default the names
-        of the sub-folders.
+        Class names of the training set, whose order determines the labels. By default the sorted
+        names of the sub-folders.
     labelled : bool
-        False accepts images outside of class sub-folders, and sub-folders that are no classes.
-        The labels are then None.
+        Whether labels are required. If False, images may lie outside the class sub-folders, and
+        sub-folders need not be classes. In these cases, the labels are None.
     preprocess : Preprocess or None
-        Size and colour to bring the images to; for a trained network, ``net.preprocess``. None
-        leaves them as they are, and all images must then have the size and colour of the first.
+        Conversion to apply to the images; for a trained network, ``net.preprocess``. With None,
+        images are not converted, and all must have the size and colour of the first.
 
     Attributes
     ----------
     files : list of str
-        Paths relative to `folder`.
+        Paths of the images relative to `folder`.
     sizes, written : ndarray
-        Bytes of each file, and when it was last written, in nanoseconds.
+        Size of each file in bytes, and the time of its last change in nanoseconds.
     unlabelled : str or None
-        Why there are no labels; None if there are, or if the folder has no sub-folders.
+        The reason why there are no labels. None if there are labels, or if no image is in a
+        sub-folder.
 
     Raises
     ------
     UserError
-        There are no images, or the labels are unclear. `read` raises it for a file that was removed
-        or changed after it was listed.
+        There are no images, or the labels cannot be determined. `read` raises it if a file was
+        removed or changed after it was listed.
 
     Notes
     -----
     PNG, JPEG, BMP and TIFF files are recognized by their names (.png, .jpg, .jpeg, .bmp, .tif,
-    .tiff) and decoded by their content; a TIFF of several pages gives the first. Hidden files and
-    other files are ignored. Files are sorted by the bytes of their relative paths, classes by the
-    bytes of their names.
+    .tiff) and decoded according to their content. Only the first page of a TIFF file is read.
+    Hidden files and other files are ignored. Files are sorted by the bytes of their relative paths,
+    and classes by the bytes of their names.
 
-    Images become gray (C = 1) if they are gray, gray with alpha, or black and white; 16 bits keep
-    the high 8. They become RGB (C = 3) if they are RGB, RGB with alpha, palette, CMYK or YCbCr.
-    Alpha is dropped, and the orientation that a camera stored is not applied.
+    Gray images, gray images with alpha, and black-and-white images become gray (C = 1). Of 16-bit
+    pixels, the high 8 bits are kept. RGB (with or without alpha), palette, CMYK and YCbCr images
+    become RGB (C = 3). Alpha is dropped, and the orientation stored by a camera is not applied.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ImageFolder(Datastore):
         return len(self.files)
 
     def read(self, indices: Indices) -> np.ndarray:
-        # in the arena: clearing pages of new memory would cost a fifth of decoding
+        # Memory from the arena: clearing new pages would add a fifth to the time of decoding.
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
             path = os.path.join(self.folder, self.files[i])
@@ -116,16 +117,16 @@ class ImageFolder(Datastore):
         return f"{printable(self.folder)}: {counted(self)}"
 
     def fingerprint(self) -> str:
-        # Paths are relative, so that the same files in another folder are the same set.
+        # Relative paths, so that a copy of the folder has the same fingerprint.
         files_digest = digest(super().fingerprint(), *self.files, self.sizes)
         if self.conversion == AS_IT_IS:
             return files_digest
         return digest(files_digest, self.conversion)
 
     def preprocessed(self, preprocess: Preprocess) -> Datastore:
-        """Return these files, which may differ in size, after a `Preprocess`.
+        """Return a datastore of these files that applies a `Preprocess` as it decodes them.
 
-        See `mpidl.data.preprocessed`.
+        The images may then differ in size. See `mpidl.data.preprocessed`.
         """
         if self.preprocess is not None:
             return Preprocessed(self, preprocess)
@@ -135,7 +136,7 @@ class ImageFolder(Datastore):
         return store
 
     def _shape_error(self, path, shape):
-        """Return the message for an image of another shape than the first one's."""
+        """Return the error message for an image whose shape differs from that of the first."""
         expected, actual = (
             f"{shape[2]}x{shape[1]} {KINDS[shape[0]]}" for shape in (self.image_shape, shape)
         )
@@ -158,13 +159,13 @@ def list_images(
     Returns
     -------
     tuple
-        Relative paths, sizes in bytes, times of the last write in nanoseconds, labels or None,
-        classes, shape of an image, and why there are no labels or None.
+        Relative paths; sizes in bytes; times of the last change in nanoseconds; labels or None;
+        class names; shape of the first image; reason for missing labels or None.
 
     Raises
     ------
     UserError
-        There are no images, or `labelled` and the labels are unclear.
+        There are no images, or `labelled` is True and the labels cannot be determined.
     """
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
@@ -206,10 +207,25 @@ def list_images(
 def images_below(
     folder: str, prefix: str = "", ancestors: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[str, Stamp]]:
-    """Yield (path relative to the first `folder`, Stamp) of each image file, unsorted."""
+    """Yield (relative path, Stamp) of each image file in a folder and its sub-folders, unsorted.
+
+    Parameters
+    ----------
+    folder : str
+        Folder to search.
+    prefix : str
+        Path of `folder` relative to the folder where the search started.
+    ancestors : tuple
+        (device, inode) of the folders above, which detects cycles of links.
+
+    Raises
+    ------
+    UserError
+        A folder cannot be read, or a link leads to a missing file.
+    """
     try:
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in ancestors:  # a link to a folder above
+        if (status.st_dev, status.st_ino) in ancestors:  # a link to a parent folder
             return
         ancestors = (*ancestors, (status.st_dev, status.st_ino))
         for entry in visible(folder):
@@ -226,18 +242,22 @@ def images_below(
 
 
 def visible(folder: str) -> list[os.DirEntry]:
-    """Return the entries of a folder except hidden ones (.DS_Store, ._x, ...)."""
+    """Return the entries of a folder except hidden ones (such as .DS_Store)."""
     with os.scandir(folder) as entries:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
 def sub_folders(folder: str) -> list[str]:
-    """Return the names of a folder's sub-folders, sorted by bytes."""
+    """Return the names of a folder's visible sub-folders, sorted by bytes."""
     return sorted((e.name for e in visible(folder) if e.is_dir()), key=os.fsencode)
 
 
 def check_folder(folder: str, option: str | None = None) -> None:
-    """Raise UserError if a folder cannot be listed; the message suggests the nearest name."""
+    """Raise UserError if a folder cannot be listed.
+
+    If the folder does not exist, the message suggests a similar name. `option` is the command-line
+    option that named the folder.
+    """
     prefix = f"{option} {printable(folder)}" if option else printable(folder)
     if not os.path.exists(folder):
         if re.match(r"\w+://", str(folder)):
@@ -261,14 +281,20 @@ def check_folder(folder: str, option: str | None = None) -> None:
 
 
 def is_image_file(entry: os.DirEntry) -> bool:
-    """Tell by its name whether an entry of a folder is an image file."""
+    """Return whether an entry of a folder is an image file, judged by its name."""
     return entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
 
 
 def _is_split(path: str, head: bytes, option: str) -> bool:
-    """Tell whether a folder has train/ and test/; UserError if it has the first without the second.
+    """Return whether a folder has train/ and test/ with class sub-folders.
 
-    A class may be called "train", so nothing but such names may be in the folder.
+    A class may be called "train". So the folder must have no sub-folders other than train/ and
+    those of `TEST_FOLDERS`, and train/ must have sub-folders and no images.
+
+    Raises
+    ------
+    UserError
+        The folder has train/ but no test/.
     """
     names = sub_folders(path)
     if "train" not in names or not set(names) <= {"train", *TEST_FOLDERS}:

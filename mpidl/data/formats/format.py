@@ -1,4 +1,4 @@
-"""What a data format is: how a path of it is recognized and how its sets are opened."""
+"""Define the interface of data formats: how to recognize a path and how to open its sets."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mpidl.files import on_rank_0, unreadable
 from mpidl.text import printable
 
 World = Any  # mpidl.comm.World or None; this package may not import it
-HEAD_BYTES = 8  # first bytes of a file by which formats recognize it
+HEAD_BYTES = 8  # number of a file's first bytes by which formats recognize it
 
 
 class OpenOptions(NamedTuple):
-    """What the caller asks of the sets that a format opens.
+    """Options for opening a set.
 
     Attributes
     ----------
     option : str
         Command-line option that named the path, for messages.
     classes : sequence of str or None
-        Class names that labels must count by; None takes those of the data.
+        Class names of the training set, to which labels are mapped. None uses those of the data.
     labelled : bool
         Whether labels are required.
     preprocess : Preprocess
-        Conversion that a format may apply as it decodes; the others ignore it.
+        Conversion for formats that can apply it as they decode images. Other formats ignore it.
     """
 
     option: str = "--data"
@@ -37,25 +37,25 @@ class OpenOptions(NamedTuple):
 
 
 class Format(NamedTuple):
-    """A data format that `--data` and `--test-data` take.
+    """A data format that `--data` and `--test-data` accept.
 
     Attributes
     ----------
     name : str
-        Unique name.
+        Unique name of the format.
     recognizes : callable
-        ``recognizes(path, head, option)`` tells whether the path has this format. `head` holds the
-        first `HEAD_BYTES` bytes of a file, and is empty for a folder. Runs on rank 0 only.
+        ``recognizes(path, head, option)`` returns whether the path has this format. `head` holds
+        the first `HEAD_BYTES` bytes of a file, and is empty for a folder. Called on rank 0 only.
     open_data : callable
-        ``open_data(path, world, options)`` returns the training set and its own test set or None.
-        Collective.
+        ``open_data(path, world, options)`` returns a tuple of the training set and the test set.
+        The test set is None if the data have none. Collective.
     open_test_data : callable
-        ``open_test_data(path, world, options)`` returns one set to test or predict on: the test
-        part, or all of the data. Collective.
+        ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
+        part if there is one, and all of the data otherwise. Collective.
     noun : str
-        What messages call such a file ("an HDF5 file"); "" leaves the format out of them.
+        Name of such a file in messages ("an HDF5 file"). If empty, messages omit the format.
     suffixes : tuple of str
-        Endings of file names by which a folder's train and test file are found.
+        File name suffixes, with which the training and test file in a folder are found.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Format(NamedTuple):
 
 
 def only_train(path: str) -> list[str]:
-    """Return the parts of a format that holds no test set."""
+    """Return ["train"], the parts of a path whose format has no test set."""
     return ["train"]
 
 
@@ -79,16 +79,16 @@ def format_of_parts(
     noun: str = "",
     suffixes: tuple[str, ...] = (),
 ) -> Format:
-    """Return a Format whose training and test set are parts of one path.
+    """Make a Format whose training set and test set are parts of one path.
 
     Parameters
     ----------
     open_part : callable
-        ``open_part(path, part, world, options)`` opens "train" or "test". Collective.
+        ``open_part(path, part, world, options)`` opens the part "train" or "test". Collective.
     parts : callable
-        ``parts(path)`` lists the parts that exist. Runs on rank 0 only.
+        ``parts(path)`` lists the parts that exist. Called on rank 0 only.
     name, recognizes, noun, suffixes
-        As the attributes of `Format`.
+        See the attributes of `Format`.
     """
 
     def open_data(path, world, options):
@@ -107,13 +107,13 @@ def format_of_parts(
 def agreed_format(
     world: World, formats: Sequence[Format], recognize: Callable[[], Format]
 ) -> Format:
-    """Return the one of the formats that rank 0 recognizes. Collective."""
+    """Call `recognize` on rank 0 and return the resulting Format on all ranks. Collective."""
     name = on_rank_0(world, lambda: recognize().name)
     return next(candidate for candidate in formats if candidate.name == name)
 
 
 def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
-    """Return the first of the formats that recognizes a file.
+    """Return the first format that recognizes a file.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""HDF5 files of images and labels, read a mini-batch at a time."""
+"""Read images, labels and targets from HDF5 files, one mini-batch at a time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mpidl.text import printable
 if TYPE_CHECKING:
     import h5py
 
-# By layout of a dataset, the order of its dimensions that gives (n, C, H, W), or (n, H, W) if gray.
-# The last two are MATLAB's H x W x C x N as HDF5 sees it.
+# For each layout of a dataset, the permutation of its dimensions that gives (n, C, H, W), or
+# (n, H, W) if gray. MATLAB's H x W x C x N and H x W x N appear in HDF5 as the last two layouts.
 LAYOUTS = {
     "NCHW": (0, 1, 2, 3),
     "NHWC": (0, 3, 1, 2),
@@ -32,26 +32,26 @@ LAYOUTS = {
     "NWH": (0, 2, 1),
 }
 SIGNATURE = b"\x89HDF\r\n\x1a\n"  # first bytes of an HDF5 file
-MAX_CHUNK = 256 << 20  # bytes: HDF5 decodes a chunk as a unit
+MAX_CHUNK = 256 << 20  # largest chunk in bytes: HDF5 decodes a whole chunk at once
 MAX_READ = 16 << 20  # bytes read at once from a dataset without chunks
-RATIO = 1032  # largest ratio of bytes to bytes that deflate stores
+RATIO = 1032  # largest compression ratio of deflate
 
 
 class Rows(NamedTuple):
-    """A dataset with a row per image.
+    """Description of a dataset that holds one row per image.
 
     Attributes
     ----------
     name : str
-        Name in the file.
+        Name of the dataset in the file.
     shape : tuple of int
-        Shape of a row as it is returned.
+        Shape of a row that `read_rows` returns.
     dtype : dtype
-        Type that it is returned in.
+        Type of the rows that `read_rows` returns.
     layout : str or None
-        Key of LAYOUTS; None for targets.
+        Layout of a dataset of images, a key of LAYOUTS; None for targets.
     rows_per_read : int
-        How many rows are read at once.
+        Number of rows that are read at once.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Contents of an HDF5 file, as rank 0 finds them."""
+    """Description of an HDF5 file, which rank 0 determines and broadcasts."""
 
     stamp: Stamp
     count: int
@@ -73,7 +73,7 @@ class Contents(NamedTuple):
 
 
 class HDF5Datastore(Datastore):
-    """Images in an HDF5 file, with labels or targets.
+    """A datastore of images, with labels or targets, in an HDF5 file.
 
     With a world, construction is collective: rank 0 inspects the file and broadcasts the contents.
 
@@ -84,32 +84,33 @@ class HDF5Datastore(Datastore):
     world : World, optional
         The ranks that open the file.
     images : str
-        Name of a dataset of uint8 (pixels 0 to 255) or floats, (n, H, W, C), (n, C, H, W), or
-        (n, H, W) if gray.
+        Name of the dataset of images: uint8 (pixels 0 to 255) or floats, (n, H, W, C),
+        (n, C, H, W), or (n, H, W) if gray.
     labels : str
-        Name of a dataset of n whole numbers from 0. Its attribute `classes`, or the file's, may
-        list the class names.
+        Name of the dataset of labels, n whole numbers from 0. An attribute `classes` of this
+        dataset or of the file may list the class names.
     targets : str
-        Name of a dataset with an array per image, used if there are no labels.
-    layout : {"NHWC", "NCHW"}, optional
-        Order of the dimensions of `images`. By default the attribute `layout` of the dataset or
-        the file, else the order that gives 1 or 3 channels.
+        Name of a dataset with one array per image, which is used if there are no labels.
+    layout : {"NHWC", "NCHW", "NHW"}, optional
+        Order of the dimensions of `images`. By default it is read from the attribute `layout` of
+        the dataset or the file. Without this attribute, the order that gives 1 or 3 channels is
+        used.
     classes : sequence of str, optional
-        Class names to map the labels to, those of the training set.
+        Class names of the training set, to which the labels are mapped.
     labelled : bool
-        False accepts a file without labels.
+        Whether labels or targets are required.
 
     Raises
     ------
     UserError
-        The file is damaged, lacks a dataset, or a dataset has another type or shape. `read` raises
-        it if the file has changed.
+        The file is damaged, a dataset is missing, or a dataset has an unsuitable type or shape.
+        `read` raises it if the file has changed since it was opened.
 
     Notes
     -----
-    Each rank opens the file when it first reads, without a lock, and reads chunks in their stored
-    order. A chunk is decoded for each mini-batch that needs an image of it, so chunks of one image,
-    or of few, are best.
+    Each rank opens the file, without a lock, at its first read. It reads chunks in the order of the
+    file. A chunk is decoded again for each mini-batch that needs one of its images, so chunks
+    should hold one or few images.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class HDF5Datastore(Datastore):
         return f"{printable(self.path)}: {counted(self)}"
 
     def fingerprint(self) -> str:
-        # The size reveals most changes; the time differs between copies of one file.
+        # The size reveals most changes. The time is left out: it differs between copies of a file.
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
 
 
@@ -182,7 +183,10 @@ def inspect_file(
     classes: Sequence[str] | None,
     labelled: bool,
 ) -> Contents:
-    """Return the Contents of an HDF5 file; `names` are those of images, labels and targets."""
+    """Inspect an HDF5 file and return its Contents, including all labels.
+
+    `names` holds the names of the datasets of images, labels and targets.
+    """
     with opened(path) as file:
         images = rows_of(dataset(file, names[0]), names[0], layout_of(file, names[0], layout))
         count = len(dataset(file, names[0]))
@@ -217,7 +221,7 @@ def inspect_file(
 
 @contextlib.contextmanager
 def failing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert any exception of HDF5 on a damaged file to a UserError that names the file."""
+    """Convert any exception of HDF5 in the `with` block to a UserError that names the file."""
     try:
         yield
     except UserError:
@@ -228,7 +232,9 @@ def failing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
-    """Open an HDF5 file without a lock, after a helper process has read it without a crash.
+    """Open an HDF5 file for reading, without a lock, and yield it.
+
+    A helper process reads the file first, because a damaged file may crash the HDF5 library.
 
     Raises
     ------
@@ -246,14 +252,21 @@ def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
 
 
 def listed(file: h5py.Group) -> str:
-    """Return the names in a file or group, for a message."""
+    """List the first names in a file or group for a message."""
     names = [printable(name) for _, name in zip(range(9), file, strict=False)]
     ellipsis = ", ..." if len(file) > len(names) else ""
     return ", ".join(names) + ellipsis if names else "nothing"
 
 
 def dataset(file: h5py.File, name: str) -> h5py.Dataset:
-    """Return a dataset of numbers that this file itself stores; raise UserError otherwise."""
+    """Return the named dataset of an open file.
+
+    Raises
+    ------
+    UserError
+        There is no such dataset, it does not hold numbers, or its values are stored in another
+        file or incompletely.
+    """
     import h5py
 
     source = printable(file.filename)
@@ -262,7 +275,7 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
         link = stored.get(step, getlink=True) if isinstance(stored, h5py.Group) else None
         if link is None:
             raise UserError(f"{source}: expected a dataset {name}; found {listed(file)}")
-        if not isinstance(link, h5py.HardLink):  # it may lead to any other file
+        if not isinstance(link, h5py.HardLink):  # a soft or external link may lead to another file
             raise UserError(f"{source}: {name}: expected a dataset, found a link")
         stored = stored[step]
     if not isinstance(stored, h5py.Dataset):
@@ -281,7 +294,28 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
-    """Return the layout of a dataset of images, a key of LAYOUTS; UserError if it is unclear."""
+    """Determine the layout of a dataset of images.
+
+    Parameters
+    ----------
+    file : h5py.File
+        The open file.
+    name : str
+        Name of the dataset.
+    layout : str, optional
+        The layout that the caller chose. By default the attribute `layout` of the dataset or the
+        file, else the only layout that gives 1 or 3 channels.
+
+    Returns
+    -------
+    str
+        A key of LAYOUTS.
+
+    Raises
+    ------
+    UserError
+        The layout contradicts the number of dimensions, or two layouts are possible.
+    """
     stored = dataset(file, name)
     source = f"{printable(file.filename)}: {name}"
     for holder in (stored, file):
@@ -313,7 +347,13 @@ def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
 
 
 def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
-    """Return the Rows of a dataset of images, or of targets (layout None)."""
+    """Describe a dataset of images, or of targets if `layout` is None, as Rows.
+
+    Raises
+    ------
+    UserError
+        The dataset is empty, its type is unsuitable, or its chunks are too large.
+    """
     source = f"{printable(stored.file.filename)}: {name}"
     if not stored.ndim or (layout and not stored.size):
         raise UserError(f"{source}: expected an entry an image, found {stored.shape}")
@@ -344,7 +384,10 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
 
 
 def read_rows(stored: h5py.Dataset, rows: Rows, indices: np.ndarray) -> np.ndarray:
-    """Return rows by index, (n, *rows.shape) of rows.dtype, read in their stored order."""
+    """Read rows by index and return them as (n, *rows.shape) of rows.dtype.
+
+    The rows are read in the order of the file and returned in the order of `indices`.
+    """
     indices = np.asarray(indices, np.int64)
     result = arenas.to_read((len(indices), *rows.shape), rows.dtype)
     order = np.argsort(indices, kind="stable")
@@ -358,13 +401,19 @@ def read_rows(stored: h5py.Dataset, rows: Rows, indices: np.ndarray) -> np.ndarr
             part = part.transpose(LAYOUTS[rows.layout]).reshape(len(group), *rows.shape)
         elif rows.dtype == np.int32 and part.dtype.itemsize > 2:
             check_int32(part, f"{printable(stored.file.filename)}: {rows.name}")
-        with np.errstate(over="ignore"):  # the check of the images reports an infinity
+        with np.errstate(over="ignore"):  # `read_images` later reports infinities
             result[group] = part
     return result
 
 
 def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
-    """Return the value of an attribute, or None if it is missing; UserError if it is too large."""
+    """Return the value of an attribute, or None if it is missing.
+
+    Raises
+    ------
+    UserError
+        The attribute is larger than 64 MiB.
+    """
     if name not in holder.attrs:
         return None
     stored = holder.attrs.get_id(name)

@@ -1,12 +1,12 @@
-"""Try HDF5 files in a helper process before this one reads them.
+"""Test HDF5 files in a helper process before the main process reads them.
 
-The HDF5 library trusts a file's inner structure: on a damaged file it may crash or never return,
-and no exception handler can help. So a helper process, which runs this file, takes the same steps
-first: it walks the file, and reads attributes and the first and last rows of datasets. If the
-helper crashes or does not finish, the file is refused by name.
+The HDF5 library trusts the structure of a file. On a damaged file, it may crash or never return,
+and no exception handler can catch this. Therefore a helper process, which runs this module, reads
+attributes and the first, middle and last rows of datasets in advance. If the helper crashes or does
+not finish, the file is rejected.
 
-Only rank 0 starts the helper, on first use. The helper ends after some idle seconds. It imports
-h5py and NumPy, and nothing of mpidl.
+Only rank 0 starts the helper, when it opens its first HDF5 file. The helper ends when it has been
+idle for `IDLE` seconds. It imports h5py and NumPy, and no module of mpidl.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ import signal
 import subprocess
 import sys
 
-SECONDS = 60.0  # limit per file
+SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # seconds without work after which the helper ends
-OBJECTS = 2000  # limit of objects that the helper reads in a file
-MAX_BYTES = 64 << 20  # of an attribute, of a small dataset, or of a row that the helper reads
-# Variables of launchers; with them, a helper that loads an MPI would believe to be a rank.
+OBJECTS = 2000  # largest number of objects that the helper reads per file
+MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
+# Prefixes of the environment variables of MPI launchers. The helper does not inherit them: if h5py
+# loads MPI, they would make the helper act as a rank.
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
 
 _helper = None
-_problems: dict = {}  # by (path, stamp), of the last few files
+_problems: dict = {}  # {(path, stamp): result of `problem_of`} for the last 16 files
 
 
 def problem_of(path: str | os.PathLike, stamp: object) -> str | None:
-    """Return what is wrong with an HDF5 file, or None if the helper can read it.
+    """Test whether the helper can read an HDF5 file, and describe the problem if it cannot.
 
     Parameters
     ----------
     path : path-like
         The file.
     stamp : hashable
-        A value that differs once the file has changed.
+        A value that changes whenever the file changes.
 
     Returns
     -------
     str or None
-        None also if no helper can be started.
+        Description of the problem. None if the helper can read the file, or cannot be started.
     """
     key = os.path.abspath(path), stamp
     if key not in _problems:
@@ -77,7 +78,7 @@ def _ask(path):
             return f"the HDF5 library came to no end of it in {SECONDS:g} s: it is damaged"
         if code < 0:
             return f"the HDF5 library failed on it ({signal.Signals(-code).name}): it is damaged"
-        if code > 0:  # without h5py, for example; this process will meet the same error
+        if code > 0:  # h5py is missing, for example; this process will raise the same error
             return None
     return None
 
@@ -91,12 +92,12 @@ def _start():
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # a terminal's Ctrl-C is for the ranks
+        start_new_session=True,  # Ctrl-C in a terminal should reach only the ranks
     )
 
 
 def _end():
-    """Wait for a helper that has ended or been killed; return its exit code."""
+    """Wait for the helper, which is ending or has been killed, and return its exit code."""
     global _helper
     helper, _helper = _helper, None
     helper.stdin.close()
@@ -105,11 +106,15 @@ def _end():
     return code
 
 
-# The helper
+# The functions below run in the helper process.
 
 
 def main(idle):
-    """Read paths from stdin, one per line in hex; answer with a byte after walking each file."""
+    """Read hexadecimal paths from stdin, one per line, and read the file of each path.
+
+    After each file, a byte is written to stdout. The function returns after `idle` seconds without
+    a path, or when stdin is closed.
+    """
     import h5py
 
     data = b""
@@ -124,7 +129,7 @@ def main(idle):
         try:
             with h5py.File(os.fsdecode(bytes.fromhex(line.decode())), "r", locking=False) as file:
                 _walk(file)
-        except Exception:  # the other process will meet and report it as well
+        except Exception:  # the main process will raise and report it as well
             pass
         os.write(1, b".")
 
@@ -161,15 +166,15 @@ def _links(group, waiting):
 
 
 def _numbers(stored, _):
-    """Read the first, middle and last row of a dataset, or all of a small one."""
+    """Read a small dataset completely, or the first, middle and last row of a large one."""
     creation = stored.id.get_create_plist()
     if stored.is_virtual or creation.get_external_count() or stored.shape is None:
         return
     chunk = _bytes(stored.chunks, stored.dtype) if stored.chunks else 0
     stored_bytes = stored.id.get_storage_size()
     size = _bytes(stored.shape, stored.dtype)
-    if size > 1032 * stored_bytes + (1 << 16) or chunk > 4 * MAX_BYTES:  # refused by its sizes
-        return
+    if size > 1032 * stored_bytes + (1 << 16) or chunk > 4 * MAX_BYTES:
+        return  # `hdf5` rejects such a dataset
     if stored.chunks:
         stored.id.get_num_chunks()
     if size <= MAX_BYTES or not stored.shape:

@@ -1,4 +1,4 @@
-"""IDX files, plain or .gz: the format of MNIST, Fashion-MNIST and similar sets."""
+"""Read IDX files, the format of MNIST, Fashion-MNIST and similar sets, plain or as .gz."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpidl.text import printable
 
 TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MAX_DIMENSIONS = 8
-DEFLATE_RATIO = 1032  # largest ratio of bytes to compressed bytes
+DEFLATE_RATIO = 1032  # largest compression ratio of deflate
 PREFIX = {"train": "train", "test": "t10k"}
 
 
@@ -29,17 +29,18 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Parameters
     ----------
     path : path-like
-        The file: a magic number (0, 0, type, dimensions), the sizes, and the values.
+        The file. It consists of a magic number (bytes 0, 0, type, number of dimensions), the sizes
+        and the values.
 
     Returns
     -------
     ndarray
-        In the byte order of this machine.
+        The values in the byte order of this machine.
 
     Raises
     ------
     UserError
-        The file is missing, damaged, or has another format.
+        The file is missing or damaged, or has another format.
     """
     try:
         packed = str(path).endswith(".gz")
@@ -48,7 +49,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
             head = file.read(4 + 4 * MAX_DIMENSIONS)
             dtype, sizes, start = _header(head, path)
             expected = start + math.prod(sizes) * dtype.itemsize
-            if expected > on_disk * DEFLATE_RATIO + 4096:  # more than such a file can hold
+            if expected > on_disk * DEFLATE_RATIO + 4096:  # more than the file can hold
                 size = on_disk if not packed else f"{on_disk} compressed"
                 raise UserError(_length_error(path, expected, sizes, size, "cut short"))
             data = head + file.read(max(0, expected - len(head)))
@@ -64,7 +65,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def _header(head, path):
-    """Return (dtype, sizes, offset of the values) from the first bytes of an IDX file."""
+    """Parse the first bytes of an IDX file and return (dtype, sizes, offset of the values)."""
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in TYPES or not head[3]:
         raise UserError(
             f"{printable(path)}: expected an IDX file, which begins with bytes 0, 0, type, "
@@ -88,7 +89,7 @@ def _header(head, path):
 
 
 def _length_error(path, expected, sizes, size, problem):
-    """Return the message for a file that is longer or shorter than its sizes say."""
+    """Return the error message for a file whose length disagrees with the sizes in its header."""
     return (
         f"{printable(path)}: expected {expected} bytes for its sizes {sizes}, found {size}: the "
         f"file is {problem}"
@@ -96,9 +97,10 @@ def _length_error(path, expected, sizes, size, problem):
 
 
 def find_file(folder: str, part: str, kind: str) -> str | None:
-    """Return the path of the images or labels of a part, or None.
+    """Return the path of the images or labels of a part, or None if there is no such file.
 
-    The names are train-images-idx3-ubyte and the like, with a dash or a dot, plain or .gz.
+    An example of a name is train-images-idx3-ubyte. A dot may replace the dash before "idx", and
+    the name may end with ".gz".
     """
     dimensions = {"images": 3, "labels": 1}[kind]
     for separator in "-.":
@@ -111,7 +113,7 @@ def find_file(folder: str, part: str, kind: str) -> str | None:
 
 
 def is_idx_folder(folder: str, part: str | None = None) -> bool:
-    """Tell whether a folder has the images of a part, "train" or "test", or of either (None)."""
+    """Return whether a folder has the images of `part`, or of any part if `part` is None."""
     return any(find_file(folder, name, "images") for name in ([part] if part else PREFIX))
 
 
@@ -123,20 +125,22 @@ def idx_folder(
     classes: Sequence[str] | None = None,
     labelled: bool = True,
 ) -> ArrayDatastore:
-    """Open the training or test images of a folder of IDX files. Collective with a world.
+    """Open the training or test images in a folder of IDX files.
+
+    With a world, the call is collective.
 
     Parameters
     ----------
     folder : path-like
-        Folder of the files.
+        Folder that contains the files.
     part : {"train", "test"}
-        train-* or t10k-*.
+        Part to open: the files train-* for "train", t10k-* for "test".
     world : World, optional
-        The ranks that open the files. The pixels lie in memory once per node.
+        The ranks that open the files. The ranks of a node share one copy of the pixels.
     classes : sequence of str, optional
-        Class names by label; by default "0" to the highest label.
+        Class names in the order of the labels, by default "0", "1", ... up to the highest label.
     labelled : bool
-        False accepts a missing file of labels; the labels are then None.
+        Whether labels are required. If False and there is no file of labels, the labels are None.
 
     Raises
     ------
@@ -166,7 +170,7 @@ def idx_folder(
 
 
 def read_pixels(path: str) -> np.ndarray:
-    """Return the pixels of an IDX file of images; UserError if it holds something else."""
+    """Read the pixels of an IDX file; raise UserError if it does not hold images."""
     pixels = read_idx(path)
     if not pixels.size:
         raise UserError(f"{printable(path)}: expected images, found none (sizes {pixels.shape})")

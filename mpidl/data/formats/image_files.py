@@ -17,10 +17,10 @@ from mpidl.text import printable
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
-JPEG = b"\xff\xd8\xff"  # first bytes of such a file
-MAX_BYTES = 1 << 30  # of a file
-CHANNELS = {"L": 1, "RGB": 3}  # by mode, of modes that need no conversion
-MEMORY_BLOCKS = 4  # images whose memory Pillow reuses: new pages cost a third of decoding
+JPEG = b"\xff\xd8\xff"  # first bytes of a JPEG file
+MAX_BYTES = 1 << 30  # largest size of a file
+CHANNELS = {"L": 1, "RGB": 3}  # channels of the Pillow modes that need no conversion
+MEMORY_BLOCKS = 4  # blocks that Pillow keeps for reuse: new pages cost a third of decoding
 KINDS = {1: "gray", 3: "RGB"}
 
 
@@ -37,31 +37,31 @@ def decode(
     path : str
         A PNG, JPEG, BMP or TIFF file.
     preprocess : Preprocess
-        Size and colour to bring the image to.
+        Conversion to apply to the image.
     expected : tuple of int, optional
-        Shape (C, H, W) that the pixels must have. Without it, an image with more pixels than
-        Pillow considers safe is refused.
+        Shape (C, H, W) that the pixels must have. If it is not given, an image with more pixels
+        than Pillow considers safe is rejected.
     out : ndarray, optional
-        uint8 array of shape `expected` to write to.
+        uint8 array of shape `expected`, to which the pixels are written.
 
     Returns
     -------
     pixels : ndarray or tuple of int
-        uint8, (1, H, W) or (3, H, W). If the first bytes of the file tell another shape than
-        `expected`, nothing is decoded, and this is the shape.
+        Pixels, uint8 (1, H, W) or (3, H, W). If the file's header indicates another shape than
+        `expected`, nothing is decoded, and that shape is returned instead.
     stamp : Stamp
-        Size and time of the file.
+        Size and time of the last change of the file.
 
     Raises
     ------
     UserError
-        The file is missing, damaged, or no such image; the message names it.
+        The file is missing, damaged, or not an image of these formats. The message names the file.
     """
     Image, JpegImageFile, UnidentifiedImageError = _pillow()
     try:
         content, now = _read(path)
         if expected is not None and not preprocess and content.startswith(JPEG):
-            # Image.open would try other formats first
+            # Faster than Image.open, which would try other formats first.
             image = JpegImageFile(io.BytesIO(content))
             if (CHANNELS.get(image.mode), *image.size[::-1]) == expected:
                 return planes_of(image, out), now
@@ -79,15 +79,15 @@ def decode(
         ) from None
     except FileNotFoundError:
         raise UserError(f"{printable(path)}: no such file any more") from None
-    except UserError as e:  # the image does not fit the Preprocess
+    except UserError as e:  # the Preprocess rejects the image
         raise UserError(f"{printable(path)}: {e}") from None
-    except Exception as e:  # Pillow raises many kinds for damaged files
+    except Exception as e:  # Pillow raises exceptions of many types for damaged files
         text = reason(e).splitlines()[0]
         raise UserError(f"{printable(path)}: the image cannot be read: {text}") from None
 
 
 def _read(path):
-    """Return (content, Stamp) of a file with as few system calls as possible."""
+    """Read a file with as few system calls as possible, and return (content, Stamp)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         now = stamp(os.fstat(descriptor))
@@ -103,7 +103,7 @@ def _read(path):
 
 @functools.cache
 def _pillow():
-    """Import Pillow when a file is first decoded; return the names used here."""
+    """Import Pillow when the first file is decoded; return the classes that `decode` uses."""
     from PIL import Image, UnidentifiedImageError
     from PIL.JpegImagePlugin import JpegImageFile
 
@@ -113,16 +113,16 @@ def _pillow():
 
 
 def _opened(Image, file, strict):
-    """Open an image; if strict, refuse more pixels than Pillow considers safe."""
+    """Open an image; if `strict`, reject images with more pixels than Pillow considers safe."""
     if not strict:
         return Image.open(file, formats=FORMATS)
-    with warnings.catch_warnings():  # not thread-safe: only before threads read
+    with warnings.catch_warnings():  # not thread-safe, so only before prefetch threads start
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(file, formats=FORMATS)
 
 
 def _shape(image, preprocess):
-    """Return the (C, H, W) that `pixels_of` will return."""
+    """Return the shape (C, H, W) of the result of `pixels_of` without decoding the image."""
     if not preprocess:
         return (1 if _is_gray(image) else 3, *image.size[::-1])
     return preprocess.image_shape((1 if _is_gray(image) else 3, image.height, image.width))
@@ -133,14 +133,16 @@ def _is_gray(image):
 
 
 def pixels_of(image, preprocess=AS_IT_IS, out=None):
-    """Return the pixels of a Pillow image, uint8 (1, H, W) or (3, H, W), in `out` if given.
+    """Convert a Pillow image to pixels, uint8 (1, H, W) or (3, H, W), and preprocess them.
+
+    If `out` is given, the result is written to it.
 
     Raises
     ------
     UserError
-        The image does not fit the Preprocess.
+        The Preprocess cannot be applied to an image of this size or colour.
     ValueError
-        The image has 32 bits a pixel.
+        The image has 32 bits per pixel.
     """
     from PIL import Image
 
@@ -149,13 +151,13 @@ def pixels_of(image, preprocess=AS_IT_IS, out=None):
     gray = _is_gray(image)
     if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
         raise ValueError(f"expected 8 or 16 bits a pixel, found 32 (mode {image.mode})")
-    if image.mode.startswith("I"):  # convert() would clip 16 bits, not scale them
+    if image.mode.startswith("I"):  # convert() would clip 16-bit pixels instead of scaling them
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode in ("L", "RGB"):
-        pass  # convert() would copy it
+        pass  # convert() would make a copy
     elif gray:
         image = image.convert("L")
-    elif image.mode in ("P", "PA"):  # through RGBA, because Pillow warns of a palette with alpha
+    elif image.mode in ("P", "PA"):  # via RGBA, because Pillow warns about a palette with alpha
         image = image.convert("RGBA").convert("RGB")
     else:
         image = image.convert("RGB")

@@ -1,8 +1,9 @@
-"""MATLAB's .mat files of version 7.3 or 5: H x W x C x N images and their labels or targets.
+"""Read H x W x C x N images, with labels or targets, from MATLAB's .mat files (version 7.3 or 5).
 
-A file of version 7.3 is HDF5 and is read a mini-batch at a time. An older one (save -v7, -v6; see
-`mat5`) is read completely, once per node. Only numbers, and class names in a cell array of texts,
-are read; objects, function handles and categorical arrays are never interpreted.
+A file of version 7.3 is an HDF5 file and is read one mini-batch at a time. A file of version 5
+(save -v7, -v6; see `mat5`) is loaded completely, once per node. Only numbers are read, and class
+names from a cell array of character vectors. Objects, function handles and categorical arrays are
+never interpreted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from mpidl.text import printable
 if TYPE_CHECKING:
     import h5py
 
-# Names of variables to try first, in this order, ignoring case.
+# Default names of the variables of images, in order of preference, ignoring case. LABELS lists the
+# names of the label variables that belong to each name.
 IMAGES = {"train": ("xtrain", "images", "x"), "test": ("xtest",)}
 LABELS = {
     "xtrain": ("ytrain", "ttrain", "labelstrain"),
@@ -40,11 +42,14 @@ LABELS = {
 CLASSES = ("classes", "classnames", "categories", "labelnames", "label_names")
 NUMBERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 FLOATS = ("single", "double")
-MAX_NAME = 4096  # characters of a class name
+MAX_NAME = 4096  # largest number of characters in a class name
 
 
 class Selection(NamedTuple):
-    """The variables of images, labels and class names; the last two may be None."""
+    """The selected variables of images, labels and class names, and the number of images.
+
+    `labels` and `classes` are None if the file has no such variable.
+    """
 
     images: Variable
     labels: Variable | None
@@ -53,7 +58,7 @@ class Selection(NamedTuple):
 
 
 class Mat73(HDF5Datastore):
-    """The images of a .mat file of version 7.3."""
+    """A datastore of the images in a .mat file of version 7.3."""
 
     def __init__(self, path: str, contents: hdf5.Contents):
         self.path = path
@@ -70,7 +75,9 @@ def mat_file(
     classes: Sequence[str] | None = None,
     labelled: bool = True,
 ) -> Datastore:
-    """Open the images of a .mat file. Collective with a world.
+    """Open the images of a .mat file.
+
+    With a world, the call is collective.
 
     Parameters
     ----------
@@ -79,15 +86,17 @@ def mat_file(
     world : World, optional
         The ranks that open the file.
     part : {"train", "test"}
-        Which of the default names to use.
+        Part to open, which determines the default names of the variables.
     images : str, optional
-        Name of a variable of uint8, single or double, H x W x C x N, or H x W x N if gray.
+        Name of the variable of images: uint8, single or double, H x W x C x N, or H x W x N if
+        gray.
     labels : str, optional
-        Name of the variable of N labels, or of the targets.
+        Name of the variable that holds the N labels or the targets.
     classes : sequence of str, optional
-        Class names to map the labels to, those of the training set; empty if that set has targets.
+        Class names of the training set, to which the labels are mapped. Empty if the training set
+        has targets.
     labelled : bool
-        False accepts a file without labels.
+        Whether labels are required.
 
     Returns
     -------
@@ -96,21 +105,22 @@ def mat_file(
     Raises
     ------
     UserError
-        The file is damaged, or it is unclear which variable holds what or what a label means.
+        The file is damaged, the variables of images and labels cannot be determined, or the
+        meaning of a label is unclear.
 
     Notes
     -----
-    The default names are XTrain with YTrain or TTrain (for the test part XTest with YTest or
-    TTest), then images with labels, and X with Y. If there are none, the only variables of such
-    sizes are used.
+    For the training part, the default names are XTrain with YTrain or TTrain, then images with
+    labels, then X with Y. For the test part they are XTest with YTest or TTest. If the training
+    part uses none of these names, the only variables of suitable types and sizes are used.
 
-    Labels begin with 0 or 1, and classes are called by their numbers. A cell array `classes`
-    (classNames, categories, labelNames) of texts names them, the first text for label 1, or for
-    label 0 if there is one.
+    Labels start at 0 or 1. Without class names, each class is named by its number. A cell array
+    `classes` (or classNames, categories, labelNames) of character vectors names the classes. Its
+    first entry names label 0 if that label occurs, and label 1 otherwise.
 
-    The labels' variable holds targets, which become float32, if it has fractions, N x R numbers (R
-    per image), or an image each (H x W x C x N of single or double). Whole numbers are targets if
-    `classes` is empty.
+    The variable of labels holds targets if it contains fractions, N x R numbers (R per image), or
+    N images (H x W x C x N of single or double). Whole numbers are also targets if `classes` is
+    empty. Targets are converted to float32.
     """
     path = os.fspath(path)
     names = images, labels
@@ -172,31 +182,38 @@ def mat_file(
 
 
 def _images_of(pixels):
-    """Return H x W x C x N as (n, C, H, W), uint8 or float32."""
+    """Transpose H x W x C x N pixels to (n, C, H, W), and convert floats to float32."""
     if pixels.dtype != np.uint8:
-        with np.errstate(over="ignore"):  # reading reports an infinity with its image
+        with np.errstate(over="ignore"):  # `read_images` later reports infinities by image
             pixels = pixels.astype(np.float32)
     return np.ascontiguousarray(pixels.transpose(3, 2, 0, 1))
 
 
 def _are_targets(values, selection, classes):
-    """Tell whether the labels' variable holds targets.
+    """Return whether the variable of labels holds targets.
 
-    It does if it has fractions or several numbers per image, or if the training set has targets.
+    It does if its values have fractions, if there are several numbers per image, or if the training
+    set has targets.
     """
     fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
     return fractions or values.size != selection.count or (classes is not None and not len(classes))
 
 
 def _numbers(values, selection):
-    """Return MATLAB's row, column or N x R numbers as float32 (n,) or (n, R)."""
+    """Convert a row, column or N x R matrix of MATLAB to float32 targets (n,) or (n, R)."""
     with np.errstate(over="ignore"):
         values = values.astype(np.float32)
     return values.reshape(-1) if values.size == selection.count else values
 
 
 def version(path: str) -> str:
-    """Return "7.3" or "5" from the first 128 bytes of a .mat file; UserError if it is neither."""
+    """Return the version of a .mat file, "7.3" or "5", from its first 128 bytes.
+
+    Raises
+    ------
+    UserError
+        The file cannot be read, or its header is neither of the two.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(128)
@@ -213,7 +230,7 @@ def version(path: str) -> str:
 
 
 def has_test_part(path: str) -> bool:
-    """Tell whether a .mat file holds XTest as well as XTrain."""
+    """Return whether a .mat file holds both XTrain and XTest."""
     if version(path) == "5":
         variables = mat5.variables(path)
     else:
@@ -230,17 +247,25 @@ def select_variables(
     names: tuple[str | None, str | None],
     labelled: bool,
 ) -> Selection:
-    """Select images, labels and class names among a file's variables.
+    """Select the variables of images, labels and class names in a file.
 
     Parameters
     ----------
+    path : str
+        The file, for messages.
+    variables : list of Variable
+        All variables of the file.
+    part : {"train", "test"}
+        Part to open, which determines the default names.
     names : tuple
-        Names of the images and labels that the caller asks for, or None.
+        Names of the variables of images and labels; None for the default names.
+    labelled : bool
+        Whether labels are required.
 
     Raises
     ------
     UserError
-        A variable is missing or has another type or size, or it is unclear which to use.
+        A variable is missing or has an unsuitable type or size, or several variables are possible.
     """
     source = printable(path)
     images = _find(path, variables, names[0]) if names[0] else _images(path, variables, part)
@@ -279,7 +304,7 @@ def select_variables(
 
 
 def _fits(labels, count):
-    """Tell whether a variable has a label, a row of numbers or an image per image."""
+    """Return whether a variable has one label, row of numbers or target image for each image."""
     shape = labels.shape
     if len(shape) == 4:
         return shape[-1] == count and labels.kind in FLOATS
@@ -289,7 +314,7 @@ def _fits(labels, count):
 
 
 def _find(path, variables, name):
-    """Return the variable of a name; UserError if it is missing."""
+    """Return the variable with a given name; raise UserError if there is none."""
     for variable in variables:
         if variable.name == name:
             return variable
@@ -297,7 +322,7 @@ def _find(path, variables, name):
 
 
 def _images(path, variables, part):
-    """Return the variable of images, if the caller gives no name."""
+    """Find the variable of images by its default name, or else by its type and size."""
     by_name = {variable.name.lower(): variable for variable in variables}
     for name in IMAGES[part]:
         if name in by_name:
@@ -313,7 +338,10 @@ def _images(path, variables, part):
 
 
 def _labels_of(path, variables, images, count, labelled):
-    """Return the variable of labels, if the caller gives no name; or None."""
+    """Find the variable of labels by its default name, or else by its type and size.
+
+    Return None if there is none and `labelled` is False.
+    """
     by_name = {variable.name.lower(): variable for variable in variables}
     for name in LABELS.get(images.name.lower(), ()):
         if name in by_name:
@@ -335,17 +363,17 @@ def _labels_of(path, variables, images, count, labelled):
             f"{printable(path)}: expected one variable of {count} labels for {images}, found "
             f"{_listing(fits or variables)}"
         )
-    return unusable[0] if unusable and labelled else None  # the caller refuses it by name
+    return unusable[0] if unusable and labelled else None  # the caller rejects it by name
 
 
 def _listing(variables):
-    """Return the first variables, for a message."""
+    """List the first six variables for a message."""
     texts = [str(variable) for variable in variables[:6]]
     return (", ".join(texts) + (", ..." if len(variables) > 6 else "")) or "nothing"
 
 
 def _labels(path, selection, values, names, classes):
-    """Return (labels from 0, class names) for the numbers that MATLAB stored as labels."""
+    """Convert the labels that MATLAB stored to (labels from 0, class names)."""
     source = f"{printable(path)}: {printable(selection.labels.name)}"
     codes = integer_labels(values, selection.count, source)
     low, high = int(codes.min()), int(codes.max())
@@ -377,7 +405,7 @@ def _labels(path, selection, values, names, classes):
 
 
 def variables_73(file: h5py.File) -> list[Variable]:
-    """Return the variables of an open file of version 7.3."""
+    """List the variables of an open file of version 7.3."""
     import h5py
 
     variables = []
@@ -394,7 +422,10 @@ def variables_73(file: h5py.File) -> list[Variable]:
 
 
 def names_73(file: h5py.File, path: str, variable: Variable) -> list[str]:
-    """Return the class names in a cell array of texts, each a dataset that a cell refers to."""
+    """Return the class names in a cell array of an open file of version 7.3.
+
+    Each cell is a reference to a dataset of UTF-16 characters.
+    """
     import h5py
 
     stored = file[variable.name]

@@ -1,9 +1,10 @@
-"""Read MATLAB's files of version 5 (save -v7, -v6) element by element.
+"""Read MATLAB's .mat files of version 5 (save -v7, -v6) element by element.
 
-SciPy reads them too, but crashes on some damaged files, and allocates arrays of any size that a
-cell array claims. This module allocates only what the file has bytes for. "MAT-File Format", The
-MathWorks, describes the files: an element is a tag (type, bytes) and a value. A variable is a
-matrix, an element made of elements, which may be compressed.
+SciPy reads these files too, but it crashes on some damaged files, and it allocates cell arrays of
+any size that a file claims. This module limits allocations by the size of the file. The format is
+described in "MAT-File Format", The MathWorks. An element consists of a tag (type, number of bytes)
+and a value. A variable is a matrix, which is an element that contains elements and may be
+compressed.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from mpidl.errors import UserError
 from mpidl.files import unreadable
 from mpidl.text import printable
 
-RATIO = 1032  # largest ratio of bytes to compressed bytes
-MAX_TEXTS = 1 << 24  # bytes of a cell array
+RATIO = 1032  # largest compression ratio of deflate
+MAX_TEXTS = 1 << 24  # largest size of a cell array in bytes
 MOST_DIMENSIONS = 8
-HEAD = 1 << 12  # bytes that contain the class, size and name of a matrix
+HEAD = 1 << 12  # bytes at the start of a matrix that contain its class, size and name
 Order = Literal["little", "big"]
-MATRIX, COMPRESSED = 14, 15  # types of elements; then the types of a matrix's numbers
+MATRIX, COMPRESSED = 14, 15  # types of elements; NUMBERS lists the types of numbers
 NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8"}
 NUMBERS |= {13: "u8"}
-# Classes of matrices. Doubles may be stored as bytes if their values allow it.
+# Classes of matrices by number. Numbers may be stored in a smaller type that holds their values.
 CLASSES = ["", "cell", "struct", "object", "char", "sparse", "double", "single", "int8", "uint8"]
 CLASSES += ["int16", "uint16", "int32", "uint32", "int64", "uint64", "function", "opaque"]
 
 
 class Variable(NamedTuple):
-    """A variable of a .mat file: its name, its size in MATLAB's order, its class."""
+    """A variable of a .mat file: its name, its size in MATLAB's order and its class."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +47,7 @@ class Variable(NamedTuple):
 
 
 def variables(path: str | os.PathLike) -> list[Variable]:
-    """Return the variables of a file without reading their values."""
+    """List the variables of a file without reading their values."""
     result = []
     for element in _top(path):
         variable = _variable(path, element)
@@ -56,17 +57,29 @@ def variables(path: str | os.PathLike) -> list[Variable]:
 
 
 def load(path: str | os.PathLike, numeric: Sequence[Variable]) -> dict[str, np.ndarray]:
-    """Return numeric variables as arrays, by name; UserError if their sizes differ."""
+    """Read numeric variables and return {name: array}.
+
+    Raises
+    ------
+    UserError
+        The file does not hold a variable of this name, size and class, or the file is damaged.
+    """
     return {variable.name: _read(path, variable, _numbers) for variable in numeric}
 
 
 def texts(path: str | os.PathLike, variable: Variable) -> list[str]:
-    """Return the texts of a cell array whose cells are row vectors of characters."""
+    """Read a cell array of character vectors and return them as strings.
+
+    Raises
+    ------
+    UserError
+        A cell is not a character array, or the file is damaged.
+    """
     return _read(path, variable, _texts)
 
 
 class _Element(NamedTuple):
-    """An element of a file: byte order, type, offset of the value, length in bytes."""
+    """An element of a file: its byte order, its type, and the offset and length of its value."""
 
     order: Order
     kind: int
@@ -75,7 +88,7 @@ class _Element(NamedTuple):
 
 
 def _top(path):
-    """Return the elements of a file; UserError if it is cut short."""
+    """List the top-level elements of a file; raise UserError if the file is truncated."""
     elements = []
     try:
         with open(path, "rb") as file:
@@ -99,7 +112,10 @@ def _top(path):
 
 
 def _value(path, element, max_bytes):
-    """Return the first `max_bytes` of a matrix's elements, and whether these are all."""
+    """Return the first `max_bytes` bytes of a matrix, and whether the matrix is complete.
+
+    A compressed matrix is decompressed.
+    """
     try:
         with open(path, "rb") as file:
             file.seek(element.start)
@@ -107,13 +123,13 @@ def _value(path, element, max_bytes):
                 return file.read(min(element.length, max_bytes)), element.length <= max_bytes
             stream = zlib.decompressobj()
             data = stream.decompress(file.read(element.length), max_bytes + 8)
-            return data[8:], stream.eof  # without the tag of the matrix
+            return data[8:], stream.eof  # skip the tag of the matrix
     except (OSError, MemoryError, zlib.error) as e:
         raise unreadable(path, e) from None
 
 
 def _variable(path, element):
-    """Return the Variable of an element, or None if it is none."""
+    """Return the Variable that an element holds, or None if the element is not a matrix."""
     if element.kind not in (MATRIX, COMPRESSED):
         return None
     data, _ = _value(path, element, HEAD)
@@ -126,7 +142,15 @@ def _variable(path, element):
 
 
 def _read(path, variable, read):
-    """Apply `read` to a variable's bytes; UserError if the file holds something else."""
+    """Call ``read(data, order)`` on the bytes of a variable and return the result.
+
+    `read` is `_numbers` or `_texts`.
+
+    Raises
+    ------
+    UserError
+        The variable is missing, too large for the file, or not of the kind that `read` accepts.
+    """
     for element in _top(path):
         if _variable(path, element) != variable:
             continue
@@ -144,11 +168,11 @@ def _read(path, variable, read):
 
 
 def _elements(data, order):
-    """Yield (type, value) of each element in a matrix's bytes."""
+    """Yield (type, value) of each element in the bytes of a matrix."""
     offset, data = 0, memoryview(data)
     while offset + 8 <= len(data):
         word, length = (int.from_bytes(data[offset + i : offset + i + 4], order) for i in (0, 4))
-        if word >> 16:  # the tag itself holds a value of up to four bytes
+        if word >> 16:  # a short element: the tag itself holds a value of up to four bytes
             length = word >> 16
             yield word & 0xFFFF, data[offset + 4 : offset + 4 + min(length, 4)]
             offset += 8
@@ -158,14 +182,25 @@ def _elements(data, order):
 
 
 def _matrix(data, order):
-    """Return (Variable, iterator over the further elements); ValueError if this is no matrix."""
+    """Parse the first elements of a matrix: its flags, sizes and name.
+
+    Returns
+    -------
+    tuple
+        The Variable, and an iterator over the remaining elements.
+
+    Raises
+    ------
+    ValueError
+        The bytes are not those of a matrix.
+    """
     elements = _elements(data, order)
     first = [bytes(value) for _, value in itertools.islice(elements, 3)]
     if len(first) < 3 or len(first[0]) != 8:
         raise ValueError("cut short")
     flags = int.from_bytes(first[0][:4], order)
     kind = CLASSES[flags & 0xFF] if flags & 0xFF < len(CLASSES) else "unknown"
-    if kind == "opaque":  # with a name in element of a size
+    if kind == "opaque":  # its second element is a name instead of sizes
         return Variable(_name(first[1]), (), kind), elements
     if len(first[1]) % 4 or not 8 <= len(first[1]) <= 4 * MOST_DIMENSIONS:
         raise ValueError("too many dimensions")
@@ -181,7 +216,7 @@ def _name(data):
 
 
 def _numbers(data, order):
-    """Return the array in the bytes of a numeric matrix; ValueError if its size differs."""
+    """Convert the bytes of a numeric matrix to an array; raise ValueError if the length differs."""
     variable, rest = _matrix(data, order)
     coding, value = next(rest, (0, b""))
     stored = np.dtype(NUMBERS[coding]).newbyteorder(order[0])
@@ -194,7 +229,13 @@ def _numbers(data, order):
 
 
 def _texts(data, order):
-    """Return the texts in the bytes of a cell array; ValueError if it holds something else."""
+    """Convert the bytes of a cell array to a list of strings.
+
+    Raises
+    ------
+    ValueError
+        The bytes are not those of a cell array of characters.
+    """
     variable, cells = _matrix(data, order)
     if variable.kind != "cell":
         raise ValueError("no cell array")
@@ -205,11 +246,11 @@ def _texts(data, order):
 
 
 def _text(data, order):
-    """Return the text in the bytes of a matrix of characters."""
+    """Convert the bytes of a matrix of characters to a string."""
     variable, rest = _matrix(data, order)
     if variable.kind != "char":
         raise ValueError("no characters")
-    # Characters are UTF-8, UTF-16 or UTF-32; an empty text may have no value.
+    # Characters are UTF-8, UTF-16 or UTF-32; an empty string may have no value.
     coding, value = next(rest, (1, b""))
     wide = {4: "utf-16", 17: "utf-16", 18: "utf-32"}.get(coding)
     return bytes(value).decode("utf-8" if wide is None else f"{wide}-{order[0]}e")

@@ -1,7 +1,7 @@
-"""NumPy's .npz files: arrays `images` and `labels`, read once per node.
+"""Read the arrays `images` and `labels` of NumPy's .npz files, once per node.
 
-Arrays of Python objects are pickled and are never read. An array is loaded only after its header
-and the sizes in the archive agree, so that a damaged file takes no more memory than it holds.
+Arrays of Python objects are never read, because they are pickled. An array is loaded only if its
+header agrees with the sizes in the archive, so a damaged file cannot cause a large allocation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mpidl.text import printable
 
 ARRAYS = {"train": ("images", "labels"), "test": ("images_test", "labels_test")}
 CLASSES = "classes"
-ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")  # of an archive, and of an empty one
-DEFLATE_RATIO = 1032  # largest ratio of bytes to compressed bytes
+ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")  # first bytes of an archive and of an empty archive
+DEFLATE_RATIO = 1032  # largest compression ratio of deflate
 HEADER_READERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -40,29 +40,30 @@ def npz_file(
     classes: Sequence[str] | None = None,
     labelled: bool = True,
 ) -> ArrayDatastore:
-    """Open the images of an .npz file. Collective with a world.
+    """Open the images of an .npz file.
 
-    The file holds `images`, (n, C, H, W) or (n, H, W) of uint8 or floats, and `labels`, n whole
-    numbers from 0. `images_test` and `labels_test` hold a test set. An optional array of texts,
-    `classes`, names the classes by label; without it they are called "0", "1" and so on.
+    With a world, the call is collective. The file holds `images`, (n, C, H, W) or (n, H, W) of
+    uint8 or floats, and `labels`, n whole numbers from 0. `images_test` and `labels_test` hold a
+    test set. An optional array of strings, `classes`, lists the class names in the order of the
+    labels. Without it, the classes are named "0", "1" and so on.
 
     Parameters
     ----------
     path : path-like
-        The file, as `numpy.savez` or `numpy.savez_compressed` writes it.
+        A file written by `numpy.savez` or `numpy.savez_compressed`.
     world : World, optional
-        The ranks that open the file. The pixels lie in memory once per node.
+        The ranks that open the file. The ranks of a node share one copy of the pixels.
     part : {"train", "test"}
-        Which images to open.
+        Part to open.
     classes : sequence of str, optional
-        Class names that the labels must count by, those of the training set.
+        Class names of the training set, to which the labels are mapped.
     labelled : bool
-        False accepts a file without labels.
+        Whether labels are required.
 
     Raises
     ------
     UserError
-        The file is damaged, lacks an array, or an array has another type or shape.
+        The file is damaged, an array is missing, or an array has an unsuitable type or shape.
     """
     path = os.fspath(path)
     if part not in ARRAYS:
@@ -98,14 +99,14 @@ def npz_file(
 
 
 def parts_of(path: str) -> list[str]:
-    """Return which of "train" and "test" an .npz file holds."""
+    """List the parts that an .npz file holds: "train", "test" or both."""
     with _opened(path) as archive:
         return [part for part, (images, _) in ARRAYS.items() if _has(archive, images)]
 
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[np.lib.npyio.NpzFile]:
-    """Open an archive of arrays; whatever a damaged one raises becomes a UserError."""
+    """Open an archive of arrays, and convert any exception of a damaged archive to a UserError."""
     try:
         with open(path, "rb") as file:
             if file.read(4) not in ZIP_SIGNATURES:
@@ -135,7 +136,7 @@ def _missing(archive: np.lib.npyio.NpzFile, path: str, name: str) -> UserError:
 def _header(
     archive: np.lib.npyio.NpzFile, path: str, name: str
 ) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and dtype of an array, checked against the sizes in the archive."""
+    """Read the shape and dtype of an array, and check them against the sizes in the archive."""
     source = f"{printable(path)}: {name}"
     if not _has(archive, name):
         raise _missing(archive, path, name)
@@ -168,7 +169,10 @@ def _header(
 
 
 def _load(archive: np.lib.npyio.NpzFile, path: str, name: str, kinds: str, noun: str) -> np.ndarray:
-    """Return an array whose dtype has one of the kinds; `noun` names them in the message."""
+    """Read an array and check its dtype.
+
+    `kinds` contains the valid kinds of the dtype, and `noun` describes them in the message.
+    """
     _, dtype = _header(archive, path, name)
     if dtype.kind not in kinds:
         raise UserError(f"{printable(path)}: {name}: expected {noun}, found {dtype}")
@@ -176,7 +180,7 @@ def _load(archive: np.lib.npyio.NpzFile, path: str, name: str, kinds: str, noun:
 
 
 def _load_images(archive: np.lib.npyio.NpzFile, path: str, name: str) -> np.ndarray:
-    """Return the images, (n, C, H, W) of uint8 or floats."""
+    """Read the images as (n, C, H, W) of uint8 or floats, and check their shape and type."""
     source = f"{printable(path)}: {name}"
     shape, dtype = _header(archive, path, name)
     if dtype != np.uint8 and dtype.kind != "f":

@@ -1,17 +1,23 @@
-"""Packed sets: one HDF5 file with contiguous images, read by os.pread.
+"""Read packed sets: HDF5 files with contiguous images, which are read at their offsets.
 
-The group `train`, and the optional group `test`, hold
+The file has a group `train` and an optional group `test`. Each group contains these datasets:
 
     images      (n, C, H, W) uint8 or float32, contiguous
-    labels      (n,) int64; or targets, (n, ...) float32 or int32, contiguous; or neither
-    checksums   (chunks, 32) uint8: SHA-256 of each chunk's images, followed by its targets
-    names       uint8: the concatenated names of the images, and name_ends, (n,) int64, where each
-                ends; optional
-    attributes  fingerprint, of the set that was packed; chunk_images; preprocess, as JSON, if its
-                images came through a `Preprocess`
+    labels      (n,) int64, optional
+    targets     (n, ...) float32 or int32, contiguous, optional
+    checksums   (chunks, 32) uint8: SHA-256 of the images of each chunk, followed by its targets
+    names       uint8, the concatenated names of the images, optional
+    name_ends   (n,) int64, the end of each name in `names`, optional
 
-The root's attributes are format, format_version, classes and sha256. The last covers everything
-except images and targets, which the checksums cover. `mpidl.data.formats.packing` writes the files.
+Each group also has these attributes:
+
+    fingerprint   fingerprint of the set that was packed
+    chunk_images  number of images per chunk
+    preprocess    the `Preprocess` applied to the images, as JSON, if there is one
+
+The attributes of the root are format, format_version, classes and sha256. sha256 is a digest of
+everything except images and targets, for which the checksums serve. `mpidl.data.formats.packing`
+writes these files.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ LARGE = ("images", "targets")  # covered by the checksums
 
 
 class Rows(NamedTuple):
-    """Contiguous rows in the file: offset of the first, their shape and type."""
+    """Contiguous rows in the file: the offset of the first row, and the shape and type of a row."""
 
     offset: int
     shape: tuple[int, ...]
@@ -53,19 +59,19 @@ class Rows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
+        """Size of a row in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 class Contents(NamedTuple):
-    """Contents of a part of a packed file, as rank 0 finds them.
+    """Description of one part of a packed file, which rank 0 determines and broadcasts.
 
     Attributes
     ----------
     rows : dict
-        Rows of "images", and of "targets" if there are any.
+        The Rows of "images", and of "targets" if there are any.
     names : tuple or None
-        Offset of the names in the file, and an array of where each ends, relative to that.
+        Offset of the names in the file, and an array of the end of each name relative to it.
     """
 
     stamp: Stamp
@@ -81,30 +87,31 @@ class Contents(NamedTuple):
 
 
 class PackedDatastore(Datastore):
-    """One part of a file that `python -m mpidl.pack` wrote.
+    """A datastore of one part of a file that `python -m mpidl.pack` wrote.
 
-    Images, labels and fingerprint are those of the set that was packed, so that training on it
-    gives the same weights. With a world, construction is collective: rank 0 checks everything
-    except images and targets, and broadcasts the contents.
+    Images, labels and fingerprint are those of the set that was packed, so training on either gives
+    the same weights. With a world, construction is collective: rank 0 checks everything except
+    images and targets, and broadcasts the contents.
 
     Parameters
     ----------
     path : path-like
         The file.
     world : World, optional
-        The ranks that open the file. Each opens it when it first reads, and reads only the images
-        that it needs.
+        The ranks that open the file. Each rank opens the file at its first read, and reads only
+        the images that it needs.
     part : {"train", "test"}
-        Which part to open.
+        Part of the file to open.
     classes : sequence of str, optional
-        Class names to map the labels to, those of the training set.
+        Class names of the training set, to which the labels are mapped.
     labelled : bool
-        False accepts a part without labels.
+        Whether labels or targets are required.
 
     Raises
     ------
     UserError
-        The file is damaged or lacks the part. `read` raises it if the file has changed.
+        The file is damaged or does not have the part. `read` raises it if the file has changed
+        since it was opened.
     """
 
     def __init__(
@@ -173,7 +180,7 @@ class PackedDatastore(Datastore):
         Parameters
         ----------
         progress : callable, optional
-            Called after each chunk with the number of its images.
+            Function that is called after each chunk with the number of its images.
 
         Raises
         ------
@@ -203,20 +210,20 @@ def checksum(*arrays: np.ndarray) -> bytes:
 
 
 def is_packed(path: str) -> bool:
-    """Tell whether an HDF5 file is a packed set."""
+    """Return whether an HDF5 file is a packed set."""
     with hdf5.opened(path) as file:
         return text_of(hdf5.attribute(file, "format")) == FORMAT_NAME
 
 
 def parts_of(path: str) -> list[str]:
-    """Return which of "train" and "test" a packed file has."""
+    """List the parts of a packed file: "train", "test" or both."""
     with hdf5.opened(path) as file:
         check_format(file)
         return [part for part in PARTS if part in file]
 
 
 def check_format(file: h5py.File) -> None:
-    """Raise UserError if an open HDF5 file is no packed set, or differs from what was written."""
+    """Raise UserError if an open HDF5 file is not a packed set, or its checksum differs."""
     source = printable(file.filename)
     if text_of(hdf5.attribute(file, "format")) != FORMAT_NAME:
         raise UserError(f"{source}: expected a file of python -m mpidl.pack, found another")
@@ -233,7 +240,7 @@ def check_format(file: h5py.File) -> None:
 
 
 def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: bool) -> Contents:
-    """Return the Contents of a part of a packed file."""
+    """Inspect one part of a packed file and return its Contents, including all labels."""
     source = printable(path)
     if part not in PARTS:
         raise UserError(f'{source}: which part must be "train" or "test", got {part!r}')
@@ -275,7 +282,7 @@ def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: 
 
 
 def _preprocess(group, source):
-    """Return the Preprocess that the images came through, or None."""
+    """Return the Preprocess that was applied to the images before packing, or None."""
     text = text_of(hdf5.attribute(group, "preprocess"))
     if text is None:
         return None
@@ -286,7 +293,13 @@ def _preprocess(group, source):
 
 
 def _rows(file, part, name, now):
-    """Return the Rows of "images" or "targets"; UserError if they are not in one piece."""
+    """Return the Rows of "images" or "targets".
+
+    Raises
+    ------
+    UserError
+        The values are not contiguous, have another type, or exceed the file.
+    """
     stored = hdf5.dataset(file, f"{part}/{name}")
     offset = stored.id.get_offset()
     dtypes = ("uint8", "float32") if name == "images" else ("float32", "int32")
@@ -302,7 +315,7 @@ def _rows(file, part, name, now):
 
 
 def content(file: h5py.File) -> str:
-    """Return the SHA-256, in hex, of an open packed file without images and targets."""
+    """Return the SHA-256, in hex, of everything in a packed file except images and targets."""
     total = hashlib.sha256()
     parts = [part for part in PARTS if part in file]
     facts = [text_of(hdf5.attribute(file, "classes"))]
@@ -323,7 +336,7 @@ def content(file: h5py.File) -> str:
 
 
 def text_of(value: Any) -> Any:
-    """Return bytes as text, and any other value as it is."""
+    """Decode bytes to a string, and return any other value unchanged."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 

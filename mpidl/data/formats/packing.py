@@ -1,9 +1,10 @@
-"""Write packed sets, for `python -m mpidl.pack`; `packed` describes the file.
+"""Write packed sets for `python -m mpidl.pack`. The module `packed` describes their format.
 
-The unfinished file is called `.NAME.part`. HDF5 lays it out with labels and names, so that every
-image has an offset before the first is read. Then chunks of images are read and written to their
-offsets, each followed by its checksum. After an interruption the next call continues: it keeps a
-chunk whose checksum matches. At the end the file is flushed to disk and renamed.
+The unfinished file has the name `.NAME.part`. First, HDF5 writes labels and names, and allocates
+the images, so that every image has an offset before any image is read. Then each chunk of images is
+read and written to its offset, followed by its checksum. If packing is interrupted, the next call
+continues it and keeps all chunks whose checksums match. At the end, the file is flushed to disk and
+renamed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mpidl.errors import UserError
 from mpidl.files import digest, sync_folder, unreadable
 from mpidl.text import printable
 
-CHUNK = 4 << 20  # bytes, approximately
+CHUNK = 4 << 20  # approximate size of a chunk in bytes
 
 
 def pack(
@@ -42,15 +43,15 @@ def pack(
     Parameters
     ----------
     parts : mapping
-        Datastores by part, "train" and optionally "test", with the same classes.
+        The datastores "train" and optionally "test", with the same classes.
     path : path-like
-        The file, which must not exist. An unfinished one from an earlier call is continued.
+        The file to write, which must not exist. An unfinished file of an earlier call is continued.
     threads : int
-        Threads that read images.
+        Number of threads that read images.
     progress : callable, optional
-        Called after each chunk with the number of its images.
+        Function that is called after each chunk with the number of its images.
     stop : callable, optional
-        Called after each chunk; True ends the call early.
+        Function that is called after each chunk. If it returns True, packing stops.
 
     Returns
     -------
@@ -60,8 +61,8 @@ def pack(
     Raises
     ------
     UserError
-        The file cannot be written, or an image cannot be read; the message names it. The next call
-        continues with what was written.
+        The file exists or cannot be written, a datastore is empty, or an image cannot be read. The
+        message names the file or image. The next call keeps the chunks written so far.
     """
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
@@ -91,7 +92,7 @@ def pack(
 
 @contextlib.contextmanager
 def _locked(path):
-    """Open the unfinished file, locked against other processes; yield its descriptor."""
+    """Open the unfinished file, lock it against other processes and yield its descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
@@ -99,14 +100,17 @@ def _locked(path):
         except BlockingIOError:
             raise UserError(f"{printable(path)}: another process is packing to this file") from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _plan(parts):
-    """Describe what is packed; only an unfinished file with the same plan is continued."""
+    """Describe the sets to pack, as JSON values.
+
+    An unfinished file is continued only if it has the same plan.
+    """
     plan = {}
     for part, store in parts.items():
         size = sum(_entry_bytes(shape, dtype) for shape, dtype in _tables(store).values())
@@ -122,7 +126,7 @@ def _plan(parts):
 
 
 def _tables(store):
-    """Return {dataset: (shape, dtype) of an entry} of what is packed beside labels and names."""
+    """Return {name: (shape, dtype)} of the entries of the datasets "images" and "targets"."""
     tables = {"images": (store.image_shape, store.dtype)}
     if store.targets_shape is not None:
         tables["targets"] = store.targets_shape, store.targets_dtype
@@ -134,7 +138,7 @@ def _entry_bytes(shape, dtype):
 
 
 def _lay_out(path, parts, plan):
-    """Write the file without images, targets and checksums, which only get their offsets."""
+    """Write the HDF5 file with labels and names; allocate images, targets and checksums."""
     import h5py
 
     total_bytes = sum(p["count"] * p["size"] for p in plan.values())
@@ -171,14 +175,14 @@ def _lay_out(path, parts, plan):
                 group.create_dataset("name_ends", data=ends, track_times=False)
             zeros = np.zeros((-(-count // step), 32), np.uint8)
             group.create_dataset("checksums", data=zeros, track_times=False)
-            for name, (shape, dtype) in _tables(store).items():  # written without HDF5
+            for name, (shape, dtype) in _tables(store).items():  # `_fill` writes the values
                 space = h5py.h5s.create_simple((count, *shape))
                 h5py.h5d.create(group.id, name.encode(), h5py.h5t.py_create(dtype), space, creation)
         file.attrs["plan"] = json.dumps(plan)
 
 
 def _offsets(path, plan):
-    """Return the offsets of the unfinished file, by part and dataset; None if its plan differs."""
+    """Return {part: {dataset: offset}} of the unfinished file; None if its plan differs."""
     try:
         with hdf5.opened(path) as file:
             if packed.text_of(hdf5.attribute(file, "plan")) != json.dumps(plan):
@@ -191,12 +195,12 @@ def _offsets(path, plan):
                 }
                 for part in plan
             }
-    except UserError:  # empty, or interrupted in the layout
+    except UserError:  # the file is empty, or `_lay_out` was interrupted
         return None
 
 
 def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
-    """Write all missing chunks; return False if stop() ended it."""
+    """Write all missing chunks; return False if `stop` returned True."""
 
     def write(part, first, last):
         store, number = parts[part], first // plan[part]["chunk_images"]
@@ -230,7 +234,7 @@ def _fill(descriptor, parts, plan, offsets, threads, progress, stop):
 
 
 def _is_written(descriptor, store, offsets, number, first, last):
-    """Tell whether a chunk was written before: its checksum matches."""
+    """Return whether a chunk has been written, that is, whether its checksum matches."""
     expected = _read(descriptor, 32, offsets["checksums"] + 32 * number)
     if not any(expected):
         return False
@@ -258,7 +262,7 @@ def _write(descriptor, array, offset):
 
 
 def _finish(part_path, path, descriptor):
-    """Store the checksum of the content, flush the file to disk, and rename it."""
+    """Store the checksum of the contents, flush the file to disk and rename it."""
     import h5py
 
     os.fsync(descriptor)

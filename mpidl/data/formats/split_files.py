@@ -1,4 +1,4 @@
-"""A folder with a training file and a test file: train.h5 and test.h5, or train.mat and so on."""
+"""Open folders with a training file and a test file, such as train.h5 and test.h5."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mpidl.files import on_rank_0
 
 
 def split_files(formats: tuple[Format, ...]) -> Format:
-    """Return the Format of folders whose two files have any of these file formats."""
+    """Make a Format for folders with a training file and an optional test file.
+
+    Each of the two files may have any of the given `formats`.
+    """
     suffixes = [suffix for fmt in formats for suffix in fmt.suffixes]
 
     def file_of_part(folder: str, part: str) -> str | None:

@@ -1,1 +1,1 @@
-"""From a datastore to mini-batches: caches, the pixel pipeline, worker threads, the GPU's queue."""
+"""Load mini-batches from datastores: caches, pixel pipeline, worker threads and GPU queue."""

@@ -1,4 +1,4 @@
-"""Decoded images in memory that all ranks of a node share."""
+"""Cache decoded images in memory that all ranks of a node share."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ GIB = 1 << 30
 
 
 class NodeCache(Derived):
-    """Another datastore, each of whose images is read and decoded once per node.
+    """A datastore that reads each image of another datastore once per node and caches it.
 
-    The cache holds the first images by index, with their targets if the set has any, as many as
-    fit. Further images are read anew each time, and so is a datastore that is in memory already.
-    Creating a cache is collective over `world`.
+    The cache holds as many of the first images as fit into the budget, with their targets if the
+    set has any. Other images are read each time. A datastore that is already in memory is not
+    cached. Creating a cache is collective over `world`.
 
     Parameters
     ----------
     datastore : Datastore
         The images.
     world : World, optional
-        The ranks; by default one.
+        The ranks that share the cache, by default this rank alone.
     budget_bytes : int
-        Memory per node. The cache takes at most half of the free shared memory, which may be little
-        in a container.
+        Largest size of the cache per node in bytes. If there is a world, the cache also uses at
+        most half of the free shared memory, which may be small in a container.
     """
 
     def __init__(self, datastore: Datastore, world: Any = None, budget_bytes: int = GIB):
@@ -42,7 +42,7 @@ class NodeCache(Derived):
         if world is not None:
             budget_bytes = min(budget_bytes, world.available_shared_bytes() // 2)
         fits = 0 if datastore.in_memory else max(0, int(budget_bytes) // size)
-        self.capacity: int = min(len(datastore), fits)  # images that the cache holds
+        self.capacity: int = min(len(datastore), fits)  # number of images in the cache
         self.tables = [
             _Table(datastore, read, shape, dtype, self.capacity, world)
             for shape, dtype, read in tables
@@ -50,7 +50,7 @@ class NodeCache(Derived):
         self.world = world
 
     def close(self) -> None:
-        """Free the memory; further reads bypass the cache. Collective."""
+        """Free the memory of the cache; later reads bypass it. Collective."""
         self.capacity = 0
         for table in self.tables:
             table.close(self.world)
@@ -63,7 +63,10 @@ class NodeCache(Derived):
 
 
 class _Table:
-    """The images or the targets of a datastore, of which the first `capacity` are cached."""
+    """A cache of the first `capacity` images, or the first targets, of a datastore.
+
+    `read` is the function that reads them, `read_images` or `read_targets`.
+    """
 
     def __init__(self, datastore, read, shape, dtype, capacity, world):
         self.datastore, self.read, self.shape, self.dtype = datastore, read, shape, dtype
@@ -75,14 +78,14 @@ class _Table:
         self._fence = threading.Lock()
 
     def close(self, world):
-        """Free the memory. Collective."""
+        """Free the memory of this table. Collective."""
         if self.capacity and world is not None:
             world.free(self.cache)
             world.free(self.filled)
         self.capacity, self.cache, self.filled = 0, None, None
 
     def rows(self, indices):
-        """Return the rows of `indices`, reading those that are not cached."""
+        """Return the images or targets of `indices`; read those that are not in the cache."""
         if not self.capacity:
             return self.read(self.datastore, indices)
         if len(indices) and indices.min() < 0:
@@ -97,10 +100,10 @@ class _Table:
         if hits.any():
             misses, rows = rows, arenas.to_read((len(indices), *self.shape), self.dtype)
             rows[~hits] = misses
-            del misses  # at most two copies exist
+            del misses  # limits memory to two copies of the rows
             rows[hits] = _take_rows(self.cache, indices[hits])
-        # Two ranks or threads may fill one row at once. That is harmless: both decode the same file
-        # and write the same bytes. Readers test the flag, which is written after the pixels.
+        # Two ranks or threads may fill a row at the same time. That is harmless, because both write
+        # the same bytes. Readers test the flag, which is written after the pixels.
         fresh = cacheable[~hits[cacheable]]
         for i in fresh:
             self.cache[indices[i]] = rows[i]
@@ -109,9 +112,10 @@ class _Table:
         return rows
 
     def _order_memory(self):
-        """Keep the processor from moving accesses across this call, as ARM and POWER may.
+        """Prevent the processor from reordering memory accesses across this call.
 
-        Releasing and acquiring a lock is a fence; Python has no other.
+        ARM and POWER may reorder them. Releasing and acquiring a lock is a memory fence, and Python
+        offers no other.
         """
         with self._fence:
             pass
@@ -120,6 +124,6 @@ class _Table:
 
 
 def _take_rows(rows, indices):
-    """Return rows[indices]; the indices must be valid."""
+    """Return ``rows[indices]`` in memory from the arena. The indices must be valid."""
     out = arenas.to_read((len(indices), *rows.shape[1:]), rows.dtype)
-    return np.take(rows, indices, 0, out, "clip")  # another mode would make a second copy
+    return np.take(rows, indices, 0, out, "clip")  # other modes would buffer a second copy

@@ -1,4 +1,4 @@
-"""The training set as a recorded step on a GPU reads it: by sample number, from device memory."""
+"""Deliver mini-batches to a recorded step on a GPU, which reads them from device memory."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.loading.feed import Feed, FeedBuilder, label_bounds
 from mpidl.data.queue import MinibatchQueue
 
-MOVES = ("mirrored", "top", "left")  # per image, in the order of a step's images
-RESIDENT = 0.5  # share of the device's memory that resident data sets of its ranks may take
+MOVES = ("mirrored", "top", "left")  # moves with one value per image of a step
+RESIDENT = 0.5  # share of a device's memory that its ranks may use for resident data sets
 UPLOADED = 64 << 20  # bytes of a data set that are read and uploaded at a time
 
 
 class DeviceQueue(MinibatchQueue):
-    """A MinibatchQueue that delivers (Feed, None).
+    """A MinibatchQueue for recorded steps, which delivers (Feed, None).
 
-    A Feed holds the sample numbers. It also holds pixels and labels or targets, if the data set is
-    too large for the device or the host changes what it reads.
+    A Feed holds the sample numbers of a mini-batch. It also holds pixels, and labels or targets, if
+    the data set is not resident.
 
-    A smaller last mini-batch keeps the shares of a full one: a recorded step finds fewer images in
-    the same places. For the parameters see `MinibatchQueue`.
+    A smaller last mini-batch is divided at the same block boundaries as a full one, because a
+    recorded step expects its images in the same places. For the parameters see `MinibatchQueue`.
 
     Attributes
     ----------
     resident : bool
-        Whether the data set lies in device memory.
+        Whether device memory holds the whole data set. It does if the set is small enough and the
+        host does not compute new pixels.
     full_batch : Batch
-        A full mini-batch with this rank's share.
+        This rank's Batch of a full mini-batch.
     image_bytes : int
-        Bytes of an image with its label or target.
+        Size of an image with its label or target in bytes.
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class DeviceQueue(MinibatchQueue):
         if p.labels_shape is not None:
             self.image_bytes += int(np.prod(p.labels_shape)) * p.labels_dtype.itemsize
         room = RESIDENT * world.device.memory / world.device.sharers
-        # Pixels that the host changes differ in each epoch, so they are uploaded each time.
+        # Pixels that the host computes may differ in each epoch, so they are always uploaded.
         self.resident = len(datastore) * self.image_bytes <= room and not p.changes_pixels
         self.full_batch = share(
             self.batch_size, world, seed=seed, load=self.load, device=world.counts
         )
 
     def epoch(self, epoch, start=0):
-        """Generate (Feed, None) of each mini-batch of an epoch, from mini-batch `start` on."""
-        self.device = None  # keeps the base class from uploading: the step takes the Feed
+        """Generate (Feed, None) for each mini-batch of an epoch, starting at number `start`."""
+        self.device = None  # the base class must not upload: `Reader.values` does
         return super().epoch(epoch, start)
 
     def _shares(self, count):
@@ -75,26 +76,30 @@ class DeviceQueue(MinibatchQueue):
         return builder.job(self.workers)
 
     def reader(self) -> Reader:
-        """Return a Reader of this data set. Call it once, before the step is recorded."""
+        """Return a Reader of this data set.
+
+        Call this method once, before the step is recorded.
+        """
         return Reader(self)
 
 
 class Table:
-    """One value per image in device memory: of the data set, or of the mini-batches in flight.
+    """An array in device memory with one entry per image, such as its pixels or its label.
 
-    If the data set is not resident, the host writes a mini-batch of up to `size` images to pinned
-    memory, and a second stream uploads it.
+    It holds the entries of the whole data set if the set is resident, and otherwise those of the
+    mini-batches in progress. In the second case, the host writes a mini-batch of up to `size`
+    images to pinned memory, and a second stream uploads it.
 
     Parameters
     ----------
     device : Device
         The GPU.
     shape, dtype
-        Shape and type of each image's value.
+        Shape and type of an entry.
     count : int or None
-        Images in the data set; None if it is not resident.
+        Number of images in the data set; None if it is not resident.
     size : int
-        Most images of a mini-batch on this rank.
+        Largest number of images in this rank's share of a mini-batch.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class Table:
             self.staged = device.pinned(nbytes).view(dtype).reshape(ROWS, size, *shape)
 
     def put(self, start: int, values: np.ndarray) -> None:
-        """Write values of the data set from image `start` on."""
+        """Upload the entries of consecutive images of the data set, the first being `start`."""
         offset = start * int(np.prod(values.shape[1:], dtype=np.int64))
         launching.upload(self.values.part(offset, values.shape), np.ascontiguousarray(values))
         bounds, earlier = label_bounds(values), self.bounds.limits
@@ -118,17 +123,21 @@ class Table:
             self.bounds.limits = min(low, bounds[0]), max(high, bounds[1])
 
     def stage(self, row: int, values: np.ndarray) -> None:
-        """Upload a mini-batch to place `row`, before anything that is launched from now on."""
+        """Upload the entries of a mini-batch to place `row`.
+
+        Kernels that are launched after this call wait for the upload.
+        """
         staged = self.staged[row, : len(values)]
         staged[...] = values
-        target = self.values.row(row * self.size)  # the first of as many images
+        target = self.values.row(row * self.size)  # the first image of the place
         self.device.after(self.device.stage(target.address, staged))
 
 
 class Reader:
-    """Gives a recorded step its images and labels, and the host's values of each mini-batch.
+    """Provides a recorded step with its images and labels, and with the numbers of a mini-batch.
 
-    Device memory holds the whole data set in the datastore's order, or the mini-batches in flight.
+    Device memory holds the whole data set in the order of the datastore if it is resident, and
+    otherwise the mini-batches in progress.
     """
 
     def __init__(self, queue: DeviceQueue):
@@ -155,11 +164,11 @@ class Reader:
             self.device.synchronize()  # before the host arrays are freed
 
     def read(self) -> tuple[Blocked, Blocked | None]:
-        """Return (images, labels or None) of the step being recorded."""
+        """Return (images, labels) for the step being recorded; labels may be None."""
         batch, normalization = self.full_batch, self.pipeline.normalization
         zeros = np.zeros(batch.blocks * LANES, np.int32)
         samples = launching.scalar("samples", zeros, np.int32)
-        launching.scalar("epoch", 0, np.int32)  # with the samples, for `Batch.samples`
+        launching.scalar("epoch", 0, np.int32)  # used together with "samples" by `Batch.samples`
         places = samples if self.resident else launching.scalar("places", zeros, np.int32)
         layout = {"indices": places, "counts": batch.counts(), "blocks": batch.blocks}
         options = self.pipeline.moves(zeros, 0, 0)
@@ -176,19 +185,19 @@ class Reader:
         return Blocked(lanes, batch), labels
 
     def values(self, feed: Feed, row: int) -> dict[str, Any]:
-        """Return the values that `Program.run` takes for a Feed; upload its pixels and labels.
+        """Return the keyword arguments of `Program.run` for a Feed; upload its pixels and labels.
 
         Parameters
         ----------
         feed : Feed
             The mini-batch.
         row : int
-            The one of the ROWS places for mini-batches that no unfinished step reads.
+            Number of the place to upload to, 0..ROWS-1. No unfinished step may read from it.
 
         Raises
         ------
         ValueError
-            If the recorded step's ops reject the labels.
+            If an op of the recorded step rejects the labels.
         """
         count = len(feed.indices)
         numbers = {"samples": feed.indices}

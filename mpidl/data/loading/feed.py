@@ -1,4 +1,4 @@
-"""Mini-batches as the host hands them to a GPU."""
+"""Prepare mini-batches in host memory and upload them to a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpidl.data.loading.workers import Job
 
 
 class Feed(NamedTuple):
-    """This rank's part of a mini-batch, in host memory.
+    """This rank's share of a mini-batch in host memory.
 
     Attributes
     ----------
@@ -24,12 +24,12 @@ class Feed(NamedTuple):
     indices : np.ndarray
         Sample indices of this rank's images, (n,).
     pixels, labels : np.ndarray or None
-        (n, C, H, W) and (n, *labels_shape), as `Pipeline.read` returns them. None if they are
-        already on the device, or if the set has no labels.
+        The result of `Pipeline.read`: (n, C, H, W) and (n, *labels_shape). Both are None if they
+        are already on the device. `labels` is also None if the set has none.
     bounds : tuple of int or None
-        (least, largest) of labels that are whole numbers.
+        (least, largest) label. None if there are no labels or they are not whole numbers.
     moves : dict
-        See `Pipeline.moves`.
+        The result of `Pipeline.moves`.
     """
 
     batch: Batch
@@ -41,18 +41,18 @@ class Feed(NamedTuple):
 
 
 class FeedBuilder:
-    """Makes a Feed.
+    """Builds a Feed with the tasks of a Job.
 
     Parameters
     ----------
     pipeline : Pipeline
-        Reads the images.
+        Pipeline that reads the images.
     batch : Batch
         The mini-batch.
     indices : np.ndarray
         Sample indices of this rank's images.
     read : bool
-        Whether to read pixels and labels; False if they are on the device.
+        Whether to read pixels and labels; False if they are already on the device.
     """
 
     def __init__(self, pipeline: Pipeline, batch: Batch, indices: np.ndarray, read: bool = True):
@@ -68,7 +68,7 @@ class FeedBuilder:
                 self.labels = np.empty((n, *p.labels_shape), p.labels_dtype)
 
     def job(self, workers: int) -> Job:
-        """Return the Job whose item is (Feed, None)."""
+        """Return a Job for `workers` threads whose item is (Feed, None)."""
         return Job(
             [self._plan, *self.pipeline.tasks(self._read, self.blocks, workers)], self._result
         )
@@ -78,7 +78,7 @@ class FeedBuilder:
         self.moves = self.pipeline.moves(self.indices, batch.epoch, batch.seed)
 
     def _read(self, first, stop):
-        """Read blocks first..stop-1."""
+        """Read the pixels and labels of blocks first..stop-1."""
         batch, run = self.batch, slice(first * LANES, stop * LANES)
         pixels, labels = self.pipeline.read(self.indices[run], batch.epoch, batch.seed)
         self.pixels[run] = pixels
@@ -93,7 +93,7 @@ class FeedBuilder:
 
 
 def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
-    """Return (least, largest) of integer labels; None for floats, None or an empty array."""
+    """Return the (least, largest) integer label; None for floats, None or an empty array."""
     if labels is None or labels.dtype.kind == "f" or not labels.size:
         return None
     return int(labels.min()), int(labels.max())
@@ -102,15 +102,15 @@ def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
 def upload_feeds(
     feeds: Generator[tuple[Feed, None]], pipeline: Pipeline
 ) -> Generator[tuple[Blocked, Blocked | None]]:
-    """Generate (images, labels) on the GPU from each (Feed, None), in the calling thread."""
+    """Upload each (Feed, None) in the calling thread, and generate (images, labels) on the GPU."""
     with contextlib.closing(feeds):
-        # map() keeps no reference: the next mini-batch may take the memory of this one.
+        # map() keeps no reference, so the next mini-batch can reuse the memory of this one.
         yield from map(functools.partial(_upload, pipeline.normalization.arrays()), feeds)
 
 
 def _upload(statistics, item):
-    """Return (images, labels) on the GPU of a (Feed, None)."""
-    # Loaded late: only ranks with a GPU import its backend.
+    """Upload one (Feed, None), normalize it, and return (images, labels) on the GPU."""
+    # Imported here, so that only ranks with a GPU import its backend.
     from mpidl.backends.gpu import array
     from mpidl.backends.gpu import images as gpu_images
 

@@ -1,4 +1,4 @@
-"""Arrays of which a node holds one copy, shared by its ranks."""
+"""Load arrays into shared memory, with one copy per node."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ def once_per_node(
 ) -> tuple[np.ndarray, Any]:
     """Load images into memory that the ranks of a node share. Collective.
 
-    The first rank of each host loads. If a node has too little shared memory, each rank loads its
-    own copy.
+    The first rank of each host loads the images. If rank 0's images need more than half of the free
+    shared memory, each rank loads its own copy instead.
 
     Parameters
     ----------
     world : World or None
-        The ranks; None for one rank.
+        The ranks; None for this rank alone.
     load : callable
-        Returns (images, rest); images of uint8, or of floats, which become float32.
+        Function that returns a tuple (images, rest). The images are uint8, or floats that are
+        converted to float32. `rest` is any other data, such as labels.
     path : str
         Path of the data, for messages.
 
     Returns
     -------
     images : np.ndarray
-        The images.
+        The images, uint8 or float32.
     rest
-        The rest as loaded on rank 0.
+        The second value that `load` returned on rank 0.
 
     Raises
     ------
     UserError
-        On all ranks, if `load` raises it on any, or if two nodes load images of different shapes.
+        If `load` raises it on any rank, or two nodes load images of different shapes. All ranks
+        raise it.
     """
 
     def load_pixels():
         images, rest = load()
         dtype = np.uint8 if images.dtype == np.uint8 else np.float32
-        with np.errstate(over="ignore"):  # reading reports an infinity with its image
+        with np.errstate(over="ignore"):  # `read_images` later reports infinities by image
             return np.ascontiguousarray(images, dtype), rest
 
     if world is None:
@@ -81,7 +83,7 @@ def once_per_node(
 
     first = world.hosts.index(world.host) == world.rank
     call_together(world, fill if first else lambda: None)
-    # If two nodes share one host name, the second is still unfilled: all its ranks load and write
-    # the same bytes.
+    # If two nodes have the same host name, the second node has not loaded yet. All its ranks now
+    # load and write the same bytes.
     call_together(world, fill)
     return images, rest

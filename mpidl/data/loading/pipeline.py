@@ -1,4 +1,4 @@
-"""The steps between a datastore and mini-batches: reading, augmentation, the user's function."""
+"""Turn images of a datastore into mini-batches: read, augment and call the user's function."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpidl.data.transforms.augment import Augmenter, centred
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 
-SPAN = 1 << 20  # least bytes of pixels that one task reads, if there are as many
+SPAN = 1 << 20  # least number of bytes that a task reads, unless the rank's share is smaller
 
 
 class SampleKeys(NamedTuple):
     """Keys of the images that a user's function receives.
 
-    Random numbers must be keyed by these (see `mpidl.keyed`).
+    A function that uses random numbers must derive them from these keys (see `mpidl.keyed`).
 
     Attributes
     ----------
@@ -38,33 +38,34 @@ class SampleKeys(NamedTuple):
 
 
 class Pipeline:
-    """Turns sample indices into the pixels and labels of a mini-batch.
+    """Read and prepare the pixels and labels of samples for a mini-batch.
 
     Parameters
     ----------
     datastore : Datastore
         The images.
     augmenter : Augmenter, optional
-        Changes the images at random.
+        Random transformations of the images.
     normalization : Normalization, optional
-        "rescale-zero-one" by default.
+        Normalization of the pixels, by default "rescale-zero-one".
     crop : tuple of int, optional
-        (P, Q) of the window cut from the centre of images, if there is no augmenter.
+        Size (P, Q) of a window cut from the centre of images. Ignored if there is an augmenter.
     function, classes
         See `MinibatchQueue`.
 
     Attributes
     ----------
     image_shape, dtype
-        Shape (C, P, Q) and type of the images that reach the normalization.
+        Shape (C, P, Q) and type of the images before normalization.
     labels_shape, labels_dtype
-        Shape and type of each image's label or target; both None if images have none.
+        Shape and type of each image's label or target; both None if there are neither.
 
     Raises
     ------
     UserError
-        If the crop or the statistics do not fit the images, the function returns something
-        unusable for image 0, or the augmenter would move images but not their targets.
+        If the crop is larger than the images, the statistics have another shape, or the function
+        returns an invalid result for image 0. Also if there is an augmenter and the targets are
+        arrays, because an augmenter does not move targets.
     TypeError
         If `normalization` is not a Normalization.
     """
@@ -114,13 +115,13 @@ class Pipeline:
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether the host computes new pixels, by an affine map or the user's function."""
+        """Whether `read` computes new pixels by an affine map or the user's function."""
         warps = self.augmenter is not None and self.augmenter.warps
         return warps or self.function is not None
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of the pixels that `read` returns."""
+        """Shape (C, H, W) of each image that `read` returns."""
         return tuple(self.image_shape if self.changes_pixels else self.datastore.image_shape)
 
     def _check_crop(self, shape):
@@ -131,13 +132,13 @@ class Pipeline:
             )
 
     def moves(self, indices: np.ndarray, epoch: int, seed: int) -> dict:
-        """Return the keywords by which `backends.images` moves pixels that `read` returned.
+        """Return keyword arguments of `backends.images` that crop and move the pixels of `read`.
 
         Returns
         -------
         dict
-            Some of size, mirrored, top, left and fill. Empty if `read` has already changed the
-            pixels, or nothing is to be moved.
+            Some of size, mirrored, top, left and fill. Empty if `changes_pixels` is True, since
+            `read` then augments and crops, or if there is nothing to crop or move.
         """
         if self.changes_pixels:
             return {}
@@ -155,7 +156,10 @@ class Pipeline:
     def tasks(
         self, read: Callable[[int, int], None], blocks: int, workers: int
     ) -> list[Callable[[], None]]:
-        """Return tasks that together call ``read(first, stop)`` on runs of `blocks` blocks."""
+        """Divide `blocks` blocks into runs; return a task per run that calls ``read(first, stop)``.
+
+        `workers` is the number of threads that share the tasks.
+        """
         block_bytes = int(np.prod(self.datastore.image_shape)) * self.dtype.itemsize * LANES
         span = blocks_per_task(block_bytes, blocks, workers)
         return [
@@ -171,14 +175,15 @@ class Pipeline:
         Returns
         -------
         pixels : np.ndarray
-            (n, C, H, W) of `dtype`, still to be moved (see `moves`) and normalized.
+            (n, C, H, W) of `dtype`, not yet moved (see `moves`) or normalized.
         labels : np.ndarray or None
             (n, *labels_shape) of `labels_dtype`.
 
         Raises
         ------
         UserError
-            If the data are unusable: a wrong shape or type, a NaN, a label that is no class.
+            If the data have a wrong shape or type, a NaN or infinity, or a label that is not below
+            the number of classes.
         """
         pixels, labels = self._read(indices, epoch, seed)
         if self.classes is not None and labels is not None:
@@ -201,7 +206,7 @@ class Pipeline:
             top, left = centred(pixels.shape[1:], self.crop)
             pixels = pixels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
         outputs = []
-        # Block by block: the function's input must not depend on how tasks divide the images.
+        # Call it per block, because its input must not depend on how tasks divide the images.
         for first in range(0, len(indices), LANES):
             block = slice(first, first + LANES)
             block_labels = None if labels is None else labels[block]
@@ -214,7 +219,7 @@ class Pipeline:
         return pixels, labels
 
     def _try_function(self):
-        """Determine from image 0 the shapes and types that the function returns."""
+        """Call the function on image 0 to determine the shapes and types that it returns."""
         self.output_kind = None
         images, labels = self.read(np.arange(1), 0, 0)
         self.output_kind = images.shape[1:], images.dtype, _label_kind(labels)
@@ -225,7 +230,7 @@ class Pipeline:
             self.labels_shape, self.labels_dtype = labels.shape[1:], labels.dtype
 
     def _call_function(self, pixels, labels, keys):
-        """Return the function's (images, labels), checked."""
+        """Call the function, check its result and return (images, labels)."""
         n = len(pixels)
         output: Any = self.function(pixels, labels, keys)
         images, labels = output if isinstance(output, tuple) else (output, labels)
@@ -257,16 +262,16 @@ class Pipeline:
 
 
 def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
-    """Return how many of a rank's blocks one task reads.
+    """Return the number of blocks that one task reads.
 
-    A task reads at least `SPAN` bytes, to be worth its overhead, but at most a worker's share.
+    A task reads at least `SPAN` bytes, to be worth its overhead, but at most one worker's share.
 
     Parameters
     ----------
     block_bytes : int
         Bytes of pixels in a block.
     blocks, workers : int
-        The rank's blocks and threads.
+        Numbers of the rank's blocks and threads.
     """
     share = blocks if workers == 1 else -(-blocks // workers)
     return max(1, min(share, -(-SPAN // max(block_bytes, 1))))
@@ -275,9 +280,9 @@ def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
 def fill_blocks(
     pixels: np.ndarray, moves: dict, statistics: dict[str, Any], lanes: np.ndarray
 ) -> None:
-    """Write pixels (n, C, H, W) to `lanes`, moved and normalized; zero the unused lanes.
+    """Move and normalize pixels (n, C, H, W), and write them to `lanes`; zero unused lanes.
 
-    moves: see `Pipeline.moves`. statistics: see `Normalization.arrays`.
+    `moves` are those of `Pipeline.moves`, and `statistics` those of `Normalization.arrays`.
     """
     backends.of_type(np.float32).images(pixels, **moves, **statistics, out=lanes)
 
@@ -287,7 +292,7 @@ def _label_kind(labels):
 
 
 def _kind_text(kind):
-    """Return in words the shapes and types of a function's output."""
+    """Describe the shapes and types of a function's results in words."""
     shape, dtype, labels = kind
     images = f"{dtype} images of {'x'.join(map(str, shape))}"
     if labels is None:

@@ -1,7 +1,7 @@
-"""Threads that read, decode and augment mini-batches ahead of their use.
+"""Prepare items such as mini-batches in threads, in advance of their use.
 
-Threads suffice, because decoders and kernels release the GIL while they work. Nothing here calls
-MPI.
+Threads suffice, because decoders and kernels release the GIL while they work. No function of this
+module calls MPI.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 
 class Job:
-    """One item to make.
+    """The tasks that prepare one item.
 
-    It keeps no task that has begun and no result that was delivered, so that the consumer of the
-    item can free its memory.
+    A Job drops its reference to a task when the task starts, and to the result function when the
+    item is delivered. So the consumer of the item can free its memory.
 
     Parameters
     ----------
     tasks : list of callables
-        Functions without arguments. Any thread may call them, in any order, once each.
+        Functions without arguments. Each is called once, by any thread and in any order.
     result : callable
-        Returns the item. The consumer's thread calls it after all tasks are done.
+        Function that returns the item. The consumer's thread calls it after all tasks are done.
     """
 
     __slots__ = ("tasks", "result")
@@ -35,18 +35,18 @@ class Job:
         self.result: Any = result
 
     def run(self, number: int) -> None:
-        """Call a task."""
+        """Call the task with the given number."""
         task, self.tasks[number] = self.tasks[number], None
         task()
 
     def item(self) -> Any:
-        """Return the item. Call it once."""
+        """Return the item. Call this method only once."""
         result, self.result = self.result, None
         return result()
 
 
 def make_items(jobs: Iterable[Job]) -> Generator[Any]:
-    """Generate the items of jobs; the thread that asks for an item makes it."""
+    """Generate the items of jobs in order; the consumer's thread runs the tasks."""
     for job in jobs:
         for number in range(len(job.tasks)):
             job.run(number)
@@ -54,19 +54,20 @@ def make_items(jobs: Iterable[Job]) -> Generator[Any]:
 
 
 def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Generator[Any]:
-    """Generate the items of jobs in order; threads make them ahead of their use.
+    """Generate the items of jobs in order; threads run the tasks in advance.
 
-    An error of a task, or of the iterator of jobs, is raised in place of the item: of several tasks
-    that of the first. The threads end with the last item or when the generator is closed.
+    An error of a task, or of the iterator of jobs, is raised in place of the item. If several tasks
+    of a job fail, the error of the first is raised. The threads end after the last item, or when
+    the generator is closed.
 
     Parameters
     ----------
     jobs : iterable of Job
-        The consumer's thread iterates it.
+        The jobs. The consumer's thread iterates over them.
     prefetch : int
-        Most items made ahead.
+        Largest number of items prepared in advance.
     workers : int
-        Number of threads. They take tasks in the order of the jobs.
+        Number of threads. They run tasks in the order of the jobs.
     """
     iterator = iter(jobs)
     started: collections.deque[tuple[Any, list[Future]]] = collections.deque()
@@ -78,7 +79,7 @@ def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Gene
             if job is not None:
                 tasks = [pool.submit(job.run, number) for number in range(len(job.tasks))]
                 started.append((job, tasks))
-        except Exception as error:  # of the iterator: it is raised after the items before
+        except Exception as error:  # an error of the iterator is raised after the earlier items
             failed: Future = Future()
             failed.set_exception(error)
             started.append((None, [failed]))
@@ -98,10 +99,10 @@ def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Gene
 
 
 class _DaemonPool:
-    """Threads that call functions in the order in which they are submitted.
+    """Threads that call functions in the order in which they were submitted.
 
-    A ThreadPoolExecutor would not do: its threads hold up the end of the program while a read is
-    slow, and it takes no tasks once the main thread has ended.
+    A ThreadPoolExecutor is unsuitable: its threads delay the end of the program during a slow read,
+    and it accepts no tasks after the main thread has ended.
     """
 
     def __init__(self, workers: int):
@@ -125,10 +126,10 @@ class _DaemonPool:
                 future.set_result(function(number))
             except BaseException as error:
                 future.set_exception(error)
-            del task, future, function  # nothing may outlive the item's delivery
+            del task, future, function  # no reference may outlive the delivery of the item
 
     def close(self):
-        """Drop the tasks that no thread has taken, and wait for the others."""
+        """Discard tasks that have not started, and wait for the others and the threads to end."""
         try:
             while True:
                 self.tasks.get_nowait()

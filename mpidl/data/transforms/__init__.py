@@ -1,1 +1,1 @@
-"""Transforms of images: preprocessing, augmentation, normalization."""
+"""Transform images: preprocessing, augmentation and normalization."""

@@ -1,7 +1,7 @@
 """Random augmentation: reflection, rotation, scale, shear, translation and crop.
 
-The transformation of an image is keyed by (seed, epoch, sample index). It does not depend on
-ranks, threads, workers, or earlier reads.
+The transformation of an image depends only on the seed, the epoch and the sample index. It does
+not depend on the number of ranks or threads, or on earlier reads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mpidl import backends
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 
-PURPOSE = "augment"  # of the random keys
-DRAWS = 12  # random numbers per image, used or not
+PURPOSE = "augment"  # part of the keys of the random numbers
+DRAWS = 12  # random numbers drawn per image, whether used or not
 # Option names of MATLAB's imageDataAugmenter.
 MATLAB = {
     "FillValue": "fill",
@@ -33,11 +33,11 @@ MATLAB = {
     "RandYTranslation": "translate_y",
 }
 DEGREE = 0.017453292519943295
-_TERMS = 11  # of the sine and cosine series: up to 45 degrees the next one changes no bit
+_TERMS = 11  # terms of the sine and cosine series; up to 45 degrees, further terms change no bit
 
 
 class TransformParameters(NamedTuple):
-    """The transformation of each of n images, as arrays (n,); see `Augmenter`."""
+    """Parameters of the transformations of n images, as arrays (n,). See `Augmenter`."""
 
     reflect_x: np.ndarray  # bool
     reflect_y: np.ndarray
@@ -57,42 +57,45 @@ Range: TypeAlias = float | tuple[float, float]  # stored as (low, high)
 
 @dataclass(frozen=True, kw_only=True)
 class Augmenter:
-    """Random transformations of images, as MATLAB's imageDataAugmenter.
+    """Random transformations of images, similar to MATLAB's imageDataAugmenter.
 
-    The order is reflection, rotation, scale, shear and translation, each about the image's centre,
-    then the crop. x points right, y points down. Values are uniform in their range; whole pixels
-    are equally likely. A number r for a range of degrees or pixels means (-r, r).
+    Reflection, rotation, scaling, shear and translation are applied in this order about the image's
+    centre, followed by the crop. x points right and y points down. Values are drawn uniformly from
+    their range (low, high), and translations from the whole numbers in it. A number r instead of a
+    range of degrees or pixels means (-r, r).
 
     Parameters
     ----------
     reflect_x, reflect_y : bool
-        Mirror half of the images left to right, and half of them top to bottom.
+        Whether to mirror images left to right or top to bottom, each with probability 1/2.
     rotation : (float, float) or float
-        Degrees, clockwise.
+        Range of the angle in degrees, clockwise.
     scale : (float, float)
-        Factors, the same in both directions.
+        Range of the scale factor that applies to both directions.
     scale_x, scale_y : (float, float)
-        Further factors of one direction.
+        Range of an additional scale factor for one direction.
     shear_x, shear_y : (float, float) or float
-        Degrees between -90 and 90. shear_x moves rows right by its tangent times their distance
-        below the centre; shear_y moves columns down.
+        Range of the shear angle in degrees, between -90 and 90. shear_x moves each row to the right
+        by the tangent of the angle times the row's distance below the centre. shear_y moves columns
+        down in the same way.
     translate_x, translate_y : (int, int) or int
-        Whole pixels, right and down.
+        Range of the shift in whole pixels, to the right and down.
     crop : (int, int), optional
-        (height, width) of a window cut at random. Sets that are not augmented, as for validation,
-        are cut in the centre.
+        (height, width) of a window cut at a random position. Images that are not augmented, such as
+        those for validation, are cropped in the centre.
     fill : float or tuple of float
-        Value of pixels outside of the image (0 to 255 for uint8): a number, or one per channel.
+        Value of pixels outside the image (0 to 255 for uint8), a single number or one per channel.
 
     Raises
     ------
     UserError
-        If a name is unknown or a range is unusable.
+        If a name is unknown or a range is invalid.
 
     Notes
     -----
-    Reflections, translations and crops are free beside reading the image. With rotation, scale or
-    shear, one affine map moves each image bilinearly, and uint8 pixels are rounded.
+    Reflections, translations and crops cost almost nothing compared with reading the image.
+    Rotation, scaling and shear are combined into one affine map per image with bilinear
+    interpolation, and uint8 results are rounded.
     """
 
     reflect_x: bool = False
@@ -129,7 +132,7 @@ class Augmenter:
                 raise UserError(f"{name}: expected degrees between -90 and 90, got {(low, high)}")
         shears: list[Any] = [self.shear_x, self.shear_y]
         sums = [x + y for x, y in zip(*shears, strict=True)]
-        if not -90 < sums[0] <= sums[1] < 90:  # at 90 the two collapse the image to a line
+        if not -90 < sums[0] <= sums[1] < 90:  # at 90 degrees the image collapses to a line
             raise UserError(
                 "shear_x and shear_y: expected less than 90 degrees together, got "
                 f"{self.shear_x} and {self.shear_y}"
@@ -145,13 +148,13 @@ class Augmenter:
 
     @property
     def warps(self) -> bool:
-        """Whether images need an affine map, rather than moves by whole pixels."""
+        """Whether images need an affine map; if not, they only move by whole pixels."""
         angles = (self.rotation, self.shear_x, self.shear_y)
         factors = (self.scale, self.scale_x, self.scale_y)
         return any(r != (0, 0) for r in angles) or any(r != (1, 1) for r in factors)
 
     def spec(self) -> dict[str, Any]:
-        """Return the values that differ from their defaults, {name: value}, ready for JSON."""
+        """Return the options that differ from their defaults as {name: value}, ready for JSON."""
         return {
             f.name: value
             for f in fields(self)
@@ -166,7 +169,7 @@ class Augmenter:
         shape : tuple of int
             (C, H, W) of the images.
         label : str
-            Name of the crop in the message.
+            Name of the crop in the error message.
 
         Raises
         ------
@@ -185,7 +188,10 @@ class Augmenter:
     def draw(
         self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
     ) -> TransformParameters:
-        """Draw the transformations of the samples `indices` (n,), images of `shape` (C, H, W)."""
+        """Draw the transformations of the samples `indices` (n,).
+
+        `shape` is the shape (C, H, W) of the images.
+        """
         backend = backends.of_type(np.float32)
         words = backend.keyed_words(seed, PURPOSE, DRAWS, epoch, indices)
         u = ((words >> np.uint64(11)) * 2.0**-53).T
@@ -219,7 +225,8 @@ class Augmenter:
         Raises
         ------
         UserError
-            If the number of values is not 1 or C, or a value is not a uint8 for uint8 pixels.
+            If the number of values is not 1 or C, or the pixels are uint8 and a value is not a
+            whole number from 0 to 255.
         """
         fill = np.atleast_1d(np.asarray(self.fill, np.float64))
         if len(fill) not in (1, shape[0]):
@@ -234,14 +241,16 @@ class Augmenter:
     def moves(
         self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return the moves of images by whole pixels, as keywords of `backends.images`.
+        """Return keyword arguments of `backends.images` that augment images by whole pixels.
 
-        They apply only if `warps` is False.
+        Call this method only if `warps` is False.
 
         Returns
         -------
         dict
-            mirrored (1: left to right, plus 2: top to bottom), top and left, each int32 (n,).
+            "mirrored", "top" and "left", each int32 (n,). "mirrored" is 1 for left to right, 2 for
+            top to bottom, 3 for both and 0 for neither. "top" and "left" are the row and column of
+            the image at which the result starts.
         """
         d = self.draw(seed, epoch, indices, shape)
         return {
@@ -255,21 +264,21 @@ class Augmenter:
     ) -> np.ndarray:
         """Return each image's affine map, float64 (n, 6), for `backends.warp`.
 
-        A map takes pixels of the result to pixels of the image.
+        A map converts coordinates in the result to coordinates in the image.
         """
         d = self.draw(seed, epoch, indices, shape)
-        # Forward, for (x, y) from the centre: shear * scale * rotation * reflection, then the
-        # shift. Sine and cosine use products and sums, which every machine rounds alike.
+        # Forward map, with (x, y) measured from the centre: shear * scale * rotation * reflection,
+        # then the shift. Sine and cosine use products and sums, which round alike everywhere.
         sine, cosine = _sine_cosine(d.rotation)
         across, down = _tangent(d.shear_x), _tangent(d.shear_y)
         fx, fy = 1.0 - 2.0 * d.reflect_x, 1.0 - 2.0 * d.reflect_y
         a, b = d.scale_x * (cosine * fx), d.scale_x * (-sine * fy)
         c, e = d.scale_y * (sine * fx), d.scale_y * (cosine * fy)
-        # Both shears read the scaled image: x moves by its y, and y by its x.
+        # Both shears use the scaled coordinates: x moves in proportion to y, and y to x.
         a, b, c, e = a + across * c, b + across * e, c + down * a, e + down * b
         determinant = a * e - b * c
         m0, m1, m3, m4 = e / determinant, -b / determinant, -c / determinant, a / determinant
-        # The result's pixel (p, q) lies at (q + left - shift - centre) of the transformed image
+        # Column q of the result has x = q + left - shift - centre in the transformed image.
         cx, cy = (shape[2] - 1) / 2, (shape[1] - 1) / 2
         x, y = d.left - d.translate_x - cx, d.top - d.translate_y - cy
         return np.stack(
@@ -280,7 +289,7 @@ class Augmenter:
     def apply(
         self, images: np.ndarray, indices: np.ndarray, *, epoch: int = 0, seed: int = 0
     ) -> np.ndarray:
-        """Augment images as a `MinibatchQueue` with this augmenter does in that epoch.
+        """Augment images exactly as a `MinibatchQueue` with this augmenter does.
 
         Parameters
         ----------
@@ -289,7 +298,7 @@ class Augmenter:
         indices : np.ndarray
             Sample indices of the images, (n,).
         epoch, seed : int
-            Further keys of the transformations.
+            Epoch and seed, which determine the transformations together with `indices`.
 
         Returns
         -------
@@ -301,7 +310,7 @@ class Augmenter:
         shape = images.shape[1:]
         size = self.image_shape(shape)[1:]
         fill = self.fill_values(shape, images.dtype)
-        maps = self.affine_maps(seed, epoch, indices, shape)  # exact for moves by whole pixels
+        maps = self.affine_maps(seed, epoch, indices, shape)  # moves by whole pixels are exact
         return backends.of_type(np.float32).warp(images, maps, size, fill)
 
 
@@ -311,7 +320,10 @@ def centred(shape: Sequence[int], crop: Sequence[int]) -> tuple[int, int]:
 
 
 def _sine_cosine(degrees):
-    """Return the sine and cosine of degrees, by Taylor series after removing right angles."""
+    """Return the sine and cosine of angles in degrees.
+
+    The angles are reduced by multiples of 90 degrees, and then Taylor series are summed.
+    """
     quarters = np.rint(degrees / 90.0)
     x = (degrees - 90.0 * quarters) * DEGREE  # at most 45 degrees
     square, sine, cosine = x * x, np.ones_like(x), np.ones_like(x)
@@ -332,7 +344,10 @@ def _tangent(degrees):
 
 
 def _range(name, value, symmetric=False):
-    """Return a range as (low, high). Raises UserError if it is none."""
+    """Return a range as (low, high); raise UserError if it is invalid.
+
+    If `symmetric`, a single number r means (-r, r).
+    """
     words = "(low, high)" + (" or a number" if symmetric else "")
     try:
         edges = (-abs(value), abs(value)) if symmetric and np.ndim(value) == 0 else tuple(value)
@@ -345,7 +360,13 @@ def _range(name, value, symmetric=False):
 
 
 def checked_size(name: str, value: Any) -> tuple[int, int]:
-    """Return a size as (height, width); raise UserError, naming the argument, if it is none."""
+    """Return a size as (height, width) of at least 1.
+
+    Raises
+    ------
+    UserError
+        If the value is not such a size. The message contains the argument's `name`.
+    """
     try:
         height, width = (int(n) for n in value)
     except (TypeError, ValueError):
@@ -356,5 +377,5 @@ def checked_size(name: str, value: Any) -> tuple[int, int]:
 
 
 def _plain(value):
-    """Return a range or crop as a list of floats, and any other value unchanged."""
+    """Convert a tuple to a list of floats for JSON, and return any other value unchanged."""
     return [float(v) for v in value] if isinstance(value, tuple) else value

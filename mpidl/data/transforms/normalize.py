@@ -1,6 +1,6 @@
-"""Normalization of pixels, by statistics from one exact pass over the training set.
+"""Normalize pixels, with statistics computed in one pass over the training set.
 
-The names are those of MATLAB's image input layer.
+The names of the normalizations are those of MATLAB's image input layer.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from mpidl.errors import UserError
 from mpidl.files import call_together
 
 USUAL = "rescale-zero-one"
-# For floats, only the first two need no statistics.
+# The first two never need statistics; "rescale-symmetric" needs them for floats.
 Name = Literal[
     "none", "rescale-zero-one", "rescale-symmetric", "zerocenter", "zerocenter-element", "zscore"
 ]
 NAMES = get_args(Name)
-CHUNK = 16 << 20  # bytes of images that the statistics read at a time
-FLAT = 1e-12  # a channel with less variance than this times its squared mean counts as constant
+CHUNK = 16 << 20  # bytes of images that `statistics` reads at a time
+FLAT = 1e-12  # a channel is treated as constant if variance / mean**2 is at most this
 
 
 @dataclass(frozen=True, eq=False)
 class Normalization:
-    """The map (pixel - centre) / divisor, in float32, applied to every image of a network.
+    """The float32 map (pixel - centre) / divisor, which is applied to every image of a network.
 
     Attributes
     ----------
     name : str
-        One of NAMES.
+        Name of the normalization, one of NAMES.
     centre, divisor : np.ndarray or None
-        float32, both (C,), one value per channel, or (C, H, W), one per pixel. Both are None for
-        "rescale-zero-one", which divides uint8 pixels by 255 and leaves floats unchanged.
+        float32 arrays of equal shape: (C,) with a value per channel, or (C, H, W) with a value per
+        pixel. Both are None for "rescale-zero-one", which divides uint8 pixels by 255 and leaves
+        floats unchanged.
     """
 
     name: str = USUAL
@@ -46,13 +47,13 @@ class Normalization:
     divisor: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return {"centre": ..., "divisor": ...} as files store them, or {} if both are None."""
+        """Return {"centre": ..., "divisor": ...} for storage, or {} if both are None."""
         if self.centre is None:
             return {}
         return {"centre": self.centre, "divisor": self.divisor}
 
     def window(self, size: Sequence[int]) -> Normalization:
-        """Return the normalization of windows `size` (P, Q) centred in the original images."""
+        """Return the normalization for windows of `size` (P, Q) cut from the centre of images."""
         if self.centre is None or self.centre.ndim == 1 or self.centre.shape[1:] == tuple(size):
             return self
         top, left = ((n - m) // 2 for n, m in zip(self.centre.shape[1:], size, strict=True))
@@ -60,7 +61,7 @@ class Normalization:
         return Normalization(self.name, self.centre[cut].copy(), self.divisor[cut].copy())
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """Normalize uint8 or float images (n, C, H, W); returns float32."""
+        """Normalize uint8 or float images (n, C, H, W), and return them as float32."""
         images = np.asarray(images)
         is_uint8, images = images.dtype == np.uint8, images.astype(np.float32)
         if self.centre is None:
@@ -69,7 +70,7 @@ class Normalization:
         return (images - centre) / divisor
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise UserError if the statistics do not fit images of `shape` (C, H, W)."""
+        """Raise UserError if the statistics are not those of images of `shape` (C, H, W)."""
         if self.centre is not None and self.centre.shape not in (tuple(shape), tuple(shape[:1])):
             raise UserError(
                 f"normalization {self.name}: expected statistics of images {tuple(shape)}, "
@@ -78,21 +79,21 @@ class Normalization:
 
 
 def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalization:
-    """Return the Normalization that a file describes.
+    """Restore a Normalization from its name and the arrays of a file.
 
     Parameters
     ----------
     name : str
         Name of the normalization.
     arrays : dict
-        As `Normalization.arrays` returned them.
+        The result of `Normalization.arrays`.
     channels : int
-        Channels of the images.
+        Number of channels of the images.
 
     Raises
     ------
     ValueError
-        If the name is unknown, or the arrays are missing or unusable.
+        If the name is unknown, or the arrays are missing or invalid.
     """
     if name not in NAMES:
         raise ValueError(f"unknown normalization {name!r}")
@@ -109,15 +110,19 @@ def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalizati
 
 
 def normalization(name: str, datastore: Datastore, world: Any = None) -> Normalization:
-    """Return the named normalization of a training set. Collective if it needs statistics.
+    """Make a normalization for a training set.
+
+    The call is collective if the normalization needs statistics.
 
     Parameters
     ----------
     name : str
+        Name of the normalization:
+
         - "none": leave pixels unchanged.
-        - "rescale-zero-one": divide uint8 by 255; leave floats unchanged.
-        - "rescale-symmetric": uint8 / 127.5 - 1. Of floats, map each channel's least and largest
-          value to -1 and 1.
+        - "rescale-zero-one": divide uint8 pixels by 255; leave floats unchanged.
+        - "rescale-symmetric": map uint8 pixels to pixel / 127.5 - 1. Map floats linearly, such that
+          the least and largest value of each channel become -1 and 1.
         - "zerocenter": subtract each channel's mean.
         - "zerocenter-element": subtract the mean image.
         - "zscore": subtract each channel's mean and divide by its standard deviation over all
@@ -125,7 +130,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
     datastore : Datastore
         The training set.
     world : World, optional
-        The ranks that share the pass over the set; by default this rank alone.
+        The ranks that share the pass over the set, by default this rank alone.
 
     Raises
     ------
@@ -147,7 +152,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
     stats = statistics(datastore, world)
     if name == "rescale-symmetric":
         low, high = (v.astype(np.float64) for v in (stats.low, stats.high))
-        flat = low == high  # such a channel becomes 0
+        flat = low == high  # a constant channel becomes 0
         return Normalization(
             name,
             ((low + high) / 2).astype(np.float32),
@@ -165,7 +170,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
 
 
 def no_normalization(channels: int) -> Normalization:
-    """Return the Normalization "none", which leaves pixels unchanged."""
+    """Return the Normalization "none", which leaves the pixels of `channels` channels unchanged."""
     ones = np.ones(channels, np.float32)
     return Normalization("none", 0 * ones, ones)
 
@@ -179,9 +184,9 @@ class Statistics:
     count : int
         Number of images.
     mean_image : np.ndarray
-        float64 (C, H, W).
+        Mean of each pixel over all images, float64 (C, H, W).
     mean, variance : np.ndarray
-        Of each channel over all pixels, float64 (C,).
+        Mean and variance of each channel over all images and pixels, float64 (C,).
     low, high : np.ndarray
         Least and largest value of each channel, (C,).
     """
@@ -197,20 +202,20 @@ class Statistics:
 def statistics(datastore: Datastore, world: Any = None) -> Statistics:
     """Compute the statistics of all images of a set. Collective.
 
-    One rank reads each image, once. The result is the same on any number of ranks: sums of uint8
-    pixels are exact integers, and the fold adds floats over blocks of 16 images.
+    Each image is read once, by one rank. The result does not depend on the number of ranks: sums of
+    uint8 pixels are exact integers, and floats are added by `mpidl.fold` over blocks of 16 images.
 
     Parameters
     ----------
     datastore : Datastore
         The images.
     world : World, optional
-        The ranks that share the images; by default this rank alone.
+        The ranks that share the images, by default this rank alone.
 
     Raises
     ------
     UserError
-        On all ranks, if reading fails on any.
+        If reading fails on any rank; all ranks raise it.
     """
     n, shape, world = len(datastore), datastore.image_shape, OneRank() if world is None else world
     leaves = blocks_of(n)
@@ -227,7 +232,7 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
         mean_image = sums / n
         total, pixels = sums.sum(axis=(1, 2)), n * shape[1] * shape[2]
         mean = total / pixels
-        # Exact: Python integers do not overflow, and the one division rounds once.
+        # Python integers do not overflow, so the only rounding is that of the division.
         variance = np.array(
             [
                 (pixels * int(s) - int(t) ** 2) / pixels**2
@@ -246,7 +251,7 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
 
 
 class _LocalSums:
-    """One rank's sums over its images: exact for uint8, by the fold for floats."""
+    """The sums of one rank over its images: integers for uint8, moments in a fold for floats."""
 
     def __init__(self, tree, datastore):
         channels = datastore.image_shape[0]
@@ -257,7 +262,7 @@ class _LocalSums:
         self.counter = fold.Counter(tree, fold.merge_moments)
 
     def read(self, datastore, first, stop):
-        """Add images first..stop-1."""
+        """Read images first..stop-1 and add them to the sums."""
         size = int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
         step = max(1, CHUNK // max(1, size * LANES)) * LANES
         for start in range(first, stop, step):
@@ -266,7 +271,7 @@ class _LocalSums:
             self.high = np.maximum(self.high, images.max(axis=(0, 2, 3)))
             if images.dtype == np.uint8:
                 self.sums += images.sum(axis=0, dtype=np.int64)
-                for c in range(len(self.squares)):  # by the histogram of the 256 values
+                for c in range(len(self.squares)):  # from the histogram of the 256 values
                     histogram = np.bincount(images[:, c].ravel(), minlength=256)
                     self.squares[c] += int(histogram @ np.arange(256, dtype=np.int64) ** 2)
             else:

@@ -1,7 +1,8 @@
-"""Preprocessing: fixed changes of colour and size that fit images to a network.
+"""Preprocess images: convert their colour and size to those that a network expects.
 
-Files and arrays are resized alike, by Pillow's bilinear filter. When shrinking, its triangle is
-as wide as the pixels that become one. uint8 uses Pillow's integer arithmetic, floats float32.
+Images from files and from arrays are resized alike, by Pillow's bilinear filter. When an image
+shrinks, the filter is widened so that it covers all pixels merged into one. Pillow uses integer
+arithmetic for uint8 and float32 for floats.
 """
 
 from __future__ import annotations
@@ -31,23 +32,25 @@ GRAY = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as in Pillow an
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Convert the colour of images, then resize, then crop them.
+    """Convert the colour of images, then resize them, then crop them.
 
     Parameters
     ----------
     size : (int, int), optional
-        (height, width) of the resized images, whatever their proportions.
+        (height, width) of the resized images. Their proportions change unless `cover` is True.
     colour : {"gray", "rgb"}, optional
-        Gray is 0.299 R + 0.587 G + 0.114 B; RGB repeats gray. None keeps the channels.
+        Colour of the images. RGB is converted to gray as 0.299 R + 0.587 G + 0.114 B, and gray to
+        RGB by repeating the channel. None keeps the channels.
     cover : bool
-        Keep the proportions: resize to the least size that covers `size`.
+        Whether to keep the proportions of each image and resize it to the least size that covers
+        `size`.
     crop : (int, int), optional
-        (height, width) of a window cut from the centre. It must fit in the resized images.
+        (height, width) of a window cut from the centre. It must not exceed the resized images.
 
     Raises
     ------
     UserError
-        If a value is unusable.
+        If an argument is invalid.
     """
 
     size: tuple[int, int] | None = None
@@ -67,12 +70,12 @@ class Preprocess:
         return any((self.colour, self.size, self.crop))
 
     def image_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (C, P, Q) of preprocessed images, from (C, H, W).
+        """Return the shape (C, P, Q) of the result for an image of shape (C, H, W).
 
         Raises
         ------
         UserError
-            If the image is smaller than the crop, or its colour cannot be converted.
+            If the resized image is smaller than the crop, or its colour cannot be converted.
         """
         channels = COLOURS.get(self.colour, shape[0])
         if channels != shape[0] and {channels, shape[0]} != {1, 3}:
@@ -91,20 +94,20 @@ class Preprocess:
         return (channels, *size)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) of an image after resizing, before the crop."""
+        """Return the (height, width) of an image after resizing and before the crop."""
         if self.size is None:
             return height, width
         if not self.cover:
             return self.size
         down, across = self.size
-        if down * width >= across * height:  # the height limits
+        if down * width >= across * height:  # the height determines the scale
             return down, max(across, (width * down + height // 2) // height)
         return max(down, (height * across + width // 2) // width), across
 
     def of_picture(self, picture: Pillow.Image, out: np.ndarray | None = None) -> np.ndarray:
-        """Return a Pillow image of mode "L" or "RGB" as preprocessed uint8 (C, P, Q).
+        """Preprocess a Pillow image of mode "L" or "RGB", and return it as uint8 (C, P, Q).
 
-        Writes to `out` if given.
+        If `out` is given, the result is written to it.
         """
         from PIL import Image
 
@@ -128,14 +131,14 @@ class Preprocess:
         return out
 
     def of_arrays(self, images: np.ndarray) -> np.ndarray:
-        """Return images (n, C, H, W), uint8 or float32, preprocessed as `of_picture` does.
+        """Preprocess images (n, C, H, W), uint8 or float32, in the same way as `of_picture`.
 
         The result is (n, C, P, Q) of the same type.
         """
         images = np.asarray(images)
         shape = self.image_shape(images.shape[1:])
         size = self.resized(*images.shape[2:])
-        channels = min(shape[0], images.shape[1])  # resize as few as possible
+        channels = min(shape[0], images.shape[1])  # resize as few channels as possible
         if channels < images.shape[1]:
             images = _gray(images)
         if size != images.shape[2:]:
@@ -160,7 +163,7 @@ AS_IT_IS = Preprocess()
 
 
 class Preprocessed(Derived):
-    """Another datastore with preprocessed images; labels and targets are unchanged."""
+    """A datastore that preprocesses the images of another. Labels and targets are unchanged."""
 
     def __init__(self, datastore: Datastore, preprocess: Preprocess):
         super().__init__(datastore)
@@ -180,20 +183,21 @@ class Preprocessed(Derived):
 def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
     """Return a datastore with preprocessed images.
 
-    Files are preprocessed as they are decoded, so their sizes may differ; arrays as they are read.
-    Images with this Preprocess already are returned unchanged.
+    Image files are preprocessed as they are decoded, so their sizes may differ. Other images are
+    preprocessed as they are read. A datastore that already has this Preprocess is returned
+    unchanged.
 
     Parameters
     ----------
     datastore : Datastore
-        The images. It may define a method ``preprocessed(preprocess)`` to do this itself.
+        The images. If the datastore defines a method ``preprocessed(preprocess)``, it is used.
     preprocess : Preprocess
-        The changes.
+        The conversion to apply.
 
     Raises
     ------
     UserError
-        If the images are too small or of an unsuitable colour.
+        If the images are smaller than the crop, or their colour cannot be converted.
     """
     if not preprocess or datastore.preprocess == preprocess:
         return datastore
@@ -205,15 +209,16 @@ def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
 
 
 def planes_of(picture: Pillow.Image, out: np.ndarray | None = None) -> np.ndarray:
-    """Return a Pillow image of mode "L" (C = 1) or "RGB" (C = 3) as uint8 (C, H, W).
+    """Convert a Pillow image of mode "L" (C = 1) or "RGB" (C = 3) to uint8 (C, H, W).
 
-    Writes to `out` if given. Avoids a further copy if Pillow exposes its memory.
+    If `out` is given, the result is written to it. If Pillow exposes its memory, pixels are copied
+    only once.
     """
     if builds.kernels() is not None:
         picture.load()
         try:
             capsule = picture.im.__arrow_c_array__()  # owns the memory
-        except (AttributeError, ValueError):  # an older Pillow; an image in several pieces
+        except (AttributeError, ValueError):  # an older Pillow, or an image in several pieces
             pass
         else:
             stride = 4 if picture.mode == "RGB" else 1  # bytes per pixel
@@ -229,17 +234,17 @@ _address.restype, _address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes
 
 
 def _gray(images):
-    """Return RGB images as gray ones (n, 1, H, W); uint8 is rounded as in Pillow."""
+    """Convert RGB images (n, 3, H, W) to gray (n, 1, H, W); uint8 is rounded as in Pillow."""
     if images.dtype != np.uint8:
         return np.tensordot(images, GRAY, axes=([1], [0]))[:, None]
     red, green, blue = (images[:, c].astype(np.uint32) for c in range(3))
-    # Pillow's weights in 16.16 fixed point, plus a half to round
+    # Pillow's weights in 16.16 fixed point, plus one half for rounding
     gray = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
     return gray.astype(np.uint8)[:, None]
 
 
 def _resize(images, size):
-    """Return images (n, C, H, W) resized to (height, width)."""
+    """Resize images (n, C, H, W) to `size` (height, width)."""
     from PIL import Image
 
     out = np.empty((*images.shape[:2], *size), images.dtype)
