@@ -133,7 +133,8 @@ class Adam(Solver):
 
         w <- w - learning_rate * correction * m / (sqrt(v) + epsilon)
 
-    `SGDM` describes the other parameters.
+    m and v decay by `gradient_decay_factor` and `squared_gradient_decay_factor`. `SGDM` describes
+    the other parameters.
     """
 
     solver = "adam"
@@ -165,7 +166,7 @@ class Adam(Solver):
 
 
 class AdamW(Solver):
-    """Adam with decoupled weight decay: see `CorrectedAdamMoments`.
+    """Adam with decoupled weight decay; see `CorrectedAdamMoments`.
 
         w <- w - learning_rate * (m_hat / (sqrt(v_hat) + epsilon) + l2 * factor * w)
 

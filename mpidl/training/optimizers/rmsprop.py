@@ -68,7 +68,7 @@ class RMSProp(Solver):
 
         w <- w - learning_rate * g / (sqrt(v) + epsilon)
 
-    `SGDM` describes the other parameters.
+    v decays by `squared_gradient_decay_factor`. `SGDM` describes the other parameters.
     """
 
     solver = "rmsprop"

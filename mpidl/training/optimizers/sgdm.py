@@ -60,8 +60,8 @@ class NesterovMomentum(Momentum):
 class _RateMomentum(FusedTail):
     """Compute the step of SGD with momentum or with Nesterov's momentum with one kernel.
 
-        v <- momentum * v - rate * g
-        w <- w + v, or for Nesterov w <- w + momentum * v - rate * g
+    The step is v <- momentum * v - rate * g, then w <- w + v or, for Nesterov's momentum,
+    w <- w + momentum * v - rate * g.
     """
 
     tables = Momentum.tables
