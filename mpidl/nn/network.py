@@ -22,7 +22,7 @@ from mpidl.text import did_you_mean
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
-# {"conv1.weight": array}; GPU arrays on a GPU, Vars of learnables inside `value_and_grad`
+# {"conv1.weight": array}. Values are GPU arrays on a GPU, and may be Vars inside `value_and_grad`.
 Arrays: TypeAlias = dict[str, np.ndarray]
 
 
@@ -366,7 +366,7 @@ class Network:
         return c == channels and (size == input_size or (self.crop is not None and larger))
 
     def spec(self) -> list[dict[str, Any]]:
-        """Return the layers as dicts for JSON; see `from_spec`."""
+        """Return one dict per layer for JSON. `from_spec` builds a network from them."""
         return [layer.spec() for layer in self.layers]
 
     @classmethod

@@ -72,7 +72,7 @@ def population_state(
 
 
 def _measuring_copy(net):
-    """Return a copy of the network whose state, after a call, is the mini-batch's statistics."""
+    """Return a copy of the network that stores the statistics of each mini-batch in its state."""
     layers = []
     for layer in net.layers:
         layer = copy.copy(layer)

@@ -1,7 +1,7 @@
-"""Hooks, which a run calls between its steps to write metrics, validate, save and so on.
+"""Hooks, which the trainer calls between steps to write metrics, validate and save checkpoints.
 
 A hook is an object with some of the methods below. The trainer calls them on every rank, so hooks
-may be collective. Hooks are called in their order, and in the reverse order for `end`.
+may be collective. It calls the hooks in their order, except that `end` is called in reverse order.
 
     start(trainer)              before the first iteration
     iteration(trainer, result)  for the `StepResult` of each iteration, in order; on a GPU up to

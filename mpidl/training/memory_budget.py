@@ -57,8 +57,8 @@ def queue_bytes(
 ) -> int:
     """Return the number of bytes that a `MinibatchQueue` needs beyond the mini-batch in use.
 
-    The number includes prefetched mini-batches and pixels that threads are reading. It is that of
-    the node that needs most.
+    This includes prefetched mini-batches and pixels that threads are reading. If the nodes need
+    different amounts, the largest one is returned.
 
     Parameters
     ----------

@@ -75,7 +75,9 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
     Returns
     -------
     queue : MinibatchQueue
+        The queue that delivers mini-batches for the step.
     step : EagerStep or RecordedStep
+        The step.
 
     Raises
     ------

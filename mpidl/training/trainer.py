@@ -53,14 +53,16 @@ def train(
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
 ) -> Result:
-    """Train a network; its parameters and state change in place. Collective.
+    """Train a network. Its parameters and state are changed in place. Collective.
 
     Parameters
     ----------
     net : Network
+        The network to train.
     datastore : Datastore
         Images with the labels or targets that the loss needs.
     options : TrainingOptions, optional
+        The options of the run. By default `TrainingOptions()`.
     world : World, optional
         The ranks that train. By default all ranks.
     out : path, optional
@@ -91,9 +93,9 @@ def train(
     Returns
     -------
     Result
-        The result. Its `stopped` tells what ended the run early, if anything: the signal USR1,
-        TERM or INT on any rank, a stop that a hook or output function requested, or
-        validation_patience. Such a run ends on all ranks after the current mini-batch, with a
+        The result. A run ends early after a signal USR1, TERM or INT on any rank, if a hook or an
+        output function requests a stop, or when validation_patience is exhausted; `stopped` then
+        names the reason. Such a run ends on all ranks after the current mini-batch, with a
         checkpoint.
 
     Raises
@@ -318,8 +320,8 @@ class Trainer:
         """Add the results to the position, then pass them to the `iteration` hooks.
 
         If `results` raises a Fault for a loss that is not finite, the hooks still receive the
-        results before it. A hook that calls `wait` or `save` gets here again; the inner call only
-        adds results to the position, and the outermost call passes them to the hooks.
+        results before it. A hook that calls `wait` or `save` causes a nested call. A nested call
+        only adds results to the position; the outermost call passes them to the hooks.
         """
         is_outermost = not self._results
         try:

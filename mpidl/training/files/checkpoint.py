@@ -33,6 +33,7 @@ def save(
     Parameters
     ----------
     folder : path
+        The folder of the run.
     arrays : dict
         {"learnables": {"conv1.weight": array, ...}, "state": {...}, "optimizer": {...}, ...}
     facts : dict
@@ -63,6 +64,7 @@ def load(
     Parameters
     ----------
     folder : path
+        The folder of the run.
     warn : callable, optional
         Called with a line of text if checkpoint.h5 is missing or damaged and the previous
         checkpoint is loaded. By default the line is printed on stderr.

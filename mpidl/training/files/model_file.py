@@ -196,7 +196,9 @@ def save_model(
     Parameters
     ----------
     path : path
+        The file to write.
     net : Network
+        The network.
     classes : iterable of str, optional
         One class name for each output of the network, or [] if it predicts numbers. By default
         `net.classes`, which `dl.train` sets.
@@ -236,6 +238,7 @@ def load_model(
     Parameters
     ----------
     path : path
+        The model file.
     layers : iterable of Layer classes
         The custom layer classes in the network.
 

@@ -325,7 +325,7 @@ def match(
     moving : dict
         The parameters that the step changes.
     parameters : dict
-        All parameters. Names of other arrays are unknown.
+        All parameters. An array whose name is not among them is an error.
     """
     missing = [name for name in moving if name not in arrays]
     unknown = [name for name in arrays if name not in parameters]

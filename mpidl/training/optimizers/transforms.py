@@ -90,7 +90,7 @@ class Updates:
     def stepped_zeros(
         self, formula: str, state_arrays: list[list], numbers: Sequence[Any], factors=None
     ) -> list:
-        """Return the result of `optimizer_step` for weights of zero: the change of the weights.
+        """Return the change of the weights by a formula, computed as a step from zero weights.
 
         Parameters
         ----------

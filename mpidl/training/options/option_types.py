@@ -77,7 +77,7 @@ def at_least(low: int, *, optional: bool = False, allow_inf: bool = False) -> Ru
 
 
 def number_list(requirement: str) -> Rule:
-    """Return the rule for lists of non-negative integers; None is valid, too."""
+    """Return the rule for lists of non-negative integers. None is also valid."""
     return Rule(str, requirement, pattern=r"[0-9]+(,[0-9]+)*", separator=",", optional=True)
 
 

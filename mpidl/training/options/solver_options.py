@@ -35,7 +35,7 @@ def _takers(option: str) -> str:
 
 
 def _decoupled() -> str:
-    """Return a note for the help text that names the solvers with decoupled weight decay, or ""."""
+    """Return a remark for help texts on solvers with decoupled weight decay, or ""."""
     names = ", ".join(name for name, cls in SOLVERS.items() if cls.decouples_decay)
     return f" ({names}: decoupled weight decay, which is not clipped)" if names else ""
 

@@ -307,7 +307,10 @@ class TrainingOptions(ImageOptions, SolverOptions):
         return load
 
     def as_dict(self) -> dict[str, Any]:
-        """Return {name: value} for all options with a rule; the name replaces a function."""
+        """Return {name: value} for all options with a rule.
+
+        A function is replaced with a string that contains its name.
+        """
         values = {name: getattr(self, name) for name in NAMES}
         return {
             name: f"function {value.__qualname__}" if callable(value) else value
