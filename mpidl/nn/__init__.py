@@ -1,4 +1,4 @@
-"""Networks: layers, the network that holds their learnables and state, and the zoo."""
+"""Networks: layers, the class `Network` with their learnables and state, and the zoo."""
 
 from mpidl.nn import zoo as zoo
 from mpidl.nn.layers.activation import *

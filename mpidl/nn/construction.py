@@ -1,4 +1,4 @@
-"""Steps in the construction of a network: names, shapes, checks, and layers of a model file."""
+"""Functions that construct a network: name, build and check layers, and read them from specs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from mpidl.ops import check
 
 
 def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
-    """Return copies of the layers; those without a name get type and number: conv1, relu2.
+    """Return copies of the layers, and name those without a name.
+
+    A name consists of the lower-case type and a number, such as conv1 or relu2.
 
     Raises
     ------
     TypeError
         If the argument is not a list of layers.
     ValueError
-        If the list is empty, or a name is not unique or not allowed.
+        If the list is empty, or if a name is not unique or not allowed.
     """
     if isinstance(unnamed, Layer):
         raise TypeError(f"expected a list of layers, got a {type(unnamed).__name__} alone")
@@ -51,12 +53,19 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
 
 
 def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> Built:
-    """Build a layer for the (name, shape) pairs that it reads, and check its factors.
+    """Build a layer and check its factors.
+
+    Parameters
+    ----------
+    layer
+        The layer.
+    reads
+        (name, shape) of each output that the layer reads.
 
     Raises
     ------
     ValueError
-        If the layer does not take the shapes, or a factor is negative or not finite.
+        If the layer cannot read the shapes, or if a factor is negative or not finite.
     """
     shapes = tuple(shape for _, shape in reads)
     try:
@@ -77,7 +86,17 @@ def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> B
 def initial_arrays(
     layer: Layer, needs: Mapping[str, tuple[tuple[int, ...], Any]], seed: int
 ) -> dict[str, np.ndarray]:
-    """Return {"layer.name": initial float32 array} of a layer's learnables or state."""
+    """Return the initial learnables or state of a layer, {"conv1.weight": float32 array, ...}.
+
+    Parameters
+    ----------
+    layer
+        The layer.
+    needs
+        `learnables` or `state` of its `Built`.
+    seed
+        Seed of random initial values.
+    """
     arrays = {}
     for name, (size, initial) in needs.items():
         key = f"{layer.name}.{name}"
@@ -89,12 +108,20 @@ def initial_arrays(
 def layers_of_spec(
     specs: Iterable[Mapping[str, Any]], layer_types: Iterable[type[Layer]] = ()
 ) -> list[Layer]:
-    """Return the layers of a model file's list, of mpidl's classes and of `layer_types`.
+    """Create the layers that a model file describes.
+
+    Parameters
+    ----------
+    specs
+        The type and the arguments of each layer; see `Layer.spec`.
+    layer_types
+        Custom layer classes that occur in `specs`.
 
     Raises
     ------
     ValueError
-        If a type is neither.
+        If a type is neither a layer class of mpidl nor in `layer_types`, or if a custom class has
+        the name of a class of mpidl.
     """
     types = {name: kind for name, kind in vars(layers).items() if _is_layer_type(kind)}
     for kind in layer_types:
@@ -121,12 +148,12 @@ def _is_layer_type(kind):
 
 
 def _tuples(value):
-    """Convert lists to tuples."""
+    """Convert a list, and lists inside it, to tuples; return other values unchanged."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the new arrays; raise a ValueError unless names, order and shapes are the old ones."""
+    """Return a copy of the dict `new`; raise a ValueError if names, order or shapes differ."""
     if list(old) != list(new) or any(old[k].shape != np.shape(new[k]) for k in old):
         raise ValueError(
             f"{kind}: expected {', '.join(f'{k} {v.shape}' for k, v in old.items())}; got "
@@ -136,5 +163,5 @@ def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) ->
 
 
 def layer_of(key: str) -> str:
-    """Return "conv1", the name of the layer, of a key "conv1.weight"."""
+    """Return the layer's name in a key: "conv1" for "conv1.weight"."""
     return key.rsplit(".", 1)[0]

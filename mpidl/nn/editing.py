@@ -1,4 +1,4 @@
-"""Changes of a network: frozen layers, replaced layers, the network up to a layer."""
+"""Edit a network: freeze layers, replace layers, or cut the network after a layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def set_layers(net: Network, layers: list[Any]) -> Network:
-    """Replace the list of layers by others that read the same, and return the network."""
+    """Replace all layers with layers of the same names and inputs, and return the network."""
     net.layers = layers
     net.plan_runs()
     return net
 
 
 def set_trainable(net: Network, names: Sequence[str], trainable: bool) -> Network:
-    """Freeze layers or train them again, and return the network; see `Network.freeze`."""
+    """Freeze or unfreeze layers, and return the network; see `Network.freeze`."""
     layers = list(net.layers)
     for i in map(net.layer_number, names):
         layers[i] = copy.copy(layers[i])
@@ -65,7 +65,7 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
 
 
 def up_to(net: Network, name: str) -> Network:
-    """Return the part of a network that computes the output of a layer; see `Network.up_to`."""
+    """Return the part of a network that computes a layer's output; see `Network.up_to`."""
     last, part = net.layer_number(name), copy.copy(net)
     ancestors = {name}
     part.classes = net.classes if last == len(net.layers) - 1 else None
@@ -76,7 +76,7 @@ def up_to(net: Network, name: str) -> Network:
     part.layers = [copy.copy(net.layers[i]) for i in numbers]
     for i, layer in zip(numbers, part.layers, strict=True):
         if layer.after is None and graph.input_names(layer) is None:
-            (layer.after,) = net.reads[i]  # the layer before it in the list may be left out
+            (layer.after,) = net.reads[i]  # the previous layer may not be in the new list
     part.reads = [net.reads[i] for i in numbers]
     part.output_shapes = [net.output_shapes[i] for i in numbers]
     for table in ("_parameters", "_state"):

@@ -1,10 +1,10 @@
-"""Fusion of neighbouring layers into one op: a peephole over the list of layers.
+"""Fuse neighbouring layers into one op, a peephole optimization of the list of layers.
 
-Convolution, batch normalization and ReLU become one op that stores the convolution's output alone.
-Layers after it (convolution, pooling, dense) read that output through the normalization and the
-ReLU. The three layers must be neighbours in the list, and no other layer may read the values
-between them. The output of the op may have several readers; their cotangents add up. Fusion changes
-neither the network, nor its learnables, nor its numbers.
+Convolution, batch normalization and ReLU become one op, which stores only the convolution's output.
+Later ops (convolution, pooling, dense) apply the normalization and the ReLU when they read that
+output. The three layers must be neighbours in the list, and no other layer may read the values
+between them. Several layers may read the output of the op; their cotangents are summed. Fusion
+changes neither the network, nor its learnables, nor the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpidl.nn.layers.base import Value
 
 
 def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
-    """Group the numbers of the layers into runs, each of which is applied at once.
+    """Group the indices of the layers into runs. The layers of a run are computed as one op.
 
     Parameters
     ----------
@@ -43,12 +43,12 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
 
 
 def can_fuse(x: Any) -> bool:
-    """Return whether the backend of a value reads activations that are not stored."""
+    """Return whether the backend of `x` supports the fused ops."""
     return backends.of(x).fuses_convolutions
 
 
 def forward(run: Sequence[Layer], x: Any, contexts: Sequence[LayerContext]) -> Value:
-    """Return the output for x of a run of three layers, each with its context."""
+    """Apply a run of convolution, batch normalization and ReLU to x by one op."""
     conv: Any
     norm: Any
     conv, norm, _ = run

@@ -1,6 +1,6 @@
-"""The graph of a list of layers: the outputs that each layer reads.
+"""Determine which outputs each layer of a network reads.
 
-The list is an order in which the layers can be computed: each layer reads layers before it.
+Layers only read outputs of layers before them, so they can be computed in the order of the list.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ IMAGES = "images"  # the name of the network's input
 
 
 def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
-    """Return the names that each named layer reads.
+    """Return, for each layer, the names of the outputs that it reads.
 
-    A layer that names no input reads the layer before it; the first layer reads the images.
+    A layer that names no input reads the output of the layer before it. The first layer reads the
+    images.
 
     Raises
     ------
     ValueError
-        If a name is unknown or comes later, or if nobody reads an output other than the last.
+        If a layer reads an unknown name or a later layer, or if the output of a layer other than
+        the last is not read.
     """
     names = [layer.name for layer in layers]
     reads_of_layers: list[tuple[str, ...]] = []
@@ -58,7 +60,7 @@ def input_names(layer: Layer) -> tuple[str, ...] | None:
 
 
 def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
-    """Return a copy of a layer that reads the new names, {old: new}."""
+    """Return a copy of a layer whose inputs are renamed by {old: new}."""
     renamed: Any = copy.copy(layer)
     renamed.after = new_names.get(layer.after, layer.after)
     inputs = input_names(layer)
@@ -68,7 +70,7 @@ def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
 
 
 def _check(reader, name, before, names):
-    """Raise a ValueError unless a name that a layer reads is before it in the list."""
+    """Raise a ValueError unless `name`, which the layer `reader` reads, is before it."""
     if name == IMAGES or name in before:
         return
     if name == reader:
@@ -82,7 +84,15 @@ def _check(reader, name, before, names):
 def last_readers(
     reads: Sequence[tuple[str, ...]], runs: Sequence[tuple[int, ...]]
 ) -> list[list[str]]:
-    """Return, for each run of layers (their numbers), the names that no later run reads."""
+    """Return, for each run, the names that it reads and that no later run reads.
+
+    Parameters
+    ----------
+    reads
+        The names that each layer reads.
+    runs
+        The runs, each a tuple of layer indices.
+    """
     last: dict[str, int] = {}
     for position, run in enumerate(runs):
         for i in run:

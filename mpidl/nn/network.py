@@ -1,4 +1,4 @@
-"""A network: its layers, their learnables and their state."""
+"""The class `Network`: layers with their learnables and state."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from mpidl.text import did_you_mean
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
-# {"conv1.weight": array}; on a GPU and inside `value_and_grad` others stand for the arrays
+# {"conv1.weight": array}. Values are GPU arrays on a GPU, and may be Vars inside `value_and_grad`.
 Arrays: TypeAlias = dict[str, np.ndarray]
 
 
 class Network:
-    """A network of layers, each of which reads the layer before it or layers that it names.
+    """A network of layers.
+
+    Each layer reads the output of the layer before it, or of earlier layers that it names.
 
     Parameters
     ----------
     layers
-        The layers. The last one gives the network's output. The network copies them.
+        The layers, which the network copies. The last layer computes the network's output.
     input_shape
         (C, H, W) of an image.
     seed
-        Seed of the initial learnables, which depend on it and on the names of the layers alone.
+        Seed of the initial learnables. For given shapes, they depend only on the seed and on the
+        names of the layers.
     batchnorm
         "global" or "local": the scope of batch normalization in training. `dl.train` sets it from
         its options.
@@ -44,32 +47,33 @@ class Network:
     Attributes
     ----------
     layers
-        The named layers; `net["conv1"]` is one of them.
+        The layers, each with a name. `net["conv1"]` returns the layer named "conv1".
     parameters, state
         The learnables and the state, {"conv1.weight": float32 array, ...} in the order of the
         layers. Assign a new dict to change them.
     training
-        Whether the network runs in training mode. Inside `value_and_grad` the function gets a
+        Whether the network runs in training mode. Inside `value_and_grad` the function receives a
         network in training mode whose learnables are being differentiated.
     reads, output_shapes
-        For each layer, the names that it reads, and the shape of its output for one image.
+        For each layer, the names of the outputs that it reads, and the shape of its output for one
+        image.
     normalization, crop, preprocess
-        The transforms that brought images to the network in training: a `Normalization` (None
-        divides uint8 pixels by 255), the (P, Q) to which larger images are cropped, and a
-        `Preprocess`. `dl.train` and the commands set them, files keep them, evaluation applies
-        them.
+        The transforms of images in training: a `Normalization` (if None, uint8 pixels are divided
+        by 255), the size (P, Q) to which larger images are cropped, and a `Preprocess`. `dl.train`
+        and the commands set them, model files store them, and evaluation applies them.
     classes
-        The names of the classes that outputs (K, ...) score, a tuple of K. It is () for a network
-        that predicts numbers, and None if the names are unknown. Set and kept like the transforms.
+        The names of the K classes for outputs of shape (K, ...), a tuple. It is () for a network
+        that predicts numbers, and None if the names are unknown. `dl.train` and the commands set
+        it, and model files store it.
     fuse
-        Whether convolution, batch normalization and ReLU in a row run as one op, with the same
-        numbers.
+        Whether neighbouring convolution, batch normalization and ReLU layers run as one op. The
+        results are the same.
 
     Raises
     ------
     ValueError
-        If a layer reads a name that is not before it in the list or images of a shape that it does
-        not take, or if no layer reads an output.
+        If a layer reads a name that is not before it in the list, or reads an invalid shape, or if
+        the output of a layer other than the last is not read.
     TypeError
         If `layers` is not a list of layers.
     """
@@ -103,7 +107,7 @@ class Network:
         self.plan_runs()
 
     def plan_runs(self) -> None:
-        """Find the runs of layers, fused and one by one, after the layers have changed."""
+        """Plan again which layers run as one op, after the layers have changed."""
         self._plan = Plan(self.layers, self.reads)
 
     @property
@@ -112,11 +116,11 @@ class Network:
         return [layer.name for layer in self.layers]
 
     def __getitem__(self, name: str) -> Layer:
-        """Return the layer of a name; raise a KeyError if there is none."""
+        """Return the layer with a name; raise a KeyError if the name is unknown."""
         return self.layers[self.layer_number(name)]
 
     def layer_number(self, name: str) -> int:
-        """Return the number of a layer in the list; raise a KeyError for an unknown name."""
+        """Return the index of a layer in the list; raise a KeyError if the name is unknown."""
         if name not in self.layer_names:
             last = f": the last ones are {', '.join(self.layer_names[-5:])}"
             raise KeyError(f"no layer {name}{did_you_mean(name, self.layer_names) or last}")
@@ -146,25 +150,25 @@ class Network:
         return self.output_shapes[-1]
 
     def to(self, device: CudaDevice | None) -> Network:
-        """Move the learnables and the state, and return the network.
+        """Move the learnables and the state to a GPU or to host memory, and return the network.
 
         Parameters
         ----------
         device
-            A GPU (a world's `device`), or None for host memory. Images of an op must lie where its
-            learnables do.
+            A GPU (the `device` of a world), or None for host memory. The images that the network
+            reads must be on the same device.
         """
         placement.move(self, device)
         return self
 
     @property
     def on_device(self) -> bool:
-        """Whether the learnables and the state lie on a GPU."""
+        """Whether the learnables and the state are on a GPU."""
         arrays = [*self._parameters.values(), *self._state.values()]
         return bool(arrays) and not isinstance(arrays[0], np.ndarray)
 
     def on(self, device: CudaDevice | None) -> Network:
-        """Return this network if it lies on the device already, else a moved copy; see `to`."""
+        """Return this network if it is already on the device, else a moved copy; see `to`."""
         return self if self.on_device == (device is not None) else copy.copy(self).to(device)
 
     @property
@@ -178,7 +182,10 @@ class Network:
 
     @property
     def factors(self) -> dict[str, dict[str, float]]:
-        """The factors of all learnables for an optimizer: dl.SGDM(0.01, **net.factors)."""
+        """The keyword arguments that give an optimizer the factors of all learnables.
+
+        Use them as in dl.SGDM(0.01, **net.factors).
+        """
         layers = {layer.name: layer for layer in self.layers}
         pairs = (key.rsplit(".", 1) for key in self._parameters)
         factors = {f"{layer}.{name}": layers[layer].factors(name) for layer, name in pairs}
@@ -188,11 +195,11 @@ class Network:
         }
 
     def freeze(self, *names: str) -> Network:
-        """Freeze the layers of these names, and return the network.
+        """Freeze the layers with these names, and return the network.
 
-        A frozen layer keeps its learnables and its state. They are not differentiated, and the
-        layer runs as in prediction (a batch normalization by its running state). Backward stops at
-        a layer below which nothing is trained.
+        A frozen layer keeps its learnables and its state. The learnables are not differentiated,
+        and the layer runs as in prediction: batch normalization uses its running state. The
+        backward pass ends at the earliest layer that is trained.
 
         Raises
         ------
@@ -202,38 +209,39 @@ class Network:
         return editing.set_trainable(self, names, False)
 
     def unfreeze(self, *names: str) -> Network:
-        """Train the layers of these names again, and return the network."""
+        """Make the layers with these names trainable again, and return the network."""
         return editing.set_trainable(self, names, True)
 
     def replace_layers(self, layers: Mapping[str, Layer], seed: int | None = None) -> Network:
-        """Return a new network with some layers replaced: {"dense1": dl.Dense(5)}.
+        """Return a new network with some layers replaced.
 
-        The other layers keep their learnables and state, byte for byte. The new network lies in
-        host memory, and keeps `classes` if it has as many outputs.
+        The other layers keep their learnables and state, byte for byte. The new network is in host
+        memory. It keeps `classes` if the number of outputs is the same.
 
         Parameters
         ----------
         layers
-            A new layer for each name. Unless it says otherwise, it has the name of the old layer
-            and reads what the old layer read.
+            {name of the old layer: new layer}, such as {"dense1": dl.Dense(5)}. By default the new
+            layer has the name and the inputs of the old layer.
         seed
-            Seed of the initial learnables of the new layers; by default the network's own.
+            Seed of the initial learnables of the new layers. By default the seed of this network.
 
         Raises
         ------
         KeyError
             If a name is unknown.
         TypeError
-            If a value is not one layer.
+            If a value is not a layer.
         ValueError
-            If learnables of another layer would change their shapes.
+            If the learnables or the state of another layer would change their shapes.
         """
         return editing.replace_layers(self, layers, seed)
 
     def up_to(self, name: str) -> Network:
-        """Return a network whose output is the output of a layer of this one.
+        """Return a network whose output is the output of the layer `name` of this network.
 
-        It has the layers on which that layer depends, with the same arrays.
+        The new network consists of this layer and the layers on which it depends. It shares their
+        arrays with this network.
 
         Raises
         ------
@@ -243,9 +251,9 @@ class Network:
         return editing.up_to(self, name)
 
     def bind(self, learnables: Mapping[str, Any]) -> Network:
-        """Return a copy in training mode with other values for some or all learnables.
+        """Return a copy in training mode with new values for some or all learnables.
 
-        The copy has its own state.
+        Changes to the state of the copy do not change this network.
         """
         bound = copy.copy(self)
         bound._parameters, bound.training = self._parameters | dict(learnables), True
@@ -253,12 +261,12 @@ class Network:
         return bound
 
     def with_layers(self, layers: Iterable[Layer]) -> Network:
-        """Return a copy with other settings of the layers, for the same arrays.
+        """Return a copy with the same arrays and with new settings of the layers.
 
         Parameters
         ----------
         layers
-            One layer of the same kind for each layer.
+            The new layers. Each has the class, the name and the inputs of the one that it replaces.
         """
         return editing.set_layers(copy.copy(self), list(layers))
 
@@ -272,13 +280,13 @@ class Network:
         Parameters
         ----------
         images
-            (N, *input_shape), a Blocked value or a Var of one.
+            (N, *input_shape), a Blocked value or a Var of a Blocked value.
 
         Returns
         -------
         Blocked or Var
-            A Var if a learnable or the images are being differentiated. Inside `value_and_grad`
-            it stands for the Blocked value that the annotation names.
+            A Var if a learnable or the images are being differentiated. Inside `value_and_grad`,
+            the result for Blocked images is therefore a Var, although the annotation says Blocked.
         """
         if images.shape[1:] != self.input_shape:
             raise ValueError(
@@ -291,9 +299,10 @@ class Network:
     @overload
     def logits(self, images: Var) -> Var: ...
     def logits(self, images: Value) -> Value:
-        """Return the scores that losses take.
+        """Return the scores that the losses expect.
 
-        They are the output, or the input of a final Softmax layer, because losses include it.
+        They are the network's output or, if the last layer is a Softmax, the input of that layer,
+        because losses include the softmax.
         """
         if not isinstance(self.layers[-1], Softmax):
             return self(images)
@@ -312,23 +321,23 @@ class Network:
     @overload
     def predict(self, images: np.ndarray) -> np.ndarray: ...
     def predict(self, images: Blocked | np.ndarray) -> Blocked | np.ndarray:
-        """Return class scores (softmax).
+        """Return class scores: the softmax of the logits.
 
         Parameters
         ----------
         images
-            A Blocked value, or an array (n, C, H, W). An array is normalized as in training. By
-            default, uint8 pixels are divided by 255 and floats are not changed.
+            A Blocked value, or an array (n, C, H, W). An array is normalized as in training. If
+            `normalization` is None, uint8 pixels are divided by 255 and floats are not changed.
 
         Returns
         -------
         Blocked or np.ndarray
-            Blocked scores for a Blocked value, (n, K) for an array.
+            Blocked scores for a Blocked value, an array (n, K) for an array.
 
         Raises
         ------
         TypeError
-            For an array, if the network lies on a GPU.
+            If `images` is an array and the network is on a GPU.
         """
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))
@@ -344,20 +353,20 @@ class Network:
         return ops.softmax(self.logits(from_images(pixels.astype(np.float32), batch))).local()
 
     def input_transform(self) -> dict[str, Any]:
-        """Return the options of a `MinibatchQueue` that transforms images as in training."""
+        """Return the keywords with which a `MinibatchQueue` transforms images as in training."""
         return {"normalization": self.normalization, "crop": self.crop}
 
     def takes(self, shape: Sequence[int]) -> bool:
-        """Return whether the network takes images (C, H, W).
+        """Return whether images of shape (C, H, W) are valid inputs for evaluation.
 
-        A network that was trained on crops of larger images takes larger ones too.
+        A network that was trained on crops of larger images also accepts larger images.
         """
         (c, *size), (channels, *input_size) = shape, self.input_shape
         larger = all(n >= m for n, m in zip(size, input_size, strict=True))
         return c == channels and (size == input_size or (self.crop is not None and larger))
 
     def spec(self) -> list[dict[str, Any]]:
-        """Return the layers as dicts for JSON; see `from_spec`."""
+        """Return one dict per layer for JSON. `from_spec` builds a network from them."""
         return [layer.spec() for layer in self.layers]
 
     @classmethod
@@ -368,26 +377,32 @@ class Network:
         layer_types: Iterable[type[Layer]] = (),
         **options: Any,
     ) -> Network:
-        """Return a network, with initial learnables, of the layers of a model file.
+        """Build a network, with initial learnables, from the layers in a model file.
 
         Parameters
         ----------
         specs
-            The dicts of `spec`.
-        layer_types
-            The user's layer classes that the specs may name beside those of mpidl.
+            The list that `spec` returned.
         input_shape, options
             Arguments of Network.
+        layer_types
+            Custom layer classes that occur in `specs`.
 
         Raises
         ------
         ValueError
-            If a layer is of another class.
+            If the class of a layer is unknown.
         """
         return cls(construction.layers_of_spec(specs, layer_types), input_shape, **options)
 
     def table(self, kind: str = "parameters") -> list[tuple[str, str, tuple[int, ...], int]]:
-        """Return rows (layer, name, shape, count) of "parameters" (learnables) or "state"."""
+        """Return a row (layer, name, shape, number of elements) for each array.
+
+        Parameters
+        ----------
+        kind
+            "parameters" for the learnables or "state".
+        """
         arrays = {"parameters": self._parameters, "state": self._state}[kind]
         names = (key.rsplit(".", 1) for key in arrays)
         rows = zip(names, arrays.values(), strict=True)
@@ -396,7 +411,7 @@ class Network:
     def stored_layers(self) -> set[str]:
         """Return the names of the layers whose outputs a training step stores.
 
-        A run of fused layers stores the output of its convolution.
+        Fused layers store only the output of their convolution.
         """
         return {run.layers[0].name for run in self._plan.runs[self.fuse]}
 

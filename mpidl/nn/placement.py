@@ -1,4 +1,4 @@
-"""Where the learnables and the state of a network lie: in host memory or on a GPU."""
+"""Move the learnables and the state of a network to a GPU or to host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def move(net: Network, device: Any) -> None:
-    """Move the arrays of a network to a GPU, or to host memory; see `Network.to`."""
+    """Move the arrays of a network to a GPU or, if `device` is None, to host memory.
+
+    See `Network.to`.
+    """
     if device is None:
         net._parameters = {name: np.asarray(a) for name, a in net._parameters.items()}
         net._state = {name: np.asarray(a) for name, a in net._state.items()}
@@ -29,7 +32,8 @@ def move(net: Network, device: Any) -> None:
 def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
     """Return {learnable: shape of the images that its layer reads}.
 
-    Flattened images keep their layout on a GPU, also through layers without learnables.
+    If a layer reads flattened images, the shape is the one before flattening, because flattening
+    does not change the layout on a GPU. Layers without learnables in between do not change this.
     """
     with_learnables = {layer_of(key) for key in net.parameters}
     shapes, inputs = {graph.IMAGES: net.input_shape}, {}

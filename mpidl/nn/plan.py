@@ -1,4 +1,4 @@
-"""The order in which the layers of a network run, and which outputs stay alive meanwhile."""
+"""Run the layers of a network in order, and release outputs that are no longer needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mpidl.nn.layers.base import Value
 
 
 class Run(NamedTuple):
-    """Layers that are applied at once."""
+    """One layer, or several layers that are computed as one op."""
 
     layers: tuple[Layer, ...]
-    reads: tuple[str, ...]  # the names that the first layer reads
-    released: list[str]  # the names that no later run reads
+    reads: tuple[str, ...]  # names of the outputs that the first layer reads
+    released: list[str]  # names of the outputs that no later run reads
 
 
 class Plan:
-    """The runs of a network's layers, fused and one by one.
+    """The runs of a network's layers, once with fusion and once without.
 
     Parameters
     ----------
@@ -42,7 +42,19 @@ class Plan:
     def output(
         self, name: str, images: Value, fuse: bool, context_of: Callable[[Layer], LayerContext]
     ) -> Any:
-        """Return the output of a layer, which ends a run, or the images for their name."""
+        """Compute the output of a layer.
+
+        Parameters
+        ----------
+        name
+            Name of the layer, which must be the last one of a run, or "images".
+        images
+            The input of the network.
+        fuse
+            Whether to use fused ops, if the backend supports them.
+        context_of
+            Returns the context of a layer.
+        """
         outputs: dict[str, Any] = {graph.IMAGES: images}
         for run in self.runs[fuse and fusion.can_fuse(images)]:
             if name in outputs:

@@ -1,4 +1,4 @@
-"""A summary of a network's layers: shapes, learnables, memory, operations."""
+"""Summarize the layers of a network: shapes, learnables, memory and operations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from mpidl.text import aligned
 if TYPE_CHECKING:
     from mpidl.nn.network import Network
 
-FLOAT = 4  # bytes
+FLOAT = 4  # bytes of a float32
 
 
 class Row(NamedTuple):
-    """One layer of a network.
+    """The facts of one layer in an `Analysis`.
 
     Attributes
     ----------
     name, type
         Names of the layer and of its class.
     reads
-        The names that it reads.
+        Names of the outputs that the layer reads.
     output_shape
         Shape of the output for one image.
     learnables, state
-        How many numbers the layer has of each.
+        Number of elements of the layer's learnables and of its state.
     memory
-        Bytes of its output for a mini-batch; 0 if a training step does not store it.
+        Bytes of the output for a mini-batch, or 0 if a training step does not store the output.
     flops
-        Operations of forward for one image; a product that is added up counts as two.
+        Operations of the forward pass for one image. Each multiply-add is two operations.
     trainable
         False for a frozen layer.
     """
@@ -50,19 +50,19 @@ class Row(NamedTuple):
 
 
 class Analysis:
-    """A table of a network's layers; `str(analysis)` is the table as text.
+    """A table of a network's layers. `str(analysis)` formats it as text.
 
     Parameters
     ----------
     net
         The network.
     batch_size
-        Images of a mini-batch, for the memory.
+        Number of images for which the memory is computed.
 
     Attributes
     ----------
     rows
-        A `Row` per layer, in the order of the network.
+        One `Row` per layer, in the order of the network.
     """
 
     def __init__(self, net: Network, batch_size: int = 128) -> None:
@@ -109,11 +109,11 @@ class Analysis:
 
     @property
     def flops(self) -> int:
-        """Operations of forward for one image; backward takes about twice as many."""
+        """Operations of forward for one image; backward needs about twice as many."""
         return sum(row.flops for row in self.rows)
 
     def _table(self):
-        """Return the header, the rows and the totals as texts."""
+        """Return the header, the rows and the totals as tuples of strings."""
         head = ("layer", "type", "reads", "output", "learnables", "state", "memory", "MFLOP")
         lines = [head, ("images", "", "", times(self.input_shape), "", "", "", "")]
         before = "images"
@@ -163,7 +163,7 @@ def analyze(net: Network, batch_size: int = 128) -> Analysis:
 
 
 def layer_table(net: Network) -> str:
-    """Return a table of the layers with their output shapes and numbers of learnables."""
+    """Format a table of the layers with their output shapes and numbers of learnables."""
     counts = _by_layer(net.table())
     rows = [("layer", "type", "output", "learnables")]
     rows.append(("images", "", times(net.input_shape), ""))

@@ -1,4 +1,4 @@
-"""Networks by name, each with its recipe: the options that it was trained with."""
+"""Predefined networks, each with a recipe: the options with which it is trained."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from mpidl.nn.network import Network
 
 
 def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Network:
-    """Return a network of three convolutions with batch normalization and a fully connected layer.
+    """Return a small network with three convolutions, for images of digits.
 
+    Batch normalization and ReLU follow each convolution; a fully connected layer ends the network.
     It has 123,090 learnables for 28x28 gray images of 10 classes.
 
     Notes
     -----
-    The network of MATLAB's "Train Network in Parallel with Custom Training Loop".
+    This is the network in MATLAB's "Train Network in Parallel with Custom Training Loop".
     """
     layers: list[Layer] = []
     for size, padding in ((5, 0), (3, 1), (3, 1)):
@@ -37,18 +38,19 @@ def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: in
 
 
 def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
-    """Return the network of MATLAB's documents on several GPUs, for images like CIFAR-10's.
+    """Return a network with twelve convolutions, for images such as those of CIFAR-10.
 
-    It has three stages and a fully connected layer. A stage is four times 3x3 convolution, batch
-    normalization and ReLU, then pooling. The stages have 32, 64 and 128 filters; the first two
-    end in max pooling by 2, the last one in average pooling by 8. The network has 677,610
-    learnables for 32x32 colour images of 10 classes.
+    It has three stages and a fully connected layer. Each stage repeats 3x3 convolution, batch
+    normalization and ReLU four times and ends with pooling. The stages have 32, 64 and 128 filters.
+    The first two end with max pooling by 2, and the last one with average pooling by 8. The network
+    has 677,610 learnables for 32x32 colour images of 10 classes.
 
     Notes
     -----
-    MATLAB counts 43 layers: these 40 and its image input, softmax and classification output. Here
-    the mini-batch queue and the loss take their place. The recipe comes from the same documents:
-    images are mirrored at random and moved by up to 4 pixels.
+    The network and its recipe come from MATLAB's documentation on training with several GPUs. In
+    training, images are mirrored at random and shifted by up to 4 pixels. MATLAB's network has 43
+    layers: the 40 layers here and layers for image input, softmax and classification output. In
+    mpidl, the mini-batch queue and the loss replace these three.
     """
     layers: list[Layer] = []
     for filters, pool in ((32, MaxPool2D(2)), (64, MaxPool2D(2)), (128, AveragePool2D(8))):
@@ -59,20 +61,20 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
 
 
 def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
-    """Return the residual network of 20 layers for small images.
+    """Return a residual network with 20 layers for small images.
 
-    It has 273,258 learnables for 32x32 colour images of 10 classes. A 3x3 convolution is followed
-    by three stages of three blocks of two 3x3 convolutions, with 16, 32 and 64 filters. The second
-    and the third stage halve the rows and columns. The mean of each channel and a fully connected
-    layer end the network. If a block changes the shape, a 1x1 convolution with batch normalization
-    converts the block's input (the paper's option B). Convolutions have biases, and weights are
-    Glorot uniform.
+    It has 273,258 learnables for 32x32 colour images of 10 classes. Three stages follow a 3x3
+    convolution. Each stage has three blocks, and each block has two 3x3 convolutions. The stages
+    have 16, 32 and 64 filters; the second and the third stage halve the rows and columns. Global
+    average pooling and a fully connected layer end the network. If a block changes the shape, a 1x1
+    convolution with batch normalization converts the block's input (the paper's option B).
+    Convolutions have biases, and initial weights are Glorot uniform.
 
     Notes
     -----
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, section 4.2. The
-    recipe comes from MATLAB's "Train Residual Network for Image Classification": images are
-    mirrored at random and moved by up to 4 pixels.
+    recipe comes from MATLAB's "Train Residual Network for Image Classification". In training,
+    images are mirrored at random and shifted by up to 4 pixels.
     """
     layers: list[Layer] = [
         Conv2D(3, 16, padding=1, name="conv1"),
@@ -113,18 +115,18 @@ def alexnet(
 ) -> Network:
     """Return AlexNet, with 60,965,224 learnables for 227x227 colour images of 1000 classes.
 
-    It has five convolutions, the second, fourth and fifth in two groups. Cross-channel
-    normalization follows the first two, and overlapping max pooling follows the first two and the
-    last. Three fully connected layers with dropout between them end the network. Weights are
-    Glorot uniform and biases zero.
+    It has five convolutions; the second, fourth and fifth have two groups. Cross-channel
+    normalization follows the first two convolutions, and overlapping max pooling follows the first
+    two and the last. Three fully connected layers with dropout between them end the network.
+    Initial weights are Glorot uniform, and biases are zero.
 
     Notes
     -----
     Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
-    networks", 2012. The names of the layers and the constant of the normalization, 1, are those in
-    MATLAB's and Caffe's models; the paper's constant is 2. The recipe comes from MATLAB's "Deep
-    Learning with MATLAB and Multiple GPUs" for a pretrained AlexNet. Its learning rate is low for
-    a new network.
+    networks", 2012. The layer names and k = 1 in the normalization are those of MATLAB's and
+    Caffe's models; the paper uses k = 2. The recipe comes from MATLAB's "Deep Learning with MATLAB
+    and Multiple GPUs", which starts from a pretrained AlexNet. Its learning rate is low for a
+    network without pretraining.
     """
     layers: list[Layer] = [
         Conv2D(11, 96, stride=4, name="conv1"),
@@ -160,7 +162,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "alexnet": alexnet,
 }
 
-# SGD with momentum whose rate falls to a tenth.
+# SGD with momentum; the learning rate drops to a tenth after learn_rate_drop_period epochs.
 _STEPS: dict[str, Any] = {
     "learn_rate_schedule": "piecewise",
     "learn_rate_drop_factor": 0.1,

@@ -1,1 +1,1 @@
-"""Training: the loop, its step on a GPU, optimizers, schedules, options and files."""
+"""Training: the loop, its steps, optimizers, schedules, options and files."""

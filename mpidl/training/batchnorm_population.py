@@ -1,4 +1,4 @@
-"""Statistics of batch normalization over the whole training set, for the trained network."""
+"""Compute batch-norm statistics over the whole training set for the trained network."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpidl.nn import BatchNorm, Network
 def population_state(
     net: Network, queue: MinibatchQueue, world: Any, signals: Any = None
 ) -> dict[str, np.ndarray] | None:
-    """Return the network's state with population statistics in place of moving ones. Collective.
+    """Return the network's state with population instead of moving statistics. Collective.
 
-    One pass over the queue computes the mean and variance of all images. Batch normalization runs
-    as in training, all other layers as in prediction (no dropout). The mini-batches'
-    (count, mean, M2) are merged in order, in float64. Frozen layers keep their state.
+    One pass over the queue computes means and variances over all images. Batch normalization runs
+    as in training, and all other layers run as in prediction (no dropout). The (count, mean, M2) of
+    the mini-batches are merged in order in float64. Frozen layers keep their state.
 
     Parameters
     ----------
@@ -32,12 +32,12 @@ def population_state(
     world : World
         The ranks.
     signals : Signals, optional
-        A signal ends the pass.
+        Signals of the process. A signal on any rank ends the pass.
 
     Returns
     -------
     dict or None
-        The new state; None if a signal ended the pass.
+        The new state, or None if a signal ended the pass.
     """
     norms = [layer for layer in net.layers if isinstance(layer, BatchNorm) and layer.trainable]
     if not norms:
@@ -50,7 +50,7 @@ def population_state(
         measuring.state = {**net.state, **blank}
         measuring(images)
         count = images.batch.count
-        del images  # the next one may take its memory
+        del images  # so that the next mini-batch can reuse the memory
         moments = [
             np.concatenate([[count], mean, count * variance])
             for mean, variance in (
@@ -72,7 +72,7 @@ def population_state(
 
 
 def _measuring_copy(net):
-    """Return a copy whose state, after a call, holds the statistics of that mini-batch."""
+    """Return a copy of the network that stores the statistics of each mini-batch in its state."""
     layers = []
     for layer in net.layers:
         layer = copy.copy(layer)
@@ -85,7 +85,7 @@ def _measuring_copy(net):
 
 
 def _blank(array):
-    """Return zeros of the shape and device of `array`; on the host float64, to lose no digit."""
+    """Return zeros with the shape and device of `array`, in float64 on the host for precision."""
     if isinstance(array, np.ndarray):
         return np.zeros(array.shape)
     return backends.of_array(array).zeros_like(array)

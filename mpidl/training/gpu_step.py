@@ -1,4 +1,4 @@
-"""The training step on a GPU: recorded once, replayed for every mini-batch."""
+"""The training step on a GPU, recorded once and replayed for every mini-batch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 class StepProgram:
     """The gradient and the optimizer's step as one program of the current device.
 
-    The learnables and state of the network, and the optimizer's arrays, lie on the device and are
-    updated in place.
+    The learnables and state of the network and the arrays of the optimizer are on the device. The
+    program updates them in place.
 
     Parameters
     ----------
     net : Network
+        The network, on the device.
     optimizer : Optimizer
+        The optimizer.
     gradient : callable
-        Made by `value_and_grad` with its sums reduced; its value is a tuple of scalars.
+        A function from `value_and_grad` that sums over all ranks. Its value is a tuple of scalars.
     reader : Reader
-        Gives the images and labels of the recorded step, and uploads those of each mini-batch.
+        Provides the images and labels of the recorded step, and uploads those of each mini-batch.
     counts : Counts
-        The number of images of the step, which sums over images need.
+        Receives the number of images of a step, which means over images need.
     graphs : bool
         Whether to capture the program as CUDA graphs.
     """
@@ -63,13 +65,13 @@ class StepProgram:
             self.program = recorder.finish(outputs, graphs)
 
     def start(self, feed: Any) -> tuple[int, int]:
-        """Start the step of a mini-batch without waiting; return the handle that `finish` takes."""
+        """Start the step of a mini-batch without waiting, and return a handle for `finish`."""
         row = self.program.ready() % ROWS
         values = self.reader.values(feed, row) | self.optimizer.advance()
         return self.program.run(**values), feed.batch.count
 
     def finish(self, handle: tuple[int, int]) -> tuple:
-        """Wait for a step and return its value."""
+        """Wait for the step of a handle, and return the values of its scalars."""
         number, count = handle
         roots = self.program.results(number)
         self.counts.count = count

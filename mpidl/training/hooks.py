@@ -1,16 +1,16 @@
-"""Hooks: what a run does beside its steps, each in a class of its own.
+"""Hooks, which the trainer calls between steps to write metrics, validate and save checkpoints.
 
-A hook is an object with some of these methods; the trainer calls those that it has, in the order of
-the hooks (`end` in the reverse order), on every rank, so hooks may be collective:
+A hook is an object with some of the methods below. The trainer calls them on every rank, so hooks
+may be collective. It calls the hooks in their order, except that `end` is called in reverse order.
 
     start(trainer)              before the first iteration
     iteration(trainer, result)  for the `StepResult` of each iteration, in order; on a GPU up to
                                 four steps after it was submitted
-    step(trainer)               after each submitted mini-batch; on a GPU, `trainer.wait()` first if
-                                the hook reads the network
-    epoch(trainer, summary)     after the last mini-batch of an epoch: an `EpochSummary`
-    finish(trainer)             after the last mini-batch, before what is done to the network at
-                                the end (the best network, statistics of the population)
+    step(trainer)               after each submitted mini-batch; on a GPU, a hook that reads the
+                                network must call `trainer.wait()` first
+    epoch(trainer, summary)     after the last mini-batch of an epoch, with an `EpochSummary`
+    finish(trainer)             after the last mini-batch, before the network is finalized (choice
+                                of the best network, population statistics)
     end(trainer)                when the network is final; the run's files are complete then
 
 `trainer.stop()` ends the run after the current mini-batch, on all ranks.
@@ -36,7 +36,7 @@ EVENTS = ("start", "iteration", "step", "epoch", "finish", "end")
 
 
 def check_hooks(hooks: Any) -> list[Any]:
-    """Return the hooks as a list; raise UserError for what cannot be called as one."""
+    """Return the hooks as a list; raise UserError if an element is not a hook."""
     if isinstance(hooks, str) or not isinstance(hooks, Iterable):
         raise UserError(f"hooks: expected a list of hooks, found {type(hooks).__name__}")
     hooks = list(hooks)
@@ -52,7 +52,7 @@ def check_hooks(hooks: Any) -> list[Any]:
 
 
 class Hooks:
-    """The hooks of a run: `hooks.step(trainer)` calls `step` of each hook that has it."""
+    """All hooks of a run. `hooks.step(trainer)` calls `step` of each hook that has it."""
 
     start: Callable[..., None]
     iteration: Callable[..., None]
@@ -64,7 +64,8 @@ class Hooks:
     def __init__(self, hooks: Iterable[Any]) -> None:
         hooks = list(hooks)
         for event in EVENTS:
-            order = reversed(hooks) if event == "end" else hooks  # files before announcements
+            # At the end, hooks that write files run before hooks that announce the result.
+            order = reversed(hooks) if event == "end" else hooks
             methods = [getattr(hook, event) for hook in order if hasattr(hook, event)]
             setattr(self, event, _call_each(methods))
 
@@ -93,7 +94,7 @@ class MetricsHook:
 
 
 class ValidationHook:
-    """Validates every so many iterations, or at the end of each epoch."""
+    """Validates at the interval of `validation_frequency`, or at the end of each epoch."""
 
     def step(self, trainer: Trainer) -> None:
         if trainer.validation.due(trainer.position.iteration):
@@ -128,7 +129,7 @@ class ConsoleHook:
 
 
 class OutputFunctionsHook:
-    """Calls the output functions of the options; one that returns True on any rank ends the run."""
+    """Calls the output functions; the run ends if one of them returns True on any rank."""
 
     def start(self, trainer: Trainer) -> None:
         rate = trainer.learning_rate(max(trainer.position.iteration, 1))
@@ -167,7 +168,7 @@ class OutputFunctionsHook:
 
 
 class BalanceHook:
-    """Deals the shares of the next epoch by the measured speed of each rank."""
+    """Sets each rank's share in the next epoch according to its measured speed."""
 
     def __init__(self, balancer: LoadBalancer) -> None:
         self.balancer = balancer
@@ -177,7 +178,7 @@ class BalanceHook:
 
 
 class CheckpointHook:
-    """Writes a checkpoint every so many iterations, after each epoch, and when a run stops."""
+    """Writes checkpoints: every `checkpoint_every` iterations, after epochs and after a stop."""
 
     def step(self, trainer: Trainer) -> None:
         interval = trainer.options.checkpoint_every
@@ -193,7 +194,7 @@ class CheckpointHook:
 
 
 class PlotHook:
-    """Draws progress.png."""
+    """Draws progress.png after epochs and at the end."""
 
     def epoch(self, trainer: Trainer, summary: EpochSummary) -> None:
         trainer.writer.plot()
@@ -203,7 +204,17 @@ class PlotHook:
 
 
 def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -> Hooks:
-    """Return all hooks of a run, in their order; `balancer` is a LoadBalancer or None."""
+    """Return the hooks of a run, built-in and custom, in the order of their calls.
+
+    Parameters
+    ----------
+    user_hooks : iterable
+        The custom hooks.
+    options : TrainingOptions
+        The options of the run.
+    balancer : LoadBalancer or None
+        Measures the ranks' speed if shares depend on it.
+    """
     hooks = [MetricsHook(), ValidationHook(), ConsoleHook(), OutputFunctionsHook(), *user_hooks]
     hooks += [BalanceHook(balancer)] if balancer else []
     hooks.append(CheckpointHook())

@@ -1,4 +1,4 @@
-"""The input of a network: how options augment and normalize images, and checks of both."""
+"""Set up and check the input of a network: augmentation, normalization, crop and classes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ OPTIONS = ("flip", "translate", "rotation", "scale", "shear", "fill", "random_cr
 
 
 def augmenter_of(options: TrainingOptions) -> Augmenter | None:
-    """Return the Augmenter that the options describe, or None if they change no image.
+    """Return the Augmenter that the options describe, or None if images are not augmented.
 
     Raises
     ------
     UserError
-        If the options hold both an augmenter and options that describe one.
+        If `augmenter` is combined with options that describe an augmentation, such as `flip`, or if
+        a value is invalid.
     """
     changed = [name for name in OPTIONS if getattr(options, name) != _default(options, name)]
     if options.augmenter is not None:
@@ -38,7 +39,7 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         return options.augmenter
     if not changed:
         return None
-    # the options' checks have made texts of both
+    # the options' checks have converted both to strings
     scale_text, crop_text = cast(str | None, options.scale), cast(str | None, options.random_crop)
     scale: Any = (1, 1) if scale_text is None else tuple(map(float, scale_text.split(",")))
     try:
@@ -59,7 +60,7 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
 
 
 def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape (C, P, Q) of a network's training images, from a set's (C, H, W)."""
+    """Return the shape (C, P, Q) of images after augmentation, given (C, H, W) in the datastore."""
     augmenter = augmenter_of(options)
     if augmenter is None:
         return tuple(shape)
@@ -121,7 +122,7 @@ def prepare(
     world: Any,
     checkpoint_tables: dict[str, dict[str, np.ndarray]] | None = None,
 ) -> dict[str, Any]:
-    """Set the input transform and the classes of the network for a training run. Collective.
+    """Set the input transforms and the classes of the network for a training run. Collective.
 
     Parameters
     ----------
@@ -134,13 +135,13 @@ def prepare(
     world : World
         The ranks.
     checkpoint_tables : dict, optional
-        Tables of a checkpoint, which hold the statistics of the normalization. By default they are
-        computed from `datastore`.
+        Tables of a checkpoint, which contain the statistics of the normalization. By default the
+        statistics are computed from `datastore`.
 
     Returns
     -------
     dict
-        Keywords of the training `MinibatchQueue`.
+        Keyword arguments of the `MinibatchQueue` for training.
     """
     augmenter = augmenter_of(options)
     if checkpoint_tables is not None:
@@ -163,12 +164,12 @@ def prepare(
 
 
 def facts(options: TrainingOptions) -> dict[str, Any]:
-    """Return the checkpoint's record of an augmenter given as an object, else {}."""
+    """Return {"augmenter": spec} for a checkpoint if the option `augmenter` is given, else {}."""
     return {} if options.augmenter is None else {"augmenter": options.augmenter.spec()}
 
 
 def check_unchanged(saved: dict[str, Any], options: TrainingOptions) -> None:
-    """Raise UserError if a resumed run has another augmenter than its checkpoint's facts."""
+    """Raise UserError if the option `augmenter` of a resumed run differs from the checkpoint's."""
     old = saved.get("augmenter", {})
     new = {} if options.augmenter is None else options.augmenter.spec()
     if old != new:
@@ -176,7 +177,7 @@ def check_unchanged(saved: dict[str, Any], options: TrainingOptions) -> None:
 
 
 def tables(net: Network) -> dict[str, dict[str, np.ndarray]]:
-    """Return the normalization's tables for a model file or checkpoint; {} without statistics."""
+    """Return {"normalization": statistics} for a file, or {} if there are no statistics."""
     arrays = {} if net.normalization is None else net.normalization.arrays()
     return {"normalization": arrays} if arrays else {}
 

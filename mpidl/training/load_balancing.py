@@ -1,4 +1,4 @@
-"""Shares of a mini-batch in proportion to the measured speed of the ranks."""
+"""Divide mini-batches among the ranks in proportion to their measured speed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 
-PARTS = 1000  # weight of the fastest rank
+PARTS = 1000  # the weight of the fastest rank
 
 
 class LoadBalancer:
-    """Measures how long this rank's own work takes, and weights the next epoch's shares by it.
+    """Measures the speed of this rank, and computes all ranks' shares of the next epoch from it.
 
-    Waiting for other ranks does not count. The shares change no byte of the result.
+    Time spent waiting for other ranks is left out. The shares do not affect the result of training,
+    not even its rounding.
 
     Parameters
     ----------
@@ -23,14 +24,14 @@ class LoadBalancer:
     def __init__(self, world: Any):
         self.world = world
         self.blocks, self.seconds = 0, 0.0
-        self.started: float | None = None  # when the current step began, less all waiting before
+        self.started: float | None = None  # start of the current step minus the waiting time so far
 
     def start(self, now: float) -> None:
-        """Start timing a step at `now` seconds."""
+        """Start timing a step. `now` is the time in seconds."""
         self.started = now - self.world.transport.wait_seconds
 
     def stop(self, now: float, blocks: int) -> None:
-        """Stop timing the step, in which this rank held `blocks` blocks."""
+        """Stop timing the step, in which this rank computed `blocks` blocks."""
         self.seconds += now - self.world.transport.wait_seconds - self.started
         self.blocks += blocks
 
@@ -40,7 +41,7 @@ class LoadBalancer:
         Returns
         -------
         tuple of int or None
-            One weight per rank, at most PARTS; None if no rank measured any work.
+            One weight per rank, from 1 to PARTS. None if no rank measured any work.
         """
         speeds = np.zeros(self.world.size)
         if self.blocks and self.seconds > 0:
@@ -49,6 +50,6 @@ class LoadBalancer:
         speeds = self.world.gop("max", speeds)
         if not speeds.any():
             return None
-        # A rank without work so far counts as fast as the others on average.
+        # Ranks without a measurement get the mean speed of the others.
         speeds[speeds == 0] = speeds[speeds > 0].mean()
         return tuple(max(1, round(PARTS * speed)) for speed in (speeds / speeds.max()).tolist())

@@ -1,7 +1,7 @@
-"""Memory that `--cache-mb` leaves for decoded images.
+"""Compute how much of `--cache-mb` is available for caching decoded images.
 
-The option bounds a node's memory for data, beyond the mini-batch in use. Mini-batches made ahead
-and pixels being read take their part first.
+The option limits the memory of a node for data, beyond the mini-batch in use. Prefetched
+mini-batches and pixels that are being read use it first; the cache uses the rest.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from mpidl.training import input_pipeline
 from mpidl.training.options.training_options import TrainingOptions
 
 MB = 10**6
-COPIES = 2  # of pixels that a thread reads: as read, and merged with cached ones
+COPIES = 2  # of the pixels that a thread reads: as they are read, and merged with cached images
 
 
 def for_images(options: TrainingOptions, datastore: Datastore, world: Any) -> int:
-    """Return the bytes per node for a `NodeCache` of the training set, 0 or more.
+    """Return the size in bytes per node, at least 0, for a `NodeCache` of the training set.
 
     Notes
     -----
-    Validation between iterations reads ahead while training's mini-batches wait; at the end of an
-    epoch none wait. If `--cache-mb` is too small for the mini-batches made ahead, no image is
-    cached. Their number stays the same: with fewer, the step might wait for reading.
+    During a validation between iterations, prefetched mini-batches of training stay in memory, so
+    the memory of both queues is reserved. At the end of an epoch no mini-batches are waiting, so
+    the larger of both is reserved. If `--cache-mb` is too small for the prefetched mini-batches, no
+    image is cached. Their number is not reduced, because the step might then wait for images.
     """
     shape, staged = input_pipeline.image_shape(options, datastore.image_shape), 0
     if world.device is not None:
-        # Loaded late: only ranks with a GPU import its backend.
-        from mpidl.backends.gpu.program import ROWS as staged  # in pinned memory, for the device
+        # Only ranks with a GPU import its backend.
+        from mpidl.backends.gpu.program import ROWS as staged  # mini-batches in pinned memory
     reserved = queue_bytes(options, datastore, shape, options.batch_size, world, staged)
     store = options.validation
     if store is not None:
@@ -54,20 +55,26 @@ def queue_bytes(
     world: Any,
     staged: int = 0,
 ) -> int:
-    """Return the bytes that a `MinibatchQueue` takes beyond the mini-batch in use.
+    """Return the number of bytes that a `MinibatchQueue` needs beyond the mini-batch in use.
 
-    This counts mini-batches made ahead and pixels that threads are reading, on the node that holds
-    most of a mini-batch.
+    This includes prefetched mini-batches and pixels that threads are reading. If the nodes need
+    different amounts, the largest one is returned.
 
     Parameters
     ----------
+    options : TrainingOptions
+        The options of the run.
+    datastore : Datastore
+        The images that the queue delivers.
     shape : tuple of int
-        (C, P, Q) of the network's images. They wait as float32 blocks; on a GPU, which makes the
-        blocks, they wait as read.
+        (C, P, Q) of the network's images. The queue stores them as float32 blocks or, for a GPU,
+        in the type of the datastore.
     batch_size : int
-        Images per mini-batch over all ranks.
+        Number of images per mini-batch over all ranks.
+    world : World
+        The ranks.
     staged : int
-        Further mini-batches in memory.
+        Number of further mini-batches in memory.
     """
     count, workers = len(datastore), options.workers if options.prefetch else 1
     load = None if options.worker_load == "measured" else options.load(world.size)

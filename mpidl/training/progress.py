@@ -1,4 +1,4 @@
-"""The state of a training run: its position, what hooks and output functions see, its result."""
+"""The position and the result of a training run, and the arguments of output functions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons 
 
 @dataclass
 class Position:
-    """How far a run has come. Checkpoints keep it."""
+    """How far a run has come. Checkpoints store it."""
 
-    epoch: int = 1  # the current epoch, from 1
-    batch: int = 0  # its mini-batches that were submitted
-    iteration: int = 0  # mini-batches of all epochs that were submitted
-    loss: float = 0.0  # sum over the images of this epoch
-    correct: float | None = None  # images of this epoch classified right; None without classes
-    images: int = 0  # of this epoch
-    seconds: float = 0.0  # of training, with those of resumed runs
-    all_images: int = 0  # of all epochs
-    epoch_loss: float | None = None  # mean over the images of the last complete epoch
+    epoch: int = 1  # the current epoch, counted from 1
+    batch: int = 0  # number of mini-batches submitted in the current epoch
+    iteration: int = 0  # number of mini-batches submitted in all epochs
+    loss: float = 0.0  # sum of the losses of this epoch's images so far
+    correct: float | None = None  # correctly classified images of this epoch; None without classes
+    images: int = 0  # number of images in completed steps of this epoch
+    seconds: float = 0.0  # training time, including that before a resume
+    all_images: int = 0  # number of images in completed steps of all epochs
+    epoch_loss: float | None = None  # mean loss over the images of the last complete epoch
 
     def add(self, result: StepResult) -> None:
-        """Add the loss and the images of a step."""
+        """Add the loss, the images and the correct images of a completed step."""
         info = result.info
         self.loss += result.loss * info.images
         if result.correct is not None:
@@ -36,7 +36,7 @@ class Position:
         self.all_images += info.images
 
     def end_epoch(self, learning_rate: float, images_per_second: float) -> EpochSummary:
-        """Go to the start of the next epoch; return the summary of the one that has ended."""
+        """Go to the start of the next epoch, and return the summary of the one that has ended."""
         self.epoch_loss = self.loss / self.images
         means = self.epoch_loss, self.accuracy
         summary = EpochSummary(self.epoch, self.iteration, *means, learning_rate, images_per_second)
@@ -51,7 +51,10 @@ class Position:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of the current epoch; before its first mini-batch, of the previous one."""
+        """Mean loss of the current epoch so far.
+
+        Before the first mini-batch of an epoch, it is that of the previous epoch, or NaN.
+        """
         if self.images:
             return self.loss / self.images
         return math.nan if self.epoch_loss is None else self.epoch_loss
@@ -63,18 +66,19 @@ class Progress(NamedTuple):
     Attributes
     ----------
     state : str
-        "start" before the first iteration, "iteration" after each, "epoch" after each epoch, "done"
-        at the end.
+        "start" before the first iteration, "iteration" after each iteration, "epoch" after each
+        epoch, "done" at the end.
     epoch, iteration : int
-        From 1; iteration is 0 before the first.
+        The current epoch and iteration, counted from 1. `iteration` is 0 before the first one.
     loss, accuracy : float or None
-        Of the iteration's mini-batch, or means over the images of the epoch.
+        Means over the mini-batch if `state` is "iteration", or over the images of the epoch. None
+        if they are not known, such as at the start.
     learning_rate : float
-        Of the iteration.
+        Learning rate of the iteration.
     seconds : float
-        Since the start.
+        Training time since the start of the run, including that before a resume.
     validation_loss, validation_accuracy : float or None
-        Of the last validation.
+        Results of the last validation, if any.
     """
 
     state: str
@@ -89,13 +93,13 @@ class Progress(NamedTuple):
 
 
 class EpochSummary(NamedTuple):
-    """An epoch that has ended: means over its images, and their number per second."""
+    """The summary of a completed epoch."""
 
     epoch: int
-    iteration: int  # its last one
-    loss: float
-    accuracy: float | None
-    learning_rate: float  # of its last iteration
+    iteration: int  # the last iteration of the epoch
+    loss: float  # mean over the images of the epoch
+    accuracy: float | None  # None if the loss has no classes
+    learning_rate: float  # learning rate of the last iteration
     images_per_second: float
 
 
@@ -106,17 +110,22 @@ class Result:
     Attributes
     ----------
     stopped : str or None
-        What ended the run early: the name of a signal, "output_function" or "validation_patience".
+        What ended the run early: the name of a signal, "output_function" (also for a stop by a
+        hook) or "validation_patience". None if the run did not end early.
     epochs : int
-        Complete epochs.
+        Number of complete epochs.
     iterations : int
+        Number of iterations, including those before a resume.
     loss : float
-        Mean over the images of the last epoch that has begun.
-    images_per_second, train_seconds : float
+        Mean loss over the images of the last epoch, complete or not.
+    images_per_second : float
+        Number of images of all epochs divided by `train_seconds`.
+    train_seconds : float
+        Training time in seconds, including that before a resume.
     best_iteration : int or None
-        The iteration of the least validation loss.
+        The iteration with the lowest validation loss. None without a validation.
     validation_loss, validation_accuracy : float or None
-        Of the last validation, or of the best network if the run ends with that one.
+        Results of the last validation, or those of the best network if the run returns it.
     """
 
     stopped: str | None

@@ -1,7 +1,7 @@
-"""Learning rate schedules.
+"""Compute the learning rate of each iteration.
 
-The rates are the same on every machine. Only operations that IEEE 754 defines to the last bit are
-used, because C libraries round cos() and pow() differently.
+The rates are the same on every machine. C libraries round cos() and pow() differently, so this
+module uses only the basic operations of IEEE 754 and Python's `decimal`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from decimal import Decimal
 from mpidl.errors import UserError
 from mpidl.training.options.training_options import TrainingOptions
 
-ENDING = ("cosine", "polynomial")  # schedules that end with the last epoch
+ENDING = ("cosine", "polynomial")  # schedules that depend on the number of epochs
 
 
 def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int) -> float:
@@ -24,11 +24,11 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
     options : TrainingOptions
         The schedule and its parameters.
     epoch : int
-        From 1.
+        The epoch, counted from 1.
     iteration : int
-        From 1, over all epochs.
+        The iteration, counted from 1 over all epochs.
     per_epoch : int
-        Iterations per epoch.
+        Number of iterations per epoch.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
         for _ in range((epoch - 1) // options.learn_rate_drop_period):
             rate *= options.learn_rate_drop_factor
         return rate
-    # Share of the iterations after the warm-up that are done, below 1.
+    # Fraction of the iterations after the warm-up that came before this one, below 1.
     progress = (iteration - 1 - warm) / max(options.epochs * per_epoch - warm, iteration - warm)
     if schedule == "cosine":
         factor = (1 + cosine(progress)) / 2
@@ -62,7 +62,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
 
 
 def cosine(turn: float) -> float:
-    """Return cos(pi * turn) for turn from 0 to 1."""
+    """Return cos(pi * turn) for a turn between 0 and 1."""
     if turn > 0.5:
         return -cosine(1 - turn)
     if turn > 0.25:  # cos x = sin(pi/2 - x)
@@ -71,7 +71,10 @@ def cosine(turn: float) -> float:
 
 
 def _series(x, first):
-    """Sum the Taylor series of cos (first 0) or sin (first 1) at 0 <= x <= pi / 4, to 1e-17."""
+    """Return cos(x) if `first` is 0 or sin(x) if it is 1, by Taylor series.
+
+    The error of the series is below 1e-17 for 0 <= x <= pi / 4.
+    """
     total = 0.0
     for n in range(first + 18, first, -2):
         total = (1 + total) * (-x * x / (n * (n - 1)))
@@ -79,7 +82,7 @@ def _series(x, first):
 
 
 def _call_schedule(schedule: Callable[[int, int], float], epoch: int, iteration: int) -> float:
-    """Return the rate that the user's function gives for an iteration, checked."""
+    """Call the user's schedule function and check the rate that it returns."""
     rate = schedule(epoch, iteration)
     try:
         number = float(rate)

@@ -1,8 +1,8 @@
-"""One training step, on the host or recorded for a GPU, behind the same three methods.
+"""Training steps on the host (`EagerStep`) and on a GPU (`RecordedStep`) with the same methods.
 
-`submit` starts the step of a mini-batch and returns the results that are ready, `drain` waits for
-the others, `close` gives the device back. On the host each step is done when `submit` returns. On a
-GPU the host prepares up to `STEPS_AHEAD` steps while earlier ones run.
+`submit` starts the step of a mini-batch and returns the results that are ready. `drain` waits for
+all other results, and `close` moves the network back to host memory. On the host each step is
+complete when `submit` returns. On a GPU the host submits up to `STEPS_AHEAD` steps ahead.
 """
 
 from __future__ import annotations
@@ -21,24 +21,33 @@ from mpidl.data import MinibatchQueue
 from mpidl.errors import Fault, UserError
 from mpidl.training.optimizers import Optimizer
 
-STEPS_AHEAD = 4  # that a GPU may have to do while the host prepares the next one
+STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wait for
 
 
 class StepInfo(NamedTuple):
-    """A submitted step."""
+    """The facts of a submitted step."""
 
     epoch: int
     iteration: int
-    images: int  # of the mini-batch, on all ranks
+    images: int  # number of images of the mini-batch, on all ranks
     learning_rate: float
-    start: float  # seconds, of time.monotonic()
+    start: float  # time.monotonic() at the start of the step, in seconds
 
 
 class StepResult(NamedTuple):
-    """A step that is done: its `StepInfo` and what it gave.
+    """The result of a completed step.
 
-    `correct` is the number of images classified right, as a fraction where an image has several
-    labels; None if the loss has no classes.
+    Attributes
+    ----------
+    info : StepInfo
+        The facts of the step.
+    loss : float
+        Loss of the mini-batch.
+    correct : float or None
+        Number of correctly classified images. An image with several labels adds the fraction of
+        its correct labels. None if the loss has no classes.
+    images_per_second : float
+        Images of the mini-batch per second since the start of the step.
     """
 
     info: StepInfo
@@ -52,21 +61,28 @@ class StepResult(NamedTuple):
 
 
 def make_step(net, optimizer, options, world, datastore, queue_options, balancer, advice):
-    """Return the mini-batch queue and the step for this world's device.
+    """Create the mini-batch queue and the step for the device of `world`.
 
     Parameters
     ----------
     queue_options : dict
-        Arguments of `MinibatchQueue` beside the datastore, batch size, seed, world and order.
+        Arguments of `MinibatchQueue` other than datastore, batch size, seed, world and shuffling.
     balancer : LoadBalancer or None
         Measures each rank's time per block.
     advice : Callable[[float], str]
-        Returns, for a learning rate, what a user may do about a loss that is not finite.
+        Returns advice for the user about a loss that is not finite, given the learning rate.
+
+    Returns
+    -------
+    queue : MinibatchQueue
+        The queue that delivers mini-batches for the step.
+    step : EagerStep or RecordedStep
+        The step.
 
     Raises
     ------
     UserError
-        If an option does not work on a GPU.
+        If an option or the optimizer does not work on a GPU.
     """
     arguments = datastore, options.batch_size, options.seed, world, options.shuffle
     labels_per_image = losses.labels_per_image(datastore)
@@ -75,7 +91,7 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
         return queue, EagerStep(
             net, optimizer, options.loss, world, labels_per_image, balancer, advice
         )
-    from mpidl.data.loading.device_queue import DeviceQueue  # GPU code loads only for a GPU
+    from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
     if options.batchnorm == "local":
         raise UserError("--batchnorm local: on GPUs statistics are global; use --device cpu")
@@ -100,7 +116,7 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
 
 
 class EagerStep:
-    """The step whose ops run as the tape calls them."""
+    """A step on the host. Each op runs as soon as it is called."""
 
     def __init__(self, net, optimizer, loss, world, labels_per_image, balancer, advice):
         self.net, self.optimizer, self.world = net, optimizer, world
@@ -109,7 +125,7 @@ class EagerStep:
         self.labels_per_image, self.balancer, self.advice = labels_per_image, balancer, advice
 
     def submit(self, images, targets, info: StepInfo) -> list[StepResult]:
-        """Compute the loss and gradients of a mini-batch and update the network. Collective."""
+        """Compute the loss and gradients of a mini-batch, and update the network. Collective."""
         if self.balancer:
             self.balancer.start(info.start)
         value, gradients, state = self.gradient(self.net, images, targets)
@@ -129,7 +145,7 @@ class EagerStep:
         pass
 
     def _raise_fault(self, images, targets, loss, info):
-        """Name the ranks whose own images made the loss not finite."""
+        """Raise a Fault that names the ranks whose own images give a loss that is not finite."""
         (own_loss, *_), _, _ = value_and_grad(self.objective)(self.net, images, targets)
         flags = self.world.gather(not np.isfinite(own_loss.local()).all())
         ranks = [str(rank) for rank, flag in enumerate(self.world.broadcast(flags)) if flag]
@@ -138,7 +154,7 @@ class EagerStep:
 
 
 class RecordedStep:
-    """The step as a program of a GPU: recorded once, replayed for every mini-batch."""
+    """A step on a GPU, recorded once as a program and replayed for every mini-batch."""
 
     def __init__(self, net, optimizer, loss, world, labels_per_image, reader, advice, graphs: bool):
         from mpidl.training.gpu_step import StepProgram
@@ -150,24 +166,32 @@ class RecordedStep:
         try:
             self.program = StepProgram(net, optimizer, gradient, reader, world.counts, graphs)
         except BaseException:
-            net.to(None)  # a caller may try again, with smaller mini-batches for example
+            net.to(None)  # so that the caller can retry, for example with smaller mini-batches
             raise
 
     def submit(self, images, targets, info: StepInfo) -> Iterator[StepResult]:
-        """Yield the results of steps more than `STEPS_AHEAD` ago; then start the mini-batch's.
+        """Yield the results of steps that are due, then start the step of the mini-batch.
 
+        At most `STEPS_AHEAD` earlier steps stay without a result.
+
+        Parameters
+        ----------
         images : Feed
-            The mini-batch as `DeviceQueue` delivers it; its labels lie with it, `targets` is None.
+            The mini-batch from a `DeviceQueue`, which includes the labels.
+        targets : None
+            Not used.
+        info : StepInfo
+            The facts of the step.
         """
         yield from self._results(STEPS_AHEAD)
         self.pending.append((self.program.start(images), info))
 
     def drain(self) -> Iterator[StepResult]:
-        """Wait for all submitted steps."""
+        """Wait for all submitted steps and yield their results."""
         return self._results(0)
 
     def close(self) -> None:
-        """Bring the network back to host memory."""
+        """Move the network back to host memory."""
         self.net.to(None)
 
     def _results(self, max_pending: int) -> Iterator[StepResult]:
@@ -180,12 +204,12 @@ class RecordedStep:
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
-    """Return the parameters after an optimizer's step, in the network's order.
+    """Apply an optimizer, and return the new parameters in the network's order.
 
     Raises
     ------
     UserError
-        If a custom optimizer returns other names, shapes or types.
+        If a custom optimizer returns other names, shapes or types than it received.
     """
     stepped = optimizer(parameters, gradients)
     if isinstance(optimizer, Optimizer):

@@ -1,4 +1,4 @@
-"""Training: the loop that `dl.train` and the command `train` run."""
+"""The training loop of `dl.train` and of the command `train`."""
 
 from __future__ import annotations
 
@@ -53,58 +53,64 @@ def train(
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
 ) -> Result:
-    """Train a network; its parameters and state change in place. Collective.
+    """Train a network. Its parameters and state are changed in place. Collective.
 
     Parameters
     ----------
     net : Network
+        The network to train.
     datastore : Datastore
-        Labelled images, or images with targets, as the options' loss needs them.
+        Images with the labels or targets that the loss needs.
     options : TrainingOptions, optional
+        The options of the run. By default `TrainingOptions()`.
     world : World, optional
-        The ranks that train; by default all.
+        The ranks that train. By default all ranks.
     out : path, optional
         Folder for metrics.jsonl, progress.png and the checkpoints. By default the folder of
-        `resume`; without either, nothing is written.
+        `resume`. If neither is given, no files are written.
     console : Console, optional
-        Prints progress; by default one with the options' `verbose`.
+        Prints progress. By default a new console that follows the options' `verbose` and
+        `verbose_every`.
     resume : path or (arrays, facts), optional
         Folder of the run to resume, or its loaded checkpoint.
     overwrite : bool
         Whether to replace another run in `out`.
     optimizer : optional
-        A built-in optimizer (`SGDM(0.05)`), or an object with `learning_rate`,
-        `__call__(parameters, gradients)`, which returns new parameters, and `state()` and
-        `load_state(state)` for the arrays that checkpoints keep. It replaces the one that
-        the options name, with its `l2`, `gradient_threshold` and the like; schedules start from its
-        learning rate. On a GPU it needs the methods of `Optimizer`.
+        A built-in optimizer such as `SGDM(0.05)`, or a custom object. A custom object needs
+        `learning_rate`, `__call__(parameters, gradients)`, which returns new parameters, and
+        `state()` and `load_state(state)` for the arrays that checkpoints keep. On a GPU it also
+        needs the other methods of `Optimizer`. The optimizer replaces the options that describe
+        one, such as `solver`, `l2` and `gradient_threshold`. Schedules start from its learning
+        rate.
     hooks : iterable
         Objects with some of the methods that `mpidl.training.hooks` describes.
     facts : mapping, optional
-        More facts to keep in the checkpoints.
+        Further facts to store in the checkpoints.
     signals : Signals, optional
-        Entered, if the caller watches for signals before and after the training as well.
+        An entered `Signals` object, for callers that also watch for signals before and after the
+        training.
 
     Returns
     -------
     Result
-        It tells what ended the run early: USR1, TERM or INT on any rank, or a stop that a hook or
-        output function asked for. The run then ends after the current mini-batch, on all ranks,
-        with a checkpoint.
+        The result. A run ends early after a signal USR1, TERM or INT on any rank, if a hook or an
+        output function requests a stop, or when validation_patience is exhausted; `stopped` then
+        names the reason. Such a run ends on all ranks after the current mini-batch, with a
+        checkpoint.
 
     Raises
     ------
     UserError
-        If `out` holds another run, or if the run to resume has other options, another network or
-        other images.
+        If an argument is invalid, if `out` holds another run, or if the resumed run has different
+        options, a different network or different images.
     Fault
         If the loss or the weights are not finite. The last good checkpoint is kept.
 
     Notes
     -----
-    The network ends as the options ask: that of the last iteration or of the least validation loss,
-    with moving or population statistics of batch normalization. Checkpoints hold the last
-    iteration's network, with the moving ones.
+    The options choose the final network: that of the last iteration or the one with the lowest
+    validation loss, with moving or population statistics of batch normalization. Checkpoints always
+    hold the network of the last iteration with moving statistics.
     """
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)
@@ -138,7 +144,7 @@ def train(
                 trainer.facts = dict(facts or {})
                 return trainer.run()
             finally:
-                optimizer.learning_rate = rate  # the schedule's last one is not the user's
+                optimizer.learning_rate = rate  # undo the changes of the schedule
 
 
 def _use_device(world, options):
@@ -151,26 +157,33 @@ def _use_device(world, options):
 
 
 def stopped_by(signals: Signals, world: World) -> str | None:
-    """Return the name of the signal that the ranks agreed to stop on, or None. Collective."""
+    """Return the name of the signal on which the ranks agreed to stop, or None. Collective."""
     if not signals.agreed:
         return None
     return next(name for name in world.broadcast(world.gather(signals.name)) if name)
 
 
 class Trainer:
-    """A training run, as its hooks see it.
+    """A training run, which hooks receive as their first argument.
 
     Attributes
     ----------
-    net, datastore, options, world, console, optimizer
-        As given to `train`; the datastore with its cache.
+    net, options, world, console, optimizer
+        The arguments of `train`, or the defaults in their place.
+    datastore : NodeCache
+        The training set with a cache of decoded images.
     queue : MinibatchQueue
+        Delivers the mini-batches.
     step : EagerStep or RecordedStep
+        Computes the steps.
     position : Position
+        How far the run has come.
     validation : Validation
+        The validations and the best network so far.
     writer : RunWriter
         Writes the files of the run.
     signals : Signals
+        The requests to stop.
     """
 
     def __init__(
@@ -219,17 +232,17 @@ class Trainer:
 
     @property
     def total_iterations(self) -> float:
-        """Iterations of the whole run, if nothing stops it."""
+        """Number of iterations of the whole run, unless it ends early."""
         return min(self.options.epochs * len(self.queue), self.max_iterations)
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether the last mini-batch of the epoch is done."""
+        """Whether the last mini-batch of the epoch has been submitted."""
         return self.position.batch == len(self.queue)
 
     @property
     def leaves_epoch(self) -> bool:
-        """Whether no further mini-batch of this epoch will be taken."""
+        """Whether no further mini-batch of this epoch will be submitted."""
         is_last = self.position.iteration >= self.max_iterations or self.at_epoch_end
         return is_last or not self._continues()
 
@@ -242,7 +255,7 @@ class Trainer:
         self.signals.name = self.signals.name or OUTPUT_FUNCTION
 
     def run(self) -> Result:
-        """Train to the end; return the result. Collective."""
+        """Train to the end and return the result. Collective."""
         try:
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 return self._run()
@@ -265,7 +278,7 @@ class Trainer:
         self.hooks.end(self)
         self.writer.close()
         self.datastore.close()
-        if self.signals.name == OUTPUT_FUNCTION:  # the caller's signals are for its next run, too
+        if self.signals.name == OUTPUT_FUNCTION:  # the caller may use its signals for another run
             self.signals.name, self.signals.agreed = None, False
         return Result(
             reason,
@@ -286,7 +299,7 @@ class Trainer:
             for images, targets in agreed(batches, self.world, self.signals):
                 info = self._next_step(images.batch.count)
                 self._report(self.step.submit(images, targets, info))
-                del images, targets  # the next mini-batch may take their memory
+                del images, targets  # so that the next mini-batch can reuse their memory
                 self.hooks.step(self)
                 if self.leaves_epoch:
                     break
@@ -304,9 +317,11 @@ class Trainer:
         return StepInfo(position.epoch, position.iteration, images, rate, start_time)
 
     def _report(self, results):
-        """Count the results, then tell the hooks, also of those before a loss that is not finite.
+        """Add the results to the position, then pass them to the `iteration` hooks.
 
-        A hook that waits for steps, or saves, counts the results; the outermost call tells them.
+        If `results` raises a Fault for a loss that is not finite, the hooks still receive the
+        results before it. A hook that calls `wait` or `save` causes a nested call. A nested call
+        only adds results to the position; the outermost call passes them to the hooks.
         """
         is_outermost = not self._results
         try:
@@ -320,7 +335,10 @@ class Trainer:
                 self._results.popleft()
 
     def wait(self) -> None:
-        """Wait for the submitted steps, and report them. Before it the network may lag behind."""
+        """Wait for the submitted steps and report them.
+
+        On a GPU, the network is up to date only after this call.
+        """
         self._report(self.step.drain())
 
     def _continues(self):
@@ -332,9 +350,15 @@ class Trainer:
         Parameters
         ----------
         announce : bool
-            Whether to print a line; the line of an epoch tells its own validation.
+            Whether to print a line. At the end of an epoch this is not needed, because the epoch's
+            line includes the validation.
         interruptible : bool
-            Whether a signal may end it; a stop that a hook asked for never does.
+            Whether a signal may end the validation. A stop requested by a hook never ends it.
+
+        Raises
+        ------
+        UserError
+            If the run has no validation images.
         """
         signals = self.signals if interruptible else None
         if self.validation.store is None:
@@ -358,14 +382,14 @@ class Trainer:
             self.console.validation(position.iteration, evaluation)
 
     def _finish(self):
-        """Make the network final; return what ended the run early, or None.
+        """Finalize the network, and return what ended the run early, or None.
 
-        This follows the last checkpoint: a resumed run continues as if it had never stopped.
+        This runs after the last checkpoint, so a resumed run continues as if it had never stopped.
         """
         signals = self.signals
         reason = stopped_by(signals, self.world)
         if reason is None and signals.name == OUTPUT_FUNCTION:
-            signals.name = None  # a stop when no step was left: the run ends by itself
+            signals.name = None  # requested after the last step: the run did not end early
         if reason is None and self.validation.exhausted:
             reason = PATIENCE
         if reason not in (None, OUTPUT_FUNCTION, PATIENCE):
@@ -374,7 +398,10 @@ class Trainer:
         return reason or stopped_by(signals, self.world)
 
     def _finalize_network(self, signals):
-        """Take the best network and the population's statistics; signals leave it as it is."""
+        """Choose the best network and compute its population statistics, as the options ask.
+
+        A signal during the validation or the computation ends it, and the rest is skipped.
+        """
         position, options = self.position, self.options
         if (
             self.validation.store is not None
@@ -388,14 +415,14 @@ class Trainer:
         if options.batchnorm_statistics == "population" and position.iteration:
             queue_options = {"prefetch": options.prefetch, **self.net.input_transform()}
             arguments = self.datastore, options.batch_size, options.seed, self.world, "never"
-            # in place of training's queue, whose memory goes
+            # this replaces the queue of training and frees its memory
             self.queue = MinibatchQueue(*arguments, **queue_options)
             net = self.net.on(self.world.device)
             state = population_state(net, self.queue, self.world, signals)
             self.net.state = self.net.state if state is None else state
 
     def save(self) -> None:
-        """Write a checkpoint, if the run has a folder. Collective."""
+        """Write a checkpoint if the run has a folder. Collective."""
         if self.writer.out is None:
             return
         self.wait()

@@ -1,4 +1,4 @@
-"""Activations."""
+"""Activation layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ class ReLU(Layer):
 
 @dataclass
 class LeakyReLU(Layer):
-    """Leaky rectified linear unit: x where x > 0 and scale * x elsewhere, scale >= 0."""
+    """Leaky rectified linear unit: x if x > 0, else scale * x.
+
+    Parameters
+    ----------
+    scale
+        Slope for negative x, at least 0.
+    """
 
     scale: float = 0.01
     name: str | None = None
@@ -64,7 +70,7 @@ class GELU(Layer):
     Parameters
     ----------
     approximate
-        "none" for the exact function, or "tanh".
+        "none" for the exact function, or "tanh" for its approximation by a hyperbolic tangent.
     """
 
     approximate: Literal["none", "tanh"] = "none"
@@ -80,9 +86,9 @@ class GELU(Layer):
 
 @dataclass
 class Softmax(Layer):
-    """exp(x) / sum of exp(x) over the K features of an image.
+    """Softmax: exp(x) divided by the sum of exp(x) over the K features of an image.
 
-    For images (K, H, W), the sum goes over the channels of each pixel.
+    For images (K, H, W), the sum runs over the K channels of each pixel.
     """
 
     name: str | None = None

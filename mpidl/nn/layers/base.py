@@ -1,4 +1,4 @@
-"""The base classes of layers, their learnables and state, and initial weights."""
+"""Base classes of layers, and their initial weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpidl import keyed
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
 
-Value: TypeAlias = Blocked | Var  # a value per image, or one that is being differentiated
+Value: TypeAlias = Blocked | Var  # Var: a Blocked value that is being differentiated
 Shape: TypeAlias = tuple[int, ...]
 Initial: TypeAlias = float | Callable[[int, str, Shape], np.ndarray]  # f(seed, key, shape)
 
 
 @dataclass
 class Built:
-    """The requirements of a layer for images of a shape.
+    """The result of `Layer.build`: the output shape and the arrays that the layer needs.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Built:
         Shape of the output for one image.
     learnables, state
         {name: (shape, initial value)}. The initial value is a number or a function
-        f(seed, key, shape) that returns an array.
+        f(seed, key, shape) that returns an array. The key is a name such as "conv1.weight".
     """
 
     output_shape: Shape
@@ -36,18 +36,20 @@ class Built:
 
 
 class LayerContext:
-    """The arrays and the mode that a layer's `forward` runs with; `context["weight"]` is an array.
+    """The arrays and the mode with which a layer's `forward` runs.
+
+    `context["weight"]` is the layer's learnable named "weight".
 
     Attributes
     ----------
     name
         The name of the layer.
     parameters
-        Learnables of the network, {"conv1.weight": array or Var}.
+        Learnables of the network, {"conv1.weight": array or Var, ...}.
     state
-        State of the network, {"batchnorm1.mean": array}. A layer may assign new arrays.
+        State of the network, {"batchnorm1.mean": array, ...}. A layer may assign new arrays.
     training
-        Whether the layer trains. False in prediction and for a frozen layer.
+        Whether the layer is being trained. False in prediction and for a frozen layer.
     batchnorm
         "global" or "local": the scope of batch normalization.
     """
@@ -64,35 +66,37 @@ class LayerContext:
         self.training, self.batchnorm = training, batchnorm
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Return the layer's learnable of a name; while it is differentiated, a Var of it."""
+        """Return the layer's learnable `name`, as a Var while it is differentiated."""
         return self.parameters[f"{self.name}.{name}"]
 
 
 @dataclass
 class Layer:
-    """Base of all layers. The network names a layer whose `name` is None.
+    """Base class of all layers.
+
+    A layer whose `name` is None gets a name from the network, such as "conv1".
 
     Parameters
     ----------
     after
         The name of the layer whose output this layer reads, or "images" for the input of the
-        network. By default the layer before it in the list. A layer with several inputs has a field
-        `inputs` instead, a tuple of such names; its `build` and `forward` get tuples.
+        network. By default the layer before it in the list. A layer with several inputs instead has
+        a field `inputs`, a tuple of names, and its `build` and `forward` receive tuples.
     trainable
         False freezes the layer. Its learnables are not differentiated, and it runs as in
         prediction: a frozen batch normalization uses its running state, which does not change.
     """
 
-    name = None  # type: str | None  # each layer declares the field itself, as its last positional one
+    name = None  # type: str | None  # each class declares it as its last positional field
 
     after: str | None = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 
     def spec(self) -> dict[str, Any]:
-        """Return the type and the arguments of the layer for JSON in model files.
+        """Return the type and the arguments of the layer, for the JSON in model files.
 
-        Keyword-only arguments with their default are left out, so a new argument does not change
-        the files of networks that do not use it.
+        Keyword-only arguments that have their default value are left out. New arguments therefore
+        do not change the files of networks that do not use them.
         """
         arguments = {"type": type(self).__name__}
         for f in fields(self):
@@ -102,17 +106,17 @@ class Layer:
         return arguments
 
     def build(self, shape: Any) -> Built:
-        """Return the output shape, the learnables and the state for an input of a shape.
+        """Return the output shape, the learnables and the state of the layer.
 
         Parameters
         ----------
         shape
-            Shape of one image's input; a tuple of shapes for a layer with several inputs.
+            Shape of the input for one image, or a tuple of shapes for a layer with several inputs.
 
         Raises
         ------
         ValueError
-            If the layer does not take images of the shape.
+            If the shape or an argument of the layer is invalid.
         """
         return Built(shape)
 
@@ -122,7 +126,8 @@ class Layer:
         Parameters
         ----------
         x
-            A Blocked value or a Var of one; a tuple of values for a layer with several inputs.
+            A Blocked value or a Var of a Blocked value. A tuple of them for a layer with several
+            inputs.
         context
             The layer's arrays and the mode.
         """
@@ -138,22 +143,22 @@ class Layer:
         return (rate if self.trainable else 0.0), decay
 
     def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
-        """Return the number of products that forward adds up for one image.
+        """Return the number of multiply-adds in the forward pass for one image.
 
         Other arithmetic is not counted.
 
         Parameters
         ----------
         shape, output_shape
-            Shapes of the input, as `build` gets it, and of the output.
+            Shapes of the (first) input and of the output for one image.
         """
         return 0
 
 
 def glorot_uniform(fan_in: int, fan_out: int) -> Initial:
-    """Return a function of initial weights, uniform in +-sqrt(6 / (fan_in + fan_out)).
+    """Return a function that initializes weights uniformly in +-sqrt(6 / (fan_in + fan_out)).
 
-    The numbers are keyed by the seed and the name of the learnable.
+    The weights depend only on the seed, the name of the learnable and its shape.
 
     Notes
     -----
@@ -171,15 +176,15 @@ def glorot_uniform(fan_in: int, fan_out: int) -> Initial:
 
 @dataclass
 class Weighted(Layer):
-    """Base of the layers with a weight and a bias.
+    """Base class of layers with a weight and a bias.
 
     Parameters
     ----------
     weight_learn_rate_factor, bias_learn_rate_factor
-        Factors of the optimizer's learning rate. A learnable with a factor of 0 is not
-        differentiated.
+        Factors by which the optimizer's learning rate is multiplied. A learnable with the factor 0
+        is not differentiated.
     weight_l2_factor, bias_l2_factor
-        Factors of the optimizer's L2 regularization.
+        Factors by which the optimizer's L2 regularization is multiplied.
     """
 
     weight_learn_rate_factor: float = field(default=1.0, kw_only=True)

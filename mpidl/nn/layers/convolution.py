@@ -1,4 +1,4 @@
-"""Convolution and transposed convolution."""
+"""Convolution and transposed convolution layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Conv2D(Weighted):
 
     Notes
     -----
-    `Weighted` has the factors of learning rate and L2 regularization.
+    `Weighted` describes the factors of the learning rate and of L2 regularization.
     """
 
     size: int | tuple[int, int]
@@ -94,7 +94,7 @@ class TransposedConv2D(Weighted):
 
     Notes
     -----
-    `Weighted` has the factors of learning rate and L2 regularization.
+    `Weighted` describes the factors of the learning rate and of L2 regularization.
     """
 
     size: int | tuple[int, int]

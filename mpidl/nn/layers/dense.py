@@ -27,7 +27,7 @@ class Dense(Weighted):
 
     Notes
     -----
-    `Weighted` has the factors of learning rate and L2 regularization.
+    `Weighted` describes the factors of the learning rate and of L2 regularization.
     """
 
     outputs: int

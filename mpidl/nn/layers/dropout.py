@@ -1,4 +1,4 @@
-"""Dropout."""
+"""The dropout layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ __all__ = ["Dropout"]
 
 @dataclass
 class Dropout(Layer):
-    """Dropout: in training, each element becomes 0 with a probability.
+    """Set each element to 0 with the given probability in training; see `ops.dropout`.
 
-    The other elements are scaled up, so the expectation stays the same. Prediction returns the
-    input. See `ops.dropout`.
+    The other elements are scaled up, so the expectation stays the same. In prediction, the output
+    is the input.
+
+    Parameters
+    ----------
+    probability
+        Probability with which an element becomes 0.
     """
 
     probability: float = 0.5

@@ -1,4 +1,4 @@
-"""Layers with several inputs."""
+"""Layers with several inputs: addition and concatenation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ __all__ = ["Add", "Concat"]
 
 @dataclass
 class Add(Layer):
-    """Sum of the outputs of two or more layers with equal shapes.
+    """Add the outputs of two or more layers with equal shapes.
 
     Parameters
     ----------
     inputs
-        The names of the layers. `build` gets the tuple of their shapes, `forward` the tuple of
-        their values.
+        The names of these layers.
     """
 
     inputs: tuple[str, ...] = ()
@@ -38,12 +37,12 @@ class Add(Layer):
 
 @dataclass
 class Concat(Layer):
-    """Concatenation of the outputs of two or more layers along the channels.
+    """Concatenate the outputs of two or more layers along the channels.
 
     Parameters
     ----------
     inputs
-        The names of the layers, as in `Add`. Their shapes may differ in the first axis.
+        The names of these layers. Their shapes may only differ in the number of channels.
     """
 
     inputs: tuple[str, ...] = ()

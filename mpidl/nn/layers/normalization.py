@@ -1,4 +1,4 @@
-"""Batch normalization and cross-channel normalization."""
+"""Batch normalization and cross-channel normalization layers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ __all__ = ["BatchNorm", "CrossChannelNorm"]
 
 @dataclass
 class BatchNorm(Layer):
-    """Batch normalization.
+    """Batch normalization; see `ops.batchnorm`.
+
+    In training, each channel is normalized by the statistics of the mini-batch, and in prediction
+    by the running mean and variance.
 
     Parameters
     ----------
     epsilon
-        Added to the variance.
+        Constant added to the variance.
     decay
-        The weight of a new mini-batch in the running state, from 0 to 1.
+        The weight of a new mini-batch in the running mean and variance, from 0 to 1.
     scale_learn_rate_factor, offset_learn_rate_factor
-        Factors of the optimizer's learning rate for gamma (the scale) and beta (the offset). With a
-        factor of 0 a learnable is not differentiated; the mini-batch still normalizes by its own
-        statistics.
+        Factors by which the optimizer's learning rate is multiplied for gamma (the scale) and beta
+        (the offset). A learnable with the factor 0 is not differentiated, but the layer still uses
+        the statistics of the mini-batch.
     scale_l2_factor, offset_l2_factor
-        Factors of the optimizer's L2 regularization.
+        Factors by which the optimizer's L2 regularization is multiplied.
     """
 
     epsilon: float = 1e-5
@@ -66,7 +69,7 @@ class BatchNorm(Layer):
         return context.state[mean], context.state[variance]
 
     def recorder(self, context: LayerContext) -> Callable[[np.ndarray, np.ndarray], None]:
-        """Return a function that adds a mini-batch's mean and variance to the running state."""
+        """Return a function that updates the running state by a mini-batch's mean and variance."""
 
         def record(*statistics):
             keys = self._keys()
@@ -98,9 +101,9 @@ class CrossChannelNorm(Layer):
     Parameters
     ----------
     window
-        Number of channels in a sum of squares.
+        Number of neighbouring channels over which squares are summed.
     alpha, beta, k
-        Constants of the formula.
+        Constants of the formula in `ops.cross_channel_norm`.
     """
 
     window: int

@@ -1,4 +1,4 @@
-"""Pooling."""
+"""Pooling layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AveragePool2D", "GlobalAveragePool2D", "MaxPool2D"]
 
 @dataclass
 class MaxPool2D(Layer):
-    """Largest pixel of each window.
+    """Max pooling: the largest pixel of each window.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class MaxPool2D(Layer):
 
 @dataclass
 class AveragePool2D(Layer):
-    """Mean of each window, with padding counted as zeros.
+    """Average pooling: the mean of each window, with zeros for padding.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class AveragePool2D(Layer):
 
 @dataclass
 class GlobalAveragePool2D(Layer):
-    """Mean of each channel over its pixels: (C, H, W) to (C, 1, 1)."""
+    """Replace each channel with the mean of its pixels: (C, H, W) becomes (C, 1, 1)."""
 
     name: str | None = None
 

@@ -14,7 +14,7 @@ __all__ = ["Flatten"]
 
 @dataclass
 class Flatten(Layer):
-    """Reshape (C, H, W) to C*H*W features."""
+    """Flatten images (C, H, W) to C*H*W features."""
 
     name: str | None = None
 

@@ -1,1 +1,1 @@
-"""Files of a run: its folder, checkpoints, models."""
+"""Files of a training run: its folder, checkpoints and model files."""

@@ -1,8 +1,9 @@
-"""Two generations of checkpoints: checkpoint.h5 and checkpoint-previous.h5.
+"""Save and load checkpoints: the current checkpoint.h5 and checkpoint-previous.h5.
 
-Each is a whole HDF5 file (see `model_file`) with all that a run needs to resume, on any number of
-ranks. At every instant one of them can be loaded: the new file is written and flushed under another
-name, then the current one becomes the previous one, then the new one takes its name.
+Each is a complete HDF5 file (see `model_file`) with everything that a run needs to resume, on any
+number of ranks. At least one of them can be loaded at any time: `save` writes and flushes the new
+file under a temporary name, renames the current file to the previous one, then renames the new
+file to the current one.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ OPTIONAL_DESCRIPTION = ("crop", "preprocess")
 def save(
     folder: str, arrays: Mapping[str, Mapping[str, np.ndarray]], facts: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint; the current one becomes the previous one.
+    """Write a checkpoint, and keep the current one as the previous one.
 
     Parameters
     ----------
     folder : path
+        The folder of the run.
     arrays : dict
         {"learnables": {"conv1.weight": array, ...}, "state": {...}, "optimizer": {...}, ...}
     facts : dict
-        Values for JSON: position, seed, options, running sums and the like, and "network" (the list
-        of layers), "classes", "input_shape" and "normalization". Floats keep every bit.
+        Values for JSON, such as position and options. "network" (the list of layers), "classes",
+        "input_shape" and "normalization" are required. Floats are stored exactly.
 
     Raises
     ------
     UserError
-        If the file cannot be written; the checkpoints stay as they were.
+        If the file cannot be written. The existing checkpoints are not changed then.
     """
     optional = {name: facts.get(name) for name in OPTIONAL_DESCRIPTION}
     attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **optional)
@@ -49,7 +51,7 @@ def save(
     remaining_facts = {name: value for name, value in facts.items() if name not in described}
     attributes["facts"] = json.dumps(remaining_facts, default=_python_number)
     current = os.path.join(folder, CURRENT)
-    # A torn file, as a crash may leave it, must not replace a whole one.
+    # If a crash left a damaged checkpoint.h5, it must not replace a complete previous one.
     previous = os.path.join(folder, PREVIOUS) if _is_whole(current) else None
     write_whole(current, model_file.pack(arrays, attributes), previous)
 
@@ -57,19 +59,20 @@ def save(
 def load(
     folder: str, warn: Callable[[str], Any] | None = None
 ) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-    """Load the newest whole checkpoint.
+    """Load the newest checkpoint that is complete.
 
     Parameters
     ----------
     folder : path
+        The folder of the run.
     warn : callable, optional
-        Receives a line if checkpoint.h5 is torn and the previous one is loaded; by default the line
-        goes to stderr.
+        Called with a line of text if checkpoint.h5 is missing or damaged and the previous
+        checkpoint is loaded. By default the line is printed on stderr.
 
     Returns
     -------
     arrays, facts : dict
-        As `save` took them.
+        The arguments of `save`.
 
     Raises
     ------
@@ -95,12 +98,12 @@ def load(
 
 
 def exists(folder: str) -> bool:
-    """Return whether the folder has a checkpoint, whole or torn."""
+    """Return whether the folder has a checkpoint, complete or damaged."""
     return any(os.path.lexists(os.path.join(folder, name)) for name in (CURRENT, PREVIOUS))
 
 
 def _is_whole(path):
-    # Reading it all back costs less than writing and flushing the new one.
+    # Reading a whole file takes less time than writing and flushing the new one.
     try:
         model_file.read(path)
     except model_file.Torn:

@@ -1,9 +1,9 @@
-"""Model files, and the HDF5 format of all files of a run.
+"""Read and write model files, and the HDF5 format that they share with checkpoints.
 
-A file holds tables of arrays, `<table>/<layer>/<name>`, in a fixed order, and root attributes; its
-attribute `sha256` covers both. The bytes are made in memory and written by `write_whole`, so a file
-is there as a whole or not at all, and a full disk is an ordinary error. Files are read through
-Python's own file object: HDF5's file locks, which some clusters' file systems refuse, are not used.
+A file holds tables of arrays, `<table>/<layer>/<name>`, in a fixed order, and root attributes. Its
+attribute `sha256` is a checksum of both. `pack` builds the bytes in memory and `write_whole` writes
+them, so a file exists completely or not at all, and a full disk raises an ordinary error. Files are
+read through a Python file object, because some clusters' file systems reject HDF5's file locks.
 Nothing is ever unpickled.
 """
 
@@ -37,32 +37,32 @@ class _Description(TypedDict):
 
 
 class Description(_Description, total=False):
-    """What a model file says of its network and the preprocessing of its images."""
+    """The root attributes of a model file: the network and the preprocessing of its images."""
 
     crop: tuple[int, ...]
     preprocess: Preprocess
 
 
 class Torn(Exception):
-    """A file that is missing, damaged or not written to its end; the text says how."""
+    """Raised for a file that is missing, damaged or incomplete; the message says which."""
 
 
 def pack(
     tables: Mapping[str, Mapping[str, np.ndarray]], attributes: Mapping[str, Any]
 ) -> memoryview:
-    """Return the bytes of an HDF5 file. The same content gives the same bytes.
+    """Return the bytes of an HDF5 file. Equal content gives equal bytes.
 
     Parameters
     ----------
     tables : dict
         {"learnables": {"conv1.weight": array, ...}, ...}
     attributes : dict
-        Texts, whole numbers and lists of whole numbers by name.
+        {name: value}. A value is a string, an integer or a list of integers.
     """
     import h5py
 
     buffer = io.BytesIO()
-    # From HDF5 1.8 on, the file's own tables are checksummed and attributes may exceed 64 KiB.
+    # The format of HDF5 1.8 checksums its metadata and allows attributes larger than 64 KiB.
     with h5py.File(buffer, "w", libver=("v108", "v108"), track_order=True) as file:
         for table, arrays in tables.items():
             group = file.create_group(table, track_order=True)
@@ -85,7 +85,13 @@ def pack(
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
-    """Return the tables and attributes of a file that `pack` made. Raises Torn."""
+    """Return the tables and attributes of a file that `pack` created.
+
+    Raises
+    ------
+    Torn
+        If the file is missing, damaged or in another format.
+    """
     import h5py
 
     try:
@@ -103,7 +109,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
         raise Torn("it is missing") from error
     except IsADirectoryError as error:
         raise Torn("it is a folder, not a file") from error
-    except Exception as error:  # whatever h5py makes of damaged bytes
+    except Exception as error:  # damaged bytes make h5py raise many types
         reason = str(error).split("\n")[0] or type(error).__name__
         raise Torn(f"it cannot be read: {reason}") from error
     if checksum != _digest(tables, attributes):
@@ -112,7 +118,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
 
 
 def _content(file):
-    """Return the tables and attributes of an open file, without its checksum."""
+    """Return the tables and attributes of an open file, except its checksum."""
     tables = {table: dict(_arrays(group, "")) for table, group in file.items()}
     attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "sha256"}
     return tables, attributes
@@ -131,7 +137,7 @@ def _plain(value):
 
 
 def _digest(tables, attributes):
-    """SHA-256 over all names, types, shapes, bytes and attributes."""
+    """Return the SHA-256 of all attributes and of all arrays with their names, types and shapes."""
     digest = hashlib.sha256()
     for table, arrays in tables.items():
         for name, array in arrays.items():
@@ -165,7 +171,7 @@ def describe(
 
 
 def described(attributes: Mapping[str, Any]) -> Description:
-    """Return the description in root attributes: the arguments of `describe` by name."""
+    """Decode root attributes that `describe` returned into the arguments of `describe`."""
     description: Description = {
         "network": json.loads(attributes["network"]),
         "classes": json.loads(attributes["classes"]),
@@ -190,17 +196,21 @@ def save_model(
     Parameters
     ----------
     path : path
+        The file to write.
     net : Network
+        The network.
     classes : iterable of str, optional
-        Names of the classes that its outputs score, or [] for outputs that are numbers; by default
-        the network's own, which `dl.train` sets.
+        One class name for each output of the network, or [] if it predicts numbers. By default
+        `net.classes`, which `dl.train` sets.
     normalization : str, optional
-        For a network that has none: "rescale-zero-one" by default.
+        Name of the normalization to record if `net.normalization` is None. By default
+        "rescale-zero-one".
 
     Raises
     ------
     UserError
-        If there are not as many classes as outputs, or if the file cannot be written.
+        If the number of classes differs from the number of outputs, or if the file cannot be
+        written.
     """
     classes = net.classes if classes is None else tuple(map(str, classes))
     if classes and net.output_shape[:1] != (len(classes),):
@@ -228,20 +238,22 @@ def load_model(
     Parameters
     ----------
     path : path
+        The model file.
     layers : iterable of Layer classes
-        The user's layer classes that the network has beside those of mpidl.
+        The custom layer classes in the network.
 
     Returns
     -------
     net : Network
-        It preprocesses images as in training and has the names of its classes.
+        The network, with its class names and the preprocessing of images used in training.
     description : dict
-        "network" (the list of layers), "classes", "input_shape", "normalization".
+        "network" (the list of layers), "classes", "input_shape" and "normalization", and "crop"
+        and "preprocess" if the file has them.
 
     Raises
     ------
     UserError
-        If the file is damaged or no model, or if a layer's class is unknown.
+        If the file is damaged or not a model, or if a layer's class is unknown.
     """
     if not isinstance(layers, Iterable) or isinstance(layers, str):
         raise UserError(f"layers: expected a list of layer classes, found {layers!r}")
@@ -276,7 +288,13 @@ def matching(
     arrays: Mapping[str, np.ndarray],
     path: str | os.PathLike[str],
 ) -> dict[str, np.ndarray]:
-    """Return a file's arrays in the network's order; raise UserError if a name or shape differs."""
+    """Return a file's arrays in the order of `expected`, the network's arrays.
+
+    Raises
+    ------
+    UserError
+        If a name or a shape differs.
+    """
     for name in [*expected, *arrays]:
         network_shape = expected[name].shape if name in expected else "nothing"
         file_shape = arrays[name].shape if name in arrays else "nothing"
@@ -288,7 +306,7 @@ def matching(
 
 
 def weights_sha256(net: Network) -> str:
-    """Return the SHA-256 of all learnables and state, in table order, as little-endian float32."""
+    """Return the SHA-256 of all learnables, then all state, as little-endian float32."""
     sha256 = hashlib.sha256()
     for array in (*net.parameters.values(), *net.state.values()):
         sha256.update(np.ascontiguousarray(array, "<f4"))

@@ -1,4 +1,4 @@
-"""The folder of a run: metrics.jsonl, checkpoints, progress.png."""
+"""Prepare the folder of a run, and write its metrics.jsonl, checkpoints and progress.png."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpidl.report import Metrics, plots
 from mpidl.training.files import checkpoint
 from mpidl.training.progress import Position
 
-# Files of a run that a later run in the same folder removes.
+# Files that a new run in the same folder removes.
 RESULTS = (
     checkpoint.CURRENT,
     checkpoint.PREVIOUS,
@@ -31,8 +31,8 @@ RESULTS = (
     "progress.png",
     "summary.json",
 )
-PLOT_SECONDS = 10.0  # between two drawings of progress.png, while training waits
-# How the command line and Python spell the folder, a resume and a replacement.
+PLOT_SECONDS = 10.0  # minimum time between two plots, because training waits for each
+# The arguments that set the folder, resume a run and replace one, for error messages.
 COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
 PYTHON_WORDS = ("out={}", "resume={}", "overwrite=True")
 
@@ -40,7 +40,18 @@ PYTHON_WORDS = ("out={}", "resume={}", "overwrite=True")
 def refuse_a_run(
     out: str, resumed: str | None = None, words: tuple[str, str, str] = COMMAND_WORDS
 ) -> None:
-    """Raise UserError if the folder holds the checkpoint of a run other than the resumed one."""
+    """Raise UserError if the folder holds a checkpoint of a run other than the resumed one.
+
+    Parameters
+    ----------
+    out : path
+        The folder.
+    resumed : path, optional
+        The folder of the resumed run.
+    words : tuple of str
+        Templates of the arguments that the error message names: for the folder, to resume and to
+        replace a run.
+    """
     if not checkpoint.exists(out) or _is_same_folder(out, resumed):
         return
     folder, resume, overwrite = (text.format(out) for text in words)
@@ -53,10 +64,10 @@ def refuse_a_run(
 
 
 def make_folder(out: str, resumed: str | None = None) -> None:
-    """Make the folder for a run's files, and remove an earlier run's.
+    """Create the folder for a run's files, and remove the files of an earlier run.
 
-    The folder of a resumed run stays as it is; a run that resumes in another folder copies its
-    metrics there. Raises OSError.
+    If `out` is the folder of the resumed run, nothing is removed. If a run is resumed in another
+    folder, its metrics.jsonl is copied there. Raises OSError.
     """
     os.makedirs(out, exist_ok=True)
     if _is_same_folder(out, resumed):
@@ -73,13 +84,14 @@ def _is_same_folder(out, resumed):
 
 
 class RunFolder:
-    """Where `dl.train` writes, and the checkpoint that it resumes from. Collective.
+    """The folder that `dl.train` writes to, and the checkpoint that it resumes. Collective.
 
     Parameters
     ----------
     out, resume, overwrite
-        As `dl.train` takes them.
+        Arguments of `dl.train`.
     world : World
+        The ranks.
 
     Attributes
     ----------
@@ -91,7 +103,9 @@ class RunFolder:
     Raises
     ------
     UserError
-        On all ranks, if `out` holds another run and `overwrite` is false. Nothing was touched then.
+        On all ranks, if `resume` is neither a folder nor a loaded checkpoint, if the checkpoint
+        cannot be loaded, or if `out` holds another run and `overwrite` is false. The constructor
+        changes no files.
     """
 
     def __init__(self, out: Any, resume: Any, overwrite: bool, world: World) -> None:
@@ -109,7 +123,7 @@ class RunFolder:
             self.resume = on_rank_0(world, lambda: checkpoint.load(resume))
 
     def make(self) -> None:
-        """Make the folder, without an earlier run's files. Raises UserError."""
+        """Create the folder and remove an earlier run's files. Raises UserError."""
         try:
             if self.is_to_be_cleared:
                 make_folder(self.out, self.resumed)
@@ -118,7 +132,7 @@ class RunFolder:
             raise UserError(f"{self.out}: cannot be made: {reason(error)}") from error
 
     def advice(self, learning_rate: float) -> str:
-        """Return what a user may do about numbers that are not finite."""
+        """Return advice for the user, as part of an error message, if numbers are not finite."""
         has_checkpoint = self.out and checkpoint.exists(self.out)
         return f"lower --learning-rate (now {learning_rate:g}) or look at the images" + (
             f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
@@ -126,18 +140,19 @@ class RunFolder:
 
 
 class RunWriter:
-    """Writes the files of a run, on rank 0; without a folder it writes nothing.
+    """Writes the files of a run on rank 0, or nothing if the run has no folder.
 
-    All methods but `record` are collective. If rank 0 cannot write, all ranks raise
-    UserError; for a record they do so at the next checkpoint.
+    `save`, `plot` and the constructor are collective. If rank 0 cannot write, all ranks raise
+    UserError. If `record` cannot write, they raise it at the next checkpoint.
 
     Parameters
     ----------
     folder : RunFolder
-        It is made here.
+        The folder. The constructor creates it.
     world : World
+        The ranks.
     last_iteration : int, optional
-        Of the checkpoint that a run resumes from: later records of metrics.jsonl are cut off.
+        Iteration of the resumed checkpoint. Later records in metrics.jsonl are removed.
     """
 
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
@@ -152,11 +167,11 @@ class RunWriter:
             self.metrics = call_together(world, open_metrics)
 
     def _on_rank_0(self, function):
-        """Call a function on rank 0; raise its UserError on all ranks. Collective."""
+        """Call a function on rank 0, and raise its UserError on all ranks. Collective."""
         call_together(self.world, function if self.world.rank == 0 else lambda: None)
 
     def record(self, *numbers: Any) -> None:
-        """Write a line of metrics.jsonl; the arguments are those of `Metrics.record`."""
+        """Write a line to metrics.jsonl. The arguments are those of `Metrics.record`."""
         if self.metrics is None or self.record_error:
             return
         try:
@@ -173,11 +188,24 @@ class RunWriter:
     ) -> None:
         """Write a checkpoint.
 
+        Parameters
+        ----------
+        tables : mapping
+            {"learnables": {"conv1.weight": array, ...}, ...}
+        position : Position
+            How far the run has come.
+        facts : mapping
+            Further values for JSON; see `checkpoint.save`.
+        learning_rate : float
+            The current learning rate, for the error message.
+
         Raises
         ------
         Fault
-            If the ranks hold different weights, or weights that are not finite: from those no run
-            can go on, so the checkpoint before stays.
+            If the ranks' arrays differ or are not finite. No run could continue from them, so the
+            previous checkpoint is kept.
+        UserError
+            If the checkpoint or an earlier record cannot be written.
         """
         if self.out is None:
             return
@@ -193,7 +221,7 @@ class RunWriter:
         self._on_rank_0(write)
 
     def plot(self, end: bool = False) -> None:
-        """Draw progress.png; before the end of a run at most every PLOT_SECONDS."""
+        """Draw progress.png; until the end of the run, at most once per PLOT_SECONDS."""
 
         def draw():
             if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: collected from its trainer, and restored to it."""
+"""Collect the state of a training run for a checkpoint, and restore it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables and facts of a checkpoint, besides the position."""
+    """Return the tables and facts of a checkpoint; `RunWriter.save` adds the position."""
     net, options, validation = trainer.net, trainer.options, trainer.validation
     tables = {
         "learnables": {name: np.asarray(a) for name, a in net.parameters.items()},
@@ -47,18 +47,19 @@ def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def restore(trainer: Trainer, arrays: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Continue the run of a checkpoint.
+    """Set the trainer's network, optimizer, validation and position from a checkpoint.
 
     Raises
     ------
     UserError
-        If the run has other options, another network, optimizer or other images.
+        If the options, the network, the optimizer or the images changed in a way that is not
+        allowed.
     """
     net, options = trainer.net, trainer.options
     now = resumable(options, net, trainer.datastore, trainer.world.size)
     changed_on_resume(facts, now, "the run of this checkpoint")
     input_pipeline.check_unchanged(facts, options)
-    before = facts.get("optimizer")  # absent from older checkpoints
+    before = facts.get("optimizer")  # missing in older checkpoints
     if before != json.loads(json.dumps(trainer.optimizer_spec)):
         raise UserError(
             f"optimizer: expected {describe_spec(before)}, as in the run of this checkpoint, "

@@ -1,7 +1,7 @@
-"""Optimizers: chains of small transforms, each of which works alone.
+"""Optimizers, which are chains of small transforms that also work alone.
 
-`SOLVERS` is the one list of the optimizers that the options name. The choices of `--solver`, its
-help, the defaults of other options and the options page are read from it.
+`SOLVERS` is the only list of the optimizers that the option `solver` selects. The choices and the
+help text of `--solver`, solver-dependent defaults and the options page are derived from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOLVERS: dict[str, type[Solver]] = {
 
 
 def of_options(options: TrainingOptions, **factors: Factors) -> Solver:
-    """Return the optimizer that the options name, with the factors of a network."""
+    """Create the solver that the options select; see `Solver.of_options`."""
     return SOLVERS[options.solver].of_options(options, **factors)
 
 

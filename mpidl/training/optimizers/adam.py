@@ -1,4 +1,4 @@
-"""Adam and AdamW: their transforms, the kernels that fuse them, and their solvers."""
+"""Adam and AdamW: transforms, fused steps and solvers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mpidl.training.optimizers.transforms import (
 
 
 class AdamMoments(Transform):
-    """Divide the moving mean of the gradient by the root of that of its square.
+    """Divide the moving mean of the gradient by the square root of the moving mean of its square.
 
         m <- gradient_decay * m + (1 - gradient_decay) * g
         v <- square_decay * v + (1 - square_decay) * g^2
         direction = correction * m / (sqrt(v) + epsilon)
 
-    with correction = sqrt(1 - square_decay^t) / (1 - gradient_decay^t) in step t. Kingma and Ba,
-    "Adam: a method for stochastic optimization", 2015, algorithm 1 with the order of computation of
-    the end of its section 2, as in MATLAB. PyTorch adds epsilon after the correction of v: the same
-    if epsilon is small beside sqrt(v).
+    with correction = sqrt(1 - square_decay^t) / (1 - gradient_decay^t) in step t. This is algorithm
+    1 of Kingma and Ba, "Adam: a method for stochastic optimization", 2015, in the order of
+    computation that the end of its section 2 describes. MATLAB does the same. PyTorch adds epsilon
+    after it corrects v; the results agree if epsilon is much smaller than sqrt(v).
     """
 
     tables = ("mean", "square")
@@ -43,7 +43,7 @@ class AdamMoments(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def correction(self, rate: float, step: int) -> float:
-        """Return rate * correction of a step."""
+        """Return rate * correction for a step."""
         mean = 1 - power(self.gradient_decay, step)
         square = 1 - power(self.square_decay, step)
         return rate * math.sqrt(square) / mean
@@ -52,7 +52,7 @@ class AdamMoments(Transform):
         return {"correction": self.correction(-1.0, step)}
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the numbers of the formula "adam" at a rate."""
+        """Return the arguments of the backends' formula "adam" for a learning rate."""
         mean, square = self.gradient_decay, self.square_decay
         return [rate, mean, 1 - mean, square, 1 - square, self.epsilon]
 
@@ -64,19 +64,20 @@ class AdamMoments(Transform):
 
 
 class CorrectedAdamMoments(AdamMoments):
-    """Adam's direction with epsilon added to the corrected root, as in the papers and PyTorch.
+    """Compute Adam's direction with epsilon added to the corrected root, as PyTorch does.
 
         direction = m_hat / (sqrt(v_hat) + epsilon)
 
-    with m_hat = m / (1 - gradient_decay^t) and v_hat = v / (1 - square_decay^t) in step t. It is
-    computed as `AdamMoments`, whose epsilon in step t is epsilon * sqrt(1 - square_decay^t).
+    with m_hat = m / (1 - gradient_decay^t) and v_hat = v / (1 - square_decay^t) in step t. This is
+    algorithm 1 of Kingma and Ba. It equals `AdamMoments` with the epsilon of step t replaced by
+    epsilon * sqrt(1 - square_decay^t).
     """
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"correction": self.correction(-1.0, step), "epsilon": self.step_epsilon(step)}
 
     def step_epsilon(self, step: int) -> float:
-        """Return the epsilon beside the uncorrected root in a step."""
+        """Return the number that a step adds to the uncorrected root, sqrt(v)."""
         return self.epsilon * math.sqrt(1 - power(self.square_decay, step))
 
     def apply(
@@ -88,7 +89,7 @@ class CorrectedAdamMoments(AdamMoments):
 
 @fuses(AdamMoments, Rate)
 class _AdamRate(FusedTail):
-    """Adam's step by one kernel."""
+    """Compute Adam's step with one kernel."""
 
     formula = "adam"
     tables = AdamMoments.tables
@@ -105,7 +106,7 @@ class _AdamRate(FusedTail):
 
 @fuses(CorrectedAdamMoments, WeightDecay, Rate)
 class _AdamWRate(FusedTail):
-    """AdamW's step by one kernel."""
+    """Compute AdamW's step with one kernel."""
 
     formula = "adamw"
     tables = CorrectedAdamMoments.tables
@@ -123,16 +124,17 @@ class _AdamWRate(FusedTail):
         return [*numbers, values["epsilon"], values["correction"]]
 
     def step(self, updates, state_arrays, values):
-        self.decay.apply(updates, [], {})  # after the decays of the gradient, which are added
+        self.decay.apply(updates, [], {})  # adds pending decays to the gradients, then sets its own
         return super().step(updates, state_arrays, values)
 
 
 class Adam(Solver):
-    """Adaptive moment estimation, in MATLAB's form (adamupdate): see `AdamMoments`.
+    """Adaptive moment estimation in the form of MATLAB's adamupdate; see `AdamMoments`.
 
         w <- w - learning_rate * correction * m / (sqrt(v) + epsilon)
 
-    The other parameters are those of `SGDM`.
+    m and v decay by `gradient_decay_factor` and `squared_gradient_decay_factor`. `SGDM` describes
+    the other parameters.
     """
 
     solver = "adam"
@@ -164,7 +166,7 @@ class Adam(Solver):
 
 
 class AdamW(Solver):
-    """Adam with decoupled weight decay: see `CorrectedAdamMoments`.
+    """Adam with decoupled weight decay; see `CorrectedAdamMoments`.
 
         w <- w - learning_rate * (m_hat / (sqrt(v_hat) + epsilon) + l2 * factor * w)
 
@@ -173,16 +175,17 @@ class AdamW(Solver):
     Parameters
     ----------
     l2 : float, optional
-        The weight decay, PyTorch's `weight_decay`; 0.01 by default. Neither the moments nor the
-        clipping contain it.
+        The weight decay, called `weight_decay` in PyTorch. By default 0.01. It does not enter the
+        moments and is not clipped.
     l2_factors : dict, optional
-        {name: factor} of the decay; by default, only names that end in ".weight" decay.
+        {name: factor} by which the decay is multiplied. By default the factor is 1 for names that
+        end in ".weight" and 0 for others.
 
     Notes
     -----
     Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, in the form of
-    torch.optim.AdamW: the learning rate of the step multiplies the decay too, as the schedule does
-    in algorithm 2 of the paper, whose lambda is l2 * the rate at the start of the schedule.
+    torch.optim.AdamW. The learning rate of the step also multiplies the decay. In algorithm 2 of
+    the paper, the schedule does so; its lambda is l2 * the initial learning rate.
     """
 
     solver = "adamw"
@@ -215,7 +218,10 @@ class AdamW(Solver):
 
 
 def power(base: float, exponent: int) -> float:
-    """Return base ** exponent by multiplications alone: C libraries round pow() differently."""
+    """Return base ** exponent, computed by multiplications only.
+
+    C libraries round pow() differently, so its result would depend on the machine.
+    """
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -1,6 +1,6 @@
-"""Optimizers as chains of transforms: replicated parameters and gradients in, new parameters out.
+"""Optimizers as chains of transforms that compute new parameters from parameters and gradients.
 
-Every rank computes the same step from the same bytes, element by element; nothing is exchanged.
+All ranks hold the same parameters and gradients and compute the same step. They exchange nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from mpidl.training.optimizers.transforms import (
 
 
 class Optimizer:
-    """A chain of transforms whose last updates are added to the parameters.
+    """A chain of transforms. The output of the last one is added to the parameters.
 
-    `Optimizer(0.1, Clip(1.0), WeightDecay(1e-4), Momentum(0.9), Rate())` is gradient descent in
-    PyTorch's form; the solvers are such chains. If a kernel fuses the last transforms of a chain,
-    they run as one: (Rate, Momentum), (AdamMoments, Rate), (RMSPropMoment, Rate); see `fuses`.
+    `Optimizer(0.1, Clip(1.0), WeightDecay(1e-4), Momentum(0.9), Rate())` is gradient descent with
+    momentum in PyTorch's form. The solvers are such chains. Some transforms at the end of a chain
+    run as one kernel, such as (Rate, Momentum) or (AdamMoments, Rate); see `fuses`.
 
     Parameters
     ----------
     learning_rate : float
+        The learning rate. Schedules assign the attribute of the same name.
     *transforms : Transform
-        In the order in which they change the gradients.
+        The transforms, in the order in which they change the gradients.
     learning_rate_factors : dict, optional
         {name: factor} by which a parameter's learning rate is multiplied, 1 by default. A parameter
-        of factor 0 stays as it is and needs no gradient. `net.factors` has those of a network's
-        layers: SGDM(0.01, **net.factors).
+        with the factor 0 does not change and needs no gradient. `net.factors` contains the factors
+        of a network's layers: SGDM(0.01, **net.factors).
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class Optimizer:
         parts, self._fused = _fused_tail(transforms)
         if self._fused is not None:
             parts = (*parts, self._fused)
-        # each with the prefix of its numbers, as two transforms may use one name
+        # a prefix for the numbers of each part, because two parts may use the same name
         self._parts = [(f"optimizer.{i}.", part) for i, part in enumerate(parts)]
 
     def __call__(
         self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the parameters after a step; the arguments stay as they are.
+        """Return the parameters after a step. The arguments are not changed.
 
         Parameters
         ----------
         parameters, gradients : dict
-            {name: array}. The arithmetic has the parameters' precision, float32.
+            {name: array}. The step is computed in the parameters' precision, float32.
 
         Raises
         ------
@@ -84,7 +85,7 @@ class Optimizer:
         return self.apply(parameters, gradients, self.advance())
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the next step that may differ from step to step, by name."""
+        """Return the numbers of the next step that may change from step to step, by name."""
         return {
             prefix + name: value
             for prefix, part in self._parts
@@ -92,7 +93,7 @@ class Optimizer:
         }
 
     def advance(self) -> dict[str, float]:
-        """Count a step; return its `numbers`."""
+        """Return the `numbers` of the next step and increment the step count."""
         numbers = self.numbers()
         self.steps += 1
         return numbers
@@ -103,7 +104,22 @@ class Optimizer:
         gradients: Mapping[str, np.ndarray],
         numbers: Mapping[str, float],
     ) -> dict[str, np.ndarray]:
-        """Return the parameters after a step by these numbers; a GPU may only record it."""
+        """Return the parameters after a step with these numbers.
+
+        While a GPU program is being recorded, the step is recorded and does not run.
+
+        Parameters
+        ----------
+        parameters, gradients : dict
+            {name: array}
+        numbers : dict
+            The numbers that `advance` returned.
+
+        Raises
+        ------
+        ValueError
+            If names or shapes do not match.
+        """
         self._check_names(parameters)
         moving = self._moving(parameters)
         match("gradients", gradients, moving, parameters)
@@ -141,7 +157,10 @@ class Optimizer:
         return {**parameters, **dict(zip(names, weights, strict=True))}
 
     def spec(self) -> list[list[Any]]:
-        """Return the transforms with their arguments, for JSON; a resumed run needs the same."""
+        """Return the transforms with their arguments, for JSON.
+
+        A resumed run must have the same spec as its checkpoint.
+        """
         factors = {"learning_rate_factors": self.learning_rate_factors}
         parts = [[type(part).__name__, _arguments(vars(part))] for part in self.transforms]
         return [[type(self).__name__, _arguments(factors)], *parts]
@@ -158,12 +177,12 @@ class Optimizer:
                     raise ValueError(f"{table}: unknown parameter {name}{hint}")
 
     def _moving(self, parameters):
-        """Return the parameters that are stepped at all."""
+        """Return the parameters that steps change: those whose factor is not 0."""
         factors = self.learning_rate_factors
         return {name: w for name, w in parameters.items() if factors.get(name, 1.0) != 0}
 
     def prepare(self, parameters: Mapping[str, Any]) -> None:
-        """Place the state where the parameters lie: zeros before the first step."""
+        """Create missing state arrays as zeros, and move the state to the parameters' device."""
         for arrays in self.state_arrays.values():
             for name, w in self._moving(parameters).items():
                 if name not in arrays:
@@ -172,7 +191,7 @@ class Optimizer:
                     arrays[name] = backends.of_array(w).from_numpy(arrays[name], w)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint needs beside the options, by name."""
+        """Return the arrays of the optimizer that checkpoints store, by name."""
         arrays = {
             f"{table}.{name}": np.array(array)
             for table, arrays in self.state_arrays.items()
@@ -183,7 +202,7 @@ class Optimizer:
         return arrays
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take what `state` returned. Raises ValueError for anything else."""
+        """Restore what `state` returned; raise ValueError if an array has an unknown name."""
         state = dict(state)
         state_arrays: Tables = {table: {} for table in self.state_arrays}
         steps = 0
@@ -199,9 +218,16 @@ class Optimizer:
 
 
 class FusedTail:
-    """The last transforms of a chain, computed by one formula of the backends.
+    """The last transforms of a chain, computed by one kernel of a backend.
 
-    A subclass takes the transforms and names the formula and the tables of its arrays.
+    The constructor of a subclass accepts these transforms.
+
+    Attributes
+    ----------
+    formula : str
+        Name of the formula that `optimizer_step` of the backends computes.
+    tables : tuple of str
+        Names of the tables of state arrays that the formula updates.
     """
 
     formula: str
@@ -211,15 +237,24 @@ class FusedTail:
         raise TypeError(f"{type(self).__name__} does not say which transforms it takes")
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
-        """Return the numbers of a step, counted from 1, that may differ from step to step."""
+        """Return the numbers of a step that may change from step to step.
+
+        Steps are counted from 1.
+        """
         return {"learning_rate": learning_rate}
 
     def arguments(self, values: Mapping[str, float]) -> list[float]:
-        """Return the numbers of the formula, of the `numbers` as the backend takes them."""
+        """Return the arguments of the formula.
+
+        Parameters
+        ----------
+        values : dict
+            The `numbers` of the step, converted by `step_number` of the backend.
+        """
         return [values["learning_rate"]]
 
     def step(self, updates: Updates, state_arrays: list[list], values: Mapping[str, Any]) -> list:
-        """Return the new weights."""
+        """Return the weights after the step, and update the state arrays."""
         return updates.backend.optimizer_step(
             self.formula,
             updates.weights,
@@ -231,11 +266,11 @@ class FusedTail:
         )
 
 
-FUSED: dict[tuple[type[Transform], ...], type[FusedTail]] = {}  # `fuses` fills it
+FUSED: dict[tuple[type[Transform], ...], type[FusedTail]] = {}  # filled by `fuses`
 
 
 def fuses(*transforms: type[Transform]) -> Callable[[type[FusedTail]], type[FusedTail]]:
-    """Declare which transforms at the end of a chain a FusedTail computes."""
+    """Return a class decorator that declares which transforms a FusedTail computes."""
 
     def declare(tail: type[FusedTail]) -> type[FusedTail]:
         FUSED[transforms] = tail
@@ -245,9 +280,9 @@ def fuses(*transforms: type[Transform]) -> Callable[[type[FusedTail]], type[Fuse
 
 
 def _fused_tail(transforms):
-    """Return (the transforms before, a FusedTail of the last ones) or (transforms, None).
+    """Split a chain into (first transforms, FusedTail), or return (transforms, None).
 
-    A tail is fused if the transforms before it keep no arrays.
+    The last transforms are fused if the transforms before them keep no arrays.
     """
     for types, tail in FUSED.items():
         before, last = transforms[: -len(types)], transforms[-len(types) :]
@@ -257,7 +292,7 @@ def _fused_tail(transforms):
 
 
 def _arguments(attributes):
-    """Return attributes as values that JSON keeps; others by their text."""
+    """Return the attributes for JSON; values that JSON cannot represent become their repr."""
     return {
         name: value if isinstance(value, str | int | float | bool | dict | None) else repr(value)
         for name, value in attributes.items()
@@ -265,7 +300,7 @@ def _arguments(attributes):
 
 
 def _added(updates):
-    """Return weights + updates, by the kernel of a step of rate -1 without momentum."""
+    """Return weights + updates, computed as an SGDM step with rate -1 and momentum 0."""
     updates.add_decays()
     ones, decays = [1.0] * len(updates.names), updates.take_decays()
     return updates.backend.optimizer_step(
@@ -279,7 +314,19 @@ def match(
     moving: Mapping[str, Any],
     parameters: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError unless there is an array of the right shape for each moving parameter."""
+    """Raise ValueError if arrays do not match the parameters.
+
+    Parameters
+    ----------
+    label : str
+        Describes the arrays in the error message.
+    arrays : dict
+        {name: array}. Each moving parameter needs an array of its shape.
+    moving : dict
+        The parameters that the step changes.
+    parameters : dict
+        All parameters. An array whose name is not among them is an error.
+    """
     missing = [name for name in moving if name not in arrays]
     unknown = [name for name in arrays if name not in parameters]
     if missing or unknown:

@@ -1,4 +1,4 @@
-"""Checks of the optimizer that a user passes to `dl.train`, also when a run is resumed."""
+"""Check the optimizer that a user passes to `dl.train`, and describe it for a resumed run."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mpidl.training.optimizers.chain import Optimizer
 
 
 class CustomOptimizer(Protocol):
-    """What `dl.train` needs of a custom optimizer."""
+    """The interface that `dl.train` requires of a custom optimizer."""
 
     learning_rate: float
 
     def __call__(
         self, parameters: dict[str, np.ndarray], gradients: dict[str, np.ndarray], /
     ) -> Mapping[str, np.ndarray]:
-        """Return the parameters after a step."""
+        """Return the parameters after a step, with the same names, shapes and types."""
 
     def state(self) -> Mapping[str, np.ndarray]:
-        """Return the arrays that a checkpoint keeps."""
+        """Return the arrays that checkpoints store."""
 
     def load_state(self, state: dict[str, np.ndarray], /) -> object:
-        """Take what `state` returned."""
+        """Restore the arrays that `state` returned."""
 
 
 def check_optimizer(optimizer: Any, net: Network) -> None:
-    """Raise UserError for an object that cannot be the optimizer of the network."""
+    """Raise UserError if the object cannot be used as the optimizer of the network."""
     missing = [
         name
         for name in ("learning_rate", "__call__", "state", "load_state")
@@ -53,13 +53,16 @@ def check_optimizer(optimizer: Any, net: Network) -> None:
 
 
 def optimizer_spec(optimizer: Any) -> list[Any]:
-    """Return what a resumed run compares: the optimizer's class and, if it has one, its spec."""
+    """Return the optimizer's class name and its spec, [] if it has none.
+
+    A resumed run compares them with those in the checkpoint.
+    """
     spec = optimizer.spec() if hasattr(optimizer, "spec") else []
     return [type(optimizer).__qualname__, spec]
 
 
 def describe_spec(spec: list[Any] | None) -> str:
-    """Describe an optimizer's spec in a message."""
+    """Format an optimizer's spec for an error message."""
     if spec is None:
         return "the options' solver"
     return f"{spec[0]} {json.dumps(spec[1])}" if spec[1] else spec[0]

@@ -1,4 +1,4 @@
-"""RMSProp: its transform, the kernel that fuses it, and its solver."""
+"""RMSProp: transform, fused step and solver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpidl.training.optimizers.transforms import (
 
 
 class RMSPropMoment(Transform):
-    """Divide the gradient by the root of the moving mean of its square.
+    """Divide the gradient by the square root of the moving mean of its square.
 
         v <- square_decay * v + (1 - square_decay) * g^2
         direction = g / (sqrt(v) + epsilon)
@@ -37,7 +37,7 @@ class RMSPropMoment(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the numbers of the formula "rmsprop" at a rate."""
+        """Return the arguments of the backends' formula "rmsprop" for a learning rate."""
         return [rate, self.square_decay, 1 - self.square_decay, self.epsilon]
 
     def apply(
@@ -48,7 +48,7 @@ class RMSPropMoment(Transform):
 
 @fuses(RMSPropMoment, Rate)
 class _RMSPropRate(FusedTail):
-    """RMSProp's step by one kernel."""
+    """Compute RMSProp's step with one kernel."""
 
     formula = "rmsprop"
     tables = RMSPropMoment.tables
@@ -64,11 +64,11 @@ class _RMSPropRate(FusedTail):
 
 
 class RMSProp(Solver):
-    """Steps divided by the root of the gradient's mean square (rmspropupdate): see `RMSPropMoment`.
+    """RMSProp in the form of MATLAB's rmspropupdate; see `RMSPropMoment`.
 
         w <- w - learning_rate * g / (sqrt(v) + epsilon)
 
-    The other parameters are those of `SGDM`.
+    v decays by `squared_gradient_decay_factor`. `SGDM` describes the other parameters.
     """
 
     solver = "rmsprop"

@@ -1,4 +1,4 @@
-"""SGD with momentum: its transforms, the kernels that fuse them, and its solver."""
+"""SGD with momentum: transforms, fused step and solver."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mpidl.training.optimizers.transforms import (
 )
 from mpidl.training.options.option_types import ON_OFF, check_value, one_of
 
-NESTEROV = one_of(*ON_OFF)  # the values of `nesterov`
+NESTEROV = one_of(*ON_OFF)  # the valid values of `nesterov`
 
 
 class Momentum(Transform):
-    """Accumulate: v <- momentum * v + update; the update becomes v."""
+    """Accumulate updates, v <- momentum * v + update, and return v as the new update."""
 
     counts_steps = False
     tables = ("velocity",)
@@ -45,11 +45,11 @@ class Momentum(Transform):
 
 
 class NesterovMomentum(Momentum):
-    """Accumulate as `Momentum`; the update becomes momentum * v + update.
+    """Accumulate v as `Momentum` does, and return momentum * v + update as the new update.
 
-    Nesterov's accelerated gradient, written so that the parameters are those where the gradient is
-    taken: Sutskever et al., "On the importance of initialization and momentum in deep learning",
-    2013; the form of torch.optim.SGD(nesterov=True).
+    This is Nesterov's accelerated gradient in the form of torch.optim.SGD(nesterov=True): the
+    stored parameters are the point at which the gradient is computed. See Sutskever et al., "On the
+    importance of initialization and momentum in deep learning", 2013.
     """
 
     formula = "nesterov"
@@ -58,7 +58,11 @@ class NesterovMomentum(Momentum):
 @fuses(Rate, Momentum)
 @fuses(Rate, NesterovMomentum)
 class _RateMomentum(FusedTail):
-    """v <- momentum * v - rate * g, w <- w + v, or w + momentum * v - rate * g, by one kernel."""
+    """Compute the step of SGD with momentum or with Nesterov's momentum with one kernel.
+
+    The step is v <- momentum * v - rate * g, then w <- w + v or, for Nesterov's momentum,
+    w <- w + momentum * v - rate * g.
+    """
 
     tables = Momentum.tables
 
@@ -73,29 +77,33 @@ class _RateMomentum(FusedTail):
 
 
 class SGDM(Solver):
-    """Stochastic gradient descent with momentum, in MATLAB's form (sgdmupdate).
+    """Stochastic gradient descent with momentum, in the form of MATLAB's sgdmupdate.
 
         v <- momentum * v - learning_rate * g,    w <- w + v
 
     Parameters
     ----------
-    learning_rate, momentum : float
+    learning_rate : float, optional
+        By default 0.01.
+    momentum : float
+        Fraction of the previous step that is added to the current one.
     l2 : float
-        l2 * factor * w is added to the gradient.
+        L2 regularization factor: l2 * factor * w is added to the gradient.
     l2_factors : dict, optional
-        {name: factor}, see `WeightDecay`.
+        {name: factor}; see `WeightDecay`.
     learning_rate_factors : dict, optional
-        {name: factor}, see `Optimizer`.
+        {name: factor}; see `Optimizer`.
     gradient_threshold, gradient_threshold_method
-        See `Clip`; the L2 term counts.
+        See `Clip`. The gradient that is clipped includes the L2 term.
     nesterov : bool
-        Step with w <- w + momentum * v - learning_rate * g, by the new v: see `NesterovMomentum`.
+        Whether to step by w <- w + momentum * v - learning_rate * g with the new v; see
+        `NesterovMomentum`.
 
     Notes
     -----
-    PyTorch has v <- momentum * v + g, w <- w - learning_rate * v. At a constant rate both make the
-    same steps. After a change of the rate, the steps that the momentum keeps are here still those
-    of the old rate; PyTorch scales them to the new one at once.
+    PyTorch computes v <- momentum * v + g, w <- w - learning_rate * v. At a constant learning rate,
+    both forms give the same steps. If the rate changes, earlier steps in v keep the old rate here,
+    whereas PyTorch scales them by the new rate at once.
     """
 
     solver = "sgdm"
@@ -126,5 +134,5 @@ class SGDM(Solver):
 
     @property
     def velocity(self) -> dict[str, np.ndarray]:
-        """{parameter: array}; empty before the first step."""
+        """The velocities v, {parameter: array}; empty before the first step."""
         return self.state_arrays["velocity"]

@@ -1,4 +1,4 @@
-"""The base of the solvers: optimizers that the option `solver` names, in MATLAB's forms."""
+"""The base class of solvers, the optimizers that the option `solver` selects."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Factors = Mapping[str, float] | None
 
 
 class Solver(Optimizer):
-    """An optimizer of the options.
+    """Base class of optimizers that the option `solver` selects.
 
-    The arguments of a solver's constructor have the names of the options that it takes, beside
+    The parameters of a solver's constructor have the names of the options that it uses, except for
     `l2_factors` and `learning_rate_factors`.
 
     Attributes
     ----------
     solver : str
-        Its name in the options.
+        Value of the option `solver` that selects this class.
     title : str
-        Its name in texts.
+        Name of the solver in help texts.
     defaults : dict
-        {option: value} of the options whose default the solver chooses.
+        {option: value} for options whose default depends on the solver.
     decouples_decay : bool
-        Whether `l2` joins the direction of the step instead of the gradient.
+        Whether `l2` is added to the direction of the step instead of the gradient.
     """
 
     solver: ClassVar[str]
@@ -40,17 +40,25 @@ class Solver(Optimizer):
 
     @classmethod
     def takes(cls, option: str) -> bool:
-        """Return whether the solver takes an option."""
+        """Return whether the solver uses an option."""
         return option in inspect.signature(cls).parameters
 
     @classmethod
     def of_options(cls, options: TrainingOptions, **factors: Factors) -> Solver:
-        """Return the solver with the options that it takes and the factors of a network."""
+        """Create the solver from training options and from the factors of a network.
+
+        Parameters
+        ----------
+        options : TrainingOptions
+            Only the options that the solver uses are read.
+        **factors
+            `l2_factors` and `learning_rate_factors`, such as `Network.factors`.
+        """
         names = [name for name in inspect.signature(cls).parameters if hasattr(options, name)]
         arguments: dict[str, Any] = {name: getattr(options, name) for name in names}
         return cls(**arguments | factors)
 
     @classmethod
     def value(cls, name: str, value: float | None) -> float:
-        """Return an argument's value, or the solver's default for None."""
+        """Check and return an argument, or return the solver's default if it is None."""
         return cls.defaults[name] if value is None else check(name, value)

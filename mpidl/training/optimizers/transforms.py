@@ -1,9 +1,9 @@
-"""Transforms of gradients: the parts that optimizers are chains of.
+"""Transforms of gradients, from which optimizers are built.
 
-A transform changes the updates of one step in place: `WeightDecay` and `Clip` change gradients,
-`Rate` turns directions into steps. The transforms that turn gradients into directions stand beside
-their solvers: `Momentum` (sgdm), `AdamMoments` (adam), `RMSPropMoment` (rmsprop). Each transform
-also works alone: `Clip(1.0)(parameters, gradients)` returns the clipped gradients.
+A transform changes the updates of one step in place. `WeightDecay` and `Clip` change gradients;
+`Rate` turns directions into steps. The transforms that turn gradients into directions are defined
+with their solvers: `Momentum` (sgdm), `AdamMoments` (adam) and `RMSPropMoment` (rmsprop). Each
+transform also works alone: `Clip(1.0)(parameters, gradients)` returns the clipped gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpidl.training.options.option_types import (
 
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
-# The values of the arguments of transforms and solvers; the options of these names have the same.
+# Valid arguments of transforms and solvers. The training options of the same names use them, too.
 RULES: dict[str, Rule] = {
     "learning_rate": positive(),
     "momentum": fraction(),
@@ -40,23 +40,26 @@ RULES: dict[str, Rule] = {
 
 
 def check(name: str, value: object) -> Any:
-    """Return the value of an argument in its type. Raises UserError if `RULES` refuses it."""
+    """Check an argument by its rule in `RULES` and convert it; raise UserError if it is invalid."""
     return check_value(RULES[name], value, name)
 
 
 class Updates:
-    """What one step adds to the parameters, on its way through the transforms.
+    """The updates of one step, which the transforms turn from gradients into steps.
 
     Attributes
     ----------
     backend : Backend
-        Computes the step: that of the parameters' arrays.
-    names, weights, arrays : list
-        The names of the parameters that move, their values, their gradients or steps.
+        The backend of the parameters, which computes the step.
+    names, weights : list
+        The names and values of the parameters that the step changes.
+    arrays : list
+        The updates: gradients before the first transform, steps after the last one.
     decays : list of float
-        decay * weight is still to be added to each array; the next kernel adds it on its way.
+        For each array, a number whose product with the weight is still to be added to the array.
+        The next kernel adds it.
     rate_factors : list of float
-        Of each parameter's learning rate.
+        Factors by which the learning rate of each parameter is multiplied.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Updates:
         self.decays = [0.0] * len(names)
 
     def take_decays(self) -> list[float]:
-        """Return the pending decays, for a kernel that adds them."""
+        """Return the pending decays for a kernel that adds them, and reset them to 0."""
         decays, self.decays = self.decays, [0.0] * len(self.names)
         return decays
 
@@ -87,7 +90,19 @@ class Updates:
     def stepped_zeros(
         self, formula: str, state_arrays: list[list], numbers: Sequence[Any], factors=None
     ) -> list:
-        """Return zeros after a step by a formula of the backends: the directions it takes."""
+        """Return the change of the weights by a formula, computed as a step from zero weights.
+
+        Parameters
+        ----------
+        formula : str
+            Name of a formula of the backends.
+        state_arrays : list of list
+            The arrays of each table, which the formula updates.
+        numbers : sequence
+            Arguments of the formula.
+        factors : list of float, optional
+            Factors of the learning rate for each parameter. By default 1.
+        """
         self.add_decays()
         factors = [1.0] * len(self.names) if factors is None else factors
         return self.backend.optimizer_step(
@@ -107,27 +122,41 @@ class Updates:
 class Transform:
     """Base class of transforms.
 
-    A transform that keeps arrays from step to step names their tables. One whose numbers change
-    from step to step returns them from `numbers`, so that a recorded step can replay with others.
+    A transform that keeps arrays between steps lists the names of their tables in `tables`. If its
+    numbers change from step to step, it returns them from `numbers`, so that a recorded step can be
+    replayed with new numbers.
     """
 
     tables: tuple[str, ...] = ()
-    counts_steps = True  # whether `numbers` depends on the number of the step: checkpoints keep it
+    counts_steps = True  # whether `numbers` depends on the step count, which checkpoints then store
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
-        """Return the numbers of a step, counted from 1."""
+        """Return the numbers of a step that change from step to step.
+
+        Steps are counted from 1.
+        """
         return {}
 
     def apply(
         self, updates: Updates, state_arrays: list[list[np.ndarray]], numbers: Mapping[str, Any]
     ) -> None:
-        """Change the updates in place. `state_arrays` has a list of arrays for each table."""
+        """Change the updates in place.
+
+        Parameters
+        ----------
+        updates : Updates
+            The updates of the step.
+        state_arrays : list of list
+            For each table, one array per parameter. They are changed in place.
+        numbers : dict
+            The `numbers` of the step.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it changes updates")
 
     def __call__(
         self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the changed gradients; a transform with tables starts from zeros."""
+        """Return the changed gradients. State arrays are zero, as before a first step."""
         names = list(gradients)
         weights = [parameters[name] for name in names]
         arrays = [gradients[name] for name in names]
@@ -139,21 +168,22 @@ class Transform:
 
 
 def backend_of(arrays: list[np.ndarray]) -> Backend:
-    """Return the backend of float32 arrays, or the reference for others."""
+    """Return the backend of float32 arrays, or the reference backend for other types."""
     if arrays and all(array.dtype == np.float32 for array in arrays):
         return backends.of_array(arrays[0])
     return backends.of_type(np.float64)
 
 
 class WeightDecay(Transform):
-    """Add l2 * factor * weight to each gradient: the gradient of an L2 penalty.
+    """Add l2 * factor * weight, the gradient of an L2 penalty, to each gradient.
 
     Parameters
     ----------
     l2 : float
+        The regularization factor of all parameters.
     factors : dict, optional
-        {name: factor}; by default 1 for names that end in ".weight", 0 for others (biases, gamma,
-        beta).
+        {name: factor}. By default the factor is 1 for names that end in ".weight" and 0 for others
+        (biases, gamma, beta).
     """
 
     counts_steps = False
@@ -173,15 +203,16 @@ class WeightDecay(Transform):
 
 
 class Clip(Transform):
-    """Make gradients no larger than a threshold, as MATLAB's GradientThreshold.
+    """Limit gradients to a threshold, as MATLAB's GradientThreshold does.
 
     Parameters
     ----------
     threshold : float
+        The largest norm or absolute value. inf disables clipping.
     method : str
-        "l2norm" scales each parameter's gradient to that norm, "global-l2norm" all of them to that
-        norm of all together, "absolute-value" limits each number. Norms are summed in float64, in
-        one order.
+        "l2norm" limits the norm of each parameter's gradient, "global-l2norm" the norm of all
+        gradients together, and "absolute-value" each element. Norms are summed in float64 in a
+        fixed order.
     """
 
     counts_steps = False
@@ -201,7 +232,7 @@ class Clip(Transform):
 
 
 class Rate(Transform):
-    """Turn directions into steps: -learning_rate * factor * direction."""
+    """Turn directions into steps, -learning_rate * factor * direction."""
 
     counts_steps = False
 

@@ -1,1 +1,1 @@
-"""Training options: their declarations, types and checks, and the sources of their values."""
+"""Training options: declarations, checks, and the sources of their values."""

@@ -1,7 +1,7 @@
-"""The sources of a run's options, the record of them, and what a resumed run may change.
+"""Merge the sources of a run's options, record the result and check changes on resume.
 
-The sources in order of precedence: the command line, --config FILE.toml, the resumed run, the
-network's recipe, the defaults (those of MATLAB's trainingOptions).
+The sources, from highest to lowest precedence: the command line, --config FILE.toml, the resumed
+run, the network's recipe, and the defaults (those of MATLAB's trainingOptions).
 """
 
 import json
@@ -45,16 +45,16 @@ RULES: dict[str, Rule] = {
 
 
 class Resolved(NamedTuple):
-    """The options of a run and their sources.
+    """The options and inputs of a run, with the source of each value.
 
     Attributes
     ----------
     options : TrainingOptions
         The options.
     run : dict
-        The inputs of the run by name: network, data, test_data and the others of `RUN`.
+        The inputs of the run: {name: value} with the names in `RUN`.
     sources : dict
-        The source of each value by its name, such as "command line".
+        {name: source} for each option and input, such as {"epochs": "command line"}.
     """
 
     options: TrainingOptions
@@ -87,13 +87,13 @@ def resolve(
     Raises
     ------
     UserError
-        If the file cannot be used, or an option does not take its value.
+        If the file cannot be read or is not valid TOML, or if a name or a value is invalid.
     """
     layers = [("command line", {n: v for n, v in typed.items() if n in OPTIONS or n in RUN})]
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
-        # The checkpoint of dl.train does not name a network and data as the command does.
+        # Checkpoints of dl.train have no "run"; those of the command do.
         layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
     network = next((table["network"] for _, table in layers if "network" in table), RUN["network"])
     merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
@@ -107,7 +107,7 @@ def resolve(
         if source.startswith("config "):
             spelled = f"{config}: {name}"
         values[name], sources[name] = table[name], source
-        if source != "default":  # None stands for the solver's there, and may not be written
+        if source != "default":  # a default may be None, for the solver's own default
             values[name] = check_value(RULES[name], table[name], spelled)
     _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in RUN}
@@ -115,7 +115,10 @@ def resolve(
 
 
 def _refuse_two_batch_sizes(values, sources, order):
-    """Refuse a batch size of the user that comes with, or before, a batch size per rank."""
+    """Raise UserError if a batch size would silently lose to a batch size per rank.
+
+    It would if its source, the command line or a config file, has at least the same precedence.
+    """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")
     if (
@@ -130,10 +133,10 @@ def _refuse_two_batch_sizes(values, sources, order):
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the options of a TOML file.
+    """Read options and inputs of a run from a TOML file.
 
-    Options stand at the top or in [options], the inputs of a run in [run]. The options.toml of a
-    run is such a file; its [sources] and [versions] are ignored.
+    Options are at the top level or in the table [options], inputs in [run]. The options.toml of an
+    earlier run is a valid file; its tables [sources] and [versions] are ignored.
 
     Parameters
     ----------
@@ -148,7 +151,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises
     ------
     UserError
-        If the file cannot be read, or has an unknown name or a value that an option does not take.
+        If the file cannot be read or is not valid TOML, or if a name or a value is invalid.
     """
     try:
         import tomllib
@@ -182,7 +185,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def write_options(
     path: str | os.PathLike[str], resolved: Resolved, versions: Mapping[str, str]
 ) -> None:
-    """Write options.toml: the options, the inputs of the run, their sources, and versions.
+    """Write the options and inputs of a run, their sources and software versions to a TOML file.
 
     None is written as "none".
 
@@ -191,9 +194,9 @@ def write_options(
     path : path
         The file to write.
     resolved : Resolved
-        The options of the run.
+        The options and inputs.
     versions : mapping
-        {"python": "3.11.7", ...}, see `versions_of`.
+        {"python": "3.11.7", ...}; see `versions_of`.
     """
     import tomli_w
 
@@ -202,7 +205,7 @@ def write_options(
         return {name: printable(v) if isinstance(v, str) else v for name, v in table.items()}
 
     options = resolved.options.as_dict()
-    if options["batch_per_rank"] is not None:  # it implies the batch size
+    if options["batch_per_rank"] is not None:  # the batch size follows from it
         del options["batch_size"]
     tables = {
         "options": plain(options),
@@ -214,8 +217,8 @@ def write_options(
 
 
 def version_of(package: str) -> str:
-    """Return the installed version of a package, or that it is not installed."""
-    from importlib import metadata  # imported late: only rank 0 needs it, and it takes 20 ms
+    """Return the installed version of a package, or "not installed as a package"."""
+    from importlib import metadata  # only rank 0 needs it, and the import takes 20 ms
 
     try:
         return metadata.version(package)
@@ -224,12 +227,12 @@ def version_of(package: str) -> str:
 
 
 def versions_of(mpi_library: str) -> dict[str, str]:
-    """Return the versions that options.toml records.
+    """Return the versions that options.toml records: Python, NumPy, mpidl, mpi4py and MPI.
 
     Parameters
     ----------
     mpi_library : str
-        The MPI library's description of itself; its first line is recorded.
+        The version string of the MPI library. Only its first line is recorded.
     """
     versions = {"python": platform.python_version()}
     for package in ("numpy", "mpidl", "mpi4py"):
@@ -241,7 +244,7 @@ def versions_of(mpi_library: str) -> dict[str, str]:
 def resumable(
     options: TrainingOptions, net: Network, datastore: Datastore, ranks: int
 ) -> dict[str, Any]:
-    """Return the facts of a run that `changed_on_resume` compares with those of a checkpoint."""
+    """Return the facts of a run that `changed_on_resume` compares with a checkpoint."""
     store = options.validation
     return {
         "options": options.as_dict(),
@@ -253,7 +256,7 @@ def resumable(
 
 
 def shares(options: TrainingOptions, ranks: int) -> dict[str, Any]:
-    """Return what each rank's images depend on if sampling is "partition": {"ranks", "load"}."""
+    """Return {"ranks": ..., "load": ...}, which determine the partitions of the training set."""
     load = options.load(ranks)
     return {"ranks": ranks, "load": None if load is None else list(load)}
 
@@ -261,28 +264,26 @@ def shares(options: TrainingOptions, ranks: int) -> dict[str, Any]:
 def changed_on_resume(
     saved: Mapping[str, Any], now: Mapping[str, Any], run_name: str = "the resumed run"
 ) -> None:
-    """Refuse changes that a resumed run may not make.
+    """Raise UserError if a resumed run differs from its checkpoint in a way that is not allowed.
 
-    The number of ranks may change, except in the middle of an epoch that is partitioned among
-    them.
+    The number of ranks may change, except in the middle of an epoch with --sampling partition.
 
     Parameters
     ----------
     saved : mapping
         The facts of the checkpoint.
     now : mapping
-        The facts of the run as it is now, from `resumable`: its options, its network's list of
-        layers, the fingerprints of its data, and how the data are shared out.
+        The facts of the resumed run, from `resumable`.
     run_name : str
-        The run's name for the error message.
+        Name of the run in the error message.
 
     Raises
     ------
     UserError
-        If the run changed; the message names each change.
+        If a change is not allowed. The message lists all of them.
     """
     refused = []
-    # A checkpoint from before an option existed has its default.
+    # Options that the checkpoint lacks, because they are newer, have their defaults.
     defaults = TrainingOptions(solver=saved["options"].get("solver", "sgdm")).as_dict()
     saved_options = defaults | saved["options"]
     for name, declared in OPTIONS.items():

@@ -1,6 +1,6 @@
-"""The options of the images that a network trains on: order, normalization, augmentation, reading.
+"""Options for the images of training: order, normalization, augmentation and reading.
 
-Annotations stay real types, not strings, so that help() prints them as they are.
+This module does not import annotations from `__future__`, so help() shows the annotations as types.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from mpidl.training.options.option_types import (
 
 @options_class
 class ImageOptions:
-    """The part of `TrainingOptions` about images."""
+    """The options of `TrainingOptions` for images."""
 
     shuffle: Literal["never", "once", "every-epoch"] = choice(
         "When to shuffle the training set",

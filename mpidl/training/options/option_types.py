@@ -1,4 +1,4 @@
-"""The declaration of an option: which values it takes, and how text becomes one of them."""
+"""Declare options, check their values and convert text to their types."""
 
 import math
 import numbers
@@ -21,37 +21,38 @@ else:
 
 Options = TypeVar("Options")
 
-ON_OFF = ("on", "off")  # choices of an option that also takes True and False in Python and TOML
+ON_OFF = ("on", "off")  # options with these choices also accept True and False in Python and TOML
 Size: TypeAlias = str | int | Sequence[int] | None  # "224x192", 224 or (224, 192)
 
 
 class Rule(NamedTuple):
-    """The values that an option takes.
+    """The valid values of an option.
 
     Attributes
     ----------
     kind : type
         Type of the value: int, float or str.
     requirement : str
-        The rule in words for error messages, such as "at least 1".
+        Description of the valid values for error messages, such as "at least 1".
     low, high : float
-        Bounds of a number.
+        Lowest and highest valid number.
     exclude_low, exclude_high : bool
-        Whether to refuse the bound itself.
+        Whether the bound itself is invalid.
     choices : tuple of str
-        Names that the option takes.
+        The valid names.
     pattern : str
-        Regular expression of other texts that the option takes; "" if it takes the choices only.
+        Regular expression for other valid strings; "" if only the choices are valid.
     metavar : str
-        Placeholder in --help for a text that matches the pattern.
+        Placeholder in --help for a string that matches the pattern.
     separator : str
-        Text between the numbers of a list. Python and TOML may give such a list as numbers.
+        The separator between the numbers of a list, or "". In Python and TOML, such a list may
+        also be a sequence of numbers.
     optional : bool
-        Whether None is a value. Files and the command line write it as "none".
+        Whether None is valid. TOML files and the command line write None as "none".
     allow_inf : bool
-        Whether inf is a value, also of a whole number.
+        Whether inf is valid, even if `kind` is int.
     allow_function : bool
-        Whether a function is a value, in Python.
+        Whether a Python function is valid.
     """
 
     kind: type
@@ -70,33 +71,33 @@ class Rule(NamedTuple):
 
 
 def at_least(low: int, *, optional: bool = False, allow_inf: bool = False) -> Rule:
-    """Return the rule of a whole number that is at least `low`."""
+    """Return the rule for integers that are at least `low`."""
     requirement = f"at least {low}" + (", or inf" if allow_inf else "")
     return Rule(int, requirement, low, optional=optional, allow_inf=allow_inf)
 
 
 def number_list(requirement: str) -> Rule:
-    """Return the rule of a list of whole numbers, or none."""
+    """Return the rule for lists of non-negative integers. None is also valid."""
     return Rule(str, requirement, pattern=r"[0-9]+(,[0-9]+)*", separator=",", optional=True)
 
 
 def positive(*, optional: bool = False, allow_inf: bool = False) -> Rule:
-    """Return the rule of a number above 0."""
+    """Return the rule for numbers above 0."""
     return Rule(float, "positive", 0, exclude_low=True, optional=optional, allow_inf=allow_inf)
 
 
 def fraction(*, optional: bool = False) -> Rule:
-    """Return the rule of a number that is at least 0 and below 1."""
+    """Return the rule for numbers that are at least 0 and below 1."""
     return Rule(float, "at least 0 and below 1", 0, 1, exclude_high=True, optional=optional)
 
 
 def factor() -> Rule:
-    """Return the rule of a number that is above 0 and at most 1."""
+    """Return the rule for numbers that are above 0 and at most 1."""
     return Rule(float, "above 0 and at most 1", 0, 1, exclude_low=True)
 
 
 def one_of(*choices: str, allow_function: bool = False, optional: bool = False) -> Rule:
-    """Return the rule of an option with a fixed set of names."""
+    """Return the rule for an option whose value is one of a fixed set of names."""
     requirement = ", ".join(choices[:-1]) + f" or {choices[-1]}"
     return Rule(str, requirement, choices=choices, allow_function=allow_function, optional=optional)
 
@@ -112,7 +113,7 @@ SIZE = Rule(
 
 
 def size_of(text: str | None) -> tuple[int, int] | None:
-    """Return (height, width) of a text that matches `SIZE`, or None for None."""
+    """Return (height, width) for a string that matches `SIZE`, or None for None."""
     if text is None:
         return None
     sides = [int(side) for side in text.split("x")]
@@ -132,11 +133,12 @@ def option(
     Parameters
     ----------
     rule : Rule or None
-        The values that the option takes; None takes the names in its annotation.
+        The valid values. None accepts the names in the annotation, a `Literal`.
     text : str
         Help text.
     default : object
-        Value if no source gives one. Type checkers and editors find it by its keyword.
+        The value if no source gives one. It is a keyword because type checkers and editors look
+        for the keyword `default`.
     resume : {"free", "fixed", "up"}
         Whether a resumed run may change the option, must keep it, or may only increase it.
     matlab : str
@@ -147,39 +149,42 @@ def option(
 
 
 def choice(text: str, *, default: object, **facts: Any) -> Any:
-    """Declare an option that takes the names in its annotation, a `Literal`; see `option`."""
+    """Declare an option whose valid values are the names in its `Literal` annotation.
+
+    See `option` for the parameters.
+    """
     return option(None, text, default=default, **facts)
 
 
 def rule_of(declared: Field) -> Rule:
-    """Return the rule of a field that `option` or `choice` declared."""
+    """Return the rule for a field that `option` or `choice` declared."""
     return declared.metadata["rule"] or one_of(*get_args(declared.type))
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, choice))
 def options_class(cls: type[Options]) -> type[Options]:
-    """Make a class with declared options a frozen dataclass of keyword arguments."""
+    """Make a class with declared options a frozen dataclass with keyword-only arguments."""
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:
-    """Return a value in the type of its rule.
+    """Check a value by a rule and convert it to the rule's type.
 
     Parameters
     ----------
     rule : Rule
-        The values that the option takes.
+        The valid values.
     value : object
         The value to check.
     spelled : str
         The option as the user wrote it, for the error message.
     text : bool
-        Whether the value comes from text, such as a command line, so that "12" is a number.
+        Whether the value comes from text, such as a command line. Then "12" is a number.
 
     Raises
     ------
     UserError
-        If the option does not take the value.
+        If the value is invalid.
     """
     if rule.optional and (value is None or value == "none"):
         return None
@@ -205,7 +210,7 @@ def _is_number(value):
 
 
 def _convert(rule, value, text):
-    """Return the value as an int, float or str, or None if it is not one."""
+    """Convert the value to the rule's type (int, float or str); return None if that fails."""
     if rule.kind is str:
         return value if isinstance(value, str) else None
     if isinstance(value, bool) or (isinstance(value, str) and not text):
@@ -219,7 +224,7 @@ def _convert(rule, value, text):
 
 
 def _fits(rule, converted):
-    """Return whether a number is within the bounds, or a text matches the pattern."""
+    """Return whether a number is within the bounds or a string matches the pattern."""
     if rule.kind is str:
         return bool(rule.pattern) and re.fullmatch(rule.pattern, converted) is not None
     low = converted > rule.low if rule.exclude_low else converted >= rule.low
@@ -228,7 +233,7 @@ def _fits(rule, converted):
     return finite and low and high
 
 
-# Names of options in MATLAB and other libraries, in lower case without dashes and underscores.
+# Option names in MATLAB and other libraries (lower case, no dashes or underscores) and in mpidl.
 SYNONYMS = {
     "checkpointfrequency": "checkpoint_every",
     "checkpointpath": "out",
@@ -248,8 +253,8 @@ SYNONYMS = {
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return ": did you mean X?" for the option nearest to a name, or "" if none is near.
+    """Return ": did you mean X?" for the option closest to a name, or "" if none is close.
 
-    Names of options in MATLAB and other libraries count as well.
+    The search includes option names of MATLAB and other libraries.
     """
     return did_you_mean(name, candidates, SYNONYMS)

@@ -1,6 +1,6 @@
-"""The options of how long and how to train: length, loss, solver, learning rate, gradient clipping.
+"""Options for the length of training, loss, solver, learning rate and gradient clipping.
 
-Annotations stay real types, not strings, so that help() prints them as they are.
+This module does not import annotations from `__future__`, so help() shows the annotations as types.
 """
 
 import math
@@ -22,7 +22,7 @@ from mpidl.training.options.option_types import (
     positive,
 )
 
-# Defaults that the solvers choose: {option: {solver: value}}.
+# Defaults that depend on the solver: {option: {solver: value}}.
 BY_SOLVER: dict[str, dict[str, float]] = {
     option: {name: cls.defaults[option] for name, cls in SOLVERS.items() if option in cls.defaults}
     for option in sorted({option for cls in SOLVERS.values() for option in cls.defaults})
@@ -30,25 +30,25 @@ BY_SOLVER: dict[str, dict[str, float]] = {
 
 
 def _takers(option: str) -> str:
-    """Return the names of the solvers that take an option, such as "adam, rmsprop"."""
+    """Return the names of the solvers that use an option, such as "adam, rmsprop"."""
     return ", ".join(name for name, cls in SOLVERS.items() if cls.takes(option))
 
 
 def _decoupled() -> str:
-    """Return a remark about the solvers that decouple the weight decay, or ""."""
+    """Return a remark for help texts on solvers with decoupled weight decay, or ""."""
     names = ", ".join(name for name, cls in SOLVERS.items() if cls.decouples_decay)
     return f" ({names}: decoupled weight decay, which is not clipped)" if names else ""
 
 
 def _titles() -> str:
-    """Return the solvers in words, such as "SGD with momentum, Adam or RMSProp"."""
+    """Return the titles of the solvers, such as "SGD with momentum, Adam or RMSProp"."""
     *titles, last = (cls.title for cls in SOLVERS.values())
     return f"{', '.join(titles)} or {last}"
 
 
 @options_class
 class SolverOptions:
-    """The part of `TrainingOptions` about the length of training, the loss and the solver."""
+    """The options of `TrainingOptions` for the length of training, the loss and the solver."""
 
     epochs: int = option(
         at_least(1),
@@ -225,7 +225,7 @@ class SolverOptions:
     )
 
 
-# Options that belong to a solver, as one has no meaning, or another value, for another solver.
+# Options that depend on the solver: the learning rate, and options that only some solvers use.
 SOLVER_NAMES = (
     "learning_rate",
     *(

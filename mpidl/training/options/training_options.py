@@ -1,8 +1,9 @@
 """The options of a training run, defined once for Python, the command line and TOML files.
 
-Each field of `TrainingOptions` carries its help text and the rule of its values (`option_types`).
-`configuration` merges the sources of a run's values. Defaults follow MATLAB's trainingOptions.
-Annotations stay real types, not strings, so that help() prints them as they are.
+Each field of `TrainingOptions` carries a help text and a `Rule` (see `option_types`) that says
+which values are valid. `configuration` merges the values from the command line, files and other
+sources. Defaults follow MATLAB's trainingOptions. This module does not import annotations from
+`__future__`, so help() shows the annotations as types.
 """
 
 import functools
@@ -41,7 +42,7 @@ OutputFunction: TypeAlias = Callable[[Progress], object]
 
 
 def _refuse_unknown(cls: type[Options]) -> type[Options]:
-    """Have the constructor raise UserError, with a hint, for a name that is not an option."""
+    """Make the constructor raise UserError, with a hint, for a keyword that is not an option."""
     init, names = cls.__init__, vars(cls)["__dataclass_fields__"]
 
     @functools.wraps(init)
@@ -62,14 +63,16 @@ class TrainingOptions(ImageOptions, SolverOptions):
     """The options of a training run.
 
     Options have the same names in TOML files and, as flags, on the command line. Lists of numbers
-    are stored as the command line writes them: ``scale=(0.9, 1.1)`` becomes ``"0.9,1.1"``.
+    are stored as strings in the form of the command line: ``scale=(0.9, 1.1)`` becomes
+    ``"0.9,1.1"``.
 
     Parameters
     ----------
     augmenter : Augmenter, optional
-        Random transformations of training images, in place of flip, translate, ... random_crop.
+        Random transformations of training images. It replaces the options flip, translate,
+        rotation, scale, shear, fill and random_crop.
     validation : Datastore, optional
-        Validation images, as --validation-data of the command.
+        Validation images. The command's flag --validation-data sets it.
     output_functions : function or sequence of functions
         Functions that all ranks call with a `Progress` at the start, after each iteration and
         epoch, and at the end. Training stops if one returns True.
@@ -77,7 +80,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
     Raises
     ------
     UserError
-        If a name is not an option, or an option does not take a value.
+        If a keyword is not an option, or if the value of an option is invalid.
     """
 
     seed: int = option(
@@ -206,7 +209,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default="training-progress",
         matlab="Plots",
     )
-    # Python only, without a rule.
+    # These options exist in Python only and have no rule.
     augmenter: Augmenter | None = None
     validation: Datastore | None = None
     output_functions: OutputFunction | Sequence[OutputFunction] = ()
@@ -247,7 +250,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> "TrainingOptions":
-        """Return the options of a network's recipe.
+        """Return the options with which a network of the zoo is trained.
 
         Parameters
         ----------
@@ -259,14 +262,14 @@ class TrainingOptions(ImageOptions, SolverOptions):
         Raises
         ------
         UserError
-            If there is no such recipe, or an option does not take its value.
+            If there is no such recipe, or if the value of an option is invalid.
         """
         if name not in RECIPES:
             raise UserError(f"no recipe {name}: expected one of {', '.join(RECIPES)}")
         return cls(**{**recipe_options(name, overrides), **overrides})
 
     def for_ranks(self, ranks: int) -> "TrainingOptions":
-        """Return these options with the batch size that batch_per_rank implies for the ranks."""
+        """Return a copy with batch_size = batch_per_rank * ranks, if batch_per_rank is given."""
         if self.batch_per_rank is None:
             return self
         return replace(self, batch_size=self.batch_per_rank * ranks)
@@ -282,12 +285,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
         Returns
         -------
         tuple of int or None
-            The share of each rank in thousandths of the unit of worker_load; None for equal shares.
+            The entries of worker_load times 1000, one per rank. None for equal shares, and for
+            "measured", which starts with equal shares.
 
         Raises
         ------
         UserError
-            If worker_load has another number of entries than there are ranks, or only zeros.
+            If worker_load does not have one entry per rank, or if all entries are 0.
         """
         if self.worker_load in (None, "measured"):
             return None
@@ -303,7 +307,10 @@ class TrainingOptions(ImageOptions, SolverOptions):
         return load
 
     def as_dict(self) -> dict[str, Any]:
-        """Return {name: value} of the options with a rule; a function is given by its name."""
+        """Return {name: value} for all options with a rule.
+
+        A function is replaced with a string that contains its name.
+        """
         values = {name: getattr(self, name) for name in NAMES}
         return {
             name: f"function {value.__qualname__}" if callable(value) else value
@@ -311,13 +318,13 @@ class TrainingOptions(ImageOptions, SolverOptions):
         }
 
 
-# Inputs of a run besides its options: on the command line, and in the [run] table of a file.
+# Defaults of a run's inputs, which the command line and the [run] table of a TOML file set.
 RUN: dict[str, Any] = {
     "network": "digits",
     "data": "digits",
     "test_data": None,
     "test_fraction": 0.1,
-    "validation_data": None,  # `validation` in Python
+    "validation_data": None,  # in Python, the option `validation`
     "colour": None,
     "resize": None,
     "cover": None,
@@ -332,17 +339,18 @@ NAMES = tuple(OPTIONS)
 
 
 def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe that keep their meaning beside the given ones.
+    """Return the options of a recipe that stay valid when other options override some of them.
 
-    A recipe's learning rate and the like belong to its solver, and so does an option whose default
-    is another with the new solver; its scale_rate belongs to its learning rate.
+    If `overrides` change the solver, the recipe's options that depend on the solver are dropped:
+    those in `SOLVER_NAMES`, and those whose default differs between the two solvers. If the
+    learning rate is overridden or dropped, the recipe's scale_rate is dropped too.
 
     Parameters
     ----------
     name : str
-        Name of the network; one without a recipe has no options.
+        Name of the network. If it has no recipe, the result is empty.
     overrides : mapping
-        Options from sources that come before the recipe.
+        Options from sources that take precedence over the recipe.
     """
     options = dict(RECIPES.get(name, {}))
     old = options.get("solver", "sgdm")
@@ -357,12 +365,12 @@ def recipe_options(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flag(name: str) -> str:
-    """Return the flag of an option on the command line: batch_size is --batch-size."""
+    """Return the command-line flag of an option: "--batch-size" for "batch_size"."""
     return "--" + name.replace("_", "-")
 
 
 def default_text(name: str) -> str:
-    """Return the default of an option in words: "none", or "0.01 (sgdm), 0.001 (adam, rmsprop)"."""
+    """Format an option's default, such as "none" or "0.01 (sgdm), 0.001 (adam, rmsprop)"."""
     if name in BY_SOLVER:
         solvers: dict[float, list[str]] = {}
         for solver, value in BY_SOLVER[name].items():
@@ -375,7 +383,7 @@ def default_text(name: str) -> str:
 
 
 def check(name: str, value: object, spelled: str | None = None, text: bool = False) -> Any:
-    """Return the value of an option in its proper type.
+    """Check the value of an option and convert it to the option's type.
 
     Parameters
     ----------
@@ -384,20 +392,20 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     value : object
         The value to check.
     spelled : str, optional
-        The option as the user wrote it, for the error message.
+        The option as the user wrote it, for the error message. By default the name.
     text : bool
-        Whether the value comes from text, such as a command line, so that "12" is a number.
+        Whether the value comes from text, such as a command line. Then "12" is a number.
 
     Raises
     ------
     UserError
-        If the option does not take the value.
+        If the value is invalid.
     """
     return check_value(rule_of(OPTIONS[name]), value, spelled or name, text)
 
 
 def _parameters():
-    """Yield the documentation of the options for the docstring of `TrainingOptions`."""
+    """Yield the lines that document the options in the docstring of `TrainingOptions`."""
     indent = " " * 8
     for name, declared in OPTIONS.items():
         rule, text = rule_of(declared), declared.metadata["help"]
