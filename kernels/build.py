@@ -1,7 +1,7 @@
 """Compile kernels/cpu into one shared library per build: `python kernels/build.py`.
 
-A build is the sources compiled for one instruction set. setup.py, run/train and the tests load this
-file by its path. It needs only Python's standard library.
+A build is the library compiled from the sources for one instruction set. setup.py, run/train and
+the tests load this file by its path. It needs only Python's standard library.
 """
 
 import argparse
@@ -24,13 +24,13 @@ SOURCES = os.path.join(FOLDER, "cpu")
 LIB = os.path.join(FOLDER, "lib")
 OBJECTS = os.path.join(os.path.dirname(FOLDER), "build", "kernels")
 
-# The kernels add and multiply in a fixed order: nothing here may let a compiler change it.
+# The kernels add and multiply in a fixed order. No flag may allow the compiler to change it.
 FLAGS = (
     "-std=gnu11 -O3 -fPIC -fvisibility=hidden -pthread -ffp-contract=off -fno-math-errno "
     "-Wall -Wextra -Wmissing-prototypes -Wstrict-prototypes -Wno-pass-failed "
-    "-Wno-unused-parameter"  # callbacks of one type take more than some of them use
+    "-Wno-unused-parameter"  # callbacks of one type share a signature; some ignore arguments
 ).split()
-# Feature by feature, because compilers of older systems do not know -march=x86-64-v3.
+# Features are listed one by one because older compilers do not know -march=x86-64-v3.
 AVX2 = "-mavx2 -mfma -mbmi -mbmi2".split()
 AVX512 = "-mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mprefer-vector-width=512".split()
 BUILDS = {"x86-64-v4": [*AVX2, *AVX512], "x86-64-v3": AVX2, "generic": []}
@@ -40,23 +40,24 @@ SANITIZE = (
 
 
 class Failed(Exception):
-    """The compiler is missing or failed; `output` is everything that it printed."""
+    """The compiler is missing or failed; `output` is what it printed to stderr."""
 
     output = ""
 
 
 def builds():
-    """Return the builds for this kind of machine, the best first."""
+    """Return the builds for this machine's architecture, best first."""
     return list(BUILDS) if platform.machine() in ("x86_64", "AMD64") else ["generic"]
 
 
 def find_compiler(command=None):
-    """Return the C compiler's command as a list of words.
+    """Return the command of the C compiler as a list of words.
 
     Parameters
     ----------
     command : str, optional
-        By default the variable CC, else the first of cc, gcc and clang on PATH.
+        Command to use. By default, the environment variable CC, or else the first of cc, gcc and
+        clang that is on PATH.
 
     Raises
     ------
@@ -88,7 +89,7 @@ def read(name):
 
 
 def sources_key():
-    """Return a hash of the sources, the headers and the flags; libraries contain it as text."""
+    """Return a hash of the sources, headers and flags. Libraries contain it as a string."""
     digest = hashlib.sha256()
     for path in [os.path.join(SOURCES, name) for name in sorted(os.listdir(SOURCES))] + [__file__]:
         if path.endswith((".c", ".h", ".py")):
@@ -98,7 +99,7 @@ def sources_key():
 
 
 def is_current(build, folder=LIB):
-    """Return whether the library was compiled from the sources as they are now."""
+    """Return whether the library was compiled from the current sources."""
     try:
         with open(library_path(build, folder), "rb") as file:
             return b"mpidl sources " + sources_key().encode() in file.read()
@@ -107,7 +108,7 @@ def is_current(build, folder=LIB):
 
 
 def declarations():
-    """Return the text of mpidl.h without comments and preprocessor lines."""
+    """Return the contents of mpidl.h without comments and preprocessor lines."""
     text = re.sub(r"/\*.*?\*/|^#.*?$", "", read("mpidl.h"), flags=re.S | re.M)
     return " ".join(text.split())
 
@@ -122,7 +123,7 @@ def _defines(name):
 
 
 def _with_includes(name, texts=None):
-    """Return {name: text} of a source and of the files that it includes."""
+    """Read a source and the files that it includes; return {name: contents}."""
     texts = {} if texts is None else texts
     if name not in texts:
         texts[name] = read(name)
@@ -147,10 +148,10 @@ def _run(command):
 
 @contextlib.contextmanager
 def _replaced(path):
-    """Yield the name of a new file that replaces `path` when it is complete.
+    """Yield the name of a new file, which replaces `path` at the end of the `with` block.
 
-    If the block fails, the new file is removed. Its name is unique, because two hosts may compile
-    into one file system at once.
+    If the block raises an exception, the new file is removed. Its name is unique, because two hosts
+    may compile in the same file system at once.
     """
     new = f"{path}.{uuid.uuid4().hex}"
     try:
@@ -163,7 +164,7 @@ def _replaced(path):
 
 
 def _object(compiler, version, flags, name):
-    """Return (path of a source's object, warnings); the same source is compiled only once."""
+    """Compile a source unless its object exists; return the object's path and the warnings."""
     key = repr([compiler, version, flags, sorted(_with_includes(name).items()), _defines(name)])
     stem = f"{name.removesuffix('.c')}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     out = os.path.join(OBJECTS, f"{stem}.o")
@@ -178,7 +179,7 @@ def _object(compiler, version, flags, name):
 
 
 def _remove_old_objects(days=30):
-    """Remove objects that no library has used for so long."""
+    """Remove objects that no compilation has used in the last `days` days."""
     for entry in os.scandir(OBJECTS):
         with contextlib.suppress(OSError):  # the file of another user, or removed meanwhile
             if entry.stat().st_mtime < time.time() - days * 86400:
@@ -186,26 +187,26 @@ def _remove_old_objects(days=30):
 
 
 def compile_builds(names, folder, compiler, extra=()):
-    """Compile builds, side by side, into a folder.
+    """Compile builds in parallel into a folder.
 
-    A library is replaced in one step when the new one is complete, so processes that run the old
-    one continue with it.
+    A library is replaced atomically when the new one is complete. Processes that use the old
+    library can continue to use it.
 
     Parameters
     ----------
     names : list of str
-        The builds.
+        Builds to compile.
     folder : str
-        Folder of the libraries.
+        Folder for the libraries.
     compiler : list of str
-        Command, as `find_compiler` returns it.
+        Command of the compiler, as returned by `find_compiler`.
     extra : list of str
         Further flags.
 
     Returns
     -------
     {str: Failed}
-        The builds that failed.
+        The builds that failed, and why.
 
     Raises
     ------
@@ -215,7 +216,7 @@ def compile_builds(names, folder, compiler, extra=()):
     version = _run([*compiler, "--version"]).stdout
     os.makedirs(OBJECTS, exist_ok=True)
     os.makedirs(folder, exist_ok=True)
-    # all symbols must be defined, except those that a sanitizer's library brings
+    # all symbols must be defined, except those of a sanitizer's library
     link = ["-shared"] if extra else ["-shared", "-Wl,-z,defs"]
     failures, warnings = {}, {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -264,7 +265,7 @@ def main():
     try:
         compiler = find_compiler(options.cc)
     except Failed as error:
-        # without a compiler NumPy computes, and the commands say so
+        # without a compiler, mpidl uses NumPy and the commands print a notice
         return 0 if options.if_needed else f"kernels/build.py: {error}"
     try:
         failures = compile_builds(names, folder, compiler, extra) if names else {}

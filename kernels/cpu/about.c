@@ -16,7 +16,7 @@ const char *mpidl_compiler(void) {
 #endif
 }
 
-/* build.py looks for this text in the file. */
+/* build.py searches the library file for this string. */
 const char *mpidl_sources(void) { return "mpidl sources " SOURCES; }
 
 const char *mpidl_declarations(void) { return DECLARATIONS; }

@@ -1,20 +1,20 @@
-/* Batch normalization and ReLU of one channel of one block. The fused passes and the separate ones
- * use these functions, so both give the same bytes.
+/* Batch normalization and ReLU of one channel of one block. Fused and separate passes use these
+ * functions, so their results are equal bit for bit.
  *
- * Sums run over a channel's pixels lane by lane, pixel i into accumulator i % 4, and over the lanes
- * by their tree. A value's unused lanes are masked; a cotangent's are zero. */
+ * A sum over pixels adds pixel i to accumulator i % 4, separately in each lane. The sum over lanes
+ * uses the tree of lanes.h. Unused lanes are masked in values, and zero in gradients. */
 #ifndef MPIDL_ACTIVATION_H
 #define MPIDL_ACTIVATION_H
 
 #include "lanes.h"
 
-/* An activation as it is read: x itself or, if mean is not NULL, max(0, (x - mean) * scale + beta)
- * by channel, which is never stored. */
+/* An input of a kernel: x itself or, if mean is not NULL, max(0, (x - mean) * scale + beta) per
+ * channel, which is computed when it is read and never stored. */
 struct source {
     const float *x, *mean, *scale, *beta;
 };
 
-/* The normalization of one channel, the same in all lanes; zeros without one. */
+/* The normalization of one channel, equal in all lanes; zeros if there is none. */
 struct norm {
     vec mean, scale, beta;
 };
@@ -29,13 +29,13 @@ INLINE struct norm norm_of(const struct source *s, int64_t channel) {
 INLINE vec normalize(vec x, struct norm n) { return muladd(x - n.mean, n.scale, n.beta); }
 
 INLINE vec activate(vec x, struct norm n) {
-    return larger(zero(), normalize(x, n)); /* in that order: NaN stays NaN */
+    return larger(zero(), normalize(x, n)); /* in this order, NaN stays NaN */
 }
 
-/* The cotangent of the normalized value from that of its ReLU. */
+/* Backpropagate dy through ReLU to the normalized value. */
 INLINE vec relu_back(vec dy, vec normalized) { return keep(normalized > 0, dy); }
 
-/* dx of batch normalization: a * dz + b * (x - mean) + c, see ops/batchnorm.py. */
+/* Return dx of batch normalization: a * dz + b * (x - mean) + c, see ops/batchnorm.py. */
 INLINE vec normalize_back(vec dz, vec x, vec mean, vec a, vec b, vec c) {
     return muladd(a, dz, muladd(x - mean, b, c));
 }
@@ -48,8 +48,8 @@ INLINE float lanes_total(const vec *parts) {
 
 INLINE vec four(const vec *a) { return (a[0] + a[1]) + (a[2] + a[3]); }
 
-/* Sum over `rows` x `columns` pixels, `stride` floats from row to row; column j goes to accumulator
- * j % 4. */
+/* Sum `rows` x `columns` pixels of 16 lanes. Rows are `stride` floats apart. Column j is added to
+ * accumulator j % 4. */
 static inline float channel_sum(const float *x, int64_t rows, int64_t columns, int64_t stride) {
     vec total[PARTS];
     for (int p = 0; p < PARTS; p++) {
@@ -66,8 +66,8 @@ static inline float channel_sum(const float *x, int64_t rows, int64_t columns, i
     return lanes_total(total);
 }
 
-/* Mean and M2 of a channel over its `pixels` pixels of `valid` lanes. M2 is taken about the rounded
- * mean; the rounding of the mean is corrected. */
+/* Compute the mean and M2 of a channel over `pixels` pixels of `valid` lanes. M2 is computed about
+ * the rounded mean, and then corrected for the rounding of the mean. */
 static inline void channel_moments(const float *x, int64_t pixels, int valid, double *mean,
                                    double *m2) {
     vec total[PARTS], error[PARTS], square[PARTS];
@@ -102,8 +102,9 @@ static inline void channel_moments(const float *x, int64_t pixels, int valid, do
     *m2 = lanes_total(square) - count * off * off;
 }
 
-/* *sum = sum of dz, *product = sum of dz * (x - mean), over a channel's pixels; dz is da where the
- * activation is > 0 (if source->scale is NULL: da itself). x points at this channel. */
+/* Compute *sum, the sum of dz over a channel's pixels, and *product, the sum of dz * (x - mean). dz
+ * is da where the activation is > 0, else 0; if source->scale is NULL, dz is da. x points to this
+ * channel. */
 static inline void channel_norm_sums(const float *da, const float *x, int64_t pixels,
                                      const struct source *source, int64_t channel, double *sum,
                                      double *product) {

@@ -1,14 +1,14 @@
-/* Batch normalization and ReLU that are not fused with a convolution. */
+/* Passes of batch normalization and ReLU that are not fused with a convolution. */
 #include "activation.h"
 #include "fold.h"
 #include "mpidl.h"
 #include "team.h"
 
-/* The job of all passes; a tile is (block, channel). */
+/* The arguments of all passes. A tile is one channel of one block. */
 struct job {
-    struct source x; /* without `scale`: no ReLU follows */
+    struct source x; /* `scale` is NULL if no ReLU follows */
     const float *dy, *a, *b, *c;
-    int relu; /* behind the normalization */
+    int relu; /* whether ReLU follows the normalization */
     float *out;
     double *rows;
     const int32_t *counts;
@@ -112,7 +112,7 @@ void mpidl_batchnorm_dx(const float *dy, const float *x, const float *mean, cons
     each_channel(dx_tile, job, blocks, channels, 1, pixels);
 }
 
-/* ReLU uses the same tiles: a block's channel of x is a run of floats. */
+/* ReLU uses the same tiles; one channel of one block of x is a run of floats. */
 static void relu_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     PLACE(job, tile);

@@ -1,4 +1,5 @@
-/* Bytes to and from vectors, one a lane. The compilers' own conversions go element by element. */
+/* Convert bytes to and from vectors, one byte per lane. The compilers' own conversions convert one
+ * element at a time. */
 #ifndef MPIDL_BYTES_H
 #define MPIDL_BYTES_H
 
@@ -14,7 +15,7 @@ INLINE ivec load_bytes(const uint8_t *p) {
 #endif
 }
 
-/* The numbers are 0 .. 255. */
+/* Store numbers from 0 to 255 as bytes. */
 INLINE void store_bytes(uint8_t *p, ivec v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));

@@ -1,5 +1,6 @@
-/* Clips gradients at a threshold. Norms are sums of squares in double, in an order that does not
- * depend on the threads: 16 lanes per tile, the lanes by a tree, tiles and parameters in order. */
+/* Clip gradients at a threshold. Squares are summed in double, in an order that does not depend on
+ * the number of threads. A tile has 16 lanes, which a tree sums; tiles and then parameters are
+ * added in order. */
 #include <math.h>
 
 #include "lanes.h"
@@ -7,7 +8,7 @@
 #include "team.h"
 
 enum { CHUNK = 1 << 14 };             /* floats of a tile */
-enum { EACH, ALL, NUMBERS };          /* what the threshold limits */
+enum { EACH, ALL, NUMBERS };          /* method: what the threshold limits */
 
 struct parameter { /* int64_t[4] in Python */
     int64_t weight, gradient, clipped; /* addresses */
@@ -17,7 +18,7 @@ struct parameter { /* int64_t[4] in Python */
 struct job {
     const struct parameter *parameters;
     const float *decays;
-    double *sums, *scales; /* of each tile; of each parameter */
+    double *sums, *scales; /* one per tile; one per parameter */
     int64_t method;
     float threshold;
 };
@@ -41,7 +42,8 @@ static struct part part_of(const struct job *job, int64_t tile) {
     };
 }
 
-/* The gradient with its L2 regularization goes to `clipped`, the sum of its squares to `sums`. */
+/* Add the L2 regularization to the gradient, store the result in `clipped`, and the sum of its
+ * squares in `sums`. */
 static void square_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct part part = part_of(job, tile);
@@ -71,7 +73,7 @@ static void scale_tile(void *argument, int64_t tile, float *own) {
     for (int64_t i = 0; i < part.count; i++) part.clipped[i] *= scale;
 }
 
-/* The factor for a gradient whose norm has this square. NaN stays NaN. */
+/* Return the factor that limits the norm of a gradient, given the norm's square. NaN stays NaN. */
 static double factor(double square, double threshold) {
     double norm = sqrt(square);
     return norm <= threshold ? 1 : threshold / norm;

@@ -1,14 +1,14 @@
-/* Joins values along the channels, and splits them again. */
+/* Concatenate values along the channels, and split them again. */
 #include "activation.h"
 #include "mpidl.h"
 #include "team.h"
 
-enum { ROWS = 1024 }; /* of a tile, each the 16 lanes of a pixel */
+enum { ROWS = 1024 }; /* rows of a tile; a row is the 16 lanes of a pixel */
 
 struct job {
     struct source part; /* (blocks, channels, pixels, 16) */
-    float *whole;       /* (blocks, all channels, pixels, 16), from the part's first channel on */
-    int64_t channels, pixels, rows, pitch; /* rows of a block of the part, and of the whole */
+    float *whole;       /* (blocks, all channels, pixels, 16), at the part's first channel */
+    int64_t channels, pixels, rows, pitch; /* rows, pitch: rows per block in part, whole */
     int split;
 };
 

@@ -1,7 +1,7 @@
-/* Passes of a convolution over a rank's blocks. A pass also does the work that is cheap while a
- * block is in cache. Forward reads its input through the activation before it and takes the moments
- * of its output. Backward goes through the activation after it and computes the sums that the
- * activation before it needs. */
+/* Forward and backward passes of a convolution over a rank's blocks. A pass also does work that is
+ * cheap while a block is in cache. The forward pass applies the preceding activation to its input
+ * and computes the moments of its output. The backward pass backpropagates through the activation
+ * that follows and computes the sums that the preceding batch normalization needs. */
 #include "conv.h"
 
 #include "fold.h"
@@ -10,12 +10,13 @@
 
 enum { OFFSETS, INDICES, WEIGHTS, LEAVES, PHASES }; /* scratch slots */
 
-/* Output pixels whose row and column have the remainders `row` and `column` by the step of the
- * pass: a direct convolution with the taps of the filter that reach them. Forward is one phase. */
+/* A phase: the output pixels whose row and column, divided by the step of the pass, leave the
+ * remainders `row` and `column`. A phase is a direct convolution with the filter's taps that reach
+ * these pixels. A forward pass has one phase. */
 struct phase {
     int64_t row, column, rows, columns, taps;
     const int32_t *offset;
-    const float *weight; /* of all groups */
+    const float *weight; /* packed weights of all groups */
 };
 
 struct pass {
@@ -23,22 +24,22 @@ struct pass {
     struct source x;
     struct gradient dy;
     const float *weight;
-    const float *bias;    /* forward: of y; backward: is added to dx; or NULL */
+    const float *bias;    /* forward: added to y; backward: added to dx; or NULL */
     float *y, *dx;
     double *rows;         /* forward: moments of y; backward: batch-norm sums of dx; or NULL */
     const int32_t *counts;
-    struct winograd shape; /* of a group: the convolution that makes y, or dx; m is 0 if direct */
+    struct winograd shape; /* one group's convolution to y or dx; m is 0 if direct */
     int backward;
-    int64_t step_h, step_w; /* between the output pixels of a phase */
-    int64_t in_step;        /* between the rows of their inputs */
+    int64_t step_h, step_w; /* steps between the output pixels of a phase */
+    int64_t in_step;        /* step between the input rows of these pixels */
     const float *packed;  /* transformed weights, each group `packed_group` floats */
     int64_t packed_group;
-    int64_t winograd_at;  /* offset of its scratch in the team's */
+    int64_t winograd_at;  /* offset of Winograd's scratch in the team's */
     int64_t dweight_m;
-    struct padded in, out; /* x, dy; data is the team's */
+    struct padded in, out; /* layouts of x and dy in the team's scratch */
     int in_place;         /* x is read without a copy */
     int64_t before, left; /* border of dy */
-    int64_t taps;         /* of x, for forward and dweight */
+    int64_t taps;         /* number of taps, for forward and dweight */
     int32_t *offset;
     const struct phase *phases;
     int64_t phase_count;
@@ -65,7 +66,8 @@ static void lay_out_x(struct pass *pass, int64_t m) {
     pass->in_place = !pass->x.mean && c->stride_w == 1 && rows == c->H && columns == c->W;
 }
 
-/* Set the offsets in padded x of the taps (channel of the group, r, s) of output pixel (0, 0). */
+/* Compute the offset in padded x of each tap (channel of the group, r, s) for output pixel (0, 0).
+ */
 static void find_taps(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t wide = pass->in.columns / c->stride_w;
@@ -81,7 +83,7 @@ static void find_taps(struct pass *pass) {
             }
 }
 
-/* Return the block's x as the kernels read it: padded in scratch, or in place. */
+/* Return the block's x for the kernels to read, either padded in scratch or in place. */
 static const float *bring_x(const struct team *team, const struct pass *pass, int64_t block) {
     const struct conv *c = &pass->c;
     const float *x = pass->x.x + block * c->C * c->H * c->W * LANES;
@@ -105,7 +107,7 @@ static void transform_tile(void *job, int64_t tile, float *own) {
                      pass->shape.m, pass->backward, tile % each);
 }
 
-/* Return the floats of scratch that winograd_conv takes. */
+/* Transform the weights for Winograd; return the floats of scratch that winograd_conv needs. */
 static int64_t transform_weights(struct pass *pass) {
     const struct winograd *w = &pass->shape;
     pass->packed_group = winograd_weights_floats(w->inputs, w->outputs, w->m);
@@ -204,10 +206,10 @@ void mpidl_conv2d(const float *x, const float *mean, const float *scale, const f
     if (moments) fold_moments(moments, c.K, (const struct tree *)tree);
 }
 
-/* Backward */
+/* The backward pass */
 
-/* Set the layout of dy in scratch: a border as wide as the taps of dx reach, whole Winograd
- * tiles. */
+/* Set the layout of dy in scratch. The border is as wide as the taps of dx reach, and rows and
+ * columns are rounded up to whole Winograd tiles. */
 static void lay_out_dy(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t reach_h = (c->R - 1) * c->dilation_h - c->top,
@@ -230,7 +232,7 @@ static void lay_out_dy(struct pass *pass) {
     lay_out(&pass->out, rows, columns, 1);
 }
 
-/* Find the phases of dx: for each remainder by the strides, the taps that reach its pixels. */
+/* Find the phases of dx, one for each pair of remainders modulo the strides, and their taps. */
 static void find_phases(struct pass *pass) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups, filter = c->R * c->S;
@@ -273,7 +275,7 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
                           const float *dy, float *leaf) {
     const struct conv *c = &pass->c;
     int64_t outputs = c->K / c->groups, inputs = c->C / c->groups;
-    dy += pass->before * pass->out.row_stride + pass->left * LANES; /* inside of the border */
+    dy += pass->before * pass->out.row_stride + pass->left * LANES; /* skip the border */
     for (int64_t g = 0; g < c->groups; g++) {
         const float *from = x + g * inputs * pass->in.channel_stride;
         const float *to = dy + g * outputs * pass->out.channel_stride;
@@ -285,7 +287,7 @@ static void dweight_block(const struct team *team, const struct pass *pass, cons
                 (struct pixels){(float *)from, pass->in.channel_stride, pass->in.row_stride},
                 (struct pixels){(float *)to, pass->out.channel_stride, pass->out.row_stride}, group,
                 team->shared + pass->winograd_at);
-            meet(team); /* before the scratch is used again */
+            meet(team); /* before the scratch is reused */
             continue;
         }
         struct direct_dweight d = {.taps = pass->taps,

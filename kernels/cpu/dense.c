@@ -1,9 +1,9 @@
-/* Fully connected layers, forward; see dense.h for the order in which sums are made. */
+/* Fully connected layers, forward; see dense.h for the order of sums. */
 #include "dense.h"
 
 #include "mpidl.h"
 
-/* The reference of the tests: one output of one block after the other. */
+/* The plain reference for tests: computes one output of one block at a time. */
 void mpidl_dense_plain(const float *x, const float *mean, const float *scale, const float *beta,
                        const float *weight, const float *bias, float *y, int64_t blocks,
                        int64_t features, int64_t channels, int64_t outputs) {
@@ -26,18 +26,18 @@ void mpidl_dense_plain(const float *x, const float *mean, const float *scale, co
             }
 }
 
-/* A tile has TILE outputs of `group` blocks. It takes one panel of features after the other, so
+/* A tile has TILE outputs of `group` blocks. It processes one panel of features after the other, so
  * that the panel's x stays in cache for all outputs. */
 enum { TILE = 64 };
 
 struct job {
     const struct dense *dense;
-    int64_t tiles;        /* of outputs */
-    int64_t group, panel; /* blocks and features at once */
+    int64_t tiles;        /* tiles of outputs */
+    int64_t group, panel; /* blocks of a tile; features of a panel */
 };
 
-/* y += weight * x over `count` features, for `rows` outputs and `vectors` vectors of images. The
- * weights of the next ROWS outputs are fetched meanwhile. */
+/* Add weight * x over `count` features to y, for `rows` outputs and `vectors` vectors of images.
+ * Prefetch the weights of the next ROWS outputs. */
 INLINE void multiply(const float *weight, int64_t row, const float *const *x, float *const *y,
                      int64_t count, const int rows, const int vectors) {
     for (int64_t f = 0; f < count;) {
@@ -78,7 +78,7 @@ static void forward_tile(void *argument, int64_t tile, float *own) {
     const struct dense *d = job->dense;
     int64_t first = tile / job->tiles * job->group, blocks = least(job->group, d->blocks - first);
     int64_t k0 = tile % job->tiles * TILE, outputs = least(TILE, d->outputs - k0);
-    int64_t steps = parts_of(outputs, ROWS); /* of about the same number of rows each */
+    int64_t steps = parts_of(outputs, ROWS); /* steps have about the same number of rows */
     float *y = d->y + (first * d->outputs + k0) * LANES;
 
     for (int64_t b = 0; b < blocks; b++)
@@ -121,8 +121,8 @@ void mpidl_dense(const float *x, const float *mean, const float *scale, const fl
                       .outputs = outputs,
                       .channels = channels};
     struct job job = {.dense = &d, .tiles = parts_of(outputs, TILE)};
-    /* few outputs: deal the blocks, in pairs if there are enough; many: deal the weights, each of
-     * which is then read once for all blocks */
+    /* With few outputs, distribute blocks over the threads, in pairs if there are enough. With many
+     * outputs, distribute outputs; each weight is then read once per MANY_BLOCKS blocks. */
     job.group = job.tiles > 1 ? MANY_BLOCKS : blocks >= 2 * teams_for(blocks) ? 2 : 1;
     job.panel = job.tiles > 1 ? PANEL : SEGMENT;
     each_tile(job.tiles * parts_of(blocks, job.group), forward_tile, &job,

@@ -1,12 +1,12 @@
-/* Shared by the files of fully connected layers: y = weight x + bias with x (blocks, features, 16),
+/* Declarations for fully connected layers: y = weight x + bias with x (blocks, features, 16),
  * weight (outputs, features), bias (outputs), y (blocks, outputs, 16).
  *
- * No sum is one long chain, which would round more. Forward divides a sum over features into
- * SEGMENTs of consecutive features. It adds each segment up from first to last, then adds the
- * segments to the bias in order. Backward divides a sum over outputs in the same way into groups of
- * at most GROUP outputs, all of about the same size. A sum over images is a leaf of the tree: from
- * image 0 to image 15. The sizes of tiles decide only when something is added, never in which
- * order, so no result depends on them. */
+ * No sum is one long chain, which would have larger rounding errors. The forward pass divides a sum
+ * over features into segments of SEGMENT consecutive features. It sums each segment from first to
+ * last, then adds the segments to the bias in order. The backward pass divides a sum over outputs
+ * in the same way into groups of at most GROUP outputs, all of about the same size. A sum over the
+ * images of a block, from image 0 to image 15, is a leaf of the tree. The sizes of tiles affect
+ * when terms are added, but not in which order. Therefore no result depends on them. */
 #ifndef MPIDL_DENSE_H
 #define MPIDL_DENSE_H
 
@@ -16,10 +16,10 @@
 
 enum { SEGMENT = 256, GROUP = 8 };
 
-/* Features, and blocks, that are computed together. */
+/* The numbers of features and of blocks that are computed together. */
 enum { PANEL = 512, MANY_BLOCKS = 8 };
 
-/* Rows of weights whose sums, for two vectors of images, fill the registers. */
+/* The number of rows of weights whose sums, for two vectors of images, fill the registers. */
 #if REGISTERS == 32
 enum { ROWS = 8 };
 #else
@@ -30,10 +30,10 @@ struct dense {
     struct source x;
     const float *weight, *bias, *dy;
     float *y, *dx;
-    double *sums; /* (blocks, 2 * channels): of dx, see mpidl_batchnorm_sums; or NULL */
-    float *nodes; /* (nodes, outputs, features): of the gradient with respect to weight */
+    double *sums; /* (blocks, 2 * channels): mpidl_batchnorm_sums of dx, or NULL */
+    float *nodes; /* (nodes, outputs, features): gradient with respect to weight */
     const struct tree *tree;
-    int64_t blocks, features, outputs, channels; /* of features / channels pixels */
+    int64_t blocks, features, outputs, channels; /* a channel has features / channels pixels */
 };
 
 /* Return the job of a backward pass; the caller sets the members that only some passes use. */
@@ -56,11 +56,11 @@ static inline struct dense backward_of(struct source x, const float *dy, const i
 #define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #endif
 
-/* The start of part i if `count` is divided into `parts` parts of about the same size. */
+/* Return the start of part i if `count` is divided into `parts` parts of about the same size. */
 INLINE int64_t part(int64_t count, int64_t i, int64_t parts) { return count * i / parts; }
 
-/* Return the activated features [first, first + count) of a block. They lie in `room` (count, 16)
- * if they had to be computed. */
+/* Return the features [first, first + count) of a block. If they are an activation that must be
+ * computed, they are stored in `room` (count, 16). */
 static inline const float *read_features(const struct dense *d, int64_t block, int64_t first,
                                          int64_t count, float *room) {
     const float *x = d->x.x + (block * d->features + first) * LANES;
@@ -76,11 +76,14 @@ static inline const float *read_features(const struct dense *d, int64_t block, i
     return room;
 }
 
-/* dense_dx.c: dx of `count` features from f on, of `blocks` blocks from `first` on. */
+/* In dense_dx.c: compute dx of `count` features, starting at f, of `blocks` blocks, starting at
+ * `first`. */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first, int64_t blocks);
-/* The sums of the channels of the features [first, stop) of a block, after dx is complete. */
+/* Compute the batch-norm sums of the channels that the features [first, stop) of a block form. dx
+ * must be complete. */
 void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t stop);
-/* The number of features of a tile: about PANEL; whole channels if their sums are needed. */
+/* Return the number of features of a tile: about PANEL. Tiles have whole channels if the channels'
+ * sums are needed. */
 int64_t dense_tile(const struct dense *d);
 
 #endif

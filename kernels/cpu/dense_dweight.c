@@ -1,13 +1,13 @@
-/* Fully connected layers: the gradients with respect to weight and bias, and all of backward in one
- * pass for layers of few outputs; see dense.h for the order of sums.
+/* Fully connected layers: the gradients with respect to weight and bias, and a backward pass that
+ * computes all gradients at once for layers with few outputs. See dense.h for the order of sums.
  *
- * A leaf of the gradient is as large as the weights, so none is ever written: all blocks' leaves of
- * one small tile of the weights are made one after the other and folded in registers and caches,
- * and memory gets this rank's nodes alone. */
+ * A leaf of the gradient is as large as the weights, so leaves are never written to memory. For one
+ * small tile of the weights at a time, the leaves of all blocks are computed one after the other
+ * and folded in registers and caches. Only this rank's nodes are written to memory. */
 #include "dense.h"
 #include "mpidl.h"
 
-/* The reference of the tests: whole leaves, one number after the other. */
+/* The plain reference for tests: computes whole leaves, one number at a time. */
 void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mean,
                                const float *scale, const float *beta, float *nodes,
                                const int64_t *of, int64_t features, int64_t channels,
@@ -36,16 +36,16 @@ void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mea
     memcpy(nodes, slots, (size_t)(counter.count * size) * sizeof *slots);
 }
 
-/* The step of the binary counter at each block: how often the new value is joined with the value
+/* The step of the binary counter at a block: how often the new value is combined with the value
  * below it, and whether the result is a node of this rank. */
 struct plan {
     uint8_t joins, stays;
 };
 
-/* room: one float per block. */
+/* Compute the steps for all blocks. room has one float per block. */
 static struct plan *make_plan(const struct tree *tree, float *room) {
     struct plan *plan = (struct plan *)room;
-    int64_t last[SLOTS]; /* that arrived at each height */
+    int64_t last[SLOTS]; /* the last block whose value was stored at each height */
     struct counter counter;
     counter_begin(&counter, tree, tree->first);
     for (int64_t b = 0; b < tree->stop - tree->first; b++) {
@@ -62,14 +62,14 @@ static struct plan *make_plan(const struct tree *tree, float *room) {
 enum { ACROSS = 2 * WIDTH };
 
 struct tile {
-    const float *dy;    /* of a block, from this output on */
-    const float *x;     /* its features from here on, an image after the other, */
-    int64_t image;      /* so far apart */
-    float *slots;       /* this tile in the lowest slot, */
+    const float *dy;    /* of a block, starting at the tile's first output */
+    const float *x;     /* of the block, starting at the tile's first feature, image by image */
+    int64_t image;      /* stride of the images of x */
+    float *slots;       /* the tile in the lowest slot */
     int64_t slot, slot_row;
-    float *nodes;       /* and in the lowest node */
+    float *nodes;       /* the tile in the lowest node */
     int64_t node, node_row;
-    int64_t count;      /* features that it has */
+    int64_t count;      /* features of the tile */
     int stream;         /* whether the nodes are too large for the caches */
 };
 
@@ -83,7 +83,7 @@ INLINE void stream(float *to, vec v) {
 #endif
 }
 
-/* Make streamed stores visible to other threads. */
+/* Make the streamed stores visible to other threads. */
 INLINE void streamed(void) {
 #if defined(__AVX2__)
     _mm_sfence();
@@ -131,8 +131,8 @@ static void fold_rows(const struct tile *t, struct plan plan, int height, int ro
 #undef CASE
 }
 
-/* Transpose the features [first, first + count) of a block to (16, stride): image after image,
- * zeros up to a multiple of ACROSS. room: scratch for an activation. */
+/* Transpose the features [first, first + count) of a block to (16, stride), image by image, with
+ * zeros up to a multiple of ACROSS. room is scratch memory for an activation. */
 static void turn(const struct dense *d, int64_t block, int64_t first, int64_t count, float *room,
                  float *to, int64_t stride) {
     const float *x = read_features(d, block, first, count, room);
@@ -153,12 +153,12 @@ static void turn(const struct dense *d, int64_t block, int64_t first, int64_t co
 
 struct job {
     const struct dense *dense;
-    int64_t panel, stride; /* features of a tile; between its images */
-    int64_t groups;        /* of outputs */
+    int64_t panel, stride; /* features of a tile; stride of its images */
+    int64_t groups;        /* groups of outputs */
     int stream;
 };
 
-/* A tile: MANY_OUTPUTS outputs and a panel of features. */
+/* A tile has at most MANY_OUTPUTS outputs and one panel of features. */
 enum { MANY_OUTPUTS = 512 };
 
 static void dweight_tile(void *argument, int64_t number, float *own) {
@@ -198,7 +198,8 @@ static void dweight_tile(void *argument, int64_t number, float *own) {
     if (job->stream) streamed();
 }
 
-/* Return whether the gradient is written past the caches. Its rows must start at cache lines. */
+/* Return whether the gradient is written to memory past the caches. Its rows must then start at
+ * cache lines. */
 static int streams(const struct dense *d) {
     const int64_t large = 4 << 20; /* floats */
     return d->outputs * d->features >= large && d->features % LANES == 0 &&
@@ -216,7 +217,7 @@ void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, con
     struct job job = {.dense = &d, .groups = parts_of(outputs, MANY_OUTPUTS)};
     job.stream = streams(&d);
     job.panel = least(PANEL, room > 2 * ACROSS ? room / ACROSS * ACROSS : 2 * ACROSS);
-    job.stride = job.panel + LANES; /* so that not all images fall into the same set */
+    job.stride = job.panel + LANES; /* so that the images use different cache sets */
     each_tile(parts_of(features, job.panel) * job.groups, dweight_tile, &job,
               d.blocks * LANES * job.stride + counter_slots(d.blocks) * ROWS * ACROSS +
                   job.panel * LANES + d.blocks);
@@ -224,7 +225,7 @@ void mpidl_dense_dweight(const float *dy, const float *x, const float *mean, con
 
 /* dbias *************************************************************************************** */
 
-/* A tile: LANES outputs. A row of 16 images is added up as channel_sum does. */
+/* Compute dbias of one tile, LANES outputs. The 16 images of a row are added as in channel_sum. */
 static void dbias_tile(void *argument, int64_t tile, float *own) {
     const struct dense *d = argument;
     int64_t k = tile * LANES, count = least(LANES, d->outputs - k);
@@ -253,8 +254,8 @@ void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64
 
 /* All of backward ***************************************************************************** */
 
-/* A tile: dense_tile features; of these a few that fit into the nearest cache, of a pair of blocks,
- * go through all that is to be done before the next ones are read. */
+/* A tile has dense_tile features. CHUNK features of a pair of blocks fit into the first-level
+ * cache. All gradients are computed for them before the next features are read. */
 enum { CHUNK = 128 };
 
 static void backward_tile(void *argument, int64_t number, float *own) {

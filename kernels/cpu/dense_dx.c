@@ -2,7 +2,7 @@
 #include "dense.h"
 #include "mpidl.h"
 
-/* The reference of the tests: one feature of one block after the other. */
+/* The plain reference for tests: computes one feature of one block at a time. */
 void mpidl_dense_dx_plain(const float *dy, const float *weight, float *dx, int64_t blocks,
                           int64_t features, int64_t outputs) {
     int64_t groups = parts_of(outputs, GROUP);
@@ -22,16 +22,16 @@ void mpidl_dense_dx_plain(const float *dy, const float *weight, float *dx, int64
             }
 }
 
-/* Groups of outputs that are added to dx at once: several if the registers allow it, so that dx
- * goes through the cache less often. */
+/* Groups of outputs that are added to dx at once. With enough registers there are several, so that
+ * dx is read and written less often. */
 #if REGISTERS == 32
 enum { GROUPS = 4 };
 #else
 enum { GROUPS = 1 };
 #endif
 
-/* `groups` groups of outputs: weights from `weight` on, and dy of the vectors of images. If `add`,
- * the result is added to dx; else it replaces dx. */
+/* The arguments for adding `groups` groups of outputs to dx: weights, and dy of the vectors of
+ * images. If `add` is 0, the result replaces dx. */
 struct visit {
     const float *weight;
     int64_t row;
@@ -40,7 +40,7 @@ struct visit {
     float *dx[2];
 };
 
-/* The visit for the `features` features from f on, and `vectors` vectors of images. */
+/* Compute a visit for `features` features, starting at f, and `vectors` vectors of images. */
 INLINE void back(const struct visit *v, int64_t f, const int features, const int vectors) {
     vec total[8][2];
     UNROLL for (int q = 0; q < features; q++)
@@ -70,8 +70,8 @@ INLINE void back(const struct visit *v, int64_t f, const int features, const int
         UNROLL for (int i = 0; i < vectors; i++) store(v->dx[i] + (f + q) * LANES, total[q][i]);
 }
 
-/* The visit for `count` features. The weights of `fetch` rows from `next` on are fetched
- * meanwhile. */
+/* Compute a visit for `count` features, and prefetch the weights of `fetch` rows, starting at
+ * `next`. */
 INLINE void back_features(const struct visit *v, int64_t count, const float *next, int fetch,
                           const int vectors) {
     int64_t f = 0;
@@ -82,7 +82,7 @@ INLINE void back_features(const struct visit *v, int64_t count, const float *nex
     for (; f < count; f++) back(v, f, 1, vectors);
 }
 
-/* dx of `count` features from f on, of `blocks` blocks. */
+/* Compute dx of `count` features of `blocks` blocks, starting at feature f. */
 void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t first,
                     int64_t blocks) {
     int64_t groups = parts_of(d->outputs, GROUP);
@@ -114,7 +114,7 @@ void dense_dx_panel(const struct dense *d, int64_t f, int64_t count, int64_t fir
     }
 }
 
-/* The batch-norm sums of the channels of the features [first, stop) of a block. */
+/* Compute the batch-norm sums of the channels that the features [first, stop) of a block form. */
 void dense_sums(const struct dense *d, int64_t block, int64_t first, int64_t stop) {
     int64_t pixels = d->features / d->channels;
     double *row = d->sums + block * 2 * d->channels;
@@ -130,7 +130,7 @@ int64_t dense_tile(const struct dense *d) {
     return PANEL > pixels ? PANEL / pixels * pixels : pixels;
 }
 
-/* A tile: dense_tile features of `group` blocks. */
+/* A tile has dense_tile features of `group` blocks. */
 struct job {
     const struct dense *dense;
     int64_t tile, group, groups;

@@ -1,15 +1,15 @@
-/* Direct convolution as a sum of shifted images: one kernel for every filter size, stride, dilation
- * and group, because a table says where each tap of each channel lies. */
+/* Direct convolution as a sum of shifted images. One kernel covers all filter sizes, strides,
+ * dilations and groups, because a table has the offset of each tap of each channel. */
 #include "conv.h"
 
-/* The widest tiles whose sums and operands stay in registers. */
+/* The width of the widest tiles whose sums and operands fit into registers. */
 #if REGISTERS == 32
 #define PIXELS 6
 #else
 #define PIXELS 3
 #endif
 
-/* X pixels of a row times K outputs. */
+/* Compute X pixels of a row for K outputs. */
 INLINE void tile(const float *in, const int32_t *offset, int64_t taps, const float *w,
                  const float *bias, float *out, int64_t out_channel, int64_t out_pixel, const int X,
                  const int K) {
@@ -59,7 +59,7 @@ DEFINE(TILE)
 static tile_kernel *const tiles[PIXELS][OUTPUTS] = TABLE(tile_);
 
 void direct_rows(const struct team *team, const struct direct *d) {
-    /* tiles of equal width, or one pixel apart: 32 = 6 + 6 + 5 + 5 + 5 + 5 */
+    /* the widths of tiles differ by at most one pixel: 32 = 6 + 6 + 5 + 5 + 5 + 5 */
     int64_t across = parts_of(d->columns, PIXELS);
     EACH_TILE(team, p, d->rows) {
         for (int64_t i = 0; i < across; i++) {
@@ -87,7 +87,7 @@ void pack_weights(float *out, const float *weight, int64_t outputs, int64_t outp
     }
 }
 
-/* N taps times K outputs, over `rows` rows of pixels; `sums` are [K][stride][16]. */
+/* Add the products of `rows` rows of pixels to the sums [K][stride][16] of N taps and K outputs. */
 INLINE void dweight_tile(const float *dy, int64_t dy_channel, int64_t dy_row, const float *in,
                          const int32_t *offset, int64_t in_row, int64_t rows, int64_t columns,
                          float *sums, int64_t stride, int first, const int N, const int K) {
@@ -118,7 +118,7 @@ typedef void dweight_kernel(const float *, int64_t, int64_t, const float *, cons
                                   const float *in, const int32_t *offset, int64_t in_row,          \
                                   int64_t rows, int64_t columns, float *sums, int64_t stride,      \
                                   int first) {                                                     \
-        int32_t fixed[N]; /* a copy the stores cannot reach: it stays in registers */              \
+        int32_t fixed[N]; /* a copy that no store can alias: it stays in registers */             \
         UNROLL for (int n = 0; n < N; n++) fixed[n] = offset[n];                                   \
         dweight_tile(dy, dy_channel, dy_row, in, fixed, in_row, rows, columns, sums, stride,       \
                      first, N, K);                                                                 \

@@ -1,27 +1,27 @@
 /* Dropout. A random number for each element decides whether the element is kept. It depends only on
  * (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al., "Parallel random
- * numbers: as easy as 1, 2, 3", SC 2011). So forward and backward are one pass, and nothing is
- * stored.
+ * numbers: as easy as 1, 2, 3", SC 2011). Therefore forward and backward use the same function, and
+ * no mask is stored.
  *
- * A call of the generator serves GROUP consecutive elements of each of the 16 samples, 16 bits for
- * each; see mpidl/backends/reference/dropout.py, which has the same bytes. */
+ * Each call of the generator provides 16 bits for each of GROUP consecutive elements, in all 16
+ * samples of a block. mpidl/backends/reference/dropout.py computes the same bytes. */
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"
 
-enum { GROUP = 8, GROUPS = 128, ROUNDS = 10 }; /* GROUPS: of a tile */
+enum { GROUP = 8, GROUPS = 128, ROUNDS = 10 }; /* GROUPS: groups per tile */
 
 struct job {
     const float *x;
     float *y;
     const int64_t *samples;
-    int64_t rows, tiles; /* of a block */
+    int64_t rows, tiles; /* per block */
     int32_t threshold;
     float scale;
     uint32_t epoch, key[2];
 };
 
-/* The upper and the lower 32 bits of the products of a with m. */
+/* Compute the upper and the lower 32 bits of the products of a with m. */
 INLINE void multiply(uvec a, uint32_t m, uvec *high, uvec *low) {
 #if defined(__AVX512F__)
     __m512i factor = _mm512_set1_epi64(m);
@@ -43,7 +43,7 @@ INLINE void multiply(uvec a, uint32_t m, uvec *high, uvec *low) {
 #endif
 }
 
-/* The four words of each lane for the counter (a, b, c, d). */
+/* Compute the four random words of each lane for the counter (a, b, c, d). */
 INLINE void philox(uvec a, uvec b, uvec c, uvec d, const uint32_t *key, uvec *words) {
     uint32_t low = key[0], high = key[1];
     UNROLL for (int round = 0; round < ROUNDS; round++) {

@@ -1,10 +1,10 @@
-/* Passes over values element by element: activations, and the sum of two values. */
+/* Elementwise passes: activation functions, their gradients, and the sum of two values. */
 #include "activation.h"
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"
 
-enum { ROWS = 1024 }; /* of a tile, each the 16 lanes of a pixel */
+enum { ROWS = 1024 }; /* rows of a tile; a row is the 16 lanes of a pixel */
 
 struct job {
     const float *x, *dy;
@@ -13,17 +13,17 @@ struct job {
     int64_t rows, channels, pixels;
 };
 
-/* ---- GELU, x Phi(x): Phi is the normal distribution function ----
+/* ---- GELU, x Phi(x), where Phi is the normal distribution function ----
  *
- * The left tail has to be accurate relative to a result that is as small as exp(-x^2 / 2), so the
- * exponents are sums of two numbers: rounded to one, 80 would be off by 2^-18. Results that are not
- * normal may be 0. */
+ * The left tail is as small as exp(-x^2 / 2), and its relative error must be small. Therefore an
+ * exponent is the sum of two numbers: a single float near 80 may have an error of 2^-18. Subnormal
+ * results may be 0. */
 
 struct two {
     vec high, low;
 };
 
-/* a * b without a rounding, as a sum: `low` is what `high` lacks (Dekker 1971). */
+/* Return a * b without rounding, as high + low, where high is the rounded product (Dekker 1971). */
 INLINE struct two exact_product(vec a, vec b) {
     vec a_high = (vec)((ivec)a & ~0xfff), a_low = a - a_high; /* 12 bits each */
     vec b_high = (vec)((ivec)b & ~0xfff), b_low = b - b_high;
@@ -35,8 +35,8 @@ struct exponential {
     vec rest, power; /* (1 + rest) * power */
 };
 
-/* 2^32 e^(high + low), for a sum from -92 to 0: e^-92 itself is not normal. As
- * `exponential_of_negative`, but `rest` is rounded to fewer than 2^-25. */
+/* Return 2^32 e^(high + low) for a sum from -92 to 0. The factor is needed because e^-92 is
+ * subnormal. Like `exponential_of_negative`, but with a rounding error of `rest` below 2^-25. */
 INLINE struct exponential large_exponential(vec high, vec low) {
     vec shift = splat(0x1.8p23f);
     vec shifted = muladd(high, splat(0x1.715476p0f), shift), k = shifted - shift;
@@ -56,14 +56,14 @@ INLINE vec clipped_magnitude(vec x, float most) { /* NaN stays NaN */
     return -larger(splat(-most), -magnitude(x));
 }
 
-/* 2^32 exp(-t^2 / 2) */
+/* Return 2^32 exp(-t^2 / 2). */
 INLINE struct exponential large_gauss(vec t) {
     struct two square = exact_product(t, t);
     return large_exponential(square.high * -0.5f, square.low * -0.5f);
 }
 
-/* 2 (1 + t) Phi(-t) exp(t^2 / 2) - 1, between -0.15 and 0.05 for t from 0 to 13.2: a rational
- * function, at most 2^-27 off. */
+/* Return 2 (1 + t) Phi(-t) exp(t^2 / 2) - 1, which is between -0.15 and 0.05 for t from 0 to 13.2.
+ * The rational function has an error of at most 2^-27. */
 INLINE vec tail_ratio(vec t) {
     vec p = muladd(splat(-0x1.3c896cp-9f), t, splat(-0x1.a6f19cp-7f));
     p = muladd(p, t, splat(-0x1.5bf8dp-6f));
@@ -77,10 +77,11 @@ INLINE vec tail_ratio(vec t) {
     return p * t / q;
 }
 
-/* At most 2.5 ulp off. With t = |x|, t Phi(-t) = t / (1 + t) / 2 (1 + ratio) exp(-t^2 / 2). */
+/* Return x Phi(x), with an error of at most 2.5 ulp. For t = |x|, t Phi(-t) = t / (1 + t) / 2 (1 +
+ * ratio) exp(-t^2 / 2). */
 INLINE vec gelu(vec x) {
     vec t = clipped_magnitude(x, 13.2f), sum = t + splat(1), quotient = t / sum;
-    vec lost = (splat(1) - sum) + t; /* of the sum, to which the quotient is corrected */
+    vec lost = (splat(1) - sum) + t; /* rounding error of the sum, which corrects the quotient */
     struct exponential gauss = large_gauss(t);
     vec ratio = muladd(lost, quotient - splat(1), tail_ratio(t));
     ratio = muladd(ratio, gauss.rest, ratio + gauss.rest);
@@ -89,7 +90,7 @@ INLINE vec gelu(vec x) {
     return choose(x >= 0, x - tail, negative);
 }
 
-/* Phi(x) + x phi(x), phi the normal density; 1 minus that of -x. */
+/* Return Phi(x) + x phi(x), where phi is the normal density. It is 1 minus its value at -x. */
 INLINE vec gelu_slope(vec x) {
     vec t = clipped_magnitude(x, 13.2f), half = splat(0.5f) / (t + splat(1));
     struct exponential gauss = large_gauss(t);
@@ -100,22 +101,23 @@ INLINE vec gelu_slope(vec x) {
     return choose(x >= 0, splat(1) - slope, slope);
 }
 
-/* The approximation x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, which is x times the
- * logistic function of twice that argument. */
+/* The tanh approximation x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2. It equals x times the
+ * logistic function of twice the argument of tanh. */
 
-/* 2^32 e^-w, w = b t + c t^3, b = sqrt(8 / pi), c = 0.044715 b, as sums of two. */
+/* Return 2^32 e^-w for w = b t + c t^3, b = sqrt(8 / pi), c = 0.044715 b. Each term is a sum of two
+ * floats. */
 INLINE struct exponential large_cubic_exponential(vec t) {
     vec b = splat(0x1.988454p0f), b_low = splat(-0x1.857936p-25f);
     vec c = splat(0x1.2444f2p-4f), c_low = splat(0x1.49b16ap-29f);
     struct two square = exact_product(t, t), cubic = exact_product(c, square.high);
     vec sum = b + cubic.high, part = sum - b;
-    vec low = (b - (sum - part)) + (cubic.high - part); /* Knuth's sum of two */
+    vec low = (b - (sum - part)) + (cubic.high - part); /* Knuth's two-sum */
     low = low + (b_low + muladd(c_low, square.high, muladd(c, square.low, cubic.low)));
     struct two product = exact_product(t, sum);
     return large_exponential(-product.high, -muladd(t, low, product.low));
 }
 
-/* At most 3 ulp off. */
+/* Return the tanh approximation of GELU, with an error of at most 3 ulp. */
 INLINE vec gelu_tanh(vec x) {
     struct exponential e = large_cubic_exponential(clipped_magnitude(x, 10.2f));
     vec power = muladd(e.power, e.rest, e.power); /* 2^32 e^-w */
@@ -127,7 +129,7 @@ INLINE vec gelu_tanh_slope(vec x) {
     vec t = clipped_magnitude(x, 10.2f);
     struct exponential e = large_cubic_exponential(t);
     vec power = muladd(e.power, e.rest, e.power) * 0x1p-32f, share = splat(1) / (splat(1) + power);
-    vec argument_slope = muladd(t * t, splat(0.214064474f), splat(0x1.988454p0f)); /* of w */
+    vec argument_slope = muladd(t * t, splat(0.214064474f), splat(0x1.988454p0f)); /* dw/dt */
     vec slope = power * share * muladd(-t * share, argument_slope, splat(1));
     slope = choose(x < -10.2f, zero(), slope);
     return choose(x >= 0, splat(1) - slope, slope);
@@ -135,7 +137,7 @@ INLINE vec gelu_tanh_slope(vec x) {
 
 /* ---- tiles ---- */
 
-/* A tile that sets `out` to an expression of the vectors x and, in gradients, dy. */
+/* Define a tile function that sets `out` to an expression in x and, for gradients, dy. */
 #define EACH_ELEMENT(name, ...)                                                                    \
     static void name(void *argument, int64_t tile, float *own) {                                   \
         const struct job *job = argument;                                                          \

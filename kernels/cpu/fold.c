@@ -27,7 +27,7 @@ void counter_pop(struct counter *counter) { counter->count--; }
 int counter_slots(int64_t blocks) {
     int levels = 0;
     while (((int64_t)1 << levels) < blocks) levels++;
-    return 2 * levels + 2; /* a run climbs at most twice through the levels, and one arrives */
+    return 2 * levels + 2; /* at most two values per level, and the new one */
 }
 
 static float *slot_of(const struct leaves *leaves, int team, int slot) {
@@ -62,7 +62,7 @@ void leaf_done(const struct team *team, struct leaves *leaves, int64_t block) {
     meet(team);
     for (; counter_joins(counter); counter_pop(counter)) {
         float *left = slot_of(leaves, team->index, counter->count - 2);
-        /* each member its part of the values, through all levels */
+        /* each member adds its own part of the values */
         add_floats(left, slot_of(leaves, team->index, counter->count - 1),
                    TILES_BEGIN(team, leaves->size), TILES_END(team, leaves->size));
     }
@@ -94,8 +94,8 @@ static void add(double *left, const double *right, int64_t width) {
     for (int64_t i = 0; i < width; i++) left[i] += right[i];
 }
 
-/* Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
- * variances", 1979, equation 2.1. */
+/* Combine (count, mean, M2) of two sets: Chan, Golub and LeVeque, "Updating formulae and a pairwise
+ * algorithm for computing sample variances", 1979, equation 2.1. */
 static void merge(double *left, const double *right, int64_t width) {
     int64_t channels = width / 2;
     double n = left[0], m = right[0];

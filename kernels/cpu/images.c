@@ -1,30 +1,30 @@
-/* Converts pixels of image files, bytes or floats, image after image, to blocks of normalized
- * floats, 16 images to a line. Threads that read ahead call these functions while the main thread
- * computes, so nothing here uses team.h. */
+/* Convert pixels of images, bytes or floats, to blocks of normalized floats. A line of a block has
+ * one pixel of 16 images. Threads that read ahead call these functions while the main thread
+ * computes, so they do not use team.h. */
 #include "bytes.h"
 #include "mpidl.h"
 
-enum { CHUNK = 16 }; /* pixels of a row that are turned together */
+enum { CHUNK = 16 }; /* pixels of a row that are transposed together */
 
 typedef uint8_t line __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* int64_t[6] in Python. A window of P x Q of images (C, H, W). of_pixels: whether centre and
- * divisor have a number per pixel (C, P, Q) rather than per channel (C). */
+/* A window of P x Q pixels in images (C, H, W); Python passes it as int64_t[6]. of_pixels: whether
+ * centre and divisor have a number per pixel (C, P, Q) instead of per channel (C). */
 struct crop {
     int64_t C, H, W, P, Q, of_pixels;
 };
 
 enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 }; /* bits of mirrored */
 
-/* The option of an image, or 0 if the option is not given. */
+/* Return the option's value for an image, or 0 if the option is not given. */
 static int64_t of(const int32_t *option, int64_t image) { return option ? option[image] : 0; }
 
-/* The index of the numbers that normalize pixel (c, p, q) of the window. */
+/* Return the index in centre and divisor of the numbers for pixel (c, p, q) of the window. */
 static int64_t place(const struct crop *s, int64_t c, int64_t p, int64_t q) {
     return s->of_pixels ? (c * s->P + p) * s->Q + q : c;
 }
 
-/* ---- plain: one pixel after the other ---- */
+/* ---- plain reference: one pixel at a time ---- */
 
 #define WINDOW_OF(type, usual)                                                                     \
     const struct crop *s = (const struct crop *)shape;                                             \
@@ -54,7 +54,7 @@ void mpidl_images_plain(const uint8_t *pixels, int64_t images, const int64_t *sh
     WINDOW_OF(uint8_t, 255.0f)
 }
 
-/* For floats, which stay as they are if centre is NULL. */
+/* Convert floats, which are not normalized if centre is NULL. */
 void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *shape,
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
@@ -73,7 +73,8 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
 #define ZIP(a, b, half) __builtin_shuffle(a, b, (line){PAIRS(half)})
 #endif
 
-/* Each round puts row i + 8 between the bytes of row i; after four, rows are columns. */
+/* Transpose 16 x 16 bytes. Each round interleaves the bytes of rows i and i + 8; after four rounds,
+ * rows have become columns. */
 INLINE void turn(line *rows) {
     UNROLL for (int round = 0; round < 4; round++) {
         line to[16];
@@ -97,7 +98,7 @@ INLINE line reversed(line v) {
 }
 #endif
 
-/* v, or v reversed, without a branch: images are mirrored at random. */
+/* Return v, reversed if `mirrored`. There is no branch, because images are mirrored at random. */
 INLINE line ordered(line v, int64_t mirrored) {
 #if defined(__AVX2__)
     static const int8_t order[2][CHUNK] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
@@ -108,7 +109,8 @@ INLINE line ordered(line v, int64_t mirrored) {
 #endif
 }
 
-/* The window of an image; row: the image's row at the current row of the window, NULL outside. */
+/* The window of an image. row is the image's row at the current row of the window, or NULL if that
+ * is outside the image. */
 struct look {
     int64_t top, left, mirrored;
     const uint8_t *row;
@@ -124,7 +126,7 @@ INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8
     int64_t begin = first < 0 ? -first : 0, stop = W - first < CHUNK ? W - first : CHUNK;
     const uint8_t *from = row + (mirrored ? W - first - CHUNK : first);
     if (begin >= stop) return outside;
-    if (from >= all && end - from >= CHUNK) { /* pixels of other rows are masked out */
+    if (from >= all && end - from >= CHUNK) { /* other rows' pixels are masked out */
         line seen = ordered(load_line(from), mirrored);
         if (begin == 0 && stop == CHUNK) return seen;
         line at = load_line(index);
@@ -137,7 +139,7 @@ INLINE line row_chunk(const struct look *look, int64_t W, int64_t q, const uint8
     return load_line(chunk);
 }
 
-/* Prefetch the next row of a mirrored image: the processor prefetches only from left to right. */
+/* Prefetch the next row of a mirrored image: processors prefetch only from left to right. */
 INLINE void soon(const struct look *look, const struct crop *s, const uint8_t *all,
                  const uint8_t *end) {
     if (!(look->mirrored & LEFT_TO_RIGHT)) return;
@@ -199,7 +201,8 @@ void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
 
 /* ---- a decoder's rows to planes ---- */
 
-/* int64_t[5] in Python. A pixel has `stride` bytes; the first C are used. A row has `row` bytes. */
+/* The layout of a decoded picture; Python passes it as int64_t[5]. A pixel has `stride` bytes, of
+ * which the first C are used. A row has `row` bytes. */
 struct picture {
     int64_t C, H, W, stride, row;
 };
@@ -243,7 +246,7 @@ void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes) 
     }
 }
 
-/* From the Arrow C data interface. */
+/* The struct that the Arrow C data interface defines. */
 struct ArrowArray {
     int64_t length, null_count, offset, n_buffers, n_children;
     const void **buffers; /* a mask, the values */
@@ -252,6 +255,6 @@ struct ArrowArray {
 
 void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes) {
     const struct ArrowArray *a = (const struct ArrowArray *)(intptr_t)array;
-    if (a->n_children) a = a->children[0]; /* pixels of several bytes are children */
+    if (a->n_children) a = a->children[0]; /* pixels of several bytes are in a child array */
     mpidl_planes((const uint8_t *)a->buffers[1], shape, planes);
 }

@@ -1,6 +1,6 @@
-/* Random words by key: Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
- * SC 2011). Counters follow each other as in NumPy's generator: (element, sample, epoch, 0), where
- * the element starts at 1. */
+/* Compute random words for a key with Philox4x64-10 (Salmon et al., "Parallel random numbers: as
+ * easy as 1, 2, 3", SC 2011). The counters are those of NumPy's generator: (element, sample, epoch,
+ * 0), where the element starts at 1. */
 #include <string.h>
 
 #include "mpidl.h"

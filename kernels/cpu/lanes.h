@@ -1,15 +1,16 @@
 /* Vectors of a build's native width over the 16 images of a block.
  *
- * A pixel of a block is LANES = 16 floats, one per image: one 64-byte line. A build uses vectors of
- * WIDTH floats (16, 8 or 4), so a pixel is PARTS of them. A kernel loops over the parts outside and
- * is written once for all widths:
+ * A pixel of a block is LANES = 16 floats, one per image, in one 64-byte line. A build uses vectors
+ * of WIDTH floats (16, 8 or 4), so a pixel consists of PARTS vectors. Kernels are written once for
+ * all widths. Their outer loop runs over the parts:
  *
  *     for (int part = 0; part < LANES; part += WIDTH)
  *         ... load(x + pixel * LANES + part) ...
  *
- * The result of a lane does not depend on the width. `muladd` adds products, with one rounding if
- * the machine has FMA; the compiler may contract nothing else (-ffp-contract=off); and lanes are
- * added up by one tree over their index. So the AVX2 and the AVX-512 builds give the same bytes.
+ * The result of a lane does not depend on the width. `muladd` adds a product, with one rounding if
+ * the machine has FMA. The compiler may not contract any other expression (-ffp-contract=off). Sums
+ * over lanes use the same tree for all widths. Therefore the results of the AVX2 and AVX-512 builds
+ * are equal bit for bit.
  */
 #ifndef MPIDL_LANES_H
 #define MPIDL_LANES_H
@@ -44,7 +45,7 @@
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* The number of parts of `size` that cover `count`; the last part may be smaller. */
+/* Return the number of parts of `size` that cover `count`; the last part may be smaller. */
 INLINE int64_t parts_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 #if defined(__clang__)
@@ -61,7 +62,7 @@ INLINE void store(float *p, vec v) { *(vec *)p = v; }
 INLINE vec splat(float f) { return f - (vec){0}; } /* f - 0 is f, even if f is -0 */
 INLINE vec zero(void) { return (vec){0}; }
 
-/* a * b + c, rounded once if the machine has FMA. */
+/* Return a * b + c, rounded once if the machine has FMA. */
 INLINE vec muladd(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -74,13 +75,13 @@ INLINE vec muladd(vec a, vec b, vec c) {
 #endif
 }
 
-/* v where the mask is set, else 0. A mask is the result of a comparison of vectors. */
+/* Return v where the mask is set, else 0. A mask is the result of a comparison of vectors. */
 INLINE vec keep(ivec mask, vec v) { return (vec)(mask & (ivec)v); }
 
-/* a where the mask is set, else b. */
+/* Return a where the mask is set, else b. */
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
-/* The larger of a and b; b if one of them is NaN. */
+/* Return the larger of a and b, or b if one of them is NaN. */
 INLINE vec larger(vec a, vec b) {
 #if defined(__AVX512F__)
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -92,13 +93,13 @@ INLINE vec larger(vec a, vec b) {
 #endif
 }
 
-/* A mask of the lanes below `valid`, of the vector that begins at lane `part`. */
+/* Return a mask of the lanes below `valid` for the vector that starts at lane `part`. */
 INLINE ivec lanes_below(int valid, int part) {
     static const int32_t index[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return *(const ivec *)(index + part) < valid;
 }
 
-/* Shuffles with the indices of two vectors' elements, 0 .. 2 * WIDTH - 1. */
+/* Select elements of two vectors by their indices, 0 .. 2 * WIDTH - 1. */
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -115,12 +116,13 @@ INLINE ivec lanes_below(int valid, int part) {
 #endif
 #define LOW_LANE(j, s) (((j) & (s)) ? WIDTH + (j) - (s) : (j))
 #define HIGH_LANE(j, s) (((j) & (s)) ? WIDTH + (j) : (j) + (s))
-/* Lanes whose index has bit s clear from a, set from b: of each pair of lanes s apart, the lower of
- * a and of b, and the higher of a and of b. */
+/* Form pairs of lanes that are s apart, where s is a power of two. LOWER takes the lower lane of
+ * each pair of a and of b. HIGHER takes the higher lanes. In the result, lanes whose index has bit
+ * s clear come from a, and the others from b. */
 #define LOWER(a, b, s) SHUFFLE(a, b, EACH_LANE(LOW_LANE, s))
 #define HIGHER(a, b, s) SHUFFLE(a, b, EACH_LANE(HIGH_LANE, s))
 
-/* Transposes WIDTH vectors of WIDTH lanes in registers. */
+/* Transpose WIDTH vectors of WIDTH lanes in registers. */
 INLINE void transpose(vec *rows) {
 #define STAGE(s)                                                                                   \
     UNROLL for (int i = 0; i < WIDTH; i++) if (!(i & s)) {                                         \
@@ -138,7 +140,8 @@ INLINE void transpose(vec *rows) {
 #undef STAGE
 }
 
-/* A vector whose lane i is the sum of the lanes of rows[i], i < WIDTH; neighbours first. */
+/* Return a vector whose lane i is the sum of the lanes of rows[i], i < WIDTH. Adjacent lanes are
+ * added first. */
 INLINE vec sum_across(vec *rows) {
 #define STAGE(s, n)                                                                                \
     UNROLL for (int i = 0; i < n; i++) rows[i] =                                                   \
@@ -155,7 +158,7 @@ INLINE vec sum_across(vec *rows) {
     return rows[0];
 }
 
-/* The sum of the vectors of a pixel, neighbours first. */
+/* Return the sum of the vectors of a pixel. Adjacent vectors are added first. */
 INLINE vec sum_of_parts(const vec *part) {
 #if PARTS == 4
     return (part[0] + part[1]) + (part[2] + part[3]);
@@ -166,8 +169,8 @@ INLINE vec sum_of_parts(const vec *part) {
 #endif
 }
 
-/* sums[i] = the sum of the 16 lanes of rows + i * LANES, for 16 rows: the tree over the lane's
- * index, neighbours first, whatever the width. */
+/* Set sums[i] to the sum of the 16 lanes of rows + i * LANES, for 16 rows. The lanes are added by a
+ * binary tree, adjacent lanes first, for every width. */
 INLINE void lane_sums(const float *rows, float *sums) {
     UNROLL for (int i = 0; i < LANES; i += WIDTH) {
         vec part[PARTS];
@@ -180,7 +183,7 @@ INLINE void lane_sums(const float *rows, float *sums) {
     }
 }
 
-/* The sum of one row's 16 lanes, by the same tree. */
+/* Return the sum of one row's 16 lanes, added by the same tree. */
 INLINE float lane_sum(const float *row) {
     float s[LANES];
     memcpy(s, row, sizeof s);

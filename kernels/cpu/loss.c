@@ -1,8 +1,8 @@
-/* Softmax, cross-entropy and errors, in double: the reported losses and the gradients with which
- * backward starts. The compiler vectorizes loops over the 16 lanes.
+/* Softmax, cross-entropy and error sums, computed in double, and the gradients with which the
+ * backward pass starts. The compiler vectorizes loops over the 16 lanes.
  *
- * A tile is up to STRIP pixels of a block, each with its classes, or up to ROWS elements. Tiles do
- * not depend on the number of threads, and a block's sum is that of its tiles in their order. */
+ * A tile has up to STRIP pixels of a block with all classes, or up to ROWS elements. Tiles do not
+ * depend on the number of threads. A block's sum adds the sums of its tiles in order. */
 #include <math.h>
 
 #include "fold.h"
@@ -11,7 +11,7 @@
 #include "team.h"
 
 #define EACH_LANE_OF_ALL for (int lane = 0; lane < LANES; lane++)
-enum { FEW = 2048 }; /* amount up to which one thread is faster */
+enum { FEW = 2048 }; /* up to this amount of work, one thread is faster */
 enum { STRIP = 16, ROWS = 1024 };
 
 void mpidl_exp(const double *x, double *y, int64_t count) {
@@ -21,13 +21,13 @@ void mpidl_exp(const double *x, double *y, int64_t count) {
 struct job {
     const float *logits;
     const int32_t *labels, *counts;
-    double *p, *sums; /* sums: of each tile */
+    double *p, *sums; /* sums: one per tile */
     float *dlogits;
     double scale;
-    int64_t classes, pixels, tiles; /* tiles: of a block */
+    int64_t classes, pixels, tiles; /* tiles: per block */
 };
 
-/* amount: number of logits or elements, 16 floats each. */
+/* Run `work` on each tile. `amount` is the number of logits or elements, 16 floats each. */
 static void each(int64_t tiles, tile_work *work, void *job, int64_t own, int64_t amount) {
     if (amount > FEW || own) {
         each_tile(tiles, work, job, own);
@@ -43,7 +43,7 @@ static void run(tile_work *work, struct job *job, int64_t blocks) {
     each(blocks * job->tiles, work, job, own, blocks * job->classes);
 }
 
-/* Add the tiles of each block up into rows, and fold the rows into this rank's nodes. */
+/* Sum the tiles of each block into rows, and fold the rows into this rank's nodes. */
 static void fold_tiles(const double *sums, int64_t blocks, int64_t tiles, double *rows,
                        const int64_t *tree) {
     for (int64_t block = 0; block < blocks; block++) {
@@ -65,7 +65,8 @@ static void sum(tile_work *work, struct job *job, int64_t blocks, double *rows,
     fold_tiles(job->sums, blocks, job->tiles, rows, tree);
 }
 
-/* The place of a tile in an array (blocks, classes, pixels, 16); classes are `far` floats apart. */
+/* The position of a tile in an array (blocks, classes, pixels, 16). Classes are `far` floats apart.
+ */
 struct strip {
     int64_t block, at, labels, count, far;
 };
@@ -79,9 +80,9 @@ static struct strip strip_of(const struct job *job, int64_t tile) {
                           .far = job->pixels * LANES};
 }
 
-/* Return the logits of a strip, classes count * 16 floats apart. Strips of several pixels are
- * copied, because caches keep few lines at the large powers of two by which classes often lie
- * apart. */
+/* Return the logits of a strip, with classes count * 16 floats apart. Strips of several pixels are
+ * copied. Classes are often a large power of two apart, and caches hold few lines at such
+ * distances. */
 static const float *gathered(const struct job *job, const struct strip *s, float *own) {
     const float *x = job->logits + s->at;
     if (job->pixels == 1) return x;
@@ -91,8 +92,8 @@ static const float *gathered(const struct job *job, const struct strip *s, float
     return own;
 }
 
-/* For a pixel's logits, classes `step` floats apart: top is the largest of each image, and sum is
- * the sum of e^(logit - top) over the classes. */
+/* For the logits of one pixel, compute for each image the largest logit `top`, and the sum of
+ * e^(logit - top) over the classes. Classes are `step` floats apart. */
 static void normalizers(const float *x, int64_t classes, int64_t step, double *top, double *sum) {
     float largest[LANES];
     memcpy(largest, x, sizeof largest);
@@ -155,7 +156,8 @@ static void dlogits_tile(void *argument, int64_t tile, float *own) {
     }
 }
 
-/* The first of equal logits counts, and NaN before all others. */
+/* The prediction is the class with the largest logit. Ties go to the first class, and NaN is larger
+ * than all numbers. */
 static void correct_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     struct strip s = strip_of(job, tile);
@@ -252,7 +254,7 @@ struct errors {
     int squared;
 };
 
-/* The block of a tile, and the floats [first, stop) of its elements. */
+/* The block of a tile, and the floats [first, stop) of its elements in the block. */
 struct range {
     int64_t block, first, stop;
 };

@@ -1,6 +1,7 @@
-/* Cross-channel (local response) normalization, y = x d^-beta, d = k + a (sum of x^2 over a window
- * of channels), a being alpha / window; see ops/lrn.py. A tile is a run of pixels of one block with
- * all channels: those of a window are read once from memory and then from cache. */
+/* Cross-channel (local response) normalization: y = x d^-beta, where d = k + a (sum of x^2 over a
+ * window of channels) and a = alpha / window; see ops/lrn.py. A tile is a run of pixels of one
+ * block with all channels. The channels of a window are read once from memory, and later from
+ * cache. */
 #include "mpidl.h"
 #include "special.h"
 #include "team.h"
@@ -12,12 +13,12 @@ struct job {
     const float *x, *dy;
     float *out;
     int64_t channels, pixels, runs, before, behind;
-    int64_t mask; /* of a ring's rows: a power of two, at least as many as a window has, less 1 */
+    int64_t mask; /* rows of a ring - 1; a power of two of rows, enough for a window */
     float k, a, factor; /* factor: 2 a beta */
     double beta;
 };
 
-/* d^-beta and, if `ratio` is not NULL, d^-beta / d. */
+/* Return d^-beta. If `ratio` is not NULL, set it to d^-beta / d. */
 INLINE vec power(vec d, double beta, vec *ratio) {
     if (beta == 0.75) {
         vec root = inverse_fourth_root(d), square = root * root, cube = square * root;
@@ -31,7 +32,8 @@ INLINE vec power(vec d, double beta, vec *ratio) {
     return result;
 }
 
-/* k + a * the sum of squares over `count` channels, the first one's lane at x. */
+/* Return k + a * (sum of squares over `count` channels). x points to the first of these channels.
+ * */
 INLINE vec denominator(const struct job *job, const float *x, int64_t count, int64_t stride) {
     vec sum = zero();
     FEW for (int64_t c = 0; c < count; c++) {
@@ -41,7 +43,8 @@ INLINE vec denominator(const struct job *job, const float *x, int64_t count, int
     return muladd(sum, splat(job->a), splat(job->k));
 }
 
-/* The channels [low, high) of channel c's window, and those in whose window it is. */
+/* The channels [low, high) of the window of channel c or, in gradients, of the windows that contain
+ * channel c. */
 struct channels {
     int64_t low, high;
 };
@@ -77,7 +80,8 @@ INLINE void forward(const struct job *job, int64_t tile, double beta) {
     }
 }
 
-/* Channel c of the gradient's first part, dy d^-beta; products: dy x d^(-beta - 1). */
+/* Compute channel c of the gradient's first part, dy d^-beta, and of products, dy x d^(-beta - 1).
+ * */
 INLINE void products_channel(const float *x, const float *dy, float *dx, float *products,
                              const struct job *job, int64_t floats, int64_t stride, int64_t own,
                              int64_t count, double beta) {
@@ -89,7 +93,7 @@ INLINE void products_channel(const float *x, const float *dy, float *dx, float *
     }
 }
 
-/* dx -= factor x (the sum of `count` rows of products from row `low` on, of a ring). */
+/* Subtract from dx: factor x (sum of `count` rows of products, starting at row `low` of a ring). */
 INLINE void sum_channel(const float *x, float *dx, const float *ring, const struct job *job,
                         int64_t floats, int64_t low, int64_t count) {
     for (int64_t i = 0; i < floats; i += WIDTH) {
@@ -100,8 +104,8 @@ INLINE void sum_channel(const float *x, float *dx, const float *ring, const stru
     }
 }
 
-/* own: of the last channels, at least as many as a window has, the products, in a ring. A channel's
- * sum of them is complete `before` channels later. */
+/* Compute the gradient of a tile. `own` is a ring with the products of the most recent channels, at
+ * least as many as a window has. The sum for a channel is complete `before` channels later. */
 INLINE void backward(const struct job *job, int64_t tile, double beta, float *own) {
     TILE(job, tile);
     for (int64_t c = 0; c < job->channels + job->before; c++) {
@@ -128,7 +132,7 @@ INLINE void backward(const struct job *job, int64_t tile, double beta, float *ow
     }
 }
 
-/* With beta a constant, the usual one has no call in its loops. */
+/* The usual beta is passed as a constant, so that the loops contain no function call. */
 static void norm_tile(void *argument, int64_t tile, float *own) {
     const struct job *job = argument;
     if (job->beta == 0.75)

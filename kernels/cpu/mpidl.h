@@ -1,31 +1,32 @@
-/* The functions that the library exports. mpidl/backends/cpu/builds.py reads their names and
- * argument types from this file. An argument is int64_t, double, float, a pointer to one of these
- * or to int32_t or uint8_t, or a function without arguments. A result is one of these or a text. A
- * pointer may be NULL only if its comment says so. No function fails: Python checks the arguments.
+/* Functions that the library exports. mpidl/backends/cpu/builds.py reads their names and argument
+ * types from this file. An argument is an int64_t, double or float, a pointer to one of these or to
+ * int32_t or uint8_t, or a function without arguments. A result is a number or a string. A pointer
+ * may be NULL only if its comment says so. No function fails: Python checks the arguments.
  *
- * Shapes: x is (blocks, C, H, W, 16). A source is an activation as it is read: `x` itself or, if
- * `mean` is not NULL, max(0, (x - mean) * scale + beta) by channel, which is never stored.
+ * x has the shape (blocks, C, H, W, 16). A source is an input of a kernel: `x` itself or, if `mean`
+ * is not NULL, max(0, (x - mean) * scale + beta) per channel, which is computed when it is read and
+ * never stored.
  */
 #ifndef MPIDL_H
 #define MPIDL_H
 
 #include <stdint.h>
 
-#pragma GCC visibility push(default) /* other symbols are hidden from other libraries */
+#pragma GCC visibility push(default) /* all other symbols are hidden */
 
 /* about.c */
 const char *mpidl_compiler(void);     /* "gcc 12.2.0" */
-const char *mpidl_sources(void);      /* a hash of its sources */
-const char *mpidl_declarations(void); /* the text of this file when it was compiled */
+const char *mpidl_sources(void);      /* a hash of the library's sources */
+const char *mpidl_declarations(void); /* this file when it was compiled */
 
 /* team.c */
-int64_t mpidl_set_threads(int64_t count); /* returns the number that runs */
-/* The calling thread runs `function` about every millisecond of a pass; NULL ends that. */
+int64_t mpidl_set_threads(int64_t count); /* returns the number that could be started */
+/* Make the calling thread run `function` about every millisecond of a pass; NULL stops this. */
 void mpidl_set_hook(void (*function)(void));
 
 /* peak.c */
-/* Adds products up in registers, `iterations` times; returns the number of operations, two per
- * product. result: 32 floats, the factor in the first 16, the term in the others. */
+/* Adds products in registers, `iterations` times; returns the number of operations, two per
+ * product. result: 32 floats, of which the first 16 hold the factor, the others the term. */
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
 void mpidl_copy(const float *from, float *to, int64_t floats);
 
@@ -63,15 +64,16 @@ void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const 
                const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
                float *y, int64_t blocks, int64_t channels, int64_t pixels);
 
-/* concat.c: x holds the channels of y from `first` on; y has `all`. In mpidl_concat x is a
- * source. */
+/* concat.c: x has the channels of y that start at channel `first`; y has `all` channels. In
+ * mpidl_concat, x is a source. */
 void mpidl_concat(const float *x, const float *mean, const float *scale, const float *beta,
                   float *y, int64_t blocks, int64_t channels, int64_t pixels, int64_t all,
                   int64_t first);
 void mpidl_split(const float *y, float *x, int64_t blocks, int64_t channels, int64_t pixels,
                  int64_t all, int64_t first);
 
-/* dropout.c: samples (blocks, 16); rows: elements of an image; threshold: of 65536 */
+/* dropout.c: samples (blocks, 16); rows: elements per image; threshold: dropout probability in
+ * 65536ths */
 void mpidl_dropout(const float *x, float *y, const int64_t *samples, int64_t blocks, int64_t rows,
                    int64_t threshold, float scale, int64_t epoch, int64_t key0, int64_t key1);
 
@@ -82,16 +84,17 @@ void mpidl_cross_channel_norm_dx(const float *dy, const float *x, float *dx, int
                                  int64_t channels, int64_t pixels, int64_t window, double alpha,
                                  double beta, double k);
 
-/* conv.c: shape is struct conv of conv.h; m and dweight_m are Winograd tiles, 0 for direct sums.
- * moments (blocks, 1 + 2K), or NULL: (count, mean, M2) of y, folded into the first rows. */
+/* conv.c: shape is struct conv of conv.h; m and dweight_m are Winograd tile sizes, 0 for direct
+ * sums. moments (blocks, 1 + 2K) or NULL receives (count, mean, M2) of y, folded into the first
+ * rows. */
 void mpidl_conv2d(const float *x, const float *mean, const float *scale, const float *beta,
                   const float *weight, const float *bias, float *y, double *moments,
                   const int32_t *counts, int64_t blocks, const int64_t *shape, const int64_t *tree,
                   int64_t m);
-/* dy: gradient of y or, if y_mean is not NULL, of the activation of y; batch normalization then
- * turns it into a * dz + b * (y - mean) + c. dx may be NULL. sums (blocks, 2C) or NULL: of dx, see
- * mpidl_batchnorm_sums. bias (C) or NULL: added to dx. dweight, or NULL: (nodes, K * C/groups * R *
- * S + K), the gradient of the bias last. */
+/* dy is the gradient of y. If y_mean is not NULL, dy is the gradient of the activation of y, and
+ * the gradient of y is a * dz + b * (y - mean) + c. dx may be NULL. sums (blocks, 2C) or NULL
+ * receives the mpidl_batchnorm_sums of dx. bias (C) or NULL is added to dx. dweight or NULL has the
+ * shape (nodes, K * C/groups * R * S + K); the gradient of the bias comes last. */
 void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const float *y_scale, const float *y_beta, const float *a,
                            const float *b, const float *c, const float *x, const float *mean,
@@ -101,9 +104,9 @@ void mpidl_conv2d_backward(const float *dy, const float *y, const float *y_mean,
                            const int64_t *shape, const int64_t *tree, int64_t m,
                            int64_t dweight_m);
 
-/* pool.c: shape is struct windows of pool.c. Max pooling if argmax is not NULL: (blocks, C, P, Q,
- * 16) places in the window; else the mean. x is a source. sums (blocks, 2C) or NULL: of dx, see
- * mpidl_batchnorm_sums. */
+/* pool.c: shape is struct windows of pool.c. x is a source. If argmax is NULL, pooling takes the
+ * mean, else the maximum; argmax (blocks, C, P, Q, 16) then holds places in the windows. sums
+ * (blocks, 2C) or NULL receives the mpidl_batchnorm_sums of dx. */
 void mpidl_pool2d(const float *x, const float *mean, const float *scale, const float *beta,
                   float *y, uint8_t *argmax, int64_t blocks, const int64_t *shape);
 void mpidl_pool2d_dx(const float *dy, const uint8_t *argmax, const float *x, const float *mean,
@@ -115,9 +118,10 @@ void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, in
                            const int64_t *shape);
 
 /* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m,
- * backward. x (inputs, rows to whole tiles of m + 2, columns to whole tiles of m + 2, 16), y
- * (outputs, rows, columns, 16), dy (outputs, rows to whole tiles of 4, columns, 16), w and dweight
- * (outputs, inputs, 3, 3), backward (inputs, outputs, 3, 3). u receives the transformed weights. */
+ * backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and dy (outputs,
+ * rows, columns, 16). Rows and columns of x and dy are extended to whole tiles (see winograd.h). w
+ * and dweight are (outputs, inputs, 3, 3); backward, w is (inputs, outputs, 3, 3). u receives the
+ * transformed weights. */
 int64_t mpidl_winograd_weights_floats(const int64_t *shape);
 void mpidl_winograd_conv(const float *x, const float *w, const float *bias, float *u, float *y,
                          const int64_t *shape);
@@ -128,8 +132,8 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
                                   const int64_t *shape);
 
 /* loss.c: logits (blocks, classes, pixels, 16), labels (blocks, pixels, 16), y and target (blocks,
- * elements, 16), rows (blocks): sums over a block's images, folded into the first ones. power: 1 or
- * 2, see backends/reference/loss.py */
+ * elements, 16). rows (blocks) receives the sums over each block's images, folded into the first
+ * rows. power: 1 or 2, see backends/reference/loss.py */
 void mpidl_exp(const double *x, double *y, int64_t count);
 void mpidl_softmax(const float *logits, double *p, int64_t blocks, int64_t classes, int64_t pixels);
 void mpidl_softmax_dx(const float *dy, const double *p, float *dx, int64_t blocks, int64_t classes,
@@ -148,27 +152,29 @@ void mpidl_errors(const float *y, const float *target, int64_t power, const int3
 void mpidl_errors_dy(const float *y, const float *target, int64_t power, double scale,
                      const int32_t *counts, float *dy, int64_t blocks, int64_t elements);
 
-/* optimizer.c, clip.c: parameters are structs of those files, decays and factors (count). formula: its
- * name; numbers (given): the learning rate and the others of the formula, which keeps `arrays` arrays
- * for each parameter; returns 0 if no formula of that name takes so many. method: 0 the norm of each,
- * 1 of all together, 2 each number. sums: one for each run of at most 2^14 floats of a parameter;
- * scales (count). */
+/* optimizer.c, clip.c: parameters are structs of those files; decays, factors and scales have the
+ * shape (count). formula is a name. numbers (given) has the learning rate and the formula's other
+ * numbers. The formula keeps `arrays` arrays for each parameter. mpidl_optimizer_step returns 0 if
+ * no formula with this name has `given` numbers and `arrays` arrays. method says what mpidl_clip
+ * limits: 0 the norm of each gradient, 1 the norm of all together, 2 each number. sums has one
+ * element for each run of at most 2^14 floats of a parameter. */
 int64_t mpidl_optimizer_step(const char *formula, const int64_t *parameters, const float *decays,
                              const float *factors, int64_t count, const float *numbers,
                              int64_t given, int64_t arrays);
 void mpidl_clip(const int64_t *parameters, const float *decays, double *sums, double *scales,
                 int64_t count, int64_t method, double threshold);
 
-/* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x (blocks, features, 16), of
- * features / channels pixels a channel; weight (outputs, features); dy and y (blocks, outputs, 16).
- * nodes: this rank's nodes of the gradient. */
+/* dense.c, dense_dx.c, dense_dweight.c: fully connected layers. x is (blocks, features, 16), with
+ * features / channels pixels per channel. weight is (outputs, features), and dy and y are (blocks,
+ * outputs, 16). nodes receives this rank's nodes of the gradient. */
 void mpidl_dense(const float *x, const float *mean, const float *scale, const float *beta,
                  const float *weight, const float *bias, float *y, int64_t blocks,
                  int64_t features, int64_t channels, int64_t outputs);
 void mpidl_dense_plain(const float *x, const float *mean, const float *scale, const float *beta,
                        const float *weight, const float *bias, float *y, int64_t blocks,
                        int64_t features, int64_t channels, int64_t outputs);
-/* sums (blocks, 2 * channels) or NULL: of dx, see mpidl_batchnorm_sums; only they read x */
+/* sums (blocks, 2 * channels) or NULL receives the mpidl_batchnorm_sums of dx; x is read only for
+ * them */
 void mpidl_dense_dx(const float *dy, const float *x, const float *mean, const float *scale,
                     const float *beta, const float *weight, float *dx, double *sums,
                     const int64_t *tree, int64_t features, int64_t channels, int64_t outputs);
@@ -182,18 +188,20 @@ void mpidl_dense_dweight_plain(const float *dy, const float *x, const float *mea
                                const int64_t *tree, int64_t features, int64_t channels,
                                int64_t outputs);
 void mpidl_dense_dbias(const float *dy, float *nodes, const int64_t *tree, int64_t outputs);
-/* dx, its sums and dweight in one pass over x, for few outputs; the same bytes */
+/* Computes dx, its sums and dweight in one pass over x, for layers with few outputs. The results
+ * equal those of mpidl_dense_dx and mpidl_dense_dweight bit for bit. */
 void mpidl_dense_backward(const float *dy, const float *x, const float *mean, const float *scale,
                           const float *beta, const float *weight, float *dx, double *sums,
                           float *nodes, const int64_t *tree, int64_t features, int64_t channels,
                           int64_t outputs);
 
-/* images.c: pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16), zero in unused lanes; shape is
- * struct crop of images.c. mirrored, top and left, or NULL: for each image, whether it is mirrored
- * (1 left to right, 2 top to bottom, 3 both) and the first pixel of its window after that. Pixels
- * outside the image have the value of fill (C), or 0. A value is (pixel - centre) / divisor, both
- * (C) or (C, P, Q); without them bytes are divided by 255 and floats stay as they are. Any thread
- * may call these functions. */
+/* images.c: converts pixels (images, C, H, W) to lanes (blocks, C, P, Q, 16), zero in unused lanes.
+ * shape is struct crop of images.c. mirrored, top and left may be NULL. For each image, mirrored
+ * says how the image is mirrored: 1 left to right, 2 top to bottom, 3 both. top and left are the
+ * first pixel of the window in the mirrored image. Pixels outside the image have the value fill
+ * (C), or 0 if it is NULL. A value is (pixel - centre) / divisor, both (C) or (C, P, Q). If they
+ * are NULL, bytes are divided by 255 and floats are unchanged. Any thread may call these functions.
+ * */
 void mpidl_images(const uint8_t *pixels, int64_t images, const int64_t *shape,
                   const int32_t *mirrored, const int32_t *top, const int32_t *left,
                   const uint8_t *fill, const float *centre, const float *divisor, float *lanes);
@@ -205,21 +213,22 @@ void mpidl_images_of_floats(const float *pixels, int64_t images, const int64_t *
                             const int32_t *mirrored, const int32_t *top, const int32_t *left,
                             const float *fill, const float *centre, const float *divisor,
                             float *lanes);
-/* rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
+/* converts rows of a decoded picture to planes (C, H, W); shape is struct picture of images.c */
 void mpidl_planes(const uint8_t *pixels, const int64_t *shape, uint8_t *planes);
 /* the same for a struct ArrowArray of the Arrow C data interface, given by its address */
 void mpidl_planes_of_arrow(int64_t array, const int64_t *shape, uint8_t *planes);
 
-/* warp.c: images (count, C, H, W) to (count, C, P, Q) by an affine map each, (count, 6): pixel (p,
- * q) shows the image at row m[3] * q + m[4] * p + m[5], column m[0] * q + m[1] * p + m[2], between
- * its pixels bilinearly; fill (C) continues the image outside. shape: C, H, W, P, Q. Any thread. */
+/* warp.c: transforms images (count, C, H, W) to (count, C, P, Q), each by its affine map m of maps
+ * (count, 6). Pixel (p, q) is the image at row m[3] * q + m[4] * p + m[5] and at column m[0] * q +
+ * m[1] * p + m[2], interpolated bilinearly. Pixels outside the image have the value fill (C).
+ * shape: C, H, W, P, Q. Any thread may call these functions. */
 void mpidl_warp(const uint8_t *pixels, int64_t count, const int64_t *shape, const double *maps,
                 const uint8_t *fill, uint8_t *out);
 void mpidl_warp_of_floats(const float *pixels, int64_t count, const int64_t *shape,
                           const double *maps, const float *fill, float *out);
 
-/* keyed.c: words (samples, count) of Philox4x64-10, those of mpidl/keyed.py for each sample; key:
- * two words. Any thread. */
+/* keyed.c: computes the random words (samples, count) that mpidl/keyed.py defines for each sample,
+ * with Philox4x64-10. key has two words. Any thread may call this function. */
 void mpidl_keyed_words(const int64_t *key, int64_t epoch, const int64_t *samples, int64_t n,
                        int64_t count, int64_t *words);
 

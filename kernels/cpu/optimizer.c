@@ -1,8 +1,8 @@
-/* Optimizers' steps: SGD with momentum; Adam and RMSProp, by moving means of the gradient and of its
- * square. Nothing is contracted, so that the bytes are those of the NumPy expressions.
+/* Optimizer steps: SGD with momentum, and Adam and RMSProp with moving averages of the gradient and
+ * its square. Expressions are not contracted, so that results equal those of NumPy bit for bit.
  *
- * A store to a line that is not in the cache first reads the line. Where as many new weights are
- * written as no cache keeps until they are read, they go to memory past the caches. */
+ * A store to a line that is not in the cache first reads the line. If there are more new weights
+ * than a cache can keep until they are read, they are stored to memory past the caches. */
 #include <math.h>
 
 #include "lanes.h"
@@ -11,12 +11,12 @@
 
 enum {
     CHUNK = 1 << 14,   /* floats of a tile */
-    PASSING = 1 << 22, /* floats of all parameters, from which they are written past the caches */
-    NUMBERS = 7,       /* of a formula, at most, the learning rate included */
-    ARRAYS = 2         /* that a formula keeps of a parameter, at most */
+    PASSING = 1 << 22, /* with this many floats or more, new weights are stored past the caches */
+    NUMBERS = 7,       /* most numbers of a formula, including the learning rate */
+    ARRAYS = 2         /* most arrays that a formula keeps for a parameter */
 };
 
-/* A formula: its name, and how many numbers and arrays it takes. */
+/* The formulas: their names and their numbers of numbers and arrays. */
 enum { SGDM, NESTEROV, ADAM, ADAMW, RMSPROP, FORMULAS };
 static const struct {
     const char *name;
@@ -29,14 +29,14 @@ static const struct {
     [RMSPROP] = {"rmsprop", 4, 1},
 };
 
-struct parameter { /* as Python hands it over: int64_t[6] */
+struct parameter { /* Python passes it as int64_t[6] */
     int64_t floats;
     int64_t weight, gradient, stepped, kept[ARRAYS]; /* addresses */
 };
 
 struct job {
     const struct parameter *parameters;
-    const float *decays, *factors; /* of each: of the weight, of the learning rate */
+    const float *decays, *factors; /* per parameter: weight decay, factor of the learning rate */
     float numbers[NUMBERS];
     int formula, past;
 };
@@ -67,20 +67,20 @@ INLINE vec root(vec v) {
 #endif
 }
 
-/* The step of WIDTH numbers from i on: the functions of backends/reference/optimizer.py. */
+/* Step WIDTH numbers, starting at i, by a formula of backends/reference/optimizer.py. */
 INLINE void step(const float *numbers, int formula, int past, float decay, float rate,
                  struct arrays a, int64_t i) {
     vec w = load(a.weight + i), g = load(a.gradient + i), first = load(a.kept[0] + i), stepped;
     if (formula != ADAMW && decay != 0) g = g + decay * w;
-    if (formula == SGDM) { /* momentum; the velocity */
+    if (formula == SGDM) { /* numbers: momentum; arrays: velocity */
         first = numbers[1] * first - rate * g;
         stepped = w + first;
-    } else if (formula == NESTEROV) { /* as SGDM */
+    } else if (formula == NESTEROV) { /* numbers and arrays as for SGDM */
         vec change = rate * g;
         first = numbers[1] * first - change;
         stepped = w + (numbers[1] * first - change);
     } else if (formula == ADAM || formula == ADAMW) {
-        /* decay and share of both means, epsilon, ADAMW's correction; mean, square */
+        /* numbers: decay and share of both means, epsilon, ADAMW's correction; arrays: the means */
         vec square = load(a.kept[1] + i);
         first = numbers[1] * first + numbers[2] * g;
         square = numbers[3] * square + numbers[4] * (g * g);
@@ -91,7 +91,7 @@ INLINE void step(const float *numbers, int formula, int past, float decay, float
             if (decay != 0) direction = direction + decay * w;
         }
         stepped = w - rate * direction;
-    } else { /* RMSPROP: decay and share of the mean, epsilon; the mean square */
+    } else { /* RMSPROP: numbers: decay, share, epsilon; arrays: mean square */
         first = numbers[1] * first + numbers[2] * (g * g);
         stepped = w - rate * (g / (root(first) + numbers[3]));
     }
@@ -110,7 +110,7 @@ INLINE void steps(const struct job *job, int formula, float decay, float rate, s
         step(job->numbers, formula, past, decay, rate, a, i);
     size_t left = (size_t)(count - i) * sizeof(float);
     if (!left) return;
-    float last[3 + ARRAYS][WIDTH] = {{0}}; /* what does not fill a vector */
+    float last[3 + ARRAYS][WIDTH] = {{0}}; /* elements that do not fill a vector */
     struct arrays of_last = {last[0], last[1], last[2], {last[3], last[4]}};
     memcpy(last[0], a.weight + i, left);
     memcpy(last[1], a.gradient + i, left);
@@ -140,7 +140,7 @@ static void step_tile(void *argument, int64_t tile, float *own) {
         case RMSPROP: steps(&job, RMSPROP, decay, rate, a, count); break;
     }
 #if defined(__AVX2__)
-    if (job.past) _mm_sfence(); /* before whoever waits for this tile reads it */
+    if (job.past) _mm_sfence(); /* before other threads read this tile */
 #endif
 }
 

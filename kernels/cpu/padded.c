@@ -1,11 +1,11 @@
-/* Copies blocks into padded scratch. The copy may compute an activation that is not stored, or take
- * a gradient back through ReLU and batch normalization. */
+/* Copy blocks into padded scratch. The copy may compute an activation that is not stored, or
+ * backpropagate a gradient through ReLU and batch normalization. */
 #include "conv.h"
 
 static void clear(float *from, float *to) { memset(from, 0, (size_t)(to - from) * sizeof(float)); }
 
-/* Set the border of a channel to zero, or the whole channel if it has phases; return the
- * channel. */
+/* Set the border of a channel to zero, or the whole channel if it has phases. Return the address of
+ * the channel. */
 static float *clear_border(const struct padded *p, int64_t channel, int64_t height, int64_t width,
                            int64_t top, int64_t left) {
     float *data = p->data + channel * p->channel_stride;

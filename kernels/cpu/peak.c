@@ -1,8 +1,10 @@
-/* The peak rates of a core: multiply-adds and copied bytes. Only the benchmarks call these. */
+/* Measure peak rates of a core: multiply-adds and copied bytes. Only the benchmarks use this file.
+ * */
 #include "lanes.h"
 #include "mpidl.h"
 
-/* The independent sums that fit into registers beside the factors; enough to hide the latency. */
+/* The number of independent sums that fit into registers beside the factors. They hide the latency
+ * of multiply-adds. */
 #if REGISTERS == 32
 #define SUMS 24
 #else
@@ -11,7 +13,7 @@
 
 int64_t mpidl_fma_peak(int64_t iterations, float *result) {
     vec sum[SUMS], factor = load(result), term = load(result + LANES);
-    UNROLL for (int i = 0; i < SUMS; i++) sum[i] = splat((float)i); /* no two sums are the same */
+    UNROLL for (int i = 0; i < SUMS; i++) sum[i] = splat((float)i); /* all sums differ */
     for (int64_t n = 0; n < iterations; n++)
         UNROLL for (int i = 0; i < SUMS; i++) sum[i] = muladd(sum[i], factor, term);
     UNROLL for (int i = 1; i < SUMS; i++) sum[0] = sum[0] + sum[i];

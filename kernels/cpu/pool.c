@@ -5,7 +5,7 @@
 #include "mpidl.h"
 #include "team.h"
 
-/* int64_t[11] in Python. */
+/* The geometry of pooling; Python passes it as int64_t[11]. */
 struct windows {
     int64_t C, H, W, P, Q, R, S, stride_h, stride_w, top, left;
 };
@@ -19,7 +19,7 @@ struct job {
     double *sums;
 };
 
-/* Along one axis: the places [first, stop) of a window that are not padding, and the pixel `start`
+/* One axis of a window: [first, stop) are the places that are not padding, and `start` is the pixel
  * at place 0, which may be padding. */
 struct span {
     int64_t start, first, stop;
@@ -31,10 +31,10 @@ INLINE struct span span_of(int64_t window, int64_t stride, int64_t before, int64
     return (struct span){start, most(0, -start), least(size, pixels - start)};
 }
 
-/* ---- plain: one lane of one window after the other ---- */
+/* ---- plain reference: one lane of one window at a time ---- */
 
-/* The windows run backwards in the gradients, so that the parts of a pixel's sum come in the order
- * of its places in them, as they do below. */
+/* In gradients, the loop over windows runs backwards. The terms of a pixel's sum are then added in
+ * the order of the pixel's places in the windows, as in the fast version below. */
 #define EACH_PLACE(w, p, q)                                                                        \
     struct span row = span_of(p, (w)->stride_h, (w)->top, (w)->R, (w)->H),                         \
                 column = span_of(q, (w)->stride_w, (w)->left, (w)->S, (w)->W);                     \
@@ -92,7 +92,7 @@ void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, in
 
 /* ---- forward ---- */
 
-/* The vectors of one part of a channel's lanes, and their normalization. */
+/* One part of the lanes of a channel, and its normalization. */
 struct channel {
     const float *x;
     struct norm norm;
@@ -103,11 +103,11 @@ INLINE vec pixel(const struct channel *c, int64_t at, int deferred) {
     return deferred ? activate(v, c->norm) : v;
 }
 
-/* Unroll little: fixed windows are small, and for others more copies would not be faster. */
+/* Unroll only four times: fixed windows are small, and other windows would not become faster. */
 #define FEW _Pragma("GCC unroll 4")
 
-/* The largest of a window's places [i0, i1) x [j0, j1), the first of equal ones; NaN is larger than
- * all. `at`: the pixel at place (0, 0). */
+/* Find the largest pixel at the places [i0, i1) x [j0, j1) of a window; ties go to the first. NaN
+ * is larger than all numbers. `at` is the pixel at place (0, 0). */
 INLINE void largest(const struct channel *c, int deferred, int64_t at, int64_t width, int64_t i0,
                     int64_t i1, int64_t j0, int64_t j1, int64_t S, vec *best, ivec *place) {
     vec value = pixel(c, at + i0 * width + j0, deferred);
@@ -121,7 +121,7 @@ INLINE void largest(const struct channel *c, int deferred, int64_t at, int64_t w
     *best = value, *place = where;
 }
 
-/* With R and S constants the windows without padding are unrolled. */
+/* If R and S are constants, the compiler unrolls windows without padding. */
 INLINE void max_channel(const struct windows *w, int64_t R, int64_t S, const struct channel *c,
                         int deferred, float *y, uint8_t *argmax) {
     for (int64_t p = 0; p < w->P; p++) {
@@ -185,13 +185,14 @@ static void pool_tile(void *argument, int64_t tile, float *own) {
 
 /* ---- backward ---- */
 
-/* The gradient that a window passes to the pixel at `place`. For a mean, dy is divided already. */
+/* Return the gradient that a window passes to the pixel at `place`. For a mean, dy is already
+ * divided by the size of the window. */
 INLINE vec handed(const float *dy, const uint8_t *argmax, int64_t window, int64_t place) {
     vec d = load(dy + window * LANES);
     return argmax ? keep(load_bytes(argmax + window * LANES) == (int32_t)place, d) : d;
 }
 
-/* Windows that do not overlap: each writes its own pixels. */
+/* Compute dx for windows that do not overlap: each window writes its own pixels. */
 INLINE void spread(const struct windows *w, int64_t R, int64_t S, const float *dy,
                    const uint8_t *argmax, float *dx) {
     for (int64_t p = 0; p < w->P; p++) {
@@ -213,18 +214,19 @@ INLINE void spread(const struct windows *w, int64_t R, int64_t S, const float *d
     }
 }
 
-/* Along one axis: the windows [first, last] that hold the pixel `at`, the border counted. */
+/* Along one axis, the windows [first, last] that contain the pixel `at`, where `at` counts from the
+ * start of the border. */
 struct holders {
     int64_t first, last;
 };
 
 INLINE struct holders holders_of(int64_t at, int64_t stride, int64_t size, int64_t windows) {
-    int64_t before = at - size; /* the last pixel of windows that end too early */
+    int64_t before = at - size; /* windows that start here or earlier end before `at` */
     return (struct holders){before < 0 ? 0 : before / stride + 1, least(windows - 1, at / stride)};
 }
 
-/* Windows that overlap: each pixel collects from those that hold it, the last of them first, as the
- * pixel's places in them then come in order. */
+/* Compute dx for windows that overlap: each pixel sums over the windows that contain it. The last
+ * window comes first, so that the pixel's places in the windows are in increasing order. */
 INLINE void collect_pixel(const struct windows *w, const float *dy, const uint8_t *argmax,
                           int64_t h, struct holders rows, int64_t v, float *dx) {
     struct holders columns = holders_of(v, w->stride_w, w->S, w->Q);
@@ -244,8 +246,8 @@ INLINE void collect(const struct windows *w, const float *dy, const uint8_t *arg
     }
 }
 
-/* The same for 3x3 windows at stride 2: of two neighbours the first, 2 * q, is held by the windows
- * q and q - 1, the second by q alone. */
+/* Like collect_pixel, for two adjacent pixels and 3x3 windows at stride 2. Windows q and q - 1
+ * contain the first pixel, 2 * q. Only window q contains the second one. */
 INLINE void collect_3x3_2(const struct windows *w, const float *dy, const uint8_t *argmax,
                           float *dx) {
     int64_t right = w->left + w->W;

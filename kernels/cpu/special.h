@@ -1,5 +1,5 @@
-/* Functions that are no single instruction, of doubles and of vectors, by sums and products alone:
- * the C library's have other bytes from one version to the next. */
+/* Elementary functions of doubles and vectors, computed from sums and products alone. The results
+ * of the C library's functions differ between its versions. */
 #ifndef MPIDL_SPECIAL_H
 #define MPIDL_SPECIAL_H
 
@@ -15,14 +15,14 @@ INLINE double muladd_double(double a, double b, double c) {
 #endif
 }
 
-/* e to the x, for x <= 709; below -708 that of -708, which is next to nothing. At most 1 ulp off,
- * 1.2 without FMA.
+/* Return e^x for x <= 709. Below -708, return e^-708. The error is at most 1 ulp, or 1.2 ulp
+ * without FMA.
  *
- * x = k ln 2 + r with |r| <= ln 2 / 2, and e^x = 2^k e^r by the Taylor series up to r^13 / 13!,
- * whose next term is below 2^-57. ln 2 is the sum of a number with 33 bits, whose product with k is
- * exact, and the rest, as in fdlibm's e_exp.c. */
+ * x = k ln 2 + r with |r| <= ln 2 / 2, and e^x = 2^k e^r. The Taylor series of e^r has terms up to
+ * r^13 / 13!; the next term is below 2^-57. ln 2 is split as in fdlibm's e_exp.c into a number with
+ * 33 bits, whose product with k is exact, and a remainder. */
 INLINE double exponential(double x) {
-    const double shift = 0x1.8p52; /* a sum with it is rounded to an integer, in its low bits */
+    const double shift = 0x1.8p52; /* rounds a sum to an integer in its low bits */
     static const double inverse_factorial[] = {
         1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
         1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
@@ -41,9 +41,11 @@ INLINE double exponential(double x) {
     return y * power;
 }
 
-/* The natural logarithm of x > 0 that is normal and finite. x = 2^k m, m between sqrt(1/2) and
- * sqrt(2); ln m = 2 atanh(s), s = (m - 1) / (m + 1), by the series up to s^21 / 21, whose next term
- * is below 2^-60. At most 1e-16 off, and 1 ulp where that is more. */
+/* Return the natural logarithm of a normal, finite x > 0, with an error of at most 1e-16 or 1 ulp,
+ * whichever is larger.
+ *
+ * x = 2^k m with m between sqrt(1/2) and sqrt(2). ln m = 2 atanh(s) with s = (m - 1) / (m + 1). The
+ * series of atanh has terms up to s^21 / 21; the next term is below 2^-60. */
 INLINE double logarithm(double x) {
     int64_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -61,8 +63,9 @@ INLINE double logarithm(double x) {
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 INLINE vec with_sign_of(vec x, vec sign) { return (vec)((ivec)x | ((ivec)sign & INT32_MIN)); }
 
-/* e to the x, for x <= 0; below -87.3 that of -87.3, which is the least that is normal. At most
- * 1.5 ulp off. As `exponential`, the series up to r^7 / 7!, whose next term is below 2^-27. */
+/* Return e^x for x <= 0, with an error of at most 1.5 ulp. Below -87.3, return e^-87.3, which is
+ * near the smallest normal number. The method is that of `exponential`, with terms up to r^7 / 7!;
+ * the next term is below 2^-27. */
 INLINE vec exponential_of_negative(vec x) {
     vec shift = splat(0x1.8p23f);
     x = larger(splat(-87.3f), x); /* in that order: NaN stays NaN */
@@ -80,8 +83,8 @@ INLINE vec exponential_of_negative(vec x) {
     return y * (vec)(((uvec)shifted << 23) + 0x3f800000); /* 2^k */
 }
 
-/* The hyperbolic tangent, at most 2 ulp off: below 0.625 by the polynomial of Cephes' tanhf, else
- * (1 - e) / (1 + e) with e = exp(-2 |x|). */
+/* Return the hyperbolic tangent, with an error of at most 2 ulp. For |x| below 0.625, use the
+ * polynomial of Cephes' tanhf, else (1 - e) / (1 + e) with e = exp(-2 |x|). */
 INLINE vec hyperbolic_tangent(vec x) {
     vec a = magnitude(x), z = x * x;
     vec p = muladd(splat(-5.70498872745e-3f), z, splat(2.06390887954e-2f));
@@ -93,14 +96,15 @@ INLINE vec hyperbolic_tangent(vec x) {
     return choose(a < 0.625f, small, with_sign_of(large, x));
 }
 
-/* 1 / (1 + e^-x), at most 2.5 ulp off where that is at least 2^-125. */
+/* Return 1 / (1 + e^-x), with an error of at most 2.5 ulp if the result is at least 2^-125. */
 INLINE vec logistic(vec x) {
     vec e = exponential_of_negative(-magnitude(x));
     return choose(x >= 0, splat(1), e) / (splat(1) + e);
 }
 
-/* x to the -1/4, for normal x > 0, at most 1.5 ulp off: a guess from the exponent, then three steps
- * of Newton's method, each of which squares the relative error of 3 % and takes 5/2 of it. */
+/* Return x^(-1/4) for normal x > 0, with an error of at most 1.5 ulp. The first guess, from the
+ * exponent, has a relative error e of 3 %. Each of three steps of Newton's method reduces e to 5/2
+ * e^2. */
 INLINE vec inverse_fourth_root(vec x) {
     vec y = (vec)(0x4f584000u - ((uvec)x >> 2));
     UNROLL for (int i = 0; i < 3; i++) {

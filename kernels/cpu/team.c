@@ -19,37 +19,37 @@ struct barrier {
     char pad[56];
 };
 
-/* A thread's or a team's memory, kept from pass to pass. */
+/* The scratch memory of a thread or a team, which is kept from pass to pass. */
 struct room {
     float *data;
     int64_t floats;
 };
 
-/* The current pass of the threads, over blocks or over tiles. */
+/* The current pass over blocks or tiles. */
 static struct pass {
     block_work *block;
     tile_work *tile;
     void *job;
     int64_t count; /* blocks or tiles */
     int teams;
-    atomic_llong next; /* tile */
+    atomic_llong next; /* next tile to compute */
 } pass;
 
-static int threads = 1; /* running, the caller counted */
+static int threads = 1; /* running threads, including the caller */
 static pthread_t workers[MOST_THREADS];
 static struct barrier barriers[MOST_THREADS];
 static struct room own[MOST_THREADS], shared[MOST_THREADS], slots[16];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t begin = PTHREAD_COND_INITIALIZER;
-static atomic_int generation, busy; /* number of the pass; workers that are still in it */
+static atomic_int generation, busy; /* number of the pass; workers still in it */
 static int sleeping, leaving;
 static void (*hook)(void);
-static pthread_t watcher; /* the thread that set the hook, and alone runs it */
+static pthread_t watcher; /* the thread that set the hook; only it runs the hook */
 static long last_tick;
 
 static void *reserve(size_t bytes) {
     const size_t huge = 2 << 20;
-#if !defined(__SANITIZE_ADDRESS__) /* which checks the memory behind the block */
+#if !defined(__SANITIZE_ADDRESS__) /* ASan checks the memory after the block */
     bytes = (bytes + huge - 1) / huge * huge;
 #endif
     void *memory = NULL;
@@ -110,8 +110,8 @@ void meet(const struct team *team) {
 /* If the division leaves a remainder, the first teams have one member more. */
 int members_of(int index, int teams) { return threads / teams + (index < threads % teams); }
 
-/* Select IEEE 754 rounding on every thread: a library that was compiled with -ffast-math may have
- * switched denormal numbers off on the thread that loaded it. */
+/* Select IEEE 754 arithmetic on every thread. A library that was compiled with -ffast-math may have
+ * disabled subnormal numbers on the thread that loaded it. */
 static unsigned standard_rounding(void) {
 #if defined(__x86_64__)
     unsigned before = __builtin_ia32_stmxcsr();
@@ -130,7 +130,7 @@ static void former_rounding(unsigned before) {
 #endif
 }
 
-/* This thread's part of the pass. */
+/* Do this thread's part of the pass. */
 static void take_part(int thread) {
     if (pass.tile) {
         for (;;) {
@@ -189,7 +189,7 @@ static void announce(void) {
 }
 
 static void start_workers(int wanted) {
-    atomic_store(&generation, 0); /* no worker has seen another value */
+    atomic_store(&generation, 0); /* the value that new workers start with */
     for (; threads < wanted; threads++)
         if (pthread_create(&workers[threads], NULL, run_worker, (void *)(intptr_t)threads)) break;
 }
@@ -201,10 +201,10 @@ static void stop_workers(void) {
     leaving = 0;
 }
 
-/* A forked child has the memory but not the threads: it continues with one thread. */
+/* A forked child has the memory but not the threads, so it continues with one thread. */
 static void in_child(void) {
     threads = 1, sleeping = 0, leaving = 0;
-    hook = NULL; /* its messages belong to the parent */
+    hook = NULL; /* the hook sends the parent's messages */
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&begin, NULL);
 }
@@ -225,7 +225,7 @@ static void run_pass(void) {
 }
 
 int teams_for(int64_t blocks) {
-    /* the number of teams with the fewest turns of block / members; of equal ones the largest */
+    /* choose the number of teams that finishes first; ties go to the largest number */
     int best = 1;
     double least = 0;
     for (int teams = 1; teams <= threads && teams <= blocks; teams++) {
@@ -258,7 +258,7 @@ int64_t mpidl_set_threads(int64_t count) {
     if (count == threads) return threads;
     if (threads > 1) stop_workers();
     start_workers((int)count);
-    return threads; /* the system may allow fewer threads: the bytes are the same */
+    return threads; /* may be fewer than requested; results do not depend on it */
 }
 
 void mpidl_set_hook(void (*function)(void)) { hook = function, watcher = pthread_self(); }

@@ -1,23 +1,24 @@
-/* Rotates, scales and shears images: each output pixel is interpolated at its place in the input.
- * Threads that read ahead call these functions, so nothing here uses team.h. Sums and products are
- * rounded one by one, in the order written, so all builds give the same bytes. */
+/* Rotate, scale and shear images: each output pixel is interpolated at its place in the input.
+ * Threads that read ahead call these functions, so they do not use team.h. Each sum and each
+ * product is rounded separately, in the order written, so the results of all builds are equal bit
+ * for bit. */
 #include <math.h>
 
 #include "mpidl.h"
 
-/* int64_t[5] in Python. */
+/* The sizes of the input and the output; Python passes them as int64_t[5]. */
 struct warp {
     int64_t C, H, W, P, Q;
 };
 
-/* The place in the input of an output pixel: the input pixel above and left of it, and the distance
+/* The place of an output pixel in the input: the input pixel above and left of it, and the distance
  * from that pixel, 0 to 1. */
 struct from {
     int64_t h, w;
     float down, across;
 };
 
-/* Clamp places far outside the image, which all have the same value. */
+/* Clamp places far outside the image. All of them have the same value. */
 static double near(double at, int64_t size) {
     return at < -2 ? -2 : at > (double)size + 1 ? (double)size + 1 : at;
 }

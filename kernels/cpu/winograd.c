@@ -4,22 +4,22 @@
 #include "mpidl.h"
 #include "winograd_tiles.h"
 
-/* All sizes follow from the layer's shape alone, not from the machine.
+/* Winograd convolution of one block; see winograd.h. Sizes depend on the layer's shape alone.
  *
- * The tiles of a block are taken in bands of consecutive tiles, so that their transformed inputs V
- * and the products M stay in cache. In a band, with T tiles:
+ * The tiles of a block are processed in bands of consecutive tiles, so that the transformed inputs
+ * V and the products M stay in cache. The layouts in a band are:
  *     V[point][panel][input][tiles of the panel]   a panel: as many vectors as the registers hold
  *     u[point][quad of outputs][input][4]
  *     M[point][output][tile]
- * and for each point M = u V, a matrix product. */
+ * For each point, M = u V is a matrix product. */
 enum {
     QUAD = 4,                        /* outputs of a register tile */
     PANEL = REGISTERS == 32 ? 6 : 3, /* vectors of a register tile */
-    MOST = 64,                       /* tiles of a band */
-    BAND_BYTES = 640 << 10,          /* of V and M, as far as six tiles allow */
+    MOST = 64,                       /* tiles of a band, at most */
+    BAND_BYTES = 640 << 10,          /* size of V and M; six tiles may exceed it */
 };
 
-/* The plain reference: 3x3 filters, x padded as the tiles want it, as in mpidl_winograd_conv. */
+/* The plain reference for tests, with the arguments of mpidl_winograd_conv. */
 void mpidl_winograd_conv_plain(const float *x, const float *w, const float *bias, float *y,
                                const int64_t *shape) {
     const int64_t inputs = shape[0], outputs = shape[1], P = shape[2], Q = shape[3];
@@ -44,7 +44,7 @@ static int64_t points(int m) { return (m + 2) * (m + 2); }
 static int64_t quads(int64_t outputs) { return parts_of(outputs, QUAD); }
 
 struct bands {
-    int64_t across, tiles, most; /* tiles in a row of tiles, in all, and at most in a band */
+    int64_t across, tiles, most; /* tiles per row, all tiles, tiles per band at most */
 };
 
 static struct bands bands_of(const struct winograd *shape) {
@@ -58,7 +58,7 @@ static struct bands bands_of(const struct winograd *shape) {
     return bands;
 }
 
-/* From one point to the next of u. */
+/* Return the stride of points in u, in floats. */
 static int64_t u_stride(int64_t inputs, int64_t outputs) {
     return odd_lines(parts_of(quads(outputs) * QUAD * inputs, LANES));
 }
@@ -69,8 +69,8 @@ int64_t winograd_weights_floats(int64_t inputs, int64_t outputs, int m) {
 
 int64_t winograd_weights_tiles(int64_t outputs) { return quads(outputs); }
 
-/* taps[tap][input * 4 + output] of the filters of four inputs to four outputs, or of fewer: zeros
- * then. From output to output it is `to` floats, from input to input `from`. */
+/* Copy the filters of up to four inputs and four outputs to taps[tap][input * 4 + output], with
+ * zeros for missing filters. In w, outputs are `to` floats apart, and inputs `from` floats. */
 INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t outputs, int64_t inputs,
                         float (*taps)[16]) {
     memset(taps, 0, 9 * sizeof *taps);
@@ -79,7 +79,7 @@ INLINE void gather_taps(const float *w, int64_t to, int64_t from, int64_t output
             for (int tap = 0; tap < 9; tap++) taps[tap][i * QUAD + o] = w[i * from + o * to + tap];
 }
 
-/* The same for four inputs and four outputs with 7 more floats behind the last. */
+/* Like gather_taps for exactly four inputs and four outputs. Reads 7 floats after the last. */
 INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*taps)[16]) {
     for (int f = 0; f < 16; f += WIDTH)
         for (int tap = 0; tap < 9; tap += WIDTH) {
@@ -92,7 +92,7 @@ INLINE void gather_all_taps(const float *w, int64_t to, int64_t from, float (*ta
         }
 }
 
-/* G g G^T of 16 filters at a time: of four inputs to four outputs. */
+/* Compute G g G^T of the 16 filters of four inputs and four outputs at a time. */
 INLINE void weights_of_quad(const float *w, float *u, int64_t K, int64_t C, const int m,
                             const int backward, int64_t quad) {
     const int n = m + 2;
@@ -140,13 +140,13 @@ void winograd_weights(const float *w, float *u, int64_t K, int64_t C, int m, int
     else weights_of_quad(w, u, K, C, 2, 0, tile);
 }
 
-/* The panels of a band divide its vectors evenly. */
+/* Return the number of panels, which divide the vectors of a band evenly. */
 static int64_t panel_count(int64_t vectors) { return parts_of(vectors, PANEL); }
 static int64_t panel_start(int64_t vectors, int64_t count, int64_t panel) {
     return vectors * panel / count;
 }
 
-/* place[v]: offset in V of vector v (tile * PARTS + part) of channel c of a band. */
+/* Set place[v] to the offset in V of vector v (tile * PARTS + part) of channel c of a band. */
 static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t c) {
     int64_t count = panel_count(vectors);
     for (int64_t panel = 0; panel < count; panel++) {
@@ -157,8 +157,8 @@ static void find_places(int64_t *place, int64_t vectors, int64_t inputs, int64_t
     }
 }
 
-/* M of one panel and four outputs, at one point. A long sum would lose the accuracy that good
- * points give, so it is divided into sums of at most `most` terms. */
+/* Compute M of one panel and four outputs, at one point. A long sum would lose accuracy, so it is
+ * divided into sums of at most `most` terms. */
 INLINE void multiply(const float *V, const float *u, int64_t inputs, int64_t most, float *M,
                      int64_t output, const int vectors) {
     const int64_t sums = parts_of(inputs, most);
@@ -201,7 +201,8 @@ static void multiply_panel(const float *V, const float *u, int64_t inputs, int64
     }
 }
 
-/* y of one tile from M, whose points are `point` floats apart. Only rows x columns are written. */
+/* Compute y of one tile from M, whose points are `point` floats apart. Only rows x columns pixels
+ * are written. */
 INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64_t row,
                         int64_t rows, int64_t columns, const int m) {
     const int n = m + 2;
@@ -219,7 +220,7 @@ INLINE void output_tile(const float *M, int64_t point, vec bias, float *y, int64
     }
 }
 
-/* One band, tiles [first, stop). */
+/* Compute y of one band, which has the tiles [first, stop). */
 INLINE void convolve_band(const struct team *team, const struct winograd *shape,
                           const struct bands *bands, int64_t first, int64_t stop, struct pixels x,
                           const float *u, const float *bias, struct pixels y, float *scratch,
@@ -304,7 +305,7 @@ void winograd_conv(const struct team *team, const struct winograd *shape, struct
     }
 }
 
-/* One block, for tests. */
+/* The arguments of a pass over one block, for tests. */
 struct example {
     struct winograd shape;
     int backward;

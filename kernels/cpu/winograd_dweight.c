@@ -3,31 +3,32 @@
 #include "winograd.h"
 #include "winograd_tiles.h"
 
-/* The gradient with respect to 3x3 weights by F(4x4, 3x3) (m = 4, 36 points):
+/* Compute the gradient with respect to 3x3 weights with F(4x4, 3x3) (m = 4, 36 points):
  *
  *     dW = G^T [ sum over tiles and images of (B^T d B) . (A dy A^T) ] G
  *
- * Tiles are taken in bands, points in the groups of winograd_tiles.h, so that V = B^T d B and
- * D = A dy A^T stay in cache. For each point the sum S is a matrix product, in one of two layouts:
+ * Tiles are processed in bands, and points in the groups of winograd_tiles.h, so that V = B^T d B
+ * and D = A dy A^T stay in cache. For each point, the sum S is a matrix product, in one of two
+ * layouts:
  *
- *  - if the outputs are a multiple of 16, D is transposed: a vector holds outputs, and tiles and
- *    images are one dimension, the terms of the sum:
+ *  - If the number of outputs is a multiple of 16, D is transposed. A vector holds outputs, and the
+ *    sum runs over one dimension of tiles and images:
  *        V[point][input][tile, image]   D[point][panel of outputs][tile, image][output]
  *        S[point][16 outputs][input][output]
- *  - else a vector holds images, which are added up at the end of a band:
+ *  - Otherwise a vector holds images, which are summed at the end of a band:
  *        V[point][input][tile, image]   D[point][output][tile, image]
  *        S[point][quad of outputs][input][4]
  */
 enum {
     M = 4,
     N = 6,
-    QUAD = 4,                         /* outputs of a register tile if vectors hold images, */
-    INPUTS = REGISTERS == 32 ? 4 : 3, /* and inputs */
-    MOST = 64,                        /* tiles of a band */
-    BAND_BYTES = 512 << 10,           /* of V and D of two lines of points */
+    QUAD = 4,                         /* outputs of a register tile, if vectors hold images */
+    INPUTS = REGISTERS == 32 ? 4 : 3, /* inputs of such a register tile */
+    MOST = 64,                        /* tiles of a band, at most */
+    BAND_BYTES = 512 << 10,           /* size of V and D for two lines of points */
 };
 
-/* The plain reference, with the arguments of mpidl_winograd_dweight. */
+/* The plain reference for tests, with the arguments of mpidl_winograd_dweight. */
 void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweight,
                                   const int64_t *shape) {
     const int64_t inputs = shape[0], outputs = shape[1], P = shape[2], Q = shape[3];
@@ -46,13 +47,13 @@ void mpidl_winograd_dweight_plain(const float *x, const float *dy, float *dweigh
             }
 }
 
-/* The layout of the work for a shape. It follows from the shape alone, except for the width of
- * panels, which changes no sum. */
+/* How the work for a shape is divided. It depends on the shape alone, except for the width of
+ * panels, which affects no sum. */
 struct plan {
-    int64_t inputs, outputs, C, K; /* C and K: rounded up to register tiles */
+    int64_t inputs, outputs, C, K; /* C and K: inputs and outputs rounded up to register tiles */
     int transposed;
-    int64_t across, tiles, bands, most; /* tiles in a row of tiles, in all; bands; tiles of one */
-    int64_t panel;                      /* outputs of one */
+    int64_t across, tiles, bands, most; /* per row, all; bands; most per band */
+    int64_t panel;                      /* outputs per panel */
     int64_t channel; /* stride in floats of V's channels, and of D's if vectors hold images */
     int64_t v_point, d_point, s_point;
     float *V, *D, *S, *T;
@@ -65,7 +66,7 @@ static struct plan plan_of(const struct winograd *shape, float *scratch) {
     p.across = parts_of(shape->columns, M);
     p.tiles = p.across * parts_of(shape->rows, M);
     int64_t fit = BAND_BYTES / (2 * N * (p.inputs + p.outputs) * LANES * (int64_t)sizeof(float));
-    /* A band adds to all of S; so many tiles are as much memory traffic as S. */
+    /* Each band adds to all of S. With `worth` tiles, V and D cause as much memory traffic as S. */
     int64_t worth = most(p.inputs * p.outputs / (8 * (p.inputs + p.outputs)), 4);
     p.bands = parts_of(p.tiles, least(most(fit, worth), MOST));
     p.most = parts_of(p.tiles, p.bands);
@@ -90,7 +91,8 @@ int64_t winograd_dweight_floats(const struct winograd *shape) {
     return 2 * N * (p.v_point + p.d_point) + N * N * p.s_point + transposed;
 }
 
-/* A dy A^T of one tile, for one group of rows of A: its points `point` floats apart. */
+/* Compute A dy A^T of one tile, for one group of rows of A. Points of `out` are `point` floats
+ * apart. */
 INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t point,
                           const int group) {
     const int lines = IN_GROUP(M, group);
@@ -106,7 +108,8 @@ INLINE void gradient_tile(const float *dy, int64_t row, float *out, int64_t poin
     }
 }
 
-/* dy of a band with vectors of outputs: T[16 outputs][tile][image][pixel of the tile][output]. */
+/* Transpose dy of a band to vectors of outputs: T[16 outputs][tile][image][pixel of the
+ * tile][output]. */
 static void transpose_band(const struct team *team, const struct plan *p, struct pixels dy,
                            int64_t first, int64_t tiles) {
     EACH_TILE(team, item, p->outputs / LANES * M) {
@@ -122,7 +125,7 @@ static void transpose_band(const struct team *team, const struct plan *p, struct
     meet(team);
 }
 
-/* V and D of a band: tiles [first, first + tiles). */
+/* Compute V and D of a band, which has the tiles [first, first + tiles). */
 INLINE void transform_band(const struct team *team, const struct plan *p, struct pixels x,
                            struct pixels dy, int64_t first, int64_t tiles, const int group) {
     const int64_t across = p->across;
@@ -161,7 +164,7 @@ INLINE void transform_band(const struct team *team, const struct plan *p, struct
     }
 }
 
-/* S of one point, of `inputs` inputs and `vectors` vectors of outputs. */
+/* Compute S of one point for `inputs` inputs and `vectors` vectors of outputs. */
 INLINE void multiply_terms(const struct plan *p, const float *V, const float *D, int64_t terms,
                            float *S, int add, const int inputs, const int vectors) {
     vec sum[8][4];
@@ -213,12 +216,12 @@ static void point_transposed(const struct plan *p, const float *V, const float *
         }
 }
 
-/* A stage of the tree that adds up lanes, see sum_across. */
+/* One stage of the tree that sums lanes, see sum_across. */
 #define ADD_LANES(a, b, step) (LOWER(a, b, step) + HIGHER(a, b, step))
 
-/* The sums over tiles of `inputs` inputs and four outputs, in one part of the lanes; an input
- * has LANES floats of `sums`. Two stages of adding up lanes are done: lane j belongs to output j
- * % 4. */
+/* Sum over tiles for `inputs` inputs and four outputs, in one part of the lanes. Each input has
+ * LANES floats of `sums`. Two stages of the sum over lanes are already done: lane j belongs to
+ * output j % 4. */
 INLINE void multiply_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                            float *sums, const int inputs) {
     vec sum[INPUTS][QUAD];
@@ -238,7 +241,7 @@ INLINE void multiply_lanes(const struct plan *p, const float *V, const float *D,
     }
 }
 
-/* The other stages: S of four inputs and four outputs. */
+/* Do the remaining stages of the sum over lanes: compute S of four inputs and four outputs. */
 INLINE void add_lanes(const float *sums, float *S, int add) {
     UNROLL for (int s = 0; s < QUAD; s += WIDTH / 4, S += WIDTH) {
         vec part_sum[PARTS];
@@ -262,7 +265,7 @@ INLINE void add_lanes(const float *sums, float *S, int add) {
 
 static void point_lanes(const struct plan *p, const float *V, const float *D, int64_t tiles,
                         float *S, int add) {
-    enum { CHUNK = 48 }; /* inputs; a multiple of 4 and of INPUTS */
+    enum { CHUNK = 48 }; /* inputs at once; a multiple of 4 and of INPUTS */
     float sums[CHUNK * LANES] __attribute__((aligned(64)));
     for (int64_t first = 0; first < p->inputs; first += CHUNK) {
         const int64_t count = least(p->inputs - first, CHUNK);
@@ -285,7 +288,7 @@ static void point_lanes(const struct plan *p, const float *V, const float *D, in
     }
 }
 
-/* G^T S G of 16 pairs of an input and an output: taps[r * 3 + s][pair]. */
+/* Compute G^T S G for 16 pairs of an input and an output: taps[r * 3 + s][pair]. */
 INLINE void filters(const float *S, int64_t point, float (*taps)[16]) {
     UNROLL for (int part = 0; part < 16; part += WIDTH) {
         const float *from = S + part;
@@ -302,7 +305,8 @@ INLINE void filters(const float *S, int64_t point, float (*taps)[16]) {
     }
 }
 
-/* Tile `tile` of dweight: 16 outputs, 16 inputs at a time so that each is written in one piece. */
+/* Write tile `tile` of dweight, which has 16 outputs. Sixteen inputs at a time are collected, so
+ * that each output is written in one piece. */
 static void finish_transposed(const struct plan *p, int64_t tile, float *dweight) {
     enum { ROW = 16 * 9 + 16 };
     float filter[LANES * ROW] __attribute__((aligned(64))); /* [output][input][9] */
@@ -312,7 +316,7 @@ static void finish_transposed(const struct plan *p, int64_t tile, float *dweight
         int64_t count = least(p->inputs - i, 16);
         for (int64_t j = 0; j < count; j++) {
             filters(S + (i + j) * LANES, p->s_point, taps);
-            transpose_16(taps[0], LANES, filter + j * 9, ROW); /* 7 too many: the next's */
+            transpose_16(taps[0], LANES, filter + j * 9, ROW); /* the next overwrites the last 7 */
         }
         for (int64_t o = 0; o < LANES; o++)
             memcpy(dweight + ((tile * LANES + o) * p->inputs + i) * 9, filter + o * ROW,
@@ -320,9 +324,9 @@ static void finish_transposed(const struct plan *p, int64_t tile, float *dweight
     }
 }
 
-/* The same for a quad of outputs. */
+/* Write the weights of a quad of outputs to dweight. */
 static void finish_lanes(const struct plan *p, int64_t tile, float *dweight) {
-    float taps[9][16] __attribute__((aligned(64))); /* of [input][output] */
+    float taps[9][16] __attribute__((aligned(64))); /* [tap][input][output] */
     for (int64_t i = 0; i < p->inputs; i += 4) {
         filters(p->S + (tile * p->C + i) * QUAD, p->s_point, taps);
         for (int64_t o = 0; o < QUAD && tile * QUAD + o < p->outputs; o++)
@@ -363,7 +367,7 @@ void winograd_dweight(const struct team *team, const struct winograd *shape, str
         (p->transposed ? finish_transposed : finish_lanes)(p, tile, dweight);
 }
 
-/* One block, for tests. */
+/* The arguments of a pass over one block, for tests. */
 struct example {
     struct winograd shape;
     struct pixels x, dy;

@@ -1,13 +1,14 @@
 /* The transforms of Winograd's F(2, 3) and F(4, 3) along one dimension, on vectors of images.
  *
- * A product of polynomials is found from its values at points: 0, 1, -1 and infinity for F(2, 3),
- * and 0, +-NEAR, +-FAR and infinity for F(4, 3). Any points are exact with real numbers; rounding
- * depends on them. 5/8 and 3/2 have less than half the error of the classic 1 and 2, and the least
- * of the points that were tried (tests/backends/cpu/test_cpu_winograd.py prints it). The elements
- * of B and A, squares and products of small dyadic fractions, are exact in float32.
+ * The values of a product of polynomials at enough points determine the product. The points are 0,
+ * 1, -1 and infinity for F(2, 3), and 0, +-NEAR, +-FAR and infinity for F(4, 3). In exact
+ * arithmetic any points work, but rounding errors depend on them. NEAR = 5/8 and FAR = 3/2 have
+ * less than half the error of the classic 1 and 2. Their error is the smallest of all points tried
+ * (tests/backends/cpu/test_cpu_winograd.py prints it). The elements of B and A are squares and
+ * products of small dyadic fractions, so they are exact in float32.
  *
- * B^T and A below have rows of points; a pair +-p shares its even and odd parts. "Lines" are these
- * rows in groups that share work: the first point, the pairs, infinity.
+ * Each row of B^T and A below belongs to a point. The points p and -p share even and odd parts.
+ * Therefore points are computed in groups: the first point, each pair, infinity.
  */
 #ifndef MPIDL_WINOGRAD_TILES_H
 #define MPIDL_WINOGRAD_TILES_H
@@ -19,11 +20,12 @@
 #define NEAR2 (NEAR * NEAR)
 #define FAR2 (FAR * FAR)
 
-/* A stride in floats of at least `lines` lines of 16. The number of lines is odd, so that data at
- * such strides fall into different sets of a cache. */
+/* Return a stride in floats of at least `lines` lines of 16 floats. The number of lines is odd, so
+ * that data at such strides use different sets of a cache. */
 static inline int64_t odd_lines(int64_t lines) { return (lines | 1) * LANES; }
 
-/* A matrix of 16 x 16 floats, its rows `row` floats apart, to columns `column` floats apart. */
+/* Transpose a matrix of 16 x 16 floats. Rows of `from` are `row` floats apart, and rows of `to` are
+ * `column` floats apart. */
 INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t column) {
     for (int r = 0; r < 16; r += WIDTH)
         for (int c = 0; c < 16; c += WIDTH) {
@@ -34,12 +36,12 @@ INLINE void transpose_16(const float *from, int64_t row, float *to, int64_t colu
         }
 }
 
-/* Groups of points, their first point, and how many are in one. */
+/* The number of groups of points, the first point of a group, and the number of its points. */
 #define GROUPS(m) ((m) == 4 ? 4 : 3)
 #define FIRST(m, group) ((group) == 0 ? 0 : 2 * (group)-1)
 #define IN_GROUP(m, group) ((group) == 0 || (group) == GROUPS(m) - 1 ? 1 : 2)
 
-/* B^T d: the values at one group of points, of m + 2 inputs. */
+/* Compute the rows of B^T d for one group of points; d has m + 2 inputs. */
 INLINE void input_group(const vec *d, vec *out, const int m, const int group) {
     if (m == 2 && group == 0) {
         out[0] = d[0] - d[2];
@@ -58,7 +60,7 @@ INLINE void input_group(const vec *d, vec *out, const int m, const int group) {
     }
 }
 
-/* All m + 2 values of B^T d. */
+/* Compute all m + 2 values of B^T d. */
 INLINE void input_line(const vec *d, vec *out, const int m) {
     input_group(d, out, m, 0);
     input_group(d, out + 1, m, 1);
@@ -66,8 +68,9 @@ INLINE void input_line(const vec *d, vec *out, const int m) {
     if (m == 4) input_group(d, out + 5, m, 3);
 }
 
-/* B^T d B of `tiles` tiles side by side, from pixel x on, for one group of rows of B^T: tile t's to
- * out + place[t * PARTS], its points `point` floats apart. Two neighbours share two columns. */
+/* Compute B^T d B for one group of rows of B^T, in `tiles` adjacent tiles that start at pixel x.
+ * Tile t is written to out + place[t * PARTS], with points `point` floats apart. Adjacent tiles
+ * share two columns. */
 INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, int64_t point,
                       const int64_t *place, const int m, const int group) {
     const int n = m + 2, lines = IN_GROUP(m, group);
@@ -93,7 +96,7 @@ INLINE void input_row(const float *x, int64_t row, int64_t tiles, float *out, in
     }
 }
 
-/* A^T v: m outputs of m + 2 values. */
+/* Compute A^T v: m outputs from m + 2 values. */
 INLINE void output_line(const vec *v, vec *out, const int m) {
     if (m == 2) {
         out[0] = v[0] + v[1] + v[2];
@@ -107,7 +110,7 @@ INLINE void output_line(const vec *v, vec *out, const int m) {
     }
 }
 
-/* A dy: the values at one group of points, of 4 outputs' gradients (F(4, 3) alone). */
+/* Compute A dy for one group of points; dy has the gradients of 4 outputs. F(4, 3) only. */
 INLINE void gradient_group(const vec *d, vec *out, const int group) {
     if (group == 0) {
         out[0] = d[0];
@@ -127,12 +130,12 @@ INLINE void gradient_line(const vec *d, vec *out) {
     gradient_group(d, out + 5, 3);
 }
 
-/* The divisors of the rows of G of F(4, 3): products of differences of points. */
+/* Reciprocals of products of differences of points, which scale the rows of G of F(4, 3). */
 #define SCALE0 ((float)(1 / ((double)NEAR2 * FAR2)))
 #define SCALE1 ((float)(1 / (2 * (double)NEAR2 * (NEAR2 - FAR2))))
 #define SCALE2 ((float)(1 / (2 * (double)FAR2 * (FAR2 - NEAR2))))
 
-/* G g: the values at the points of a filter's three coefficients. */
+/* Compute G g: the values of a filter at the points, from its three coefficients. */
 INLINE void filter_line(const vec *g, vec *out, const int m) {
     if (m == 2) {
         vec even = splat(0.5f) * (g[0] + g[2]), odd = splat(0.5f) * g[1];
@@ -148,7 +151,7 @@ INLINE void filter_line(const vec *g, vec *out, const int m) {
     }
 }
 
-/* G^T v, of F(4, 3): the filter's three coefficients. */
+/* Compute G^T v of F(4, 3): the three coefficients of the filter's gradient. */
 INLINE void filter_sums(const vec *v, vec *out) {
     vec even1 = splat(SCALE1) * (v[1] + v[2]), odd1 = splat(SCALE1 * NEAR) * (v[1] - v[2]);
     vec even2 = splat(SCALE2) * (v[3] + v[4]), odd2 = splat(SCALE2 * FAR) * (v[3] - v[4]);

@@ -1,7 +1,7 @@
-"""Backends: the same functions with the same arguments for each kind of array.
+"""Backends: implementations of the same functions for different kinds of arrays.
 
-`of(x)` picks the `Backend` for a value by the type of its lanes and by where they lie. `interface`
-says what each function does; `reference`, `cpu` and `gpu` implement them.
+`of(x)` selects the `Backend` for a value by the dtype and the memory (host or GPU) of its lanes.
+`interface` documents the functions; `reference`, `cpu` and `gpu` implement them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def of(x: Blocked) -> Backend:
 
 
 def of_array(array: Any) -> Backend:
-    """Return the backend for an array: the GPU's if it lies there, else `of_type` of its type."""
+    """Return the GPU backend for an array in GPU memory, else `of_type(array.dtype)`."""
     if is_device_array(array):
         from mpidl.backends.gpu.backend import GPU  # late: runs on CPUs load nothing of it
 
@@ -38,9 +38,10 @@ def of_array(array: Any) -> Backend:
 
 
 def of_type(dtype: Any) -> Backend:
-    """Return the backend for NumPy arrays of a type.
+    """Return the backend for NumPy arrays of a dtype.
 
-    These are the C kernels for float32 if this process has a build of them, else NumPy.
+    For float32 this is the CPU backend if this process has a build of the C kernels. In all other
+    cases it is the NumPy backend.
     """
     return CPU if dtype == np.float32 and builds.kernels() is not None else REFERENCE
 
@@ -48,23 +49,24 @@ def of_type(dtype: Any) -> Backend:
 def configure(
     *, threads: int | None = None, winograd: str | None = None, precision: str | None = None
 ) -> None:
-    """Set options of this process. All ranks must set the same, except for `threads`.
+    """Set options of this process. All options except `threads` must be equal on all ranks.
 
     Parameters
     ----------
     threads : int, optional
-        Threads of this rank in the C kernels. The bytes of results do not depend on it.
+        Number of threads that the C kernels use on this rank. Results do not depend on it.
     winograd : {"auto", "off", "fast"}, optional
-        How 3x3 convolutions at stride 1 are computed; the bytes depend on it. "auto": F(2x2)
-        forward from 32 channels on, F(4x4) backward; "off": direct sums; "fast": F(4x4) forward
-        too, whose error is larger.
+        How to compute 3x3 convolutions at stride 1. "auto" uses F(2x2) in forward passes with at
+        least 32 channels, and F(4x4) in backward passes. "off" computes direct sums. "fast" uses
+        F(4x4) in forward passes too, which has a larger error. Results depend on this option.
     precision : {"fp32", "tf32"}, optional
-        Of products on a GPU's tensor cores; the bytes depend on it. "fp32" is 3xTF32.
+        Precision of products on a GPU's tensor cores. "fp32" uses 3xTF32. Results depend on this
+        option.
 
     Raises
     ------
     ValueError
-        If an option is none of these, or `threads` is less than 1.
+        If an option has another value, or `threads` is less than 1.
     """
     if precision is not None:
         if precision not in PRECISION:
@@ -78,5 +80,5 @@ def configure(
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         library, settings.threads_chosen = builds.kernels(), True
-        # fewer where the system starts no more
+        # fewer threads if the system cannot start as many
         settings.threads = library.set_threads(threads) if library is not None else 1

@@ -1,4 +1,4 @@
-"""Makes a Backend of modules that define its functions."""
+"""Collect the functions of several modules into a Backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUNCTIONS = tuple(
 )
 
 
-# The modules that define them, in each backend's package.
+# The modules of each backend's package that define its functions.
 FAMILIES = (
     *("conv", "transposed", "dense", "batchnorm", "activation", "pool", "lrn", "dropout", "join"),
     *("loss", "optimizer", "images"),
@@ -25,14 +25,14 @@ FAMILIES = (
 
 
 class _Functions(types.SimpleNamespace):
-    """What `gather` returns: a Backend whose functions are plain attributes."""
+    """The Backend that `gather` returns; its functions are plain attributes."""
 
     def __repr__(self):
         return f"<backend {self.name}>"
 
 
 def families(package: str) -> list[types.ModuleType]:
-    """Return the modules FAMILIES of a backend's package."""
+    """Import the modules FAMILIES from a backend's package."""
     return [importlib.import_module(f"{package}.{family}") for family in FAMILIES]
 
 
@@ -44,19 +44,19 @@ def gather(
     fuses_convolutions: bool = False,
     arrays_on_device: bool = False,
 ) -> Backend:
-    """Return the Backend of these modules.
+    """Return a Backend with the functions of these modules.
 
     Parameters
     ----------
     families : modules
-        Each function of `Backend` is taken from the module that defines it.
+        The modules that define the functions of `Backend`.
     fallback : Backend, optional
-        Has the functions that no module defines.
+        The backend that provides functions that no module defines.
 
     Raises
     ------
     TypeError
-        If a function of `Backend` is missing that the capabilities do not excuse.
+        If a function of `Backend` is missing although a backend with these capabilities needs it.
     """
     functions = {
         function: value

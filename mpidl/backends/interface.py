@@ -1,33 +1,35 @@
-"""The contract of the backends: every function, its arguments and what it returns.
+"""Define the interface that every backend implements: functions, arguments and results.
 
-`backends.reference`, `backends.cpu` and `backends.gpu` implement these functions in modules of the
-same names, one for each family, and `gather` makes a Backend of them. Callers get it from
-`backends.of`. A backend works on lanes and knows nothing of tapes or ranks.
+`backends.reference`, `backends.cpu` and `backends.gpu` implement these functions. Each package has
+one module per family of functions, and `gather` collects the modules into a Backend. Callers
+get the backend of a value from `backends.of`. A backend computes on arrays of lanes. It does not
+handle tapes or communicate between ranks.
 
 Arrays
-    NumPy arrays, or `gpu.array.Array` if `arrays_on_device`. `Lanes` are a value per image,
-    (B, *image_shape, 16): B blocks of this rank, 16 images each. Lanes of images are
-    (B, C, H, W, 16), of outputs (B, K, P, Q, 16), of features (B, F, 16). `Vector` is (C,), a
-    number per channel. Results have the type of their lanes (float32; the reference takes float64
-    too) unless stated otherwise, and belong to the caller.
+    NumPy arrays, or `gpu.array.Array` if `arrays_on_device`. `Lanes` hold one value per image in
+    an array (B, *image_shape, 16): this rank has B blocks of 16 images each. Images have the shape
+    (B, C, H, W, 16), outputs of convolutions (B, K, P, Q, 16), features (B, F, 16). A `Vector` (C,)
+    holds one number per channel. Unless stated otherwise, results have the dtype of the lanes:
+    float32, or float64 in the reference backend. The caller owns the results.
 Readable
     Lanes or, if `fuses_convolutions`, a DeferredInput: an activation that is not stored.
 Unused lanes
-    Lanes behind the last image. They are finite in values and zero in gradients. Functions that
-    take `counts` leave them out of sums and set them to zero in results.
+    The lanes after the last image. Values in them are finite; gradients in them are zero. Functions
+    with an argument `counts` leave them out of sums and set them to zero in results.
 counts
-    (B,) int32, valid images of each block; on a GPU (1,) int32, of the rank's whole share.
+    The number of valid images in each block, (B,) int32. On a GPU, the number of valid images on
+    this rank, (1,) int32.
 tree
-    The `fold.Tree` of the mini-batch. A sum over images goes to it leaf by leaf, and the function
-    returns a `fold.Partial`, which the caller adds up over the ranks.
+    The `fold.Tree` of the mini-batch. A function that sums over images adds one leaf per block to
+    this tree and returns a `fold.Partial`, which the caller sums over the ranks.
 stride, dilation, size
     (down, across), integers >= 1.
 padding, cropping
     ((top, bottom), (left, right)), integers >= 0.
 needs
-    Booleans: which of (x, weight, bias) need a gradient. The others' gradients are None.
+    Three booleans: whether x, weight and bias need a gradient. Gradients not needed are None.
 labels
-    (B, ..., 16) int32 class numbers of scores (B, K, ..., 16), one a pixel.
+    Class numbers (B, ..., 16) int32, one per pixel of scores (B, K, ..., 16).
 """
 
 from __future__ import annotations
@@ -42,25 +44,25 @@ from mpidl.shapes import Pads, Pair
 Readable: TypeAlias = Any  # Lanes or a DeferredInput
 Gradients: TypeAlias = tuple[Any, Partial | None, Partial | None, Partial | None]
 
-# Functions that only a backend with `fuses_convolutions` has.
+# Functions that exist only in backends with `fuses_convolutions`.
 FUSED = frozenset({"activation", "activation_sums", "conv2d_moments"})
-# Functions that only a backend without `arrays_on_device` has: the host prepares images.
+# Functions that exist only in backends without `arrays_on_device`: the host prepares images.
 HOST = frozenset({"image_sums", "keyed_words", "planes", "warp"})
 
 
 class Backend(TrainingFunctions, Protocol):
     """The functions of a backend, as attributes, and its capabilities.
 
-    Functions of losses, optimizers and images are in `TrainingFunctions`.
+    `TrainingFunctions` declares the functions for losses, optimizers and images.
 
     Attributes
     ----------
     name : str
         "reference", "cpu" or "gpu".
     fuses_convolutions : bool
-        Whether functions read activations that are not stored, and the functions FUSED exist.
+        Whether functions accept a DeferredInput and the functions in FUSED exist.
     arrays_on_device : bool
-        Whether arrays lie in device memory; the functions HOST are missing then.
+        Whether arrays are in device memory. If so, the functions in HOST do not exist.
     """
 
     name: str
@@ -79,7 +81,7 @@ class Backend(TrainingFunctions, Protocol):
         dilation: Pair,
         groups: int,
     ) -> Lanes:
-        """Return the cross-correlation of x with weight (K, C/groups, R, S), + bias (K,)."""
+        """Return the cross-correlation of x with weight (K, C/groups, R, S), plus bias (K,)."""
 
     def conv2d_moments(
         self,
@@ -93,7 +95,7 @@ class Backend(TrainingFunctions, Protocol):
         counts: Array,
         tree: Tree,
     ) -> tuple[Lanes, Partial]:
-        """Return `conv2d` and the `moments` of its result, in one pass."""
+        """Return the result of `conv2d` and its `moments`, computed in one pass."""
 
     def conv2d_backward(
         self,
@@ -116,19 +118,20 @@ class Backend(TrainingFunctions, Protocol):
         Parameters
         ----------
         dy : Lanes
-            Gradient of the output y, or of its activation if `activation_after` is given.
+            Gradient with respect to the output y. If `activation_after` is given, the gradient
+            with respect to the activation of y.
         activation_after : (DeferredInput of y, a, b, c), optional
-            Go back through ReLU and batch normalization first: the gradient of y is
-            a * dz + b * (y - mean) + c, with dz = dy where the activation is > 0, else 0.
+            Backpropagate dy through ReLU and batch normalization first. The gradient of y is then
+            a * dz + b * (y - mean) + c, where dz is dy if the activation is > 0, else 0.
         sums : bool
-            Compute the `activation_sums` of dx too. x is a DeferredInput then.
+            Whether to compute the `activation_sums` of dx too. x must then be a DeferredInput.
         overwrite : bool
-            The caller needs dy no more: its memory may hold a gradient.
+            Whether the function may overwrite the memory of dy with a gradient.
 
         Returns
         -------
         dx, dweight, dbias, sums : Lanes, Partial, Partial, Partial
-            Each None unless asked for.
+            Each is None unless requested by `needs` or `sums`.
         """
 
     # transposed
@@ -136,10 +139,10 @@ class Backend(TrainingFunctions, Protocol):
     def transposed_conv2d(
         self, x: Lanes, weight: Array, bias: Array, stride: Pair, cropping: Pads
     ) -> Lanes:
-        """Return the transposed convolution of x (B, C, H, W, 16), + bias (K,).
+        """Return the transposed convolution of x (B, C, H, W, 16), plus bias (K,).
 
-        It is the gradient with respect to its images of the convolution by weight (C, K, R, S),
-        for the gradient x of its output.
+        A convolution with weight (C, K, R, S) maps K channels to C channels. If x is the gradient
+        of its output, the transposed convolution is the gradient of its input.
         """
 
     def transposed_conv2d_backward(
@@ -155,8 +158,8 @@ class Backend(TrainingFunctions, Protocol):
     ) -> tuple[Lanes | None, Partial | None, Partial | None]:
         """Return (dx, dweight, dbias) of `transposed_conv2d`.
 
-        dx is the convolution of dy by weight; dweight is the weight gradient of that convolution
-        for the gradient x of its output.
+        dx is the convolution of dy with weight. dweight is the weight gradient of that convolution
+        if x is the gradient of its output.
         """
 
     # dense
@@ -164,7 +167,7 @@ class Backend(TrainingFunctions, Protocol):
     def dense(self, x: Readable, weight: Array, bias: Array) -> Lanes:
         """Return weight @ x + bias, (B, K, 16).
 
-        x has F values per image, in whatever image shape; weight is (K, F), bias (K,).
+        x has F values per image, in any image shape. weight is (K, F), and bias is (K,).
         """
 
     def dense_dx(self, dy: Lanes, weight: Array) -> Lanes:
@@ -178,65 +181,66 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Gradients:
         """Return (dx, dweight, dbias, sums) of `dense`.
 
-        dx is (B, F, 16). `sums` is the `activation_sums` of dx if x is a DeferredInput and dx is
-        needed.
+        dx has the shape (B, F, 16). `sums` is the `activation_sums` of dx if x is a DeferredInput
+        and dx is needed, else None.
         """
 
     # batchnorm
 
     def channel_sums(self, x: Lanes, tree: Tree) -> Partial:
-        """Return the sum over images and pixels, (C,). Unused lanes of x must be zero."""
+        """Sum each channel over images and pixels: (C,). Unused lanes of x must be zero."""
 
     def moments(self, x: Lanes, counts: Array, tree: Tree) -> Partial:
-        """Return (count, mean, M2) by channel, packed for `fold.merge_moments`.
+        """Return the count, means and M2 of the channels, packed for `fold.merge_moments`.
 
-        The sum is (1 + 2C,) float64: the count, C means, C sums of squares about the mean.
+        The result is (1 + 2C,) float64: the number of values per channel, the C means, and for each
+        channel M2, the sum of squared deviations from the mean.
         """
 
     def statistics(self, moments: Array, gamma: Vector, epsilon: float) -> tuple:
-        """Return what batch normalization needs of folded `moments`.
+        """Convert folded `moments` to the statistics that batch normalization uses.
 
         Returns
         -------
         count, mean, rstd, variance : float64
             rstd = 1 / sqrt(variance + epsilon); the variance is biased (divided by the count).
         shift, scale : Vector
-            The mean, and gamma * rstd, in the type that `batchnorm` takes.
+            The mean and gamma * rstd, in the dtype that `batchnorm` accepts.
         """
 
     def batchnorm(self, x: Lanes, mean: Vector, scale: Vector, beta: Vector) -> Lanes:
-        """Return (x - mean) * scale + beta, by channel."""
+        """Return (x - mean) * scale + beta, per channel."""
 
     def batchnorm_sums(self, dy: Lanes, x: Lanes, mean: Vector, tree: Tree) -> Partial:
-        """Return [sum of dy, sum of dy * (x - mean)] by channel, (2C,) float64."""
+        """Return the C sums of dy, then the C sums of dy * (x - mean): (2C,) float64."""
 
     def batchnorm_factors(self, sums: Array, gamma: Vector, statistics: tuple) -> tuple:
-        """Return (a, b, c, dgamma, dbeta) of folded `batchnorm_sums`, each (C,).
+        """Compute (a, b, c, dgamma, dbeta), each (C,), from folded `batchnorm_sums`.
 
-        dx = a * dy + b * (x - mean) + c; dgamma and dbeta have gamma's type.
+        The gradient is dx = a * dy + b * (x - mean) + c. dgamma and dbeta have the dtype of gamma.
         """
 
     def batchnorm_dx(
         self, dy: Lanes, x: Lanes, mean: Vector, a: Vector, b: Vector, c: Vector, counts: Array
     ) -> Lanes:
-        """Return a * dy + b * (x - mean) + c by channel, zero in unused lanes."""
+        """Return a * dy + b * (x - mean) + c per channel, and zero in unused lanes."""
 
     def running(
         self, olds: Sequence[Vector], values: Sequence[Vector], decay: float
     ) -> list[Vector]:
-        """Return new running values, old + decay * (value - old), in the olds' types."""
+        """Return new running values, old + decay * (value - old), in the dtypes of `olds`."""
 
     def predict_scale(self, gamma: Vector, variance: Vector, epsilon: float) -> Vector:
         """Return gamma / sqrt(variance + epsilon), computed in float64."""
 
     def source(self, y: Lanes, mean: Vector, scale: Vector, beta: Vector) -> Any:
-        """Return the DeferredInput of y's activation: max(0, batchnorm(y, mean, scale, beta))."""
+        """Return a DeferredInput for max(0, batchnorm(y, mean, scale, beta))."""
 
     def activation(self, source: Any) -> Lanes:
-        """Return the activation of a DeferredInput. The caller must not write to it."""
+        """Compute the activation of a DeferredInput. The caller must not write to the result."""
 
     def activation_sums(self, dy: Lanes, source: Any, tree: Tree) -> Partial:
-        """Return the `batchnorm_sums` of source.x, with dy 0 where the activation is 0."""
+        """Return the `batchnorm_sums` of source.x, with dy set to 0 where the activation is 0."""
 
     # activation
 
@@ -250,7 +254,7 @@ class Backend(TrainingFunctions, Protocol):
         """Return x where x > 0, else scale * x."""
 
     def leaky_relu_dx(self, dy: Lanes, y: Lanes, scale: float) -> Lanes:
-        """Return dy where y > 0, else scale * dy. scale >= 0, so y has the sign of x."""
+        """Return dy where y > 0, else scale * dy. Since scale >= 0, y has the sign of x."""
 
     def tanh(self, x: Lanes) -> Lanes:
         """Return the hyperbolic tangent."""
@@ -265,11 +269,10 @@ class Backend(TrainingFunctions, Protocol):
         """Return dy * y * (1 - y)."""
 
     def gelu(self, x: Lanes, approximate: str) -> Lanes:
-        """Return x * Phi(x), Phi the normal distribution function; -inf gives -0.
+        """Return x * Phi(x), where Phi is the normal distribution function; -inf gives -0.
 
-        With `approximate` "tanh" instead of "none",
-        x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. Results that are not normal may
-        be 0.
+        If `approximate` is "tanh" instead of "none", return
+        x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2. Subnormal results may be 0.
         """
 
     def gelu_dx(self, dy: Lanes, x: Lanes, approximate: str) -> Lanes:
@@ -280,10 +283,11 @@ class Backend(TrainingFunctions, Protocol):
     def max_pool2d(
         self, x: Readable, size: Pair, stride: Pair, padding: Pads
     ) -> tuple[Lanes, Lanes]:
-        """Return the largest pixel of each window, and its place there.
+        """Return the largest pixel of each window, and its index in the window.
 
-        The place counts row by row, uint8: of equal pixels the first, never padding. The value is
-        NaN if a pixel is NaN.
+        Indices number the places of a window row by row, as uint8. If several pixels are equally
+        large, the first one is chosen. Padding is never chosen. The value is NaN if a pixel of the
+        window is NaN.
         """
 
     def max_pool2d_dx(
@@ -298,11 +302,11 @@ class Backend(TrainingFunctions, Protocol):
     ) -> tuple[Lanes, Partial | None]:
         """Return the gradient with respect to x, and its `activation_sums` if x is a DeferredInput.
 
-        Of lanes x only shape and type are used.
+        If x is an array of lanes, only its shape and dtype are used.
         """
 
     def average_pool2d(self, x: Readable, size: Pair, stride: Pair, padding: Pads) -> Lanes:
-        """Return the mean of each window, in which padding counts as zeros."""
+        """Return the mean of each window, including padding as zeros."""
 
     def average_pool2d_dx(
         self, dy: Lanes, x: Readable, size: Pair, stride: Pair, padding: Pads, tree: Tree
@@ -314,18 +318,19 @@ class Backend(TrainingFunctions, Protocol):
     def cross_channel_norm(
         self, x: Lanes, window: int, alpha: float, beta: float, k: float
     ) -> Lanes:
-        """Return x * d**-beta, d = k + alpha / window * (sum of x**2 over the window).
+        """Return x * d**-beta, where d = k + alpha / window * (sum of x**2 over the window).
 
-        The window of a channel is `shapes.channel_window(window)` of its neighbours and itself.
+        The window of a channel consists of the channel and its neighbours;
+        `shapes.channel_window(window)` returns how many neighbours come before and after it.
         """
 
     def cross_channel_norm_dx(
         self, dy: Lanes, x: Lanes, window: int, alpha: float, beta: float, k: float
     ) -> Lanes:
-        """Return the gradient with respect to x; d is computed again.
+        """Return the gradient with respect to x, recomputing d.
 
-        dx = dy * d**-beta - 2 * alpha * beta / window * x * S, S the sum of dy * x * d**(-beta - 1)
-        over the channels whose window has this one.
+        dx = dy * d**-beta - 2 * alpha * beta / window * x * S, where S is the sum of
+        dy * x * d**(-beta - 1) over the channels whose window contains this channel.
         """
 
     # dropout
@@ -339,18 +344,18 @@ class Backend(TrainingFunctions, Protocol):
         epoch: Any,
         samples: Array,
     ) -> Lanes:
-        """Return x * scale, and 0 for elements whose number is below `threshold`.
+        """Multiply x by scale, and set elements to 0 if their random number is below `threshold`.
 
-        The numbers, 0 .. 65535, are those of `reference.dropout.chances`: every backend drops the
-        same elements. The gradient of x is `dropout` of the gradient of the result.
+        `reference.dropout.chances` defines the numbers, from 0 to 65535, so every backend drops the
+        same elements. Applied to the gradient of the result, `dropout` returns the gradient of x.
 
         Parameters
         ----------
         key : tuple of int
             Two 32-bit words.
         epoch, samples : int, (B * 16,) int64
-            The sample number of each image; on a GPU int32 Arrays (1,) and (B * 16,), which a
-            recorded step reads anew.
+            The epoch, and the sample number of each image. On a GPU they are int32 Arrays (1,) and
+            (B * 16,), which every replay of a recorded step reads again.
         """
 
     # join
@@ -359,7 +364,7 @@ class Backend(TrainingFunctions, Protocol):
         """Return a + b."""
 
     def concat(self, arrays: Sequence[Readable]) -> Lanes:
-        """Return values (B, C1, ..., 16), (B, C2, ..., 16), ... as (B, C1 + C2 + ..., ..., 16)."""
+        """Concatenate lanes (B, C1, ..., 16), (B, C2, ..., 16), ... along the channels."""
 
     def split(self, x: Lanes, channels: Sequence[int]) -> list[Lanes]:
-        """Return the parts of x with these numbers of channels: the inverse of `concat`."""
+        """Split x into parts with the given numbers of channels: the inverse of `concat`."""

@@ -1,7 +1,7 @@
-"""Settings of this whole process; `backends.configure` sets them."""
+"""Settings of this process, which `backends.configure` changes."""
 
 winograd = "auto"
 threads = 1
 threads_chosen = False  # whether `configure` set `threads`
-precision = "fp32"  # of products on a GPU's tensor cores: "fp32" (3xTF32) or "tf32"
-direct = False  # whether a GPU convolves without tensor cores
+precision = "fp32"  # precision of products on a GPU's tensor cores: "fp32" (3xTF32) or "tf32"
+direct = False  # whether convolutions on a GPU avoid the tensor cores

@@ -1,6 +1,6 @@
-"""The part of the backends' contract that serves training: losses, optimizers, images.
+"""Define the part of the backend interface that is not about layers: losses, optimizers, images.
 
-The conventions stand in `interface`.
+`interface` explains the conventions for arguments and results.
 """
 
 from __future__ import annotations
@@ -17,61 +17,58 @@ Vector: TypeAlias = Any  # an Array (C,)
 
 
 class TrainingFunctions(Protocol):
-    """The functions of a `Backend` that are no layers."""
+    """The functions of a `Backend` for losses, optimizers and images."""
 
     # loss
 
     def softmax(self, logits: Lanes) -> Lanes:
-        """Return exp(logits) / (sum over classes), float64; logits (B, K, ..., 16)."""
+        """Return the softmax of logits (B, K, ..., 16) over the K classes, in float64."""
 
     def softmax_dx(self, dy: Lanes, p: Lanes) -> Lanes:
-        """Return the gradient of `softmax`, whose result is p, in dy's type."""
+        """Return the gradient of `softmax` in the dtype of dy; p is the result of `softmax`."""
 
     def cross_entropy(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
-        """Return the sum over images and pixels of -log softmax(logits)[label], () float64."""
+        """Sum -log softmax(logits)[label] over images and pixels: () float64."""
 
     def cross_entropy_dlogits(
         self, logits: Lanes, labels: Lanes, scale: Any, counts: Array
     ) -> Lanes:
-        """Return (softmax(logits) - one_hot(label)) * scale, zero in unused lanes.
+        """Return (softmax(logits) - one_hot(label)) * scale, and zero in unused lanes.
 
-        scale is a number; on a GPU it may be a `fold.Late`, read when the kernel runs.
+        scale is a number. On a GPU it may also be a `fold.Late`, read when the kernel runs.
         """
 
     def correct_count(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
-        """Return how many images or pixels have their largest logit at their label, () float64.
+        """Count the images or pixels whose label has the largest logit: () float64.
 
-        Of equal logits the first class counts.
+        If several logits are equally large, the first of these classes is the prediction.
         """
 
     def errors(self, y: Lanes, target: Lanes, power: int, counts: Array, tree: Tree) -> Partial:
-        """Return the sum over images and elements of |y - target|**power, () float64.
-
-        power is 1 or 2.
-        """
+        """Sum |y - target|**power over images and elements: () float64. power is 1 or 2."""
 
     def errors_dy(self, y: Lanes, target: Lanes, power: int, scale: Any, counts: Array) -> Lanes:
         """Return (y - target) * scale for power 2, sign(y - target) * scale for power 1.
 
-        Unused lanes are zero. scale is as for `cross_entropy_dlogits`.
+        Unused lanes are zero. See `cross_entropy_dlogits` for scale.
         """
 
     def image_sums(self, x: Lanes, counts: Array, tree: Tree) -> Partial:
-        """Return the sum over images, (*image_shape,) float64."""
+        """Sum x over the images: (*image_shape,) float64."""
 
-    # optimizer: lists of arrays, one a parameter; new weights are new arrays
+    # optimizer: lists have one array per parameter; new weights are new arrays
 
     def step_number(self, name: str, value: float) -> Any:
-        """Return a number of a step as the optimizers take it.
+        """Convert a number to an element of `numbers` of `optimizer_step`.
 
-        Replays of a recorded step on a GPU may change it by its name.
+        On a GPU, the name identifies the number, so that replays of a recorded step can change it.
         """
 
     def zeros_like(self, x: Array) -> Array:
-        """Return zeros of x's shape and type, laid out for the steps of optimizers."""
+        """Return zeros with the shape and dtype of x, in the memory order that optimizers use."""
 
     def from_numpy(self, value: Array, like: Array) -> Array:
-        """Return a NumPy array as an Array of the type and memory order of `like`."""
+        """Convert a NumPy array to an Array with the dtype and memory order of `like`."""
 
     def optimizer_step(
         self,
@@ -83,25 +80,26 @@ class TrainingFunctions(Protocol):
         decays: Sequence[float],
         factors: Sequence[float] | None = None,
     ) -> list[Array]:
-        """Return the weights after a step by a formula; the state changes in place.
+        """Apply one optimizer step and return the new weights; `state` changes in place.
 
         Parameters
         ----------
         formula : str
-            A name in `reference.optimizer.FORMULAS`, whose functions are the contract of each.
+            A name in `reference.optimizer.FORMULAS`. Its function there defines the step.
         state : sequence of sequences
-            For each array that the formula keeps, a sequence with one of each parameter, C-ordered.
+            The arrays that the formula keeps between steps, such as the velocity. Each inner
+            sequence has one C-ordered array per parameter.
         numbers : sequence
             The learning rate, then the other numbers of the formula: floats, or `step_number`s.
         decays : sequence of float
-            For each parameter, the factor of the weight that the formula adds to the gradient or,
-            if it decouples the decay, to the direction.
+            The weight decay of each parameter. The formula adds decay * weight to the gradient or,
+            if it decouples the decay, to the direction of the step.
         factors : sequence of float, optional
-            For each parameter, the factor of the learning rate; 1 by default.
+            The factor of the learning rate for each parameter; 1 by default.
 
         Notes
         -----
-        The arithmetic has the weight's precision, and numbers are rounded to it.
+        Each parameter is computed in the precision of its weight, to which numbers are rounded.
         """
 
     def clip(
@@ -112,14 +110,19 @@ class TrainingFunctions(Protocol):
         method: str,
         threshold: float,
     ) -> list[Array]:
-        """Return the gradients + decay * weight, made no larger than `threshold`.
+        """Add decay * weight to the gradients and clip them at `threshold`.
 
         Parameters
         ----------
         method : {"l2norm", "global-l2norm", "absolute-value"}
-            Limit the norm of each gradient, of all together, or each number. On the host, norms
-            are float64 sums in one order: 16 sums side by side over each 16384 numbers, those by a
-            tree, then one after the other. A GPU adds in an order that is fixed as well.
+            Limit the norm of each gradient, the norm of all gradients together, or the absolute
+            value of each number.
+
+        Notes
+        -----
+        On the host, norms are computed in float64 in a fixed order. Each chunk of 16384 numbers has
+        16 partial sums, which a tree combines; the sums of the chunks are added one by one. A GPU
+        also adds in a fixed order.
         """
 
     # images
@@ -136,50 +139,54 @@ class TrainingFunctions(Protocol):
         divisor: Array | None = None,
         out: Lanes | None = None,
     ) -> Lanes:
-        """Return normalized lanes (B, C, P, Q, 16) float32 of pixels.
+        """Convert pixels to normalized lanes (B, C, P, Q, 16) float32.
 
-        A value is (pixel - centre) / divisor; by default uint8 pixels are divided by 255 and
-        float32 pixels stay as they are. Unused lanes are zero.
+        Each value is (pixel - centre) / divisor. By default, uint8 pixels are divided by 255 and
+        float32 pixels are unchanged. Unused lanes are zero.
 
         Parameters
         ----------
         pixels : (n, C, H, W) uint8 or float32
         size : (P, Q), optional
-            Of the window that is cut from each image; by default the whole image.
+            Size of the window that is cut from each image; by default the whole image.
         mirrored : (n,) int, optional
-            Mirror first: 1 left to right, 2 top to bottom, 3 both.
+            How to mirror each image before the window is cut: 0 not at all, 1 left to right, 2 top
+            to bottom, 3 both.
         top, left : (n,) int, optional
-            First pixel of the window; it may be negative.
-        fill : (C,) of the pixels' type, optional
+            Row and column of the first pixel of the window; they may be negative.
+        fill : (C,) in the dtype of the pixels, optional
             Value of pixels outside the image; 0 by default.
         centre, divisor : (C,) or (C, P, Q) float32, optional
         out : Lanes, optional
-            Lanes to write to.
+            Array for the result.
         """
 
     def warp(self, pixels: Array, maps: Array, size: Sequence[int], fill: Vector) -> Array:
-        """Return images (n, C, P, Q) of pixels (n, C, H, W), each by its affine map.
+        """Transform each image (C, H, W) by its affine map; return images (n, C, P, Q).
 
         Parameters
         ----------
         pixels : (n, C, H, W) uint8 or float32
         maps : (n, 6) float64
-            Pixel (p, q) of the result shows the image at column m0 * q + m1 * p + m2 and row
-            m3 * q + m4 * p + m5, bilinearly between the four pixels around.
+            Pixel (p, q) of the result is the image at column m0 * q + m1 * p + m2 and row
+            m3 * q + m4 * p + m5, interpolated bilinearly between the four nearest pixels.
+        size : (P, Q)
+            Size of the resulting images.
         fill : (C,)
-            Continues the image beyond its edges.
+            Value of pixels outside the image.
 
         Notes
         -----
-        uint8 results are rounded half up. Products and sums are rounded one by one: coordinates
-        in float64, pixels in float32.
+        uint8 results are rounded half up. Each product and each sum is rounded separately:
+        coordinates to float64, pixel values to float32.
         """
 
     def planes(self, pixels: Array, out: Array | None = None) -> Array:
-        """Return (C, H, W) uint8 of a decoder's rows (H, W, stride), written to `out` if given.
+        """Convert a decoder's rows (H, W, stride) to planes (C, H, W) uint8, in `out` if given.
 
-        The stride is 1, 3 or 4 bytes, of which C = 1 or 3 count. Rows may lie apart.
+        A pixel has 1, 3 or 4 bytes, of which the first C = 1 or 3 are used. There may be gaps
+        between rows.
         """
 
     def keyed_words(self, seed: int, purpose: str, count: int, epoch: int, samples: Array) -> Array:
-        """Return the `keyed.words` of each sample, (len(samples), count) uint64."""
+        """Return `count` words of `keyed.words` for each sample, (len(samples), count) uint64."""

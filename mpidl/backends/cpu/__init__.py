@@ -1,1 +1,1 @@
-"""C backend: the compiled kernels of kernels/cpu; what is off the path of a step is NumPy's."""
+"""C backend: the compiled kernels of kernels/cpu, and NumPy for functions without a kernel."""

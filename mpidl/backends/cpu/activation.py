@@ -1,4 +1,4 @@
-"""Activations by the C kernels."""
+"""Activation functions and their gradients with the C kernels."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from mpidl.blocks import LANES
 
 
 def _by_element(function, *arrays, scale=()):
-    """Return what an elementwise kernel computes of arrays of one shape."""
+    """Return the result of an elementwise kernel for arrays of equal shape."""
     y = arenas.empty(arrays[0].shape)
     function(*map(np.ascontiguousarray, arrays), y, *scale, y.size // LANES)
     return y
@@ -36,7 +36,7 @@ def leaky_relu_dx(dy, y, scale):
 
 
 def tanh(x):
-    # at most 2 ulp off
+    # error at most 2 ulp
     return _by_element(kernels().tanh, x)
 
 
@@ -45,7 +45,7 @@ def tanh_dx(dy, y):
 
 
 def sigmoid(x):
-    # at most 2.5 ulp off
+    # error at most 2.5 ulp
     return _by_element(kernels().sigmoid, x)
 
 
@@ -54,7 +54,7 @@ def sigmoid_dx(dy, y):
 
 
 def gelu(x, approximate):
-    # at most 2.5 ulp off, the approximation 3
+    # error at most 2.5 ulp, with the tanh approximation 3 ulp
     exact = approximate == "none"
     return _by_element(kernels().gelu if exact else kernels().gelu_tanh, x)
 

@@ -1,9 +1,10 @@
-"""Arenas: large regions of memory that steps reuse.
+"""Allocate arrays in arenas: large regions of memory that training steps reuse.
 
-One arena holds all activations, one the pixels that are being read, and one the mini-batches of
-each queue. A step allocates the same arrays in the same order each time: after the first step no
-page comes from the system, and every array lies where it lay before. Regions lie on huge pages if
-the system offers them. An array returns its memory when the last reference to it is gone.
+One arena holds all activations, another one the pixels that threads are reading, and each queue
+has an arena for its mini-batches. Every step allocates the same arrays in the same order.
+Therefore, after the first step, arrays get the same addresses again, and the system provides no
+more pages. Regions use huge pages if the system supports them. The memory of an array returns to
+its arena when the last reference to the array is gone.
 """
 
 import bisect
@@ -14,36 +15,37 @@ import threading
 
 import numpy as np
 
-LINE = 64  # bytes, a cache line
+LINE = 64  # bytes of a cache line
 HUGE = 2 << 20  # bytes of a huge page
-REGION = 32 << 20  # bytes, the least to take from the system
-SMALL = 1 << 14  # bytes below which NumPy's own allocator does well
-LARGE = 32 << 20  # bytes from which malloc returns freed memory to the system
+REGION = 32 << 20  # smallest region to request from the system, in bytes
+SMALL = 1 << 14  # bytes; smaller arrays use NumPy's allocator
+LARGE = 32 << 20  # bytes; malloc returns larger freed blocks to the system
 
 
 class Arena:
-    """An allocator that takes the best fit over its regions and joins free neighbours.
+    """A best-fit allocator that merges adjacent free blocks.
 
-    With first fit, small arrays would cut up the memory that the gradients and new values of the
-    largest learnables leave to each other. Regions return to the system with the arena, once the
-    last of its arrays is gone.
+    The gradients and the new values of the largest learnables reuse each other's memory. With first
+    fit, small arrays would fragment it. An arena releases its regions when it is deleted and no
+    array uses it any more.
 
     Parameters
     ----------
     region : callable, optional
-        region(nbytes) returns (owner, first address, bytes) of more memory; from the system by
-        default.
+        region(nbytes) allocates a region and returns (owner, first address, bytes). By default,
+        regions come from the system.
     """
 
     def __init__(self, region=None):
         self.region = region or _of_the_system
         self.regions, self.free = [], []  # free: sorted [(address, bytes)]
         self.lock = threading.Lock()
-        self.returned = collections.deque()  # by finalizers, which may run anywhere, lock or not
+        # Finalizers append to this queue; they may run while the same thread holds the lock.
+        self.returned = collections.deque()
         self.bytes = 0
 
     def take(self, size):
-        """Return the address of `size` bytes, a multiple of LINE."""
+        """Allocate `size` bytes, a multiple of LINE, and return their address."""
         with self.lock:
             while self.returned:
                 self._give_back(*self.returned.popleft())
@@ -87,7 +89,7 @@ class Arena:
 
 
 def _of_the_system(size):
-    """Return a region of the system, on huge pages if it has any."""
+    """Allocate a region from the system, on huge pages if it supports them."""
     region = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
@@ -111,7 +113,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """Owns the memory of an array; NumPy reads the interface and keeps the owner."""
+    """Own the memory of an array. NumPy reads `__array_interface__` and keeps the owner alive."""
 
     __slots__ = ("arena", "address", "size", "__array_interface__")
 
@@ -131,8 +133,8 @@ class _Place:
 def empty(shape, dtype=np.float32, arena=_arena):
     """Return an uninitialized array, aligned to 64 bytes.
 
-    Its memory returns to the arena with the last reference to it. Arrays of less than SMALL bytes
-    are NumPy's own.
+    Its memory returns to the arena when the last reference to the array is gone. NumPy allocates
+    arrays of less than SMALL bytes.
     """
     dtype = np.dtype(dtype)
     size = dtype.itemsize
@@ -146,14 +148,14 @@ def empty(shape, dtype=np.float32, arena=_arena):
 
 
 def to_read(shape, dtype):
-    """Return an uninitialized array for pixels that a thread reads, some blocks at a time.
+    """Return an uninitialized array for pixels that a thread reads, a few blocks at a time.
 
-    All threads share one arena; malloc would keep memory for each of them.
+    All threads share one arena, because malloc would reserve memory for each thread.
     """
     large = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize > LARGE
     return np.empty(shape, dtype) if large else empty(shape, dtype, _reading)
 
 
 def reserved():
-    """Return the bytes that the arena of activations holds, in use or not."""
+    """Return the size in bytes of the arena for activations, including free memory."""
     return _arena.bytes

@@ -1,4 +1,4 @@
-"""The C kernels as a Backend. NumPy computes the functions that no module here defines."""
+"""Collect the functions of this package into the Backend CPU; NumPy provides the others."""
 
 from mpidl.backends.gather import families, gather
 from mpidl.backends.reference.backend import REFERENCE

@@ -1,4 +1,4 @@
-"""Batch normalization by the C kernels."""
+"""Batch normalization and its gradient with the C kernels."""
 
 import numpy as np
 

@@ -1,8 +1,9 @@
-"""The compiled kernels: which build this process runs, and how Python calls it.
+"""Select, load and call a build of the compiled CPU kernels.
 
-A build is kernels/cpu compiled for one instruction set. A process runs the best build that its CPU
-supports, or the one that MPIDL_CPU names; the ranks of a World run the best one that all of them
-support (`settle`). Without a library the build is "numpy", and NumPy computes.
+A build is a library compiled from kernels/cpu for one instruction set. A process runs the best
+build that its CPU supports, or the build named by the environment variable MPIDL_CPU. The ranks of
+a World run the best build that all of them support (see `settle`). Without a library, the build is
+"numpy", and NumPy does the computation.
 """
 
 import ctypes
@@ -17,19 +18,19 @@ import numpy as np
 from mpidl.backends import settings
 from mpidl.errors import UserError
 
-# The builds, the best first, and the CPU features (their Linux names) that each needs.
+# The builds, best first, and the CPU features that each needs, by their Linux names.
 AVX2 = frozenset("avx2 fma bmi1 bmi2".split())
 AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
 ORDER = list(NEEDS)
 
-# Functions without threads or scratch of the library: threads that read ahead may call them during
-# a pass. All others run one at a time.
+# Functions that use neither the threads nor the scratch memory of the library. Threads that read
+# mini-batches ahead may call them at any time. All other functions run one at a time.
 ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
 }
-_one_pass, _in_pass = threading.Lock(), None  # the thread whose pass it is
+_one_pass, _in_pass = threading.Lock(), None  # held during a pass; id of the thread running it
 
 
 def _forked():
@@ -52,7 +53,7 @@ TYPES = {
 
 @functools.cache
 def _pointer(name, const):
-    """Return the ctypes type of an array argument: C-contiguous, of this type; None is NULL."""
+    """Return a ctypes type that accepts C-contiguous arrays of the named C type; None is NULL."""
     dtype = np.dtype({"float": "f4", "double": "f8"}.get(name, name.removesuffix("_t")))
 
     def from_param(array):
@@ -64,7 +65,7 @@ def _pointer(name, const):
                 f"with strides {array.strides}"
             )
         if array.flags.writeable:
-            return BYTES.from_buffer(array)  # a fifth of the time of array.ctypes
+            return BYTES.from_buffer(array)  # five times as fast as array.ctypes
         if not const:
             raise TypeError(f"expected an array that can be written, of shape {array.shape}")
         return ctypes.c_void_p(array.ctypes.data)
@@ -75,7 +76,7 @@ def _pointer(name, const):
 def _type(text):
     match = re.fullmatch(r"(const )?(\w+) ?(\*?)\w*", text.strip())
     if match is None:
-        return ctypes.c_void_p  # a function
+        return ctypes.c_void_p  # a function pointer
     const, name, star = match.groups()
     if name == "char":
         return ctypes.c_char_p
@@ -83,19 +84,19 @@ def _type(text):
 
 
 def declarations(header):
-    """Return {name: (result type, argument types)} of the functions of a header."""
+    """Parse a header's functions and return {name: (result type, argument types)} for ctypes."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     pattern = r"(const char \*|\b\w+ )mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);"
     functions = {}
     for result, name, arguments in re.findall(pattern, text):
-        # the commas of a function argument's own (void) do not matter: it has one argument
+        # splitting at commas is safe: a function pointer's parameter list is (void), without commas
         types = [] if arguments.strip() == "void" else [_type(a) for a in arguments.split(",")]
         functions[name] = (TYPES[result.strip() if "*" not in result else result], types)
     return functions
 
 
 def texts(header):
-    """Return {name: result and arguments as written} of the functions of a header."""
+    """Parse a header's functions and return {name: result and arguments as written}."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     matches = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
@@ -118,13 +119,13 @@ def _one_at_a_time(function):
 
 
 class Library:
-    """A loaded build: its functions are attributes, without the prefix `mpidl_`.
+    """A loaded build, whose functions are attributes without the prefix `mpidl_`.
 
     Raises
     ------
     UserError
-        If the file cannot be loaded, or on access to a function that the library declares in
-        another way than the header: it was compiled from other sources.
+        If the file cannot be loaded. Also on access to a function whose declaration in the library
+        differs from the header, because the library was compiled from other sources.
     """
 
     def __init__(self, path, header, build):
@@ -146,7 +147,7 @@ class Library:
 
     @property
     def provenance(self):
-        """Return {"build", "compiler", "sources"} of this library; sources is a hash."""
+        """Return the name of this build, its compiler, and the hash of its sources, as a dict."""
         sources = self.sources().decode().removeprefix("mpidl sources ")
         return {"build": self.build, "compiler": self.compiler().decode(), "sources": sources}
 
@@ -167,9 +168,10 @@ class Library:
 
 
 def why_numpy():
-    """Return why no library can be run, in one line, or None if one can or MPIDL_CPU is "numpy".
+    """Return a one-line reason why no library can be run.
 
-    Raises UserError if MPIDL_CPU is unusable.
+    Return None if a library can be run or MPIDL_CPU is "numpy". Raise UserError if MPIDL_CPU names
+    an unusable build.
     """
     if os.environ.get("MPIDL_CPU") == "numpy" or choose() != ["numpy"]:
         return None
@@ -182,14 +184,14 @@ def why_numpy():
     return f"none are compiled: {how_to_build()}"
 
 
-_progress = []  # the C callback in use, kept alive, and the exception it raised
+_progress = []  # the C callback in use, which must stay referenced, and the exception it raised
 
 
 def watch(progress):
-    """Have the kernels call progress() about every millisecond on this thread; None ends that.
+    """Make the kernels call progress() on this thread about every millisecond; None stops this.
 
-    The calls let messages travel while a pass runs. The next `watch` raises the exception that
-    progress() raised, if any.
+    The calls let MPI messages progress during a pass. If progress() raises an exception, the next
+    call of `watch` raises it.
     """
     if running() == "numpy":
         return
@@ -199,18 +201,18 @@ def watch(progress):
         try:
             if len(_progress) == 1:
                 progress()
-        except BaseException as error:  # no frame above can catch it: `watch` raises it later
+        except BaseException as error:  # cannot pass through C: `watch` raises it later
             _progress.append(error)
 
     callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)
-    kernels().set_hook(callback)  # before the one in use may go
+    kernels().set_hook(callback)  # before the old callback is released
     _progress[:] = [] if callback is None else [callback]
     if raised:
         raise raised[0]
 
 
 def is_stale():
-    """Return whether the library was compiled from other sources than this checkout's."""
+    """Return whether the library was compiled from sources that differ from this checkout's."""
     build_py = os.path.join(kernels_folder() or "", "build.py")
     library = kernels()
     if library is None or not os.path.isfile(build_py):
@@ -219,7 +221,7 @@ def is_stale():
 
 
 def how_to_build():
-    """Return advice about missing or outdated libraries, in a few words."""
+    """Return a short hint on how to compile missing or outdated libraries."""
     folder = kernels_folder()
     if folder and os.path.isfile(os.path.join(folder, "build.py")):
         return f"run python {os.path.join(folder, 'build.py')}, which needs a C compiler"
@@ -228,7 +230,7 @@ def how_to_build():
 
 @functools.cache
 def kernels_folder():
-    """Return kernels/ of this checkout or installation, or None if there is neither."""
+    """Return the path of kernels/ in this checkout or installation, or None if there is none."""
     package = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
     for folder in (
         os.path.join(os.path.dirname(package), "kernels"),
@@ -240,20 +242,20 @@ def kernels_folder():
 
 
 def path_of(build):
-    """Return the path of a build's library: in kernels/lib or the folder MPIDL_KERNELS."""
+    """Return the path of a build's library, in the folder MPIDL_KERNELS or else in kernels/lib."""
     lib = os.environ.get("MPIDL_KERNELS") or os.path.join(kernels_folder() or "", "lib")
     return os.path.join(lib, f"libmpidl-{build}.so")
 
 
 def built():
-    """Return the builds whose libraries exist, the best first."""
+    """Return the builds whose libraries exist, best first."""
     has_folder = kernels_folder() is not None
     return [b for b in ORDER if b != "numpy" and has_folder and os.path.isfile(path_of(b))]
 
 
 @functools.cache
 def cpu_features():
-    """Return the features of this CPU that the system enables, by their Linux names."""
+    """Return the Linux names of the CPU features that the system enables."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -270,14 +272,15 @@ def runs_here(build):
 
 
 def offered():
-    """Return the builds that exist and run on this CPU, the best first, "numpy" last.
+    """Return the builds that exist and run on this CPU, best first, ending with "numpy".
 
-    MPIDL_CPU leaves out the builds before the one it names.
+    If MPIDL_CPU is set, the list starts with the build that it names.
 
     Raises
     ------
     UserError
-        If MPIDL_CPU is no build, or one that does not exist or does not run here.
+        If MPIDL_CPU is not the name of a build, or names a build that does not exist or cannot run
+        on this CPU.
     """
     requested = os.environ.get("MPIDL_CPU")
     names = [*(build for build in built() if runs_here(build)), "numpy"]
@@ -307,10 +310,10 @@ def _load(path, build):
 
 
 def choose():
-    """Return the builds that this process could run, the best first; the first one can be loaded.
+    """Return the builds that this process could run, best first; the first one can be loaded.
 
-    A library that cannot be loaded (built for a newer libc, say) is skipped, unless MPIDL_CPU
-    names it: then UserError is raised.
+    Libraries before it that cannot be loaded are skipped, for example those built for a newer libc.
+    If MPIDL_CPU names such a library, raise UserError.
     """
     names = offered()
     while names[0] != "numpy":
@@ -324,7 +327,7 @@ def choose():
     return names
 
 
-_running, _library = None, None  # the build of this process, once it is settled
+_running, _library = None, None  # name and Library of the build that this process runs
 
 
 def running():
@@ -334,7 +337,10 @@ def running():
 
 
 def use(build):
-    """Run this build from now on; return its Library, or None for "numpy". Raises UserError."""
+    """Make this process run a build; return its Library, or None for "numpy".
+
+    Raise UserError if the library is missing or cannot be loaded.
+    """
     global _running, _library
     _running, _library = build, None if build == "numpy" else load(build)
     if _library is not None and settings.threads > 1:
@@ -343,22 +349,26 @@ def use(build):
 
 
 def kernels():
-    """Return the Library of this process, or None if NumPy computes. Raises UserError."""
+    """Return the Library of this process, or None if the build is "numpy".
+
+    The first call selects the build, and raises UserError if MPIDL_CPU is unusable.
+    """
     if _running is None:
         running()
     return _library
 
 
 def common(offers):
-    """Return the best build that all lists of builds have; "numpy" is in every list."""
+    """Return the best build that is in all the lists of builds; "numpy" is in every list."""
     return next(build for build in ORDER if all(build in names for names in offers))
 
 
 def settle(world):
-    """Have all ranks of a world run the best build that all of them support. Collective.
+    """Make all ranks of a world run the best build that all of them support. Collective.
 
-    A build that was settled before stays, because the ranks of another world run it too. Raises
-    UserError on all ranks if MPIDL_CPU is unusable on one of them.
+    If a rank already runs a build, it offers only this build and those after it, because the ranks
+    of another world may run that build too. Raises UserError on all ranks if MPIDL_CPU is unusable
+    on one of them.
     """
     error, names = None, []
     try:

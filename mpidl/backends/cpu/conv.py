@@ -1,4 +1,4 @@
-"""Convolution by the C kernels, alone or fused with the activations before and after it."""
+"""Convolution with the C kernels, alone or fused with the activations before and after it."""
 
 import functools
 
@@ -12,13 +12,13 @@ from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, sour
 from mpidl.blocks import LANES
 from mpidl.fold import Partial, Term, add, merge_moments
 
-SAVING = 8  # channels below which the gradients are direct
-FEW = 32  # channels below which the forward convolution is direct
+SAVING = 8  # with fewer channels, gradients are computed as direct sums
+FEW = 32  # with fewer channels, the forward convolution is computed as a direct sum
 
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """Return struct conv of kernels/cpu/conv.h, and (K, P, Q)."""
+    """Return an int64 array laid out as `struct conv` in kernels/cpu/conv.h, and (K, P, Q)."""
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
@@ -35,23 +35,28 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
 
 @functools.lru_cache(maxsize=256)
 def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
-    """Return the Winograd tiles of (forward, backward-data, backward-weights), 0 for direct sums.
+    """Return the Winograd tile sizes of the forward, dx and dweight passes; 0 means direct sums.
 
     Parameters
     ----------
     weight_shape : (K, C, R, S)
-        Of one group.
+        Shape of the weights of one group.
     output : (K, P, Q)
+        Shape of the output.
     policy : {"auto", "off", "fast"}
         See `backends.configure`.
 
     Notes
     -----
-    The layer's shape alone decides. Backward takes F(4x4), whose error is at most a few times that
-    of the direct sum. Forward, an error flips ReLUs: "auto" takes F(2x2) from FEW channels on, and
-    only "fast" takes F(4x4). Layers are direct if transforms cost more than they save: gradients of
-    fewer than SAVING channels, outputs smaller than a tile. Lavin and Gray, "Fast algorithms for
-    convolutional neural networks", 2016.
+    The choice depends only on the policy and the arguments of the layer. Backward passes use
+    F(4x4), whose error is at most a few times that of the direct sum. In forward passes, an error
+    can flip a ReLU. Therefore "auto" uses F(2x2), from FEW channels on, and only "fast" uses
+    F(4x4). Sums are direct if transforms would cost more than they save: in gradients with fewer
+    than SAVING channels, and for outputs smaller than a tile.
+
+    References
+    ----------
+    Lavin and Gray, "Fast algorithms for convolutional neural networks", 2016.
     """
     k, c, r, s = weight_shape
     sides = [v for pair in padding for v in pair]
@@ -63,7 +68,7 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
 
 
 def plan(x, weight, stride, padding, dilation, groups):
-    """Return (struct conv, (K, P, Q), Winograd tiles) of a convolution."""
+    """Return the `struct conv` of a convolution, its output shape (K, P, Q) and Winograd tiles."""
     shape, output = _geometry(x.shape[1:-1], weight.shape, stride, padding, dilation, groups)
     per_group = (len(weight) // groups, *weight.shape[1:])
     tiles = winograd_tiles(per_group, stride, padding, dilation, output, settings.winograd)

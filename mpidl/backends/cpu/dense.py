@@ -1,4 +1,4 @@
-"""Fully connected layers by the C kernels."""
+"""Fully connected layers and their gradients with the C kernels."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.cpu.call import nodes_of, partial_of_rows, per_channel, source_of, tree_of
 from mpidl.blocks import LANES
 
-FEW = 16  # outputs up to which all of backward is one pass over x
+FEW = 16  # with at most this many outputs, one pass over x computes all gradients
 
 
 def _sizes(x):

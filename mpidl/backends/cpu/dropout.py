@@ -1,4 +1,4 @@
-"""Dropout by the C kernels."""
+"""Dropout with the C kernel."""
 
 import numpy as np
 

@@ -1,6 +1,7 @@
-"""Preparation of images by the C kernels.
+"""Image preparation with the C kernels.
 
-Every function runs on the calling thread alone, which may be any: several threads read ahead.
+Every function uses only the calling thread. Several threads may call these functions at once to
+read mini-batches ahead.
 """
 
 import functools
@@ -56,23 +57,24 @@ def planes(pixels, out=None):
     if pixels.strides[1:] != (stride, 1):
         raise ValueError(f"expected pixels side by side, got strides {pixels.strides}")
     shape, out = _planes(height, width, stride, pixels.strides[0], out)
-    # the rows as one run of bytes: how far apart they lie is said in `shape`
+    # pass the rows as one run of bytes; `shape` has the distance between rows
     run = np.lib.stride_tricks.as_strided(pixels, (height * width * stride,), (1,))
     kernels().planes(run, shape, out)
     return out
 
 
 def planes_of_arrow(address, height, width, stride, out=None):
-    """Do what `planes` does for rows that lie in memory of a struct ArrowArray.
+    """Convert the rows in a struct ArrowArray to planes, as `planes` does for arrays.
 
     Parameters
     ----------
     address : int
-        Of the struct, of the Arrow C data interface. Rows follow each other without gaps.
+        Address of the struct, which the Arrow C data interface defines. There are no gaps between
+        rows.
     height, width, stride : int
-        The stride is in bytes per pixel.
+        Height and width in pixels, and the number of bytes per pixel.
     out : (C, H, W) uint8, optional
-        Array to write to.
+        Array for the result.
 
     Returns
     -------
@@ -93,7 +95,7 @@ def _planes(height, width, stride, row, out):
 
 @functools.lru_cache(maxsize=64)
 def _picture(*shape):
-    """Return struct picture of kernels/cpu/images.c as an array."""
+    """Return an int64 array laid out as `struct picture` in kernels/cpu/images.c."""
     return np.array(shape, np.int64)
 
 

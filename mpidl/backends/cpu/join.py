@@ -1,4 +1,4 @@
-"""Sums and concatenations of values by the C kernels."""
+"""Addition, concatenation and splitting of values with the C kernels."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Pooling by the C kernels."""
+"""Max and average pooling and their gradients with the C kernels."""
 
 import functools
 
@@ -12,7 +12,7 @@ from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, size, stride, padding):
-    """Return struct windows of kernels/cpu/pool.c, and (C, P, Q)."""
+    """Return an int64 array laid out as `struct windows` in kernels/cpu/pool.c, and (C, P, Q)."""
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     shape = [*x_shape, *output[1:], *size, *stride, top, left]

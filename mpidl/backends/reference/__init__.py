@@ -1,6 +1,6 @@
-"""NumPy backend: one block at a time, BLAS for the products. The oracle of the others' tests.
+"""NumPy backend, with which the tests compare the other backends.
 
-Every BLAS call is one block at one fixed shape (16 lanes, full or not), because BLAS picks its
-kernel, and with it the rounding, by the shape of the call. Every sum over images goes to the fold
-as one leaf per block.
+It computes one block at a time and uses BLAS for matrix products. BLAS selects its kernel by the
+shape of a call, and the kernel determines the rounding. Therefore every call has one block with all
+16 lanes, used or not. Sums over images have one leaf per block in the fold tree.
 """

@@ -1,4 +1,4 @@
-"""Activations in NumPy."""
+"""Activation functions and their gradients in NumPy."""
 
 import math
 
@@ -34,7 +34,7 @@ def tanh_dx(dy, y):
 
 
 def sigmoid(x):
-    # by the exponential of -|x|, which cannot overflow
+    # exp(-|x|) cannot overflow
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1, e) / (1 + e)
 
@@ -44,10 +44,10 @@ def sigmoid_dx(dy, y):
 
 
 def _upper_tail(t):
-    """Return the normal distribution function of -t, for float64 0 <= t <= 40.
+    """Return Phi(-t) in float64 for 0 <= t <= 40; Phi is the normal distribution function.
 
-    By the trapezoidal rule for erfc(z), z = t / sqrt(2), with the correction for its pole (Matta
-    and Reichel 1971). All terms are positive, so the result is accurate relative to itself.
+    The method is the trapezoidal rule for erfc(z), z = t / sqrt(2), with the correction for its
+    pole (Matta and Reichel 1971). All terms are positive, so the relative error is small.
     """
     z = t / math.sqrt(2)
     weights = sum(w / (t * t / 2 + n * n) for n, w in zip(NODES, NODE_WEIGHTS, strict=True))
@@ -56,13 +56,13 @@ def _upper_tail(t):
 
 
 def _with_magnitude(x):
-    """Return x and |x|, at most 40, in float64: GELU is computed of |x|, and mirrored."""
+    """Return x and min(|x|, 40) in float64. GELU is computed for |x| and then mirrored."""
     x = x.astype(np.float64)
     return x, np.minimum(np.abs(x), 40)
 
 
 def _tanh_argument(t):
-    """Return w of the tanh approximation, x / (1 + exp(-w)), and its derivative, for t = |x|."""
+    """Return w and its derivative at t = |x|; the tanh approximation is x / (1 + exp(-w))."""
     b = math.sqrt(8 / math.pi)
     return b * t * (1 + 0.044715 * t * t), b * (1 + 3 * 0.044715 * t * t)
 

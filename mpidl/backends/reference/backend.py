@@ -1,4 +1,4 @@
-"""The NumPy functions as a Backend."""
+"""Collect the NumPy functions into the Backend REFERENCE."""
 
 from mpidl.backends.gather import families, gather
 

@@ -1,4 +1,4 @@
-"""Batch normalization in NumPy: sums by channel, and what is computed of them."""
+"""Batch normalization and its gradient in NumPy."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ def channel_sums(x, tree):
 
 
 def moments(x, counts, tree):
-    # the mean first and M2 about it; the mean's own rounding is corrected
+    # M2 is computed about the rounded mean, and then corrected for the rounding of the mean
     channels = x.shape[1]
     counter = Counter(tree, merge_moments)
     for block, valid in zip(x, counts, strict=True):

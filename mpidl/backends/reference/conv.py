@@ -1,4 +1,4 @@
-"""Convolution in NumPy: unfolded blocks and one product a group."""
+"""Convolution in NumPy: blocks are unfolded into matrices, with one product per group."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ from mpidl.fold import Counter
 
 
 class _Columns:
-    """Unfolds padded blocks into a matrix (C*R*S, P*Q*16), and folds such a matrix back.
+    """Unfold padded blocks into a matrix (C*R*S, P*Q*16), and fold such a matrix back.
 
-    The product of the weights with the matrix is the convolution (Chellapilla et al., "High
-    performance convolutional neural networks for document processing", 2006). All blocks use its
-    two buffers.
+    The product of the weights with this matrix is the convolution (Chellapilla et al., "High
+    performance convolutional neural networks for document processing", 2006). The two buffers are
+    reused for all blocks.
     """
 
     def __init__(self, x, weight_shape, stride, padding, dilation):
@@ -46,7 +46,7 @@ class _Columns:
         return self.columns
 
     def fold_back(self, out):
-        """Sum `columns` into the pixels they came from."""
+        """Add each element of `columns` to the pixel that it came from."""
         self.padded[...] = 0
         for i, j, down, across in self.taps:
             self.padded[:, down, across] += self.columns[:, i, j]
@@ -68,7 +68,7 @@ def conv2d(x, weight, bias, stride, padding, dilation, groups):
 
 
 def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
-    """Return the gradient with respect to x, of which only shape and type are used."""
+    """Return the gradient with respect to x; only the shape and dtype of x are used."""
     dx = np.empty_like(x)
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     filters = weight.reshape(groups, len(weight) // groups, -1)
@@ -82,7 +82,7 @@ def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
 
 
 def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
-    """Return the Partial of the gradient of weight; of it only shape and type are used."""
+    """Return the gradient with respect to weight; only the shape and dtype of weight are used."""
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     counter = Counter(tree)
     for b in range(len(x)):
@@ -119,5 +119,5 @@ def conv2d_backward(
         conv2d_dx(dy, x, weight, *conv_args) if needs[0] else None,
         conv2d_dweight(dy, x, weight, *conv_args, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
-        None,  # of an activation that is not stored, which there is none of here
+        None,  # no `activation_sums`: this backend has no DeferredInput
     )

@@ -1,4 +1,4 @@
-"""Fully connected layers in NumPy: one product a block."""
+"""Fully connected layers in NumPy, with one matrix product per block."""
 
 import numpy as np
 
@@ -33,5 +33,5 @@ def dense_backward(dy, x, weight, tree, needs):
         dense_dx(dy, weight) if needs[0] else None,
         dense_dweight(dy, x, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
-        None,  # as of conv2d_backward
+        None,  # no `activation_sums`, as in conv2d_backward
     )

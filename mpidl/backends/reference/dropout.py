@@ -1,19 +1,19 @@
-"""Dropout in NumPy, by Philox4x32-10."""
+"""Dropout in NumPy with random numbers from Philox4x32-10."""
 
 import numpy as np
 
-CHANCES = 1 << 16  # of dropout: an element is dropped in so many of them
-GROUP = 8  # elements that one call of the generator serves
-ROUNDS = 10  # of Philox
+CHANCES = 1 << 16  # number of equally likely random values of an element
+GROUP = 8  # elements that share one call of the generator
+ROUNDS = 10  # rounds of Philox
 
 
 def philox(counter, key):
-    """Return four arrays of 32-bit words by Philox4x32-10.
+    """Compute four arrays of random 32-bit words with Philox4x32-10.
 
     Parameters
     ----------
     counter, key : sequences of four and two uint64 arrays or numbers
-        Words below 2**32, that broadcast.
+        Words below 2**32. Arrays must broadcast against each other.
 
     Notes
     -----
@@ -32,11 +32,12 @@ def philox(counter, key):
 
 
 def chances(elements, samples, epoch, key):
-    """Return (elements, len(samples)) numbers 0 .. 65535, keyed by (key, epoch, sample, element).
+    """Return random numbers from 0 to 65535, (elements, len(samples)).
 
-    Eight consecutive elements of a sample share a call of Philox4x32-10, whose counter is
-    (element // 8, low and high 32 bits of the sample, epoch). Element e has bits 0-15 (e even) or
-    16-31 (e odd) of word e // 2 % 4.
+    Each number depends on (key, epoch, sample, element) alone. Eight consecutive elements of a
+    sample share a call of Philox4x32-10. The counter of the call is (element // 8, low and high 32
+    bits of the sample, epoch). Element e uses bits 0-15 (e even) or 16-31 (e odd) of word
+    e // 2 % 4.
     """
     samples = np.asarray(samples, np.int64).astype(np.uint64)
     groups = np.arange(-(-elements // GROUP), dtype=np.uint64)[:, None]

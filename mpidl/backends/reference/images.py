@@ -1,4 +1,4 @@
-"""Preparation of images in NumPy."""
+"""Image preparation in NumPy: cropping, mirroring, normalization and affine maps."""
 
 import numpy as np
 
@@ -39,7 +39,7 @@ def images(
     else:
         centre, divisor = (v.reshape(c, *v.shape[1:] or (1, 1), 1) for v in (centre, divisor))
     for b in range(len(lanes)):
-        # Transposed as pixels first, so that the division runs along memory.
+        # Transpose before the conversion to float, so that the division runs along memory.
         block = np.ascontiguousarray(np.moveaxis(pixels[b * LANES : (b + 1) * LANES], 0, -1))
         block = block.astype(np.float32)
         np.divide(block - centre, divisor, out=lanes[b, ..., : block.shape[-1]])
@@ -47,7 +47,10 @@ def images(
 
 
 def _overlap(first, extent, window):
-    """Return where a window from pixel `first` on has pixels along an axis, and which."""
+    """Return the slices of the window and of the image where they overlap along one axis.
+
+    The window starts at pixel `first`; the image has `extent` pixels.
+    """
     start, stop = max(0, -first), max(0, min(window, extent - first))
     return slice(start, stop), slice(first + start, max(first + stop, first + start))
 
@@ -57,7 +60,7 @@ def warp(pixels, maps, size, fill):
     out = np.empty((n, c, p, q), pixels.dtype)
     rows, columns = np.mgrid[:p, :q].astype(np.float64)
     for image, m, result in zip(pixels, np.asarray(maps, np.float64), out, strict=True):
-        padded = np.empty((c, h + 6, w + 6), np.float32)  # 3 pixels each way: far enough
+        padded = np.empty((c, h + 6, w + 6), np.float32)  # 3 pixels of border
         padded[...] = np.reshape(fill, (c, 1, 1))
         padded[:, 3:-3, 3:-3] = image
         x = np.clip(m[0] * columns + (m[1] * rows + m[2]), -2, w + 1)

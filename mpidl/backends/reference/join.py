@@ -1,4 +1,4 @@
-"""Sums and concatenations of values in NumPy."""
+"""Addition, concatenation and splitting of values in NumPy."""
 
 import numpy as np
 

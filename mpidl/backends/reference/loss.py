@@ -1,4 +1,4 @@
-"""Softmax, losses and other sums over images in NumPy."""
+"""Softmax, losses, error sums and their gradients in NumPy."""
 
 import numpy as np
 
@@ -68,5 +68,5 @@ def image_sums(x, counts, tree):
 
 
 def _of_images(values):
-    """Return the sum of each image's values (..., 16): (16,)."""
+    """Sum the values (..., 16) of each image: (16,)."""
     return values.reshape(-1, values.shape[-1]).sum(axis=0)

@@ -6,7 +6,11 @@ from mpidl import shapes
 
 
 def _over(x, channels_before, channels_after):
-    """Return the sum of x, (C, ..., 16), over each channel's neighbours and itself."""
+    """For each channel of x (C, ..., 16), sum x over the channel and its neighbours.
+
+    The neighbours are `channels_before` channels before and `channels_after` channels after it.
+    Channels out of range are left out.
+    """
     total = np.zeros_like(x)
     last = len(x) - 1
     for step in range(-min(channels_before, last), min(channels_after, last) + 1):

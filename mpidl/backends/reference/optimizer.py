@@ -1,8 +1,8 @@
-"""Steps of optimizers, and clipping of gradients, in NumPy."""
+"""Optimizer steps and gradient clipping in NumPy."""
 
 import numpy as np
 
-CHUNK, SUMS = 1 << 14, 16  # numbers whose squares are added up as one; sums side by side in it
+CHUNK, SUMS = 1 << 14, 16  # `_squares`: numbers per chunk, and partial sums per chunk
 METHODS = ("l2norm", "global-l2norm", "absolute-value")
 
 
@@ -30,12 +30,13 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     return stepped
 
 
-# The formulas. Each takes a weight and its gradient, the decay, the learning rate times its factor,
-# the formula's other numbers and arrays. It changes the arrays and returns the new weight.
+# The formulas. The arguments are a weight and its gradient, the weight decay, the learning rate
+# times the parameter's factor, other numbers of the formula, and arrays that it keeps. A formula
+# changes these arrays in place and returns the new weight.
 
 
 def sgdm(w, g, decay, rate, momentum, v):
-    """v <- momentum * v - rate * g, with g = gradient + decay * w; return w + v."""
+    """Set v = momentum * v - rate * g, where g = gradient + decay * w, and return w + v."""
     g = _regularized(w, g, decay)
     v *= momentum
     v -= rate * g
@@ -43,7 +44,7 @@ def sgdm(w, g, decay, rate, momentum, v):
 
 
 def nesterov(w, g, decay, rate, momentum, v):
-    """Return w + momentum * v - rate * g, with g and the new v as for `sgdm`."""
+    """Return w + momentum * v - rate * g, where g and the new v are those of `sgdm`."""
     change = rate * _regularized(w, g, decay)
     v *= momentum
     v -= change
@@ -51,9 +52,10 @@ def nesterov(w, g, decay, rate, momentum, v):
 
 
 def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, epsilon, m, v):
-    """Return w - rate * m / (sqrt(v) + epsilon), with g as for `sgdm`.
+    """Return w - rate * m / (sqrt(v) + epsilon) for the new m and v.
 
-    m <- mean_decay * m + mean_share * g and v <- square_decay * v + square_share * g**2.
+    The new m is mean_decay * m + mean_share * g, and the new v is square_decay * v +
+    square_share * g**2, where g is that of `sgdm`.
     """
     g = _regularized(w, g, decay)
     m *= mean_decay
@@ -79,7 +81,7 @@ def adamw(
 ):
     """Return w - rate * (correction * m / (sqrt(v) + epsilon) + decay * w).
 
-    The decay is decoupled: g is the gradient alone. m and v change as for `adam`.
+    The weight decay is decoupled: g is the gradient alone. m and v are updated as in `adam`.
     """
     m *= mean_decay
     m += mean_share * g
@@ -90,7 +92,7 @@ def adamw(
 
 
 def rmsprop(w, g, decay, rate, square_decay, square_share, epsilon, v):
-    """Return w - rate * g / (sqrt(v) + epsilon), with g and v as for `adam`."""
+    """Return w - rate * g / (sqrt(v) + epsilon), where g and the new v are those of `adam`."""
     g = _regularized(w, g, decay)
     v *= square_decay
     v += square_share * (g * g)
@@ -124,7 +126,7 @@ def clip(weights, gradients, decays, method, threshold):
 
 
 def _squares(flat):
-    """Return the sum of squares of an array (n,)."""
+    """Sum the squares of an array (n,) chunk by chunk, in a fixed order."""
     total = 0.0
     for start in range(0, flat.size, CHUNK):
         part = np.zeros(CHUNK)

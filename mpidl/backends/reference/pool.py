@@ -1,4 +1,4 @@
-"""Pooling in NumPy."""
+"""Max and average pooling and their gradients in NumPy."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from mpidl import shapes
 
 
 def _places(x_shape, size, stride, padding):
-    """Yield (number, windows, pixels) of each place in the window, row by row.
+    """Yield (number, windows, pixels) for each place in the window, row by row.
 
-    `windows` index (C, P, Q, 16): those whose pixel at this place lies in the image. `pixels` index
-    these pixels in (C, H, W, 16).
+    `windows` indexes (C, P, Q, 16) and selects the windows whose pixel at this place is inside the
+    image. `pixels` indexes (C, H, W, 16) and selects these pixels.
     """
 
     def axis(place, pixels, outputs, step, before):

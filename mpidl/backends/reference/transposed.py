@@ -1,4 +1,4 @@
-"""Transposed convolution in NumPy: the functions of convolution with the roles exchanged."""
+"""Transposed convolution in NumPy: forward calls the gradient of conv2d, backward calls conv2d."""
 
 import numpy as np
 
