@@ -6,7 +6,7 @@
 // else 1.
 
 constexpr int THREADS = 256;
-constexpr int TOGETHER = 8;  // rows that are loaded and summed at a time: more loads in flight, shorter sums
+constexpr int TOGETHER = 8;  // rows loaded and summed at a time: more loads in flight, shorter sums
 
 template <int VEC> struct alignas(4 * VEC) Floats {
   float at[VEC];
@@ -196,7 +196,7 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
     if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
     const long long at = (long long)blockIdx.x * n * channels + p.channel;
     dy += at, x += at;
-    constexpr int FEW = TOGETHER / 2;  // fewer rows, because two arrays are loaded
+    constexpr int FEW = TOGETHER / 2;  // half as many rows, of two arrays
     for (int row = p.row; row < n; row += FEW * p.rows) {
       Floats<VEC> g[FEW] = {}, v[FEW] = {};
 #pragma unroll
@@ -233,7 +233,7 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
   }
 }
 
-// leaves (leaves, 2C): each is a leaf_products over `images` images. scale and beta may be null.
+// leaves (leaves, 2C) over `images` images each, see leaf_products. scale and beta may be null.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,

@@ -1,8 +1,8 @@
-// Softmax, cross-entropy and errors in double precision: the reported losses, and the gradients with
-// which the backward pass starts.
+// Softmax, cross-entropy and errors in double precision: the reported losses, and the gradients
+// with which the backward pass starts.
 //
-// logits are stored as (rows, classes), where a row is an image or, for images of scores, a pixel. A
-// block of threads has 16 rows at once, one per warp. A lane adds up every 32nd class, and a tree
+// logits are stored as (rows, classes), where a row is an image or, for images of scores, a pixel.
+// A block of threads has 16 rows at once, one per warp. A lane adds up every 32nd class, and a tree
 // adds up the lanes. Errors have one element per thread.
 
 enum { ROWS = 16, LANES_OF_WARP = 32 };
@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// Returns whether (value, place) is preferred to (best, at) in the search for the largest value. NaN
-// is preferred to numbers, and of equal values the first.
+// Returns whether (value, place) is preferred to (best, at) in the search for the largest value.
+// NaN is preferred to numbers, and the first of equal values to the others.
 __device__ __forceinline__ bool before(float value, int place, float best, int at) {
     const bool strange = value != value, best_strange = best != best;
     if (strange != best_strange) return strange;
@@ -163,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(512)
     add_warps(of_warp, value, rows);
 }
 
-// Returns y - target for element i of y. Element k of an image of y in memory corresponds to element
-// k % near * far + k / near of the target. That is k itself if `near` is the number of elements.
+// Returns y - target for element i of y. Element k of an image of y in memory corresponds to
+// element k % near * far + k / near of the target. That is k itself if `near` is `elements`.
 __device__ __forceinline__ double error(const float* y, const float* target, long long i,
                                         int elements, int near, int far) {
     long long at = i;

@@ -118,8 +118,8 @@ __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char
 }
 
 // y: the largest pixel of each window, or NaN if a pixel is NaN. argmax: the place of the first
-// such pixel in the window, counted row by row. x (images, H, W, C), y and argmax (images, P, Q, C).
-// Grid: images * P.
+// such pixel in the window, counted row by row. x is (images, H, W, C), y and argmax are
+// (images, P, Q, C). Grid: images * P.
 extern "C" __global__ void __launch_bounds__(256) max_pool2d(
     const float* __restrict__ x, float* __restrict__ y, unsigned char* __restrict__ argmax, int C,
     int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
