@@ -18,9 +18,9 @@ from mpidl.fold import Partial, Term, add
 THREADS = 128  # threads per block, as in dense.cu
 TILE = 64  # images of a tile, and its outputs or features
 LARGE = 2 * TILE  # images of a large tile
-FEW = 16  # layers with at most as many outputs use kernels with tiles of 16 outputs
+FEW = 16  # layers with at most 16 outputs use kernels with tiles of 16 outputs
 CHUNKS = 128  # approximate number of CTAs per tile of images, so that a small product fills a GPU
-SHORTEST = 128  # a CTA sums at least as many features
+SHORTEST = 128  # least number of features that a CTA sums
 # Kernels of the weights' gradient: outputs and features of a tile, most blocks of a range.
 FOLDS = {
     "dense_dweight_few": (FEW, 64, 64),

@@ -11,7 +11,7 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 class Gpu(NamedTuple):
-    """A GPU that this process may use."""
+    """Properties of a GPU that this process may use."""
 
     index: int  # CUDA's number of this GPU among the visible ones
     identity: str  # identifies the physical device or its part (MIG); the same in all processes
@@ -101,7 +101,7 @@ def driver_version():
 @functools.cache
 def packages():
     """Return the installed packages that provide CuPy, such as ["cupy-cuda13x 14.2.0"]."""
-    from importlib import metadata  # takes 22 ms, which ranks without a GPU save
+    from importlib import metadata  # the import takes 22 ms, and few ranks need it
 
     installed = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
     return sorted(f"{name} {v}" for name, v in installed if name.lower().startswith("cupy"))

@@ -45,7 +45,7 @@ class Counts:
         return epoch, launching.scalar("samples", samples, np.int32)
 
     def per_image(self, batch):
-        """Return 1 / count, as a Late."""
+        """Return 1 / (number of images in the mini-batch) as a Late."""
         number = launching.scalar("per_image", 1.0 / batch.count, np.float64)
         return Late(lambda: 1.0 / (self.count or batch.count), number)
 
