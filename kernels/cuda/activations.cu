@@ -1,12 +1,13 @@
-// Activations element by element, four at a time: lanes are a multiple of 16 floats. Sums and
-// products alone, so that the bytes are those of the CPU's kernels with FMA (kernels/cpu/special.h,
-// where the errors are stated).
+// Elementwise activations, four elements at a time, because lanes are a multiple of 16 floats. They
+// use only sums and products, and so give the same bytes as the CPU's kernels with FMA. The file
+// kernels/cpu/special.h states their errors.
 
 struct alignas(16) Four {
     float of[4];
 };
 
-// y[i] = f(x[i]), or dx[i] = f(dy[i], y[i]), of n numbers; GELU's gradient takes x for y.
+// Computes y[i] = f(x[i]) or dx[i] = f(dy[i], y[i]) for n numbers. The gradient of GELU passes x
+// instead of y.
 template <class F>
 __device__ __forceinline__ void each(const float* x, float* y, long long n, F f) {
     const long long step = (long long)gridDim.x * blockDim.x;
@@ -30,7 +31,7 @@ __device__ __forceinline__ void each(const float* dy, const float* y, float* dx,
     }
 }
 
-// e to the x, for x <= 0; below -87.3 that of -87.3.
+// Returns e^x for x <= 0. Below -87.3, the result is that of -87.3.
 __device__ __forceinline__ float exponential_of_negative(float x) {
     const float shift = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer
     x = x < -87.3f ? -87.3f : x;     // NaN stays NaN
@@ -69,7 +70,7 @@ __device__ __forceinline__ float logistic(float x) {
     return (x >= 0.f ? 1.f : e) / (1.f + e);
 }
 
-// GELU, as kernels/cpu/elementwise.c has it, where the errors are stated.
+// GELU, computed as in kernels/cpu/elementwise.c, which states the errors.
 
 struct Two {
     float high, low;
@@ -81,10 +82,10 @@ __device__ __forceinline__ Two exact_product(float a, float b) {
 }
 
 struct Exponential {
-    float rest, power;  // (1 + rest) * power
+    float rest, power;  // the value is (1 + rest) * power
 };
 
-// 2^32 e^(high + low), for a sum from -92 to 0.
+// Returns 2^32 e^(high + low) for high + low from -92 to 0.
 __device__ __forceinline__ Exponential large_exponential(float high, float low) {
     const float shift = 12582912.f;
     const float shifted = fmaf(high, 1.44269502f, shift), k = shifted - shift;

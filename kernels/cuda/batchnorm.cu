@@ -1,11 +1,12 @@
-// Batch normalization and ReLU. A value is a matrix (images x pixels, C), C fastest.
+// Batch normalization and ReLU. A value is a matrix (images x pixels, C) in C order.
 //
-// A block takes the channels of one tile (blockIdx.y) and a run of rows: thread t has channels
-// VEC * (t % tile) on and rows t / tile, t / tile + rows, ..., so that it meets the same channels
-// all the way and neighbours read neighbouring memory. VEC is 4 if C is a multiple of 4, else 1.
+// A block processes the channels of one tile (blockIdx.y) for a range of rows. Thread t has VEC
+// channels from VEC * (t % tile) on, and rows t / tile, t / tile + rows, ... So its channels stay
+// the same, and neighbouring threads read neighbouring memory. VEC is 4 if C is a multiple of 4,
+// else 1.
 
 constexpr int THREADS = 256;
-constexpr int TOGETHER = 8;  // rows that a sum takes at a time: loads in flight, and short sums
+constexpr int TOGETHER = 8;  // rows loaded and summed at a time: more loads in flight, shorter sums
 
 template <int VEC> struct alignas(4 * VEC) Floats {
   float at[VEC];
@@ -18,7 +19,7 @@ template <int VEC> __device__ __forceinline__ void store(float* x, Floats<VEC> v
   *reinterpret_cast<Floats<VEC>*>(x) = v;
 }
 
-// Load part of a vector (C,), which need not be aligned to 16 bytes.
+// Loads part of a vector (C,), which need not be aligned to 16 bytes.
 template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vector, int channel) {
   Floats<VEC> v;
 #pragma unroll
@@ -27,7 +28,7 @@ template <int VEC> __device__ __forceinline__ Floats<VEC> each(const float* vect
 }
 
 struct Place {
-  int channel, row, rows;  // the first channel; the first row and how many a block takes at a time
+  int channel, row, rows;  // first channel, first row, rows that a block processes at a time
   bool inside;
 };
 
@@ -40,7 +41,7 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
   return p;
 }
 
-// Call a template with 4 channels a thread if they divide evenly, else with 1.
+// Calls a template with 4 channels per thread if C is a multiple of 4, else with 1.
 #define BY_WIDTH(function, ...)                                                                    \
   do {                                                                                             \
     if (channels % 4 == 0)                                                                         \
@@ -49,7 +50,7 @@ template <int VEC> __device__ __forceinline__ Place place(int channels, int tile
       function<1>(__VA_ARGS__);                                                                    \
   } while (0)
 
-// One channel. The separate functions and the fused ones are made of these and give the same bytes.
+// Formulas for one channel. Fused and separate functions use them and so give the same bytes.
 __device__ __forceinline__ float normalized(float x, float mean, float scale, float beta) {
   return fmaf(x - mean, scale, beta);
 }
@@ -60,7 +61,7 @@ __device__ __forceinline__ float gradient(float dz, float x, float mean, float a
   return fmaf(a, dz, fmaf(x - mean, b, c));
 }
 
-// v of row 0 becomes the sum over the rows of its column, in an order that `tile` fixes.
+// Adds up v over the rows of each column, in an order that `tile` fixes; row 0 gets the sum.
 template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place p, int tile) {
   __shared__ double shared[N][THREADS];
   for (int live = p.rows; live > 1;) {  // each place of `shared` is written once
@@ -76,7 +77,7 @@ template <int N> __device__ __forceinline__ void add_rows(double (&v)[N], Place 
   }
 }
 
-// Leaf blockIdx.x: the sum of n rows, rounded to float32.
+// Computes leaf blockIdx.x: the sum of n rows, rounded to float32.
 template <int VEC>
 __device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, int channels,
                                           int tile) {
@@ -107,18 +108,19 @@ __device__ __forceinline__ void leaf_sums(const float* x, float* leaves, int n, 
       leaves[(long long)blockIdx.x * channels + p.channel + k] = (float)total[k];
 }
 
-// leaves (leaves, C) = sum over `images` images each of x, `pixels` rows an image.
+// leaves (leaves, C): each is the sum of x over `images` images of `pixels` rows.
 extern "C" __global__ void __launch_bounds__(256)
 channel_sums(const float* __restrict__ x, float* __restrict__ leaves, int images, int pixels,
              int channels, int tile) {
   BY_WIDTH(leaf_sums, x, leaves, images * pixels, channels, tile);
 }
 
-// Leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows.
+// Computes leaf blockIdx.x: (count, mean, M2) of the first n of `all` rows, in one pass.
 //
-// In one pass: rows are taken less the leaf's first one, so that a mean far from 0 costs no digits;
-// a few at a time, their mean first and M2 about it; Chan's formula merges them. Because the row
-// that was subtracted is one of the leaf, the double sums at the end do not cancel by more than n.
+// The first row of the leaf is subtracted from all rows, so that a mean far from 0 costs no digits.
+// A few rows at a time, first their mean and then M2 about it are computed; Chan's formula merges
+// them. Because the subtracted row belongs to the leaf, the double sums at the end do not cancel by
+// more than n.
 template <int VEC>
 __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int n, int all,
                                              int channels, int tile) {
@@ -171,7 +173,7 @@ __device__ __forceinline__ void leaf_moments(const float* x, double* leaves, int
   }
 }
 
-// leaves (leaves, 1 + 2C) = (count, mean, M2) over the valid ones of `images` images each.
+// leaves (leaves, 1 + 2C): each is (count, mean, M2) over the valid ones of `images` images.
 extern "C" __global__ void __launch_bounds__(256)
 moments(const float* __restrict__ x, const int* __restrict__ valid, double* __restrict__ leaves,
         int images, int pixels, int channels, int tile) {
@@ -180,8 +182,8 @@ moments(const float* __restrict__ x, const int* __restrict__ valid, double* __re
   BY_WIDTH(leaf_moments, x, leaves, here * pixels, images * pixels, channels, tile);
 }
 
-// Leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] of n rows; dz is dy or, if scale is
-// given, dy where the activation is > 0.
+// Computes leaf blockIdx.x: [sum of dz, sum of dz * (x - mean)] over n rows. dz is dy; if scale is
+// not null, it is 0 where the activation is not > 0.
 template <int VEC>
 __device__ __forceinline__ void leaf_products(const float* dy, const float* x, const float* mean,
                                               const float* scale, const float* beta,
@@ -194,7 +196,7 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
     if (scale) s = each<VEC>(scale, p.channel), t = each<VEC>(beta, p.channel);
     const long long at = (long long)blockIdx.x * n * channels + p.channel;
     dy += at, x += at;
-    constexpr int FEW = TOGETHER / 2;  // of two arrays
+    constexpr int FEW = TOGETHER / 2;  // half as many rows, of two arrays
     for (int row = p.row; row < n; row += FEW * p.rows) {
       Floats<VEC> g[FEW] = {}, v[FEW] = {};
 #pragma unroll
@@ -231,7 +233,7 @@ __device__ __forceinline__ void leaf_products(const float* dy, const float* x, c
   }
 }
 
-// leaves (leaves, 2C) over `images` images each; scale and beta may be null.
+// leaves (leaves, 2C) over `images` images each, see leaf_products. scale and beta may be null.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm_sums(const float* __restrict__ dy, const float* __restrict__ x,
                const float* __restrict__ mean, const float* __restrict__ scale,
@@ -268,7 +270,7 @@ __device__ __forceinline__ void normalize(const float* x, const float* mean, con
   }
 }
 
-// y = (x - mean) * scale + beta of n rows, or its ReLU.
+// y = (x - mean) * scale + beta for n rows, or its ReLU if `relu`.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm(const float* __restrict__ x, const float* __restrict__ mean,
           const float* __restrict__ scale, const float* __restrict__ beta, float* __restrict__ y,
@@ -315,8 +317,8 @@ __device__ __forceinline__ void normalize_back(const float* dy, const float* x, 
   }
 }
 
-// dx = a * dz + b * (x - mean) + c of n rows, zero from image `valid` on; dz as in batchnorm_sums.
-// dx may be dy.
+// dx = a * dz + b * (x - mean) + c for n rows, with dz as in leaf_products; zero from image number
+// *valid on. dx may be dy.
 extern "C" __global__ void __launch_bounds__(256)
 batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restrict__ mean,
              const float* __restrict__ scale, const float* __restrict__ beta,
@@ -327,7 +329,7 @@ batchnorm_dx(const float* dy, const float* __restrict__ x, const float* __restri
   BY_WIDTH(normalize_back, dy, x, mean, scale, beta, a, b, c, dx, used, n, channels, tile);
 }
 
-// Element by element, four at a time: lanes are a multiple of 16 floats.
+// ReLU and its gradient, four elements at a time, because lanes are a multiple of 16 floats.
 extern "C" __global__ void __launch_bounds__(256)
 relu(const float* __restrict__ x, float* __restrict__ y, long long n) {
   const long long step = (long long)gridDim.x * THREADS;
@@ -352,8 +354,8 @@ relu_dx(const float* __restrict__ dy, const float* __restrict__ y, float* __rest
   }
 }
 
-// The statistics of folded moments [count, mean, M2]; one thread per channel. Without images all
-// results are finite.
+// Computes the statistics from the folded moments [count, mean, M2], with one thread per channel.
+// All results are finite even if there are no images.
 extern "C" __global__ void __launch_bounds__(128)
 statistics(const double* __restrict__ folded, const float* __restrict__ gamma, double epsilon,
            double* __restrict__ count, double* __restrict__ mean, double* __restrict__ rstd,
@@ -371,7 +373,7 @@ statistics(const double* __restrict__ folded, const float* __restrict__ gamma, d
   scale[c] = (float)(gamma[c] * r);
 }
 
-// The factors of dx from the folded [sum of dy, sum of dy * (x - mean)].
+// Computes the factors of dx, dgamma and dbeta from the folded [sum of dy, sum of dy * (x - mean)].
 extern "C" __global__ void __launch_bounds__(128)
 batchnorm_factors(const double* __restrict__ sums, const float* __restrict__ gamma,
                   const double* __restrict__ count, const double* __restrict__ rstd,
@@ -387,7 +389,8 @@ batchnorm_factors(const double* __restrict__ sums, const float* __restrict__ gam
   dbeta[i] = (float)sum;
 }
 
-// Rows of `table`: old (float32), value (float64), new (float32), their length; blockIdx.y the row.
+// new = old + decay * (value - old). Row blockIdx.y of `table` has the addresses of old (float32),
+// value (float64) and new (float32), and their length.
 extern "C" __global__ void __launch_bounds__(128)
 running(const long long* __restrict__ table, double decay) {
   const long long* row = table + 4 * blockIdx.y;

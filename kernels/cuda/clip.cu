@@ -1,7 +1,8 @@
-// Gradients no larger than a threshold. Norms are sums of squares in double, in one order: of each
-// block of threads by a tree, of its parameter by another, of all parameters one after the other.
+// Clips gradients to a threshold. Norms are sums of squares in double precision, in a fixed order:
+// a tree over each block of threads, a tree over the blocks of a parameter, then the parameters one
+// after the other.
 
-// The sum over the block's 256 threads, in every one of them.
+// Returns the sum over the block's 256 threads to all of them.
 __device__ __forceinline__ double sum_of_block(double own, double* sums) {
     __syncthreads();
     sums[threadIdx.x] = own;
@@ -13,11 +14,12 @@ __device__ __forceinline__ double sum_of_block(double own, double* sums) {
     return sums[0];
 }
 
-// clipped = gradient + decay * weight, no larger than the limit in either direction (infinity: as
-// it is); squares: of each block of threads the sum of the squares of its `chunk` floats.
+// clipped = gradient + decay * weight, limited to [-limit, limit]; an infinite limit has no effect.
+// squares: for each block of threads, the sum of the squares of its up to `chunk` floats before
+// they are limited.
 //
-// parameters: of each the addresses of weight, gradient and clipped, and how many floats. places:
-// of each block of threads the parameter and the first of its floats.
+// parameters: for each, the addresses of weight, gradient and clipped, and its number of floats.
+// places: for each block of threads, its parameter and its first float in that.
 extern "C" __global__ void __launch_bounds__(256)
     clip_numbers(const long long* __restrict__ parameters, const int* __restrict__ places,
                  const float* __restrict__ decays, float limit, int chunk,
@@ -41,15 +43,15 @@ extern "C" __global__ void __launch_bounds__(256)
     if (threadIdx.x == 0) squares[blockIdx.x] = square;
 }
 
-// The factor for a gradient whose norm has this square. NaN stays NaN.
+// The factor for a gradient with this squared norm. NaN stays NaN.
 __device__ __forceinline__ float scale_of(double square, double threshold) {
     const double norm = sqrt(square);
     return norm <= threshold ? 1.0f : (float)(threshold / norm);
 }
 
-// scales: of each parameter the factor that makes its norm, or `together` that of all parameters,
-// no larger than the threshold. firsts: of each the first of its squares, and one past the last.
-// One block of threads.
+// scales: for each parameter, the factor that limits its norm to the threshold; with `together`,
+// the norm is that of all parameters. firsts: for each parameter, the index of its first square;
+// the last entry is the number of squares. Runs as one block of threads.
 extern "C" __global__ void __launch_bounds__(256)
     clip_scales(const double* __restrict__ squares, const int* __restrict__ firsts, int count,
                 int together, double threshold, float* __restrict__ scales) {
@@ -66,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int p = threadIdx.x; p < count; p += 256) scales[p] = scale_of(all, threshold);
 }
 
-// clipped *= its parameter's scale; parameters and places as for clip_numbers.
+// Multiplies `clipped` by the scale of its parameter. `parameters` and `places`: see clip_numbers.
 extern "C" __global__ void __launch_bounds__(256)
     clip_scale(const long long* __restrict__ parameters, const int* __restrict__ places,
                const float* __restrict__ scales, int chunk) {

@@ -4,10 +4,10 @@
 
 typedef unsigned int u32;
 
-// Memory of a block whose size the launch gives.
+// Declares dynamic shared memory, whose size is given at launch.
 #define DYN_SMEM(T, name) extern __shared__ __align__(128) T name[]
 
-// All 32 lanes of a warp take part.
+// All 32 lanes of a warp must call it.
 template <class T> __device__ __forceinline__ T shfl_xor(T v, int mask) {
     return __shfl_xor_sync(0xffffffffu, v, mask);
 }
@@ -18,8 +18,8 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
-// Copy 16 or 4 bytes from global to shared memory in the background; zeros where not `ok`
-// (`from` must still be an address). They have arrived after cp_wait, for this thread alone.
+// Copies 16 or 4 bytes from global to shared memory asynchronously, or writes zeros if not `ok`
+// (`from` must still be a valid address). After cp_wait, this thread alone can rely on the data.
 __device__ __forceinline__ void cp_async16(void* to, const void* from, bool ok) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
                  :: "r"(shared_address(to)), "l"(from), "r"(ok ? 16 : 0) : "memory");
@@ -28,7 +28,7 @@ __device__ __forceinline__ void cp_async4(void* to, const void* from, bool ok) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n"
                  :: "r"(shared_address(to)), "l"(from), "r"(ok ? 4 : 0) : "memory");
 }
-// Ends a group of copies; cp_wait<N> waits until at most N groups have not arrived.
+// cp_commit ends a group of copies; cp_wait<N> waits until at most N groups are pending.
 __device__ __forceinline__ void cp_commit() {
     asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
@@ -36,14 +36,14 @@ template <int N> __device__ __forceinline__ void cp_wait() {
     asm volatile("cp.async.wait_group %0;\n" :: "n"(N) : "memory");
 }
 
-// Four 8 x 4 matrices of 4-byte elements from shared memory; lane l gives the address of row l % 8
-// of matrix l / 8 and gets element (l / 4, l % 4) of each.
+// Loads four 8 x 4 matrices of 4-byte elements from shared memory. Lane l passes the address of row
+// l % 8 of matrix l / 8, and receives element (l / 4, l % 4) of each matrix.
 __device__ __forceinline__ void ldsm4(u32& a, u32& b, u32& c, u32& d, const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                  : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(shared_address(row)) : "memory");
 }
 
-// c (16 x 8) += a (16 x 8) b (8 x 8); of a and b the tensor core reads the upper 19 bits.
+// c (16 x 8) += a (16 x 8) b (8 x 8). The tensor core reads the upper 19 bits of a and b.
 __device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
@@ -54,7 +54,7 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const u32 (&a)[4], const
 #endif
 #endif
 
-// Deal the indices below `count` to the threads of the grid, neighbours to neighbours.
+// Loops over the indices below `count`; neighbouring threads of the grid get neighbouring indices.
 #define EACH_INDEX(i, count)                                                                       \
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x, count_of_##i = (count),   \
                    step_of_##i = (long long)gridDim.x * blockDim.x;                                \
@@ -70,7 +70,8 @@ __device__ __forceinline__ void cp_async(float* to, const float* from, bool ok) 
 }
 #endif
 
-// The shape of a convolution: the kernel's arguments from `height` on, or CONV_SHAPE as constants.
+// The shape of a convolution: the constants CONV_SHAPE if defined, else the kernel's arguments from
+// `height` on.
 #ifdef CONV_SHAPE
 #define DEFINE_SHAPE(shape) constexpr int shape[] = {CONV_SHAPE}
 #else
@@ -81,7 +82,7 @@ __device__ __forceinline__ void cp_async(float* to, const float* from, bool ok) 
                          dilation_down, dilation_across, groups}
 #endif
 
-// total += sum, and sum = 0, of a warp's products.
+// Adds the sums of a warp's products to `total`, and sets them to 0.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
                                           float (&sum)[ROWS][COLUMNS][4]) {
@@ -93,10 +94,10 @@ __device__ __forceinline__ void move_sums(float (&total)[ROWS][COLUMNS][4],
             for (int e = 0; e < 4; ++e) total[i][j][e] += sum[i][j][e], sum[i][j][e] = 0.f;
 }
 
-// A float as tensor cores read it: its upper 19 bits. TERMS 3: high is the nearest number of 19
-// bits, low is exactly the rest (12 bits, 11 of them are read). TERMS 1: high becomes the nearest
-// number once the lower bits are dropped; infinity and NaN stay as they are, because the addition
-// could turn them into numbers.
+// Splits a float into numbers for tensor cores, which read only the upper 19 bits. If TERMS is 3,
+// `high` is the nearest number of 19 bits, and `low` is exactly the rest (12 bits, of which 11 are
+// read). If TERMS is 1, `high` is rounded to the nearest number when its lower bits are dropped.
+// Infinity and NaN then stay as they are, because the addition could turn them into numbers.
 template <int TERMS> __device__ __forceinline__ void tf32_parts(u32 value, u32& high, u32& low) {
     if (TERMS == 3) {
         high = (value + 0x1000u) & 0xffffe000u;

@@ -1,7 +1,7 @@
-// Joins values along the channels, and splits them again.
+// Concatenates values along the channels, and splits them again.
 //
-// part: `rows` rows of `words` numbers, the channels of a pixel; whole: rows of `pitch` numbers, in
-// which the part begins at `first`.
+// part: `rows` rows of `words` numbers, the channels of a pixel. whole: rows of `pitch` numbers, in
+// which the part begins at number `first`.
 
 struct alignas(16) Four {
     float of[4];

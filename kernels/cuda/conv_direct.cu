@@ -1,5 +1,5 @@
-// Convolution in plain float32, for any GPU. GPUs without TF32 tensor cores run these kernels; on
-// others they are the reference.
+// Convolution in plain float32, for any GPU. GPUs without TF32 tensor cores use these kernels; on
+// other GPUs they are the reference.
 //
 // Each of the three passes is a product out[m][n] = sum over t of a[m][t] * b[t][n]:
 //
@@ -8,41 +8,44 @@
 //   backward-data      a pixel of x       a channel             r, s, and a filter
 //   backward-weights   a filter           r, s, and a channel   a pixel of y, of one leaf
 //
-// A CTA makes a tile of 64 x 32 of it, within one group, and goes through t in chunks of 32, whose
-// two operands it brings to shared memory: consecutive threads take consecutive channels or filters
-// of a pixel, as they lie in memory, so that reads coalesce. Padding is an operand of zeros. Each
-// chunk is added up by itself, by fused multiply-add in the order of t, and the chunks' sums are
-// added in their order: the order is that of the shape alone, and short runs keep the error small.
+// A CTA computes a tile of 64 x 32 elements of the product within one group. It loops over t in
+// chunks of 32, and loads both operands of a chunk into shared memory. Consecutive threads read
+// consecutive channels or filters of a pixel, so reads coalesce. Padding is read as zeros. Each
+// chunk is added up separately, by fused multiply-add in the order of t, and the sums of the chunks
+// are added in their order. So the order depends on the shape alone, and the short sums keep the
+// error small.
 //
-// Images are NHWC, weights KRSC: (K, R, S, C/groups). Within an image and within the weights
-// offsets are int, which the caller checks.
+// Images are NHWC, weights KRSC: (K, R, S, C/groups). Offsets within an image and within the
+// weights are int; the caller checks the sizes.
 
 constexpr int ROWS = 64, COLUMNS = 32, DEPTH = 32;
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int OWN = ROWS / WARPS; // consecutive rows of the tile that a thread adds up
+constexpr int OWN = ROWS / WARPS; // consecutive rows of the tile that a thread computes
 
-// The operands of one chunk. The rows of `a` keep to 16 bytes, for vector reads; those of `b` are
-// one longer than the banks of shared memory, for writes in either direction.
+// The operands of one chunk. The rows of `a` are aligned to 16 bytes, for vector reads. Those of
+// `b` are one float longer than the 32 banks of shared memory, so that writes along rows or columns
+// use different banks.
 struct alignas(16) Operands {
     float a[DEPTH][ROWS + 4];
     float b[DEPTH][COLUMNS + 1];
 };
 
-// A pixel, of y or of x: its place in its image (padding counts from -top, -left), and where that
-// image begins; image is -1 if there is no such pixel.
+// A pixel of y or x: its row and column in its image (the padding begins at -top, -left), and the
+// offset of that image, which is -1 if there is no such pixel.
 struct Pixel {
     long long image;
     int row, column;
 };
 
-// A tap of the filters with a channel or a filter: by how much it moves a pixel, the offset of the
-// channel or filter in a pixel, and the offset of the weights; channel is -1 if there is no such
-// tap.
+// A tap of the filters, with a channel or a filter: the distance by which the tap moves a pixel,
+// the offset of the channel or filter in a pixel, and the offset of the weights. `channel` is -1 if
+// there is no such tap.
 struct Tap {
     int down, across, channel, weights;
 };
 
-// Add a chunk to the sums of this thread: rows OWN * warp + 0..OWN-1 and the column of its lane.
+// Adds a chunk to the sums of this thread, which are in the rows from OWN * warp on and in the
+// column of its lane.
 __device__ __forceinline__ void add_product(const Operands& from, float (&sums)[OWN]) {
     int row = threadIdx.x / 32 * OWN, column = threadIdx.x % 32;
     float part[OWN] = {};
@@ -56,7 +59,8 @@ __device__ __forceinline__ void add_product(const Operands& from, float (&sums)[
     for (int i = 0; i < OWN; i++) sums[i] += part[i];
 }
 
-// Pixel number n of images of rows x columns with `values` numbers each.
+// Returns pixel number n of images of rows x columns. The images that the offsets refer to have
+// `values` numbers each.
 __device__ __forceinline__ Pixel pixel_of(long long n, long long pixels, int rows, int columns,
                                           long long values) {
     if (n >= pixels) return {-1, 0, 0};
@@ -65,15 +69,16 @@ __device__ __forceinline__ Pixel pixel_of(long long n, long long pixels, int row
     return {image * values, place / columns, place % columns};
 }
 
-// The row or column of y that a tap takes from a row or column of x; -1 if there is none.
+// Returns the row or column of y to which a tap contributes from a row or column of x, which has
+// been moved by the tap, or -1 if there is none.
 __device__ __forceinline__ int output_of(int moved, int stride, int outputs) {
     if (moved < 0) return -1;
     int place = stride == 1 ? moved : moved / stride;
     return place * stride == moved && place < outputs ? place : -1;
 }
 
-// y = x * weight + bias (cross-correlation). x (images, H, W, C), y (images, P, Q, K).
-// Grid: tiles of pixels, tiles of a group's filters, groups.
+// y = cross-correlation of x with the weights, plus bias. x is (images, H, W, C), y is (images, P,
+// Q, K). Grid: tiles of pixels, tiles of the filters of a group, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ y, int images, int C, int H, int W, int K, int P, int Q, int R, int S,
@@ -122,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     }
 }
 
-// dx: each pixel of x gathers from the pixels of y that read it. dy (images, P, Q, K),
-// dx (images, H, W, C). Grid: tiles of pixels, tiles of a group's channels, groups.
+// dx: each pixel of x adds up contributions of the pixels of y that read it. dy is (images, P, Q,
+// K), dx is (images, H, W, C). Grid: tiles of pixels, tiles of the channels of a group, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h, int stride_w,
@@ -172,9 +177,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dx(
     }
 }
 
-// The gradient of the weights, one leaf for each images_per_leaf consecutive images: leaves
-// (leaves, K, R, S, C/groups). Unused images have a dy of zeros, and so add nothing.
-// Grid: (leaf, tile of a group's filters, tile of a filter's weights), the last fastest; 1; groups.
+// The gradient of the weights, with one leaf for images_per_leaf consecutive images: leaves
+// (leaves, K, R, S, C/groups). dy is zero in unused images, so these add nothing.
+// Grid: x is (leaf, tile of a group's filters, tile of a filter's weights), the last fastest; y is
+// 1; z is the group.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ leaves,
     int images_per_leaf, int C, int H, int W, int K, int P, int Q, int R, int S, int stride_h,
@@ -187,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_dweight(
     const int tiles = tiles_across * ((filters + ROWS - 1) / ROWS);
     const int leaf = blockIdx.x / tiles, tile = blockIdx.x % tiles, group = blockIdx.z;
     const int first_filter = tile / tiles_across * ROWS;
-    const int n = tile % tiles_across * COLUMNS + lane; // of a filter's weights
+    const int n = tile % tiles_across * COLUMNS + lane; // number of the weight within its filter
     const int tap = n / channels, channel = group * channels + n % channels;
     const int down = tap / S * dilation_h, across = tap % S * dilation_w;
     const long long depth = (long long)images_per_leaf * P * Q, first_pixel = leaf * depth;

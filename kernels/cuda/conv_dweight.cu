@@ -2,17 +2,18 @@
 //
 //   leaf[n][m] = sum over pixels of X[pixel][m] dy[pixel][n]
 //
-// pixel = (image, p, q) of the `images` images of one leaf; n = a filter of the group; m = (r, s,
-// c) of the group; X[pixel][m] is the pixel of x under tap (r, s), or 0 outside of the image. A
-// leaf is (K, R, S, C/groups), as the filters lie in memory.
+// pixel = (image, p, q) in the `images` images of one leaf; n = a filter of the group; m = (r, s,
+// c), where c is the channel within the group. X[pixel][m] is the pixel of x under tap (r, s), or 0
+// outside the image. A leaf is (K, R, S, C/groups), the memory order of the filters.
 //
-// Both matrices have the sum's index as their rows, so fragments are read by plain loads: row
-// pitches of 8 modulo 32 floats meet all banks, and a lane reads MI * 2 or NJ neighbours at once,
-// which only names the rows and columns of the products anew. Warps share a tile along m and n,
-// and along the pixels of a step (SPLIT of them, whose sums are added in order at the end). A block
-// of threads computes one tile of one leaf, so a leaf depends on its images alone.
+// The rows of both matrices are the index of the sum, so fragments are read by plain loads. Row
+// pitches of 8 (or 24) modulo 32 floats use all banks. A lane reads 4 or NJ adjacent elements at
+// once, which permutes the rows and columns of the products. Warps divide a tile along m and n, and
+// the pixels of a step into SPLIT parts, whose sums are added in order at the end. A block of
+// threads computes one tile of one leaf, so a leaf depends on its images alone.
 //
-// Definitions: as in conv_gemm.cu; VECTOR_X, VECTOR_Y: floats of x and of dy copied at once.
+// Definitions: as in conv_gemm.cu. VECTOR_X and VECTOR_Y are the numbers of floats of x and of dy
+// that are copied at once; SPLIT is explained above.
 #ifndef BM
 #define BM 64
 #define BN 64
@@ -28,7 +29,7 @@
 
 namespace {
 
-constexpr int BK = 32;  // pixels of a step
+constexpr int BK = 32;  // pixels per step
 constexpr int WARPS_M = BM / WM, WARPS_MN = WARPS_M * (BN / WN), THREADS = WARPS_MN * SPLIT * 32;
 constexpr int NJ = WN / 8;
 constexpr int PITCH_M = BM + 8, PITCH_N = BN % 32 == 24 ? BN : BN + 8;
@@ -72,7 +73,7 @@ conv_dweight(const float* __restrict__ dy, const float* __restrict__ x,
     const int down = tap / S * shape[12] - shape[10], along = tap % S * shape[13] - shape[11];
     auto load = [&](int step, int stage) {
         float *as = memory + stage * STAGE, *bs = as + BK * PITCH_M;
-#pragma unroll 2  // all at once would cost registers
+#pragma unroll 2  // full unrolling would cost registers
         for (int i = 0; i < BK / STEP; ++i) {
             const int row = first + i * STEP, pixel = step * BK + row;
             const int image = pixel / (P * Q), pq = pixel - image * (P * Q), p = pq / Q;

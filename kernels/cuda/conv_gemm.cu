@@ -1,23 +1,24 @@
-// Convolution as a matrix product on tensor cores, forward and backward-data, which differ in
+// Convolution as a matrix product on tensor cores, for forward and backward-data. The two differ in
 // how a row of the left matrix is gathered:
 //
 //   y[m][n] = sum over k of A[m][k] w[n][k] (+ bias[n])
 //
-// m = (image, row, column) of the output; n = a filter of the group; k = (r, s, c), c the channel
-// within the group. A is never stored: A[m][k] is a pixel of x, or 0 outside of the image.
+// m = (image, row, column) of the output; n = a filter of the group; k = (r, s, c), where c is the
+// channel within the group. A is never stored: A[m][k] is read from x, or is 0 outside the image.
 //
 //   forward        x (images, H, W, C), w (K, R, S, C/groups): row of x = p * stride - top + r * d
 //   backward-data  x is dy, w is transposed (conv_weights.cu): with t = p + top - r * d the row
 //                  of dy is t / stride, if that is an integer; H, W, C are the sizes of dy
 //
-// A block of threads owns BM x BN of y and goes through k in steps of BK: a step's parts of A and w
-// are copied to shared memory while the steps before are multiplied. PRECISION 3 is 3xTF32: each
-// operand is the sum of two TF32 numbers, of whose four products the three largest are taken. What
-// an element of y is made of, and in which order, does not depend on the tile it lies in.
+// A block of threads computes BM x BN elements of y, and loops over k in steps of BK. The parts of
+// A and w for a step are copied to shared memory while earlier steps are multiplied. PRECISION 3 is
+// 3xTF32: each operand is split into two TF32 numbers, and the three largest of their four products
+// are added. The products and their order do not depend on the tile of an element.
 //
-// Definitions: BM, BN and WM, WN: tiles of a block and of a warp; BK 32; STAGES of shared memory;
-// VECTOR: floats copied at once (4 if the channels of a group are a multiple of 4, else 1);
-// BACKWARD; CONV_SHAPE: the kernel's arguments from `height` on as constants (optional).
+// Definitions: BM x BN and WM x WN are the tiles of a block and of a warp. STAGES is the number of
+// steps in shared memory. VECTOR is the number of floats copied at once: 4 if the channels of a
+// group are a multiple of 4, else 1. BACKWARD is 1 for backward-data. CONV_SHAPE (optional) gives
+// the kernel's arguments from `height` on as constants.
 #ifndef BM
 #define BM 128
 #define BN 64
@@ -34,8 +35,8 @@ namespace {
 
 constexpr int BK = 32;
 constexpr int WARPS_N = BN / WN, THREADS = BM / WM * WARPS_N * 32;
-constexpr int MI = WM / 16, NJ = WN / 8;  // products of 16 x 8 of a warp
-constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies a row; rows copied at once
+constexpr int MI = WM / 16, NJ = WN / 8;  // tiles of 16 x 8 per warp
+constexpr int CHUNKS = BK / VECTOR, STEP = THREADS / CHUNKS;  // copies per row; rows at once
 constexpr int STAGE = (BM + BN) * BK;                         // floats
 static_assert(BM % WM == 0 && BN % WN == 0 && BM % STEP == 0 && WM % 16 == 0 && WN % 8 == 0, "");
 
@@ -44,7 +45,7 @@ struct alignas(16) Row {
     int h, w;      // forward: row and column of x at tap (0, 0); backward: t at tap (0, 0)
 };
 
-// Where element k of a row lies: chunks of 4 are permuted so that 8 rows meet all banks.
+// Returns the place of element k of a row. Chunks of 4 are permuted so that 8 rows use all banks.
 __device__ __forceinline__ int place(int row, int k) {
     return row * BK + ((((k >> 2) ^ row) & 7) << 2) + (k & 3);
 }
@@ -61,7 +62,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     const int H = shape[0], W = shape[1], C = shape[2], P = shape[3], Q = shape[4], K = shape[5];
     const int S = shape[7], stride_h = shape[8], stride_w = shape[9];
     const int dilation_h = shape[12], dilation_w = shape[13];
-    const int CG = C / shape[14], KG = K / shape[14];  // of a group
+    const int CG = C / shape[14], KG = K / shape[14];  // per group
     const int KD = shape[6] * S * CG, steps = (KD + BK - 1) / BK;
     const int tiles_n = (KG + BN - 1) / BN;
 
@@ -85,7 +86,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
         row.h = p * stride_h - shape[10], row.w = q * stride_w - shape[11];
         row.at = ((image * H + row.h) * W + row.w) * C + group * CG;
 #endif
-        if (m >= rows) row.h = -(1 << 29);  // beyond the end: outside of every image
+        if (m >= rows) row.h = -(1 << 29);  // past the last row: outside of every image
         row_table[i] = row;
     }
     __syncthreads();
@@ -97,7 +98,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
         const bool inside = k < KD;
         const int down = r * dilation_h, along = s * dilation_w;
         float *as = memory + stage * STAGE, *bs = as + BM * BK;
-#pragma unroll 2  // all at once would cost registers
+#pragma unroll 2  // full unrolling would cost registers
         for (int i = 0; i < BM / STEP; ++i) {
             const Row row = row_table[first + i * STEP];
 #if BACKWARD
@@ -123,12 +124,12 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
         }
     };
 
-    // offset of this lane's row of a matrix at k = 0; other k change single bits of it
+    // offset of the matrix row that this lane loads, at k = 0; other k flip single bits of it
     const int of_a = place(wm + (lane & 15), (lane >> 4) * 4);
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
 #if PRECISION == 3
-    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so runs are short
+    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so each is short
 #endif
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {
@@ -148,7 +149,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
             u32 b[NJ][2], b_low[NJ][2];
 #pragma unroll
             for (int j = 0; j < NJ; j += 2) {
-                u32 two[2][2];  // columns j and j + 1; the last column twice if their number is odd
+                u32 two[2][2];  // columns j, j + 1; the last one twice if their number is odd
                 const int again = j + 1 < NJ ? 0 : (lane >> 4) * 8 * BK;
                 ldsm4(two[0][0], two[0][1], two[1][0], two[1][1],
                       bs + j * 8 * BK - again + (of_b ^ k));
@@ -180,7 +181,7 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
     }
 
     const int g = lane >> 2, t = lane & 3;
-    const bool pairs = KG % 2 == 0;  // then two filters side by side are aligned to 8 bytes
+    const bool pairs = KG % 2 == 0;  // then two adjacent filters are aligned to 8 bytes
 #pragma unroll
     for (int j = 0; j < NJ; ++j) {
         const int n = n0 + wn + j * 8 + 2 * t;

@@ -1,5 +1,5 @@
-// The filters as backward-data reads them: (K, R, S, C/groups) -> (C, R, S, K/groups). A block of
-// threads turns 32 x 32 of one group and tap.
+// Transposes filters for backward-data: (K, R, S, C/groups) -> (C, R, S, K/groups). A block of
+// threads transposes a tile of 32 x 32 weights of one group and tap.
 extern "C" __global__ void __launch_bounds__(256)
 conv_weights(const float* __restrict__ w, float* __restrict__ turned, int filters, int channels,
              int taps, int groups) {

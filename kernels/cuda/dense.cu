@@ -1,22 +1,23 @@
-// Fully connected layers in float32: three products of matrices, made of tiles in shared memory.
+// Fully connected layers in float32: three matrix products, computed from tiles in shared memory.
 //
-// As memory orders them: x (images, features), weight (outputs, features), y and dy (images,
-// outputs). A thread adds up its elements by fmaf over the products in their order, one run of RUN
-// after the other, and runs in theirs: no element's sum depends on the tile that holds it.
+// The matrices in memory are x (images, features), weight (outputs, features), y and dy (images,
+// outputs). A thread adds up the products of an element by fmaf in their order, in runs of RUN
+// products, and then the runs in their order. So the sum of an element does not depend on the tile.
 
 enum {
     THREADS = 128,
-    DEPTH = 16,  // products a stage; of dweight the images of a block, which are one leaf
-    RUN = 256,   // products that are added up by themselves, so that rounding stays small
+    DEPTH = 16,  // products per stage; for dweight the images of a block, which are one leaf
+    RUN = 256,   // products that are added up separately, to keep rounding errors small
 };
 
-// Element k of column i of a tile lies at [k][turned(k, i)]: quads stored along k then fall into
+// Element k of column i of a tile is stored at [k][turned(k, i)], so that quads stored along k use
 // different banks. Groups of 8 columns stay together.
 template <int WIDTH> __device__ __forceinline__ int turned(int k, int i) {
     return i ^ ((k / 4 * 8) & (WIDTH - 1));
 }
 
-// The first `count` floats from p on, at most 4, then zeros. aligned: whole quads lie on 16 bytes.
+// Returns `count` floats from p on, at most 4, and zeros for the rest of the quad. aligned: whole
+// quads are aligned to 16 bytes.
 __device__ __forceinline__ float4 quad(const float* p, int count, int aligned) {
     if (aligned && count >= 4) return *(const float4*)p;
     float4 found;
@@ -27,8 +28,8 @@ __device__ __forceinline__ float4 quad(const float* p, int count, int aligned) {
     return found;
 }
 
-// One stage of an operand of WIDTH columns, held in registers between memory and shared memory.
-// ALONG: element (k, i) is matrix[i * pitch + k], else matrix[k * pitch + i].
+// One stage of an operand with WIDTH columns, held in registers on its way to shared memory.
+// Element (k, i) is matrix[i * pitch + k] if ALONG, else matrix[k * pitch + i].
 template <int WIDTH, bool ALONG> struct Stage {
     static constexpr int QUADS = WIDTH * DEPTH / 4;
     static constexpr int HELD = (QUADS + THREADS - 1) / THREADS;
@@ -41,7 +42,8 @@ template <int WIDTH, bool ALONG> struct Stage {
         return ALONG ? n % (DEPTH / 4) * 4 : n / (WIDTH / 4);
     }
 
-    // Columns from `first` on, products from k on; zeros from column `columns` and product `stop`.
+    // Loads columns from `first` on and products from k on. Elements from column `columns` or from
+    // product `stop` on are zero.
     __device__ __forceinline__ void fetch(const float* matrix, int pitch, int first, int columns,
                                           int k, int stop, int aligned) {
 #pragma unroll
@@ -74,14 +76,15 @@ template <int WIDTH, bool ALONG> struct Stage {
     }
 };
 
-// A tile of ROWS x COLUMNS elements. A thread has T x U of them, in groups of 4 (or 2) that lie
-// side by side.
+// A tile of ROWS x COLUMNS elements. A thread has T x U of them, in groups of 4 (or 2) adjacent
+// ones.
 template <int ROWS, int COLUMNS, int T, int U> struct Tile {
-    static constexpr int ACROSS = COLUMNS / U;  // threads
+    static constexpr int ACROSS = COLUMNS / U;  // threads side by side
     static_assert(ROWS / T * ACROSS == THREADS, "a thread for each group of elements");
     float sum[T][U];
 
-    // The column of element t of thread n, if `size` columns are dealt to threads of `own` each.
+    // Returns the row or column of element t of thread n, if `size` rows or columns are divided
+    // among threads that have `own` each.
     template <int size, int own> static __device__ __forceinline__ int place(int n, int t) {
         constexpr int group = own < 4 ? own : 4;
         return t / group * (size / (own / group)) + n * group + t % group;
@@ -123,7 +126,7 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
         }
     }
 
-    // Adds the products of a stage.
+    // Adds the products of a stage to the sums.
     __device__ __forceinline__ void multiply(const float (*a)[ROWS], const float (*b)[COLUMNS]) {
 #pragma unroll
         for (int k = 0; k < DEPTH; k++) {
@@ -137,8 +140,8 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
         }
     }
 
-    // Writes the elements within (rows, columns), at `first_row`, `first_column` of a matrix; bias:
-    // of each column, or null.
+    // Writes the tile to a matrix (rows, columns) from `first_row` and `first_column` on, as far as
+    // it is within the matrix. bias: a number that is added to each column, or null.
     __device__ __forceinline__ void write(float* to, const float* bias, int first_row,
                                           int first_column, int rows, int columns,
                                           int aligned) const {
@@ -164,8 +167,9 @@ template <int ROWS, int COLUMNS, int T, int U> struct Tile {
     }
 };
 
-// One tile of a (rows x products) times b (products x columns), from product k to `stop`.
-// a lies along its products; b too if ALONG. The tile of block (x: columns, y: rows).
+// Returns one tile of a (rows x products) times b (products x columns), from product k to `stop`.
+// The products are contiguous in a, and if ALONG also in b. The block's x and y select the columns
+// and rows of the tile.
 template <int ROWS, int COLUMNS, int T, int U, bool ALONG>
 __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
     float (*tile_a)[DEPTH][ROWS], float (*tile_b)[DEPTH][COLUMNS], const float* a, const float* b,
@@ -198,8 +202,8 @@ __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
 
 // ---- forward ----
 
-// sums[chunk] (images, outputs): of the products of chunk blockIdx.z of the features. Where one
-// chunk has all of them, it is y, with the bias; else bias is null.
+// sums[blockIdx.z] (images, outputs): the sums over chunk blockIdx.z of the features. If one chunk
+// has all features, sums is y and the bias is added; otherwise bias is null.
 #define FORWARD(ROWS, COLUMNS, T, U)                                                               \
     alignas(16) __shared__ float tile_a[2][DEPTH][ROWS];                                           \
     alignas(16) __shared__ float tile_b[2][DEPTH][COLUMNS];                                        \
@@ -209,7 +213,7 @@ __device__ __forceinline__ Tile<ROWS, COLUMNS, T, U> multiplied(
         .write(sums + (long long)blockIdx.z * images * outputs, bias, blockIdx.y * ROWS,           \
                blockIdx.x * COLUMNS, images, outputs, aligned_out)
 
-// For at most 16 outputs; tiles of 64 images x 16 outputs.
+// For at most 16 outputs, with tiles of 64 images x 16 outputs.
 extern "C" __global__ void __launch_bounds__(128) dense_few(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
@@ -217,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_few(
     FORWARD(64, 16, 4, 2);
 }
 
-// Tiles of 64 images x 64 outputs.
+// With tiles of 64 images x 64 outputs.
 extern "C" __global__ void __launch_bounds__(128) dense_many(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
@@ -225,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_many(
     FORWARD(64, 64, 8, 4);
 }
 
-// Tiles of 128 images x 64 outputs.
+// With tiles of 128 images x 64 outputs.
 extern "C" __global__ void __launch_bounds__(128) dense_large(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
     float* __restrict__ sums, int images, int outputs, int features, int chunk, int aligned,
@@ -233,8 +237,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_large(
     FORWARD(128, 64, 8, 8);
 }
 
-// y = the sum of the chunks, in their order, + bias: element i of `count`, that is, of images x
-// outputs.
+// y = bias + the sum of the chunks in their order, for `count` elements, which is images x outputs.
 extern "C" __global__ void __launch_bounds__(256) dense_chunks(
     const float* __restrict__ sums, const float* __restrict__ bias, float* __restrict__ y,
     long long count, int outputs, int chunks) {
@@ -257,29 +260,31 @@ extern "C" __global__ void __launch_bounds__(256) dense_chunks(
         .write(dx, (const float*)0, blockIdx.y * ROWS, blockIdx.x * COLUMNS, images, features,     \
                aligned)
 
-// Tiles of 64 images x 64 features.
+// With tiles of 64 images x 64 features.
 extern "C" __global__ void __launch_bounds__(128) dense_dx(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int outputs, int features, int aligned_dy, int aligned) {
     BACKWARD(64, 64, 8, 4);
 }
 
-// Tiles of 128 images x 64 features.
+// With tiles of 128 images x 64 features.
 extern "C" __global__ void __launch_bounds__(128) dense_dx_large(
     const float* __restrict__ dy, const float* __restrict__ weight, float* __restrict__ dx,
     int images, int outputs, int features, int aligned_dy, int aligned) {
     BACKWARD(128, 64, 8, 8);
 }
 
-// nodes (ranges, outputs, features): of each range of blocks dy^T x, a leaf being a block of 16
-// images. Block z of the grid has one range.
+// nodes (ranges, outputs, features): dy^T x for each range of blocks, where a leaf is a block of 16
+// images. blockIdx.z is the number of the range.
 //
-// Leaves are folded as they arrive. Level l holds the node of the 2^l leaves before leaf i if bit l
-// of i is set. Leaf i is added to the nodes of the levels below its first 0 bit, and the sum is
-// stored at that level. The last leaf is added to all levels. So LEVELS registers per element are
-// enough for 2^LEVELS leaves. plain: one sum of all, from left to right.
+// Leaves are folded as they arrive. If bit l of i is set, level l holds the node of 2^l leaves that
+// leaf i must be combined with. Leaf i is added to the nodes of the levels below its first 0 bit,
+// and the sum is stored at that level. The last leaf is added to all levels that hold a node. So
+// LEVELS registers per element are enough for 2^LEVELS leaves. If `plain`, all leaves are added up
+// from left to right.
 //
-// ranges: of each its first block, counted from this share's first, and how many there are.
+// ranges: for each, its first block, counted from the first of this rank's share, and its number of
+// blocks.
 template <int LEVELS, int ROWS, int COLUMNS, int T, int U>
 __device__ __forceinline__ void fold_leaves(float (*tile_a)[DEPTH][ROWS],
                                             float (*tile_b)[DEPTH][COLUMNS], const float* dy,
@@ -334,7 +339,7 @@ __device__ __forceinline__ void fold_leaves(float (*tile_a)[DEPTH][ROWS],
     fold_leaves<LEVELS, ROWS, COLUMNS, T, U>(tile_a, tile_b, dy, x, nodes, ranges, outputs,       \
                                              features, plain, aligned_dy, aligned)
 
-// For at most 16 outputs; ranges of up to 2^6 blocks.
+// For at most 16 outputs and ranges of up to 2^6 blocks.
 extern "C" __global__ void __launch_bounds__(128) dense_dweight_few(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ nodes,
     const int* __restrict__ ranges, int outputs, int features, int plain, int aligned_dy,
@@ -342,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_dweight_few(
     DWEIGHT(6, 16, 64, 2, 4);
 }
 
-// Ranges of up to 2^4 blocks.
+// For ranges of up to 2^4 blocks.
 extern "C" __global__ void __launch_bounds__(128) dense_dweight_short(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ nodes,
     const int* __restrict__ ranges, int outputs, int features, int plain, int aligned_dy,
@@ -350,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_dweight_short(
     DWEIGHT(4, 64, 64, 8, 4);
 }
 
-// Ranges of up to 2^8 blocks.
+// For ranges of up to 2^8 blocks.
 extern "C" __global__ void __launch_bounds__(128) dense_dweight_long(
     const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ nodes,
     const int* __restrict__ ranges, int outputs, int features, int plain, int aligned_dy,

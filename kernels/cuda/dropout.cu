@@ -1,11 +1,12 @@
 // Dropout. A random number for each element decides whether the element is kept. It depends only on
 // (key, epoch, sample, element) and is computed by Philox4x32-10 (Salmon et al., "Parallel random
-// numbers: as easy as 1, 2, 3", SC 2011). The bytes are those of kernels/cpu/dropout.c and of
-// mpidl/backends/reference/dropout.py. Forward and backward are one pass.
+// numbers: as easy as 1, 2, 3", SC 2011). The results have the same bytes as those of
+// kernels/cpu/dropout.c and mpidl/backends/reference/dropout.py. Forward and backward use the same
+// kernel.
 
 typedef unsigned long long u64;
 
-enum { GROUP = 8, ROUNDS = 10 };  // elements that a call of the generator serves
+enum { GROUP = 8, ROUNDS = 10 };  // GROUP: elements per call of the generator
 
 struct Words {
     u64 low, high;  // the first two words, the last two
@@ -22,9 +23,9 @@ __device__ __forceinline__ Words philox(u32 a, u32 b, u32 c, u32 d, u32 low, u32
     return {a | (u64)b << 32, c | (u64)d << 32};
 }
 
-// x and y (images, pixels, C), epoch (1,), samples (images,). Element c * pixels + p of an image is
-// its pixel p of channel c. A thread has 8 pixels of a channel, neighbours neighbouring channels;
-// `parts` blocks have an image.
+// x and y are (images, pixels, C), epoch is (1,), samples is (images,). Pixel p of channel c is
+// element number c * pixels + p. A thread processes up to 8 pixels of one channel, and neighbouring
+// threads have neighbouring channels. `parts` blocks share an image.
 extern "C" __global__ void __launch_bounds__(256)
 dropout(const float* __restrict__ x, float* __restrict__ y, const int* __restrict__ epoch,
         const int* __restrict__ samples, int threshold, float scale, int key0, int key1, int C,
@@ -39,7 +40,7 @@ dropout(const float* __restrict__ x, float* __restrict__ y, const int* __restric
     const Words here = philox(group, sample, 0, epoch[0], key0, key1);
     Words next = {};
     if (skip + count > GROUP) next = philox(group + 1, sample, 0, epoch[0], key0, key1);
-    u64 low = here.low, high = here.high, then = next.low;  // from the element's 16 bits on
+    u64 low = here.low, high = here.high, then = next.low;  // 16 bits per element
     if (skip >= 4) low = high, high = then, then = next.high, skip -= 4;
     if (skip) {
         const int by = 16 * skip;

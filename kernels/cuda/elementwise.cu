@@ -1,4 +1,4 @@
-// Arithmetic on whole arrays, and copies of many at once. All in memory order.
+// Elementwise arithmetic on whole arrays, and a kernel that copies many arrays at once.
 
 extern "C" __global__ void __launch_bounds__(256)
 add_float(const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ y,
@@ -12,7 +12,8 @@ add_double(const double* __restrict__ a, const double* __restrict__ b, double* _
   EACH_INDEX(i, n) y[i] = a[i] + b[i];
 }
 
-// y = x * (factor * late), rounded to x's type first; late (1,) may be null.
+// y = x * (factor * late), where the factor is rounded to the type of x first. late (1,) may be
+// null.
 extern "C" __global__ void __launch_bounds__(256)
 scaled_float(const float* __restrict__ x, double factor, const double* __restrict__ late,
              float* __restrict__ y, long long n) {
@@ -32,14 +33,14 @@ cast_double_float(const double* __restrict__ x, float* __restrict__ y, long long
   EACH_INDEX(i, n) y[i] = (float)x[i];
 }
 
-// n words of 4 bytes become 0.
+// Sets n words of 4 bytes to 0.
 extern "C" __global__ void __launch_bounds__(256)
 zero_words(int* __restrict__ x, long long n) {
   EACH_INDEX(i, n) x[i] = 0;
 }
 
-// Rows of `table`: source, destination, rows, words a row, words from row to row of the source and
-// of the destination; a word is 4 bytes, blockIdx.y the row of the table.
+// Copies the piece that row blockIdx.y of `table` describes: source, destination, number of rows,
+// words per row, and the pitch of source and destination in words of 4 bytes.
 extern "C" __global__ void __launch_bounds__(256)
 copy_pieces(const long long* __restrict__ table) {
   const long long* piece = table + 6 * blockIdx.y;

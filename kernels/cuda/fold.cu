@@ -1,11 +1,11 @@
-// The tree that adds up a mini-batch (mpidl/fold.py), over the rows of a matrix.
+// Folds the rows of a matrix by the tree that adds up a mini-batch (mpidl/fold.py).
 //
-// A node of n rows splits at the largest power of two below n. Folded from left to right that is a
-// binary counter: row i is combined with level 0, 1, ... as long as the bits of i are set, and
-// kept at the first level whose bit is not; the last row is combined with all levels whose bit is
-// set. Runs of a power of two of rows, which begin at a multiple of it, are nodes of the same tree:
-// so threads may share a node by such runs and combine theirs, by the tree again, to the same
-// bytes.
+// A node of n rows splits at the largest power of two below n. Folding from left to right works
+// like a binary counter: row i is combined with levels 0, 1, ... as long as the bits of i are set,
+// and is kept at the first level whose bit is not set. The last row is combined with all levels
+// whose bit is set. A run of 2^l rows that begins at a multiple of 2^l is a node of the same tree.
+// So threads may divide a node into such runs, and combine their results by the tree again, without
+// changing the bytes.
 
 struct Moments {
   double count, mean, m2;
@@ -14,7 +14,7 @@ struct Moments {
 __device__ __forceinline__ float combined(float left, float right) { return left + right; }
 __device__ __forceinline__ double combined(double left, double right) { return left + right; }
 
-// As `fold.merge_moments`, operation by operation.
+// Does the same operations as `fold.merge_moments`, in the same order.
 __device__ __forceinline__ Moments combined(Moments left, Moments right) {
   if (right.count == 0) return left;
   if (left.count == 0) return right;
@@ -25,7 +25,8 @@ __device__ __forceinline__ Moments combined(Moments left, Moments right) {
           __dadd_rn(left.m2, __dadd_rn(right.m2, square))};
 }
 
-// Matrices in C order: sums (rows, width); moments (rows, 1 + 2 width) as [count, mean, M2].
+// Access to matrices in C order. Sums are (rows, width); moments are (rows, 1 + 2 width), where a
+// row is [count, mean, M2].
 template <class T> struct Matrix {
   typedef T Value;
   static __device__ __forceinline__ T load(const T* x, long long row, int column, int width) {
@@ -52,8 +53,8 @@ struct MomentsMatrix {
   }
 };
 
-// Take a node of 2^lowest rows, or the last one, that begins at row `start`; the value of the
-// largest node that it completes. By recursion, so that each level is a register.
+// Adds a node of 2^lowest rows (the last node may have fewer) that begins at row `start`. Returns
+// the value of the largest node that it completes. The recursion keeps each level in a register.
 template <int L = 0, int LEVELS, class T>
 __device__ __forceinline__ T push(T (&level)[LEVELS], T value, int start, int lowest, bool last) {
   if constexpr (L < LEVELS) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ T push(T (&level)[LEVELS], T value, int start, int lo
   return value;
 }
 
-// The fold of rows first .. first + n - 1, n >= 1.
+// Returns the fold of rows first .. first + n - 1, n >= 1.
 template <int LEVELS, class M, class E>
 __device__ __forceinline__ typename M::Value folded(const E* x, long long first, int n, int column,
                                                     int width) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ typename M::Value folded(const E* x, long long first,
   return value;
 }
 
-// The same of at most 4 rows, without a counter: a merge of moments is much code.
+// Returns the fold of at most 4 rows without a counter, because merging moments is much code.
 template <class M, class E>
 __device__ __forceinline__ typename M::Value folded_few(const E* x, long long first, int n,
                                                         int column, int width) {
@@ -100,8 +101,9 @@ __device__ __forceinline__ typename M::Value folded_few(const E* x, long long fi
   return n > 2 ? combined(v[0], v[2]) : v[0];
 }
 
-// One node, `columns` of its columns a block: thread (row, column) folds rows row * chunk on of the
-// node, `chunk` of them, a power of two; the threads of a column are combined through `shared`.
+// Folds `columns` columns of one node per block. Thread (row, column) folds up to `chunk` rows of
+// the node, from row * chunk on, where chunk is a power of two. The results of the threads of a
+// column are combined through `shared`.
 template <int LEVELS, class M, class E>
 __device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* roots, int width,
                                           int columns, int chunk, typename M::Value* shared) {
@@ -130,7 +132,8 @@ __device__ __forceinline__ void fold_node(const E* values, const int* nodes, E* 
   if (inside && row == 0) M::store(roots, blockIdx.y, column, width, value);
 }
 
-// roots[node] = the fold of rows nodes[node] = (first, count) of `values`; blockIdx.y is the node.
+// roots[node] = the fold of the rows of `values` that nodes[node] = (first, count) selects, where
+// node is blockIdx.y.
 extern "C" __global__ void __launch_bounds__(512)
 fold_float(const float* __restrict__ values, const int* __restrict__ nodes,
            float* __restrict__ roots, int width, int columns, int chunk) {
@@ -145,7 +148,7 @@ fold_double(const double* __restrict__ values, const int* __restrict__ nodes,
   fold_node<16, Matrix<double>>(values, nodes, roots, width, columns, chunk, shared);
 }
 
-// chunk <= 4.
+// As fold_float, for moments; chunk must be at most 4.
 extern "C" __global__ void __launch_bounds__(1024)
 fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
              double* __restrict__ roots, int width, int columns, int chunk) {
@@ -153,8 +156,9 @@ fold_moments(const double* __restrict__ values, const int* __restrict__ nodes,
   fold_node<2, MomentsMatrix>(values, nodes, roots, width, columns, chunk, shared);
 }
 
-// The root of rows that are nodes of one tree, in order: order[row] = (first leaf, level), a node
-// of level l being of at most 2^l leaves. A thread a column.
+// Computes the root of a tree from its nodes, which are the rows of `values`, in their order.
+// order[row] = (first leaf, level), where a node of level l has at most 2^l leaves. Each thread has
+// one column.
 template <class M, class E>
 __device__ __forceinline__ void combine_nodes(const E* values, const int* order, E* root, int rows,
                                               int width) {

@@ -1,22 +1,23 @@
-// Images of a data set to the lanes of a mini-batch: (n, C, H, W) as files have them to (image, P,
-// Q, C), which is NHWC.
+// Gathers images of a data set, stored as (n, C, H, W), into the lanes of a mini-batch, stored as
+// (image, P, Q, C), which is NHWC.
 
-enum { THREADS = 256, EACH = 4 };  // elements of a thread
+enum { THREADS = 256, EACH = 4 };  // threads per block, elements per thread
 
-__device__ __forceinline__ float usual(unsigned char) { return 255.0f; }  // divisor
+__device__ __forceinline__ float usual(unsigned char) { return 255.0f; }  // the default divisor
 __device__ __forceinline__ float usual(float) { return 1.0f; }
 
 enum { LEFT_TO_RIGHT = 1, TOP_TO_BOTTOM = 2 };  // bits of mirrored
 
-// The option of an image, or 0 if the option is null.
+// Returns the option of an image, or 0 if `option` is null.
 __device__ __forceinline__ int said(const int* option, int image) {
     return option ? option[image] : 0;
 }
 
-// Window (P, Q) of an image from its pixel (top, left) on, of the image mirrored as is said; `fill`
-// (C), or 0, outside of the image. A value is (pixel - centre) / divisor, of each channel or,
-// of_pixels, of each (c, p, q). Zeros in images from *valid on. Image i is number indices[i] of
-// `pixels`, or i if indices is null. `parts` blocks of threads have an image.
+// Cuts the window (P, Q) that begins at pixel (top, left) from each image, after mirroring it as
+// `mirrored` says. Pixels outside of the image have the value of `fill` (C), or 0. The result is
+// (pixel - centre) / divisor, where centre and divisor are given for each channel or, if of_pixels,
+// for each (c, p, q). Image i is number indices[i] of `pixels`, or number i if indices is null.
+// Images from number *valid on become zero. `parts` blocks of threads share an image.
 template <class T>
 __device__ __forceinline__ void window(const T* pixels, const int* indices, const int* valid,
                                        const int* mirrored, const int* top, const int* left,
@@ -52,7 +53,7 @@ __device__ __forceinline__ void window(const T* pixels, const int* indices, cons
     }
 }
 
-// For bytes, which are divided by 255 if centre is null.
+// Images of bytes, which are divided by 255 if centre is null.
 extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
     const unsigned char* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) images_of_bytes(
            of_pixels, count, parts);
 }
 
-// For floats, which stay as they are if centre is null.
+// Images of floats, which are not changed if centre is null.
 extern "C" __global__ void __launch_bounds__(256) images_of_floats(
     const float* __restrict__ pixels, const int* __restrict__ indices,
     const int* __restrict__ valid, const int* __restrict__ mirrored, const int* __restrict__ top,
@@ -76,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(256) images_of_floats(
            of_pixels, count, parts);
 }
 
-// Targets of images: table (n, channels, places) to lanes (image, places, channels), words of
-// four bytes as they are. Zeros in images from *valid on; see `window`.
+// Gathers the targets of images, from table (n, channels, places) into lanes (image, places,
+// channels), by words of four bytes. Images from number *valid on become zero; see `window`.
 extern "C" __global__ void __launch_bounds__(256)
     images_targets(const int* __restrict__ table, const int* __restrict__ indices,
                    const int* __restrict__ valid, int* __restrict__ lanes, int channels, int places,

@@ -1,15 +1,15 @@
-// Softmax, cross-entropy and errors, in double: the reported losses and the gradients with which
-// backward starts.
+// Softmax, cross-entropy and errors in double precision: the reported losses, and the gradients
+// with which the backward pass starts.
 //
-// logits (rows, classes), as memory orders them: a row is an image or, of images, a pixel. A block
-// of threads has 16 rows at once, and a warp has one of them: its lanes add up every 32nd class,
-// and each other by one tree. Errors are of elements, each a thread's.
+// logits are stored as (rows, classes), where a row is an image or, for images of scores, a pixel.
+// A block of threads has 16 rows at once, one per warp. A lane adds up every 32nd class, and a tree
+// adds up the lanes. Errors have one element per thread.
 
 enum { ROWS = 16, LANES_OF_WARP = 32 };
 
-// A leaf of a sum over images, blockIdx.x: its rows or elements, of images that are used. An image
-// has `size` of them; a leaf has `images` images, or one of the `parts` of one image; `chunk` in
-// all.
+// Returns the rows or elements of leaf blockIdx.x of a sum over images, without unused images. An
+// image has `size` of them. A leaf has `images` whole images, or one of the `parts` of an image,
+// and at most `chunk` rows or elements.
 struct Range {
     long long first, stop;
 };
@@ -22,7 +22,8 @@ __device__ __forceinline__ Range leaf(const int* valid, int size, int images, in
     return {first, min(first + chunk, stop)};
 }
 
-// rows[blockIdx.x]: the sum over the block's warps, in their order, of the `value` of each.
+// Adds up `value` over the warps of the block, in their order, and stores the sum in
+// rows[blockIdx.x].
 __device__ __forceinline__ void add_warps(double* of_warp, double value, double* rows) {
     if (threadIdx.x % LANES_OF_WARP == 0) of_warp[threadIdx.x / LANES_OF_WARP] = value;
     __syncthreads();
@@ -33,14 +34,14 @@ __device__ __forceinline__ void add_warps(double* of_warp, double value, double*
     }
 }
 
-// The sum over a warp's lanes, in each of them.
+// Returns the sum over a warp's lanes to each of them.
 __device__ __forceinline__ double sum_of_warp(double value) {
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) value += shfl_xor(value, mask);
     return value;
 }
 
-// For a row: the largest logit, and the sum over the classes of e^(logit - top).
+// For a row: its largest logit `top`, and the sum of e^(logit - top) over the classes.
 struct Normalizer {
     double top, sum;
 };
@@ -60,13 +61,13 @@ __device__ __forceinline__ Normalizer normalizer(const float* logits, int classe
     return found;
 }
 
-// The first row of this thread's warp, counted in the block and over all blocks.
+// The first row of this thread's warp, as a number in the block and as a number over all blocks.
 __device__ __forceinline__ int row_of_block() { return threadIdx.x / LANES_OF_WARP; }
 __device__ __forceinline__ long long row_of_all() {
     return (long long)blockIdx.x * ROWS + row_of_block();
 }
 
-// p (rows, classes) = e^logit / the sum of them.
+// p (rows, classes) = e^logit / S, where S is the sum of e^logit over the classes.
 extern "C" __global__ void __launch_bounds__(512)
     loss_softmax(const float* __restrict__ logits, double* __restrict__ p, int classes) {
     const long long first = row_of_all() * classes;
@@ -75,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(512)
         p[first + c] = exp(logits[first + c] - of.top) / of.sum;
 }
 
-// dx (rows, classes) = p (dy - the sum of p dy over the classes): the gradient behind a softmax.
+// The gradient of softmax: dx (rows, classes) = p (dy - S), where S is the sum of p dy over the
+// classes.
 extern "C" __global__ void __launch_bounds__(512)
     loss_softmax_dx(const float* __restrict__ dy, const double* __restrict__ p,
                     float* __restrict__ dx, int classes) {
@@ -88,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(512)
         dx[first + c] = (float)(p[first + c] * (dy[first + c] - inner));
 }
 
-// rows (leaves): of -log softmax(logits)[label]. valid: how many images of this share there are.
+// rows (leaves): for each leaf, the sum of -log softmax(logits)[label]. valid: the number of images
+// in this rank's share.
 extern "C" __global__ void __launch_bounds__(512)
     loss_cross_entropy(const float* __restrict__ logits, const int* __restrict__ labels,
                        const int* __restrict__ valid, double* __restrict__ rows, int classes,
@@ -104,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(512)
     add_warps(of_warp, value, rows);
 }
 
-// d (rows, classes) = (softmax(logits) - one at the label) * factor * late; zero in unused images.
-// late: a number that is known when the kernel runs, or null.
+// d (rows, classes) = (softmax(logits) - onehot(label)) * factor * late; zero in unused images.
+// late: a number that becomes known only when the kernel runs, or null.
 extern "C" __global__ void __launch_bounds__(512)
     loss_dlogits(const float* __restrict__ logits, const int* __restrict__ labels,
                  const int* __restrict__ valid, double factor, const double* __restrict__ late,
@@ -127,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-// Whether (value, place) comes before (best, at) in the search for the largest: the first of equal
-// values, and NaN before all others.
+// Returns whether (value, place) is preferred to (best, at) in the search for the largest value.
+// NaN is preferred to numbers, and the first of equal values to the others.
 __device__ __forceinline__ bool before(float value, int place, float best, int at) {
     const bool strange = value != value, best_strange = best != best;
     if (strange != best_strange) return strange;
@@ -136,7 +139,7 @@ __device__ __forceinline__ bool before(float value, int place, float best, int a
     return (strange || value == best) && place < at;
 }
 
-// rows (leaves): of how many rows the largest logit is their label's.
+// rows (leaves): for each leaf, the number of rows whose largest logit is that of their label.
 extern "C" __global__ void __launch_bounds__(512)
     loss_correct(const float* __restrict__ logits, const int* __restrict__ labels,
                  const int* __restrict__ valid, double* __restrict__ rows, int classes, int pixels,
@@ -160,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(512)
     add_warps(of_warp, value, rows);
 }
 
-// y - target of element i. Where an image of y has k in memory, the target has it at
-// k % near * far + k / near: at k, if near is all elements.
+// Returns y - target for element i of y. Element k of an image of y in memory corresponds to
+// element k % near * far + k / near of the target. That is k itself if `near` is `elements`.
 __device__ __forceinline__ double error(const float* y, const float* target, long long i,
                                         int elements, int near, int far) {
     long long at = i;
@@ -173,7 +176,7 @@ __device__ __forceinline__ double error(const float* y, const float* target, lon
     return (double)y[i] - target[at];
 }
 
-// rows (leaves): of |y - target|, or its square if power is 2.
+// rows (leaves): for each leaf, the sum of |y - target|, or of its square if power is 2.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors(const float* __restrict__ y, const float* __restrict__ target,
                 const int* __restrict__ valid, double* __restrict__ rows, int near, int far,
@@ -188,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(256)
     add_warps(of_warp, sum_of_warp(value), rows);
 }
 
-// dy = (y - target) * factor * late, or its sign times that if power is 1; 0 in unused images.
+// dy = e * factor * late, where e is y - target, or its sign if power is 1; zero in unused images.
 extern "C" __global__ void __launch_bounds__(256)
     loss_errors_dy(const float* __restrict__ y, const float* __restrict__ target,
                    const int* __restrict__ valid, double factor, const double* __restrict__ late,

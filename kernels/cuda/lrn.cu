@@ -1,7 +1,7 @@
-// Cross-channel (local response) normalization of NHWC images: y = x d^-beta,
-// d = k + a (sum of x^2 over a window of channels), a being alpha / window; see mpidl/ops/lrn.py.
+// Cross-channel (local response) normalization of NHWC images: y = x d^-beta with
+// d = k + a (sum of x^2 over a window of channels) and a = alpha / window. See mpidl/ops/lrn.py.
 
-// x to the -1/4, for normal x > 0: see kernels/cpu/special.h.
+// Returns x^(-1/4) for normal x > 0; see kernels/cpu/special.h.
 __device__ __forceinline__ float inverse_fourth_root(float x) {
     float y = __uint_as_float(0x4f584000u - (__float_as_uint(x) >> 2));
 #pragma unroll
@@ -12,7 +12,7 @@ __device__ __forceinline__ float inverse_fourth_root(float x) {
     return y;
 }
 
-// d^-beta, and in `ratio` that divided by d.
+// Returns d^-beta, and stores d^-beta / d in `ratio`.
 __device__ __forceinline__ float power(float d, double beta, float& ratio) {
     if (beta == 0.75) {
         const float root = inverse_fourth_root(d), square = root * root, cube = square * root;
@@ -24,7 +24,7 @@ __device__ __forceinline__ float power(float d, double beta, float& ratio) {
     return result;
 }
 
-// The denominator of channel c of a pixel whose channels begin at x.
+// Returns the denominator d of channel c of a pixel whose channels begin at x.
 __device__ __forceinline__ float denominator(const float* x, int c, int C, int before, int behind,
                                              float a, float k) {
     const int first = max(0, c - before), stop = min(C, c + behind + 1);
@@ -33,7 +33,7 @@ __device__ __forceinline__ float denominator(const float* x, int c, int C, int b
     return fmaf(sum, a, k);
 }
 
-// y and x (rows, C), a row being a pixel.
+// y and x are (rows, C), where a row is a pixel.
 extern "C" __global__ void __launch_bounds__(256)
 lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, int before,
     int behind, float a, float k, double beta) {
@@ -44,14 +44,14 @@ lrn(const float* __restrict__ x, float* __restrict__ y, long long rows, int C, i
     }
 }
 
-// dx = dy d^-beta - factor x (sum of dy x d^(-beta - 1) over the channels in whose window it is).
-// A block has `height` rows and, by blockIdx.y, `width` channels of each. It computes the products
-// of these channels and of the channels around them, then adds them up.
+// dx = dy d^-beta - factor x S, where S is the sum of dy x d^(-beta - 1) over the channels whose
+// windows contain this one. A block of threads processes `height` rows and `width` channels of each
+// (blockIdx.y). It computes the products of these channels and of those around them, then the sums.
 extern "C" __global__ void __launch_bounds__(256)
 lrn_dx(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
        long long rows, int C, int before, int behind, float a, float k, double beta, float factor,
        int height, int width) {
-    DYN_SMEM(float, products);  // of each row, channel from - behind on
+    DYN_SMEM(float, products);  // for each row, from channel from - behind on
     const int from = blockIdx.y * width, here = min(width, C - from);
     const int all = here + behind + before;
     const long long first = (long long)blockIdx.x * height;

@@ -1,14 +1,14 @@
-// Steps of optimizers: a kernel for each formula of backends/reference/optimizer.py. Nothing is
-// contracted, so that the bytes are those of kernels/cpu/optimizer.c.
+// Optimizer steps: one kernel for each formula of backends/reference/optimizer.py. No operations
+// are contracted, so the results have the same bytes as those of kernels/cpu/optimizer.c.
 //
-// parameters: of each how many floats, and the addresses of its weight, gradient, stepped weight and
-// of the arrays that the formula keeps; stepped may lie where the weight does.
-// places: of each block of threads the parameter and the first of the `chunk` floats that it steps.
-// decays and factors: of each parameter. The numbers of a formula are read from memory, so that a
-// replay of a recorded step may change them.
+// parameters: for each, its number of floats, and the addresses of its weight, its gradient, the
+// new weight (`stepped`) and the arrays that the formula keeps. `stepped` may be the weight itself.
+// places: for each block of threads, its parameter and the first of its up to `chunk` floats.
+// decays and factors: one number for each parameter. The numbers of a formula are read from memory,
+// so that a replay of a recorded step may change them.
 
-// Calls step.take(weight, gradient, kept) for each number that a block of threads steps, of `kept`
-// the arrays' numbers: it changes the weight and them. step.decay and step.rate: of the parameter.
+// Calls step.take(weight, gradient, kept) for each number of a block of threads. `take` changes the
+// weight, and the numbers of the kept arrays. step.decay and step.rate are those of the parameter.
 template <int ARRAYS, typename Step>
 __device__ __forceinline__ void each_number(Step step, const long long* parameters,
                                             const int* places, const float* decays,

@@ -1,16 +1,16 @@
 // Max and average pooling of NHWC images.
 //
-// A CTA writes one row of the output, Q * C or W * C numbers that lie side by side; a thread
-// takes POOL_WIDTH consecutive channels, so that reads and writes coalesce. Nothing is scattered:
-// in the gradients each pixel of x gathers from the windows that contain it, in the order of its
-// places in them, row by row. Windows may overlap, and reach into the padding, but none lies in it
-// alone. Offsets within a row are int.
+// A CTA writes one row of the output, which is Q * C or W * C consecutive numbers. A thread
+// processes POOL_WIDTH consecutive channels, so reads and writes coalesce. Gradients are gathered,
+// not scattered: each pixel of x adds up dy of the windows that contain it, in the order of its
+// places in them, row by row. Windows may overlap and reach into the padding, but each contains at
+// least one pixel. Offsets within a row are int.
 
 #ifndef POOL_WIDTH
-#define POOL_WIDTH 1 // channels of a thread: 4, where that divides C, or 1
+#define POOL_WIDTH 1 // channels per thread: 4 if C is a multiple of 4, else 1
 #endif
 
-// The channels that a thread reads or writes in one access.
+// The channels that a thread reads or writes at once.
 struct alignas(4 * POOL_WIDTH) Values {
     float of[POOL_WIDTH];
 };
@@ -26,8 +26,8 @@ __device__ __forceinline__ void store(float* to, const Values& values) {
     *reinterpret_cast<Values*>(to) = values;
 }
 
-// The places [first, stop) of a window that are no padding, along one axis; start: the pixel at
-// place 0, which may be padding.
+// The places [first, stop) of a window that are not padding, along one axis. `start` is the pixel
+// at place 0, which may be padding.
 struct Span {
     int start, first, stop;
 };
@@ -37,8 +37,8 @@ __device__ __forceinline__ Span span_of(int window, int stride, int before, int 
     return {start, start < 0 ? -start : 0, pixels - start < size ? pixels - start : size};
 }
 
-// The windows that contain a pixel, along one axis: `window` has it at place `place`, the window
-// before that at place + stride, and so on up to the window's size, or to window 0.
+// The windows that contain a pixel, along one axis. Window number `window` has the pixel at place
+// `place`, the window before it at place + stride, and so on, as far as places and windows exist.
 struct Containing {
     int place, window;
 };
@@ -52,8 +52,8 @@ __device__ __forceinline__ Containing containing(int pixel, int stride, int befo
     return {place, window};
 }
 
-// A CTA's row of y, and of argmax if MAX: of each window the largest pixel and its place, or the
-// mean, in which padding counts as zeros.
+// Computes a CTA's row of y. If MAX, y is the largest pixel of each window, and argmax its place;
+// else y is the mean of the window, including the zeros of the padding.
 template <bool MAX>
 __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char* argmax, int C,
                                          int H, int W, int P, int Q, int R, int S, int stride_h,
@@ -88,8 +88,8 @@ __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char
     }
 }
 
-// A CTA's row of dx: each pixel takes the dy of the windows whose largest it is, or its part of the
-// dy of the windows that contain it.
+// Computes a CTA's row of dx. If MAX, each pixel adds up dy of the windows whose largest pixel it
+// is, else its part of dy of all windows that contain it.
 template <bool MAX>
 __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char* argmax,
                                             float* dx, int C, int H, int W, int P, int Q, int R,
@@ -117,9 +117,9 @@ __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char
     }
 }
 
-// y: the largest pixel of each window, the first of equal ones, NaN if a pixel is NaN; argmax:
-// its place in the window, counted row by row. x (images, H, W, C), y and argmax (images, P, Q, C).
-// Grid: images * P.
+// y: the largest pixel of each window, or NaN if a pixel is NaN. argmax: the place of the first
+// such pixel in the window, counted row by row. x is (images, H, W, C), y and argmax are
+// (images, P, Q, C). Grid: images * P.
 extern "C" __global__ void __launch_bounds__(256) max_pool2d(
     const float* __restrict__ x, float* __restrict__ y, unsigned char* __restrict__ argmax, int C,
     int H, int W, int P, int Q, int R, int S, int stride_h, int stride_w, int top, int left) {
@@ -134,14 +134,14 @@ extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
     pool_row_dx<true>(dy, argmax, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
 }
 
-// As max_pool2d.
+// Shapes and grid: see max_pool2d.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d(
     const float* __restrict__ x, float* __restrict__ y, int C, int H, int W, int P, int Q, int R,
     int S, int stride_h, int stride_w, int top, int left) {
     pool_row<false>(x, y, 0, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
 }
 
-// As max_pool2d_dx.
+// Shapes and grid: see max_pool2d_dx.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d_dx(
     const float* __restrict__ dy, float* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
     int S, int stride_h, int stride_w, int top, int left) {

@@ -1,1 +1,1 @@
-"""GPU backend: the CUDA kernels of kernels/cuda, on arrays that lie in device memory (`array`)."""
+"""GPU backend: runs the CUDA kernels of kernels/cuda on arrays in device memory (`array`)."""

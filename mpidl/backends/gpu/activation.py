@@ -1,13 +1,16 @@
-"""Activations by kernels/cuda/activations.cu; ReLU by batchnorm.cu."""
+"""Activations by kernels/cuda/activations.cu, and ReLU by kernels/cuda/batchnorm.cu."""
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import cotangent_like
 
-THREADS = 256  # of a block, in both files
+THREADS = 256  # threads per block, in both files
 
 
 def _by_element(name, *arrays, scale=()):
-    """Return what an elementwise kernel computes of arrays with the same layout."""
+    """Launch the elementwise kernel activation_`name`, and return its output.
+
+    `scale` holds further numbers. Raises ValueError if the arrays differ in memory layout.
+    """
     x = arrays[-1]
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
         raise ValueError(f"{name}: expected arrays that lie alike, got {arrays}")
@@ -60,7 +63,7 @@ def sigmoid_dx(dy, y):
 
 
 def gelu(x, approximate):
-    # at most 2.5 ulp off, the approximation 3
+    # at most 2.5 ulp off, or 3 ulp for the tanh approximation
     return _by_element("gelu" if approximate == "none" else "gelu_tanh", x)
 
 

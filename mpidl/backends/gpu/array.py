@@ -1,11 +1,11 @@
-"""Creating Arrays on a GPU, and how memory orders them.
+"""Create Arrays on a GPU, with the memory order that the kernels expect.
 
-The `shape` of an Array is the one that every backend uses; `dims` and `order` say how it lies in
-memory, which concerns the GPU alone:
+The `shape` of an Array is the same in all backends. `dims` and `order` describe its order in
+memory, which only the GPU backend uses:
 
     value            shape                 dims                   order in memory
     images           (blocks, C, H, W, 16) the same               blocks, 16, H, W, C  (NHWC)
-    flattened        (blocks, C*H*W, 16)   (blocks, C, H, W, 16)  as before: nothing moves
+    flattened        (blocks, C*H*W, 16)   (blocks, C, H, W, 16)  as before flattening
     filters          (K, C, R, S)          the same               K, R, S, C           (KRSC)
     dense weights    (K, C*H*W)            (K, C, H, W)           K, H, W, C
     anything else    (...)                 the same               C order
@@ -19,33 +19,33 @@ from mpidl.backends.gpu.launching import empty as empty
 from mpidl.backends.gpu.launching import empty_like as empty_like
 from mpidl.blocks import LANES
 
-IMAGES = (0, 4, 2, 3, 1)  # of (blocks, C, H, W, 16): as memory orders them
-VALUES = (0, 2, 1)  # of (blocks, F, 16)
-FILTERS = (0, 2, 3, 1)  # of (K, C, R, S)
-PART = 64  # floats: where one of several arrays in one piece of memory may begin
+IMAGES = (0, 4, 2, 3, 1)  # memory order of the axes (blocks, C, H, W, 16)
+VALUES = (0, 2, 1)  # memory order of the axes (blocks, F, 16)
+FILTERS = (0, 2, 3, 1)  # memory order of the axes (K, C, R, S)
+PART = 64  # floats; arrays in one piece of memory begin at multiples of it
 
 
 def order_of_lanes(dims):
-    """Return how lanes of these dims, (blocks, *image_shape, 16), lie in memory."""
+    """Return the memory order of lanes with these dims, (blocks, *image_shape, 16)."""
     return {5: IMAGES, 3: VALUES}.get(len(dims), (0, len(dims) - 1, *range(1, len(dims) - 1)))
 
 
 class Bounds:
-    """The smallest and the largest of integers on the device, which only the host can look at.
+    """The smallest and the largest of integers that are on the device, for checks on the host.
 
     Parameters
     ----------
     limits : (smallest, largest), optional
-        None in a step that is recorded before there is a mini-batch: each one has its own.
+        None while a step is being recorded, because each mini-batch has its own limits.
     """
 
     def __init__(self, limits=None):
         self.limits, self.checks = limits, []
 
     def hold(self, check):
-        """Call check(smallest, largest) now, or at each `say` if the limits are not known yet.
+        """Call check(smallest, largest) now, or in each `say` if the limits are not known yet.
 
-        check raises an exception if the integers are invalid.
+        `check` must raise an exception if the integers are invalid.
         """
         if self.limits is None:
             self.checks.append(check)
@@ -53,25 +53,25 @@ class Bounds:
             check(*self.limits)
 
     def say(self, smallest, largest):
-        """Run the checks for the limits of a mini-batch."""
+        """Run all checks with the limits of a mini-batch."""
         for check in self.checks:
             check(smallest, largest)
 
 
 def in_memory(array, dims, order):
-    """Return a NumPy array as memory orders it: C-contiguous in that order."""
+    """Reshape a NumPy array to `dims`, transpose it to `order`, and return it C-contiguous."""
     return np.ascontiguousarray(np.reshape(array, dims).transpose(order))
 
 
 def empty_lanes(shape, dtype=np.float32):
-    """Return an uninitialized value per image of shape (blocks, *image_shape, 16)."""
+    """Return uninitialized lanes of shape (blocks, *image_shape, 16), one value per image."""
     y = launching.empty(tuple(shape), dtype)
     y.order = order_of_lanes(y.dims)
     return y
 
 
 def lanes(array):
-    """Upload a value per image, (blocks, *image_shape, 16)."""
+    """Upload lanes, an array (blocks, *image_shape, 16) with one value per image."""
     array = np.asarray(array)
     if array.shape[-1] != LANES:
         raise ValueError(f"expected (blocks, ..., {LANES}) lanes, got {array.shape}")
@@ -79,13 +79,13 @@ def lanes(array):
 
 
 def filters(array, image_shape=None):
-    """Upload weights: (K, C, R, S), or (K, F) for images of `image_shape`."""
+    """Upload weights (K, C, R, S), or (K, F) for flattened images of `image_shape`."""
     array = np.asarray(array)
     return _upload(array, *layout_of_weights(array.shape, image_shape))
 
 
 def layout_of_weights(shape, image_shape=None):
-    """Return (dims, order) of weights; the arguments are those of `filters`."""
+    """Return the (dims, order) that `filters` uses for weights of this shape."""
     if len(shape) == 2 and image_shape is not None and len(image_shape) == 3:
         shape = (shape[0], *image_shape)
     return shape, FILTERS if len(shape) == 4 else tuple(range(len(shape)))
@@ -98,7 +98,7 @@ def plain(array):
 
 
 def placed(value, like):
-    """Upload a NumPy array of the shape and in the memory order of `like`."""
+    """Upload a NumPy array with the type, shape and memory order of `like`."""
     return _upload(np.asarray(value, like.dtype), like.dims, like.order)
 
 
@@ -109,7 +109,7 @@ def together(arrays, image_shapes):
     ----------
     arrays : {name: float32 array}
     image_shapes : {name: shape}
-        Shapes of the images that a weight is for, as in `filters`.
+        The `image_shape` of each weight, as in `filters`; names may be missing.
 
     Returns
     -------

@@ -1,9 +1,9 @@
-"""The CUDA kernels as a Backend.
+"""Assemble the GPU backend from the modules that launch the CUDA kernels.
 
-Values per image have the shape they have everywhere, (blocks, *image_shape, 16), and lie in memory
-as NHWC (`array`). A function launches kernels, or has them recorded (`launching`, `recorder`); none
-waits for the device or looks at a number. Sums go to the fold (`fold`), then over the ranks
-(`sums`).
+Values per image have the same shape as in every backend, (blocks, *image_shape, 16), and are stored
+as NHWC (see `array`). The functions launch kernels or record the launches (`launching`,
+`recorder`). They never wait for the device or read a number from it. Sums are folded on each rank
+(`fold`), then over the ranks (`sums`).
 """
 
 from mpidl.backends.gather import families, gather

@@ -1,6 +1,6 @@
-"""Batch normalization by kernels/cuda/batchnorm.cu. What it computes of folded sums stays there.
+"""Batch normalization by kernels/cuda/batchnorm.cu. Statistics stay on the device.
 
-Vectors are (C,) float32 Arrays.
+Vectors are (C,) float32 Arrays unless stated otherwise.
 """
 
 import math
@@ -10,13 +10,13 @@ from mpidl.backends.gpu.fold import partial_of_leaves
 from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import add, merge_moments
 
-THREADS = 256  # of batchnorm.cu
-CHANNELS = 128  # the most that a block of threads takes
-PIXELS = 32  # a leaf has at least as many, or all images of a block
+THREADS = 256  # threads per block, as in batchnorm.cu
+CHANNELS = 128  # most channels of a block of threads
+PIXELS = 32  # a leaf has at least this many pixels, or all images of a block
 
 
 class Read(DeferredInput):
-    """A DeferredInput that computes its activation when it is first read, and keeps it."""
+    """A DeferredInput that computes its activation when it is first read, and stores it."""
 
     stored = None
 
@@ -26,7 +26,10 @@ def source(y, mean, scale, beta):
 
 
 def read(x):
-    """Return the Array of a DeferredInput or an Array. The caller must not write to it."""
+    """Return the activation of a DeferredInput, or x itself if x is an Array.
+
+    The caller must not write to the result.
+    """
     if not isinstance(x, DeferredInput):
         return x
     if not isinstance(x, Read):
@@ -53,7 +56,10 @@ def _check(x):
 
 
 def _tiles(channels):
-    """Return (tiles, threads side by side in each); a thread has 4 channels, or 1."""
+    """Return (number of tiles, threads across a tile) that cover the channels.
+
+    A thread has 4 channels if the number of channels is a multiple of 4, else 1.
+    """
     columns = channels // 4 if channels % 4 == 0 else channels
     tiles = -(-channels // CHANNELS)
     tile = -(-columns // tiles)
@@ -61,7 +67,7 @@ def _tiles(channels):
 
 
 def _leaf(pixels):
-    """Return the images of a leaf, by the layer's shape alone."""
+    """Return the number of images of a leaf, which depends on the layer's shape alone."""
     images = 1
     while images < LANES and images * pixels < PIXELS:
         images *= 2
@@ -69,9 +75,9 @@ def _leaf(pixels):
 
 
 def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
-    """Return the Partial of a sum whose leaves the kernel computes.
+    """Launch a kernel that computes the leaves of a sum; return the sum's Partial.
 
-    The kernel's last arguments are (leaves, images a leaf, pixels, channels, tile).
+    The last arguments of the kernel are (leaves, images per leaf, pixels, channels, tile).
     """
     images, pixels, channels = _sizes(x)
     per_leaf = _leaf(pixels)
@@ -107,7 +113,7 @@ def _products(dy, x, mean, scale, beta, tree):
 
 
 def cotangent_like(dy, x):
-    """Return dy, checked to lie in memory as x does. Raises ValueError."""
+    """Return dy. Raises ValueError if its size, channels or memory order differ from those of x."""
     if dy.size != x.size or dy.dims[1] != x.dims[1]:
         raise ValueError(f"expected a cotangent of {x}, got {dy}")
     _check(dy)
@@ -115,7 +121,7 @@ def cotangent_like(dy, x):
 
 
 def _grid(rows, channels):
-    """Return grid and tile for a pass over all rows of a value."""
+    """Return the grid, and the threads across a tile, for a kernel that runs over all rows."""
     tiles, tile = _tiles(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
     return (min(blocks, 16 * launching.device().processors), tiles), tile
@@ -141,7 +147,7 @@ def batchnorm_dx(dy, x, mean, a, b, c, counts):
 def activation_dx(dy, source, a, b, c, counts, overwrite=False):
     """Return a * dz + b * (x - mean) + c, with dz = dy where the activation is > 0, else 0.
 
-    The result takes dy's memory if `overwrite`.
+    If `overwrite` is True, the result overwrites dy.
     """
     x, mean, scale, beta = source
     dx = dy if overwrite else array.empty_like(x)
@@ -163,7 +169,7 @@ def _vectors(channels, *kinds):
 
 
 def statistics(moments, gamma, epsilon):
-    # count (1,), mean, rstd and variance float64; shift and scale float32
+    # float64: count (1,), mean, rstd and variance; float32: shift and scale
     channels = gamma.size
     count, vectors = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
     launching.launch(
@@ -173,7 +179,7 @@ def statistics(moments, gamma, epsilon):
 
 
 def batchnorm_factors(sums, gamma, statistics):
-    # float32, computed in float64
+    # computed in float64, returned as float32
     channels, (count, _, rstd, *_) = gamma.size, statistics
     vectors = _vectors(channels, *5 * ("f4",))
     launching.launch(
@@ -183,7 +189,7 @@ def batchnorm_factors(sums, gamma, statistics):
 
 
 def running(olds, values, decay):
-    # olds (C,) float32, values (C,) float64
+    # olds are (C,) float32, values are (C,) float64
     for old, value in zip(olds, values, strict=True):
         if (old.dtype, value.dtype, old.size) != ("f4", "f8", value.size):
             raise TypeError(f"expected float32 and float64 of one size, got {old} and {value}")

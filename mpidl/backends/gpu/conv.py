@@ -1,8 +1,9 @@
 """Convolution on tensor cores by kernels/cuda/conv_gemm.cu and conv_dweight.cu.
 
-`conv_direct` computes if the GPU has no tensor cores that take TF32, if `settings.direct` is set,
-and for images that are too large. The layer's shape, the global mini-batch and the number of
-multiprocessors decide on tiles and leaves, never this rank's share; tiles change no byte anyway.
+`conv_direct` computes the convolution instead if the GPU has no TF32 tensor cores, if
+`settings.direct` is set, or if the images are too large. The sizes of tiles and leaves depend on
+the layer's shape, the global mini-batch and the number of multiprocessors, never on this rank's
+share. Tile sizes do not change the bytes of the result anyway.
 """
 
 import functools
@@ -14,15 +15,18 @@ from mpidl.backends import settings
 from mpidl.backends.gpu import array, batchnorm, conv_direct, fold, launching
 from mpidl.blocks import LANES
 
-STEP = 32  # k, or pixels, that lie in shared memory at once: BK of both kernels
-LARGEST = 1 << 27  # numbers of an image: offsets within 16 images are int
-USUAL = 8  # blocks of a mini-batch if there is no tree
-COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: of a warp}
-PRODUCTS = {"fp32": 3, "tf32": 1}  # TF32 products for each product, by `settings.precision`
+STEP = 32  # elements of k, or pixels, in shared memory per step: BK of both kernels
+LARGEST = 1 << 27  # elements; images this large use conv_direct: offsets in 16 images are int
+USUAL = 8  # blocks of a mini-batch, assumed if there is no tree
+COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: columns of a warp}
+PRODUCTS = {"fp32": 3, "tf32": 1}  # TF32 products per float32 product, by `settings.precision`
 
 
 class Shape(NamedTuple):
-    """What conv_gemm gathers from, (height, width, channels) per image, and its output."""
+    """The shape of a convolution: its input, which conv_gemm gathers from, output and filters.
+
+    Input images are (height, width, channels).
+    """
 
     height: int
     width: int
@@ -46,7 +50,7 @@ class Shape(NamedTuple):
 
     @property
     def width_of_filter(self):
-        """Weights of a filter."""
+        """Number of weights of a filter."""
         return self.taps * self.channels // self.groups
 
     @property
@@ -54,7 +58,7 @@ class Shape(NamedTuple):
         return self.filters // self.groups
 
     def turned(self):
-        """Return the Shape of backward-data, which gathers from the output."""
+        """Return the Shape of backward-data, whose input is this convolution's output."""
         return self._replace(
             height=self.out_height,
             width=self.out_width,
@@ -125,7 +129,11 @@ def _direct(shape):
 
 
 def _shape(x, weight, conv_args, dy=None):
-    """Return the Shape, checked for arrays that lie in memory as the kernels read them."""
+    """Return the Shape of a convolution of these arrays.
+
+    Raises ValueError if the kernels cannot read the arrays' memory order, or if dy has the wrong
+    shape.
+    """
     shape = shape_of(x.dims[1:-1], weight.dims, *conv_args)
     output = shape.filters, shape.out_height, shape.out_width
     if x.order != array.IMAGES or weight.order != array.FILTERS:
@@ -147,7 +155,7 @@ def _forward(x, weight, bias, conv_args, tree=None):
 
 
 def dx_of(dy, x, weight, conv_args, tree, bias=None):
-    """Return the gradient with respect to x, + bias; only the shape of x is used."""
+    """Return the gradient with respect to x, plus `bias` if given. Of x, only the shape is used."""
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
         dx = conv_direct.dx(dy, x, weight, conv_args)
@@ -163,7 +171,7 @@ def dx_of(dy, x, weight, conv_args, tree, bias=None):
 
 
 def _product(shape, x, weight, bias, y, tree, backward=False):
-    """Run conv_gemm."""
+    """Launch conv_gemm, which convolves x with the weights, adds the bias and writes y."""
     pixels = shape.out_height * shape.out_width
     blocks = USUAL if tree is None else tree.leaves
     device = launching.device()
@@ -179,10 +187,10 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
 
 
 def leaves_of(dy, x, weight, conv_args, tree):
-    """Return the leaves of the weights' gradient, and how many there are per block.
+    """Return the leaves of the gradient of the weights, and the number of leaves per block.
 
-    Leaves are (leaves, weight.size) float32, as memory orders the weights. Of weight only the shape
-    is used; in dy, unused images must be zero.
+    Leaves are (leaves, weight.size) float32, in the memory order of the weights. Only the shape of
+    `weight` is used. `dy` must be zero in unused images.
     """
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
@@ -205,15 +213,15 @@ def leaves_of(dy, x, weight, conv_args, tree):
 
 
 def _vector(channels, *arrays):
-    """Return how many floats may be copied at once: 4 if channels and addresses allow, else 1."""
+    """Return how many floats a copy may move: 4 if channels and addresses allow it, else 1."""
     return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
 
 
 def definitions(tile, shape, device, **values):
-    """Return the definitions that a kernel is compiled with.
+    """Return the preprocessor definitions for compiling a convolution kernel.
 
-    A device that compiles for each layer gets the shape as constants. Otherwise the shape takes
-    registers, and fewer blocks are asked for at once.
+    If the device compiles kernels for each layer (`specialize`), the shape is compiled in.
+    Otherwise the shape needs registers, and the kernel is compiled for fewer resident blocks.
     """
     defines = {**tile, **values, "PRECISION": PRODUCTS[settings.precision]}
     if getattr(device, "specialize", False):
@@ -224,26 +232,29 @@ def definitions(tile, shape, device, **values):
 
 
 def threads_of(tile):
-    """Return the threads of a block."""
+    """Return the number of threads of a block."""
     warps = tile["BM"] // tile["WM"] * (tile["BN"] // tile["WN"]) * tile.get("SPLIT", 1)
     return warps * 32
 
 
 def columns_of(shape, columns):
-    """Return how many tiles side by side cover the filters of a group."""
+    """Return the number of tiles, side by side, that cover the filters of a group."""
     return -(-shape.filters_of_group // columns)
 
 
 def _columns(filters):
-    """Return the columns of a tile: the fewest in all, if each tile costs 16 columns more."""
+    """Return the number of columns n of a tile for which all tiles together cost least.
+
+    A tile costs n + 16; ties go to the widest tile.
+    """
     return min(COLUMNS, key=lambda n: (-(-filters // n) * (n + 16), -n))
 
 
 @functools.lru_cache(maxsize=256)
 def gemm_tile(shape, rows, processors):
-    """Return BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for `rows` pixels in all.
+    """Return BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for a total of `rows` pixels.
 
-    A tile has 128 rows, or 64 if multiprocessors would have fewer than two blocks each.
+    A tile has 128 rows, or 64 if 128 would give multiprocessors fewer than two blocks each.
     """
     columns = _columns(shape.filters_of_group)
     blocks = -(-rows // 128) * columns_of(shape, columns) * shape.groups
@@ -264,8 +275,8 @@ def gemm_tile(shape, rows, processors):
 def dweight_tile(shape):
     """Return BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight.
 
-    A block has at least four warps; they share the pixels of a step if the tile is too small for
-    them.
+    A block has at least four warps. If the tile is too small for four, SPLIT groups of warps share
+    the pixels of a step.
     """
     columns = _columns(shape.filters_of_group)
     across = columns // COLUMNS[columns]

@@ -1,7 +1,7 @@
 """Convolution in plain float32, for any GPU, by kernels/cuda/conv_direct.cu.
 
-`conv_args` is (stride, padding, dilation, groups). GPUs without TF32 tensor cores convolve by these
-kernels; for the others they are the reference on the device.
+GPUs without TF32 tensor cores use these kernels; on other GPUs they are the reference.
+`conv_args` is (stride, padding, dilation, groups).
 """
 
 import functools
@@ -13,13 +13,16 @@ from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import LANES
 
-ROWS, COLUMNS, THREADS = 64, 32, 256  # of conv_direct.cu
+ROWS, COLUMNS, THREADS = 64, 32, 256  # tile size and threads per block, as in conv_direct.cu
 LARGEST = 1 << 31  # offsets within an image and within the weights are int
 
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """Return the numbers that all three kernels take, and (K, P, Q)."""
+    """Return the numbers that are arguments of all three kernels, and (K, P, Q).
+
+    Raises ValueError if the images or weights are too large.
+    """
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     for kind, shape in ("images", x_shape), ("images", (k, p, q)), ("weights", weight_shape):
@@ -34,7 +37,7 @@ def _tiles(size, tile):
 
 
 def forward(x, weight, bias, conv_args):
-    """Return x * weight + bias, (blocks, K, P, Q, 16)."""
+    """Return the convolution of x with the weights, plus bias: (blocks, K, P, Q, 16)."""
     blocks, *image, lanes = x.dims
     numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *conv_args)
     y = array.empty_lanes((blocks, k, p, q, lanes))
@@ -45,7 +48,7 @@ def forward(x, weight, bias, conv_args):
 
 
 def dx(dy, x, weight, conv_args):
-    """Return the gradient with respect to x; only the shape of x is used."""
+    """Return the gradient with respect to x. Of x, only the shape is used."""
     blocks, c, h, w, lanes = x.dims
     numbers, _ = _geometry((c, h, w), weight.dims, *conv_args)
     gradient = array.empty_like(x)
@@ -56,22 +59,23 @@ def dx(dy, x, weight, conv_args):
 
 
 def with_bias(y, bias):
-    """Return y + bias by channel: batch normalization with mean 0 and scale 1."""
+    """Add a bias to each channel of y, by batch normalization with mean 0 and scale 1."""
     zeros = np.zeros(bias.size, np.float32)
     return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
 
 
 def images_per_leaf(tiles, tree):
-    """Return how many images a leaf of the weights' gradient sums: a power of two, at most 16.
+    """Return the number of images per leaf of the gradient of the weights: 1, 2, 4, 8 or 16.
 
     Fewer images give more CTAs, but more leaves to write and to fold. The result is the largest
-    number that gives each multiprocessor two CTAs, if all images were on this GPU.
+    number that would give each multiprocessor two CTAs if all images were on this GPU, or else 1.
 
     Parameters
     ----------
     tiles : int
-        CTAs of each leaf.
+        Number of CTAs per leaf.
     tree : Tree
+        The tree over the global mini-batch.
     """
     images = LANES
     while images > 1 and LANES // images * tree.leaves * tiles < 2 * launching.device().processors:
@@ -80,10 +84,11 @@ def images_per_leaf(tiles, tree):
 
 
 def dweight_leaves(dy, x, weight, conv_args, tree):
-    """Return the leaves of the weights' gradient, and how many there are per block.
+    """Return the leaves of the gradient of the weights, and the number of leaves per block.
 
-    Leaves are (leaves, weight.size) float32, as memory orders the weights; a leaf sums 1, 2, 4, 8
-    or 16 consecutive images. Of weight only the shape is used; in dy, unused images must be zero.
+    Leaves are (leaves, weight.size) float32, in the memory order of the weights. A leaf sums 1, 2,
+    4, 8 or 16 consecutive images. Only the shape of `weight` is used. `dy` must be zero in unused
+    images.
     """
     blocks, *image, lanes = x.dims
     numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *conv_args)

@@ -1,7 +1,8 @@
-"""Compiled kernels in files of this node: one of its processes compiles each once.
+"""Cache compiled kernels in files, so that only one process of a node compiles each kernel.
 
-A file's name is the hash of all that its contents depend on, and the file ends with a hash of its
-contents: a truncated file is compiled again. A finished file takes its place by a rename.
+The name of a file contains a hash of everything its contents depend on. The file ends with a hash
+of its contents, so a truncated file is detected and compiled again. Files are written under a
+temporary name and renamed when they are complete.
 """
 
 import contextlib
@@ -14,17 +15,17 @@ import tempfile
 import time
 import warnings
 
-SIZES = struct.Struct("<QQ")  # bytes of the cubin and of the log; they stand before the hash
-HASH = 32
+SIZES = struct.Struct("<QQ")  # bytes of the cubin and of the log, stored before the hash
+HASH = 32  # bytes
 DAYS = 90  # files this old are removed, and compiled again if needed
 
 _warned = False
 
 
 def folder():
-    """Return the folder of the files: in MPIDL_CACHE, else in the temporary folder.
+    """Return the folder of the cache: in MPIDL_CACHE if it is set, else in the temporary folder.
 
-    The temporary folder is local to the node; a cluster's home folders are shared and slow.
+    The temporary folder is local to the node, whereas home folders of clusters are shared and slow.
     """
     cache = os.environ.get("MPIDL_CACHE")
     if cache:
@@ -33,10 +34,10 @@ def folder():
 
 
 def cached(name, make):
-    """Return (cubin, log) of the file `name`, or of make(), which the file then keeps.
+    """Return (cubin, log) from the file `name`; if it is missing, call make() and write the file.
 
-    While one process of the node runs make(), the others wait; if it dies, they continue. If no
-    file can be kept, each process runs make() itself, after a warning.
+    While one process of the node runs make(), the others wait. If that process dies, they continue.
+    If the files cannot be written, each process warns and runs make() itself.
     """
     place = folder()
     if not _is_ours(place):
@@ -94,7 +95,7 @@ def _forget(place):
 
 
 def _is_ours(place):
-    """Return whether only this user can write to the folder, which is created if missing."""
+    """Create the folder if it is missing; return whether only this user can write to it."""
     try:
         os.makedirs(place, mode=0o700, exist_ok=True)
         status = os.lstat(place)
@@ -109,18 +110,18 @@ def _is_ours(place):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Let one process of the node in at a time; the system releases a dead one's lock."""
+    """Hold the lock of a file, which the system releases if the process dies."""
     path, file = f"{path}.lock", None
     try:
         file = open(path, "w")
         fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:  # a file system without locks: several may compile the same
+    except OSError as error:  # without locks, several processes may compile the kernel
         _warn(f"{path}: {error.strerror}")
     try:
         yield
     finally:
         if file is not None:
-            # processes that wait for this very file find the result; later ones find it too
+            # processes that wait for this lock file, and later ones, find the cached file
             with contextlib.suppress(OSError):
                 os.unlink(path)
             file.close()

@@ -1,10 +1,10 @@
-"""A GPU by CUDA, through CuPy's thin layer over the runtime and driver API.
+"""Control a GPU with CUDA, through CuPy's thin layer over the runtime and driver APIs.
 
-CuPy's own arrays and memory pool are not used: memory comes from cudaMalloc, kernels from
-`nvrtc.cubin`, and repeated launches from captured graphs.
+CuPy's own arrays and memory pool are not used. Memory comes from cudaMalloc, kernels are compiled
+by `nvrtc.cubin`, and repeated launches are replayed as captured graphs.
 
-It has not run on a GPU yet. On machines without one, a test checks every name used here against the
-installed CuPy, and the kernels run on an emulated device of the same interface.
+This module has not run on a GPU yet. On machines without a GPU, a test checks that the installed
+CuPy has every name used here, and the kernels run on an emulated device with the same interface.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from mpidl.backends.gpu.discovery import in_words, visible
 from mpidl.backends.gpu.launching import ALIGNED
 from mpidl.errors import UserError
 
-# Numbers of the runtime's and driver's errors, which CuPy keeps in `status`.
+# Error codes of the CUDA runtime and driver, which CuPy's exceptions store in `status`.
 OUT_OF_MEMORY = 2
 NOT_FOUND = 500
 NOT_READY = 600
@@ -30,7 +30,7 @@ UPLOADING = 16 << 20  # bytes of copies of host memory that pending uploads may 
 
 
 class Memory:
-    """Device memory; it is freed when this object is collected."""
+    """Device memory that is freed when this object is deleted."""
 
     def __init__(self, device, address, nbytes):
         self._device, self.address, self.nbytes = device, address, nbytes
@@ -40,7 +40,7 @@ class Memory:
 
 
 class Mark:
-    """A point in the work of a stream."""
+    """A point in a stream, which is reached when all earlier work is done."""
 
     def __init__(self, device, timed):
         runtime = device.runtime
@@ -54,7 +54,7 @@ class Mark:
 
 
 class Graph:
-    """Captured launches; `launch` starts all of them."""
+    """A captured graph of launches; `launch` starts all of them."""
 
     def __init__(self, device, executable):
         self._device, self._executable = device, executable
@@ -67,25 +67,25 @@ class Graph:
 
 
 class CudaDevice:
-    """The visible GPU number `index`: one stream to compute on, one to copy on.
+    """The visible GPU number `index`, with one stream for computing and one for copies.
 
-    One thread calls its methods; another may call `stage`. While `capture` plays, methods that
-    allocate, wait, or copy memory that is not pinned raise RuntimeError.
+    Only one thread may call its methods; other threads may call `stage`. During `capture`, methods
+    that allocate, wait, or copy memory that is not pinned raise RuntimeError.
 
     Attributes
     ----------
     name, architecture : str
-        Such as "NVIDIA H200", "sm_90".
+        For example "NVIDIA H200" and "sm_90".
     processors : int
-        Streaming multiprocessors.
+        Number of streaming multiprocessors.
     shared : int
-        Bytes of dynamic shared memory that a block may have.
+        Most bytes of shared memory that a block may use.
     memory : int
         Bytes of device memory.
     identity : str
-        Of the physical device, the same for all processes.
+        Identifies the physical device; the same in all processes.
     stream : int
-        cudaStream_t.
+        The stream for computing, a cudaStream_t.
 
     Raises
     ------
@@ -93,9 +93,9 @@ class CudaDevice:
         If the GPU cannot be used.
     """
 
-    specialize = True  # a layer's shape goes into its kernels as constants
-    until = None  # until(ready, name) waits if other ranks' GPUs may delay this one
-    sharers = 1  # ranks that compute on this GPU, which `comm.devices` counts
+    specialize = True  # compile convolution kernels with the layer's shape as constants
+    until = None  # set if other ranks may delay this GPU: until(ready, name) waits for ready()
+    sharers = 1  # number of ranks that compute on this GPU; `comm.devices` sets it
 
     def __init__(self, index=0):
         visible_gpus = visible()
@@ -110,12 +110,12 @@ class CudaDevice:
             matching[0]
         )
         self._threads, self._thread = threading.local(), threading.get_ident()
-        self._capturing, self._late = False, []  # to be given back later: (free, handle)
+        self._capturing, self._late = False, []  # to be freed later: (free, handle)
         self._pinned, self._modules = {}, []  # {address: bytes}, handles
-        self._uploading, self._uploading_bytes = [], 0  # what uploads may still read
+        self._uploading, self._uploading_bytes = [], 0  # arrays that uploads may still read
         try:
             self._bind()
-            runtime.free(0)  # makes the context
+            runtime.free(0)  # creates the context
             self.shared = runtime.deviceGetAttribute(
                 runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, index
             )
@@ -128,14 +128,14 @@ class CudaDevice:
     # memory
 
     def allocate(self, nbytes):
-        """Return uninitialized memory of so many bytes. Raises MemoryError if there is no room."""
+        """Return `nbytes` of uninitialized device memory. Raises MemoryError if it does not fit."""
         self._refuse("allocating", f"{nbytes} bytes of device memory")
         self._give_back_late()
         size = -(-max(nbytes, 1) // ALIGNED) * ALIGNED
         return Memory(self, self._take(lambda: self.runtime.malloc(size), nbytes), size)
 
     def pinned(self, nbytes):
-        """Return host memory, (nbytes,) uint8, that kernels reach at its own address."""
+        """Return pinned host memory, (nbytes,) uint8; kernels access it at the host's address."""
         self._refuse("allocating", f"{nbytes} bytes of pinned memory")
         runtime, size = self.runtime, max(nbytes, 1)
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
@@ -150,7 +150,10 @@ class CudaDevice:
         self.give_back(self.runtime.freeHost, address)
 
     def _take(self, take, nbytes, kind="memory"):
-        """Return the address from take(), tried again after a garbage collection."""
+        """Return the address from take(); if memory is short, collect garbage and try once more.
+
+        Raises MemoryError if the second attempt fails too.
+        """
         for first in (True, False):
             try:
                 return take()
@@ -168,11 +171,11 @@ class CudaDevice:
         )
 
     def give_back(self, free, handle):
-        """Call free(handle) now, or later if that is not possible now."""
+        """Call free(handle), or defer the call during a capture and from another thread."""
         if sys.is_finalizing():
             return  # the end of the process frees it
         if self._capturing or threading.get_ident() != self._thread:
-            self._late.append((free, handle))  # another thread may stand on another device
+            self._late.append((free, handle))  # another thread may have selected another device
         else:
             free(handle)
 
@@ -186,12 +189,12 @@ class CudaDevice:
     def upload(self, address, array):
         """Copy a C-contiguous array to device memory, in the order of the stream.
 
-        The caller may change the array at once; a pinned one only when the copy is done.
+        The caller may change the array at once, or, if it is pinned, after the copy has finished.
         """
         self._copy_pinned("uploading", array)
         kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
         if not pinned and array.nbytes <= UPLOADING:
-            # CUDA may read this late: a GPU that can read all host memory does so in stream order
+            # CUDA may read it late: GPUs that can access all host memory read it in stream order
             if self._uploading_bytes + array.nbytes > UPLOADING:
                 self.synchronize()
             array = array.copy()
@@ -204,7 +207,7 @@ class CudaDevice:
     def download(self, array, address):
         """Copy device memory into a C-contiguous array, in the order of the stream.
 
-        The array is valid after the next wait for the device.
+        The contents of the array are valid after the next wait for the device.
         """
         self._copy_pinned("downloading", array)
         runtime = self.runtime
@@ -215,7 +218,7 @@ class CudaDevice:
         self._copy(destination, source, nbytes, self.runtime.memcpyDeviceToDevice)
 
     def stage(self, address, array):
-        """Copy pinned memory to the device beside computations; return a token for `after`."""
+        """Copy pinned memory to the device during computations; return a token for `after`."""
         if not self._is_pinned(array):
             raise ValueError("stage: expected pinned memory, whose copy the host need not wait for")
         if threading.get_ident() == self._thread:
@@ -228,7 +231,7 @@ class CudaDevice:
         return self._marked(self._copies, timed=False)
 
     def after(self, token):
-        """Make later launches wait for the copy of a token from `stage`."""
+        """Make later launches wait for a copy; `token` comes from `stage`."""
         self._refuse("waiting", "for a copy")
         self.runtime.streamWaitEvent(self.stream, token.event)
 
@@ -254,7 +257,7 @@ class CudaDevice:
     # kernels
 
     def load(self, unit):
-        """Return {kernel: cuFunction} of a `kernels.Unit`, compiled if the cache lacks it."""
+        """Load a `kernels.Unit`, compiled if the cache lacks it; return {kernel: cuFunction}."""
         self._refuse("loading", f"{unit.family}.cu")
         driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         try:
@@ -270,10 +273,10 @@ class CudaDevice:
             try:
                 functions[name] = driver.moduleGetFunction(module, name)
             except RuntimeError as error:
-                if getattr(error, "status", None) != NOT_FOUND:  # these definitions leave it out
+                if getattr(error, "status", None) != NOT_FOUND:  # the definitions exclude it
                     raise
         for kernel in functions.values():
-            # without this a block has 48 KiB in all, whatever the device could give it
+            # by default a block gets at most 48 KiB, even if the device has more
             static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel)
             dynamic = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.funcSetAttribute(kernel, dynamic, self.shared - static)
@@ -295,7 +298,7 @@ class CudaDevice:
     # waiting and capturing
 
     def synchronize(self):
-        """Wait for all launches."""
+        """Wait until all launches have finished."""
         self._refuse("waiting", "for the device")
         if self.until is not None:
             self.wait(self.mark())
@@ -304,38 +307,41 @@ class CudaDevice:
         self._give_back_late()
 
     def mark(self, timed=False):
-        """Return a Mark behind all launches so far."""
+        """Return a Mark that is reached when all launches so far have finished."""
         self._refuse("marking", "what was launched")
         return self._marked(self.stream, timed)
 
     def wait(self, token):
-        """Wait until the device reaches a mark."""
+        """Wait until the device has reached a mark."""
         self._refuse("waiting", "for a mark")
         if self.until is not None:
             query = self.runtime.eventQuery
             self.until(lambda: query(token.event) != NOT_READY, "the work of all ranks' GPUs")
-        self.runtime.eventSynchronize(token.event)  # at once; raises what went wrong
+        self.runtime.eventSynchronize(token.event)  # returns at once; raises the launches' errors
 
     def elapsed(self, first, second):
-        """Return the milliseconds between two marks with timed=True; waits for both."""
+        """Wait for two marks made with timed=True; return the milliseconds between them."""
         if not (first.timed and second.timed):
             raise ValueError("elapsed: expected marks that were made with timed=True")
         self.wait(second)
         return self.runtime.eventElapsedTime(first.event, second.event)
 
     def capture(self, play):
-        """Return the Graph of the launches of play(), none of which runs. Re-raises its errors."""
+        """Call play() and return its launches as a Graph, without running them.
+
+        Exceptions that play() raises end the capture and are re-raised.
+        """
         self._refuse("capturing", "within a capture")
         runtime = self.runtime
         self._give_back_late()
         with self._hook:
-            # thread-local: what other threads do meanwhile is theirs
+            # thread-local: the capture does not restrict other threads
             runtime.streamBeginCapture(self.stream, runtime.streamCaptureModeThreadLocal)
             self._capturing = True
             try:
                 play()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the capture may be spoiled already
+                with contextlib.suppress(RuntimeError):  # the capture may be invalid already
                     runtime.graphDestroy(runtime.streamEndCapture(self.stream))
                 raise
             else:
@@ -355,10 +361,13 @@ class CudaDevice:
         self.runtime.eventRecord(mark.event, stream)
         return mark
 
-    # the end
+    # closing
 
     def close(self):
-        """Wait for the device; free its streams and kernels. Memory is freed with its owners."""
+        """Wait for the device, and free its streams and kernels.
+
+        Memory is freed when its owners are deleted.
+        """
         self.synchronize()
         for module in self._modules:
             self.driver.moduleUnload(module)
@@ -368,7 +377,7 @@ class CudaDevice:
         self._modules = []
 
     def _bind(self):
-        """Select this GPU for the calling thread; new threads start on the first one."""
+        """Select this GPU for the calling thread; threads start with GPU 0."""
         if not getattr(self._threads, "bound", False):
             self.runtime.setDevice(self.index)
             self._threads.bound = True
@@ -379,9 +388,9 @@ class CudaDevice:
 
 
 def _refusing(base):
-    """Return a hook that refuses memory of CuPy's own pool during a capture.
+    """Return a hook that raises RuntimeError if CuPy's memory pool allocates during a capture.
 
-    That memory would be free for others when the graph is launched.
+    The pool could give that memory to others before the graph is launched.
     """
 
     def refuse(hook, **facts):

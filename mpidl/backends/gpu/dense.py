@@ -1,7 +1,8 @@
-"""Fully connected layers by kernels/cuda/dense.cu: plain float32, each sum in one order.
+"""Fully connected layers by kernels/cuda/dense.cu, in plain float32.
 
-A value per image (blocks, F, 16) lies in memory as (images, F), weights (K, F) as (outputs, F).
-Features of both have the same order, whatever shape the images had before flattening.
+Each sum is computed in one fixed order. A value per image (blocks, F, 16) is stored as a matrix
+(images, F), and weights (K, F) as (outputs, F). The features of both have the same order, whatever
+shape the images had before flattening.
 """
 
 import math
@@ -14,25 +15,25 @@ from mpidl.backends.gpu.batchnorm import activation_sums, channel_sums, read
 from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Partial, Term, add
 
-THREADS = 128  # of a block, as dense.cu has it
-TILE = 64  # images, and outputs or features, of a tile
-LARGE = 2 * TILE  # images of a large one
-FEW = 16  # outputs that have kernels of their own, with tiles of as many
-CHUNKS = 128  # about as many CTAs have a tile's images, so that a small product fills a GPU
-SHORTEST = 128  # features that are worth a CTA
-# Kernels of the weights' gradient: tile (outputs, features), blocks of a range.
+THREADS = 128  # threads per block, as in dense.cu
+TILE = 64  # images of a tile, and its outputs or features
+LARGE = 2 * TILE  # images of a large tile
+FEW = 16  # layers with at most 16 outputs use kernels with tiles of 16 outputs
+CHUNKS = 128  # approximate number of CTAs per tile of images, so that a small product fills a GPU
+SHORTEST = 128  # least number of features that a CTA sums
+# Kernels of the weights' gradient: outputs and features of a tile, most blocks of a range.
 FOLDS = {
     "dense_dweight_few": (FEW, 64, 64),
     "dense_dweight_short": (64, 64, 16),
     "dense_dweight_long": (64, 32, 256),
 }
-SHORTEST_RANGE = 8  # blocks of a range that is made shorter for more CTAs
+SHORTEST_RANGE = 8  # blocks; longer ranges are halved if that is needed to fill the GPU
 
 
 def rows_of(value, name):
-    """Return (images, K) of a value (blocks, K, 16) that memory holds as that matrix.
+    """Return (images, K) of a value (blocks, K, 16) that is stored as a matrix of this shape.
 
-    Raises ValueError for images of several pixels and channels, whose order differs.
+    Raises ValueError for images with several pixels and channels, whose memory order differs.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
         raise ValueError(f"{name}: expected (blocks, K, 16), got a value of images {value.dims}")
@@ -62,22 +63,23 @@ def dense(x, weight, bias):
 
 
 def chunk_of(outputs, features):
-    """Return how many features a CTA sums: by the layer alone, not by this rank's images."""
+    """Return how many features a CTA sums; this depends on the layer, not on this rank's images."""
     tiles = -(-outputs // (FEW if outputs <= FEW else TILE))
     chunk = max(SHORTEST, -(-features // max(1, CHUNKS // tiles)))
     return -(-chunk // 16) * 16
 
 
 def _large(images, across):
-    """Return whether tiles of twice as many images, which read less, are enough to fill the GPU.
+    """Return whether large tiles, which read less memory, are enough to fill the GPU.
 
-    `across` of them have the same images. An element's sum does not depend on its tile.
+    `across` is the number of tiles that share the same images. The sum of an element does not
+    depend on its tile.
     """
     return images > TILE and -(-images // LARGE) * across >= launching.device().processors
 
 
 def dense_dx(dy, weight):
-    # in the order of the weights' features
+    # the features of dx have the order of the weights' features
     images, outputs = rows_of(dy, "dense_dx")
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
@@ -90,8 +92,8 @@ def dense_dx(dy, weight):
 
 
 def dense_dweight(dy, x, tree):
-    # Nothing is as large as the nodes: leaves, one a block, are folded in registers. How blocks
-    # are cut into ranges changes no byte, so that it may depend on what this rank holds.
+    # The leaves, one per block, are folded in registers and never stored. How blocks are cut into
+    # ranges does not change the bytes, so it may depend on this rank's share.
     x = read(x)
     _, outputs = rows_of(dy, "dense_dweight")
     features = math.prod(x.dims[1:-1])
@@ -110,11 +112,12 @@ def dense_dweight(dy, x, tree):
 
 
 def _cut(nodes, outputs, features, plain):
-    """Return (kernel, ranges, ends) for folding the blocks of nodes.
+    """Cut nodes into ranges of blocks that fill the GPU; return (kernel, ranges, ends).
 
-    `kernel` folds each range (first block, blocks). `ends` has, for each node, the ranges (first,
-    number) that are its parts, to be folded afterwards. Parts have a power of two of blocks, so
-    they are nodes of the tree themselves; a plain sum has no parts.
+    `kernel` is the name of the kernel that folds each range, a pair (first block, number of
+    blocks). `ends` lists the parts of each node as a pair (first range, number of ranges); they
+    are folded afterwards. All parts but the last have a power of two of blocks, so each part is a
+    node of the tree itself. The nodes of a plain sum are not cut.
     """
     longest = max((stop - start for start, stop in nodes), default=0)
     kernel = "dense_dweight_few" if outputs <= FEW else "dense_dweight_short"
@@ -150,7 +153,7 @@ def dense_backward(dy, x, weight, tree, needs):
 
 
 def _check(x, weight):
-    """Check that the features of both have the same order. Raises ValueError."""
+    """Raise a ValueError unless the features of x and of the weights have the same order."""
     if x.dims[1:-1] != weight.dims[1:] or x.order[2:] != weight.order[1:]:
         raise ValueError(
             f"dense: expected weights that go with images {x.dims[1:-1]}, got weights of "
@@ -159,12 +162,12 @@ def _check(x, weight):
 
 
 def _aligned(pitch, *arrays):
-    """Return 1 if all rows, of `pitch` floats, are aligned to 16 bytes, else 0."""
+    """Return 1 if all rows, each `pitch` floats long, are aligned to 16 bytes, else 0."""
     return int(pitch % 4 == 0 and all(a.offset % 16 == 0 for a in arrays))
 
 
 def _partial(matrix, tree, like):
-    """Return the Partial of this rank's nodes (nodes, width)."""
+    """Return the Partial of a sum from the matrix of this rank's nodes, (nodes, width)."""
     rows = [
         Array(row.buffer, row.dtype, like.shape, like.dims, like.order, row.offset)
         for row in map(matrix.row, range(len(matrix)))

@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, or the reason if none. Nothing here opens one."""
+"""Find the GPUs that this process may use, or the reason if there are none. Opens no GPU."""
 
 import contextlib
 import ctypes
@@ -6,23 +6,23 @@ import functools
 import os
 from typing import NamedTuple
 
-OLDEST = 70  # of compute capability, times 10: what the kernels compile for
+OLDEST = 70  # lowest compute capability, times 10, that the kernels compile for
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 class Gpu(NamedTuple):
-    """A GPU that this process may use."""
+    """Properties of a GPU that this process may use."""
 
-    index: int  # as CUDA counts those that are visible
-    identity: str  # of the physical device, or of the part of it (MIG): the same for all processes
+    index: int  # CUDA's number of this GPU among the visible ones
+    identity: str  # identifies the physical device or its part (MIG); the same in all processes
     name: str  # "NVIDIA H200"
     architecture: str  # "sm_90"
-    processors: int  # streaming multiprocessors
+    processors: int  # number of streaming multiprocessors
     memory: int  # bytes
 
 
 class Visible(NamedTuple):
-    """The GPUs of this process; the reason if there are none; how many the driver counts."""
+    """The GPUs of this process, the reason if there are none, and the driver's number of GPUs."""
 
     gpus: tuple
     reason: str = ""
@@ -30,15 +30,15 @@ class Visible(NamedTuple):
 
 
 class Versions(NamedTuple):
-    """Versions as text, such as "13.2": of CuPy, and of CUDA for the driver and for CuPy."""
+    """Versions of CuPy and CUDA as strings such as "13.2"."""
 
     cupy: str
-    can_run: str
-    made_for: str
+    can_run: str  # the newest CUDA that the driver can run
+    made_for: str  # the CUDA that CuPy is made for
 
 
 def visible():
-    """Return the Visible of this process. Imports CuPy only if the driver counts a GPU."""
+    """Return the GPUs of this process as a Visible. Imports CuPy only if the driver finds a GPU."""
     driver_count, reason = _ask_driver()
     if not driver_count:
         return Visible((), reason)
@@ -59,7 +59,7 @@ def visible():
 
 
 def versions():
-    """Return the Versions, or None if CuPy is missing or does not load."""
+    """Return the Versions, or None if CuPy is missing or cannot be imported."""
     if not packages():
         return None
     try:
@@ -73,7 +73,7 @@ def versions():
 
 
 def _ask_driver():
-    """Return how many GPUs the driver shows this process, and the reason if none."""
+    """Return the number of GPUs that the driver shows this process, and the reason if it is 0."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -90,7 +90,7 @@ def _ask_driver():
 
 
 def driver_version():
-    """Return the newest CUDA that the driver can run, 13020 for 13.2; 0 without one."""
+    """Return the newest CUDA that the driver can run, 13020 for 13.2, or 0 without a driver."""
     with contextlib.suppress(OSError):
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -100,15 +100,15 @@ def driver_version():
 
 @functools.cache
 def packages():
-    """Return the installed packages that bring CuPy, such as ["cupy-cuda13x 14.2.0"]."""
-    from importlib import metadata  # 22 ms of the start of each rank that needs none of it
+    """Return the installed packages that provide CuPy, such as ["cupy-cuda13x 14.2.0"]."""
+    from importlib import metadata  # the import takes 22 ms, and few ranks need it
 
     installed = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
     return sorted(f"{name} {v}" for name, v in installed if name.lower().startswith("cupy"))
 
 
 def _reason_of(error):
-    """Return in words why CuPy cannot use the GPU."""
+    """Return the reason why CuPy cannot use the GPU, as a sentence."""
     package = ", ".join(packages())
     if isinstance(error, ImportError):
         return f"{package} cannot be loaded: {' '.join(str(error).split())[:200]}"
@@ -122,13 +122,13 @@ def _reason_of(error):
 
 
 def in_words(number):
-    """Return CUDA's number of a version, 13020, as 13.2."""
+    """Return CUDA's version number, such as 13020, as a string, "13.2"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _describe(runtime, index):
     facts = runtime.getDeviceProperties(index)
-    # CuPy cuts the UUID at its first zero byte; the bus number tells boards apart all the same
+    # CuPy cuts the UUID at its first zero byte, so the PCI bus number is added
     identity = f"{runtime.deviceGetPCIBusId(index)} {bytes(facts.get('uuid', b'')).hex()}"
     return Gpu(
         index,

@@ -11,7 +11,7 @@ THREADS = 256
 def dropout(x, threshold, scale, key, epoch, samples):
     blocks, channels, *pixels, lanes = x.dims
     pixels = math.prod(pixels)
-    if pixels == 1:  # features, which lie one after the other
+    if pixels == 1:  # features, which are stored one after the other
         channels, pixels = 1, channels
     parts = -(-channels * -(-pixels // GROUP) // THREADS)
     y = array.empty_like(x)

@@ -1,4 +1,4 @@
-"""Scaling of whole Arrays, and copies of many pieces, each in one launch."""
+"""Scale whole Arrays, and copy many pieces of Arrays, each in one launch."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from mpidl.fold import Late
 
 
 def scaled(x, factor):
-    """Return x * factor; factor is a number or a `fold.Late`, rounded to x's type first."""
+    """Return x * factor. `factor`, a number or a `fold.Late`, is rounded to the type of x first."""
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
     y, blocks = array.empty_like(x), launching.blocks_of_threads(x.size)
     name = f"scaled_{launching.kind_of(x)}"
@@ -17,9 +17,9 @@ def scaled(x, factor):
 
 
 def pack(matrices, rows, dtype=np.float32):
-    """Return (rows, sum of widths): the matrices (rows, width) side by side.
+    """Join matrices (rows, width) side by side; return (rows, sum of widths).
 
-    Raises ValueError if the matrices differ in rows or type.
+    Raises ValueError if a matrix has another number of rows or another type.
     """
     packed = launching.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
     pieces, column = [], 0
@@ -34,7 +34,7 @@ def pack(matrices, rows, dtype=np.float32):
 
 
 def _pitch(matrix):
-    """Return the words from row to row of a matrix."""
+    """Return the distance between rows of a matrix, in words of 4 bytes."""
     return matrix.shape[1] * matrix.dtype.itemsize // WORD
 
 
@@ -44,7 +44,7 @@ def copy(pieces):
     Parameters
     ----------
     pieces : list of (source, destination, rows, words, source pitch, destination pitch)
-        A row has `words` words of 4 bytes; pitches are the words from row to row.
+        A row has `words` words of 4 bytes. A pitch is the distance between rows, in words.
     """
     pieces = [piece for piece in pieces if piece[2] and piece[3]]
     if not pieces:

@@ -1,8 +1,8 @@
-"""Sums over images on the GPU, by the tree of `mpidl.fold`: the same bytes as on the host.
+"""Sums over images on the GPU, by the tree of `mpidl.fold`, with the same bytes as on the host.
 
-Leaves may be smaller than a block of 16 images: a power of two of leaves per block refines the tree
-without changing it. How threads share a fold changes no byte either, so it may depend on this
-rank's share.
+Leaves may be smaller than a block of 16 images. A block then has a power of two of leaves, which
+refines the tree without changing it. How threads divide the work does not change the bytes, so the
+division may depend on this rank's share.
 """
 
 import numpy as np
@@ -12,15 +12,16 @@ from mpidl.backends.gpu.array import Array
 from mpidl.device_array import OnDevice
 from mpidl.fold import Partial, Term, add, merge_moments
 
-LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}  # the most of a node in a launch
-BLOCKS = 1 << 16  # of a mini-batch, that `fold_all` takes
+LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}  # most per node and launch
+BLOCKS = 1 << 16  # most blocks of a mini-batch that `fold_all` accepts
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
 class Nodes(list, OnDevice):
-    """This rank's nodes of a sum: Arrays, the rows of `matrix` (nodes, width).
+    """A list of this rank's nodes of a sum, which are Arrays on the rows of `matrix`.
 
-    `like` is an Array with the memory layout of the sum, or None for C order.
+    `matrix` is an Array (nodes, width). `like` is an Array with the memory layout of the sum, or
+    None if the sum is in C order.
     """
 
     def __init__(self, matrix, rows, like=None):
@@ -29,22 +30,22 @@ class Nodes(list, OnDevice):
 
 
 def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None):
-    """Return the Partial of a sum given by its leaves, which the fold may overwrite.
+    """Fold the leaves of a sum, and return its Partial. The leaves may be overwritten.
 
     Parameters
     ----------
     values : (blocks * per_block, width) Array
         The leaves of this rank's blocks.
     tree : Tree
-        The one node of a plain tree is folded as if its leaves were the mini-batch.
+        A plain tree has one node per rank, which is folded like a mini-batch of these leaves.
     per_block : int
-        Leaves per block, a power of two.
+        Number of leaves per block, a power of two.
     combine : function
         `fold.add` or `fold.merge_moments`.
     shape : tuple, optional
-        Of the sum; (width,) by default.
+        Shape of the sum; (width,) by default.
     like : Array, optional
-        The sum has its shape and memory layout: the learnable of a gradient.
+        The sum gets the shape and memory layout of this Array, such as the weights of a gradient.
     """
     start, stop = tree.run
     rows = (stop - start) * per_block
@@ -65,17 +66,17 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
 
 
 def fold_rows(values, ranges, combine=add):
-    """Return (len(ranges), width): the fold of each range of rows of a matrix in C order.
+    """Fold each range of rows of a matrix in C order; return (len(ranges), width).
 
-    A range is (first row, rows >= 1), folded by the tree over its rows. Returns `values` itself if
-    there is nothing to combine.
+    A range is (first row, number of rows >= 1), and is folded by the tree over its rows. Returns
+    `values` itself if there is nothing to combine.
     """
     if all(count == 1 for _, count in ranges) and len(ranges) == len(values):
         return values
     kind = _kind(values, combine)
     if max(count for _, count in ranges) > LEAVES[kind]:
         group, groups, folded = LEAVES[kind] // 16, [], []
-        for first, count in ranges:  # runs of a power of two of rows are nodes of the same tree
+        for first, count in ranges:  # runs of 2^n rows are nodes of the same tree
             runs = [(first + i, min(group, count - i)) for i in range(0, count, group)]
             folded.append((len(groups), len(runs)))
             groups += runs
@@ -90,10 +91,10 @@ def fold_rows(values, ranges, combine=add):
 
 
 def spread(width, leaves, kind):
-    """Return (columns, rows, chunk) of a block of threads.
+    """Return (columns, rows, chunk): how a block of threads folds a node of up to `leaves` leaves.
 
-    `columns` threads stand side by side; `rows` share a column, each folding up to `chunk` leaves
-    of a node of at most `leaves`.
+    The block folds `columns` columns. `rows` threads share a column, and each folds up to `chunk`
+    leaves.
     """
     if kind == "moments":
         columns, threads = 4, 1024
@@ -106,10 +107,10 @@ def spread(width, leaves, kind):
 
 
 def fold_all(matrix, tree, combine=add, shape=None, like=None):
-    """Return the root of all ranks' nodes, with the bytes of `fold.fold_nodes`.
+    """Fold the nodes of all ranks and return the root, with the bytes of `mpidl.fold.fold_nodes`.
 
-    `matrix` is (nodes of all ranks, width), in their order; the root is (width,), or as `shape` and
-    `like` say in `partial_of_leaves`.
+    `matrix` is (nodes of all ranks, width), in the order of the ranks. The root is (width,), or has
+    the shape and layout of `shape` and `like`, as in `partial_of_leaves`.
     """
     nodes = [node for nodes_of_rank in tree.nodes for node in nodes_of_rank]
     if len(nodes) != len(matrix):
@@ -138,17 +139,17 @@ def _kind(values, combine):
 
 
 def _width(values, combine):
-    """Return the columns, one a thread; those of moments are channels."""
+    """Return the number of columns, one per thread; the columns of moments are channels."""
     return values.shape[1] // 2 if combine is merge_moments else values.shape[1]
 
 
 def _seen_as(row, shape, like):
-    """Return a row (width,) as an Array of `shape`, or in the layout of `like`."""
+    """Return a row (width,) as an Array of `shape`, or with the shape and layout of `like`."""
     if like is not None:
         return Array(row.buffer, row.dtype, like.shape, like.dims, like.order, row.offset)
     return row if shape is None else row.reshape(shape)
 
 
 def _power(n):
-    """Return the least power of two that is not less than n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""Lanes of images and of their targets, by kernels/cuda/images.cu."""
+"""Gather the images and targets of a mini-batch into lanes, by kernels/cuda/images.cu."""
 
 import math
 
@@ -8,7 +8,7 @@ from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, blocks_of
 
-THREADS, PER_THREAD = 256, 4  # elements of a thread
+THREADS, PER_THREAD = 256, 4  # threads per block; elements per thread
 
 
 def images(
@@ -26,19 +26,19 @@ def images(
     counts=None,
     blocks=None,
 ):
-    """Besides what `Backend.images` says, gather images of a data set.
+    """Return normalized lanes of images, as `Backend.images` does, or gather them from a data set.
 
-    mirrored, top and left are int32 Arrays, one number for each image of the share.
+    `mirrored`, `top` and `left` are int32 Arrays with one number for each image of the share.
 
     Parameters
     ----------
     indices : (share,) int32 Array, optional
-        The number in `pixels`, then the whole data set, of each image of the share.
+        The index in `pixels` of each image of the share. `pixels` is then the whole data set.
     counts : (1,) int32 Array, optional
-        How many images there are, of those that `indices` or `pixels` has. Nothing is read of the
-        others.
+        How many of the images in `indices` or `pixels` are used, from the first on. The others
+        become zero, and nothing is read for them.
     blocks : int, optional
-        B; by default that of as many images.
+        The number of blocks B; by default the number that the images need.
     """
     if pixels.ndim != 4 or pixels.order != (0, 1, 2, 3):
         raise ValueError(f"expected pixels (n, C, H, W) in that order, got {pixels.shape}")
@@ -57,12 +57,12 @@ def images(
 
 
 def targets(table, *, indices=None, counts=None, blocks=None):
-    """Return lanes (B, *shape, 16) of what goes with images: labels, numbers, maps or images.
+    """Return lanes (B, *shape, 16) of the targets of images: labels, numbers, maps or images.
 
     Parameters
     ----------
     table : (n, *shape) float32 or int32 Array
-        Values as files have them.
+        The targets of n images, in the order of the data set's files.
     indices, counts, blocks : optional
         As in `images`. Unused lanes are zero, and nothing is read for them.
     """
@@ -72,7 +72,7 @@ def targets(table, *, indices=None, counts=None, blocks=None):
     count = count if indices is None else len(indices)
     blocks = blocks_of(count) if blocks is None else blocks
     lanes = array.empty_lanes((blocks, *shape, LANES), table.dtype)
-    channels = shape[0] if len(shape) == 3 else 1  # images, which lie as NHWC
+    channels = shape[0] if len(shape) == 3 else 1  # images, which become NHWC
     parts = _parts(math.prod(shape))
     arrays = _words(table), indices, counts, _words(lanes)
     numbers = channels, math.prod(shape) // channels, count, parts
@@ -81,10 +81,10 @@ def targets(table, *, indices=None, counts=None, blocks=None):
 
 
 def _words(values):
-    """Return the same memory as integers: kernels that only move values need no type."""
+    """Return an int32 Array on the same memory, for kernels that only move 4-byte values."""
     return Array(values.buffer, np.int32, values.shape, offset=values.offset)
 
 
 def _parts(size):
-    """Return how many blocks of threads an image of so many elements has."""
+    """Return the number of blocks of threads for an image of `size` elements."""
     return -(-size // (THREADS * PER_THREAD))

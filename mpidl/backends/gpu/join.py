@@ -1,4 +1,4 @@
-"""Sums and concatenations of values by kernels/cuda/concat.cu."""
+"""Concatenate and split values by kernels/cuda/concat.cu, and add them."""
 
 import math
 
@@ -8,9 +8,9 @@ from mpidl.backends.gpu.launching import THREADS
 
 
 def rows_and_channels(name, x):
-    """Return (rows, channels): the pixels of all images, and the channels of each in memory.
+    """Return (rows, channels): the number of pixels in all images, and the channels per pixel.
 
-    Raises ValueError for flattened images, whose pixels memory does not keep together.
+    Raises ValueError for flattened images, whose features are not stored in their order.
     """
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
@@ -22,7 +22,7 @@ def rows_and_channels(name, x):
 
 
 def _move(name, part, joined, first):
-    """Launch concat or split for one part."""
+    """Launch the kernel `name`, concat or split, for the part that begins at channel `first`."""
     rows, words = rows_and_channels(name, part)
     _, pitch = rows_and_channels(name, joined)
     blocks = launching.blocks_of_threads(part.size, per_thread=4)
@@ -30,7 +30,7 @@ def _move(name, part, joined, first):
 
 
 def concat(arrays):
-    # ValueError for flattened images: memory has their pixels apart
+    # raises ValueError for flattened images
     parts = [read(a) for a in arrays]
     blocks, _, *rest = parts[0].shape
     y, first = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest)), 0

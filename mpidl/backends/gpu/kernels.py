@@ -1,8 +1,8 @@
-"""The CUDA kernels: their sources, their parameters, and how a launch is put together.
+"""Read the sources and parameters of the CUDA kernels, and check the arguments of launches.
 
-Sources lie in kernels/cuda, one .cu per family; each is compiled with the text of common.cuh before
-it. A kernel has the name of its function. Its parameters are read from the declaration, as `builds`
-reads mpidl.h: launching it with an array of another type is an error, not a wrong number.
+The sources are in kernels/cuda, one .cu file per family. Each is compiled with the text of
+common.cuh prepended. A kernel has the name of its function. Its parameters are read from the
+declaration, as `builds` reads mpidl.h, so an array of the wrong type is an error.
 """
 
 import ctypes
@@ -28,26 +28,26 @@ ELEMENTS = {
     "long long": "i8",
     "unsigned char": "u1",
 }
-NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # of families: the oldest architecture they are for
+NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # {family: oldest architecture}
 KERNEL = re.compile(
     r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', re.S
 )
 
 
 class Unit(NamedTuple):
-    """What is compiled at once: a family's text with one set of definitions."""
+    """A compilation unit: the source of a family with one set of preprocessor definitions."""
 
-    family: str  # "pool": of kernels/cuda/pool.cu
+    family: str  # "pool" for kernels/cuda/pool.cu
     defines: tuple = ()  # (("CV_K", 20), ...), sorted
 
     @property
     def text(self):
-        """common.cuh and the family's source; none of our files includes another."""
+        """The source of common.cuh and of the family; the files contain no #include of our own."""
         return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
 
 
 class Argument(NamedTuple):
-    """One parameter of a kernel: an array of `element`, or a number of `ctype`."""
+    """A parameter of a kernel: an array with elements of type `element`, or a number `ctype`."""
 
     name: str
     element: Any = None  # a NumPy dtype
@@ -55,7 +55,7 @@ class Argument(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel with all it needs to run."""
+    """A kernel with its arguments, grid and block: everything needed to run it."""
 
     unit: Unit
     name: str
@@ -63,10 +63,10 @@ class Launch(NamedTuple):
     block: tuple
     shared: int  # bytes of dynamic shared memory
     arguments: tuple  # Arrays, Tables, numbers and None
-    parameters: tuple  # Argument of each
+    parameters: tuple  # an Argument for each argument
 
     def values(self):
-        """Return the arguments as ctypes values; the addresses must be known."""
+        """Return the arguments as ctypes values; all addresses must be known."""
         values = []
         for value, parameter in zip(self.arguments, self.parameters, strict=True):
             if parameter.element is None:
@@ -77,24 +77,24 @@ class Launch(NamedTuple):
 
 
 def folder():
-    """Return kernels/cuda of this checkout or installation."""
+    """Return the path of kernels/cuda in this checkout or installation."""
     return os.path.join(builds.kernels_folder() or "", "cuda")
 
 
 def families():
-    """Return the names of the families, sorted."""
+    """Return the sorted names of all families."""
     return sorted(name[:-3] for name in os.listdir(folder()) if name.endswith(".cu"))
 
 
 @functools.cache
 def source(name):
-    """Return the text of a file of kernels/cuda."""
+    """Return the text of a file in kernels/cuda."""
     with open(os.path.join(folder(), name)) as file:
         return file.read()
 
 
 def signatures(text):
-    """Return {kernel: (Argument, ...)} of all kernels that a source declares."""
+    """Parse the declarations of all kernels in a source; return {kernel: (Argument, ...)}."""
     kernels = {}
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     for name, inside in KERNEL.findall(text):
@@ -113,7 +113,7 @@ def signatures(text):
 
 @functools.cache
 def _index():
-    """Return {kernel: (family, its arguments)}."""
+    """Return {kernel: (family, arguments)} of all families."""
     kernels = {}
     for family in families():
         for name, arguments in signatures(source(f"{family}.cu")).items():
@@ -124,9 +124,9 @@ def _index():
 
 
 def make(name, grid, block, arguments, shared=0, defines=None):
-    """Return the Launch of a kernel.
+    """Check the arguments of a kernel against its declaration, and return its Launch.
 
-    Raises TypeError if the arguments do not match the kernel's declaration.
+    Raises TypeError if they do not match.
     """
     family, parameters = _index()[name]
     if len(arguments) != len(parameters):

@@ -1,7 +1,8 @@
-"""Arrays in device memory, and the sink of launches: a kernel runs at once or is recorded.
+"""Arrays in device memory, and the launch sink, which runs kernels at once or records them.
 
-Functions of the backend use this module alone: `empty`, `launch`, `scalar`, `constant`, `table`. A
-process opens one device; `through` puts a Recorder (see `recorder`) in place of the Eager sink.
+The backend's ops reach the device only through this module: `empty`, `launch`, `scalar`, `constant`
+and `table`. A process opens one device. `through` replaces the Eager sink by a Recorder (see
+`recorder`).
 """
 
 import contextlib
@@ -13,21 +14,21 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.gpu import kernels
 from mpidl.device_array import DeviceArray
 
-ALIGNED = 256  # bytes, as cudaMalloc aligns
-LARGE = 1 << 20  # words of 4 bytes from which on a kernel makes zeros
+ALIGNED = 256  # bytes: the alignment of cudaMalloc
+LARGE = 1 << 20  # words of 4 bytes; arrays at least this large are set to zero by a kernel
 
-THREADS = 256  # of a block of the kernels of elementwise.cu
+THREADS = 256  # threads per block of elementwise kernels
 WORD = 4  # bytes that are copied or set to zero at a time
 KINDS = {"f4": "float", "f8": "double"}
 
 _device = None  # the Device of this process, once it is opened
-_sink = None  # of launches: Eager or a Recorder
+_sink = None  # the current launch sink: Eager or a Recorder
 
 
 class Block:
-    """Memory of the device with one owner; it is given back with the last Array in it.
+    """Device memory that is given back when its last Array is deleted.
 
-    `owner` is an object that keeps the memory until then.
+    `owner`, if given, is an object that keeps the memory allocated until then.
     """
 
     def __init__(self, address, nbytes, give_back=None, owner=None):
@@ -40,18 +41,19 @@ class Block:
 
 
 class Array(DeviceArray):
-    """Memory on the device, seen in a shape. `array` says how memory orders it.
+    """An array in device memory. The module `array` describes the orders in memory.
 
     Attributes
     ----------
     buffer : Block or Planned
-        Keeps the memory. Its `address` is None while a program is being recorded.
+        Owns the memory. The `address` of a Planned is None while a program is being recorded.
     offset : int
         Bytes from the start of the buffer.
     shape, dims, order : tuple
-        The shape that every backend uses, and the axes and their order in memory.
+        `shape` is the shape that every backend uses. Memory holds an array of shape `dims`, whose
+        axes are stored in the order `order`, the slowest axis first.
     bounds : array.Bounds or None
-        Of labels.
+        The smallest and the largest label, if the Array holds labels.
     """
 
     __slots__ = ("buffer", "offset", "dtype", "shape", "dims", "order", "bounds")
@@ -61,7 +63,7 @@ class Array(DeviceArray):
         self.shape = tuple(shape)
         self.dims = self.shape if dims is None else tuple(dims)
         self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
-        self.bounds = None  # of labels: a Bounds
+        self.bounds = None  # a Bounds, for labels
 
     @property
     def address(self):
@@ -83,7 +85,7 @@ class Array(DeviceArray):
         return self.shape[0]
 
     def reshape(self, *shape):
-        """Return the same memory in another shape; nothing moves."""
+        """Return an Array of another shape on the same memory."""
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if math.prod(shape) != self.size:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
@@ -99,7 +101,7 @@ class Array(DeviceArray):
         return Array(self.buffer, self.dtype, shape, offset=self.offset + i * step)
 
     def part(self, start, shape):
-        """Return `shape` elements from element `start` of an Array in C order."""
+        """Return the elements from number `start` on as an Array of `shape`; needs C order."""
         offset = self.offset + start * self.dtype.itemsize
         return Array(self.buffer, self.dtype, shape, offset=offset)
 
@@ -117,7 +119,10 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array if it has the type, else a float64 Array rounded to float32."""
+        """Return this Array if it has the type already, else round from float64 to float32.
+
+        Raises TypeError for all other conversions.
+        """
         if self.dtype == dtype:
             return self
         if (self.dtype, np.dtype(dtype)) != (np.float64, np.float32):
@@ -139,7 +144,7 @@ class Array(DeviceArray):
         return y
 
     def zeros_like(self):
-        """Return zeros of the same shape, type and order in memory."""
+        """Return an Array of zeros with the same shape, type and order in memory."""
         words = -(-self.nbytes // WORD)
         zeros = empty((words,), np.int32)
         launch("zero_words", blocks_of_threads(words), THREADS, zeros, words)
@@ -152,9 +157,10 @@ class Array(DeviceArray):
 
 
 class Table:
-    """Addresses in device memory, for kernels that go through a list of arrays.
+    """A table of addresses and integers in device memory, for kernels that process many arrays.
 
-    `rows` are lists of Arrays and integers of one length; memory holds (rows, columns) int64.
+    `rows` is a list of equally long lists of Arrays and integers. Device memory holds the table as
+    (rows, columns) int64, with the addresses of the Arrays.
     """
 
     dtype = np.dtype("i8")
@@ -172,7 +178,7 @@ class Table:
         return [value for row in self.rows for value in row if isinstance(value, Array)]
 
     def filled(self):
-        """Return the table as integers; all addresses must be known."""
+        """Return the table as a NumPy array of int64; all addresses must be known."""
         return np.array(
             [[v.address if isinstance(v, Array) else int(v) for v in row] for row in self.rows],
             np.int64,
@@ -180,10 +186,10 @@ class Table:
 
 
 class Eager:
-    """The sink that launches at once, on the device's one stream.
+    """The launch sink that runs kernels at once, on the stream that the device computes on.
 
-    Memory comes from an arena and returns to it with the last reference; the order of the stream
-    makes that safe.
+    Memory comes from an arena and returns to it when its last reference is deleted. It can be
+    reused at once because the stream runs the launches in order.
     """
 
     def __init__(self, device):
@@ -211,12 +217,12 @@ class Eager:
         return y
 
     def exchange(self, world, tree, matrix, combine):
-        """Return the root of all ranks' nodes (nodes of this rank, width), (width,)."""
+        """Return the root (width,) of all ranks' nodes; `matrix` (nodes, width) has this rank's."""
         nodes = download(matrix).reshape(matrix.shape)
         return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
 
     def between(self, mover, source, target):
-        """Gather the rows of `source` of all ranks in `target`."""
+        """Gather the rows of all ranks' `source` in `target`, directly between GPUs."""
         mover.allgather(source, target)
 
     def table(self, rows):
@@ -226,7 +232,7 @@ class Eager:
 
 
 def open(device):
-    """Compute on this Device from now on, and return it; None ends the use of a device."""
+    """Use this Device from now on, and return it; `None` ends the use of a device."""
     global _device, _sink
     _device, _sink = device, None if device is None else Eager(device)
     _constants.clear()
@@ -242,13 +248,13 @@ def device():
 
 
 def sink():
-    """Return the current sink of launches."""
+    """Return the current launch sink."""
     return _sink
 
 
 @contextlib.contextmanager
 def through(other):
-    """Hand launches to another sink within the block."""
+    """Use another launch sink within the `with` block."""
     global _sink
     before, _sink = _sink, other
     try:
@@ -271,12 +277,12 @@ def empty_like(array, dtype=None):
 
 
 def blocks_of_threads(elements, per_thread=1):
-    """Return how many blocks of THREADS to launch for so many elements."""
+    """Return how many blocks of THREADS threads to launch, at most 32 per multiprocessor."""
     return min(-(-elements // (THREADS * per_thread)), 32 * device().processors)
 
 
 def kind_of(x):
-    """Return the type of x as it stands in names of kernels."""
+    """Return the type of x in the names of kernels: "float" or "double"."""
     kind = KINDS.get(x.dtype.str[1:])
     if kind is None:
         raise TypeError(f"expected float32 or float64, got {x}")
@@ -284,16 +290,20 @@ def kind_of(x):
 
 
 def launch(name, grid, block, *arguments, shared=0, defines=None):
-    """Run a kernel of kernels/cuda: its name, grid, block of threads and arguments."""
+    """Launch a kernel of kernels/cuda through the current sink.
+
+    `grid` and `block` are the numbers of blocks and of threads per block. `shared` is the size of
+    dynamic shared memory in bytes. `defines` are the preprocessor definitions, {name: value}.
+    """
     kernel_launch = kernels.make(name, grid, block, arguments, shared, defines)
-    if 0 not in kernel_launch.grid:  # an empty share
+    if 0 not in kernel_launch.grid:  # a grid is empty if the rank's share is
         _sink.launch(kernel_launch)
 
 
 def scalar(name, value, dtype=np.float32):
-    """Return a number, or a row of numbers, that may change from step to step, as an Array (n,).
+    """Return one or more numbers that may change from step to step, as an Array (n,).
 
-    A recorded program reads it from memory under this name, so that replays can change it.
+    In a recorded program, each replay can set new numbers under this name.
     """
     return _sink.scalar(name, value, np.dtype(dtype))
 
@@ -308,7 +318,7 @@ _loaded: dict = {}  # {Unit: {kernel: handle}}
 
 
 def constant(value):
-    """Return a NumPy array's contents on the device, uploaded once for all calls."""
+    """Return an Array with the contents of a NumPy array; equal contents are uploaded once."""
     value = np.ascontiguousarray(value)
     key = (value.tobytes(), value.dtype.str, value.shape)
     if key not in _constants:
@@ -319,7 +329,7 @@ def constant(value):
 
 
 def _fixed(shape, dtype):
-    """Return an uninitialized Array at a fixed place, which no program plans."""
+    """Return an uninitialized Array at a fixed address, outside the memory of any program."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     owner = device().allocate(max(nbytes, 1))
     return Array(Block(owner.address, nbytes, owner=owner), dtype, shape)
@@ -332,12 +342,12 @@ def _uploaded(value):
 
 
 def persistent(shape, dtype=np.float32):
-    """Return an Array of zeros at a fixed place, which no program plans."""
+    """Return an Array of zeros at a fixed address, outside the memory of any program."""
     zeros = _fixed(shape, dtype)
     words = zeros.nbytes // WORD
     if words < LARGE:
         words = 0
-    else:  # a kernel: the host uploads no zeros of the size of a data set
+    else:  # a kernel saves the host the upload of zeros as large as a data set
         as_words = Array(zeros.buffer, np.int32, (words,))
         clearing = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
         device().launch(load(clearing), clearing)
@@ -347,7 +357,10 @@ def persistent(shape, dtype=np.float32):
 
 
 def upload(array, value):
-    """Copy NumPy memory to an Array, byte for byte."""
+    """Copy the bytes of a NumPy array to an Array, which must have the same size.
+
+    Raises RuntimeError if the address is not known because a program is being recorded.
+    """
     if isinstance(array.buffer.address, int):
         device().upload(array.address, np.ascontiguousarray(value))
     else:
@@ -355,7 +368,10 @@ def upload(array, value):
 
 
 def download(array):
-    """Return the Array's memory as a flat NumPy array; waits for the device."""
+    """Wait for the device, and return the Array's memory as a flat NumPy array.
+
+    Raises RuntimeError if the address is not known because a program is being recorded.
+    """
     if not isinstance(array.buffer.address, int):
         raise RuntimeError(
             "the value is not known while a step is being recorded: do what needs its number on "
@@ -368,7 +384,7 @@ def download(array):
 
 
 def load(launch):
-    """Return the device's handle of a Launch's kernel, compiled and loaded on first use."""
+    """Return the device's handle of a Launch's kernel; compile and load it on first use."""
     if launch.unit not in _loaded:
         _loaded[launch.unit] = device().load(launch.unit)
     return _loaded[launch.unit][launch.name]

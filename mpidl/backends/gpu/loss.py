@@ -1,6 +1,6 @@
-"""Softmax, cross-entropy and errors by kernels/cuda/loss.cu, in double.
+"""Softmax, cross-entropy and errors by kernels/cuda/loss.cu, in double precision.
 
-Memory holds rows of K: a pixel's scores side by side, pixel after pixel.
+Scores are stored in rows of K, one row per image or, for images of scores, one row per pixel.
 """
 
 import math
@@ -13,23 +13,23 @@ from mpidl.backends.gpu.dense import rows_of
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
-ROWS = 16  # of scores that a block of threads has at once, a warp each
+ROWS = 16  # rows of scores per block of threads, one per warp
 THREADS = 32 * ROWS
 
 
 class Leaf(NamedTuple):
-    """Sizes of a leaf of a sum over images, in rows or elements."""
+    """Limits for the size of a leaf of a sum over images, in rows or elements."""
 
-    threads: int
-    smallest: int  # of images together, where one has less
-    largest: int  # of a part of one image
+    threads: int  # threads per block
+    smallest: int  # images with fewer rows or elements share a leaf
+    largest: int  # images with more rows or elements are split into several leaves
 
 
 OF_ROWS, OF_ELEMENTS = Leaf(THREADS, ROWS, 16 * ROWS), Leaf(256, 256, 4096)
 
 
 def _pixels_of(scores, name):
-    """Return (rows, pixels of an image, classes) of scores (B, K, 16) or (B, K, H, W, 16)."""
+    """Return (rows, pixels per image, classes) of scores (B, K, 16) or (B, K, H, W, 16)."""
     if scores.ndim == 3:
         rows, classes = rows_of(scores, name)
         return rows, 1, classes
@@ -94,7 +94,7 @@ def errors_dy(y, target, power, scale, counts):
 
 
 def _scale(scale):
-    """Return (factor, array or None) of a number or a Late."""
+    """Split a number or a Late into (factor, array); the array of a number is None."""
     return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
 
@@ -105,17 +105,18 @@ def _labels(labels, name):
 
 
 def _by_image(value):
-    """Return whether memory has one image after the other, as `array.lanes` puts them."""
+    """Return whether memory holds one image after the other, in the order of `array.lanes`."""
     orders = value.order, array.order_of_lanes(value.dims)
     first, second = ([axis for axis in order if value.dims[axis] > 1] for order in orders)
     return first == second
 
 
 def _apart(y, target):
-    """Return (elements of an image, inner, outer), which relate the memory orders of y and target.
+    """Return (elements per image, inner, outer), which relate the memory orders of y and target.
 
-    Element k of an image of y is element k % inner * outer + k // inner of the target's. Images lie
-    pixel by pixel, flattened or not; values that never were images lie the other way.
+    Element k of an image of y corresponds to element k % inner * outer + k // inner of the target.
+    Images are stored pixel by pixel, flattened or not. Values that never were images are stored in
+    the order of their features.
     """
     elements = math.prod(y.dims[1:-1])
     of_y, of_target = _pixel_by_pixel(y), _pixel_by_pixel(target)
@@ -130,7 +131,7 @@ def _apart(y, target):
 
 
 def _pixel_by_pixel(value):
-    """Return (channels, pixels) of images; (elements, 1) of values with one order."""
+    """Return (channels, pixels) of images, or (elements, 1) if only one memory order exists."""
     if not _by_image(value):
         raise ValueError(f"errors: expected values that lie image by image, got {value}")
     elements, channels = math.prod(value.dims[1:-1]), value.dims[1]
@@ -140,9 +141,10 @@ def _pixel_by_pixel(value):
 
 
 def _summed(kernel, arrays, numbers, size, leaf, tree):
-    """Return the Partial of a sum over images, and over `size` rows or elements of each.
+    """Return the Partial of a sum over images, and over the `size` rows or elements of each.
 
-    A leaf of the sum has some images of a block, or a part of one image, by `size` alone.
+    A leaf of the sum is several images of a block, one image, or a part of one. This depends on
+    `size` alone.
     """
     images, parts = 1, 1
     while images < LANES and images * size < leaf.smallest:

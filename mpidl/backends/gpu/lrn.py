@@ -5,11 +5,15 @@ from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.join import rows_and_channels
 from mpidl.backends.gpu.launching import THREADS
 
-SHARED = 48 << 10  # bytes that every GPU gives a block
+SHARED = 48 << 10  # bytes of shared memory that a block may have on every GPU
 
 
 def _norm(x, window, alpha, k):
-    """Return the first arguments of both kernels."""
+    """Return the numbers that are arguments of both kernels.
+
+    These are rows, channels, the channels before and after a channel in its window, alpha / window
+    and k.
+    """
     rows, channels = rows_and_channels("cross_channel_norm", x)
     channels_before, channels_after = (
         min(side, channels - 1) for side in shapes.channel_window(window)

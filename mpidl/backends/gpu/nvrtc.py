@@ -1,7 +1,8 @@
-"""NVIDIA's compiler as a library: CUDA C in, a cubin out. It needs no GPU, driver or toolkit.
+"""Compile CUDA C to cubins with NVRTC, NVIDIA's compiler library.
 
-NVRTC comes as a pip package (nvidia-cuda-nvrtc of CUDA 13, nvidia-cuda-nvrtc-cu12) or with a CUDA
-toolkit. CUDA 13 compiles for sm_75 and later, CUDA 12 for sm_70 too. `cubins` keeps the results.
+NVRTC needs no GPU, driver or toolkit. It is installed as a pip package (nvidia-cuda-nvrtc for CUDA
+13, nvidia-cuda-nvrtc-cu12 for CUDA 12) or with a CUDA toolkit. CUDA 13 compiles for sm_75 and
+later, CUDA 12 also for sm_70. `cubins` caches the results.
 """
 
 import contextlib
@@ -17,19 +18,22 @@ from ctypes import byref
 from mpidl.backends.gpu import cubins, discovery
 from mpidl.errors import UserError
 
-# No contraction: kernels say fmaf where they want one rounding. Without -ftz and -use_fast_math,
-# denormals, quotients and roots are IEEE 754's. The log has the registers that ptxas reports.
+# Contraction is off: kernels call fmaf explicitly. Without -ftz and -use_fast_math, denormals,
+# quotients and square roots follow IEEE 754. With -v, ptxas reports each kernel's registers.
 OPTIONS = ("-std=c++17", "-fmad=false", "--ptxas-options=-v")
 WHEELS = ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12")
 TOOLKITS = ("lib64", "lib", "targets/*/lib")
 
 
 class Nvrtc:
-    """One NVRTC: its version, (13, 0), and the architectures that it compiles for, (75, ...)."""
+    """An NVRTC library.
+
+    `version` is a tuple such as (13, 0). `architectures` are those it compiles for, (75, ...).
+    """
 
     def __init__(self, path):
         self.path = path
-        # Up to CUDA 13.0 it looks for its own second library by name alone.
+        # Up to CUDA 13.0, NVRTC finds its builtins library only if it is loaded already.
         for builtins in glob.glob(os.path.join(os.path.dirname(path), "libnvrtc-builtins.so*")):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
@@ -50,7 +54,7 @@ class Nvrtc:
             raise RuntimeError(f"{self.path}: {name}: {text}")
 
     def compile(self, text, options, name):
-        """Return (cubin, log) of a text. Raises UserError with the compiler's errors."""
+        """Compile CUDA C; return (cubin, log). Raises UserError with the compiler's errors."""
         program = ctypes.c_void_p()
         source, file = text.encode(), name.encode()
         self._call("nvrtcCreateProgram", byref(program), source, file, 0, None, None)
@@ -81,13 +85,14 @@ class Nvrtc:
 def cubin(unit, architecture):
     """Return the cubin (bytes) of a `kernels.Unit` for an architecture such as "sm_90".
 
-    Raises UserError if there is no NVRTC, or if the unit does not compile.
+    The cubin comes from the cache if it is there. Raises UserError if there is no NVRTC, or if the
+    unit does not compile.
     """
     return compiled(unit, architecture)[0]
 
 
 def compiled(unit, architecture):
-    """Return (cubin, log) as `cubin` does, with the compiler's log."""
+    """Return (cubin, log), as `cubin` does but with the compiler's log."""
     nvrtc = find(architecture)
     text, defines = unit.text, unit.defines
     parts = [repr(nvrtc.version), architecture, repr(OPTIONS), repr(tuple(defines)), text]
@@ -100,7 +105,10 @@ def compiled(unit, architecture):
 
 
 def compile(text, architecture, defines=(), name="kernels.cu"):
-    """Compile a text of CUDA C now; return (cubin, log). defines: pairs (name, value)."""
+    """Compile CUDA C source without the cache; return (cubin, log).
+
+    `defines` are the preprocessor definitions, pairs (name, value).
+    """
     words = [f"-D{key}={value}" for key, value in defines]
     return find(architecture).compile(text, [*OPTIONS, f"-arch={architecture}", *words], name)
 
@@ -108,7 +116,8 @@ def compile(text, architecture, defines=(), name="kernels.cu"):
 def find(architecture):
     """Return the newest Nvrtc that compiles for an architecture such as "sm_90".
 
-    If there is a driver, it must be able to run the cubins. Raises UserError if there is none.
+    If there is a driver, it must be able to run the cubins. Raises UserError if no Nvrtc meets
+    these conditions.
     """
     return _find(int(re.sub(r"\D", "", architecture)), discovery.driver_version() // 1000)
 
@@ -142,16 +151,17 @@ def _find(architecture, driver):
 
 @functools.cache
 def installed():
-    """Return an Nvrtc of each version: of MPIDL_NVRTC alone if it is set, else of all places.
+    """Return one Nvrtc for each installed version.
 
-    These are pip's packages, the toolkit of CUDA_PATH or CUDA_HOME, and the system.
+    If MPIDL_NVRTC is set, only that library is used. Otherwise pip's packages, the toolkits of
+    CUDA_PATH, CUDA_HOME and /usr/local/cuda, and the system's libraries are searched.
     """
     by_version = {}
     for path in _paths():
         try:
             nvrtc = Nvrtc(path)
         except (OSError, AttributeError, RuntimeError):
-            continue  # not for this system, or not an NVRTC
+            continue  # made for another system, or not NVRTC
         by_version.setdefault(nvrtc.version, nvrtc)
     return tuple(by_version.values())
 

@@ -1,7 +1,7 @@
-"""Steps of optimizers, all parameters in one launch (kernels/cuda/optimizer.cu), and clipping
-(clip.cu).
+"""Optimizer steps and gradient clipping by kernels/cuda/optimizer.cu and clip.cu.
 
-Arrays are float32; those of a parameter have one layout.
+One launch processes all parameters. Arrays are float32, and all arrays of a parameter have the same
+memory layout.
 """
 
 import functools
@@ -13,20 +13,20 @@ import numpy as np
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 
-ALIGNED = 64  # floats: 256 bytes, as memory of the device is aligned
-THREADS = 256
-SMALL = 1 << 22  # floats in all, up to which a block of threads steps few
-CHUNKS = 4 * THREADS, 32 * THREADS  # floats of a block of threads: of few, of many
+ALIGNED = 64  # floats: 256 bytes, the alignment of device memory
+THREADS = 256  # threads per block
+SMALL = 1 << 22  # floats; up to this total size, a block of threads has the smaller chunk
+CHUNKS = 4 * THREADS, 32 * THREADS  # floats per block of threads: smaller and larger chunk
 
 
 @functools.lru_cache(maxsize=16)
 def places(sizes):
-    """Return where arrays of these sizes lie in one array, each aligned.
+    """Place arrays of these sizes, each aligned, side by side in one array.
 
     Returns
     -------
     starts, total : list of int, int
-        The first float of each array, in order, and the floats of all.
+        The index of the first float of each array, and the size of the whole array in floats.
     """
     rounded = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     starts = list(itertools.accumulate(rounded, initial=0))
@@ -35,7 +35,10 @@ def places(sizes):
 
 @functools.lru_cache(maxsize=16)
 def _blocks(sizes):
-    """Return the chunk, and of each block of threads its parameter and first float."""
+    """Divide parameters among blocks of threads; return (chunk, array of (parameter, first float)).
+
+    `chunk` is the number of floats per block. The array is int32 with one row per block.
+    """
     chunk = CHUNKS[sum(sizes) > SMALL]
     blocks = [(i, first) for i, size in enumerate(sizes) for first in range(0, size, chunk)]
     return chunk, np.array(blocks, np.int32).reshape(-1, 2)
@@ -46,7 +49,10 @@ def step_number(name, value):
 
 
 def _on_device(value):
-    """Return a number that kernels read from memory: of `step_number`, or a constant."""
+    """Return a number as an Array (1,), which kernels read from memory.
+
+    `value` is a Python number or already an Array from `step_number`.
+    """
     return value if isinstance(value, Array) else launching.constant(np.array([value], np.float32))
 
 
@@ -59,10 +65,10 @@ def from_numpy(value, like):
 
 
 def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
-    """Return the new weights side by side in one array, each at its place of `places`.
+    """Return the new weights, side by side in one array, at the indices that `places` returns.
 
-    The kernel has the formula's name. If the old weights lie side by side too, the new array can
-    take their place: the kernel reads a number before it writes one there.
+    The kernel has the name of the formula. If the old weights are side by side too, the new array
+    may use the same memory: the kernel reads each number before it writes the new one.
     """
     factors = [1.0] * len(weights) if factors is None else factors
     _check(formula, weights, gradient=gradients)
@@ -88,7 +94,7 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
 
 
 def clip(weights, gradients, decays, method, threshold):
-    # the new gradients lie side by side
+    # the new gradients are side by side in one array, as in optimizer_step
     _check("clip", weights, gradient=gradients)
     sizes = tuple(w.size for w in weights)
     chunk, blocks = _blocks(sizes)
@@ -120,7 +126,10 @@ def clip(weights, gradients, decays, method, threshold):
 
 
 def _check(name, weights, **arrays_by_kind):
-    """Raise ValueError or TypeError unless each parameter's arrays are float32 in one layout."""
+    """Check that all arrays of a parameter are float32 and have the same layout.
+
+    Raises ValueError or TypeError if they are not.
+    """
     for kind, arrays in arrays_by_kind.items():
         for w, other in zip(weights, arrays, strict=True):
             if _layout(other) != _layout(w):
@@ -135,7 +144,7 @@ def _check(name, weights, **arrays_by_kind):
 
 
 def _side_by_side(weights):
-    """Return new arrays like the weights in one array, each at its place of `places`."""
+    """Return new arrays like the weights, side by side in one array (see `places`)."""
     firsts, total = places(tuple(w.size for w in weights))
     flat = array.empty((total,))
     return [
@@ -149,5 +158,5 @@ def _table(*columns):
 
 
 def _layout(value):
-    """Return the extents of an Array as memory orders them."""
+    """Return the extents of an Array in memory order, without those that are 1."""
     return tuple(value.dims[axis] for axis in value.order if value.dims[axis] != 1)

@@ -1,4 +1,4 @@
-"""Pooling by kernels/cuda/pool.cu."""
+"""Max and average pooling by kernels/cuda/pool.cu."""
 
 import functools
 from typing import Any
@@ -9,19 +9,22 @@ from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import DeferredInput
 
-WARP, MAX_THREADS = 32, 256  # threads of a CTA: as many as a row needs, up to MAX_THREADS
+WARP, MAX_THREADS = 32, 256  # a CTA has the threads that a row needs, at most MAX_THREADS
 
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, size, stride, padding):
-    """Return the numbers that all kernels take, and (C, P, Q)."""
+    """Return the numbers that are arguments of all kernels, and (C, P, Q)."""
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     return (*x_shape, *output[1:], *size, *stride, top, left), output
 
 
 def _launch(name, rows, row, arrays, numbers):
-    """Launch one CTA a row of `row` numbers, four channels a thread if they divide evenly."""
+    """Launch one CTA per row of `row` numbers.
+
+    A thread has four channels if the number of channels is a multiple of four, else one.
+    """
     width = 4 if numbers[0] % 4 == 0 else 1
     threads = min(MAX_THREADS, -(-row // (width * WARP)) * WARP)
     launching.launch(name, rows, threads, *arrays, *numbers, defines={"POOL_WIDTH": width})
@@ -38,7 +41,10 @@ def _forward(name, x, windows, with_argmax):
 
 
 def _backward(name, arrays, x, windows, tree):
-    """Launch a backward pass of dy, and argmax if the maximum was taken."""
+    """Launch a backward pass; return dx, and its activation sums if x is a DeferredInput.
+
+    `arrays` is (dy, argmax) for max pooling and (dy,) for average pooling.
+    """
     like: Any = x.x if isinstance(x, DeferredInput) else x
     blocks, c, h, w, lanes = like.dims
     numbers, _ = _geometry((c, h, w), *windows)

@@ -1,4 +1,4 @@
-"""A recorded step: its parts, and the Program that replays them (see `recorder`)."""
+"""Replay a recorded step: the Program, and the kinds of steps it consists of (see `recorder`)."""
 
 import numpy as np
 
@@ -32,9 +32,9 @@ class Kernel:
 
 
 class Exchange:
-    """A step in which the ranks sum their nodes through host memory: `target` gets the root.
+    """A step that sums the nodes of all ranks through host memory, and writes the root to `target`.
 
-    The host waits for the device, calls world.exchange(tree, matrix, combine), and continues as
+    The host waits for the device, calls world.exchange(tree, nodes, combine), and continues as
     soon as the upload of the root has started.
     """
 
@@ -51,13 +51,13 @@ class Exchange:
         if self.nodes.size:
             device.download(self.nodes, self.matrix.address)
         device.synchronize()
-        # a copy: the fold writes into its argument, and may keep it
+        # a copy, because the fold overwrites its argument and may keep it
         self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
         device.upload(self.target.address, self.root)
 
 
 class Between:
-    """A step that moves nodes between GPUs directly: mover.allgather(source, target)."""
+    """A step that moves nodes directly between GPUs: mover.allgather(source, target)."""
 
     def __init__(self, mover, source, target):
         self.mover, self.source, self.target = mover, source, target
@@ -68,19 +68,19 @@ class Between:
 
 
 class Program:
-    """A recorded step: `run` starts it, `results` waits for its numbers.
+    """A recorded training step. `run` starts it, and `results` waits for its numbers.
 
     `nbytes` is the size of its slab of memory.
     """
 
     def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
-        self.graphs = None  # first, so that they go before the memory that they point to
+        self.graphs = None  # first, so that graphs are deleted before the memory that they use
         self.device, self.segments, self.nbytes = device, segments, nbytes
         self.ring, self.numbers, self.slots, self.names = ring, results, slots, names
-        self.owners = owners  # of memory that the launches point to
+        self.owners = owners  # objects that keep the memory of the launches
         self.started, self.marks = 0, [None] * ROWS
         for launch in self.launches():
-            launching.load(launch)  # compiled before anything is captured
+            launching.load(launch)  # nothing can be compiled during a capture
         if graphs:
             self.graphs = [
                 self._capture(segment) if segment[0].captured else None for segment in segments
@@ -96,7 +96,7 @@ class Program:
     def ready(self):
         """Wait until fewer than ROWS steps are in progress; return the number of the next step.
 
-        The caller may then overwrite what it prepared for the oldest step.
+        The caller may then overwrite the data that it prepared for the oldest step.
         """
         mark = self.marks[self.started % ROWS]
         if mark is not None:
@@ -104,12 +104,13 @@ class Program:
         return self.started
 
     def run(self, **values):
-        """Start a step, and return its number, which `results` takes.
+        """Start a step, and return its number, which is the argument of `results`.
 
         Parameters
         ----------
         **values
-            Numbers by their names in `launching.scalar`; the others stay as recorded.
+            Numbers by their names in `launching.scalar`. Numbers that are left out have their
+            recorded values.
         """
         row = self.ready() % ROWS
         unknown = [name for name in values if name not in self.slots]
@@ -130,7 +131,10 @@ class Program:
         return self.started - 1
 
     def results(self, started):
-        """Return {name: number} of a step; waits for it. ROWS steps later it is gone."""
+        """Wait for a step and return its results, {name: number}.
+
+        Raises ValueError if ROWS or more steps have been started since.
+        """
         if self.started - started > ROWS:
             raise ValueError(f"step {started} is too long ago, {self.started} were started")
         self.device.wait(self.marks[started % ROWS])

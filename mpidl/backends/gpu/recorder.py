@@ -1,15 +1,18 @@
-"""Records a step: its launches, with all of their memory planned beforehand.
+"""Record the launches of a training step, and plan the memory of all its arrays in advance.
 
-A `Recorder` takes the launches (`launching.through`) while the step's Python runs once. Nothing is
-computed; every launch is written down with its arrays. `finish` then
+While the Python code of the step runs once, a `Recorder` is the launch sink (`launching.through`).
+It computes nothing: it records every launch with its arrays. `finish` then
 
-- gives each array that the step made a place in one slab, by how long it is needed;
-- puts numbers that change from step to step (how many images, which, the rate) into `controls`,
-  which the first kernel fills from a row of pinned memory that the host writes before each step;
-- cuts the launches into segments where the ranks exchange sums through host memory, and captures
+- assigns each array that the step created a place in one slab of memory; arrays that are needed at
+  different times may share memory;
+- collects the numbers that change from step to step (number of images, their indices, learning
+  rate) in `controls`, which the first kernel of a step fills from a row of pinned memory that the
+  host has written;
+- splits the launches into segments where the ranks exchange sums through host memory, and captures
   each segment as one CUDA graph.
 
-A replay allocates nothing, waits for nothing, and costs the host one launch per segment.
+A replay allocates no device memory and costs the host one launch per segment. The host waits only
+for an exchange, or if too many steps are in progress.
 """
 
 import numpy as np
@@ -20,7 +23,7 @@ from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Pr
 
 
 class Planned:
-    """Memory that a step needs between its launches `first` and `last`."""
+    """Memory that a step needs from its launch number `first` to its launch number `last`."""
 
     def __init__(self, nbytes):
         self.nbytes = -(-max(nbytes, 1) // launching.ALIGNED) * launching.ALIGNED
@@ -28,16 +31,16 @@ class Planned:
 
 
 class Recorder:
-    """A sink that writes down the launches of one step."""
+    """A launch sink that records the launches of one step."""
 
     def __init__(self, device):
         self.device = device
         self.steps, self.planned, self.tables, self.carried = [], [], [], []
-        self.controls = Planned(0)  # its size is known last
+        self.controls = Planned(0)  # its size is known only in `finish`
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
-        self.touched = {}  # {id(buffer): (first step, last step)} of memory that stays
+        self.touched = {}  # {id(buffer): (first step, last step)} for memory outside the slab
 
-    # the functions of a sink
+    # interface of a launch sink
 
     def empty(self, nbytes):
         buffer = Planned(nbytes)
@@ -54,7 +57,7 @@ class Recorder:
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
         if name not in self.slots:
-            word = -(-self.words // 2) * 2  # 8-byte numbers lie on 8 bytes
+            word = -(-self.words // 2) * 2  # 8-byte numbers are aligned to 8 bytes
             self.words = word + -(-value.nbytes // 4)
             array = Array(self.controls, dtype, value.shape, offset=4 * word)
             self.slots[name] = (array, value)
@@ -71,17 +74,17 @@ class Recorder:
     # steps other than kernels
 
     def exchange(self, world, tree, matrix, combine):
-        """Return the root of all ranks' nodes (nodes of this rank, width), (width,)."""
+        """Return the root (width,) of all ranks' nodes; `matrix` (nodes, width) has this rank's."""
         target = launching.empty(matrix.shape[1:], matrix.dtype)
         self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
         return target
 
     def between(self, mover, source, target):
-        """Gather the rows of `source` of all ranks in `target`."""
+        """Gather the rows of all ranks' `source` in `target`, directly between GPUs."""
         self._step(Between(mover, source, target), [source, target])
 
     def carry(self, new, old):
-        """Make the next step find `new` where this one found `old`."""
+        """Let the next step read the value of `new` where this step read `old`."""
         self.carried.append((new, old))
 
     def _step(self, step, arrays):
@@ -96,17 +99,17 @@ class Recorder:
                 self.touched[id(buffer)] = first, index
         self.steps.append(step)
 
-    # the end
+    # finishing
 
     def finish(self, outputs, graphs=True):
-        """Return the Program.
+        """Plan the memory, capture the segments, and return the Program.
 
         Parameters
         ----------
         outputs : {name: Array () float64}
-            Numbers that the host gets after each step.
+            Numbers that the host receives after each step.
         graphs : bool
-            Capture the segments as CUDA graphs.
+            If True, capture the segments as CUDA graphs.
         """
         self._carry()
         ends = list(outputs.values())
@@ -132,10 +135,10 @@ class Recorder:
         return Program(self.device, segments, *memory, graphs)
 
     def _carry(self):
-        """Let new arrays take the old ones' memory if nothing reads the old ones later.
+        """Store new arrays in the memory of the old ones, or copy them there at the end of a step.
 
-        All arrays in one piece of memory move together or not at all: a single one would overwrite
-        a neighbour that stays (a frozen weight).
+        The new arrays in one buffer move together or not at all: a single one would overwrite a
+        neighbour that stays (a frozen weight).
         """
         pieces = {}
         for new, old in self.carried:
@@ -147,9 +150,10 @@ class Recorder:
                 self._step(Copy(old, new), [new, old])
 
     def _take_place(self, pairs):
-        """Give the buffer of new arrays the place of the old ones' buffer.
+        """Move the buffer of the new arrays to the address of the old ones' buffer, if possible.
 
-        It must have room for no others, and they must lie there at the same offsets.
+        The new buffer must hold no other arrays, and each new array must have the offset and size
+        of its old one. No launch may use the old buffer after the new one is first used.
         """
         buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
         if not isinstance(buffer, Planned) or buffer.address is not None:
@@ -165,11 +169,11 @@ class Recorder:
             buffer.address = old_buffer.address
 
     def _plan(self):
-        """Give every planned buffer an address in one slab; return the slab's owner and bytes.
+        """Assign every planned buffer an address in one slab; return the slab and its bytes.
 
-        Greedy by size (Pisarchyk and Lee, "Efficient memory management for deep neural net
-        inference", 2020, section 5.3): the largest first, each at the lowest place that no buffer
-        needed at the same time has.
+        The algorithm is greedy by size (Pisarchyk and Lee, "Efficient memory management for deep
+        neural net inference", 2020, section 5.3). It places the largest buffer first, and each at
+        the lowest address that does not overlap a buffer needed at the same time.
         """
         todo = [b for b in self.planned if b.address is None and b.first is not None]
         todo.sort(key=lambda b: (-b.nbytes, b.first))
@@ -191,19 +195,19 @@ class Recorder:
 
 
 def _place(array):
-    """Return where an array lies, as far as that is known."""
+    """Return the address of an array, or (buffer, offset) if the address is not known yet."""
     has_address = array.buffer.address is not None
     return array.address if has_address else (array.buffer, array.offset)
 
 
 def _as_device_array(pinned, dtype):
-    """Return pinned host memory as kernels see it: at its own address."""
+    """Return pinned host memory as an Array, which kernels access at the host's address."""
     holder = launching.Block(pinned.ctypes.data, pinned.nbytes)
     return Array(holder, dtype, pinned.shape)
 
 
 def _segments(steps):
-    """Return the steps as lists: runs that can be captured together, and single others."""
+    """Split the steps into segments: runs of steps that can be captured, and single other steps."""
     segments = []
     for step in steps:
         if step.captured and segments and segments[-1][0].captured:

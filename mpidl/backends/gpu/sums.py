@@ -1,8 +1,8 @@
-"""Sums over the ranks whose terms lie on GPUs: the GPU part of `World.gplus`.
+"""Sum over the ranks if the terms are on GPUs: the GPU part of `World.gplus`.
 
 Each rank has folded its share to its maximal nodes; a single rank has the root already. Several
 ranks exchange nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to
-GPU. Either way the same operands are combined in the same order: the same bytes.
+GPU. Both ways combine the same operands in the same order, and so give the same bytes.
 """
 
 import functools
@@ -14,40 +14,44 @@ from mpidl.backends.gpu import elementwise, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
-# Bytes of nodes that a GPU gathers from all others; larger ones go through host memory, where
-# each rank sums a part of them (`comm.exchange`).
+# Most bytes of nodes that a GPU gathers from all ranks. Larger nodes are exchanged through host
+# memory, where each rank sums a part of them (`comm.exchange`).
 GATHERED = 1 << 28
 
 
 class Counts:
-    """Tells ops on a GPU how many images there are: `blocks.Batch.device`.
+    """Tell ops on a GPU the numbers of a mini-batch: the `device` of a `blocks.Batch`.
 
-    `count` is that of the mini-batch whose numbers are read; None takes the Batch's own.
+    `count` is the number of images of the mini-batch whose results are being read. If it is None,
+    the count of the Batch is used.
     """
 
     def __init__(self):
         self.count = None
 
     def valid(self, batch):
-        """Return how many images this rank's share holds, (1,) int32."""
+        """Return the number of images in this rank's share, (1,) int32."""
         first, last = batch.images
         return launching.scalar("valid", last - first, np.int32)
 
     def samples(self, batch):
-        """Return epoch (1,) and sample numbers (blocks * 16,), int32, 0 in unused images."""
+        """Return the epoch (1,) and the sample numbers (blocks * 16,), both int32.
+
+        The numbers of unused images are 0.
+        """
         samples = np.zeros(batch.blocks * LANES, np.int32)
         samples[: len(batch.indices)] = batch.indices
         epoch = launching.scalar("epoch", batch.epoch, np.int32)
         return epoch, launching.scalar("samples", samples, np.int32)
 
     def per_image(self, batch):
-        """Return 1 / count, as a Late."""
+        """Return 1 / (number of images in the mini-batch) as a Late."""
         number = launching.scalar("per_image", 1.0 / batch.count, np.float64)
         return Late(lambda: 1.0 / (self.count or batch.count), number)
 
 
 class Pending:
-    """One number that is folded but still on the device: float() waits for it."""
+    """A folded number that is still on the device. float() waits for it."""
 
     shape, dtype = (), np.dtype(np.float64)
 
@@ -55,7 +59,7 @@ class Pending:
         self.partial, self.roots = partial, roots
 
     def finish(self, roots):
-        """Return the number, given the numbers that the roots hold."""
+        """Return the number, given the values of the roots."""
         return float(self.partial.finish([np.float64(root) for root in roots]))
 
     def __float__(self):
@@ -63,9 +67,9 @@ class Pending:
 
 
 def gplus(partials, world):
-    """Return {name: sum over all ranks} of {name: Partial on this device}. Collective.
+    """Sum Partials over all ranks, {name: Partial}; return {name: sum}. Collective.
 
-    A sum is an Array, or a Pending if it is one number of the step's results.
+    A sum is a Pending if its shape is (), else an Array.
     """
     roots, groups = {}, {}
     for name, partial in partials.items():
@@ -91,13 +95,13 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    """Return the root of all ranks' nodes."""
+    """Exchange nodes with all ranks, and return the root; `matrix` holds this rank's nodes."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:
         return launching.sink().exchange(world, tree, matrix, combine)
     padded = matrix
-    if len(matrix) < rows:  # all ranks send as much
+    if len(matrix) < rows:  # all ranks must send the same number of rows
         padded = launching.empty((rows, width), matrix.dtype)
         elementwise.copy([(matrix, padded, len(matrix), words, words, words)])
     gathered = launching.empty((len(counts), rows, width), matrix.dtype)

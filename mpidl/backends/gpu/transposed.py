@@ -1,4 +1,4 @@
-"""Transposed convolution: the kernels of convolution with the roles exchanged."""
+"""Transposed convolution by the kernels of convolution, with forward and backward exchanged."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from mpidl.backends.gpu.array import Array
 def transposed_conv2d(x, weight, bias, stride, cropping):
     blocks, *image, lanes = x.dims
     shape = blocks, *shapes.transposed_conv2d_shape(image, weight.dims, stride, cropping), lanes
-    like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # no memory: its shape
+    like = Array(None, x.dtype, shape, order=array.order_of_lanes(shape))  # shape without memory
     return conv.dx_of(x, like, weight, (stride, cropping, *shapes.PLAIN), None, bias)
 
 
