@@ -14,9 +14,8 @@ The kind of a value determines the kind of its cotangent:
     Partial      replicated
     replicated   a Partial from a blocked op, replicated from any other op
 
-The sum of a Partial and a replicated cotangent is a Partial.
-
-The gradient of a learnable may be a Partial; the caller adds it up over the ranks. A replicated
+The sum of a Partial and a replicated cotangent is a Partial. The gradient of a learnable may be a
+Partial; the caller adds it up over the ranks. A replicated
 value that an op computed, such as a tied or normalized weight, may also get a Partial as its
 cotangent. That Partial is folded over all ranks before the op's vjp runs, at the same place of the
 tape on every rank. A vjp is never applied to parts of a sum.
@@ -61,8 +60,7 @@ class Var:
     parents
         The positional arguments of the op, whether they are Vars or not.
     vjp
-        The function f(dy, needs) that returns a tuple with one cotangent per parent. It is None for
-        a leaf.
+        f(dy, needs), which returns a tuple with one cotangent per parent; None for a leaf.
     name
         The name of the op. The name of a leaf is that of the learnable.
     """

@@ -26,7 +26,8 @@ class Datastore:
 
     Every subclass sets `image_shape` and defines `read`. A set with labels also sets `labels` and
     `classes`. A set with targets also sets `targets_shape` and defines `__len__` and `targets`.
-    A mini-batch holds the targets if the set has any, and the labels otherwise.
+    A mini-batch holds the targets if the set has any, and the labels otherwise. Prefetch threads
+    call `read` and `targets`.
 
     Attributes
     ----------
@@ -65,17 +66,11 @@ class Datastore:
         return len(self.labels)
 
     def read(self, indices: Indices) -> np.ndarray:
-        """Return images by index, (len(indices), C, H, W) of `dtype`.
-
-        Prefetch threads call this method: it must not call MPI.
-        """
+        """Return images by index, (len(indices), C, H, W) of `dtype`. Must not call MPI."""
         raise TypeError(f"{type(self).__name__} must define read(indices)")
 
     def targets(self, indices: Indices) -> np.ndarray:
-        """Return targets by index, (len(indices), *targets_shape) of `targets_dtype`.
-
-        Prefetch threads call this method: it must not call MPI.
-        """
+        """Return targets by index, (len(indices), *targets_shape). Must not call MPI."""
         raise TypeError(f"{type(self).__name__} must define targets(indices)")
 
     def name(self, i: int) -> str:

@@ -75,23 +75,19 @@ def mat_file(
     classes: Sequence[str] | None = None,
     labelled: bool = True,
 ) -> Datastore:
-    """Open the images of a .mat file.
-
-    With a world, the call is collective.
+    """Open the images of a .mat file. With a world, the call is collective.
 
     Parameters
     ----------
     path : path-like
-        The file.
     world : World, optional
-        The ranks that open the file.
     part : {"train", "test"}
         Part to open, which determines the default names of the variables.
     images : str, optional
         Name of the variable of images: uint8, single or double, H x W x C x N, or H x W x N if
         gray.
     labels : str, optional
-        Name of the variable that holds the N labels or the targets.
+        Name of the variable of the N labels or the targets.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped. Empty if the training set
         has targets.
@@ -190,13 +186,13 @@ def _images_of(pixels):
 
 
 def _are_targets(values, selection, classes):
-    """Return whether the variable of labels holds targets.
-
-    It does if its values have fractions, if there are several numbers per image, or if the training
-    set has targets.
-    """
-    fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
-    return fractions or values.size != selection.count or (classes is not None and not len(classes))
+    """Return whether labels are targets: fractions, several numbers per image, or as in training."""
+    has_fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
+    return (
+        has_fractions
+        or values.size != selection.count
+        or (classes is not None and not len(classes))
+    )
 
 
 def _numbers(values, selection):
