@@ -15,10 +15,9 @@ The kind of a value determines the kind of its cotangent:
     replicated   a Partial from a blocked op, replicated from any other op
 
 The sum of a Partial and a replicated cotangent is a Partial. The gradient of a learnable may be a
-Partial; the caller adds it up over the ranks. A replicated
-value that an op computed, such as a tied or normalized weight, may also get a Partial as its
-cotangent. That Partial is folded over all ranks before the op's vjp runs, at the same place of the
-tape on every rank. A vjp is never applied to parts of a sum.
+Partial; the caller adds it up over the ranks. A replicated value that an op computed, such as a tied
+weight, may also get a Partial as its cotangent. That Partial is folded over all ranks before the
+op's vjp runs, at the same place of the tape on every rank. A vjp is never applied to parts of a sum.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Var:
     vjp
         f(dy, needs), which returns a tuple with one cotangent per parent; None for a leaf.
     name
-        The name of the op. The name of a leaf is that of the learnable.
+        The name of the op, or of the learnable if the Var is a leaf.
     """
 
     __slots__ = ("value", "parents", "vjp", "name", "index")

@@ -40,13 +40,11 @@ class Datastore:
     labels : np.ndarray or None
         Labels of the images, int64 (n,), or None if the labels are unknown.
     targets_shape : tuple of int or None
-        Shape of each image's target (another image, a label per pixel, or numbers). None if the
-        set has no targets.
+        Shape of an image's target: another image, a label per pixel, or numbers. None without.
     targets_dtype : np.dtype
         Type of the targets, float32 or int32.
     preprocess : Preprocess or None
-        The last `Preprocess` applied to the images. A network trained on them stores it, so that
-        the network can classify raw images.
+        The last `Preprocess` of the images; a network trained on them applies it to raw images.
     in_memory : bool
         Whether reading an image costs no more than a copy. If so, a cache would not help.
     """

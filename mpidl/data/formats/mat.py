@@ -114,9 +114,8 @@ def mat_file(
     `classes` (or classNames, categories, labelNames) of character vectors names the classes. Its
     first entry names label 0 if that label occurs, and label 1 otherwise.
 
-    The variable of labels holds targets if it contains fractions, N x R numbers (R per image), or
-    N images (H x W x C x N of single or double). Whole numbers are also targets if `classes` is
-    empty. Targets are converted to float32.
+    The variable of labels holds targets, which become float32, if it contains fractions, N x R
+    numbers, or N images (H x W x C x N of single or double), or if `classes` is empty.
     """
     path = os.fspath(path)
     names = images, labels
@@ -186,13 +185,9 @@ def _images_of(pixels):
 
 
 def _are_targets(values, selection, classes):
-    """Return whether labels are targets: fractions, several numbers per image, or as in training."""
-    has_fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
-    return (
-        has_fractions
-        or values.size != selection.count
-        or (classes is not None and not len(classes))
-    )
+    """Return whether labels are targets: fractions, several per image, or targets in training."""
+    fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
+    return fractions or values.size != selection.count or (classes is not None and not len(classes))
 
 
 def _numbers(values, selection):
