@@ -14,10 +14,10 @@ The kind of a value determines the kind of its cotangent:
     Partial      replicated
     replicated   a Partial from a blocked op, replicated from any other op
 
-The sum of a Partial and a replicated cotangent is a Partial. The gradient of a learnable may be a
-Partial; the caller adds it up over the ranks. A replicated value that an op computed, such as a tied
-weight, may also get a Partial as its cotangent. That Partial is folded over all ranks before the
-op's vjp runs, at the same place of the tape on every rank. A vjp is never applied to parts of a sum.
+The sum of a Partial and a replicated cotangent is a Partial. The caller adds up gradients of
+learnables that are Partials. If a replicated value that an op computed, such as a tied weight, gets
+a Partial as its cotangent, all ranks fold it before the op's vjp runs, at the same place of the
+tape on every rank. A vjp is never applied to parts of a sum.
 """
 
 from __future__ import annotations
