@@ -49,7 +49,7 @@ static long last_tick;
 
 static void *reserve(size_t bytes) {
     const size_t huge = 2 << 20;
-#if !defined(__SANITIZE_ADDRESS__) /* ASan checks the memory after the block */
+#if !defined(__SANITIZE_ADDRESS__) /* or ASan would not see accesses past `bytes` */
     bytes = (bytes + huge - 1) / huge * huge;
 #endif
     void *memory = NULL;
@@ -110,8 +110,8 @@ void meet(const struct team *team) {
 /* If the division leaves a remainder, the first teams have one member more. */
 int members_of(int index, int teams) { return threads / teams + (index < threads % teams); }
 
-/* Select IEEE 754 arithmetic on every thread. A library that was compiled with -ffast-math may have
- * disabled subnormal numbers on the thread that loaded it. */
+/* Select IEEE 754 arithmetic on the calling thread and return its former mode. A library that was
+ * compiled with -ffast-math may have disabled subnormal numbers on the thread that loaded it. */
 static unsigned standard_rounding(void) {
 #if defined(__x86_64__)
     unsigned before = __builtin_ia32_stmxcsr();

@@ -1,6 +1,6 @@
 // Elementwise activations, four elements at a time, because lanes are a multiple of 16 floats. They
-// use only sums and products, and so give the same bytes as the CPU's kernels with FMA. The file
-// kernels/cpu/special.h states their errors.
+// use the IEEE operations of the CPU's kernels with FMA in the same order, and so give the same
+// bytes. The file kernels/cpu/special.h states their error bounds.
 
 struct alignas(16) Four {
     float of[4];

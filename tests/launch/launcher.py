@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Result(NamedTuple):
-    """The exit code of a job, or minus the signal that ended it, and its output."""
+    """A job's output and its exit code, the negated signal number if a signal ended it."""
 
     returncode: int
     stdout: str
@@ -27,8 +27,9 @@ class Result(NamedTuple):
 def environment(extra=None):
     """Return this process's environment without a launcher's variables, and with `extra`.
 
-    The checkout and this Python's folder come first, so that `mpirun` and `python` fit together.
-    Open MPI accepts root and more ranks than cores, as containers need.
+    The checkout comes first on PYTHONPATH, and this Python's folder on PATH, so that `mpirun` and
+    `python` come from the same installation. Open MPI is told to accept root, and more ranks than
+    cores.
     """
     launchers = ("PMI_", "PMIX_", "PRTE_", "OMPI_", "OPAL_", "HYDRA_", "HYDI_", "MPI_", "MPIR_")
     launchers += ("SLURM_",)

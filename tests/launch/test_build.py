@@ -196,9 +196,10 @@ def sanitized(tmp_path_factory):
 
 
 @pytest.mark.slow("sanitizers")
+@pytest.mark.timeout(240)
 def test_the_kernels_under_sanitizers(sanitized):
     """Their tests pass, in two processes side by side."""
-    words = ["-m", "pytest", "-q", "-x", "-p", "sanitized"]
+    words = ["-m", "pytest", "-q", "-x", "-p", "sanitized", "-k", "not gpu"]
     processes = [
         start(None, *words, *tests, cwd=ROOT, env=sanitized, stderr=subprocess.STDOUT)
         for tests in (KERNEL_TESTS[0::2], KERNEL_TESTS[1::2])

@@ -79,7 +79,7 @@ def test_only_the_convolutions_output_is_stored(world):
 
 
 def branches(fused):
-    """Return a loss that reads one activation stored, by built-in ops and by a custom op."""
+    """Return a loss in which built-in ops and a custom op read the same stored activation."""
 
     def loss(p, images, labels):
         arguments = images, p["w1"], p["b1"], p["gamma"], p["beta"]

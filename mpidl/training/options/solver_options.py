@@ -108,7 +108,7 @@ class SolverOptions:
     )
     nesterov: Literal["on", "off"] | bool = option(
         NESTEROV,
-        "Nesterov's momentum (sgdm): the gradient is taken where the momentum leads",
+        "Nesterov momentum (sgdm): take the gradient at the point to which the momentum leads",
         default="off",
         resume="fixed",
     )
@@ -210,7 +210,7 @@ class SolverOptions:
     )
     gradient_threshold: float = option(
         RULES["gradient_threshold"],
-        "Clip gradients above this value, L2 regularization included; inf disables clipping",
+        "Clip gradients, with their L2 regularization term, to this value; inf disables clipping",
         default=math.inf,
         resume="fixed",
         matlab="GradientThreshold",

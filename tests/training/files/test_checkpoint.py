@@ -114,7 +114,7 @@ def test_facts_are_numbers_and_texts(tmp_path):
 def test_there_are_two_generations(folder):
     assert sorted(os.listdir(folder)) == ["checkpoint-previous.h5", "checkpoint.h5"]
     assert checkpoint.load(folder)[1]["iteration"] == 8
-    os.unlink(folder / "checkpoint.h5")  # as between the two renames
+    os.unlink(folder / "checkpoint.h5")  # as if the process ended between save's two renames
     lines = []
     assert checkpoint.load(folder, lines.append)[1]["iteration"] == 7
     assert len(lines) == 1 and "checkpoint.h5: it is missing" in lines[0]
