@@ -3,8 +3,8 @@
 Each rank shuffles and reads its own images, normalizes by its own statistics, weights its loss and
 gradients by its part of the mini-batch, and adds them up as plain arrays; the running state is
 pooled afterwards. It works, and shows gop and gplus. But the weights depend on the number of ranks,
-and each epoch ends as soon as one rank runs out of images, so that the others' last ones are
-dropped. custom_loop.py has neither fault, and is shorter.
+and each epoch ends as soon as one rank runs out of images, and the others drop
+their remaining ones. custom_loop.py has neither fault, and is shorter.
 
     mpirun -n 4 python examples/matlab_loop.py [FOLDER OF IMAGES] [EPOCHS]
 """
@@ -19,7 +19,7 @@ def model_loss(net, images, labels):
 
 
 def aggregate_state(world, weight, before, after, decay=0.1):
-    """The running state of the whole mini-batch, from what each rank made of the common one.
+    """Return the running state of the mini-batch, pooled from the ranks' updates of the old one.
 
     The statistics of a rank's own images are (after - (1 - decay) * before) / decay; the variance
     of all images is the mean of the variances plus the variance of the means.
@@ -41,7 +41,7 @@ def main(data="digits", epochs=20):
     images, _ = dl.data.open_data(data, world)
     train, test = images.split(0.9, seed=0)
     own = train.subset(range(world.rank, len(train), world.size))  # partition(imds, N, i)
-    size = 128 // world.size + (world.rank < 128 % world.size)  # the remainder to the first
+    size = 128 // world.size + (world.rank < 128 % world.size)  # the first ranks take the remainder
     queue = dl.MinibatchQueue(own, batch_size=size, seed=world.rank, world=alone)
     net = dl.nn.zoo.digits(train.image_shape, len(train.classes))
     sgdm = dl.SGDM(learning_rate=0.01, momentum=0.9)

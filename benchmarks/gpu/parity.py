@@ -19,7 +19,7 @@ from mpidl.comm.reducer import is_on_host
 from mpidl.fold import Partial, merge_moments
 
 COUNT = 40  # images, so that the last of three blocks is half full
-# Largest allowed errors. Float32 and three TF32 products per product have rounding errors only.
+# Largest allowed errors. Products in float32, or as three TF32 products, differ only by rounding.
 EXACT, TF32 = 1e-6, 1e-3
 # Ways to compute products: (name, precision, True to avoid tensor cores, largest error).
 KINDS = (
@@ -30,7 +30,7 @@ KINDS = (
 
 
 class Lanes(NamedTuple):
-    """One value per image, (blocks, ..., 16), with `image_shape` if it is a flattened image."""
+    """Values (blocks, ..., 16), a lane per image; `image_shape` if they are flattened images."""
 
     array: np.ndarray
     image_shape: tuple = ()

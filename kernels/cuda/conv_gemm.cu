@@ -13,7 +13,7 @@
 // A block of threads computes BM x BN elements of y, and loops over k in steps of BK. The parts of
 // A and w for a step are copied to shared memory while earlier steps are multiplied. PRECISION 3 is
 // 3xTF32: each operand is split into two TF32 numbers, and the three largest of their four products
-// are added. The products and their order do not depend on the tile of an element.
+// are added. The products of an element and the order of their sum are the same for every tile size.
 //
 // Definitions: BM x BN and WM x WN are the tiles of a block and of a warp. STAGES is the number of
 // steps in shared memory. VECTOR is the number of floats copied at once: 4 if the channels of a
@@ -124,12 +124,12 @@ conv_gemm(const float* __restrict__ x, const float* __restrict__ w,
         }
     };
 
-    // offset of the matrix row that this lane loads, at k = 0; other k flip single bits of it
+    // offset of the matrix row that this lane loads at k = 0; for another k, XOR it with k
     const int of_a = place(wm + (lane & 15), (lane >> 4) * 4);
     const int of_b = place(wn + (lane >> 4) * 8 + (lane & 7), (lane >> 3 & 1) * 4);
     float sum[MI][NJ][4] = {};
 #if PRECISION == 3
-    float total[MI][NJ][4] = {};  // tensor cores may truncate sums, so each is short
+    float total[MI][NJ][4] = {};  // tensor cores may truncate as they add, so their sums are of one step
 #endif
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) {

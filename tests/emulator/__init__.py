@@ -1,8 +1,8 @@
 """An emulated GPU for tests: a Device on the CPU that runs the kernels of kernels/cuda.
 
 g++ compiles the kernels (compiler.py), which run thread by thread (shim.h). The emulator shows
-their errors: memory starts as NaN; writes beside an allocation and pointers outside of all raise;
-a copy in the background lands when a stream waits for it and not before.
+their errors: memory starts as NaN; a write just outside an allocation or a pointer outside every
+allocation raises an error; a background copy arrives when a stream waits for it, and not before.
 """
 
 import bisect
@@ -29,7 +29,7 @@ ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlo
 
 
 class Region:
-    """Memory that all emulated devices of a process share, apart from that of the process.
+    """Memory shared by all emulated devices of a process, separate from its other memory.
 
     A kernel that writes far out of bounds hits this memory. Free bytes are 0xFF.
     """
@@ -69,9 +69,9 @@ def region():
 
 
 class Memory:
-    """An allocation on the device, which its collection frees.
+    """An allocation on the device, freed when this object is garbage-collected.
 
-    `nbytes` is rounded up as by a device; the guard after it begins where the request ends.
+    `nbytes` is rounded up as on a device; the guard begins where the requested bytes end.
     """
 
     def __init__(self, device, address, nbytes):
@@ -97,7 +97,7 @@ class Token:
 
 
 class EmulatedDevice:
-    """The Device protocol on the CPU: one stream, on which everything runs at once.
+    """The Device protocol on the CPU: one stream, on which each operation runs immediately.
 
     order: the schedule of threads, 0 forward, 1 reverse, 2 random. truncate: tensor cores round
     towards zero. architecture, processors, shared: the device's properties.
@@ -115,7 +115,7 @@ class EmulatedDevice:
         self.launched = []  # the names of the kernels, in order
         self._regions = {}  # {address: bytes} of all memory that a kernel may access
         self._guards = {}  # {address: its two guards, each (address, bytes, pattern)}
-        self._starts = None  # sorted addresses, and the guards as an array, until one changes
+        self._starts = None  # (sorted addresses, guards as an array), None after a change
         self._pinned = {}  # {address: bytes}
         self._patterns = itertools.count(1)  # of guards
         self._arriving = []  # downloads to pinned memory that nobody has waited for
@@ -219,7 +219,7 @@ class EmulatedDevice:
         if guard + GUARD in self._regions:
             return f", before an allocation of {self._regions[guard + GUARD]} bytes"
         (nbytes,) = [n for a, n in self._regions.items() if a + n == guard]
-        return f", behind an allocation of {nbytes} bytes"
+        return f", after an allocation of {nbytes} bytes"
 
     def _do(self, function, *arguments):
         """Call the function now, or record it if a graph is being captured."""
@@ -350,7 +350,7 @@ def _move(to, source, nbytes, keep=None):
 
 @contextlib.contextmanager
 def opened(order=0, **options):
-    """Compute on an EmulatedDevice within the block.
+    """Compute on an EmulatedDevice inside the `with` statement.
 
     Each Array gets a separate allocation, so that the guards catch a write beside it.
     """

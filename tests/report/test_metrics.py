@@ -1,4 +1,4 @@
-"""The metrics file: its records, and that a resumed run continues it."""
+"""The records of the metrics file, and how a resumed run continues it."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Metrics(path) as records:
         records.record("iteration", 1, 1, float("nan"), 0.01, float("inf"), 0.5)
-        records.record("validation", 1, 1, 0.5, 0.01, None, 0.5)  # which trains on no images
+        records.record("validation", 1, 1, 0.5, 0.01, None, 0.5)  # no images were trained on
     for line, loss in zip(path.read_text().splitlines(), (None, 0.5), strict=True):
         record = json.loads(line, parse_constant=lambda text: pytest.fail(text))
         assert record["loss"] == loss and record["images_per_second"] is None

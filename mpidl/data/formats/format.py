@@ -12,7 +12,7 @@ from mpidl.files import on_rank_0, unreadable
 from mpidl.text import printable
 
 World = Any  # mpidl.comm.World or None; this package may not import it
-HEAD_BYTES = 8  # number of a file's first bytes by which formats recognize it
+HEAD_BYTES = 8  # formats see so many leading bytes of a file to recognize it
 
 
 class OpenOptions(NamedTuple):
@@ -55,7 +55,7 @@ class Format(NamedTuple):
     noun : str
         Name of such a file in messages ("an HDF5 file"). If empty, messages omit the format.
     suffixes : tuple of str
-        File name suffixes, with which the training and test file in a folder are found.
+        File name suffixes of the training file and the test file in a folder.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 A file of version 7.3 is an HDF5 file and is read one mini-batch at a time. A file of version 5
 (save -v7, -v6; see `mat5`) is loaded completely, once per node. Only numbers are read, and class
-names from a cell array of character vectors. Objects, function handles and categorical arrays are
-never interpreted.
+names if they are a cell array of character vectors. Objects, function handles and categorical
+arrays are never interpreted.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def mat_file(
     -----
     For the training part, the default names are XTrain with YTrain or TTrain, then images with
     labels, then X with Y. For the test part they are XTest with YTest or TTest. If the training
-    part uses none of these names, the only variables of suitable types and sizes are used.
+    part uses none of these names, the one variable of suitable type and size is used for each.
 
     Labels start at 0 or 1. Without class names, each class is named by its number. A cell array
     `classes` (or classNames, categories, labelNames) of character vectors names the classes. Its
     first entry names label 0 if that label occurs, and label 1 otherwise.
 
-    The variable of labels holds targets, which become float32, if it contains fractions, N x R
-    numbers, or N images (H x W x C x N of single or double), or if `classes` is empty.
+    The label variable is read as float32 targets if it holds fractions, N x R numbers or N images
+    (H x W x C x N, single or double), or if `classes` is empty.
     """
     path = os.fspath(path)
     names = images, labels
@@ -179,13 +179,13 @@ def mat_file(
 def _images_of(pixels):
     """Transpose H x W x C x N pixels to (n, C, H, W), and convert floats to float32."""
     if pixels.dtype != np.uint8:
-        with np.errstate(over="ignore"):  # `read_images` later reports infinities by image
+        with np.errstate(over="ignore"):  # `read_images` reports images with infinities
             pixels = pixels.astype(np.float32)
     return np.ascontiguousarray(pixels.transpose(3, 2, 0, 1))
 
 
 def _are_targets(values, selection, classes):
-    """Return whether labels are targets: fractions, several per image, or targets in training."""
+    """Return whether labels are targets: fractions, several per image, or as in training."""
     fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
     return fractions or values.size != selection.count or (classes is not None and not len(classes))
 
@@ -203,7 +203,7 @@ def version(path: str) -> str:
     Raises
     ------
     UserError
-        The file cannot be read, or its header is neither of the two.
+        The file cannot be read, or its header belongs to neither version.
     """
     try:
         with open(path, "rb") as file:
@@ -354,7 +354,7 @@ def _labels_of(path, variables, images, count, labelled):
             f"{printable(path)}: expected one variable of {count} labels for {images}, found "
             f"{_listing(fits or variables)}"
         )
-    return unusable[0] if unusable and labelled else None  # the caller rejects it by name
+    return unusable[0] if unusable and labelled else None  # the caller's error names it
 
 
 def _listing(variables):
@@ -364,7 +364,7 @@ def _listing(variables):
 
 
 def _labels(path, selection, values, names, classes):
-    """Convert the labels that MATLAB stored to (labels from 0, class names)."""
+    """Convert labels of MATLAB; return (labels from 0, class names)."""
     source = f"{printable(path)}: {printable(selection.labels.name)}"
     codes = integer_labels(values, selection.count, source)
     low, high = int(codes.min()), int(codes.max())

@@ -88,7 +88,7 @@ class Preprocess:
             if any(cut > n for cut, n in zip(self.crop, size, strict=True)):
                 raise UserError(
                     f"centre crop {_times(self.crop)} (--centre-crop, or crop= in Python): "
-                    f"expected images as large as that at least, found {_times(size)}"
+                    f"expected images at least that large, found {_times(size)}"
                 )
             size = self.crop
         return (channels, *size)

@@ -124,7 +124,7 @@ class _AdamWRate(FusedTail):
         return [*numbers, values["epsilon"], values["correction"]]
 
     def step(self, updates, state_arrays, values):
-        self.decay.apply(updates, [], {})  # adds pending decays to the gradients, then sets its own
+        self.decay.apply(updates, [], {})  # after the decays that go to the gradients
         return super().step(updates, state_arrays, values)
 
 
@@ -185,7 +185,8 @@ class AdamW(Solver):
     -----
     Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, in the form of
     torch.optim.AdamW. The learning rate of the step also multiplies the decay. In algorithm 2 of
-    the paper, the schedule does so; its lambda is l2 * the initial learning rate.
+    the paper, only the schedule multiplies it, so the paper's lambda is l2 times the initial
+    learning rate.
     """
 
     solver = "adamw"

@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(64) unaligned(float* x) {
 @pytest.mark.parametrize(
     "name, arguments, message",
     [
-        ("scale", (65, 2.0), "kernel scale: writes out of bounds, behind an allocation of 256"),
+        ("scale", (65, 2.0), "kernel scale: writes out of bounds, after an allocation of 256"),
         ("before", (), "kernel before: writes out of bounds, before an allocation of 256 bytes"),
         ("shared_memory", (), "writes past its 128 bytes of shared memory"),
         ("left", (), "__syncthreads after 9 threads returned"),
