@@ -3,8 +3,8 @@
 Each rank shuffles and reads its own images, normalizes by its own statistics, weights its loss and
 gradients by its part of the mini-batch, and adds them up as plain arrays; the running state is
 pooled afterwards. It works, and shows gop and gplus. But the weights depend on the number of ranks,
-and each epoch ends as soon as one rank runs out of images, and the others drop
-their remaining ones. custom_loop.py has neither fault, and is shorter.
+and each epoch ends as soon as one rank runs out of images, and the others drop their remaining
+ones. custom_loop.py has neither fault, and is shorter.
 
     mpirun -n 4 python examples/matlab_loop.py [FOLDER OF IMAGES] [EPOCHS]
 """
