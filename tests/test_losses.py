@@ -226,7 +226,7 @@ def test_refusals(world):
             trained(world, net, store, loss=loss)
     losses.check("crossentropy", to_numbers(CLASSES), one_class)
     losses.check("crossentropy", to_pixels(), Pairs(20, lambda images: bright(images)[:, None]))
-    with pytest.raises(UserError, match="of two classes at least"):
+    with pytest.raises(UserError, match="of at least two classes"):
         trained(world, to_numbers(CLASSES), one_class)
     with pytest.raises(UserError, match="loss must be crossentropy, mse or mae, found 'l1'"):
         dl.TrainingOptions(loss="l1")

@@ -1,6 +1,7 @@
 """The backends define the functions of `backends.interface`, with its arguments."""
 
 import inspect
+import re
 import subprocess
 import sys
 
@@ -54,7 +55,8 @@ def test_a_backend_has_only_the_interface(backend):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_is_documented_in_the_interface(name):
-    assert (inspect.getdoc(getattr(Backend, name)) or "").startswith("Return ")
+    first_line = (inspect.getdoc(getattr(Backend, name)) or "").partition("\n")[0]
+    assert re.fullmatch(r"[A-Z][a-z]+ .*[.:]", first_line)  # a verb, and a whole sentence
 
 
 def test_a_backend_without_a_function_is_refused():
