@@ -92,8 +92,8 @@ def test_options_are_checked():
         assert refusal(dl.Preprocess, **options).startswith(text)
     small = dl.Preprocess(crop=(9, 9))
     assert refusal(small.of_arrays, pixels_of(0, 1, 1, 8, 20)) == (
-        "centre crop 9x9 (--centre-crop, or crop= in Python): expected images as large as that at "
-        "least, found 8x20"
+        "centre crop 9x9 (--centre-crop, or crop= in Python): expected images at least "
+        "that large, found 8x20"
     )
     two = dl.Preprocess(colour="gray")
     assert refusal(two.of_arrays, pixels_of(0, 1, 2, 8, 8)) == (
