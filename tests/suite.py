@@ -82,7 +82,7 @@ QUICK = {
 }
 PARTS = {
     "jobs": marked("more refusals, signals, exceptions and benchmarks", "jobs"),
-    "ranks": marked("trainings on more ranks, threads and builds", "ranks"),
+    "ranks": marked("more ranks, threads and builds; other algorithms of convolutions", "ranks"),
     "gpu": marked("more of the emulated GPU; kernels for older GPUs", "gpu"),
     "faults": marked("every fault planted in the CUDA kernels", "faults", spread="worksteal"),
     "package": marked("trainings by the installed wheel", "package"),

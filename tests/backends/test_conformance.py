@@ -37,14 +37,19 @@ FIRST = {case.function: case for case in reversed(CASES)}  # the first case of e
 
 
 def on_cases(backend, cases=CASES, limit=None):
-    """Parametrize a test by the cases of a backend, each with its first `limit` settings."""
+    """Parametrize a test by the cases of a backend, each with its first `limit` settings.
+
+    On CPUs, settings after the first are slow cross-checks.
+    """
     variants = [
         pytest.param(
-            case, values, id=", ".join([str(case), *(f"{k}={v}" for k, v in values.items())])
+            *(case, values),
+            id=", ".join([str(case), *(f"{k}={v}" for k, v in values.items())]),
+            marks=[pytest.mark.slow("ranks")] * (backend == "cpu" and i > 0),
         )
         for case in cases
         if backend in case.backends
-        for values in case.settings.get(backend, ({},))[:limit]
+        for i, values in enumerate(case.settings.get(backend, ({},))[:limit])
     ]
     assert variants
     return pytest.mark.parametrize("case, values", variants)
@@ -148,7 +153,11 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
     assert_shares(case, CPU)
 
 
-@on_cases("gpu", [case for case in CASES if not case.numbers_only])
+SUMMED = [c for c in CASES if "tree" in inspect.signature(getattr(Backend, c.function)).parameters]
+SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # the others treat images alone
+
+
+@on_cases("gpu", [case for case in SHARED if not case.numbers_only])
 def test_any_shares_give_the_same_bytes_on_a_gpu(device, case, values):
     assert_shares(case, GPU)
 
