@@ -42,14 +42,8 @@ INLINE struct exponential large_exponential(vec high, vec low) {
     vec shifted = muladd(high, splat(0x1.715476p0f), shift), k = shifted - shift;
     vec r = muladd(k, splat(-0.693359375f), high);
     r = r + muladd(k, splat(2.12194440e-4f), low);
-    vec y = splat(1.0f / 5040);
-    y = muladd(y, r, splat(1.0f / 720));
-    y = muladd(y, r, splat(1.0f / 120));
-    y = muladd(y, r, splat(1.0f / 24));
-    y = muladd(y, r, splat(1.0f / 6));
-    y = muladd(y, r, splat(0.5f));
     vec power = (vec)(((uvec)shifted << 23) + 0x4f800000); /* 2^(k + 32) */
-    return (struct exponential){muladd(r * r, y, r), power};
+    return (struct exponential){muladd(r * r, exponential_terms(r), r), power};
 }
 
 INLINE vec clipped_magnitude(vec x, float most) { /* NaN stays NaN */
@@ -208,7 +202,7 @@ void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows
     each_row(gelu_tanh_dx_tile, (struct job){.x = x, .dy = dy, .out = dx}, rows);
 }
 
-/* ---- the sum of two values, each of which may be an activation that is not stored ---- */
+/* ---- the sum of two values; each may be an activation that is not stored ---- */
 
 INLINE vec value(vec x, int deferred, struct norm n) { return deferred ? activate(x, n) : x; }
 

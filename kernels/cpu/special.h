@@ -63,6 +63,16 @@ INLINE double logarithm(double x) {
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 INLINE vec with_sign_of(vec x, vec sign) { return (vec)((ivec)x | ((ivec)sign & INT32_MIN)); }
 
+/* Return (e^r - 1 - r) / r^2 for |r| <= log(2) / 2: the terms of e^r from r^2 / 2! to r^7 / 7!. */
+INLINE vec exponential_terms(vec r) {
+    vec y = splat(1.0f / 5040);
+    y = muladd(y, r, splat(1.0f / 720));
+    y = muladd(y, r, splat(1.0f / 120));
+    y = muladd(y, r, splat(1.0f / 24));
+    y = muladd(y, r, splat(1.0f / 6));
+    return muladd(y, r, splat(0.5f));
+}
+
 /* Return e^x for x <= 0, with an error of at most 1.5 ulp. Below -87.3, return e^-87.3, which is
  * near the smallest normal number. The method is that of `exponential`, with terms up to r^7 / 7!;
  * the next term is below 2^-27. */
@@ -72,13 +82,7 @@ INLINE vec exponential_of_negative(vec x) {
     vec shifted = muladd(x, splat(0x1.715476p0f), shift), k = shifted - shift;
     vec r = muladd(k, splat(-0.693359375f), x); /* 10 bits: the product is exact */
     r = muladd(k, splat(2.12194440e-4f), r);
-    vec y = splat(1.0f / 5040);
-    y = muladd(y, r, splat(1.0f / 720));
-    y = muladd(y, r, splat(1.0f / 120));
-    y = muladd(y, r, splat(1.0f / 24));
-    y = muladd(y, r, splat(1.0f / 6));
-    y = muladd(y, r, splat(0.5f));
-    y = muladd(y, r, splat(1));
+    vec y = muladd(exponential_terms(r), r, splat(1));
     y = muladd(y, r, splat(1));
     return y * (vec)(((uvec)shifted << 23) + 0x3f800000); /* 2^k */
 }

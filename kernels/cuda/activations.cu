@@ -31,6 +31,16 @@ __device__ __forceinline__ void each(const float* dy, const float* y, float* dx,
     }
 }
 
+// Returns (e^r - 1 - r) / r^2 for |r| <= log(2) / 2: the terms of e^r from r^2 / 2! to r^7 / 7!.
+__device__ __forceinline__ float exponential_terms(float r) {
+    float y = 1.0f / 5040;
+    y = fmaf(y, r, 1.0f / 720);
+    y = fmaf(y, r, 1.0f / 120);
+    y = fmaf(y, r, 1.0f / 24);
+    y = fmaf(y, r, 1.0f / 6);
+    return fmaf(y, r, 0.5f);
+}
+
 // Returns e^x for x <= 0. Below -87.3, the result is that of -87.3.
 __device__ __forceinline__ float exponential_of_negative(float x) {
     const float shift = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer
@@ -38,13 +48,7 @@ __device__ __forceinline__ float exponential_of_negative(float x) {
     const float shifted = fmaf(x, 1.44269502f, shift), k = shifted - shift;
     float r = fmaf(k, -0.693359375f, x);
     r = fmaf(k, 2.12194440e-4f, r);
-    float y = 1.0f / 5040;
-    y = fmaf(y, r, 1.0f / 720);
-    y = fmaf(y, r, 1.0f / 120);
-    y = fmaf(y, r, 1.0f / 24);
-    y = fmaf(y, r, 1.0f / 6);
-    y = fmaf(y, r, 0.5f);
-    y = fmaf(y, r, 1.f);
+    float y = fmaf(exponential_terms(r), r, 1.f);
     y = fmaf(y, r, 1.f);
     return y * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);  // 2^k
 }
@@ -91,14 +95,8 @@ __device__ __forceinline__ Exponential large_exponential(float high, float low) 
     const float shifted = fmaf(high, 1.44269502f, shift), k = shifted - shift;
     float r = fmaf(k, -0.693359375f, high);
     r = r + fmaf(k, 2.12194440e-4f, low);
-    float y = 1.0f / 5040;
-    y = fmaf(y, r, 1.0f / 720);
-    y = fmaf(y, r, 1.0f / 120);
-    y = fmaf(y, r, 1.0f / 24);
-    y = fmaf(y, r, 1.0f / 6);
-    y = fmaf(y, r, 0.5f);
     const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x4f800000u);
-    return {fmaf(r * r, y, r), power};
+    return {fmaf(r * r, exponential_terms(r), r), power};
 }
 
 __device__ __forceinline__ float clipped_magnitude(float x, float most) {
