@@ -156,7 +156,7 @@ class Adam(Solver):
     ) -> None:
         square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
         super().__init__(
-            self.value("learning_rate", learning_rate),
+            learning_rate,
             WeightDecay(l2, l2_factors),
             Clip(gradient_threshold, gradient_threshold_method),
             AdamMoments(gradient_decay_factor, square_decay, epsilon),
@@ -209,7 +209,7 @@ class AdamW(Solver):
     ) -> None:
         square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
         super().__init__(
-            self.value("learning_rate", learning_rate),
+            learning_rate,
             Clip(gradient_threshold, gradient_threshold_method),
             CorrectedAdamMoments(gradient_decay_factor, square_decay, epsilon),
             WeightDecay(self.value("l2", l2), l2_factors),

@@ -89,7 +89,7 @@ class RMSProp(Solver):
     ) -> None:
         square_decay = self.value("squared_gradient_decay_factor", squared_gradient_decay_factor)
         super().__init__(
-            self.value("learning_rate", learning_rate),
+            learning_rate,
             WeightDecay(l2, l2_factors),
             Clip(gradient_threshold, gradient_threshold_method),
             RMSPropMoment(square_decay, epsilon),

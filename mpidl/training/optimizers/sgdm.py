@@ -124,7 +124,7 @@ class SGDM(Solver):
     ) -> None:
         is_nesterov = check_value(NESTEROV, nesterov, "nesterov") == "on"
         super().__init__(
-            self.value("learning_rate", learning_rate),
+            learning_rate,
             WeightDecay(l2, l2_factors),
             Clip(gradient_threshold, gradient_threshold_method),
             Rate(),

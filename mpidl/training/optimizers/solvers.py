@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpidl.training.optimizers.chain import Optimizer
-from mpidl.training.optimizers.transforms import check
+from mpidl.training.optimizers.transforms import Transform, check
 
 if TYPE_CHECKING:
     from mpidl.training.options.training_options import TrainingOptions
@@ -37,6 +37,15 @@ class Solver(Optimizer):
     title: ClassVar[str]
     defaults: ClassVar[dict[str, float]] = {"learning_rate": 0.001, "l2": 1e-4}
     decouples_decay: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        learning_rate: float | None,
+        *transforms: Transform,
+        learning_rate_factors: Factors = None,
+    ) -> None:
+        rate = self.value("learning_rate", learning_rate)
+        super().__init__(rate, *transforms, learning_rate_factors=learning_rate_factors)
 
     @classmethod
     def takes(cls, option: str) -> bool:
