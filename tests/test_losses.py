@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from image_sets import ReadArrays
 from single_rank import numbers
 
 import mpidl as dl
 from mpidl import losses
-from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 from mpidl.training.files import checkpoint
 from mpidl.training.files.model_file import weights_sha256
@@ -22,23 +22,9 @@ def world():
     return dl.World(threads=1)
 
 
-class Pairs(Datastore):
-    """Images with targets of any kind."""
-
-    def __init__(self, count, targets):
-        self.images = numbers("objective", count, 1, SIDE, SIDE, low=0, high=255).astype(np.uint8)
-        self.values = targets(self.images)
-        self.image_shape = (1, SIDE, SIDE)
-        self.targets_shape, self.targets_dtype = self.values.shape[1:], self.values.dtype
-
-    def __len__(self):
-        return len(self.images)
-
-    def read(self, indices):
-        return self.images[indices]
-
-    def targets(self, indices):
-        return self.values[indices]
+def pairs(count, targets):
+    images = numbers("objective", count, 1, SIDE, SIDE, low=0, high=255).astype(np.uint8)
+    return ReadArrays(images, targets(images))
 
 
 def halves(images):
@@ -76,7 +62,7 @@ def trained(world, net, store, out=None, resume=None, **options):
 
 @pytest.mark.parametrize("loss", ["mse", "mae"])
 def test_regression_errors_are_learned(world, loss):
-    steps, store = [], Pairs(90, halves)
+    steps, store = [], pairs(90, halves)
 
     def error(net):
         errors = dl.regression_errors(net, store, world=world)
@@ -96,7 +82,7 @@ def test_regression_errors_are_learned(world, loss):
 
 def test_the_first_loss_is_that_of_float64(world):
     """With a rate near zero, the loss of the epoch is that of the initial network."""
-    store = Pairs(50, brightness)
+    store = pairs(50, brightness)
     net, result = trained(
         world, to_numbers(), store, loss="mse", epochs=1, batch_size=50, learning_rate=1e-12
     )
@@ -124,14 +110,14 @@ def custom_mse(net, images, targets):
 
 
 def test_a_function_gives_the_weights_of_a_name(world):
-    store = Pairs(70, brightness)
+    store = pairs(70, brightness)
     nets = [trained(world, to_numbers(), store, loss=loss)[0] for loss in ("mse", custom_mse)]
     assert weights_sha256(nets[0]) == weights_sha256(nets[1])
 
 
 def test_a_function_may_count_correct_outputs(world):
     labels = np.arange(70) % CLASSES
-    store = dl.ArrayDatastore(Pairs(70, brightness).images, labels)
+    store = dl.ArrayDatastore(pairs(70, brightness).images, labels)
 
     def custom(net, images, labels):
         scores = net.logits(images)
@@ -148,7 +134,7 @@ def test_a_function_may_count_correct_outputs(world):
 
 
 def test_labels_of_pixels(world):
-    steps, store = [], Pairs(90, bright)
+    steps, store = [], pairs(90, bright)
     options = {"validation": store, "validation_frequency": 0, "output_functions": steps.append}
     net, _ = trained(world, to_pixels(), store, epochs=8, **options)
     evaluation = dl.evaluate(net, store, world=world, confusion=True)
@@ -169,7 +155,7 @@ def test_labels_of_pixels(world):
 
 @pytest.mark.parametrize("label", [CLASSES, -1])
 def test_a_label_beyond_the_classes_is_named(world, label):
-    store = Pairs(70, bright)
+    store = pairs(70, bright)
     store.values[41, 2, 3] = label
     with pytest.raises(UserError, match=f"image 41: expected labels from 0 to 2, found {label}"):
         trained(world, to_pixels(), store)
@@ -177,14 +163,14 @@ def test_a_label_beyond_the_classes_is_named(world, label):
 
 def test_metrics_of_a_loss_without_accuracy(world, tmp_path):
     out = world.broadcast(str(tmp_path))
-    trained(world, to_images(), Pairs(50, halves), out=out, loss="mse", epochs=1)
+    trained(world, to_images(), pairs(50, halves), out=out, loss="mse", epochs=1)
     if world.rank == 0:
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert all("accuracy" not in json.loads(line) for line in lines) and len(lines) == 3
 
 
 def test_resume_and_another_loss(world, tmp_path):
-    out, store = world.broadcast(str(tmp_path)), Pairs(70, brightness)
+    out, store = world.broadcast(str(tmp_path)), pairs(70, brightness)
     expected, _ = trained(world, to_numbers(), store, loss="mse", epochs=3)
     trained(world, to_numbers(), store, out=out, loss="mse", max_iterations=3)
     record = world.broadcast(checkpoint.load(out) if world.rank == 0 else None)
@@ -198,7 +184,7 @@ def test_a_plain_number_counts_once_on_all_ranks(world):
     def loss(net, images, targets):
         return dl.mean_squared_error(net(images), targets), 20.0
 
-    steps, store = [], Pairs(50, brightness)
+    steps, store = [], pairs(50, brightness)
     options = {"loss": loss, "validation": store, "output_functions": steps.append}
     trained(world, to_numbers(), store, batch_size=25, epochs=1, **options)
     assert [info.accuracy for info in steps if info.state == "epoch"] == [20 / 25]
@@ -206,9 +192,9 @@ def test_a_plain_number_counts_once_on_all_ranks(world):
 
 
 def test_refusals(world):
-    labelled = dl.ArrayDatastore(Pairs(20, brightness).images, np.arange(20) % CLASSES)
+    labelled = dl.ArrayDatastore(pairs(20, brightness).images, np.arange(20) % CLASSES)
     bare = dl.ArrayDatastore(labelled.images)
-    numbered, pictured, pixels = (Pairs(20, targets) for targets in (brightness, halves, bright))
+    numbered, pictured, pixels = (pairs(20, targets) for targets in (brightness, halves, bright))
     one_class = dl.ArrayDatastore(labelled.images, np.zeros(20, np.int64), ["a", "b", "c"])
     for net, store, loss, text in (
         (to_numbers(), pictured, "crossentropy", "are floats; --loss mse .*; pixel_labels"),
@@ -225,7 +211,7 @@ def test_refusals(world):
         with pytest.raises(UserError):
             trained(world, net, store, loss=loss)
     losses.check("crossentropy", to_numbers(CLASSES), one_class)
-    losses.check("crossentropy", to_pixels(), Pairs(20, lambda images: bright(images)[:, None]))
+    losses.check("crossentropy", to_pixels(), pairs(20, lambda images: bright(images)[:, None]))
     with pytest.raises(UserError, match="of at least two classes"):
         trained(world, to_numbers(CLASSES), one_class)
     with pytest.raises(UserError, match="loss must be crossentropy, mse or mae, found 'l1'"):

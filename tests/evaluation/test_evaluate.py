@@ -4,11 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from image_sets import refusal
+from image_sets import ReadArrays, refusal
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.data.datastore import Datastore
 from mpidl.evaluation import evaluate, predict
 
 SHAPE, CLASSES = (2, 6, 5), 4
@@ -178,28 +177,14 @@ def test_softmax_at_the_end_is_not_applied_twice(world):
     assert np.array_equal(*scores)
 
 
-class WithTargets(Datastore):
-    """Images whose targets are an image, a vector or a number each."""
-
-    image_shape = SHAPE
-
-    def __init__(self, count, shape):
-        self.images, self.targets_shape = pixels(count), shape
-        self.values = numbers("targets", count, *shape, dtype=np.float32)
-
-    def __len__(self):
-        return len(self.images)
-
-    def read(self, indices):
-        return self.images[indices]
-
-    def targets(self, indices):
-        return self.values[indices]
+def with_targets(count, shape):
+    targets = numbers("targets", count, *shape, dtype=np.float32)
+    return ReadArrays(pixels(count), targets)
 
 
 @pytest.mark.parametrize(("shape", "last"), [(SHAPE, None), ((3,), 3), ((), 1), ((1,), 1)])
 def test_regression_errors(shape, last, world):
-    store = WithTargets(43, shape)
+    store = with_targets(43, shape)
     layers = [dl.Conv2D(3, 2, padding=1)] + ([] if last is None else [dl.Dense(last)])
     net = dl.Network(layers, SHAPE, seed=1)
     errors = dl.regression_errors(net, store, world=world, batch_size=20)
@@ -208,7 +193,7 @@ def test_regression_errors(shape, last, world):
     assert errors.images == 43
     assert errors.rmse == pytest.approx(np.sqrt((error**2).mean()), rel=1e-12)
     assert errors.mae == pytest.approx(np.abs(error).mean(), rel=1e-12)
-    empty = dl.regression_errors(net, WithTargets(0, shape), world=world)
+    empty = dl.regression_errors(net, with_targets(0, shape), world=world)
     assert empty == (0.0, 0.0, 0)
 
 
@@ -228,7 +213,7 @@ def test_arguments_are_checked(world):
             for k in (5, 0, True)
         ),
         (dl.regression_errors, net, store, {}, "the images have no targets"),
-        (dl.regression_errors, net, WithTargets(2, (3,)), {}, outputs),
+        (dl.regression_errors, net, with_targets(2, (3,)), {}, outputs),
         (dl.predict, net, np.zeros((3, 1, 6, 5)), {}, f"expected images {shapes}"),
     ):
         assert re.search(text, refusal(function, network, data, world=world, **options))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mpidl.data.datastore import Datastore
 from mpidl.errors import UserError
 
 
@@ -32,6 +33,26 @@ def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
             drawn[f"{name}/{i}.png"] = pixels_of((c, i), *shape)
             save(folder / name / f"{i}.png", drawn[f"{name}/{i}.png"])
     return drawn
+
+
+class ReadArrays(Datastore):
+    """Images in arrays that are read a batch at a time, with targets or labels."""
+
+    def __init__(self, images, targets=None, labels=None):
+        self.images, self.values, self.image_shape = images, targets, images.shape[1:]
+        if targets is not None:
+            self.targets_shape, self.targets_dtype = targets.shape[1:], targets.dtype
+        if labels is not None:
+            self.labels, self.classes = labels, [f"class {c}" for c in range(max(labels) + 1)]
+
+    def __len__(self):
+        return len(self.images)
+
+    def read(self, indices):
+        return self.images[indices]
+
+    def targets(self, indices):
+        return self.values[indices]
 
 
 def write_idx(path, values, code=0x08):

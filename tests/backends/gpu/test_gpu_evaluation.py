@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from image_sets import ReadArrays
 from single_rank import numbers
 
 import mpidl as dl
-from mpidl.data.datastore import Datastore
 
 SHAPE = (1, 8, 8)
 
@@ -16,25 +16,12 @@ def small(last=3):
     return dl.Network(layers, SHAPE, seed=1)
 
 
-class Images(Datastore):
-    """37 images, with labels or targets."""
-
-    image_shape = SHAPE
-
-    def __init__(self, shape=None):
-        self.pixels = numbers("gpu evaluation", 37, *SHAPE, low=0, high=256).astype(np.uint8)
-        self.targets_shape = shape
-        if shape is None:
-            self.labels, self.classes = np.arange(37) % 3, ["a", "b", "c"]
-
-    def __len__(self):
-        return 37
-
-    def read(self, indices):
-        return self.pixels[indices]
-
-    def targets(self, indices):
-        return numbers("gpu targets", 37, *self.targets_shape, dtype=np.float32)[indices]
+def dataset(shape=None):
+    """Return 37 images with targets of a shape; with labels if it is None."""
+    images = numbers("gpu evaluation", 37, *SHAPE, low=0, high=256).astype(np.uint8)
+    if shape is None:
+        return ReadArrays(images, labels=np.arange(37) % 3)
+    return ReadArrays(images, numbers("gpu targets", 37, *shape, dtype=np.float32))
 
 
 def on_gpu_and_cpu(world, function):
@@ -47,7 +34,7 @@ def on_gpu_and_cpu(world, function):
 
 
 def test_scores_and_activations_agree_with_the_cpu(world):
-    net, store = small(), Images()
+    net, store = small(), dataset()
     for function in (
         lambda w: dl.predict(net, store, world=w, batch_size=20),
         *(
@@ -67,7 +54,7 @@ def test_scores_and_activations_agree_with_the_cpu(world):
 
 def test_activations_of_a_layer_before_all_learnables(world):
     layers = [dl.MaxPool2D(2), dl.Dense(3)]
-    net, store = dl.Network(layers, SHAPE), Images()
+    net, store = dl.Network(layers, SHAPE), dataset()
     values, expected = on_gpu_and_cpu(
         world, lambda w: dl.activations(net, store, "maxpool1", world=w)
     )
@@ -75,7 +62,7 @@ def test_activations_of_a_layer_before_all_learnables(world):
 
 
 def test_evaluation_agrees_with_the_cpu(world):
-    net, store = small(), Images()
+    net, store = small(), dataset()
     options = {"batch_size": 20, "top_k": 2, "confusion": True}
     result, expected = on_gpu_and_cpu(world, lambda w: dl.evaluate(net, store, world=w, **options))
     assert result.loss == pytest.approx(expected.loss, abs=1e-5)
@@ -86,7 +73,7 @@ def test_evaluation_agrees_with_the_cpu(world):
 
 @pytest.mark.parametrize(("last", "shape"), [(None, (5, 4, 4)), (3, (3,))])
 def test_regression_errors_agree_with_the_cpu(last, shape, world):
-    net, store = small(last), Images(shape)
+    net, store = small(last), dataset(shape)
     errors, expected = on_gpu_and_cpu(
         world, lambda w: dl.regression_errors(net, store, world=w, batch_size=20)
     )

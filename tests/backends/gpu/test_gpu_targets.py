@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from image_sets import refusal
+from image_sets import ReadArrays, refusal
 from single_rank import numbers
 from test_gpu_input import MOVED, WARPED, queue_options
 
@@ -19,27 +19,14 @@ from mpidl.training.files.model_file import weights_sha256
 from mpidl.training.gpu_step import StepProgram
 
 
-class Paired(dl.data.Datastore):
-    """Images that are read from the datastore each time, with targets; labels if shape is None."""
-
-    def __init__(self, count, shape=None, kind=np.float32, classes=3):
-        self.pixels = numbers("paired", count, 3, 10, 11, low=0, high=256).astype(np.uint8)
-        self.image_shape = self.pixels.shape[1:]
-        if shape is None:
-            self.labels, self.classes = np.arange(count) % classes, ["a"] * classes
-            return
-        self.targets_shape, self.targets_dtype = shape, np.dtype(kind)
-        high = classes if kind == np.int32 else 1
-        self.values = numbers(f"targets {shape}", count, *shape, low=0, high=high).astype(kind)
-
-    def __len__(self):
-        return len(self.pixels)
-
-    def read(self, indices):
-        return self.pixels[indices]
-
-    def targets(self, indices):
-        return self.values[indices]
+def paired(count, shape=None, kind=np.float32, classes=3):
+    """Return images with targets of a shape and type; with labels if `shape` is None."""
+    pixels = numbers("paired", count, 3, 10, 11, low=0, high=256).astype(np.uint8)
+    if shape is None:
+        return ReadArrays(pixels, labels=np.arange(count) % classes)
+    high = classes if kind == np.int32 else 1
+    targets = numbers(f"targets {shape}", count, *shape, low=0, high=high).astype(kind)
+    return ReadArrays(pixels, targets)
 
 
 KINDS = [
@@ -80,7 +67,7 @@ def assert_same_lanes(lanes, expected):
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("shape, kind", KINDS)
 def test_a_queue_uploads_targets(world, shape, kind, cached):
-    store = Paired(40, shape, kind)
+    store = paired(40, shape, kind)
     source = dl.data.NodeCache(store, None, 20 * 4000) if cached else store
     queue, host = (dl.MinibatchQueue(s, 24, 3, w) for s, w in ((source, world), (store, None)))
     for _ in range(1 + cached):
@@ -137,7 +124,7 @@ def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size
 def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch):
     """More mini-batches than rows, smaller last ones, and a dataset uploaded in several parts."""
     monkeypatch.setattr(device_queue, "UPLOADED", 10_000)
-    store = Paired(70, shape, kind)
+    store = paired(70, shape, kind)
     queue = assert_same_batches(store, world, monkeypatch, resident, epochs=4)
     assert queue.resident == resident and 4 * len(queue) > program.ROWS
 
@@ -148,12 +135,12 @@ def test_each_rank_reads_its_share(world, rank, size, resident, monkeypatch):
     """The third rank has no images of 24, and of 40 none in the smaller mini-batch."""
     share = SimpleNamespace(rank=rank, size=size, device=world.device, counts=world.counts)
     for count in (24, 40):
-        store = Paired(100, (1, 10, 11))
+        store = paired(100, (1, 10, 11))
         assert_same_batches(store, share, monkeypatch, resident, size=count)
 
 
 def test_images_with_neither_labels_nor_targets(world, monkeypatch):
-    store = dl.ArrayDatastore(Paired(30).pixels)
+    store = dl.ArrayDatastore(paired(30).images)
     for resident in (True, False):
         assert_same_batches(store, world, monkeypatch, resident)
 
@@ -161,14 +148,14 @@ def test_images_with_neither_labels_nor_targets(world, monkeypatch):
 @pytest.mark.parametrize("function", [add_noise, relabel, lambda images, labels, keys: images])
 @pytest.mark.parametrize("ranges", [None, MOVED, WARPED])
 def test_images_and_labels_of_a_function_are_staged(world, function, ranges, monkeypatch):
-    options = queue_options(ranges, "none" if ranges else "zscore", Paired(40))
+    options = queue_options(ranges, "none" if ranges else "zscore", paired(40))
     if function is add_noise:
         options.pop("normalization")  # made for the original number of channels
-    assert_same_batches(Paired(60), world, monkeypatch, function=function, **options)
+    assert_same_batches(paired(60), world, monkeypatch, function=function, **options)
 
 
 def test_a_function_can_move_images_with_their_targets(world, monkeypatch):
-    store = Paired(60, (10, 11), np.int32)
+    store = paired(60, (10, 11), np.int32)
 
     def flip(images, targets, keys):
         return images[..., ::-1], targets[..., ::-1]
@@ -179,21 +166,21 @@ def test_a_function_can_move_images_with_their_targets(world, monkeypatch):
 
 @pytest.mark.parametrize("shape, kind", [(None, None), ((), np.float32), ((4,), np.int32)])
 def test_warped_images_are_staged_with_labels_or_vectors(world, shape, kind, monkeypatch):
-    options = queue_options(WARPED, "zerocenter-element", Paired(40))
-    queue = assert_same_batches(Paired(60, shape, kind), world, monkeypatch, **options)
+    options = queue_options(WARPED, "zerocenter-element", paired(40))
+    queue = assert_same_batches(paired(60, shape, kind), world, monkeypatch, **options)
     assert not queue.resident
 
 
 @pytest.mark.parametrize("ranges", [MOVED, WARPED])
 def test_an_augmenter_refuses_image_targets(world, ranges):
-    store, options = Paired(60, (10, 11), np.int32), queue_options(ranges, "none", Paired(40))
+    store, options = paired(60, (10, 11), np.int32), queue_options(ranges, "none", paired(40))
     text = refusal(device_queue.DeviceQueue, store, 24, 0, world, "never", **options)
     assert "an augmenter moves images and not their targets" in text
 
 
 def test_resident_datasets_fit_with_their_targets(world, monkeypatch):
-    store = Paired(30, (1, 10, 11))
-    nbytes = store.pixels.nbytes + store.values.nbytes
+    store = paired(30, (1, 10, 11))
+    nbytes = store.images.nbytes + store.values.nbytes
     for limit, resident in ((nbytes + 0.5, True), (nbytes - 0.5, False)):
         monkeypatch.setattr(device_queue, "RESIDENT", limit / world.device.memory)
         assert device_queue.DeviceQueue(store, 10, 0, world, "never").resident == resident
@@ -243,9 +230,9 @@ def classifier(shape=(3, 10, 11)):
 @pytest.mark.parametrize("resident", [True, False])
 def test_integer_targets_are_labels(world, resident, monkeypatch):
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
-    store = Paired(70, (), np.int32)
+    store = paired(70, (), np.int32)
     assert_learns_as_the_cpu(world, store, classifier, losses.cross_entropy)
-    labelled = dl.ArrayDatastore(store.pixels, store.values)
+    labelled = dl.ArrayDatastore(store.images, store.values)
     hashes = {
         weights_sha256(trained(world, s, classifier(), losses.cross_entropy)[0])
         for s in (store, labelled)
@@ -254,7 +241,7 @@ def test_integer_targets_are_labels(world, resident, monkeypatch):
 
 
 def test_training_on_the_labels_of_a_function(world):
-    assert_learns_as_the_cpu(world, Paired(60), classifier, losses.cross_entropy, function=relabel)
+    assert_learns_as_the_cpu(world, paired(60), classifier, losses.cross_entropy, function=relabel)
 
 
 def shades():
@@ -294,7 +281,7 @@ TASKS = {
 def test_recorded_steps_learn_as_the_cpu(world, task, resident, monkeypatch):
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     make, loss, shape, kind = TASKS[task]
-    assert_learns_as_the_cpu(world, Paired(70, shape, kind), make, losses.loss_function(loss))
+    assert_learns_as_the_cpu(world, paired(70, shape, kind), make, losses.loss_function(loss))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +293,7 @@ def test_recorded_steps_learn_as_the_cpu(world, task, resident, monkeypatch):
 )
 def test_the_training_loop_and_evaluation_take_targets(world, task):
     make, loss, shape, kind = TASKS[task]
-    store, results = Paired(60, shape, kind), []
+    store, results = paired(60, shape, kind), []
     options = {"epochs": 2, "batch_size": 24, "verbose_every": 0, "loss": loss}
     options = dl.TrainingOptions(**options, validation=store, validation_frequency=4)
     for rank in (world, dl.World(threads=1)):
@@ -330,12 +317,12 @@ def test_a_custom_loss_with_targets_of_a_function(world):
         value = dl.mean_squared_error(y, targets) + dl.mean_absolute_error(y, targets)
         return value, dl.mean_squared_error(y, targets)
 
-    assert_learns_as_the_cpu(world, Paired(60), shades, loss, function=clean)
+    assert_learns_as_the_cpu(world, paired(60), shades, loss, function=clean)
 
 
 def with_invalid_label(value):
-    """Return 48 images with labels, of which the 30th is `value`."""
-    store = Paired(48, (), np.int32)
+    """Return 48 images with labels; label 30 is `value`."""
+    store = paired(48, (), np.int32)
     store.values[30] = value
     return store
 
