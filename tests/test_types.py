@@ -1,7 +1,6 @@
 """Types of the public API, as a type checker and an editor see them in a user's program."""
 
 import ast
-import importlib.util
 import inspect
 import os
 import re
@@ -149,8 +148,6 @@ def attribute_program():
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory):
     """What one strict run of mypy says: {program: [(line of the program, message)]}."""
-    if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed")
     folder = tmp_path_factory.mktemp("types")
     texts = {
         "user.py": PROGRAM.read_text(),

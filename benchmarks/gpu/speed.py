@@ -1,8 +1,8 @@
 """`python -m benchmarks gpu`: compare our step with PyTorch's on one GPU and time our kernels.
 
 Our step and PyTorch's run in separate processes that take turns: one works while the others wait in
-a read. CUDA events around consecutive steps give the times, of which the tables show medians over
-the rounds. Only steps of the same precision are compared: fp32 (our kernels use three TF32 products
+a read. CUDA events around consecutive steps give the times. The tables show their medians over the
+rounds. Only steps of the same precision are compared: fp32 (our kernels use three TF32 products
 per product) with PyTorch without TF32, and TF32 with TF32. The tables also list PyTorch's bf16.
 """
 

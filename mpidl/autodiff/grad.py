@@ -79,9 +79,9 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     Parameters
     ----------
     f
-        A function f(model, *args, **options). It returns a scalar loss, or a tuple
-        (loss, *others) of which only the loss is differentiated. The learnables of the model that f
-        gets are Vars. A network is in training mode.
+        A function f(model, *args, **options). It returns a scalar loss or a tuple (loss, *others);
+        only the loss is differentiated. The learnables of the model that f gets are Vars. A network
+        is in training mode.
     reduce
         A `World` that adds up the gradients over the ranks while backward runs, and then the loss.
         By default, the loss and the gradients are Partials, which `world.gplus` adds up. The ranks

@@ -184,7 +184,7 @@ class TrainingFunctions(Protocol):
     def planes(self, pixels: Array, out: Array | None = None) -> Array:
         """Convert a decoder's rows (H, W, stride) to planes (C, H, W) uint8, in `out` if given.
 
-        A pixel has 1, 3 or 4 bytes, of which the first C = 1 or 3 are used. There may be gaps
+        A pixel has 1, 3 or 4 bytes, and its first C = 1 or 3 bytes are used. There may be gaps
         between rows.
         """
 

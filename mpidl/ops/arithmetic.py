@@ -36,7 +36,7 @@ Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
 
 
 class Elementwise(Protocol):
-    """Type of a function of two values, one of which may be a replicated array or a number."""
+    """Type of a function of two values. One of them may be a replicated array or a number."""
 
     __name__: str
 

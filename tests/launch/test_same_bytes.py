@@ -184,7 +184,7 @@ def test_negative_control_local_batchnorm(pictures, tmp_path):
 
 
 def test_negative_control_plain_sums(pictures, tmp_path):
-    """MPI_Allreduce sums 7 blocks, of which some ranks have added up several."""
+    """MPI_Allreduce sums 7 blocks, after some ranks have added up several blocks."""
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
 

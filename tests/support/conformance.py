@@ -231,7 +231,7 @@ def arguments(case, backend, owned, double=False, change=None, stored=False):
 
 
 def call(case, backend, values, separately=False):
-    """Make the call of a case; on the reference, or if `separately`, that of its oracle."""
+    """Call the function of a case, or its oracle on the reference or if `separately`."""
     function = case.call
     if case.oracle and (separately or backend is REFERENCE):
         function = case.oracle

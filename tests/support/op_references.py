@@ -41,7 +41,7 @@ class Case(NamedTuple):
         ]
 
     def arguments(self, world, count, dtype=np.float64):
-        """Return the arguments of the op, of which this rank has its share of the images."""
+        """Return the arguments of the op, with this rank's share of the images."""
         return share_of(world, *self.arrays(count, dtype))
 
 
