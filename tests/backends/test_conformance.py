@@ -5,7 +5,6 @@ of threads, the GPU backend on the emulated device (or on a GPU by `--device cud
 """
 
 import functools
-import inspect
 import itertools
 
 import numpy as np
@@ -19,6 +18,7 @@ from conformance import (
     call,
     flat,
     host,
+    parameters,
     results,
     share,
 )
@@ -27,12 +27,11 @@ from cpu_builds import bytes_of, needs_kernels, on_all_builds
 from mpidl.backends import CPU, REFERENCE, settings
 from mpidl.backends.gather import FUNCTIONS
 from mpidl.backends.gpu.backend import GPU
-from mpidl.backends.interface import FUSED, HOST, Backend
+from mpidl.backends.interface import FUSED, HOST
 from mpidl.blocks import LANES
 from mpidl.fold import Partial
 
 BY_NAME = {str(case): case for case in CASES}
-PARAMETERS = {n: inspect.signature(getattr(Backend, n)).parameters for n in FUNCTIONS}
 FIRST = {case.function: case for case in reversed(CASES)}  # the first case of each function
 
 
@@ -98,7 +97,7 @@ def assert_near(case, actual, blocks=2, last=LAST):
 
 def zeroes_unused(case):
     """Return whether the interface promises zeros in unused lanes of results."""
-    counted = "counts" in PARAMETERS[case.function] and case.function not in FUSED
+    counted = "counts" in parameters(case.function) and case.function not in FUSED
     return counted or case.function == "images"
 
 
@@ -127,9 +126,7 @@ def test_a_gpu_computes_what_the_reference_does(device, case, values):
     assert_near(case, results(case, GPU))
 
 
-COUNTED = [c for n, c in FIRST.items() if {"counts", "labels", "pixels"} & set(PARAMETERS[n])]
-
-
+COUNTED = [c for n, c in FIRST.items() if {"counts", "labels", "pixels"} & parameters(n)]
 COUNTED += [c for c in CASES if str(c).startswith("images, (3, 5, 7) to")]
 
 
@@ -153,7 +150,7 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
     assert_shares(case, CPU)
 
 
-SUMMED = [c for c in CASES if "tree" in inspect.signature(getattr(Backend, c.function)).parameters]
+SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
 SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # the others treat images alone
 
 

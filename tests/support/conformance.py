@@ -5,6 +5,7 @@ A `Case` names a function of `backends.interface` and declares its arguments; th
 arrays. It folds each sum to its root, so that results of any shares and backends can be compared.
 """
 
+import functools
 import inspect
 import math
 import zlib
@@ -122,9 +123,10 @@ def share(blocks, runs=None, rank=0, last=LAST):
     return Share(first, stop, tree, counts[first:stop], blocks, last)
 
 
-def drawn(case, name, draw, blocks, last):
-    """Draw an argument for a whole mini-batch."""
-    rng = np.random.default_rng(zlib.crc32(f"{case} {name}".encode()))
+@functools.lru_cache(maxsize=64)
+def drawn(name, draw, blocks, last):
+    """Draw an argument for a whole mini-batch; `part` copies it."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
     images = max(LANES * blocks - LANES + last, 0)
     per_image = {"images": (images,), "samples": (LANES * blocks,)}
     shape = per_image.get(draw.kind, ()) + draw.shape
@@ -151,14 +153,15 @@ def drawn(case, name, draw, blocks, last):
 
 
 def part(draw, value, owned):
-    """Return the part of an argument that belongs to a share."""
+    """Return a copy of the part of an argument that belongs to a share."""
     if isinstance(value, DeferredInput):
-        return value._replace(x=value.x[owned.first : owned.stop])
+        x, *vectors = value
+        return DeferredInput(x[owned.first : owned.stop].copy(), *map(np.copy, vectors))
     if draw.kind == "lanes":
-        return value[owned.first : owned.stop]
+        return value[owned.first : owned.stop].copy()
     if draw.kind in ("images", "samples"):
-        return value[LANES * owned.first : LANES * owned.stop]
-    return value
+        return value[LANES * owned.first : LANES * owned.stop].copy()
+    return value.copy()
 
 
 def placed(backend, draw, value, double):
@@ -209,10 +212,10 @@ def arguments(case, backend, owned, double=False, change=None, stored=False):
             if not isinstance(draw, Draw):
                 places.append(draw)
                 continue
-            value = drawn(case, f"{name} {i}", draw, owned.blocks, owned.last)
-            if backend is GPU and name == "labels":
+            whole = drawn(f"{case} {name} {i}", draw, owned.blocks, owned.last)
+            value = part(draw, whole, owned)
+            if backend is GPU and name == "labels" and owned.stop == owned.blocks:
                 value[-1:, ..., owned.last :] = 1 << 30  # no class: a kernel must not look at it
-            value = part(draw, value, owned)
             if change is not None and not name.startswith("state"):
                 value = changed(change, value)
             value = placed(backend, draw, value, double)
@@ -230,6 +233,12 @@ def arguments(case, backend, owned, double=False, change=None, stored=False):
     return values
 
 
+@functools.cache
+def parameters(function):
+    """Return the names of the parameters of a function of the interface."""
+    return set(inspect.signature(getattr(Backend, function)).parameters)
+
+
 def call(case, backend, values, separately=False):
     """Call the function of a case, or its oracle on the reference or if `separately`."""
     function = case.call
@@ -237,7 +246,7 @@ def call(case, backend, values, separately=False):
         function = case.oracle
     if function is not None:
         return function(backend, values)
-    accepted = set(inspect.signature(getattr(Backend, case.function)).parameters)
+    accepted = parameters(case.function)
     unknown = set(case.arguments) - accepted
     assert not unknown, f"{case.function} takes no {unknown}"
     keywords = accepted & set(values)
