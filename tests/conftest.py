@@ -72,6 +72,7 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)  # before the plugins that create the folders and the reporter
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow(part): a cross-check that --slow PART selects")
+    config.addinivalue_line("markers", "slow_on_ranks: as slow under mpirun, see _is_selected")
     config.addinivalue_line("markers", "timeout(seconds): the limit of one test, see limits.py")
     if LAUNCHED_RANKS and int(LAUNCHED_RANKS) != SIZE:
         raise pytest.UsageError(
@@ -138,6 +139,9 @@ def _is_selected(item, part):
     if LAUNCHED_RANKS and "world" not in item.fixturenames:
         return False  # each rank would repeat it
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
+    if LAUNCHED_RANKS and item.get_closest_marker("slow_on_ranks"):
+        # Another test shows that the ranks have the bytes of one rank, where this one runs.
+        marks.append("ranks")
     if part is None:
         return not marks
     return part == "all" or part in marks

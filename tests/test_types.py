@@ -146,8 +146,10 @@ def attribute_program():
 
 
 @pytest.fixture(scope="module")
-def messages(tmp_path_factory):
+def messages(tmp_path_factory, request):
     """What one strict run of mypy says: {program: [(line of the program, message)]}."""
+    cache = getattr(request.config, "cache", None)
+    cache = cache.mkdir("mypy") if cache else "cache"
     folder = tmp_path_factory.mktemp("types")
     texts = {
         "user.py": PROGRAM.read_text(),
@@ -157,7 +159,7 @@ def messages(tmp_path_factory):
     for name, text in {**texts, "mypy.ini": CONFIG}.items():
         (folder / name).write_text(text)
     run = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", "cache", "--no-error-summary", *texts],
+        [sys.executable, "-m", "mypy", "--cache-dir", cache, "--no-error-summary", *texts],
         cwd=folder,
         env={**os.environ, "MYPYPATH": str(ROOT)},
         capture_output=True,

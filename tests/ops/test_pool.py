@@ -123,6 +123,7 @@ class TestPool(OpChecks):
     ]
 
 
+@pytest.mark.slow_on_ranks
 @each_kind
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", ["f8", "f4"])
@@ -132,6 +133,7 @@ def test_against_loops(world, kind, window, dtype):
     assert_equals_loops(world, kind, x, options, 1e-13 if dtype == "f8" else 1e-5)
 
 
+@pytest.mark.slow_on_ranks
 @each_kind
 def test_last_blocks_of_every_size(world, kind):
     shape, options = WINDOWS["padding"]

@@ -132,6 +132,7 @@ class OpChecks:
         if "error" in metafunc.fixturenames:
             metafunc.parametrize("call, error, message", self.errors)
 
+    @pytest.mark.slow_on_ranks
     @pytest.mark.parametrize("count", [5, 37])
     def test_against_the_reference_in_both_types(self, world, case, count):
         images, replicated = case.arrays(count)
@@ -144,10 +145,12 @@ class OpChecks:
             assert single.shape == double.shape
             assert abs(single - double).max() <= 1e-5 * max(abs(double).max(), 1e-2)
 
+    @pytest.mark.slow_on_ranks
     @pytest.mark.parametrize("count", [5, 37])
     def test_vjp_along_random_directions(self, world, case, count):
         dl.check_vjp(case.op, *case.arguments(world, count), seed=count, tolerance=2e-7)
 
+    @pytest.mark.slow_on_ranks
     def test_last_blocks_of_every_size(self, world, case):
         for size in self.last_block_sizes:
             images, replicated = case.arrays(LANES + size)
@@ -166,6 +169,7 @@ class OpChecks:
         )
         assert result == expected
 
+    @pytest.mark.slow_on_ranks
     def test_unused_lanes_do_not_matter(self, world, case):
         clean = case.arguments(world, 21, np.float32)
         dirty = [with_dirty_lanes(value, self.unused_lanes) for value in clean]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -48,9 +49,15 @@ class Solver(Optimizer):
         super().__init__(rate, *transforms, learning_rate_factors=learning_rate_factors)
 
     @classmethod
+    @functools.cache
+    def parameter_names(cls) -> tuple[str, ...]:
+        """Return the names of the constructor's parameters."""
+        return tuple(inspect.signature(cls).parameters)
+
+    @classmethod
     def takes(cls, option: str) -> bool:
         """Return whether the solver uses an option."""
-        return option in inspect.signature(cls).parameters
+        return option in cls.parameter_names()
 
     @classmethod
     def of_options(cls, options: TrainingOptions, **factors: Factors) -> Solver:
@@ -63,7 +70,7 @@ class Solver(Optimizer):
         **factors
             `l2_factors` and `learning_rate_factors`, such as `Network.factors`.
         """
-        names = [name for name in inspect.signature(cls).parameters if hasattr(options, name)]
+        names = [name for name in cls.parameter_names() if hasattr(options, name)]
         arguments: dict[str, Any] = {name: getattr(options, name) for name in names}
         return cls(**arguments | factors)
 
