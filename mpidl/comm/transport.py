@@ -122,7 +122,8 @@ class Transport:
             if progress:
                 progress()
             if self._oversubscribed and polls > 20:
-                time.sleep(5e-5)  # sched_yield would return at once while others compute
+                # sched_yield would return at once while others compute
+                time.sleep(5e-5 if polls < 200 else 5e-4)
             elif self._oversubscribed or polls > 1000:
                 os.sched_yield()
             if polls % 256:
