@@ -12,7 +12,7 @@ void mpidl_dense_plain(const float *x, const float *mean, const float *scale, co
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t k = 0; k < outputs; k++)
             for (int p = 0; p < LANES; p += WIDTH) {
-                vec total = splat(bias[k]);
+                vec total = splat(bias ? bias[k] : 0);
                 for (int64_t f = 0; f < features; f += SEGMENT) {
                     int64_t count = least(SEGMENT, features - f);
                     const float *from = read_features(&d, b, f, count, room);
@@ -84,7 +84,7 @@ static void forward_tile(void *argument, int64_t tile, float *own) {
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t k = 0; k < outputs; k++)
             for (int p = 0; p < LANES; p += WIDTH)
-                store(y + (b * d->outputs + k) * LANES + p, splat(d->bias[k0 + k]));
+                store(y + (b * d->outputs + k) * LANES + p, splat(d->bias ? d->bias[k0 + k] : 0));
     for (int64_t f = 0; f < d->features; f += job->panel) {
         int64_t count = least(job->panel, d->features - f);
         const float *x[MANY_BLOCKS];

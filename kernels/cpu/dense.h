@@ -1,5 +1,5 @@
 /* Declarations for fully connected layers: y = weight x + bias with x (blocks, features, 16),
- * weight (outputs, features), bias (outputs), y (blocks, outputs, 16).
+ * weight (outputs, features), bias (outputs) or NULL, y (blocks, outputs, 16).
  *
  * No sum is one long chain, which would have larger rounding errors. The forward pass divides a sum
  * over features into segments of SEGMENT consecutive features. It sums each segment from first to

@@ -77,7 +77,7 @@ __device__ __forceinline__ int output_of(int moved, int stride, int outputs) {
     return place * stride == moved && place < outputs ? place : -1;
 }
 
-// y = cross-correlation of x with the weights, plus bias. x is (images, H, W, C), y is (images, P,
+// y = cross-correlation of x with the weights, plus bias unless it is null. x is (images, H, W, C), y is (images, P,
 // Q, K). Grid: tiles of pixels, tiles of the filters of a group, groups.
 extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     const float* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ bias,
@@ -121,9 +121,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv_direct_forward(
     }
     if (first_filter + lane >= filters) return;
     int filter = group * filters + first_filter + lane;
+    const float of_filter = bias ? bias[filter] : 0.0f;
     for (int i = 0; i < OWN; i++) {
         long long pixel = first_pixel + warp * OWN + i;
-        if (pixel < all) y[pixel * K + filter] = sums[i] + bias[filter];
+        if (pixel < all) y[pixel * K + filter] = sums[i] + of_filter;
     }
 }
 

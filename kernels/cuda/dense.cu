@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(128) dense_large(
     FORWARD(128, 64, 8, 8);
 }
 
-// y = bias + the sum of the chunks in their order, for `count` elements, which is images x outputs.
+// y = bias (if not null) + the sum of the chunks in their order, for `count` elements, which is images x outputs.
 extern "C" __global__ void __launch_bounds__(256) dense_chunks(
     const float* __restrict__ sums, const float* __restrict__ bias, float* __restrict__ y,
     long long count, int outputs, int chunks) {
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(256) dense_chunks(
     float sum = 0.0f;
 #pragma unroll 8
     for (int c = 0; c < chunks; c++) sum += sums[c * count + i];
-    y[i] = sum + bias[i % outputs];
+    y[i] = bias ? sum + bias[i % outputs] : sum;
 }
 
 // ---- backward ----

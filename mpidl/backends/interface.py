@@ -75,19 +75,22 @@ class Backend(TrainingFunctions, Protocol):
         self,
         x: Readable,
         weight: Array,
-        bias: Array,
+        bias: Array | None,
         stride: Pair,
         padding: Pads,
         dilation: Pair,
         groups: int,
     ) -> Lanes:
-        """Return the cross-correlation of x with weight (K, C/groups, R, S), plus bias (K,)."""
+        """Return the cross-correlation of x with weight (K, C/groups, R, S).
+
+        bias (K,) is added if given.
+        """
 
     def conv2d_moments(
         self,
         x: Readable,
         weight: Array,
-        bias: Array,
+        bias: Array | None,
         stride: Pair,
         padding: Pads,
         dilation: Pair,
@@ -137,9 +140,9 @@ class Backend(TrainingFunctions, Protocol):
     # transposed
 
     def transposed_conv2d(
-        self, x: Lanes, weight: Array, bias: Array, stride: Pair, cropping: Pads
+        self, x: Lanes, weight: Array, bias: Array | None, stride: Pair, cropping: Pads
     ) -> Lanes:
-        """Return the transposed convolution of x (B, C, H, W, 16), plus bias (K,).
+        """Return the transposed convolution of x (B, C, H, W, 16), plus bias (K,) if given.
 
         A convolution with weight (C, K, R, S) maps K channels to C channels. If x is the gradient
         of its output, the transposed convolution is the gradient of its input.
@@ -164,10 +167,10 @@ class Backend(TrainingFunctions, Protocol):
 
     # dense
 
-    def dense(self, x: Readable, weight: Array, bias: Array) -> Lanes:
+    def dense(self, x: Readable, weight: Array, bias: Array | None) -> Lanes:
         """Return weight @ x + bias, (B, K, 16).
 
-        x has F values per image, in any image shape. weight is (K, F), and bias is (K,).
+        x has F values per image, in any image shape. weight is (K, F), and bias is (K,) or None.
         """
 
     def dense_dx(self, dy: Lanes, weight: Array) -> Lanes:

@@ -60,7 +60,7 @@ def forward(run: Sequence[Layer], x: Any, contexts: Sequence[LayerContext]) -> V
         "groups": conv.groups,
         "epsilon": norm.epsilon,
     }
-    weight, bias = context["weight"], context["bias"]
+    weight, bias = context["weight"], conv.bias_of(context)
     gamma, beta = norm_context["gamma"], norm_context["beta"]
     if not norm_context.training:
         mean, variance = norm.running(norm_context)

@@ -183,7 +183,7 @@ def _refuse_learnables(needs):
 def conv2d_batchnorm_relu(
     x: Blocked,
     weight: Array,
-    bias: Array,
+    bias: Array | None,
     gamma: Array,
     beta: Array,
     *,
@@ -267,7 +267,7 @@ def _conv2d_backward(
 def conv2d_batchnorm_relu_predict(
     x: Blocked,
     weight: Array,
-    bias: Array,
+    bias: Array | None,
     mean: Array,
     variance: Array,
     gamma: Array,

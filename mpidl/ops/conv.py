@@ -17,7 +17,7 @@ __all__ = ["conv2d"]
 def conv2d_arguments(
     x: Any,
     weight: Array,
-    bias: Array,
+    bias: Array | None,
     stride: check.PairArgument,
     padding: check.PaddingArgument,
     dilation: check.PairArgument,
@@ -32,7 +32,8 @@ def conv2d_arguments(
     """
     check.images("conv2d", x, 4)
     options = (check.fixed(v) for v in (stride, padding, dilation))
-    return _arguments(x.shape[1:], weight.shape, bias.shape, *options, groups)
+    bias_shape = None if bias is None else bias.shape
+    return _arguments(x.shape[1:], weight.shape, bias_shape, *options, groups)
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,7 +47,7 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
             f"conv2d: expected weight (K, {channels}/groups, R, S) with K a multiple of "
             f"groups={groups}, got weight {weight_shape} for images {image_shape}"
         )
-    if bias_shape != weight_shape[:1]:
+    if bias_shape not in (None, weight_shape[:1]):
         raise ValueError(f"conv2d: expected bias ({weight_shape[0]},), got {bias_shape}")
     padding = check.same_or_pads(
         "conv2d", padding, image_shape[1:], weight_shape[2:], stride, dilation
@@ -61,7 +62,7 @@ def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation,
 def conv2d(
     x: Blocked,
     weight: Array,
-    bias: Array,
+    bias: Array | None,
     *,
     stride: check.PairArgument = 1,
     padding: check.PaddingArgument = 0,
@@ -77,7 +78,7 @@ def conv2d(
     weight
         Filters, (K, C/groups, R, S).
     bias
-        (K,).
+        (K,), or None for a convolution without bias.
     stride, dilation
         An integer or (down, across).
     padding

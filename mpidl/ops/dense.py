@@ -30,7 +30,7 @@ def flatten(x: Blocked) -> WithVjp[Blocked]:
 
 
 @op(blocks=True)
-def dense(x: Blocked, weight: Array, bias: Array) -> WithVjp[Blocked]:
+def dense(x: Blocked, weight: Array, bias: Array | None) -> WithVjp[Blocked]:
     """Return x @ weight.T + bias.
 
     Parameters
@@ -40,7 +40,7 @@ def dense(x: Blocked, weight: Array, bias: Array) -> WithVjp[Blocked]:
     weight
         (K, F).
     bias
-        (K,).
+        (K,), or None.
 
     Returns
     -------
@@ -48,10 +48,11 @@ def dense(x: Blocked, weight: Array, bias: Array) -> WithVjp[Blocked]:
         (N, K).
     """
     check.images("dense", x, 2)
-    if len(weight.shape) != 2 or weight.shape[1] != x.shape[1] or bias.shape != weight.shape[:1]:
+    bias_shape = weight.shape[:1] if bias is None else bias.shape
+    if len(weight.shape) != 2 or weight.shape[1] != x.shape[1] or bias_shape != weight.shape[:1]:
         raise ValueError(
             f"dense: expected weight (K, {x.shape[1]}) and bias (K,) for x {x.shape}, got weight "
-            f"{weight.shape} and bias {bias.shape}"
+            f"{weight.shape} and bias {bias_shape}"
         )
     backend = backends.of(x)
     y = backend.dense(x.source, weight, bias)

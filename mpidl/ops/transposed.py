@@ -54,7 +54,7 @@ def _arguments(
             f"{name}: expected weight ({image_shape[0]}, K, R, S), got weight {weight_shape} for "
             f"images {image_shape}"
         )
-    if bias_shape != weight_shape[1:2]:
+    if bias_shape not in (None, weight_shape[1:2]):
         raise ValueError(f"{name}: expected bias ({weight_shape[1]},), got {bias_shape}")
     stride = check.pair(name, "stride", stride, 1)
     cropping = same_or_crops(name, cropping, weight_shape[2:], stride)
@@ -68,7 +68,7 @@ def _arguments(
 def transposed_conv2d(
     x: Blocked,
     weight: Array,
-    bias: Array,
+    bias: Array | None,
     *,
     stride: check.PairArgument = 1,
     cropping: check.PaddingArgument = 0,
@@ -85,7 +85,7 @@ def transposed_conv2d(
     weight
         (C, K, R, S), as in PyTorch's ConvTranspose2d.
     bias
-        (K,).
+        (K,), or None.
     stride
         An integer or (down, across).
     cropping
@@ -98,8 +98,9 @@ def transposed_conv2d(
         (N, K, P, Q) with P = stride * (H - 1) + R - top - bottom, and Q likewise.
     """
     check.images("transposed_conv2d", x, 4)
+    bias_shape = None if bias is None else bias.shape
     conv_args = _arguments(
-        x.image_shape, weight.shape, bias.shape, check.fixed(stride), check.fixed(cropping)
+        x.image_shape, weight.shape, bias_shape, check.fixed(stride), check.fixed(cropping)
     )
     backend, batch, lanes = backends.of(x), x.batch, x.lanes
     y = backend.transposed_conv2d(lanes, weight, bias, *conv_args)

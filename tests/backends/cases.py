@@ -392,6 +392,21 @@ def joins(shape):
     yield Case("split", f"{shape}", {"x": lanes(sum(channels), *rest), "channels": channels}, 0)
 
 
+WITH_BIAS = {
+    "conv2d": ("3x3", "digits 2", "digits 1"),
+    "conv2d_moments": ("3x3",),
+    "transposed_conv2d": ("3x3, same",),
+    "dense": ("(37,) to 10", "(130,) to 17", "(1000,) to 100", "(5, 3, 3) to 68"),
+}
+
+
+def without_bias(cases):
+    for case in cases:
+        if case.label in WITH_BIAS.get(case.function, ()):
+            arguments = case.arguments | {"bias": None}
+            yield case._replace(label=f"{case.label}, no bias", arguments=arguments)
+
+
 def table():
     """All cases; the first of a function is the one that its costlier checks use."""
     for label, shape in CONVOLUTIONS.items():
@@ -441,3 +456,4 @@ def table():
 
 
 CASES = list(table())
+CASES += without_bias(CASES)

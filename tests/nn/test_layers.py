@@ -56,6 +56,33 @@ def mini_batch(world, dtype=np.float32, **batch):
     return blocked(world, images, targets, batch=dl.share(37, world, **batch))
 
 
+def test_layers_without_bias_compute_what_a_fixed_bias_of_0_does(world):
+    def make(**options):
+        layers = [
+            *(dl.Conv2D(3, 6, padding=1, **options), dl.BatchNorm(), dl.ReLU()),
+            *(dl.Conv2D(3, 4, stride=2, **options), dl.BatchNorm(), dl.Tanh()),
+            *(dl.TransposedConv2D(2, 3, 2, **options), dl.Dense(3, **options)),
+        ]
+        return dl.Network(layers, (2, 7, 6), seed=1)
+
+    bare, fixed = make(bias=False), make(bias_learn_rate_factor=0.0)
+    assert [name for name in bare.parameters if name.endswith(".bias")] == []
+    assert fixed.trainable.keys() == bare.parameters.keys()
+    images, targets = mini_batch(world)
+    outputs = [net(images).local().tobytes() for net in (bare, fixed)]
+    assert outputs[0] == outputs[1]
+    results = [
+        dl.value_and_grad(squared_error, reduce=world)(net, images, targets)[:2]
+        for net in (bare, fixed)
+    ]
+    (loss, gradients), (expected_loss, expected) = results
+    assert loss == expected_loss and gradients.keys() == expected.keys()
+    assert all(gradients[name].tobytes() == expected[name].tobytes() for name in gradients)
+    again = dl.Network.from_spec(bare.spec(), bare.input_shape, seed=1)
+    assert again.spec() == bare.spec() and list(again.parameters) == list(bare.parameters)
+    assert "bias" not in fixed.spec()[0]  # files of networks with biases stay as they were
+
+
 def test_a_network_of_them_gives_the_same_bytes(world):
     """Fused or not, written to a file and read, on any number of ranks."""
     batch = {"epoch": 2, "seed": 5}

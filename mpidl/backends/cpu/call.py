@@ -25,8 +25,8 @@ def source_of(x):
 
 
 def per_channel(vector):
-    """Convert a vector to a C-ordered float32 array, as the kernels expect it."""
-    return np.ascontiguousarray(vector, np.float32)
+    """Convert a vector to a C-ordered float32 array, as the kernels expect it; keep None."""
+    return None if vector is None else np.ascontiguousarray(vector, np.float32)
 
 
 def nodes_of(tree):

@@ -26,7 +26,7 @@ def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, ne
     conv_args = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:
-        dx = conv.conv2d(dy, weight, np.zeros(len(weight), np.float32), *conv_args)
+        dx = conv.conv2d(dy, weight, None, *conv_args)
     if needs[1]:
         weight_alone = False, True, False
         dweight = conv.conv2d_backward(x, dy, weight, *conv_args, counts, tree, weight_alone)[1]

@@ -37,7 +37,7 @@ def _tiles(size, tile):
 
 
 def forward(x, weight, bias, conv_args):
-    """Return the convolution of x with the weights, plus bias: (blocks, K, P, Q, 16)."""
+    """Return the convolution of x with the weights, plus bias if given: (blocks, K, P, Q, 16)."""
     blocks, *image, lanes = x.dims
     numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *conv_args)
     y = array.empty_lanes((blocks, k, p, q, lanes))

@@ -1,9 +1,7 @@
 """Transposed convolution by the kernels of convolution, with forward and backward exchanged."""
 
-import numpy as np
-
 from mpidl import shapes
-from mpidl.backends.gpu import array, batchnorm, conv, fold, launching
+from mpidl.backends.gpu import array, batchnorm, conv, fold
 from mpidl.backends.gpu.array import Array
 
 
@@ -18,9 +16,7 @@ def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, ne
     conv_args = stride, cropping, *shapes.PLAIN
     dx = dweight = None
     if needs[0]:
-        dx = conv.conv2d(
-            dy, weight, launching.constant(np.zeros(len(weight), np.float32)), *conv_args
-        )
+        dx = conv.conv2d(dy, weight, None, *conv_args)
     if needs[1]:
         leaves, per_block = conv.leaves_of(x, dy, weight, conv_args, tree)[:2]
         dweight = fold.partial_of_leaves(leaves, tree, per_block, like=weight)

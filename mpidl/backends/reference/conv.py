@@ -63,7 +63,8 @@ def conv2d(x, weight, bias, stride, padding, dilation, groups):
         matrix = columns.groups(columns.unfold(x[b]), groups)
         for g in range(groups):
             np.matmul(filters[g], matrix[g], out=out[g])
-        y[b] += bias[:, None, None, None]
+    if bias is not None:
+        y += bias[:, None, None, None]
     return y
 
 

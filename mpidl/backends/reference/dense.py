@@ -10,7 +10,8 @@ def dense(x, weight, bias):
     y = np.empty((len(x), len(weight), x.shape[-1]), x.dtype)
     for block, out in zip(x, y, strict=True):
         np.matmul(weight, block, out=out)
-        out += bias[:, None]
+    if bias is not None:
+        y += bias[:, None]
     return y
 
 

@@ -11,15 +11,15 @@ def transposed_conv2d(x, weight, bias, stride, cropping):
     shape = shapes.transposed_conv2d_shape(x.shape[1:-1], weight.shape, stride, cropping)
     like = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     y = conv2d_dx(x, like, weight, stride, cropping, *shapes.PLAIN)
-    y += bias[:, None, None, None]
+    if bias is not None:
+        y += bias[:, None, None, None]
     return y
 
 
 def transposed_conv2d_backward(dy, x, weight, stride, cropping, counts, tree, needs):
     conv_args = stride, cropping, *shapes.PLAIN
-    no_bias = np.zeros(len(weight), dy.dtype)
     return (
-        conv2d(dy, weight, no_bias, *conv_args) if needs[0] else None,
+        conv2d(dy, weight, None, *conv_args) if needs[0] else None,
         conv2d_dweight(x, dy, weight, *conv_args, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
     )

@@ -180,6 +180,8 @@ class Weighted(Layer):
 
     Parameters
     ----------
+    bias
+        Whether the layer has a bias. A bias before a batch normalization has no effect.
     weight_learn_rate_factor, bias_learn_rate_factor
         Factors by which the optimizer's learning rate is multiplied. A learnable with the factor 0
         is not differentiated.
@@ -187,7 +189,19 @@ class Weighted(Layer):
         Factors by which the optimizer's L2 regularization is multiplied.
     """
 
+    bias: bool = field(default=True, kw_only=True)
     weight_learn_rate_factor: float = field(default=1.0, kw_only=True)
     bias_learn_rate_factor: float = field(default=1.0, kw_only=True)
     weight_l2_factor: float = field(default=1.0, kw_only=True)
     bias_l2_factor: float = field(default=0.0, kw_only=True)
+
+    def learnables(
+        self, weight_shape: Shape, initial: Initial, outputs: int
+    ) -> dict[str, tuple[Shape, Initial]]:
+        """Return the learnables of `Built`: the weight, and the bias if the layer has one."""
+        arrays: dict[str, tuple[Shape, Initial]] = {"weight": (weight_shape, initial)}
+        return {**arrays, "bias": ((outputs,), 0.0)} if self.bias else arrays
+
+    def bias_of(self, context: LayerContext) -> np.ndarray | None:
+        """Return the bias, or None if the layer has none."""
+        return context["bias"] if self.bias else None

@@ -29,7 +29,7 @@ class Conv2D(Weighted):
 
     Notes
     -----
-    `Weighted` describes the factors of the learning rate and of L2 regularization.
+    `Weighted` describes `bias` and the factors of the learning rate and of L2 regularization.
     """
 
     size: int | tuple[int, int]
@@ -59,15 +59,13 @@ class Conv2D(Weighted):
         if min(output) < 1:
             raise ValueError(f"{self.name}: filters {weight} leave nothing of images {shape}")
         fans = weight[1] * r * s, self.filters // self.groups * r * s
-        return Built(
-            output, {"weight": (weight, glorot_uniform(*fans)), "bias": ((self.filters,), 0.0)}
-        )
+        return Built(output, self.learnables(weight, glorot_uniform(*fans), self.filters))
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.conv2d(
             x,
             context["weight"],
-            context["bias"],
+            self.bias_of(context),
             stride=self.stride,
             padding=self.padding,
             dilation=self.dilation,
@@ -94,7 +92,7 @@ class TransposedConv2D(Weighted):
 
     Notes
     -----
-    `Weighted` describes the factors of the learning rate and of L2 regularization.
+    `Weighted` describes `bias` and the factors of the learning rate and of L2 regularization.
     """
 
     size: int | tuple[int, int]
@@ -115,12 +113,11 @@ class TransposedConv2D(Weighted):
         if min(output) < 1:
             raise ValueError(f"{self.name}: cropping {cropping} leaves nothing of images {shape}")
         initial = glorot_uniform(shape[0] * r * s, self.filters * r * s)
-        return Built(output, {"weight": (weight, initial), "bias": ((self.filters,), 0.0)})
+        return Built(output, self.learnables(weight, initial, self.filters))
 
     def forward(self, x: Value, context: LayerContext) -> Value:
-        return ops.transposed_conv2d(
-            x, context["weight"], context["bias"], stride=self.stride, cropping=self.cropping
-        )
+        weight, bias = context["weight"], self.bias_of(context)
+        return ops.transposed_conv2d(x, weight, bias, stride=self.stride, cropping=self.cropping)
 
     def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         r, s = check.pair("TransposedConv2D", "size", self.size, 1)

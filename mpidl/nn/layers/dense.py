@@ -27,7 +27,7 @@ class Dense(Weighted):
 
     Notes
     -----
-    `Weighted` describes the factors of the learning rate and of L2 regularization.
+    `Weighted` describes `bias` and the factors of the learning rate and of L2 regularization.
     """
 
     outputs: int
@@ -36,17 +36,12 @@ class Dense(Weighted):
     def build(self, shape: Shape) -> Built:
         features = int(np.prod(shape))
         check.integer(self.name, "outputs", self.outputs)
-        return Built(
-            (self.outputs,),
-            {
-                "weight": ((self.outputs, features), glorot_uniform(features, self.outputs)),
-                "bias": ((self.outputs,), 0.0),
-            },
-        )
+        weight, initial = (self.outputs, features), glorot_uniform(features, self.outputs)
+        return Built((self.outputs,), self.learnables(weight, initial, self.outputs))
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         x = ops.flatten(x) if len(x.shape) > 2 else x
-        return ops.dense(x, context["weight"], context["bias"])
+        return ops.dense(x, context["weight"], self.bias_of(context))
 
     def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         return math.prod(shape) * self.outputs
