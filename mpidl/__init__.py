@@ -48,6 +48,8 @@ from mpidl.evaluation.predict import activations as activations
 from mpidl.evaluation.predict import classify as classify
 from mpidl.evaluation.predict import predict as predict
 from mpidl.fold import Partial as Partial
+from mpidl.interchange.weights import load_weights as load_weights
+from mpidl.interchange.weights import save_weights as save_weights
 from mpidl.nn import Network as Network
 from mpidl.nn import analyze as analyze
 from mpidl.nn.layers.activation import *

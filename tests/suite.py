@@ -95,8 +95,11 @@ PARTS = {
         environment=(("MPIDL_TEST_THREADS", "1,2,3,5"),),
     ),
     "fuzz": Run(
-        "damaged data files, others each time",
-        arguments=("tests/data/formats/test_fuzz_data.py",),
+        "damaged data and weight files, others each time",
+        arguments=(
+            "tests/data/formats/test_fuzz_data.py",
+            "tests/interchange/test_fuzz_weights.py",
+        ),
         environment=(("MPIDL_FUZZ", "400"),),
         spread="worksteal",
     ),

@@ -52,6 +52,7 @@ CROSS_CUTTING = {
     "backends/cpu/test_cpu_winograd.py": "kernels/cpu/winograd*, which no module calls by itself",
     "data/formats/test_fuzz_data.py": "damaged files of all formats",
     "backends/gpu/test_cupy_names.py": "every name of CuPy that mpidl uses",
+    "interchange/test_fuzz_weights.py": "damaged weight files",
     "nn/test_gelu.py": "GELU, from its layer to trainings",
     "nn/test_freeze.py": "freezing, from layers to the optimizer",
     "training/files/test_old_files.py": "files of earlier versions",

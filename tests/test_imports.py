@@ -17,7 +17,8 @@ SERVICES = {"comm", "data", "report"}
 LOSSES = NN | {"nn", "data"}
 EVALUATION = LOSSES | SERVICES | {"losses"}
 TRAINING = EVALUATION | {"evaluation"}
-CLI = TRAINING | {"training"}
+INTERCHANGE = TRAINING | {"training"}
+CLI = INTERCHANGE | {"interchange"}
 MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "kernels": set(),
     "backends": BACKENDS,
@@ -29,13 +30,14 @@ MAY_IMPORT = dict.fromkeys(BOTTOM, BOTTOM) | {
     "losses": LOSSES,
     "evaluation": EVALUATION,
     "training": TRAINING,
+    "interchange": INTERCHANGE,
     "cli": CLI,
 }
 COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __init__.py
 
 # The modules that may import a foreign package, and the packages for imports inside functions only.
 ONLY_IN = {"mpi4py": ("mpidl.comm",), "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl")}
-ONLY_LATE = {"cupy", "h5py", "matplotlib", "rich", "torch"}
+ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "rich", "safetensors", "torch"}
 EARLY, LATE, TYPING = "when imported", "when called", "for a type checker"
 
 

@@ -2,18 +2,15 @@
 
 Each format is fuzzed twice: with random bytes behind a valid beginning, and with valid files of
 which a few places were changed, removed, doubled or cut off. What opens is read as well. The
-examples are the same in each run (`derandomize`); MPIDL_FUZZ=100000 tries as many, different ones
-each time, as the slow part `fuzz` does.
+examples are those of `fuzzing`.
 """
-
-import os
-import resource
 
 import datafiles
 import h5py
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from fuzzing import EXAMPLES, FUZZ, attempt, bounded
+from hypothesis import given
 from hypothesis import strategies as st
 from image_sets import grow, pixels_of, save, write_idx
 
@@ -23,35 +20,8 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.formats import hdf5_probe, packed, packing
 from mpidl.errors import UserError
 
-EXAMPLES = int(os.environ.get("MPIDL_FUZZ", 0))
-FUZZ = settings(
-    max_examples=EXAMPLES or 20,
-    derandomize=not EXAMPLES,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+__all__ = ["bounded"]
 TEXT = st.characters(min_codepoint=1, codec="utf-8")  # of an attribute of HDF5
-MEMORY = 600 << 20  # bytes that reading hostile files may add to the peak
-
-
-@pytest.fixture(autouse=True, scope="module")
-def bounded():
-    """No file makes mpidl allocate gigabytes."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    assert growth < MEMORY, f"{growth >> 20} MB"
-
-
-def attempt(function, *args, **keywords):
-    """Return the call's result, or None after a UserError of one short line."""
-    try:
-        return function(*args, **keywords)
-    except UserError as error:
-        text = str(error)
-        assert "\n" not in text and 0 < len(text) < 2000, text
-        return None
 
 
 def use(store):

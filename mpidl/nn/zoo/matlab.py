@@ -1,4 +1,4 @@
-"""Predefined networks, each with a recipe: the options with which it is trained."""
+"""Networks of MATLAB's examples, each with a recipe: the options with which it is trained."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Weights and networks in the file formats of other libraries."""

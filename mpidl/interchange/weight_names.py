@@ -1,0 +1,115 @@
+"""Translate the names of arrays in other libraries' weight files to those of a network.
+
+In PyTorch's files, the name of an array is that of a module and that of the array, such as
+"layer1.0.conv1.weight". A layer of mpidl has the module's name with "_" for ".". Tables translate
+the modules of timm and of Hugging Face's transformers to torchvision's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from mpidl.errors import UserError
+from mpidl.nn import Network
+from mpidl.text import did_you_mean
+
+# The rename of one array; None if the file's array is no weight of a network.
+Rename: TypeAlias = Callable[[str], "str | None"]
+Names: TypeAlias = "str | Mapping[str, str] | Rename"
+
+# Names of PyTorch's BatchNorm2d. It also counts mini-batches, which mpidl does not need.
+NORMALIZATION = {
+    "weight": "gamma",
+    "bias": "beta",
+    "running_mean": "mean",
+    "running_var": "variance",
+}
+COUNTER = "num_batches_tracked"
+
+Table: TypeAlias = Sequence[tuple[str, "str | Callable[[re.Match[str]], str]"]]
+
+
+def _stage(suffix: Callable[[re.Match[str]], str]) -> Callable[[re.Match[str]], str]:
+    """Return a replacement whose first group is the number of a stage, which torchvision counts
+    from 1."""
+    return lambda match: f"layer{int(match[1]) + 1}.{match[2]}.{suffix(match)}"
+
+
+_STAGE = r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)\."
+# {library: [(module's pattern, torchvision's module)]}; other modules keep their names
+MODULES: dict[str, Table] = {
+    "torchvision": (),
+    "timm": (
+        (r"pre_logits\.fc1", "classifier.0"),
+        (r"pre_logits\.fc2", "classifier.3"),
+        (r"head\.fc", "classifier.6"),
+    ),
+    "transformers": (
+        (r"resnet\.embedder\.embedder\.convolution", "conv1"),
+        (r"resnet\.embedder\.embedder\.normalization", "bn1"),
+        (
+            _STAGE + r"layer\.(\d+)\.convolution",
+            _stage(lambda match: f"conv{int(match[3]) + 1}"),
+        ),
+        (
+            _STAGE + r"layer\.(\d+)\.normalization",
+            _stage(lambda match: f"bn{int(match[3]) + 1}"),
+        ),
+        (_STAGE + r"shortcut\.convolution", _stage(lambda match: "downsample.0")),
+        (_STAGE + r"shortcut\.normalization", _stage(lambda match: "downsample.1")),
+        (r"classifier\.1", "fc"),
+    ),
+}
+LIBRARIES = ("mpidl", *MODULES)
+
+
+def rename(names: Names, net: Network) -> Rename:
+    """Return the function that renames arrays of a file for a network.
+
+    Parameters
+    ----------
+    names : str, dict or function
+        "mpidl", "torchvision", "timm" or "transformers"; or {name in the file: name in the
+        network}; or a function of the name in the file. The function returns None for an array that
+        is no weight.
+    net : Network
+        The network, which knows its batch normalizations.
+
+    Raises
+    ------
+    UserError
+        If the library is unknown.
+    """
+    if callable(names):
+        return names
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+    if names == "mpidl":
+        return lambda name: name
+    if names not in MODULES:
+        raise UserError(
+            f"names: expected one of {', '.join(LIBRARIES)}, a dict or a function, found "
+            f"{names!r}{did_you_mean(names, LIBRARIES)}"
+        )
+
+    def of_library(name):
+        module, _, array = name.rpartition(".")
+        for pattern, replacement in MODULES[names]:
+            module = re.sub(rf"{pattern}\Z", replacement, module) if module else module
+        layer = module.replace(".", "_")
+        if array == COUNTER:
+            return None
+        if f"{layer}.gamma" in net.parameters:
+            array = NORMALIZATION.get(array, array)
+        return f"{layer}.{array}"
+
+    return of_library
+
+
+def torchvision_name(name: str) -> str:
+    """Return torchvision's name of an array: "layer1.0.bn1.weight" for "layer1_0_bn1.gamma"."""
+    layer, _, array = name.rpartition(".")
+    arrays = {ours: theirs for theirs, ours in NORMALIZATION.items()}
+    return f"{layer.replace('_', '.')}.{arrays.get(array, array)}"

@@ -1,0 +1,212 @@
+"""Read and write the weights of a network: safetensors files, and mpidl's model files.
+
+A safetensors file has a header with the names, types and shapes of arrays, and the arrays. Reading
+one runs no code, unlike PyTorch's own files, which are pickles. The library checks the header
+against the size of the file before it reads an array.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.files import unreadable, write_whole
+from mpidl.interchange import weight_names
+from mpidl.interchange.weight_names import LIBRARIES, Names
+from mpidl.nn import Network
+from mpidl.text import printable
+from mpidl.training.files import model_file
+
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
+TO_SAFETENSORS = (
+    'python -c "import sys, torch; from safetensors.torch import save_file; save_file({{k: '
+    "v.contiguous() for k, v in torch.load(sys.argv[1], 'cpu', weights_only=True).items()}}, "
+    'sys.argv[2])" {source} {target}'
+)
+
+
+def library(name: str, path: str | os.PathLike[str], extra: str) -> Any:
+    """Import a library that a file format needs; raise UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(
+            f"{printable(path)}: expected the package {name.partition('.')[0]}, which is not "
+            f"installed (pip install 'mpidl[{extra}]')"
+        ) from None
+
+
+def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpidl") -> Network:
+    """Load the learnables and the state of a network from a file.
+
+    The file has an array for each learnable and state of the network, and no others. Arrays of
+    other float types are converted to float32. The weight of a fully connected layer may also have
+    the shape (K, C, H, W) of a convolution.
+
+    Parameters
+    ----------
+    net : Network
+        The network, in host memory. It is changed only if the whole file fits.
+    path : path
+        A safetensors file (`.safetensors`) or a model file of mpidl (`.h5`).
+    names : str, dict or function
+        The library whose names the file uses: "mpidl", "torchvision", "timm" or "transformers".
+        Or {name in the file: name in the network}, or a function of the name in the file, which
+        returns None for an array to leave out.
+
+    Returns
+    -------
+    Network
+        The network.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be read, if its arrays are missing, left over or of other shapes, or if
+        two of them have the same name. The message lists all of them.
+    TypeError
+        If the network is on a GPU.
+    """
+    if net.on_device:
+        raise TypeError("load_weights expects a network in host memory: net.to(None)")
+    arrays = read_arrays(path)
+    renamed = _renamed(net, arrays, names, path)
+    errors = _differences(net, renamed)
+    if errors:
+        fitting = [
+            repr(name)
+            for name in LIBRARIES
+            if name != names and not _differences(net, _renamed(net, arrays, name, path))
+        ]
+        hint = f"; the names of {' and '.join(fitting)} fit (names=, --names)" if fitting else ""
+        raise UserError(f"{printable(path)}: {'; '.join(errors)}{hint}")
+    values = {
+        name: np.ascontiguousarray(renamed[name][1], np.float32).reshape(array.shape)
+        for name, array in (net.parameters | net.state).items()
+    }
+    net.parameters = {name: values[name] for name in net.parameters}
+    net.state = {name: values[name] for name in net.state}
+    return net
+
+
+def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> None:
+    """Write the learnables and the state of a network to a safetensors file.
+
+    The file also describes the network and the preprocessing of its images, as a model file does.
+
+    Parameters
+    ----------
+    net : Network
+        The network.
+    path : path
+        The file to write, `*.safetensors`.
+    names : {"mpidl", "torchvision"}
+        The library whose names the arrays get.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be written, or the arguments are invalid.
+    """
+    if names not in ("mpidl", "torchvision"):
+        raise UserError(f"names: expected mpidl or torchvision, found {names!r}")
+    if not str(path).endswith(".safetensors"):
+        raise UserError(f"{printable(path)}: expected a name that ends with .safetensors")
+    safetensors = library("safetensors.numpy", path, "safetensors")
+    net = net.on(None)
+    arrays = {
+        name if names == "mpidl" else weight_names.torchvision_name(name): np.ascontiguousarray(a)
+        for name, a in (net.parameters | net.state).items()
+    }
+    write_whole(path, safetensors.save(arrays, {"format": "mpidl"}))
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Return the arrays of a weight file by their names in the file.
+
+    Raises
+    ------
+    UserError
+        If the file cannot be read, is damaged, or is a pickle.
+    """
+    suffix = os.path.splitext(os.fspath(path))[1].lower()
+    if suffix in PICKLES:
+        target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
+        recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
+        raise UserError(
+            f"{printable(path)}: mpidl reads no pickle, which can run any code; where PyTorch is "
+            f"installed, convert it: {recipe}"
+        )
+    if suffix == ".h5":
+        try:
+            tables, _ = model_file.read(path)
+        except model_file.Torn as error:
+            raise UserError(f"{printable(path)}: not a model file: {error}") from error
+        return tables.get("learnables", {}) | tables.get("state", {})
+    if suffix != ".safetensors":
+        raise UserError(
+            f"{printable(path)}: expected a weight file *.safetensors or *.h5, found {suffix!r}"
+        )
+    safetensors = library("safetensors", path, "safetensors")
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            return {name: _array(file, name, path) for name in file.keys()}
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{printable(path)}: not a safetensors file: {error}") from None
+
+
+def _array(file, name, path):
+    kind = file.get_slice(name).get_dtype()
+    if kind == "BF16":
+        library("ml_dtypes", path, "safetensors")
+    return file.get_tensor(name)
+
+
+def _renamed(net, arrays, names, path) -> dict[str, tuple[str, np.ndarray]]:
+    """Return {name in the network: (name in the file, array)}."""
+    rename = weight_names.rename(names, net)
+    renamed: dict[str, tuple[str, np.ndarray]] = {}
+    for name, array in arrays.items():
+        new_name = rename(name)
+        if new_name is None:
+            continue
+        if new_name in renamed:
+            raise UserError(
+                f"{printable(path)}: {printable(renamed[new_name][0])} and {printable(name)} are "
+                f"both {printable(new_name)} in the network"
+            )
+        renamed[new_name] = name, array
+    return renamed
+
+
+def _differences(net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]) -> list[str]:
+    """Return messages about arrays that are missing, left over, or of another shape or type."""
+    expected = net.parameters | net.state
+    missing = [name for name in expected if name not in renamed]
+    left_over = [name for new, (name, _) in renamed.items() if new not in expected]
+    wrong = [
+        f"{printable(name)} is {array.dtype} {array.shape}, the network has {expected[new].shape}"
+        for new, (name, array) in renamed.items()
+        if new in expected and not _fits(array, expected[new].shape)
+    ]
+    lines = []
+    if missing:
+        lines.append(f"the file lacks {', '.join(missing)}")
+    if left_over:
+        lines.append(f"the network lacks {', '.join(map(printable, left_over))}")
+    return lines + wrong
+
+
+def _fits(array, shape):
+    """Return whether a file's array can be the network's array of a shape."""
+    is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+    is_dense = len(shape) == 2 and array.ndim == 4 and array.shape[0] == shape[0]
+    same = array.shape == shape or (is_dense and array.size == shape[0] * shape[1])
+    return is_float and same

@@ -1,0 +1,27 @@
+"""Predefined networks, each with a recipe: the options with which it is trained.
+
+`matlab` has the networks of MATLAB's examples, and `torchvision` those of the package torchvision.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mpidl.nn.zoo import matlab, torchvision
+from mpidl.nn.zoo.matlab import alexnet as alexnet
+from mpidl.nn.zoo.matlab import cifar as cifar
+from mpidl.nn.zoo.matlab import digits as digits
+from mpidl.nn.zoo.matlab import resnet as resnet
+from mpidl.nn.zoo.torchvision import alexnet_torchvision as alexnet_torchvision
+from mpidl.nn.zoo.torchvision import resnet18 as resnet18
+from mpidl.nn.zoo.torchvision import resnet34 as resnet34
+from mpidl.nn.zoo.torchvision import resnet50 as resnet50
+from mpidl.nn.zoo.torchvision import squeezenet1_1 as squeezenet1_1
+from mpidl.nn.zoo.torchvision import vgg11 as vgg11
+from mpidl.nn.zoo.torchvision import vgg11_bn as vgg11_bn
+from mpidl.nn.zoo.torchvision import vgg16 as vgg16
+from mpidl.nn.zoo.torchvision import vgg16_bn as vgg16_bn
+from mpidl.nn.zoo.torchvision import vgg19 as vgg19
+from mpidl.nn.zoo.torchvision import vgg19_bn as vgg19_bn
+
+NETWORKS: dict[str, Callable[..., Any]] = matlab.NETWORKS | torchvision.NETWORKS
+RECIPES: dict[str, dict[str, Any]] = matlab.RECIPES | torchvision.RECIPES

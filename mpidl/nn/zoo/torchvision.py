@@ -1,0 +1,266 @@
+"""Networks of the package torchvision, with its shapes and names.
+
+A layer has the name of torchvision's module with "_" for ".": "layer1_0_conv1" is
+"layer1.0.conv1". Its published weights therefore fit (`dl.load_weights(..., names="torchvision")`).
+Their images are RGB, normalized by torchvision's mean and standard deviation of each channel.
+
+torchvision pools images of other sizes than 224x224 adaptively to a fixed size before the fully
+connected layers. Here these layers read all pixels, so they have other shapes for other images.
+Initial weights are Glorot uniform, and biases are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from mpidl.nn.layers import (
+    Add,
+    BatchNorm,
+    Concat,
+    Conv2D,
+    Dense,
+    Dropout,
+    Flatten,
+    GlobalAveragePool2D,
+    Layer,
+    MaxPool2D,
+    ReLU,
+)
+from mpidl.nn.network import Network
+
+SHAPE = (3, 224, 224)
+
+
+def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
+    """Name layers by their numbers, as torch.nn.Sequential does: features_0, features_1, ..."""
+    named: list[Any] = list(layers)
+    for i, layer in enumerate(named):
+        layer.name = f"{prefix}_{i}"
+    return named
+
+
+def alexnet_torchvision(
+    input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
+) -> Network:
+    """Return torchvision's AlexNet: 61,100,840 learnables for 224x224 images of 1000 classes.
+
+    It has five convolutions without groups and three fully connected layers, and no normalization.
+    `alexnet` is another network, with groups and cross-channel normalization.
+
+    Notes
+    -----
+    Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
+    """
+    features = [
+        *(Conv2D(11, 64, stride=4, padding=2), ReLU(), MaxPool2D(3, stride=2)),
+        *(Conv2D(5, 192, padding=2), ReLU(), MaxPool2D(3, stride=2)),
+        *(Conv2D(3, 384, padding=1), ReLU()),
+        *(Conv2D(3, 256, padding=1), ReLU()),
+        *(Conv2D(3, 256, padding=1), ReLU(), MaxPool2D(3, stride=2)),
+    ]
+    classifier = [Dropout(), Dense(4096), ReLU(), Dropout(), Dense(4096), ReLU(), Dense(classes)]
+    layers = _sequential("features", features) + _sequential("classifier", classifier)
+    return Network(layers, input_shape, seed=seed)
+
+
+# The numbers of convolutions of VGG's five stages, which end with max pooling.
+VGG_STAGES = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+
+
+def _vgg(depth: int, normalized: bool) -> Callable[..., Network]:
+    """Return a function that creates a VGG network with `depth` layers that have weights."""
+    name = f"vgg{depth}{'_bn' if normalized else ''}"
+
+    def create(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+        features: list[Layer] = []
+        for convolutions, filters in zip(VGG_STAGES[depth], (64, 128, 256, 512, 512), strict=True):
+            for _ in range(convolutions):
+                features.append(Conv2D(3, filters, padding=1))
+                features += [BatchNorm(), ReLU()] if normalized else [ReLU()]
+            features.append(MaxPool2D(2))
+        classifier: list[Layer] = []
+        for _ in range(2):
+            classifier += [Dense(4096), ReLU(), Dropout()]
+        classifier.append(Dense(classes))
+        layers = _sequential("features", features) + _sequential("classifier", classifier)
+        return Network(layers, input_shape, seed=seed)
+
+    create.__name__ = create.__qualname__ = name
+    normalization = " and batch normalization" if normalized else ""
+    create.__doc__ = f"""Return VGG-{depth}: {depth - 3} convolutions 3x3 with ReLU{normalization}.
+
+    Five stages of convolutions end with max pooling by 2. Three fully connected layers with dropout
+    between them follow.
+
+    Notes
+    -----
+    Simonyan and Zisserman, "Very deep convolutional networks for large-scale image recognition",
+    2015, table 1.
+    """
+    return create
+
+
+vgg11, vgg16, vgg19 = (_vgg(depth, False) for depth in VGG_STAGES)
+vgg11_bn, vgg16_bn, vgg19_bn = (_vgg(depth, True) for depth in VGG_STAGES)
+
+
+def _resnet(
+    block_counts: Sequence[int], bottleneck: bool, input_shape: Sequence[int], classes: int, seed
+) -> Network:
+    layers: list[Layer] = [
+        Conv2D(7, 64, stride=2, padding=3, bias=False, name="conv1"),
+        BatchNorm(name="bn1"),
+        ReLU(name="relu"),
+        MaxPool2D(3, stride=2, padding=1, name="maxpool"),
+    ]
+    before, channels = "maxpool", 64
+    for stage, count in enumerate(block_counts):
+        width = 64 << stage
+        for i in range(count):
+            prefix, stride = f"layer{stage + 1}_{i}", 2 if stage and not i else 1
+            if bottleneck:  # the 3x3 convolution has the stride, as in torchvision
+                convolutions = [(1, width, 1), (3, width, stride), (1, 4 * width, 1)]
+            else:
+                convolutions = [(3, width, stride), (3, width, 1)]
+            layers += _residual_block(prefix, before, channels, convolutions)
+            before, channels = f"{prefix}_relu", convolutions[-1][1]
+    layers += [GlobalAveragePool2D(name="avgpool"), Dense(classes, name="fc")]
+    return Network(layers, input_shape, seed=seed)
+
+
+def _residual_block(
+    prefix: str, before: str, channels: int, convolutions: Sequence[tuple[int, int, int]]
+) -> list[Layer]:
+    """Return the layers of a residual block.
+
+    Parameters
+    ----------
+    prefix
+        Start of the layers' names.
+    before, channels
+        Name of the layer that the block reads, and its number of channels.
+    convolutions
+        (size, filters, stride) of each convolution. A 1x1 convolution converts the block's input if
+        its shape differs from that of the last one.
+    """
+    layers: list[Layer] = []
+    shortcut, total_stride = before, 1
+    for i, (size, filters, stride) in enumerate(convolutions, 1):
+        conv = Conv2D(size, filters, stride, size // 2, bias=False, name=f"{prefix}_conv{i}")
+        conv.after = before if i == 1 else None
+        layers += [conv, BatchNorm(name=f"{prefix}_bn{i}")]
+        if i < len(convolutions):
+            layers.append(ReLU(name=f"{prefix}_relu{i}"))
+        total_stride *= stride
+    filters = convolutions[-1][1]
+    if total_stride > 1 or channels != filters:
+        shortcut = f"{prefix}_downsample_1"
+        conv = Conv2D(1, filters, total_stride, bias=False, name=f"{prefix}_downsample_0")
+        conv.after = before
+        layers += [conv, BatchNorm(name=shortcut)]
+    add = Add(inputs=(f"{prefix}_bn{len(convolutions)}", shortcut), name=f"{prefix}_add")
+    return [*layers, add, ReLU(name=f"{prefix}_relu")]
+
+
+def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+    """Return ResNet-18, with 11,689,512 learnables for 1000 classes.
+
+    Four stages of residual blocks with two 3x3 convolutions each follow a 7x7 convolution. The
+    convolutions have no bias.
+
+    Notes
+    -----
+    He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, table 1.
+    """
+    return _resnet((2, 2, 2, 2), False, input_shape, classes, seed)
+
+
+def resnet34(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+    """Return ResNet-34, with 21,797,672 learnables for 1000 classes; see `resnet18`."""
+    return _resnet((3, 4, 6, 3), False, input_shape, classes, seed)
+
+
+def resnet50(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+    """Return ResNet-50, with 25,557,032 learnables for 1000 classes; see `resnet18`.
+
+    A residual block has convolutions of 1x1, 3x3 and 1x1. As in torchvision, the 3x3 convolution
+    halves the rows and columns; in the paper, the first convolution does.
+    """
+    return _resnet((3, 4, 6, 3), True, input_shape, classes, seed)
+
+
+def squeezenet1_1(
+    input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0
+) -> Network:
+    """Return SqueezeNet 1.1, with 1,235,496 learnables for 1000 classes.
+
+    Eight fire modules follow a 3x3 convolution. Each of them squeezes its input by a 1x1
+    convolution, and concatenates a 1x1 and a 3x3 convolution of the result. A 1x1 convolution and
+    global average pooling end the network.
+
+    Notes
+    -----
+    Iandola et al., "SqueezeNet: AlexNet-level accuracy with 50x fewer parameters and <0.5MB model
+    size", 2016. Version 1.1 pools earlier, as in the authors' repository.
+    """
+    sizes = [(int(n) - 3) // 2 + 1 for n in input_shape[1:]]
+    layers: list[Layer] = [
+        Conv2D(3, 64, stride=2, name="features_0"),
+        ReLU(name="features_1"),
+    ]
+    fires = [(16, 64), (16, 64), None, (32, 128), (32, 128), None]  # None: max pooling
+    fires += [(48, 192), (48, 192), (64, 256), (64, 256)]
+    for i, fire in enumerate([None, *fires], 2):
+        name = f"features_{i}"
+        if fire is None:  # windows may end outside the image, as with ceil_mode in PyTorch
+            bottom, right = ((n - 3) % 2 for n in sizes)
+            sizes = [(n - 2) // 2 + 1 for n in sizes]
+            layers.append(MaxPool2D(3, 2, ((0, bottom), (0, right)), name=name))
+            continue
+        squeeze, expand = fire
+        branches = f"{name}_expand1x1_activation", f"{name}_expand3x3_activation"
+        layers += [
+            Conv2D(1, squeeze, name=f"{name}_squeeze"),
+            ReLU(name=f"{name}_squeeze_activation"),
+            Conv2D(1, expand, name=f"{name}_expand1x1"),
+            ReLU(name=branches[0]),
+            Conv2D(
+                3, expand, padding=1, name=f"{name}_expand3x3", after=f"{name}_squeeze_activation"
+            ),
+            ReLU(name=branches[1]),
+            Concat(inputs=branches, name=name),
+        ]
+    layers += [
+        *(Dropout(name="classifier_0"), Conv2D(1, classes, name="classifier_1")),
+        *(ReLU(name="classifier_2"), GlobalAveragePool2D(name="classifier_3"), Flatten()),
+    ]
+    return Network(layers, input_shape, seed=seed)
+
+
+NETWORKS: dict[str, Callable[..., Network]] = {
+    create.__name__: create
+    for create in (
+        *(alexnet_torchvision, vgg11, vgg11_bn, vgg16, vgg16_bn, vgg19, vgg19_bn),
+        *(resnet18, resnet34, resnet50, squeezenet1_1),
+    )
+}
+
+# Those of torchvision's reference training: SGD with momentum, a tenth of the rate every 30 epochs.
+_RECIPE: dict[str, Any] = {
+    "learn_rate_schedule": "piecewise",
+    "learn_rate_drop_factor": 0.1,
+    "learn_rate_drop_period": 30,
+    "momentum": 0.9,
+    "shuffle": "every-epoch",
+    "epochs": 90,
+    "batch_size": 256,
+    "scale_rate": 256,
+    "l2": 1e-4,
+    "flip": "x",
+    "batchnorm_statistics": "moving",
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    name: _RECIPE | {"learning_rate": 0.1 if name.startswith("resnet") else 0.01}
+    for name in NETWORKS
+}

@@ -1,0 +1,208 @@
+"""Weights to and from safetensors files: bytes, names, and one error for all differences."""
+
+import re
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from image_sets import refusal
+
+import mpidl as dl
+from mpidl.nn import zoo
+from mpidl.training.files.model_file import weights_sha256
+
+
+def network(seed=0):
+    layers = [dl.Conv2D(3, 4, name="features_0"), dl.BatchNorm(name="features_1"), dl.ReLU()]
+    net = dl.Network([*layers, dl.Dense(3, name="fc")], (2, 6, 5), seed=seed)
+    random = np.random.default_rng(seed)
+    net.state = {name: random.random(a.shape, np.float32) for name, a in net.state.items()}
+    return net
+
+
+TORCH = {
+    "features.0.weight": "features_0.weight",
+    "features.0.bias": "features_0.bias",
+    "features.1.weight": "features_1.gamma",
+    "features.1.bias": "features_1.beta",
+    "features.1.running_mean": "features_1.mean",
+    "features.1.running_var": "features_1.variance",
+    "fc.weight": "fc.weight",
+    "fc.bias": "fc.bias",
+}
+
+
+def torch_arrays(net):
+    arrays = net.parameters | net.state
+    renamed = {theirs: arrays[ours] for theirs, ours in TORCH.items()}
+    return {**renamed, "features.1.num_batches_tracked": np.int64(7)}
+
+
+def written(path, arrays):
+    safetensors.numpy.save_file({k: np.ascontiguousarray(a) for k, a in arrays.items()}, path)
+    return path
+
+
+def test_weights_come_back_byte_for_byte(tmp_path):
+    net = network()
+    dl.save_weights(net, tmp_path / "weights.safetensors")
+    dl.save_model(tmp_path / "model.h5", net)
+    for path in (tmp_path / "weights.safetensors", tmp_path / "model.h5"):
+        again = dl.load_weights(network(seed=1), path)
+        assert weights_sha256(again) == weights_sha256(net) != weights_sha256(network(seed=1))
+    # the library itself reads what was written
+    arrays = safetensors.numpy.load_file(tmp_path / "weights.safetensors")
+    expected = net.parameters | net.state
+    assert arrays.keys() == expected.keys()
+    assert all(arrays[name].tobytes() == expected[name].tobytes() for name in expected)
+    dl.save_weights(net, tmp_path / "torch.safetensors", names="torchvision")
+    assert safetensors.numpy.load_file(tmp_path / "torch.safetensors").keys() == TORCH.keys()
+
+
+def test_names_of_torchvision(tmp_path):
+    net = network()
+    path = written(tmp_path / "a.safetensors", torch_arrays(net))
+    for names in ("torchvision", "timm", TORCH | {"features.1.num_batches_tracked": None}):
+        again = dl.load_weights(network(seed=1), path, names=names)
+        assert weights_sha256(again) == weights_sha256(net)
+    again = dl.load_weights(network(seed=1), path, names=TORCH.get)
+    assert weights_sha256(again) == weights_sha256(net)
+
+
+def hugging_face(name):
+    """The name in a ResNet of Hugging Face's transformers, written from its modules' names."""
+    embedder = "resnet.embedder.embedder."
+    if match := re.fullmatch(r"layer(\d)\.(\d+)\.(conv|bn)(\d)\.(\w+)", name):
+        stage, block, kind, i, array = match.groups()
+        part = {"conv": "convolution", "bn": "normalization"}[kind]
+        prefix = f"resnet.encoder.stages.{int(stage) - 1}.layers.{block}"
+        return f"{prefix}.layer.{int(i) - 1}.{part}.{array}"
+    if match := re.fullmatch(r"layer(\d)\.(\d+)\.downsample\.(\d)\.(\w+)", name):
+        stage, block, i, array = match.groups()
+        part = ("convolution", "normalization")[int(i)]
+        return f"resnet.encoder.stages.{int(stage) - 1}.layers.{block}.shortcut.{part}.{array}"
+    name = name.replace("conv1.", f"{embedder}convolution.")
+    return name.replace("bn1.", f"{embedder}normalization.").replace("fc.", "classifier.1.")
+
+
+def test_names_of_transformers(tmp_path):
+    net = zoo.resnet18((3, 32, 32), 5, seed=1)
+    dl.save_weights(net, tmp_path / "a.safetensors", names="torchvision")
+    arrays = safetensors.numpy.load_file(tmp_path / "a.safetensors")
+    path = written(tmp_path / "b.safetensors", {hugging_face(k): a for k, a in arrays.items()})
+    again = dl.load_weights(zoo.resnet18((3, 32, 32), 5), path, names="transformers")
+    assert weights_sha256(again) == weights_sha256(net)
+
+
+def test_names_of_timm(tmp_path):
+    """timm's VGG has convolutions for the first two fully connected layers."""
+    net = dl.Network(
+        [
+            *(dl.Conv2D(3, 4, name="features_0"), dl.Dense(6, name="classifier_0")),
+            *(dl.Dense(5, name="classifier_3"), dl.Dense(2, name="classifier_6")),
+        ],
+        (1, 5, 4),
+        seed=1,
+    )
+    p = net.parameters
+    arrays = {
+        "features.0.weight": p["features_0.weight"],
+        "features.0.bias": p["features_0.bias"],
+        "pre_logits.fc1.weight": p["classifier_0.weight"].reshape(6, 4, 3, 2),
+        "pre_logits.fc1.bias": p["classifier_0.bias"],
+        "pre_logits.fc2.weight": p["classifier_3.weight"].reshape(5, 6, 1, 1),
+        "pre_logits.fc2.bias": p["classifier_3.bias"],
+        "head.fc.weight": p["classifier_6.weight"],
+        "head.fc.bias": p["classifier_6.bias"],
+    }
+    path = written(tmp_path / "a.safetensors", arrays)
+    again = dl.load_weights(dl.Network(net.layers, (1, 5, 4)), path, names="timm")
+    assert weights_sha256(again) == weights_sha256(net)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64, ml_dtypes.bfloat16])
+def test_other_float_types_are_converted(tmp_path, kind):
+    arrays = {name: a.astype(kind) for name, a in (network().parameters | network().state).items()}
+    net = dl.load_weights(network(seed=1), written(tmp_path / "a.safetensors", arrays))
+    for name, value in (net.parameters | net.state).items():
+        assert value.dtype == np.float32
+        assert np.array_equal(value, arrays[name].astype(np.float32))
+
+
+def test_an_error_lists_all_differences(tmp_path):
+    net = network()
+    before, arrays = weights_sha256(net), net.parameters | net.state
+    del arrays["fc.bias"], arrays["features_1.mean"]
+    arrays |= {"fc.weight": np.zeros((3, 7), np.float32), "head.bias": np.zeros(2, np.float32)}
+    arrays["features_0.bias"] = np.zeros(4, np.int32)
+    path = written(tmp_path / "a.safetensors", arrays)
+    head, *rest = refusal(dl.load_weights, net, path).split("; ")
+    assert head == f"{path}: the file lacks fc.bias, features_1.mean"
+    assert sorted(rest) == [
+        "fc.weight is float32 (3, 7), the network has (3, 48)",
+        "features_0.bias is int32 (4,), the network has (4,)",
+        "the network lacks head.bias",
+    ]
+    assert weights_sha256(net) == before
+
+
+def test_an_error_names_the_library_whose_names_fit(tmp_path):
+    path = written(tmp_path / "a.safetensors", torch_arrays(network()))
+    text = refusal(dl.load_weights, network(), path)
+    assert text.endswith(
+        "; the names of 'torchvision' and 'timm' and 'transformers' fit (names=, --names)"
+    )
+    text = refusal(dl.load_weights, network(), path, names="torchvison")
+    assert text == (
+        "names: expected one of mpidl, torchvision, timm, transformers, a dict or a function, "
+        "found 'torchvison': did you mean torchvision?"
+    )
+    both = {"fc.bias": "x", "fc.weight": "x"}
+    text = refusal(dl.load_weights, network(), path, names=both)
+    assert text == f"{path}: fc.bias and fc.weight are both x in the network"
+
+
+def test_pickles_are_refused_with_a_recipe(tmp_path):
+    path = tmp_path / "resnet18.pth"
+    path.write_bytes(b"\x80\x04.")
+    text = refusal(dl.load_weights, network(), path)
+    assert text.startswith(f"{path}: mpidl reads no pickle")
+    recipe = text.partition("convert it: ")[2]
+    assert recipe.endswith(f" {path} {tmp_path}/resnet18.safetensors")
+    compile(re.search('-c "(.*)"', recipe)[1], "recipe", "exec")
+
+
+def test_unusable_files_and_names(tmp_path, monkeypatch):
+    missing = tmp_path / "none.safetensors"
+    assert refusal(dl.load_weights, network(), missing) == f"{missing}: no such file"
+    (tmp_path / "a.txt").write_text("weights")
+    text = refusal(dl.load_weights, network(), tmp_path / "a.txt")
+    assert text.endswith("expected a weight file *.safetensors or *.h5, found '.txt'")
+    (tmp_path / "a.h5").write_text("weights")
+    assert "a.h5: not a model file: " in refusal(dl.load_weights, network(), tmp_path / "a.h5")
+    text = refusal(dl.save_weights, network(), tmp_path / "a.pth")
+    assert text == f"{tmp_path}/a.pth: expected a name that ends with .safetensors"
+    assert "names: expected mpidl or torchvision" in refusal(
+        dl.save_weights, network(), tmp_path / "a.safetensors", names="timm"
+    )
+    text = refusal(dl.save_weights, network(), tmp_path / "none" / "a.safetensors")
+    assert str(tmp_path / "none") in text
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    text = refusal(dl.load_weights, network(), missing)
+    assert text == (
+        f"{missing}: expected the package safetensors, which is not installed "
+        "(pip install 'mpidl[safetensors]')"
+    )
+
+
+def test_training_starts_from_loaded_weights_on_any_ranks(world, tmp_path):
+    """The file is read by each rank; the weights are the same, and so is their first step."""
+    path = world.broadcast(str(tmp_path / "a.safetensors"))
+    if world.rank == 0:
+        dl.save_weights(network(seed=3), path)
+    world.barrier()
+    net = dl.load_weights(network(), path)
+    assert world.broadcast(weights_sha256(net)) == weights_sha256(network(seed=3))
+    world.barrier()

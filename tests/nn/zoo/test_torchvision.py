@@ -1,0 +1,103 @@
+"""torchvision's networks: numbers of learnables, shapes, and PyTorch's scores with its weights."""
+
+import numpy as np
+import pytest
+from image_sets import pixels_of
+
+import mpidl as dl
+from mpidl import keyed
+from mpidl.nn import zoo
+from mpidl.nn.zoo import torchvision
+
+# learnables for 224x224 images of 1000 classes, as torchvision's documentation lists them
+LEARNABLES = {
+    "alexnet_torchvision": 61_100_840,
+    "vgg11": 132_863_336,
+    "vgg11_bn": 132_868_840,
+    "vgg16": 138_357_544,
+    "vgg16_bn": 138_365_992,
+    "vgg19": 143_667_240,
+    "vgg19_bn": 143_678_248,
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "squeezenet1_1": 1_235_496,
+}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Weights are 0: to draw a hundred million of them takes seconds."""
+    monkeypatch.setattr(keyed, "uniform", lambda seed, key, count: np.zeros(count, np.float32))
+
+
+@pytest.mark.parametrize("name", LEARNABLES)
+def test_learnables_and_shapes(name, undrawn):
+    """Built for small images, and for 224x224 ones from the shapes alone."""
+    net, shapes, learnables = zoo.NETWORKS[name]((3, 64, 64)), {"images": (3, 224, 224)}, 0
+    for layer, reads in zip(net.layers, net.reads, strict=True):
+        inputs = tuple(shapes[read] for read in reads)
+        built = layer.build(inputs if len(inputs) > 1 else inputs[0])
+        shapes[layer.name] = built.output_shape
+        learnables += sum(int(np.prod(shape)) for shape, _ in built.learnables.values())
+    assert learnables == LEARNABLES[name]
+    assert net.output_shape == shapes[net.layer_names[-1]] == (1000,)
+    maps = {
+        "vgg16": ("features_30", (512, 7, 7)),
+        "vgg19_bn": ("features_52", (512, 7, 7)),
+        "alexnet_torchvision": ("features_12", (256, 6, 6)),
+        "resnet50": ("layer4_2_relu", (2048, 7, 7)),
+        "squeezenet1_1": ("features_12", (512, 13, 13)),
+    }
+    if name in maps:
+        layer, shape = maps[name]
+        assert shapes[layer] == shape
+
+
+def test_every_network_is_listed():
+    assert set(torchvision.NETWORKS) == set(LEARNABLES)
+    assert zoo.vgg16_bn.__name__ == "vgg16_bn" and "batch norm" in zoo.vgg16_bn.__doc__
+    assert zoo.RECIPES["resnet50"]["learning_rate"] == 0.1
+    assert zoo.RECIPES["vgg16"]["learning_rate"] == 0.01
+
+
+def test_images_of_other_sizes_and_channels():
+    net = zoo.squeezenet1_1((1, 60, 47), 3)
+    shapes = dict(zip(net.layer_names, net.output_shapes, strict=True))
+    assert shapes["features_0"] == (64, 29, 23)
+    # windows that end outside: ceil((29 - 3) / 2) + 1 and so on
+    assert [shapes[f"features_{i}"][1:] for i in (2, 5, 8)] == [(14, 11), (7, 5), (3, 2)]
+    assert zoo.resnet18((1, 40, 33), 5).output_shape == (5,)
+
+
+FAST = {"resnet18", "squeezenet1_1"}
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name not in FAST))
+    for name in LEARNABLES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_those_of_pytorch(name, undrawn, tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    safetensors = pytest.importorskip("safetensors.torch")
+    import torch_networks
+
+    oracle, path = torch_networks.create(name), tmp_path / "weights.safetensors"
+    safetensors.save_file(oracle.state_dict(), path)
+    net = dl.load_weights(zoo.NETWORKS[name](), path, names="torchvision")
+    assert sum(count for *_, count in net.table()) == LEARNABLES[name]
+    images = (pixels_of(0, 3, 3, 224, 224) / np.float32(255) - np.float32(0.45)) / np.float32(0.225)
+    with torch.no_grad():
+        expected = oracle(torch.tensor(images)).numpy()
+    batch = dl.share(len(images), dl.OneRank())
+    scores = net(dl.from_images(images, batch)).local()
+    assert abs(scores - expected).max() <= 1e-5 * abs(expected).max()
+    dl.save_weights(net, tmp_path / "again.safetensors", names="torchvision")
+    with torch.no_grad():
+        for array in oracle.state_dict().values():
+            array.zero_()
+        again = safetensors.load_file(tmp_path / "again.safetensors")
+        missing, unexpected = oracle.load_state_dict(again, strict=False)
+        assert not unexpected and all(key.endswith("num_batches_tracked") for key in missing)
+        assert torch.equal(oracle(torch.tensor(images)), torch.tensor(expected))
