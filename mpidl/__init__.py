@@ -48,6 +48,8 @@ from mpidl.evaluation.predict import activations as activations
 from mpidl.evaluation.predict import classify as classify
 from mpidl.evaluation.predict import predict as predict
 from mpidl.fold import Partial as Partial
+from mpidl.interchange.onnx_export import save_onnx as save_onnx
+from mpidl.interchange.onnx_import import load_onnx as load_onnx
 from mpidl.interchange.weights import load_weights as load_weights
 from mpidl.interchange.weights import save_weights as save_weights
 from mpidl.nn import Network as Network

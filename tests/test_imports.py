@@ -37,7 +37,7 @@ COMMANDS = CLI | {"cli"}  # train.py, predict.py, ... and the public names of __
 
 # The modules that may import a foreign package, and the packages for imports inside functions only.
 ONLY_IN = {"mpi4py": ("mpidl.comm",), "cupy": ("mpidl.backends.gpu", "mpidl.comm.nccl")}
-ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "rich", "safetensors", "torch"}
+ONLY_LATE = {"cupy", "h5py", "matplotlib", "ml_dtypes", "onnx", "rich", "safetensors", "torch"}
 EARLY, LATE, TYPING = "when imported", "when called", "for a type checker"
 
 

@@ -1,12 +1,19 @@
 """Any bytes of a weight file give weights or a UserError of one line, in little memory."""
 
+import functools
 import json
+import tempfile
+from pathlib import Path
 
+import numpy as np
+import onnx
 from fuzzing import FUZZ, attempt, bounded
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import helper
 
 import mpidl as dl
+from mpidl.interchange import onnx_import
 
 __all__ = ["bounded"]
 
@@ -48,3 +55,67 @@ def test_damaged_valid_files(tmp_path_factory, data):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     attempt(dl.load_weights, network(), path)
+
+
+@functools.cache
+def onnx_bytes():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.onnx"
+        layers = [dl.Conv2D(3, 4), dl.BatchNorm(), dl.MaxPool2D(2), dl.Dropout(), dl.Dense(3)]
+        dl.save_onnx(dl.Network(layers, (2, 6, 5)), path)
+        proto = onnx.load(path)
+        del proto.metadata_props[:]
+        return path.read_bytes(), proto.SerializeToString()
+
+
+@FUZZ
+@given(data=st.data())
+def test_damaged_onnx_files(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("fuzz") / "a.onnx"
+    content = bytearray(data.draw(st.sampled_from(onnx_bytes())))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.sampled_from([None, len(content) // 2]))])
+    attempt(dl.load_onnx, path)
+
+
+OPERATORS = sorted(onnx_import.OPERATORS) + ["Constant", "ConstantOfShape", "Transpose", "Pad"]
+NUMBERS = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 2**31, 2**62])
+ATTRIBUTES = st.dictionaries(
+    st.sampled_from(
+        "pads strides dilations kernel_shape group axis axes auto_pad perm to size alpha value_int "
+        "epsilon ceil_mode ratio keepdims".split()
+    ),
+    st.one_of(
+        NUMBERS, st.lists(NUMBERS, min_size=1, max_size=5), st.floats(), st.just("SAME_UPPER")
+    ),
+    max_size=4,
+)
+
+
+@FUZZ
+@given(data=st.data())
+def test_hostile_onnx_graphs(tmp_path_factory, data):
+    """Graphs of valid operators with any attributes and inputs."""
+    path, nodes, names = tmp_path_factory.mktemp("fuzz") / "a.onnx", [], ["x", "w", "n", ""]
+    for i in range(data.draw(st.integers(1, 4))):
+        inputs = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4))
+        operator, attributes = data.draw(st.sampled_from(OPERATORS)), data.draw(ATTRIBUTES)
+        nodes.append(helper.make_node(operator, inputs, [f"v{i}"], **attributes))
+        names.append(f"v{i}")
+    constants = {"w": data.draw(NUMBERS), "n": data.draw(st.lists(NUMBERS, max_size=4))}
+    float32 = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", float32, ["N", 2, 5, 4])],
+        [helper.make_tensor_value_info(names[-1], float32, ["N", 3])],
+        [
+            onnx.numpy_helper.from_array(np.full((3, 2, 2, 2), constants["w"], np.float32), "w"),
+            onnx.numpy_helper.from_array(np.array(constants["n"], np.int64), "n"),
+        ],
+    )
+    opset = data.draw(st.sampled_from([7, 11, 13, 20]))
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    path.write_bytes(proto.SerializeToString())
+    attempt(dl.load_onnx, path)

@@ -1,0 +1,237 @@
+"""Write a network as an ONNX file.
+
+The file computes the network's output in prediction, for any number of images. Its arrays have the
+names of the learnables and of the state. The metadata describe the layers, so that `load_onnx`
+restores the same network if nobody has changed the graph.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpidl.data.transforms import normalize
+from mpidl.errors import UserError
+from mpidl.files import write_whole
+from mpidl.interchange.onnx_file import Model
+from mpidl.interchange.weights import library
+from mpidl.nn import Network
+from mpidl.nn import layers as nn
+from mpidl.ops import check
+from mpidl.ops.transposed import same_or_crops
+from mpidl.text import printable
+from mpidl.training.files import model_file
+
+OPSET = 20  # the first one with Gelu
+KEY = "mpidl"  # of the description in the metadata
+IMAGES, CENTRE, DIVISOR, RATIO = "images", "normalization.centre", "normalization.divisor", "ratio"
+
+Shape = tuple[int, ...]
+
+
+def _sides(padding):
+    """Return ((top, bottom), (left, right)) as ONNX's pads."""
+    (top, bottom), (left, right) = padding
+    return [top, left, bottom, right]
+
+
+def _window(layer, shape):
+    """Return the attributes of a pooling layer."""
+    size = check.pair(layer.name, "size", layer.size, 1)
+    stride = check.pair(layer.name, "stride", size if layer.stride is None else layer.stride, 1)
+    padding = check.same_or_pads(layer.name, layer.padding, shape[1:], size, stride)
+    return {"kernel_shape": size, "strides": stride, "pads": _sides(padding)}
+
+
+def _conv(layer, shape):
+    size, stride, dilation = (
+        check.pair(layer.name, name, getattr(layer, name), 1)
+        for name in ("size", "stride", "dilation")
+    )
+    padding = check.same_or_pads(layer.name, layer.padding, shape[1:], size, stride, dilation)
+    return "Conv", {
+        "kernel_shape": size,
+        "strides": stride,
+        "dilations": dilation,
+        "group": layer.groups,
+        "pads": _sides(padding),
+    }
+
+
+def _transposed_conv(layer, shape):
+    size, stride = (
+        check.pair(layer.name, name, getattr(layer, name), 1) for name in ("size", "stride")
+    )
+    pads = _sides(same_or_crops(layer.name, layer.cropping, size, stride))
+    return "ConvTranspose", {"kernel_shape": size, "strides": stride, "pads": pads}
+
+
+def _cross_channel_norm(layer, shape):
+    constants = {"alpha": layer.alpha, "beta": layer.beta, "bias": layer.k}
+    return "LRN", {"size": layer.window, **{k: float(v) for k, v in constants.items()}}
+
+
+# {layer class: function(layer, shape of its first input) -> (operator, attributes)}
+OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]]]] = {
+    nn.Conv2D: _conv,
+    nn.TransposedConv2D: _transposed_conv,
+    nn.BatchNorm: lambda layer, shape: (
+        "BatchNormalization",
+        {"epsilon": float(layer.epsilon), "momentum": 1.0 - layer.decay},
+    ),
+    nn.CrossChannelNorm: _cross_channel_norm,
+    nn.ReLU: lambda layer, shape: ("Relu", {}),
+    nn.LeakyReLU: lambda layer, shape: ("LeakyRelu", {"alpha": float(layer.scale)}),
+    nn.Tanh: lambda layer, shape: ("Tanh", {}),
+    nn.Sigmoid: lambda layer, shape: ("Sigmoid", {}),
+    nn.GELU: lambda layer, shape: ("Gelu", {"approximate": layer.approximate}),
+    nn.Softmax: lambda layer, shape: ("Softmax", {"axis": 1}),
+    nn.MaxPool2D: lambda layer, shape: ("MaxPool", _window(layer, shape)),
+    nn.AveragePool2D: lambda layer, shape: (
+        "AveragePool",
+        {**_window(layer, shape), "count_include_pad": 1},
+    ),
+    nn.GlobalAveragePool2D: lambda layer, shape: ("GlobalAveragePool", {}),
+    nn.Dropout: lambda layer, shape: ("Dropout", {}),
+    nn.Flatten: lambda layer, shape: ("Flatten", {"axis": 1}),
+    nn.Dense: lambda layer, shape: ("Gemm", {"transB": 1}),
+    nn.Add: lambda layer, shape: ("Sum", {}),
+    nn.Concat: lambda layer, shape: ("Concat", {"axis": 1}),
+}
+
+
+def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool = True) -> None:
+    """Write a network to an ONNX file (opset 20).
+
+    The input is "images", float32 (N, C, H, W) with any N. The output has the name of the last
+    layer. Resizing and cropping of images are not part of the graph.
+
+    Parameters
+    ----------
+    net : Network
+        The network. A Dropout layer does nothing in the file, as in prediction.
+    path : path
+        The file to write, `*.onnx`.
+    normalize_images : bool
+        Whether the graph begins with the normalization of the images. Its input are then pixels,
+        from 0 to 255 for 8-bit images; otherwise they are normalized pixels.
+
+    Raises
+    ------
+    UserError
+        If a layer has no operator in ONNX, the network is larger than 2 GiB, or the file cannot be
+        written.
+    """
+    if not str(path).endswith(".onnx"):
+        raise UserError(f"{printable(path)}: expected a name that ends with .onnx")
+    onnx = library("onnx", path, "onnx")
+    unknown = [
+        f"{layer.name} ({type(layer).__name__})"
+        for layer in net.layers
+        if type(layer) not in OPERATORS
+    ]
+    if unknown:
+        raise UserError(f"{printable(path)}: ONNX has no operator for {', '.join(unknown)}")
+    net = net.on(None)
+    arrays = net.parameters | net.state | (_scaling(net) if normalize_images else {})
+    if sum(array.nbytes for array in arrays.values()) >= 1 << 31:
+        raise UserError(f"{printable(path)}: expected a network of less than 2 GiB")
+    tensors = [onnx.numpy_helper.from_array(np.ascontiguousarray(a), n) for n, a in arrays.items()]
+    tensors += [
+        onnx.numpy_helper.from_array(np.float32(layer.probability), f"{layer.name}.{RATIO}")
+        for layer in net.layers
+        if isinstance(layer, nn.Dropout)
+    ]
+    float32 = onnx.TensorProto.FLOAT
+    graph = onnx.helper.make_graph(
+        _nodes(onnx, net, normalize_images),
+        "mpidl",
+        [onnx.helper.make_tensor_value_info(IMAGES, float32, ["N", *net.input_shape])],
+        [
+            onnx.helper.make_tensor_value_info(
+                net.layer_names[-1], float32, ["N", *net.output_shape]
+            )
+        ],
+        tensors,
+    )
+    opsets = [onnx.helper.make_opsetid("", OPSET)]
+    proto = onnx.helper.make_model(graph, opset_imports=opsets, producer_name="mpidl", ir_version=9)
+    onnx.helper.set_model_props(proto, {KEY: json.dumps(_description(net, normalize_images))})
+    write_whole(path, proto.SerializeToString(deterministic=True))
+
+
+def _scaling(net):
+    """Return the arrays of the normalization, in the shapes in which ONNX broadcasts them."""
+    if net.normalization is None or net.normalization.centre is None:
+        return {DIVISOR: np.float32(255)}
+    centre, divisor = net.normalization.arrays().values()
+    shape = (1, *centre.shape) if centre.ndim == 3 else (1, -1, 1, 1)
+    return {CENTRE: centre.reshape(shape), DIVISOR: divisor.reshape(shape)}
+
+
+def _nodes(onnx, net, normalize_images):
+    """Return the nodes of the graph."""
+    nodes, names = [], {IMAGES: IMAGES}
+
+    def add(operator, inputs, output, **attributes):
+        nodes.append(onnx.helper.make_node(operator, inputs, [output], output, **attributes))
+        return output
+
+    if normalize_images:
+        for array in _scaling(net):
+            operator = "Sub" if array == CENTRE else "Div"
+            names[IMAGES] = add(operator, [names[IMAGES], array], f"{array}d")
+    shapes = {IMAGES: net.input_shape} | dict(zip(net.layer_names, net.output_shapes, strict=True))
+    arrays = list(net.parameters | net.state)
+    for layer, reads in zip(net.layers, net.reads, strict=True):
+        inputs = [names[read] for read in reads]
+        if isinstance(layer, nn.Dense) and len(shapes[reads[0]]) > 1:
+            inputs = [add("Flatten", inputs, f"{layer.name}.images", axis=1)]
+        inputs += [name for name in arrays if name.rpartition(".")[0] == layer.name]
+        if isinstance(layer, nn.Dropout):
+            inputs.append(f"{layer.name}.{RATIO}")
+        operator, attributes = OPERATORS[type(layer)](layer, shapes[reads[0]])
+        names[layer.name] = add(operator, inputs, layer.name, **attributes)
+    return nodes
+
+
+def _description(net, normalize_images):
+    normalization = net.normalization
+    name = normalize.USUAL if normalization is None else normalization.name
+    attributes = model_file.describe(
+        net.spec(), net.classes, net.input_shape, name, net.crop, net.preprocess
+    )
+    return attributes | {"normalize_images": normalize_images}
+
+
+def restored(model: Model) -> Network | None:
+    """Return the network that `save_onnx` wrote to a file, or None for another file.
+
+    The graph must be the one that `save_onnx` writes for the described layers.
+    """
+    try:
+        attributes = json.loads(model.description[KEY])
+        description = model_file.described(attributes)
+        net = Network.from_spec(description["network"], description["input_shape"])
+        arrays = model.constants
+        net.parameters = {name: arrays[name] for name in net.parameters}
+        net.state = {name: arrays[name] for name in net.state}
+        names = {"centre": CENTRE, "divisor": DIVISOR}
+        scaling = {key: arrays[name] for key, name in names.items() if CENTRE in arrays}
+        scaling = {k: v[0] if v.shape[2:] != (1, 1) else v.ravel() for k, v in scaling.items()}
+        channels = net.input_shape[0]
+        net.normalization = normalize.read(description["normalization"], scaling, channels)
+        net.normalization.check(net.input_shape)
+        net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
+        net.classes = None if description["classes"] is None else tuple(description["classes"])
+        expected = _nodes(library("onnx", "", "onnx"), net, attributes["normalize_images"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError):
+        return None
+    same = [n.SerializeToString(deterministic=True) for n in expected] == [
+        n.SerializeToString(deterministic=True) for n in model.nodes
+    ]
+    return net if same else None

@@ -1,0 +1,291 @@
+"""Read an ONNX file: check it, load its arrays, and compute values that depend only on constants.
+
+A file may be damaged or hostile. protobuf checks lengths while it parses. Arrays in other files
+must be in the folder of the ONNX file and inside those files. Constants are only computed by
+operators whose results have a size that is known before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpidl.errors import UserError
+from mpidl.files import unreadable
+from mpidl.interchange.weights import library
+from mpidl.text import printable
+
+OLDEST_OPSET = 7
+LARGE = 1024  # elements; smaller constants can be sizes, which ONNX reads to infer shapes
+MAX_ELEMENTS = 1 << 28  # of a constant that operators compute
+FOLDABLE = frozenset(
+    """
+    Add Cast Concat ConstantOfShape Div Gather Identity Mul Neg Reshape Slice Sqrt Squeeze Sub
+    Transpose Unsqueeze
+    """.split()
+)
+
+
+class Model(NamedTuple):
+    """An ONNX graph with one image input.
+
+    Attributes
+    ----------
+    nodes : list
+        The nodes on which the output depends, in an order in which they can be computed.
+    constants : dict
+        {name: array}. `compute_constant` adds to them.
+    images : str
+        Name of the input.
+    image_shape : tuple of int
+        (C, H, W).
+    output : str
+        Name of the output.
+    shapes : dict
+        {name: text}, the shapes that ONNX infers, for messages.
+    opset : int
+        Version of ONNX's operators.
+    description : dict
+        The metadata of the file, {key: text}.
+    """
+
+    nodes: list[Any]
+    constants: dict[str, np.ndarray]
+    images: str
+    image_shape: tuple[int, ...]
+    output: str
+    shapes: dict[str, str]
+    opset: int
+    description: dict[str, str]
+
+
+def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = None) -> Model:
+    """Read and check an ONNX file.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    input_shape : (C, H, W), optional
+        Shape of an image if the file leaves it open.
+
+    Raises
+    ------
+    UserError
+        If the file is unreadable, damaged, older than opset 7, or not a network with one image
+        input and one output.
+    """
+    onnx = library("onnx", path, "onnx")
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except Exception as error:  # protobuf's DecodeError, and more types for some damages
+        raise _not_onnx(path, error) from None
+    opsets = {opset.domain: opset.version for opset in proto.opset_import}
+    opset = opsets.get("", opsets.get("ai.onnx", 0))
+    if opset < OLDEST_OPSET:
+        raise UserError(
+            f"{printable(path)}: expected operators of opset {OLDEST_OPSET} or later, found "
+            f"{opset or 'none'}"
+        )
+    constants = {}
+    try:
+        for tensor in list(proto.graph.initializer):
+            constants[tensor.name] = _array(onnx, tensor, path)
+            is_external = tensor.data_location == onnx.TensorProto.EXTERNAL
+            if is_external or constants[tensor.name].size > LARGE:
+                _declare_as_input(onnx, proto.graph, tensor)
+        onnx.checker.check_graph(proto.graph, _context(onnx, proto))
+        shapes = _inferred_shapes(onnx, proto)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _not_onnx(path, error) from None
+    images, image_shape = _image_input(proto.graph, constants, input_shape, path)
+    if len(proto.graph.output) != 1:
+        names = ", ".join(printable(output.name) for output in proto.graph.output)
+        raise UserError(f"{printable(path)}: expected a network with one output, found {names}")
+    output = proto.graph.output[0].name
+    description = {entry.key: entry.value for entry in proto.metadata_props}
+    nodes = _needed(proto.graph.node, output)
+    return Model(nodes, constants, images, image_shape, output, shapes, opset, description)
+
+
+def _not_onnx(path, error):
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = "".join(c if c.isprintable() else " " for c in lines[0])
+    return UserError(f"{printable(path)}: not an ONNX file that can be read: {text:.300}")
+
+
+def _context(onnx, proto):
+    context = onnx.checker.C.CheckerContext()
+    context.ir_version = proto.ir_version
+    context.opset_imports = {opset.domain: opset.version for opset in proto.opset_import}
+    return context
+
+
+def _array(onnx, tensor, path):
+    """Return an initializer as an array; read external data if its place is allowed."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return _external_array(onnx, tensor, path)
+    if min(tensor.dims, default=0) < 0:
+        raise ValueError(f"{tensor.name} has a negative size")
+    return onnx.numpy_helper.to_array(tensor)
+
+
+def _external_array(onnx, tensor, path):
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    folder = os.path.realpath(os.path.dirname(os.path.abspath(path)))
+    target = os.path.realpath(os.path.join(folder, place.get("location", "")))
+    text = f"{printable(path)}: {printable(tensor.name)}"
+    if os.path.commonpath([folder, target]) != folder or target == folder:
+        raise UserError(
+            f"{text}: expected its data in a file in the folder of the ONNX file, found "
+            f"{printable(place.get('location', ''))}"
+        )
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    count = math.prod(tensor.dims)
+    try:
+        offset = int(place.get("offset", 0))
+        length = int(place.get("length", count * dtype.itemsize))
+        size = os.path.getsize(target)
+        if min([0, offset, *tensor.dims]) < 0 or length != count * dtype.itemsize:
+            raise ValueError(f"{length} bytes at {offset} for {count} numbers of {dtype}")
+        if offset + length > size:
+            raise ValueError(f"bytes {offset} to {offset + length} of a file of {size} bytes")
+        return np.fromfile(target, dtype, count, offset=offset).reshape(tuple(tensor.dims))
+    except OSError as error:
+        raise unreadable(target, error) from None
+    except ValueError as error:
+        raise UserError(f"{text}: its data cannot be read: {error}") from None
+
+
+def _declare_as_input(onnx, graph, tensor):
+    """Turn an initializer into an input, because ONNX's checker copies its data.
+
+    The checker also looks for external data in another folder.
+    """
+    info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+    if tensor.name not in {value.name for value in graph.input}:
+        graph.input.append(info)
+    graph.initializer.remove(tensor)
+
+
+def _inferred_shapes(onnx, proto):
+    """Return {name: text} of the shapes that ONNX infers."""
+    inferred = onnx.shape_inference.infer_shapes(proto)
+    shapes = {}
+    for info in (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output):
+        if info.type.tensor_type.HasField("shape"):
+            dims = info.type.tensor_type.shape.dim
+            sizes = [str(d.dim_value) if d.HasField("dim_value") else d.dim_param for d in dims]
+            shapes[info.name] = f"({', '.join(size or '?' for size in sizes)})"
+    return shapes
+
+
+def _image_input(graph, constants, input_shape, path):
+    """Return the name and the shape (C, H, W) of the only input that is no constant."""
+    inputs = [value for value in graph.input if value.name not in constants]
+    if len(inputs) != 1:
+        names = ", ".join(printable(value.name) for value in inputs) or "none"
+        raise UserError(f"{printable(path)}: expected a network with one input, found {names}")
+    dims = inputs[0].type.tensor_type.shape.dim
+    sizes = [dim.dim_value for dim in dims][1:]
+    if input_shape is not None:
+        matches = len(sizes) == 3 and all(
+            size in (0, expected) for size, expected in zip(sizes, input_shape, strict=False)
+        )
+        if not matches or len(input_shape) != 3:
+            raise UserError(
+                f"{printable(path)}: input_shape {tuple(input_shape)}: the file has images of "
+                f"shape {tuple(sizes)} (0: any)"
+            )
+        sizes = list(input_shape)
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise UserError(
+            f"{printable(path)}: expected an input of images (N, C, H, W), found "
+            f"{printable(inputs[0].name)} of shape ({', '.join(['N', *map(str, sizes)])}); "
+            "input_shape=(C, H, W) sets sizes that the file leaves open"
+        )
+    return inputs[0].name, tuple(sizes)
+
+
+def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> bool:
+    """Add the results of a node to the model's constants if it depends on constants alone.
+
+    Returns
+    -------
+    bool
+        Whether the node depends on constants alone.
+
+    Raises
+    ------
+    UserError
+        If the constant cannot be computed, or would be too large.
+    """
+    onnx, constants = library("onnx", path, "onnx"), model.constants
+    if node.op_type == "Constant":
+        constants[node.output[0]] = _constant(onnx, node)
+        return True
+    names = list(dict.fromkeys(name for name in node.input if name))
+    if node.op_type not in FOLDABLE or not names or any(name not in constants for name in names):
+        return False
+    arrays = [constants[name] for name in names]
+    try:
+        _check_size(node, [constants[name] for name in node.input if name])
+        infos = [onnx.helper.make_empty_tensor_value_info(name) for name in names]
+        results = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output]
+        graph = onnx.helper.make_graph([node], "constant", infos, results)
+        opsets = [onnx.helper.make_opsetid("", model.opset)]
+        single = onnx.helper.make_model(graph, opset_imports=opsets)
+        evaluator = library("onnx.reference", path, "onnx").ReferenceEvaluator(single)
+        values = evaluator.run(None, dict(zip(names, arrays, strict=True)))
+    except Exception as error:
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise UserError(
+            f"{printable(path)}: {node.op_type} {printable(node.output[0])}: the constant cannot "
+            f"be computed: {reason:.200}"
+        ) from None
+    constants.update(zip(node.output, map(np.asarray, values), strict=False))
+    return True
+
+
+def _constant(onnx, node):
+    for attribute in node.attribute:
+        value = onnx.helper.get_attribute_value(attribute)
+        if attribute.name == "value":
+            return onnx.numpy_helper.to_array(value)
+        if attribute.name in ("value_float", "value_floats"):
+            return np.array(value, np.float32)
+        if attribute.name in ("value_int", "value_ints"):
+            return np.array(value, np.int64)
+    return np.zeros(0, np.float32)
+
+
+def _check_size(node, arrays):
+    """Raise ValueError if the result of a node would be too large."""
+    if node.op_type == "ConstantOfShape":
+        count = math.prod(int(n) for n in arrays[0].ravel())
+    elif node.op_type in ("Add", "Div", "Mul", "Sub"):
+        count = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
+    elif node.op_type == "Gather":
+        count = arrays[0].size * max(arrays[1].size, 1)
+    else:
+        count = sum(array.size for array in arrays)
+    if not 0 <= count <= MAX_ELEMENTS:
+        raise ValueError(f"it would have {count} numbers, at most {MAX_ELEMENTS} are allowed")
+
+
+def _needed(nodes: Iterable[Any], output: str) -> list[Any]:
+    """Return the nodes on which the output depends, in their order."""
+    names, needed = {output}, []
+    for node in reversed(list(nodes)):
+        if names.intersection(node.output):
+            names.update(node.input)
+            needed.append(node)
+    return needed[::-1]

@@ -1,0 +1,151 @@
+"""Damaged and hostile ONNX files: one line, no other files, no memory beyond the file's size."""
+
+import re
+
+import numpy as np
+import onnx
+import pytest
+from image_sets import refusal
+from onnx import TensorProto, helper
+from onnx_models import model, node, saved
+
+import mpidl as dl
+
+SHAPE = (2, 4, 4)
+WEIGHT = np.ones((3, 2, 3, 3), np.float32)
+CONV = node("Conv", "x w", "y")
+
+
+def external(path, location, target=None, **place):
+    """Write a model whose weight is in another file; return its path."""
+    proto = model([CONV], {"w": WEIGHT}, SHAPE)
+    (tensor,) = proto.graph.initializer
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": location, **place}.items():
+        tensor.external_data.add(key=key, value=str(value))
+    if target is not None:
+        target.write_bytes(b"\0" * 8 + WEIGHT.tobytes())
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+def test_external_data(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    path = external(folder / "a.onnx", "w.bin", folder / "w.bin", offset=8, length=WEIGHT.nbytes)
+    assert np.array_equal(dl.load_onnx(path).parameters["y.weight"], WEIGHT)
+    path = external(folder / "a.onnx", "w.bin", offset=8)
+    assert np.array_equal(dl.load_onnx(path).parameters["y.weight"], WEIGHT)
+
+
+@pytest.mark.parametrize(
+    "location", ["../w.bin", "sub/../../w.bin", "{folder}/../w.bin", "link", ""]
+)
+def test_external_data_outside_the_folder(tmp_path, location):
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path / "w.bin")
+    location = location.format(folder=folder)
+    path = external(folder / "a.onnx", location, tmp_path / "w.bin", offset=8)
+    text = refusal(dl.load_onnx, path)
+    assert text == (
+        f"{path}: w: expected its data in a file in the folder of the ONNX file, found {location}"
+    )
+
+
+@pytest.mark.parametrize(
+    "place, reason",
+    [
+        ({"offset": 9}, "bytes 9 to 225 of a file of 224 bytes"),
+        ({"offset": -8}, "216 bytes at -8"),
+        ({"length": 1 << 60}, "1152921504606846976 bytes at 0 for 54 numbers of float32"),
+        ({"offset": "eight"}, "invalid literal"),
+    ],
+)
+def test_external_data_beyond_their_file(tmp_path, place, reason):
+    path = external(tmp_path / "a.onnx", "w.bin", tmp_path / "w.bin", **place)
+    text = refusal(dl.load_onnx, path)
+    assert text.startswith(f"{path}: w: its data cannot be read: ") and reason in text
+
+
+def test_external_data_that_are_missing_or_larger_than_any_file(tmp_path):
+    path = external(tmp_path / "a.onnx", "none.bin")
+    assert refusal(dl.load_onnx, path) == f"{tmp_path}/none.bin: no such file"
+    proto = onnx.load(external(path, "w.bin", tmp_path / "w.bin"), load_external_data=False)
+    proto.graph.initializer[0].dims[0] = 1 << 50
+    path.write_bytes(proto.SerializeToString())
+    assert "its data cannot be read: bytes 0 to" in refusal(dl.load_onnx, path)
+
+
+def test_unusable_files(tmp_path):
+    missing = tmp_path / "none.onnx"
+    assert refusal(dl.load_onnx, missing) == f"{missing}: no such file"
+    path = tmp_path / "a.onnx"
+    for content in (
+        b"\xff" * 100,
+        b"PK\x03\x04 a zip file",
+        model([CONV], {}, SHAPE).SerializeToString(),
+    ):
+        path.write_bytes(content)
+        assert refusal(dl.load_onnx, path).startswith(f"{path}: ")
+    proto = model([CONV], {"w": WEIGHT}, SHAPE)
+    proto.graph.initializer[0].dims[0] = 1 << 50  # more than its data
+    path.write_bytes(proto.SerializeToString())
+    assert "not an ONNX file that can be read: " in refusal(dl.load_onnx, path)
+    proto = model([CONV], {"w": WEIGHT}, SHAPE)
+    del proto.opset_import[:]
+    proto.opset_import.append(helper.make_opsetid("", 6))
+    path.write_bytes(proto.SerializeToString())
+    assert refusal(dl.load_onnx, path) == (
+        f"{path}: expected operators of opset 7 or later, found 6"
+    )
+
+
+def test_inputs_and_outputs(tmp_path):
+    path = tmp_path / "a.onnx"
+    saved(path, [CONV], {"w": WEIGHT}, (2, "rows", "columns"))
+    text = refusal(dl.load_onnx, path)
+    assert text.endswith(
+        "of shape (N, 2, 0, 0); input_shape=(C, H, W) sets sizes that the file leaves open"
+    )
+    assert dl.load_onnx(path, input_shape=(2, 5, 6)).output_shape == (3, 3, 4)
+    text = refusal(dl.load_onnx, path, input_shape=(3, 5, 6))
+    assert text == f"{path}: input_shape (3, 5, 6): the file has images of shape (2, 0, 0) (0: any)"
+    saved(path, [node("Relu", "x", "y")], {}, (7,))
+    assert "expected an input of images (N, C, H, W), found x of shape (N, 7)" in refusal(
+        dl.load_onnx, path
+    )
+    proto = model([CONV], {"w": WEIGHT}, SHAPE)
+    proto.graph.input.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [1]))
+    path.write_bytes(proto.SerializeToString())
+    assert refusal(dl.load_onnx, path) == f"{path}: expected a network with one input, found x, z"
+    proto = model([CONV, node("Relu", "y", "z")], {"w": WEIGHT}, SHAPE)
+    proto.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [1, 3, 2, 2]))
+    path.write_bytes(proto.SerializeToString())
+    assert refusal(dl.load_onnx, path) == f"{path}: expected a network with one output, found y, z"
+    # an initializer may also be listed as an input, as before IR version 4
+    proto = model([CONV], {"w": WEIGHT}, SHAPE)
+    proto.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, WEIGHT.shape))
+    path.write_bytes(proto.SerializeToString())
+    assert dl.load_onnx(path).output_shape == (3, 2, 2)
+    saved(path, [node("Identity", "w", "y")], {"w": WEIGHT}, SHAPE)
+    assert "expected an output that depends on the images" in refusal(dl.load_onnx, path)
+    saved(path, [node("Identity", "x", "y")], {}, SHAPE)
+    assert "expected a network whose last node is its output" in refusal(dl.load_onnx, path)
+
+
+def test_constants_larger_than_allowed(tmp_path):
+    """A few bytes of file that would compute terabytes."""
+    long = np.ones(1 << 15, np.float32)
+    for nodes, constants in (
+        ([node("ConstantOfShape", "n", "w")], {"n": np.array([1 << 20, 1 << 20, 3, 3])}),
+        ([node("Mul", "a b", "w")], {"a": long[:, None], "b": long}),
+        (
+            [node("Gather", "a i", "w", axis=1)],
+            {"a": np.ones((1 << 14, 1)), "i": np.zeros(1 << 15, int)},
+        ),
+    ):
+        path = saved(tmp_path / "a.onnx", [*nodes, CONV], constants, SHAPE)
+        text = refusal(dl.load_onnx, path)
+        assert re.search(r"the constant cannot be computed: it would have \d+ numbers", text)

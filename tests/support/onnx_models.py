@@ -1,0 +1,71 @@
+"""Build ONNX models node by node, and run them with onnxruntime."""
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+import mpidl as dl
+
+
+def node(operator, inputs, output, **attributes):
+    """Return a node; the inputs are names separated by spaces."""
+    return helper.make_node(operator, inputs.split(), [output], output, **attributes)
+
+
+def model(nodes, constants, image_shape, output="y", opset=20, sizes=("N",), **keywords):
+    """Return a model with the input x of images of a shape."""
+    tensors = [numpy_helper.from_array(np.asarray(a), name) for name, a in constants.items()]
+    float32 = TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", float32, [*sizes, *image_shape])],
+        [helper.make_tensor_value_info(output, float32, None)],
+        tensors,
+    )
+    opsets = [helper.make_opsetid("", opset), *keywords.pop("opsets", ())]
+    proto = helper.make_model(graph, opset_imports=opsets, ir_version=9, **keywords)
+    inferred = onnx.shape_inference.infer_shapes(proto).graph.output[0].type
+    proto.graph.output[0].type.CopyFrom(inferred)
+    if not inferred.tensor_type.HasField("shape"):
+        proto.graph.output[0].type.tensor_type.shape.SetInParent()
+    return proto
+
+
+def saved(path, *args, **keywords):
+    """Write `model(...)` to a path and return the path."""
+    path.write_bytes(model(*args, **keywords).SerializeToString())
+    return path
+
+
+def session_scores(path, images):
+    """Return what onnxruntime computes from images (N, C, H, W)."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
+    (name,) = (value.name for value in session.get_inputs())
+    return session.run(None, {name: images.astype(np.float32)})[0]
+
+
+def scores(net, images):
+    """Return what a network computes from images, after its normalization."""
+    values = images.astype(np.float32)
+    if net.normalization is not None:
+        values = net.normalization(images)
+    return net(dl.from_images(values, dl.share(len(values), dl.OneRank()))).local()
+
+
+def difference(net, path, images):
+    """Return the largest difference to onnxruntime's scores, relative to the largest score."""
+    expected, actual = session_scores(path, images), scores(net, images)
+    assert actual.shape == expected.shape
+    return abs(actual - expected).max() / max(abs(expected).max(), 1e-3)
+
+
+def without_description(path, target):
+    """Copy a file without its metadata, so that only its graph is read."""
+    proto = onnx.load(path)
+    del proto.metadata_props[:]
+    target.write_bytes(proto.SerializeToString())
+    return target
