@@ -46,7 +46,10 @@ def main(argv=None):
     for line in start.without_kernels() if failure.launched_rank() == 0 else []:
         print(line)
     if options.busy > 0.1 and failure.launched_rank() == 0:
-        print(f"warning: the cores are {options.busy * 100:.0f} % busy already: times mean little")
+        print(
+            f"warning: the cores are {options.busy * 100:.0f} % busy already, so the times are "
+            "unreliable"
+        )
     try:
         record = COMMANDS[options.command](options)
     except turns.Lost as lost:

@@ -39,7 +39,9 @@ def main(options: argparse.Namespace) -> dict:
     if torch:
         versions["torch"] = configuration.version_of("torch")
     else:
-        notes.append("PyTorch is not installed (pip install '.[bench]'): our errors alone")
+        notes.append(
+            "PyTorch is not installed (pip install '.[bench]'): measuring only mpidl's errors"
+        )
     subject.print_head(
         options,
         f"{machine.arithmetic()}, winograd {options.winograd}, medians of {options.seeds} seed(s)",
@@ -287,7 +289,7 @@ def _summarize(by_seed):
         {n: table["ours"][n] / max(table["torch"][n], 1e-300) for n in names if "torch" in table}
         for table in (norm, largest)
     )
-    rows = [["|a - b| / |b|, largest:", *("ours", "PyTorch", "ratio")[: 2 * len(sides) - 1] * 2]]
+    rows = [["|a - b| / |b|, then max:", *("ours", "PyTorch", "ratio")[: 2 * len(sides) - 1] * 2]]
     for name in names:
         rows.append([name])
         for table, ratios in ((norm, ratio), (largest, max_ratio)):
@@ -306,7 +308,7 @@ def _summarize(by_seed):
     references = max(seed["references"] for seed in by_seed)
     worst = max((name for name in names if "." in name), key=ratio.get)
     print(f"the two float64 steps agree to {references:.1e}")
-    print(f"largest ratio of a gradient: {ratio[worst]:.2f} ({worst})")
+    print(f"largest ratio among gradients: {ratio[worst]:.2f} ({worst})")
     return figures | {
         "references_agree": references,
         "torch_error": norm["torch"],

@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> dict:
         ratio = ratios[name]
         print(f"{name} / this: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
     if len(set(hashes.values())) > 1:
-        raise Fault(f"the checkouts come to different weights: {hashes}")
+        raise Fault(f"the checkouts computed different weights: {hashes}")
     print(f"the same weights: {hashes['this']}")
     record = report.header(options, configuration.versions_of("one process"), *names)
     return record | {"ratios": ratios, "weights_sha256": hashes["this"]}

@@ -10,17 +10,17 @@ from mpidl.errors import UserError
 from mpidl.training.options import training_options
 
 BENCHMARKS = {
-    "step": "our training step by its parts; with --ranks, how it scales",
-    "kernels": "each layer and pass against what the core can do at most",
-    "accuracy": "the error of each layer's activations and gradients, beside PyTorch's",
-    "fold": "what the fixed order of sums costs, against a plain Allreduce",
-    "compare": "our training step against PyTorch's, in turns on the same cores",
-    "against": "our training step against that of another checkout of mpidl",
-    "input": "reading, decoding and augmenting images, alone and beside the step",
-    "optimizers": "our optimizers' steps against PyTorch's, in turns on the same core",
-    "gpu": "our training step against PyTorch's on a GPU, and our kernels by time",
+    "step": "each part of the training step; with --ranks, how the step scales",
+    "kernels": "each layer and pass against the peak of the core",
+    "accuracy": "the errors of each layer's activations and gradients, next to PyTorch's",
+    "fold": "the cost of summing in a fixed order, against a plain Allreduce",
+    "compare": "the training step against PyTorch's, in turns on the same cores",
+    "against": "the training step against that of another checkout of mpidl",
+    "input": "reading, decoding and augmenting images, alone and during a training step",
+    "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
+    "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
 }
-ROUNDS = ("rounds", 9, "rounds in which all take turns; medians are over them")
+ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
 KINDS = ["jpeg", "png", "packed", "arrays"]
 SHARED = ("batch_size", "winograd", "seed", "batchnorm", "timeout")  # options that training has too
@@ -50,7 +50,8 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     texts = "\n".join(f"  {name:12}{text}" for name, text in BENCHMARKS.items())
     overview = Parser(
         "benchmarks",
-        f"Measure.\n\n{texts}\n\nEach has options of its own: python -m benchmarks step --help",
+        f"Run a benchmark. It measures:\n\n{texts}\n\nOptions of a sub-command: "
+        "python -m benchmarks step --help",
         quiet,
     )
     overview.add_argument("command", choices=list(BENCHMARKS), metavar="SUB-COMMAND")
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "against": _add_against,
     }
     add.get(command, _add_subject)(parser, command)
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
     options = {name: training_options.OPTIONS[name].default for name in SHARED}
     return argparse.Namespace(**options | vars(parser.parse(argv[1:])) | {"command": command})
 
@@ -74,7 +75,7 @@ def _add_subject(parser, command):
         text = (
             "networks whose layers to measure; shapes: 3x3 convolutions of 20 to 128 channels; "
             "dense: a fully connected layer of 9216 inputs and 4096 outputs at batch 32, on one "
-            "thread beside BLAS (digits,cifar,shapes,dense)"
+            "thread, next to BLAS (digits,cifar,shapes,dense)"
         )
         networks = ["digits", "cifar", "shapes", "dense"]
         parser.text("--networks", "NAME,NAME,...", text, default=networks, type=_words)
@@ -82,7 +83,7 @@ def _add_subject(parser, command):
         text = "digits, cifar, resnet, alexnet, or FILE.py:FUNCTION, called as "
         text += "FUNCTION(input_shape, 10) (digits)"
         parser.text("--network", "NAME", text, default="digits")
-    text = "shape of an image (that of the network, else 1x28x28)"
+    text = "shape of an image (the network's, else 1x28x28)"
     parser.text("--image", "CxHxW", text, type=_image)
     parser.add_options("batch_size", "winograd", "seed", "timeout")
     _add_counts(parser, ("threads", 1, "threads of each rank or process"))
@@ -90,34 +91,38 @@ def _add_subject(parser, command):
         _add_counts(parser, ROUNDS)
     if command in ("step", "fold"):
         default = " (1,2, or the ranks that mpirun started)" if command == "fold" else ""
-        text = f"numbers of ranks to start, in processes that take turns{default}"
+        text = f"numbers of ranks to start; their processes run in turns{default}"
         parser.text("--ranks", "N,N,...", text, type=rank_counts)
-        _add_counts(parser, ("iterations", 10, "steps in a turn"))
+        _add_counts(parser, ("iterations", 10, "steps per turn"))
     if command == "fold":
         parser.add_options("batchnorm")
     if command == "accuracy":
-        _add_counts(parser, ("seeds", 3, "weights and mini-batches; errors are medians over them"))
+        _add_counts(
+            parser, ("seeds", 3, "seeds for weights and mini-batches; errors are medians over them")
+        )
     if command == "compare":
         _add_compare(parser)
 
 
 def _add_input(parser, command):
-    text = "the step beside it: of a network of the zoo, of FILE.py:FUNCTION, or light, one "
-    text += "convolution, about as fast as JPEG files are read (alexnet)"
+    text = "network to train during the measurement: one of the zoo, FILE.py:FUNCTION, or light, "
+    text += "one convolution, about as fast as JPEG files are read (alexnet)"
     parser.text("--network", "NAME", text, default="alexnet")
     _add_counts(
         parser,
-        ("side", 227, "pixels a side of an image"),
+        ("side", 227, "height and width of an image in pixels"),
         ("images", 64, "images of each kind"),
-        ("batch-size", 32, "images in a mini-batch"),
-        ("threads", 1, "threads of the step"),
+        ("batch-size", 32, "images per mini-batch"),
+        ("threads", 1, "threads of the training step"),
         ROUNDS,
         ("gigabytes", 4, "with --memory, size of the packed set"),
-        ("cache-mb", 256, "with --memory, --cache-mb of the training"),
+        ("cache-mb", 256, "with --memory, the training's --cache-mb"),
     )
     text = "threads that read and decode (1)"
     parser.text("--workers", "N,N,...", text, default=[1], type=_worker_counts)
-    text = "measure the peak memory of training on a large packed set instead, beyond that of "
+    text = (
+        "instead measure the peak memory of training on a large packed set, in excess of that of "
+    )
     text += "training on one mini-batch of it, with the network light"
     parser.add_argument("--memory", action="store_true", help=text)
     text = "with --memory, numbers of ranks to train on (1,4)"
@@ -133,7 +138,7 @@ def _add_against(parser, command):
     one_of = functools.partial(_one_of, "--network", candidates=networks)
     parser.text("--network", "NAME", text, default="digits", type=one_of)
     parser.add_options("batch_size", "timeout")
-    _add_counts(parser, ("rounds", 15, "rounds in which all take turns"))
+    _add_counts(parser, ("rounds", 15, "number of rounds, each with a turn of both checkouts"))
 
 
 def _add_optimizers(parser, command):
@@ -141,13 +146,13 @@ def _add_optimizers(parser, command):
 
 
 def _add_compare(parser):
-    text = "our ranks, and as many processes of DistributedDataParallel over gloo"
+    text = "ranks of mpidl, and processes of DistributedDataParallel over gloo"
     _add_counts(parser, ("ranks", 1, text))
-    text = f"ways to run PyTorch; the fastest counts ({','.join(VARIANTS)})"
+    text = f"ways to run PyTorch; the fastest is compared ({','.join(VARIANTS)})"
     parser.text(
         "--variants", "NAME,...", text, default=VARIANTS, type=_names("--variants", VARIANTS)
     )
-    text = "hold both sides to these instructions"
+    text = "limit both sides to these instructions"
     parser.text(
         "--held-to",
         "avx2",
@@ -156,17 +161,19 @@ def _add_compare(parser):
     )
     text = "measure the peak memory of a step, not its time"
     parser.add_argument("--memory", action="store_true", help=text)
-    text = "other libraries to time beside PyTorch"
+    text = "other libraries to time in addition to PyTorch"
     libraries = _names("--with", ["jax", "mygrad"])
     parser.text("--with", "jax,mygrad", text, default=[], type=libraries, dest="libraries")
-    parser.text("--with-python", "PATH", "the Python that has them (this one)")
+    parser.text(
+        "--with-python", "PATH", "Python in which the libraries of --with are installed (this one)"
+    )
 
 
 def _add_gpu(parser, command):
     settings = ["digits:128", "digits:1024", "cifar:256", "cifar:1024"]
     text = f"networks and batch sizes to time ({','.join(settings)})"
     parser.text("--settings", "NETWORK:BATCH,...", text, default=settings, type=_words)
-    text = "time limit of all; compiled variants come last (900)"
+    text = "total time limit; compiled variants run last (900)"
     parser.text("--limit", "SECONDS", text, default=900, type=count("--limit"))
     _add_counts(parser, ROUNDS)
 
@@ -194,8 +201,8 @@ def _names(flag: str, candidates: list[str]) -> Callable[[str], list[str]]:
 def _one_of(flag, name, candidates):
     if name not in candidates:
         raise UserError(
-            f"{flag} must be of {', '.join(candidates)}, found {name}"
-            f"{training_options.nearest(name, candidates)}"
+            f"{flag} must be among {', '.join(candidates)}, found "
+            f"{name}{training_options.nearest(name, candidates)}"
         )
     return name
 

@@ -33,8 +33,8 @@ def main(options: argparse.Namespace) -> dict:
         torch_step.require("compare")
     if ranks > 1 and options.batch_size % (16 * ranks):
         raise UserError(
-            f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that each has "
-            f"as many images, found {options.batch_size}"
+            f"--batch-size must be a multiple of {16 * ranks} for {ranks} ranks, so that all "
+            f"have the same number of images, found {options.batch_size}"
         )
     held_to = ", AVX2" if options.held_to else ""
     subject.print_head(
@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> dict:
         report.write_json(options.json, record)
         raise Fault(
             f"the losses of the first step differ by {record['loss_difference']:.1e}: the two "
-            "sides do not compute the same"
+            "sides compute different results"
         )
     return record
 
@@ -101,7 +101,7 @@ def compare_time(options: argparse.Namespace, folder: str) -> dict:
             record["losses"][name] = [math.fsum(x) / len(x) for x in zip(*by_rank, strict=True)]
             print(f"{name}: ready after {time.monotonic() - start:.0f} s", flush=True)
         if not sides:
-            raise Fault("nothing to compare with: no other side could be started")
+            raise Fault("nothing to compare with: no other library could be started")
         times = take_turns(our, sides, options.rounds)
     return record | evaluate(options, times, record["losses"])
 
@@ -143,7 +143,7 @@ def evaluate(options: argparse.Namespace, times: dict, losses: dict) -> dict:
     medians = {name: report.median(seconds) for name, seconds in other_times.items()}
     torch = {k: v for k, v in medians.items() if k not in options.libraries}
     best = min(torch or medians, key=medians.get)
-    rows = [["", f"ms a step, {options.rounds} rounds", "theirs / ours"]]
+    rows = [["", f"ms per step, {options.rounds} rounds", "theirs / ours"]]
     rows.append(["ours", report.spread(our_times, 1e3), ""])
     for name, seconds in other_times.items():
         rows.append([name, report.spread(seconds, 1e3), report.spread(ratios[name])])
@@ -199,7 +199,7 @@ def compare_memory(options: argparse.Namespace, folder: str) -> dict:
         raise Fault("nothing to compare with: no variant could be started")
     smallest = min(other_mib, key=other_mib.get)
     ratio = other_mib[smallest] / our_mib
-    print(f"PyTorch's least / ours {ratio:.2f} ({smallest})")
+    print(f"smallest of PyTorch / ours {ratio:.2f} ({smallest})")
     return record | {
         "ours_mib": our_mib,
         "torch_mib": other_mib,

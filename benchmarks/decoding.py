@@ -63,16 +63,16 @@ def run(options: argparse.Namespace, folder: str, file_side: int) -> dict:
     cost = times["ours"] + times["moved"] - times["plain"]
     ratios = {"ratio": cost / times["pillow"], "ratio_kept": cost / times["pillow_kept"]}
     size = f"{options.side}x{options.side}"
-    print(f"JPEG {file_side}x{file_side}, us of processor time for an image:")
+    print(f"JPEG {file_side}x{file_side}, us of processor time per image:")
     texts = {
         "pillow": "Pillow's decoding",
-        "pillow_kept": "the same, its memory kept",
+        "pillow_kept": "the same, reusing its memory",
         "ours": "ours to planes",
-        "plain": f"planes to blocks of {size}, as they are",
+        "plain": f"planes to blocks of {size}, unchanged",
         "moved": f"planes to blocks of {size}, cropped and mirrored",
     }
     rows = [(f"  {text}", report.spread(times[name], 1, 0)) for name, text in texts.items()]
-    texts = {"ratio": "Pillow's", "ratio_kept": "Pillow's, its memory kept"}
+    texts = {"ratio": "Pillow's", "ratio_kept": "Pillow's, reusing its memory"}
     rows += [
         (f"  decoding, crop and mirror over {text}", report.spread(ratios[name], 1, 3))
         for name, text in texts.items()

@@ -103,8 +103,8 @@ def measure_this_world(options: argparse.Namespace) -> dict | None:
         wait = report.median(steps["fold"].times.wait)
         hidden = max(0.0, 1 - wait / exchange)
         print(
-            f"  gradient exchange: {exchange * 1e3:.2f} ms alone, {wait * 1e3:.2f} ms of wait "
-            f"after backward: {hidden * 100:.0f} % hidden"
+            f"  gradient exchange: {exchange * 1e3:.2f} ms alone, {wait * 1e3:.2f} ms of waiting "
+            f"after the backward pass: {hidden * 100:.0f} % hidden"
         )
     versions = configuration.versions_of(world.transport.MPI.Get_library_version())
     return report.header(options, versions, *OPTIONS) | {
@@ -139,7 +139,7 @@ def _print_times(ranks, times):
         ("  step, fixed fold", report.spread(times["fold"], 1e3), "ms"),
         ("  step, plain Allreduce", report.spread(times["plain"], 1e3), "ms"),
         ("  overhead of the fold", report.spread(overhead, 100), "%"),
-        ("  the fold to itself", report.spread(control, 100), "%"),
+        ("  a second fold against the first", report.spread(control, 100), "%"),
     ]
     report.print_table(rows, left=3)
 

@@ -32,7 +32,7 @@ FILE_SIDE = 256  # height and width in pixels of the files that are cropped
 def main(options: argparse.Namespace) -> dict:
     """Run the sub-command and return its record."""
     if machine.is_launched():
-        raise UserError("bench input starts what it measures: run it without mpirun")
+        raise UserError("bench input starts its own processes: run it without mpirun")
     if options.memory:
         return memory.run(options)
     notes = subject.configure(options)

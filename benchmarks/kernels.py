@@ -179,7 +179,7 @@ class Yardsticks:
         flops, copy = self.medians()
         peak = "not measured: no C kernels" if flops is None else f"{flops:.1f} GFLOP/s"
         moved = "not measured" if copy is None else f"{copy:.1f} GB/s read and written"
-        return f"peak of added products: {peak}; copy of 64 MiB: {moved}"
+        return f"peak of multiply-adds: {peak}; copy of 64 MiB: {moved}"
 
 
 def cases(network, options):

@@ -67,8 +67,9 @@ def run(options: argparse.Namespace) -> dict:
         size = os.path.getsize(paths["whole"])
         print(
             f"{len(store)} images of 3x{options.side}x{options.side} in {size / 1e9:.2f} GB "
-            f"(whole), {counts['cut']} of them, one mini-batch (cut); {options.threads} thread(s) "
-            f"a rank, --cache-mb {options.cache_mb}; MiB of memory: anonymous + shared",
+            f"(whole), one mini-batch of {counts['cut']} images (cut); {options.threads} "
+            f"thread(s) per rank, --cache-mb {options.cache_mb}; memory in MiB: anonymous + "
+            "shared",
             flush=True,
         )
         for ranks in options.ranks:
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> dict:
             } | {"beyond": beyond / MIB}
             texts = (f"{name} {peak}" for name, peak in peaks.items())
             print(
-                f"{ranks} rank(s): {', '.join(texts)}: beyond it {beyond / MIB:.1f} MiB, "
+                f"{ranks} rank(s): {', '.join(texts)}: difference {beyond / MIB:.1f} MiB, "
                 f"{beyond / 1e6:.1f} MB",
                 flush=True,
             )

@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> dict:
         flush=True,
     )
     our_ms, torch_ms, ratios = {}, {}, {}
-    rows = [["", "ms a step", "PyTorch's / ours"]]
+    rows = [["", "ms per step", "PyTorch's / ours"]]
     for name, (kind, torch_kind, torch_options, implementations) in PAIRS.items():
         for implementation in implementations:
             key = f"{name} {implementation}"
@@ -117,7 +117,7 @@ def compare(our_side, torch_side, rounds):
     ours, expected = (weights() for _, weights in sides)
     error = np.abs(ours - expected).max() / np.abs(expected).max()
     if not error < TOLERANCE:
-        raise Fault(f"after {STEPS} steps the weights are {error:.1e} apart")
+        raise Fault(f"after {STEPS} steps the weights differ by {error:.1e}")
     times = [], []
     count = turns.steps_for(turns.seconds(our_side[0]), 0.1)
     for _, side in turns.alternate((0, 1), rounds):

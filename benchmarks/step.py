@@ -49,7 +49,7 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
         title = "  of which wait" if name == "wait" else name
         rows.append([title, *(f"{part[key]:.3f}" for key in ("median", "min", "max"))])
     report.print_table(rows)
-    print(f"{images:.0f} images/s; peak memory {peak_mib:.1f} MiB a rank, above that before")
+    print(f"{images:.0f} images/s; peak memory {peak_mib:.1f} MiB per rank, on top of that before")
     share = None
     if kernels is not None:
         kernel_ms = sum(kernel["ms"] for kernel in kernels.values())
@@ -117,7 +117,7 @@ def measure_scaling(options: argparse.Namespace) -> dict:
     }
     text = f"{description['arithmetic']}, {options.rounds} rounds in turns"
     subject.print_head(options, text)
-    rows = [["ranks", "ms a step", f"efficiency against {first}"]]
+    rows = [["ranks", "ms per step", f"efficiency against {first}"]]
     for ranks, seconds in times.items():
         rows.append([str(ranks), report.spread(seconds, 1e3), f"{efficiency[ranks]:.3f}"])
     report.print_table(rows, left=3)

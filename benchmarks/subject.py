@@ -86,7 +86,7 @@ def configure(options: argparse.Namespace) -> list[str]:
 
 def print_head(options: argparse.Namespace, text: str, notes: Sequence[str] = ()) -> None:
     """Print the first line of a benchmark and its warnings."""
-    head = f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) a rank"
+    head = f"{options.network}, batch {options.batch_size}, {options.threads} thread(s) per rank"
     print("\n".join([f"{head}, {text}", *(f"warning: {note}" for note in notes)]), flush=True)
 
 

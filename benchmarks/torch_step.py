@@ -120,7 +120,7 @@ class TorchStep:
         from torch._dynamo.utils import counters
 
         if not (counters["stats"]["unique_graphs"] > 0 and counters["inductor"]):
-            raise UserError("torch.compile compiled nothing, and ran the layers one by one")
+            raise UserError("torch.compile compiled nothing and ran the layers one by one")
 
 
 def cross_entropy(scores, labels):

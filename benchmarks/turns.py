@@ -85,7 +85,7 @@ class Side:
                 connection, _ = listener.accept()
             except TimeoutError:
                 if any(process.poll() is not None for process in self.processes):
-                    raise Lost(self.name, f"ended at its start: {self._last_message()}") from None
+                    raise Lost(self.name, f"ended while starting: {self._last_message()}") from None
                 if time.monotonic() > deadline:
                     raise Lost(self.name, f"did not start within {self.patience:g} s") from None
                 continue

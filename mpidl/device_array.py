@@ -27,7 +27,7 @@ class DeviceArray(OnDevice):
 
     def zeros_like(self) -> DeviceArray:
         """Return zeros with the same shape and dtype, on the same device."""
-        raise TypeError(f"{type(self).__name__} does not say how it makes zeros")
+        raise TypeError(f"{type(self).__name__} does not define zeros_like")
 
 
 def is_device_array(value: Any) -> bool:

@@ -39,8 +39,8 @@ def changed(path: str, before: Stamp, now: Stamp) -> UserError:
         f"{before.size} bytes then, {now.size} now" if before.size != now.size else "same size"
     )
     return UserError(
-        f"{printable(path)}: the file has changed since the run began ({difference}): expected "
-        "data that stay as they are; start again"
+        f"{printable(path)}: the file has changed since the run began ({difference}): data must "
+        "not change during a run; start again"
     )
 
 

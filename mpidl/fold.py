@@ -213,8 +213,8 @@ class Counter:
         for value in self.values:
             if value.dtype != dtype or value.size != np.prod(shape, dtype=int):
                 raise ValueError(
-                    f"folded values of shape {value.shape} and type {value.dtype}, said to be of "
-                    f"shape {tuple(shape)} and type {np.dtype(dtype)}"
+                    f"expected values of shape {tuple(shape)} and type {np.dtype(dtype)}, got "
+                    f"shape {value.shape} and type {value.dtype}"
                 )
         return Partial(
             [Term(self.tree, self.values, self.combine, np.dtype(dtype))], None, shape, dtype
@@ -331,9 +331,9 @@ class Partial:
         if isinstance(other, Partial):
             if other.shape != self.shape:
                 raise ValueError(
-                    f"adding Partials of shapes {self.shape} and {other.shape}: dl.mean and dl.sum "
-                    "go over the images and leave the rest of a shape, (3,) of (N, 3); for one "
-                    "number per image, (N,), write a custom op (@dl.op)"
+                    f"cannot add Partials of shapes {self.shape} and {other.shape}: dl.mean and "
+                    "dl.sum reduce over the images only, (N, 3) to (3,); to get one number per "
+                    "image, (N,), write a custom op (@dl.op)"
                 )
             addend = _sum_of_present(self.addend, other.addend)
             return Partial([*self.terms, *other.terms], addend, self.shape, self.dtype)
@@ -341,7 +341,7 @@ class Partial:
             return NotImplemented  # for example a Var, which handles the addition
         if np.shape(other) not in ((), self.shape):
             raise ValueError(
-                f"adding an array of shape {np.shape(other)} to a Partial of shape {self.shape}"
+                f"cannot add an array of shape {np.shape(other)} to a Partial of shape {self.shape}"
             )
         addend = np.asarray(_sum_of_present(self.addend, other), self.dtype)
         return Partial(self.terms, addend, self.shape, self.dtype)
@@ -400,8 +400,8 @@ class Partial:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
-            "a Partial is not added up over the ranks yet, so only sums and multiples of it have a "
-            "meaning: fold it first, with world.gplus(value)"
+            "a Partial is not yet summed over the ranks, so only sums and multiples of it are "
+            "defined: fold it first, with world.gplus(value)"
         )
 
     __float__ = __bool__ = __len__ = __array__ = __pow__ = _refuse

@@ -87,8 +87,8 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
         sums = sums if isinstance(sums, tuple) else (sums,)
         if len(sums) not in (1, 2) or not all(map(is_one_number, sums)):
             raise TypeError(
-                f"{name}: expected a loss, or (loss, how many labels were right), one number each, "
-                f"got {sums[0] if len(sums) == 1 else sums!r}"
+                f"{name}: expected a loss, or (loss, number of correct labels), each a single "
+                f"number, got {sums[0] if len(sums) == 1 else sums!r}"
             )
         return sums
 
@@ -148,8 +148,8 @@ def check_names(
     if other:
         raise UserError(
             f"{datastore.describe()}: expected the classes of {owner} ({name_list(expected)}), "
-            f"found {name_list(names)}, where label {other[0]} is another; `classes=` of "
-            "ImageFolder, ArrayDatastore and the like says what labels stand for"
+            f"found {name_list(names)}, where label {other[0]} differs; set the class names with "
+            "`classes=` of ImageFolder, ArrayDatastore or another datastore"
         )
 
 
@@ -157,7 +157,7 @@ def need_network(net: object) -> None:
     """Raise a UserError unless the object is a Network."""
     if not isinstance(net, Network):
         layers = isinstance(net, list | tuple)
-        hint = ": dl.Network(layers, input_shape) makes one" if layers else ""
+        hint = ": use dl.Network(layers, input_shape)" if layers else ""
         raise UserError(f"expected a network, found {type(net).__name__}{hint}")
 
 
@@ -211,10 +211,10 @@ def _check_label_targets(net, datastore):
     dataset, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
     if datastore.targets_dtype.kind not in "iu":
         gray = len(shape) == 3 and shape[0] == 1
-        hint = "; pixel_labels=True of dl.data.combined takes pixels as labels" if gray else ""
+        hint = "; pixel_labels=True of dl.data.combined reads pixels as labels" if gray else ""
         raise UserError(
             f"{dataset}: --loss crossentropy: expected labels, or whole numbers as targets, found "
-            'targets that are floats; --loss mse is for these (in Python loss="mse", and '
+            'targets that are floats; use --loss mse for these (in Python loss="mse", and '
             f"dl.regression_errors){hint}"
         )
     if len(outputs) < 1 or squeezed(outputs[1:]) != squeezed(shape):

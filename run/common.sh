@@ -93,7 +93,7 @@ make_environment() { # make the environment unless it has a new enough Python an
     say "making $venv for mpidl with MPI '$mpi' (once, a minute or two)"
     local output
     output=$("$python" -m venv $clear "$venv" 2>&1) ||
-        die "cannot make $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
+        die "cannot create $venv: ${output##*$'\n'} (MPIDL_VENV names another folder)"
 }
 
 find_python() { # print the first Python that is new enough; fail and print advice if none is

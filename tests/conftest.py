@@ -17,7 +17,7 @@ import limits
 import progress
 import pytest
 
-from mpidl.backends import settings  # before NumPy: mpidl holds the BLAS to one thread
+from mpidl.backends import settings  # before NumPy: mpidl limits the BLAS to one thread
 from mpidl.backends.cpu import builds
 from mpidl.comm import serial
 from mpidl.report import plots
@@ -25,7 +25,7 @@ from mpidl.report import plots
 # Read before MPI is initialized: Open MPI also sets them in a process that no mpirun started.
 LAUNCHED_RANKS = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE")
 
-# With it Python writes each line end separately, and mpirun mixes the lines of the ranks.
+# If it is set, Python writes line ends separately, and mpirun mixes lines of different ranks.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 MPI = serial.load()  # initializes MPI
@@ -140,7 +140,7 @@ def _is_selected(item, part):
         return False  # each rank would repeat it
     marks = [mark.args[0] for mark in item.iter_markers("slow")]
     if LAUNCHED_RANKS and item.get_closest_marker("slow_on_ranks"):
-        # Another test shows that the ranks have the bytes of one rank, where this one runs.
+        # Another test compares the bytes of the ranks with those of one rank, on which this runs.
         marks.append("ranks")
     if part is None:
         return not marks
@@ -191,5 +191,5 @@ def pytest_sessionfinish(session, exitstatus):
         MPI.COMM_WORLD.barrier()  # other ranks may use a folder of this one
         folder = Path(session.config.option.basetemp)
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty yet: the last rank removes it
+        with contextlib.suppress(OSError):  # not empty yet; the last rank removes it
             folder.parent.rmdir()

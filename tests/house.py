@@ -1,4 +1,4 @@
-"""Counts that keep the code readable: names that say nothing, lines of code.
+"""Count names that say nothing and lines of code.
 
     python tests/house.py [FOLDER]      of this checkout, or of another one
 

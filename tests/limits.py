@@ -1,7 +1,7 @@
-"""A time limit for each test that follows the machine's speed, and the stacks of tests that hang.
+"""Time limits of tests, scaled by the machine's speed, and the stacks of tests that hang.
 
 The limits are pytest-timeout's: `timeout` in pyproject.toml, or `@pytest.mark.timeout(seconds)`.
-They count seconds of a quiet machine. When a limit expires, this module measures the machine's
+They are in seconds of a quiet machine. When a limit expires, this module measures the machine's
 speed, and a test on a machine three times slower gets three times as long. A run has no limit.
 
 In one process a test past its limit fails at its current line, and the next test runs. Under
@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 REFERENCE = 500e6  # bytes per second that a core of the reference machine hashes with BLAKE2b
-TEARDOWN = 10  # least seconds for the fixtures of a test past its limit
+TEARDOWN = 10  # minimum seconds for the fixtures of a test past its limit
 GRACE = 30  # seconds until faulthandler ends a process that ignores the alarm
 
 
@@ -106,7 +106,7 @@ class Alarm:
 
 
 class Watch:
-    """The limit of the running test under mpirun, with all ranks on this host.
+    """The limit of the running test under mpirun, if all ranks are on this host.
 
     Each rank writes its position into a table that all ranks map. The first rank whose limit
     expires names the test that the others wait for, has every rank write its stack, and ends the
@@ -133,14 +133,14 @@ class Watch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def number(self, items):
-        """Name the positions after the tests, whose list is the same on all ranks."""
+        """Assign positions to the tests, whose list is the same on all ranks."""
         self.names |= {i: item.nodeid for i, item in enumerate(items)}
         self.names[len(items)] = "the end of the run"
         self.positions = {item: i for i, item in enumerate(items)}
         self.cancel()
 
     def enter_last(self):
-        """Enter the wait for the other ranks at the end of the run."""
+        """Set the position to the wait for the other ranks at the end of the run."""
         self.enter(len(self.positions), 60)
 
     def set(self, item, limit):

@@ -1,4 +1,4 @@
-"""The progress of a run of tests: a line every few seconds, with the time that is left.
+"""Report the progress of a test run: a line every few seconds with the remaining time.
 
 The expected times are in tests/durations.json, {run: {file: [seconds, tests]}}, measured on a quiet
 machine with two cores; the tests that have ended show how much slower this machine is.
@@ -18,16 +18,16 @@ import pytest
 VARIABLE = "MPIDL_TEST_RUN"
 TABLE = Path(__file__).with_name("durations.json")
 LINE_PERIOD = 10  # seconds between two lines
-PRIOR = 10  # seconds at the table's pace, which dampen the first measurements
+PRIOR = 10  # seconds at the table's speed, which dampen the first measurements
 UNKNOWN = 0.2  # seconds of a test whose file the table lacks
 
 
 class Facts(NamedTuple):
-    """What tests/suite.py tells this pytest about its run."""
+    """Facts about this run that tests/suite.py passes to pytest."""
 
     name: str = "tests"
     position: str = "1 of 1"
-    later: float = 0.0  # seconds of the following runs, on a quiet machine
+    later: float = 0.0  # expected seconds of the following runs, on a quiet machine
     processes: int = 1  # tests that run at a time
     record: bool = False
 
@@ -76,7 +76,7 @@ class Progress:
         return seconds / count
 
     def expect(self, nodeids):
-        """Set the tests that will run, which another process may have collected."""
+        """Set the tests of the run, which another process may have collected."""
         self.total = len(nodeids)
         self.expected = sum(map(self.weight, nodeids))
         self.start = self.last = time.monotonic()
@@ -92,7 +92,7 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report):
-        """Print no dot for each test; failures are printed at once."""
+        """Print failures immediately, and no dots for other tests."""
         if not self.quiet:
             return None
         if report.passed:

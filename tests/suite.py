@@ -27,7 +27,7 @@ import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTHING_SELECTED = 5  # pytest's exit code
-MAX_PROCESSES = 16  # of one run, each of some hundred MB
+MAX_PROCESSES = 16  # limit per run; each needs some hundred MB
 
 
 class Run(NamedTuple):
@@ -46,7 +46,7 @@ class Run(NamedTuple):
         return 1 if self.ranks else cores
 
     def expected(self, name, cores):
-        """Return the seconds that it should take on a quiet machine."""
+        """Return the expected seconds of the run on a quiet machine."""
         files, processes = progress.seconds_of_files(name), self.processes(cores)
         longest = max(files, default=0) if self.spread == "loadfile" else 0
         return max(sum(files) / processes, longest)
@@ -124,7 +124,7 @@ def parser():
 
 
 class Suite:
-    """Runs that follow each other, with their times and failures."""
+    """A sequence of runs, with their times and failures."""
 
     def __init__(self, options, arguments):
         self.options, self.arguments = options, arguments
@@ -159,7 +159,7 @@ class Suite:
             self.run(name, f"{i + 1} of {len(names)}", self.expected(names[i + 1 :]))
 
     def run_within(self, budget):
-        """Run the parts that should end within the budget; the first one changes every day."""
+        """Run the parts that fit into the budget; the first part changes every day."""
         names, today = list(PARTS), datetime.date.today().toordinal()
         pace = max((time.monotonic() - self.start) / max(self.expected(QUICK), 1), 1)
         parts, left = [], self.start + budget - time.monotonic()
@@ -180,7 +180,7 @@ class Suite:
 
 
 def main():
-    # A process in the background ignores INT, and the tests' jobs would inherit that.
+    # A background process ignores INT, which the tests' jobs would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options, arguments = parser().parse_known_args()
     if options.list:

@@ -1,4 +1,4 @@
-"""The documents show what works: Python blocks run; commands, options, names and links exist.
+"""The documents are correct: Python blocks run; commands, options, names and links exist.
 
 The blocks of a document share a namespace. A small data set replaces the digits, and `photos` is a
 small folder of images.
@@ -39,7 +39,7 @@ def small_digits(world=None):
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(path, world, tmp_path, monkeypatch, without_plots):
-    folder = Path(world.broadcast(str(tmp_path)))  # one for all ranks
+    folder = Path(world.broadcast(str(tmp_path)))  # one folder for all ranks
     if world.rank == 0:
         grow(folder / "photos", per_class=10, shape=(3, 8, 8))
     world.barrier()

@@ -1,4 +1,4 @@
-"""The tree, the counter that folds it, and Partials; a loop plays the ranks."""
+"""The fold tree, its counter, and Partials; a loop simulates the ranks."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_the_counter_builds_the_tree_of_the_definition(ranks):
         trees = shares(leaves, ranks)
         counters = [counted(tree, blocks, pair) for tree in trees]
         for tree, counter in zip(trees, counters, strict=True):
-            # A rank hands over exactly its nodes, each combined as the tree says.
+            # A rank returns exactly its nodes, each combined in the order of the tree.
             assert [v[()] for v in counter.values] == [node_of(*n) for n in tree.nodes[tree.rank]]
         nodes = [node for rank_nodes in trees[0].nodes for node in rank_nodes]
         values = [value for counter in counters for value in counter.values]
@@ -208,7 +208,7 @@ def combined(ranks):
 
 
 def test_sums_and_multiples_of_partials_do_not_depend_on_the_ranks():
-    """Each term is folded, then scaled; then the terms are added, and `once` last."""
+    """Each term is folded, then scaled; then the terms are added, and finally `once`."""
     a, b = (tree_sum(wide(seed, 37, 41), 0, 37) for seed in (3, 4))
     expected = a * np.float32(0.3) + b * np.float32(-1 / 7) + np.float32(2)
     for ranks in (1, 2, 3, 5, 8, 12):
@@ -296,5 +296,5 @@ def test_the_counter_refuses_missing_blocks_and_values_of_another_type():
     with pytest.raises(ValueError, match="folded blocks up to 1"):
         counter.partial((2,))
     doubles = counted(tree, np.ones((3, 2), "f8"))
-    with pytest.raises(ValueError, match="type float64, said to be of shape .* float32"):
+    with pytest.raises(ValueError, match="type float32, got shape .* type float64"):
         doubles.partial((2,), np.float32)

@@ -1,4 +1,4 @@
-"""The direction of the imports, read from the sources: from commands to kernels, never back."""
+"""Imports go in one direction, from commands to kernels; the sources are checked."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "mpidl"
 
-# The packages, and modules at the top, that each of them may import beside itself.
+# The packages and top-level modules that each package or module may import.
 BOTTOM = set("errors text files keyed fold blocks shapes device_array autodiff".split())
 BACKENDS = BOTTOM - {"autodiff"} | {"kernels"}
 OPS = BOTTOM | {"backends"}
@@ -114,7 +114,7 @@ def violations(texts):
 
 
 def cycles(graph):
-    """Return the cycles that a walk in sorted order meets in a graph {node: set of nodes}."""
+    """Return cycles of a graph {node: set of nodes}, found by a walk in sorted order."""
     paths, visited, path = [], set(), []
 
     def visit(node):
@@ -163,7 +163,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("expected", BROKEN)
 def test_a_broken_rule_is_found(expected):
-    """The negative control: a module that breaks a rule, among the real ones."""
+    """Negative control: a module that breaks a rule is found among the real ones."""
     lines = violations(read_package() | BROKEN[expected])
     assert any(expected in line for line in lines), lines
 

@@ -1,4 +1,4 @@
-"""Random numbers by key, which are frozen: the weights of past runs depend on them."""
+"""Keyed random numbers, which must never change: the weights of past runs depend on them."""
 
 import hashlib
 
@@ -48,7 +48,7 @@ def test_words_of_many_samples():
 
 
 def test_the_numbers_are_frozen():
-    """These hashes never change: other numbers would change every past run."""
+    """These hashes must never change, because other numbers would change every past run."""
     initial = keyed.words(1, "initial conv1.weight", 500, epoch=2, sample=3)
     for numbers, dtype, digest in (
         (keyed.words(0, "shuffle", 100), "<u8", "eca2b56bcb0e2941"),

@@ -81,7 +81,7 @@ def test_regression_errors_are_learned(world, loss):
 
 
 def test_the_first_loss_is_that_of_float64(world):
-    """With a rate near zero, the loss of the epoch is that of the initial network."""
+    """At a learning rate near zero, the loss of the epoch is that of the initial network."""
     store = pairs(50, brightness)
     net, result = trained(
         world, to_numbers(), store, loss="mse", epochs=1, batch_size=50, learning_rate=1e-12
@@ -197,7 +197,7 @@ def test_refusals(world):
     numbered, pictured, pixels = (pairs(20, targets) for targets in (brightness, halves, bright))
     one_class = dl.ArrayDatastore(labelled.images, np.zeros(20, np.int64), ["a", "b", "c"])
     for net, store, loss, text in (
-        (to_numbers(), pictured, "crossentropy", "are floats; --loss mse .*; pixel_labels"),
+        (to_numbers(), pictured, "crossentropy", "are floats; use --loss mse .*; pixel_labels"),
         (to_numbers(), labelled, "mse", "expected images with targets, found labels alone"),
         (to_numbers(), bare, "mse", "expected images with targets, found none"),
         (to_numbers(), bare, "crossentropy", "the images have no labels"),
@@ -218,10 +218,14 @@ def test_refusals(world):
         dl.TrainingOptions(loss="l1")
     with pytest.raises(UserError, match="loss must be .* or a function, found l1"):
         dl.evaluate(to_numbers(), numbered, world=world, loss="l1")
-    with pytest.raises(TypeError, match=r"three: expected a loss, .* one number each, got \(V"):
+    with pytest.raises(
+        TypeError, match=r"three: expected a loss, .* each a single number, got \(V"
+    ):
         trained(world, to_numbers(), numbered, loss=three)
     for nothing in None, "0.5", [0.5], np.zeros(3), (), (0.5, None):
-        with pytest.raises(TypeError, match="<lambda>: expected a loss, .* one number each, got "):
+        with pytest.raises(
+            TypeError, match="<lambda>: expected a loss, .* each a single number, got "
+        ):
             trained(world, to_numbers(), numbered, loss=lambda *_, v=nothing: v)
     with pytest.raises(UserError, match="top_k: expected loss crossentropy"):
         dl.evaluate(to_numbers(), numbered, world=world, loss="mse", top_k=1)

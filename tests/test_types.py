@@ -1,4 +1,4 @@
-"""Types of the public API, as a type checker and an editor see them in a user's program."""
+"""Types of the public API, as type checkers and editors see them in a user's program."""
 
 import ast
 import inspect
@@ -33,7 +33,7 @@ ignore_missing_imports = True
 [mypy-mpidl.*]
 ignore_errors = True
 """
-# Each line is an error to a checker.
+# Each line is an error for a type checker.
 WRONG_CALLS = """
 import numpy as np
 import mpidl as dl
@@ -93,7 +93,7 @@ def functions_of(name, member):
         if not attribute.startswith("_") or attribute in ("__init__", "__call__", "__getitem__")
     ]
     methods = [(method, getattr(function, "__func__", function)) for method, function in methods]
-    # a dataclass makes functions without a file
+    # a dataclass generates functions without a file
     return [
         (method, inspect.unwrap(function))
         for method, function in methods
@@ -147,7 +147,7 @@ def attribute_program():
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory, request):
-    """What one strict run of mypy says: {program: [(line of the program, message)]}."""
+    """Run mypy once in strict mode; return {program: [(line of the program, message)]}."""
     cache = getattr(request.config, "cache", None)
     cache = cache.mkdir("mypy") if cache else "cache"
     folder = tmp_path_factory.mktemp("types")
@@ -214,7 +214,7 @@ def test_public_functions_are_annotated():
 
 
 def test_options_have_their_defaults_in_the_signature():
-    """Editors show them: `epochs: int = 30`."""
+    """Editors show option types and defaults, such as `epochs: int = 30`."""
     parameters = inspect.signature(dl.TrainingOptions).parameters
     for name, declared in OPTIONS.items():
         assert parameters[name].annotation == declared.type

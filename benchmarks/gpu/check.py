@@ -36,11 +36,13 @@ class Stage(NamedTuple):
 STAGES = (
     Stage("machine", "versions; all kernels compile", 90),
     Stage("parity", "each op at the networks' sizes against float64 NumPy", 60),
-    Stage("training", "training beside the CPU's, accuracy", 75),
+    Stage("training", "training compared with the CPU's; accuracy", 75),
     Stage("identity", "the same bytes on repeats, without graphs, on 1, 2, 4 ranks, resumed", 75),
     Stage("tests", "the kernels' tests", 60, required=False),
     Stage("sanitizer", "compute-sanitizer", 60, required=False),
-    Stage("timing", "the step beside PyTorch's; kernels by time", 170, required=False),
+    Stage(
+        "timing", "the step compared with PyTorch's; the time of each kernel", 170, required=False
+    ),
 )
 LIMIT = 590  # total time limit in seconds
 GRACE = 3  # extra seconds, so that a stage that watches its time limit can end by itself
@@ -68,7 +70,7 @@ def main(argv=None, find_gpus=visible, stage_command=None):
     options = _arguments(argv)
     gpus = find_gpus()
     if not gpus.gpus:
-        raise UserError(f"gpu-check needs a GPU that mpidl can compute on: {gpus.reason}")
+        raise UserError(f"gpu-check requires a GPU that mpidl can use: {gpus.reason}")
     gpu = gpus.gpus[0].name
     os.makedirs(options.out, exist_ok=True)
     for name in NAMES:
@@ -106,10 +108,12 @@ def _arguments(argv):
     parser = Parser("benchmarks.gpu.check", f"Check and measure on a GPU.\n\n{texts}", False)
     parser.prog = "run/gpu-check"
     default = os.environ.get("OUT") or "gpu-check-results"
-    text = "folder of the results ($OUT, or ./%(default)s)"
+    text = "folder for the results ($OUT, or ./%(default)s)"
     parser.text("--out", "DIR", text, default=default)
-    parser.text("--stages", "NAME,NAME,...", "run these alone (all)", default=NAMES, type=_stages)
-    text = "time limit of all stages together (%(default)s)"
+    parser.text(
+        "--stages", "NAME,NAME,...", "run only these stages (all)", default=NAMES, type=_stages
+    )
+    text = "time limit of all stages in seconds (%(default)s)"
     parser.text("--limit", "SECONDS", text, default=LIMIT, type=count("--limit"))
     return parser.parse(argv)
 
@@ -119,7 +123,7 @@ def _stages(text):
     for name in names:
         if name not in NAMES:
             hint = training_options.nearest(name, NAMES)
-            raise UserError(f"--stages must be of {', '.join(NAMES)}, found {name}{hint}")
+            raise UserError(f"--stages must be among {', '.join(NAMES)}, found {name}{hint}")
     return names
 
 
@@ -136,7 +140,7 @@ def run(command, seconds):
         code = process.wait(seconds + GRACE)
         return "" if code in (0, 1) else f"ended with exit code {code}"
     except subprocess.TimeoutExpired:
-        return f"out of time, ended after {seconds:.0f} s"
+        return f"out of time, stopped after {seconds:.0f} s"
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:

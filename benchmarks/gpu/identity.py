@@ -124,7 +124,7 @@ class Starter:
                 timeout=max(self.left(), 1),
             )
         except subprocess.TimeoutExpired as late:
-            raise UserError(f"not done after {late.timeout:.0f} s") from None
+            raise UserError(f"not finished after {late.timeout:.0f} s") from None
         if job.returncode:
             raise UserError(f"exit code {job.returncode}: {last_message(job.stderr)}")
         with open(result) as file:

@@ -57,7 +57,7 @@ def _run(report, program, tool, seconds):
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        report.note(f"{tool}: not done within {seconds:.0f} s")
+        report.note(f"{tool}: not finished within {seconds:.0f} s")
         return
     report.check(f"compute-sanitizer {tool}", job.returncode == 0, summary(job.stdout))
 

@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> dict:
     """Run the sub-command and return its record."""
     gpus = visible()
     if not gpus.gpus:
-        raise UserError(f"bench gpu needs a GPU that mpidl can compute on: {gpus.reason}")
+        raise UserError(f"bench gpu requires a GPU that mpidl can use: {gpus.reason}")
     report = reports.Report("timing")
     settings = [parse_setting(text) for text in options.settings]
     measure(report, settings, options.rounds, options.limit, gpus.gpus[0].name)

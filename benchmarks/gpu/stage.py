@@ -33,7 +33,7 @@ PACKAGES = {
     "tomli_w": "train: options.toml",
     "rich": "the bar on a terminal",
     "threadpoolctl": "the name of NumPy's BLAS",
-    "torch": "timing beside PyTorch",
+    "torch": "timing against PyTorch",
     "pytest": "the tests of the kernels",
 }
 
@@ -124,7 +124,7 @@ def tests_stage(report, folder, seconds):
     """Run the tests of the kernels on the real GPU instead of the emulated one."""
     tests = os.path.join(_root(), "tests", "backends")
     if importlib.util.find_spec("pytest") is None or not os.path.isdir(tests):
-        report.note("left out: pytest is not installed, or this is no checkout")
+        report.note("skipped: pytest is not installed, or this is not a checkout")
         return
     variables = environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     words = ["-m", "pytest", tests, "--device", "cuda", "--slow", "all", "-q"]
@@ -168,7 +168,7 @@ def identity_stage(report, folder, seconds):
     training.digits(data)
     checkpoints = importlib.util.find_spec("h5py") is not None
     if not checkpoints:
-        report.note("no resume: h5py is not installed")
+        report.note("resuming is not checked: h5py is not installed")
     start_run = identity.Starter(folder, data, lambda: deadline - time.monotonic())
     identity.check_all(report, start_run, identity.other_rank_counts(report), checkpoints)
 
@@ -178,8 +178,8 @@ def sanitizer_stage(report, folder, seconds):
     program = sanitizer.find()
     if program is None:
         report.note(
-            "left out: no compute-sanitizer on PATH, in CUDA_HOME, in /usr/local/cuda, or in pip's "
-            "packages"
+            "skipped: no compute-sanitizer on PATH, in CUDA_HOME, in /usr/local/cuda or in "
+            "pip's packages"
         )
         return
     report.fact("compute-sanitizer", program)

@@ -69,7 +69,7 @@ def variants(results):
         for key in keys
     ]
     head = ["precision", "", *(result.name for result in results)]
-    return "All variants, ms a step (medians)", head, rows
+    return "All variants, ms per step (medians)", head, rows
 
 
 def kernels(result):
@@ -82,8 +82,8 @@ def kernels(result):
         rows.append(_kernel({"name": f"{len(rest)} others", "shape": "", **sums}, total))
     head = ["kernel", "largest arrays", "launches", "µs", "share", "GB/s", "TFLOP/s"]
     title = (
-        f"{result.name}, fp32: kernels by time, {total * 1e3:.0f} µs in all, each between events "
-        "of its own"
+        f"{result.name}, fp32: kernels by time, {total * 1e3:.0f} µs in total, each timed with "
+        "separate events"
     )
     return title, head, rows
 

@@ -160,7 +160,7 @@ def parity(report, cpu, gpu, sets, epochs, make=network, tf32=True):
     report.check(
         "mean loss of the first epoch by the recipe: GPU and CPU",
         difference <= MEAN_TOLERANCE,
-        f"{means[0]:.4f} and {means[1]:.4f}, apart by {difference:.1%} (at most "
+        f"{means[0]:.4f} and {means[1]:.4f}, which differ by {difference:.1%} (at most "
         f"{MEAN_TOLERANCE:.0%})",
     )
     accuracy(report, gpu, sets, epochs, make)
@@ -172,8 +172,8 @@ def compare(report, name, losses, expected, tolerance):
     report.check(
         name,
         len(losses) == len(expected) and bool(differences.max() <= tolerance),
-        f"{len(losses)} iterations, {expected[0]:.4f} to {expected[-1]:.4f}: apart by at most "
-        f"{differences.max():.1e}, in iteration {differences.argmax() + 1} (at most "
+        f"{len(losses)} iterations, {expected[0]:.4f} to {expected[-1]:.4f}: they differ by at "
+        f"most {differences.max():.1e}, in iteration {differences.argmax() + 1} (at most "
         f"{tolerance:.0e}); the first by {differences[0]:.1e}",
     )
 

@@ -111,8 +111,8 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
         loss, value = outputs[0], [value_of(v) for v in outputs]
         if not is_one_number(loss):
             raise TypeError(
-                f"a loss must be one number, got {value[0]!r}; dl.mean makes one of a value per "
-                "image, (N,)"
+                f"a loss must be a single number, got {value[0]!r}; dl.mean reduces one value "
+                "per image, (N,), to a number"
             )
         batch = batch_of(*args)
         world = batch.world if batch else reduce

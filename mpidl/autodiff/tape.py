@@ -88,8 +88,8 @@ class Var:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
-            f"{self.name!r} is being differentiated: combine it with dl's ops or with + - * / **, "
-            "or write a custom op with @dl.op"
+            f"{self.name!r} is being differentiated, so only dl's ops and + - * / ** accept it: "
+            "write a custom op with @dl.op for other functions"
         )
 
     __float__ = __bool__ = __len__ = __array__ = __iter__ = mean = sum = _refuse
@@ -219,8 +219,8 @@ def _by_block(name, forward, values, options):
     """Run a plain-array op once per block of this rank's share, or once if nothing is blocked."""
     if any(isinstance(v, Partial) for v in values):
         raise TypeError(
-            f"{name}: got a Partial, which is not added up over the ranks yet; only sums and "
-            "multiples of it have a meaning before world.gplus(value)"
+            f"{name}: got a Partial, which is not yet summed over the ranks; before "
+            "world.gplus(value), only sums and multiples of it are defined"
         )
     refuse_gpu(name, *values)
     values = [v.stored() if isinstance(v, Blocked) else v for v in values]
@@ -282,8 +282,7 @@ def refuse_gpu(name: str, *values: Any) -> None:
         array = value.source if isinstance(value, Blocked) else value
         if is_device_array(getattr(array, "x", array)):  # a DeferredInput holds its array in x
             raise TypeError(
-                f"{name}: works on NumPy arrays, and its argument lies on a GPU, for which it has "
-                "no kernel: run with --device cpu"
+                f"{name}: has no GPU kernel, but its argument is on a GPU: run with --device cpu"
             )
 
 
@@ -413,7 +412,9 @@ def backward(
             continue
         parents, vjp, dy = node.parents, node.vjp, cotangents.pop(node, None)
         if vjp is None:
-            raise RuntimeError(f"the tape through {node.name!r} was already played back")
+            raise RuntimeError(
+                f"the tape through {node.name!r} was already played back; record a new one"
+            )
         if isinstance(dy, Partial):
             if fold is None:
                 raise TypeError(

@@ -20,7 +20,7 @@ from mpidl.training.options.option_types import check_value
 
 STOPPED = 75  # exit code of a stopped run; the batch system should run it again
 EXIT_CODES = """\
-exit codes: 0 done; 1 fault; 2 unusable options or data; 75 stopped by a signal (USR1, TERM, INT)
+exit codes: 0 success; 1 error; 2 invalid options or data; 75 stopped by a signal (USR1, TERM, INT)
 after writing a checkpoint: run again with --resume DIR
 """
 
@@ -87,8 +87,8 @@ class Parser(argparse.ArgumentParser):
                 break
             if name == "--ranks" and name not in flags:
                 raise UserError(
-                    "unknown option --ranks: mpirun -n N starts the ranks, run/train as many as "
-                    "MPIDL_RANKS says"
+                    "unknown option --ranks: set the number of ranks with mpirun -n N, or with "
+                    "MPIDL_RANKS for run/train"
                 )
             if name.startswith("--") and name not in flags:
                 raise UserError(f"unknown option {name}{training_options.nearest(name, flags)}")
@@ -174,18 +174,18 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     parser.text(
         "--test-data",
         "DATA",
-        "Test images; default: those that come with --data, else --test-fraction of it",
+        "Test images; default: the test images of --data, else --test-fraction of --data",
     )
     parser.add(
         "test_fraction",
-        "Fraction of --data, taken from each class, to hold out for the test if no test images "
-        "come with it; 0 disables the test",
+        "Fraction of --data, taken from each class, to hold out for the test if --data has no "
+        "test images; 0 disables the test",
         str(training_options.RUN["test_fraction"]),
     )
     parser.text(
         "--validation-data",
         "DATA|test",
-        "Images to validate on during training; test uses the test images; default: none",
+        "Images for validation during training, or test for the test images; default: none",
     )
     add_preprocess(parser)
     parser.add_options(*training_options.NAMES)
@@ -198,7 +198,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     parser.text(
         "--out",
         "DIR",
-        "Folder for the results; it may not contain a run unless --resume or --overwrite is "
+        "Folder for the results; it must not contain a run unless --resume or --overwrite is "
         "given; default: the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist",
     )
     parser.text("--resume", "DIR", "Resume training from the checkpoint in DIR")
@@ -225,25 +225,25 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "mpidl.predict",
         "Classify images with a trained network.",
         quiet,
-        epilog="--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
-        "preprocessing, also if only one of them is given.",
+        epilog=(
+            "--colour, --resize, --cover and --centre-crop replace all of the model's own\n"
+            "preprocessing, even if only one of them is given."
+        ),
     )
-    parser.text("--model", "FILE.h5", "The model.h5 of a run", required=True)
-    parser.text(
-        "--layers", "FILE.py", "Python file with the custom layer classes that the model has"
-    )
+    parser.text("--model", "FILE.h5", "Model file: model.h5 of a run", required=True)
+    parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
     parser.text("--data", "DATA", DATA_HELP, required=True)
     parser.text(
         "--out",
         "FILE",
-        "Write the results. FILE.csv has a row per image: its name, its class and a score per "
-        "class; for a model that gives numbers, its name, the numbers and the targets. FILE.npy "
-        "or FILE.h5 is an array, for --activations and models without classes",
+        "Write the results. FILE.csv has one row per image: its name, its class and a score per "
+        "class; for a regression model, its name, its outputs and its targets. FILE.npy or "
+        "FILE.h5 is an array, for --activations and models without classes",
     )
     parser.text(
         "--top-k",
         "K",
-        "Print the fraction of images whose class is among the K largest scores",
+        "Print the fraction of images whose class has one of the K largest scores",
         type=count("--top-k"),
     )
     parser.text(
@@ -251,8 +251,8 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
         "FILE",
         "Write the confusion matrix to FILE.csv, or a picture of it to FILE.png",
     )
-    parser.text("--activations", "LAYER", "Write what this layer computes for each image to --out")
-    add_preprocess(parser, "as for the model")
+    parser.text("--activations", "LAYER", "Write the output of this layer for each image to --out")
+    add_preprocess(parser, "that of the model")
     parser.add_options(*PREDICT)
     defaults = {name: training_options.OPTIONS[name].default for name in PREDICT}
     values = defaults | vars(parser.parse(argv))
@@ -276,7 +276,7 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
         "Train briefly on each number of ranks and compare the weights, which must be the same,\n"
         "byte for byte.",
         quiet,
-        epilog="exit codes: 0 the weights are equal; 1 they differ, or a fault; 2 unusable options",
+        epilog="exit codes: 0 the weights are equal; 1 they differ, or an error; 2 invalid options",
     )
     parser.text(
         "--ranks",
@@ -324,19 +324,19 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     parser.text(
         "--input-shape",
         "C,H,W",
-        "Shape of an image for --network; default: that of the images it was designed for",
+        "Shape of an image for --network; default: the shape that it was designed for",
         type=image_shape,
     )
     parser.text(
         "--classes",
         "N",
-        "Number of classes for --network; default: that of the data it was designed for",
+        "Number of classes for --network; default: the number that it was designed for",
         type=count("--classes"),
     )
     parser.text(
         "--batch-size",
         "N",
-        "Images per mini-batch for --network; default: that of its recipe, else 128",
+        "Images per mini-batch for --network; default: the value in its recipe, else 128",
         type=count("--batch-size"),
     )
     namespace = parser.parse(argv)
@@ -344,14 +344,14 @@ def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Nam
     typed = [name for name in sizes if getattr(namespace, name) is not None]
     if typed and namespace.network is None:
         raise UserError(
-            f"{training_options.flag(typed[0])}: is for --network NAME, which is missing"
+            f"{training_options.flag(typed[0])}: expected --network NAME with it, found none"
         )
     return namespace
 
 
 DATA_HELP = (
-    "Images: digits; a folder with a sub-folder of images per class, or with such folders train/ "
-    "and test/; a folder of IDX files or of CIFAR's binary files; "
+    "Images: digits; a folder with one sub-folder of images per class, or with two such "
+    "folders, train/ and test/; a folder of IDX files or of CIFAR's binary files; "
     f"{', '.join(fmt.noun for fmt in FILES if fmt.noun)}, or a file made by python -m mpidl.pack"
 )
 

@@ -151,10 +151,10 @@ def _cupy():
     if not packages:
         return "not installed"
     if versions is None:
-        return f"{packages}, which does not load"
+        return f"{packages}, which cannot be loaded"
     driver = "no driver"
     if versions.can_run != "0.0":
-        driver = f"the driver runs up to {versions.can_run}"
+        driver = f"the driver supports up to {versions.can_run}"
     return f"{packages}, for CUDA {versions.made_for}; {driver}"
 
 

@@ -43,8 +43,10 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "the test images of the source. Training on it gives the same weights, byte for byte.\n"
         "After an interruption, the same command continues.",
         quiet,
-        epilog="exit codes: 0 done; 1 fault; 2 unusable options or data; 75 stopped by a signal:\n"
-        "run the same command again",
+        epilog=(
+            "exit codes: 0 success; 1 error; 2 invalid options or data; 75 stopped by a "
+            "signal:\nrun the same command again"
+        ),
     )
     parser.add_argument("source", metavar="SRC", help=arguments.DATA_HELP)
     parser.add_argument("target", metavar="DST.h5", nargs="?", help="The file to write")
@@ -58,7 +60,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="Compare SRC, which is a packed file, with its checksums",
+        help="Check SRC, a packed file, against its checksums",
     )
     parsed = parser.parse(argv)
     preprocess = start.preprocess(vars(parsed))
@@ -94,8 +96,8 @@ def _pack(job, signals):
     parts = {"train": train} if test is None else {"train": train, "test": test}
     if test is not None and test.image_shape != train.image_shape:
         raise UserError(
-            f"{test.describe()}: expected images of shape {train.image_shape}, as of "
-            f"{train.describe()}, found {test.image_shape}; --resize makes them so"
+            f"{test.describe()}: expected images of shape {train.image_shape}, as in "
+            f"{train.describe()}, found {test.image_shape}; --resize converts them"
         )
     for store in parts.values():
         print(f"From: {store.describe()}", flush=True)
@@ -141,7 +143,7 @@ def _verify(job, signals):
         except Stop:
             print(f"{signals.name}: stopped after {progress.count} of {total} images")
             return arguments.STOPPED
-    print(f"Verified: {job.source}, {total} images are what was packed")
+    print(f"Verified: {job.source}, {total} images match their checksums")
     return 0
 
 

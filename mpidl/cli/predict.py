@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     images = data.preprocessed(images, preprocess)
     if not net.takes(images.image_shape):
         raise UserError(
-            f"--data {parsed.data}: expected images of shape {net.input_shape}, as the model was "
-            f"trained on, found {images.image_shape} (--resize, --cover, --centre-crop and "
-            "--colour convert them)"
+            f"--data {parsed.data}: expected images of shape {net.input_shape}, as in training, "
+            f"found {images.image_shape} (--resize, --cover, --centre-crop and --colour convert "
+            "them)"
         )
     if parsed.activations:
         _activations(parsed, world, net, images)
@@ -62,9 +62,7 @@ def _check_outputs(parsed):
         for name in ("top_k", "confusion"):
             if getattr(parsed, name):
                 flag = training_options.flag(name)
-                raise UserError(
-                    f"--activations writes what a layer computes: expected no {flag} with it"
-                )
+                raise UserError(f"--activations: expected no {flag} with it")
         if not parsed.out:
             raise UserError("--activations: expected --out FILE.npy or FILE.h5 with it, found none")
         arrays.check_path(parsed.out, "--out")
@@ -185,7 +183,7 @@ def _classes(parsed, world, net, images, classes, reason):
             f"{flag}: expected images with labels, found none in --data {parsed.data}{suffix}"
         )
     if parsed.out and parsed.out.lower().endswith(arrays.ENDINGS):
-        raise UserError(f"--out {parsed.out}: the scores of classes are written as .csv")
+        raise UserError(f"--out {parsed.out}: class scores are written as .csv")
     (count,) = net.output_shape
     if parsed.top_k and parsed.top_k > count:
         raise UserError(f"--top-k {parsed.top_k}: the model has {count} classes")

@@ -28,11 +28,11 @@ def device_of(world: World) -> str:
 
 
 def blas() -> str:
-    """Describe the BLAS of NumPy: its name, its version and the CPU architecture it uses."""
+    """Describe NumPy's BLAS: its name, version and CPU architecture."""
     try:
         import threadpoolctl
     except ImportError:
-        return "not known (threadpoolctl is not installed)"
+        return "unknown (threadpoolctl is not installed)"
     libraries = [x for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
     return ", ".join(
         " ".join(str(x[key]) for key in ("internal_api", "version", "architecture") if x.get(key))
@@ -53,12 +53,12 @@ def arithmetic(world: World) -> list[str]:
     lines = without_kernels()
     if len({best for _, best, _ in ranks}) > 1:
         mix = _by_kind((host, best) for host, best, _ in ranks)
-        lines.append(f"warning: the ranks have different kernels, and all run {build}: {mix}")
+        lines.append(f"warning: the ranks have different kernels, so all use {build}: {mix}")
     if len({kind for *_, kind in ranks}) > 1:
         mix = _by_kind((host, kind) for host, _, kind in ranks)
         lines.append(
-            f"warning: the ranks run different arithmetic, so that the weights depend on "
-            f"which rank computes what: {mix}"
+            "warning: the ranks use different arithmetic, so the weights depend on which rank "
+            f"computes which images: {mix}"
         )
     return lines
 
@@ -68,7 +68,7 @@ def without_kernels() -> list[str]:
     reason = builds.why_numpy()
     if reason:
         return [
-            f"note: without C kernels NumPy does the arithmetic, several times slower: {reason}"
+            f"note: without C kernels, NumPy does the arithmetic, several times slower: {reason}"
         ]
     if builds.is_stale():
         return [f"warning: the kernels are older than their sources: {builds.how_to_build()}"]
@@ -124,7 +124,7 @@ def preprocess(run: Mapping[str, Any]) -> Preprocess:
     names = ("resize", "cover", "centre_crop")
     resize, cover, crop = (size_of(run.get(name)) for name in names)
     if resize and cover:
-        raise UserError("--resize and --cover: expected one of them")
+        raise UserError("--resize and --cover: expected at most one of them")
     return Preprocess(resize or cover, run.get("colour"), cover=cover is not None, crop=crop)
 
 
@@ -166,11 +166,11 @@ def with_test(
     """
     fraction = run["test_fraction"]
     if "test_fraction" in typed and fraction:
-        conflict = f"--data {run['data']} has test images of its own"
+        conflict = f"--data {run['data']} already has test images"
         if run["test_data"]:
-            conflict = f"--test-data {run['test_data']} names the test images"
+            conflict = f"--test-data {run['test_data']} already names the test images"
         if run["test_data"] or test_set is not None:
-            raise UserError(f"--test-fraction {fraction}: {conflict}: expected one of them")
+            raise UserError(f"--test-fraction {fraction}: {conflict}")
     if run["test_data"]:
         test_set = data.open_test_data(run["test_data"], world, classes=train_set.classes)
         return train_set, data.preprocessed(test_set, preprocess(run))
@@ -224,8 +224,8 @@ def network(
     if in_zoo:
         if not isinstance(classes, int):
             raise UserError(
-                f"--network {name}: it gives numbers; the data have targets of shape "
-                f"{'x'.join(map(str, classes))}, so expected FILE.py:FUNCTION"
+                f"--network {name}: expected FILE.py:FUNCTION for targets of shape "
+                f"{'x'.join(map(str, classes))}, found a network with a vector of outputs"
             )
         build = zoo.NETWORKS[name]
     elif ".py:" in name:
@@ -248,13 +248,13 @@ def network(
         raise UserError(f"--network {name}: {error.args[0] if error.args else error}") from error
     if net.input_shape != tuple(input_shape):
         raise UserError(
-            f"--network {name}: the data have images of shape {tuple(input_shape)}, so expected a "
-            f"network that takes them, found one for {net.input_shape}"
+            f"--network {name}: expected a network for images of shape {tuple(input_shape)}, as "
+            f"in the data, found one for {net.input_shape}"
         )
     if isinstance(classes, int) and net.output_shape != (classes,):
         raise UserError(
             f"--network {name}: expected {classes} outputs, one per class of the data (or per "
-            f"number, if the targets are numbers), found {'x'.join(map(str, net.output_shape))}"
+            f"target value), found {'x'.join(map(str, net.output_shape))}"
         )
     return net
 
@@ -264,7 +264,9 @@ def _resize_hint(build, input_shape):
     usual_shape = inspect.signature(build).parameters["input_shape"].default
     if all(side >= usual for side, usual in zip(input_shape[1:], usual_shape[1:], strict=True)):
         return ""
-    return f"; it is made for larger images: train with --resize {usual_shape[1]}x{usual_shape[2]}"
+    return (
+        f"; it is designed for larger images: train with --resize {usual_shape[1]}x{usual_shape[2]}"
+    )
 
 
 def load_user_function(text: str, option: str) -> Callable:
@@ -342,7 +344,7 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
     """
     path = os.fspath(path)
     if not os.path.isfile(path):
-        raise UserError(f"no file {path}")
+        raise UserError(f"no such file: {path}")
     if not path.endswith(".py"):
         raise UserError(f"expected a Python file, FILE.py, found {path}")
     name = "mpidl_user_" + re.sub(r"\W", "_", os.path.abspath(path).removesuffix(".py"))

@@ -50,9 +50,9 @@ def _train(typed, world, signals):
     if not len(train_set) or (test_set is not None and not len(test_set)):
         test_count = "none" if test_set is None else len(test_set)
         raise UserError(
-            f"--data {run['data']}: expected images to train on and to test on, found "
-            f"{len(train_set)} and {test_count}; --test-fraction is the fraction to hold out for "
-            "the test (0: no test), --test-data names other images"
+            f"--data {run['data']}: expected training and test images, found {len(train_set)} "
+            f"and {test_count}; --test-fraction sets the fraction to hold out for the test (0: "
+            "no test), --test-data names other images"
         )
     if test_set is not None:
         _check_shape("--test-data", test_set, train_set)
@@ -157,14 +157,14 @@ def _with_validation(typed, run, settings, train_set, test_set, world, preproces
     if source is None:
         if "validation_frequency" in typed and not settings.validation_fraction:
             raise UserError(
-                f"--validation-frequency {settings.validation_frequency}: expected images to "
-                "validate on (--validation-data or --validation-fraction)"
+                f"--validation-frequency {settings.validation_frequency}: expected validation "
+                "images (--validation-data or --validation-fraction)"
             )
         return validation.held_out(train_set, settings)
     if settings.validation_fraction:
         raise UserError(
-            f"--validation-data {source} and --validation-fraction {settings.validation_fraction}: "
-            "expected one of them"
+            f"--validation-data {source} and --validation-fraction "
+            f"{settings.validation_fraction}: expected at most one of them"
         )
     images = test_set
     if source == "test" and test_set is None:
@@ -186,10 +186,10 @@ def _describe_position(position, settings):
     if epoch > settings.epochs:
         schedule = settings.learn_rate_schedule
         advice = f", where --learn-rate-schedule {schedule} ends: there is nothing left to train"
-        advice = advice if schedule in ENDING else "; a larger --epochs trains on"
+        advice = advice if schedule in ENDING else "; increase --epochs to train further"
         return f"the end of epoch {epoch - 1}{advice}"
     if limit is not None and position["iteration"] >= limit:
-        return f"in epoch {epoch}; a larger --max-iterations trains on"
+        return f"in epoch {epoch}; increase --max-iterations to train further"
     return f"in epoch {epoch}"
 
 

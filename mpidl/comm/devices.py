@@ -115,7 +115,7 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     device.sharers = world.allgather((world.host, gpu.identity)).count((world.host, gpu.identity))
     world.mover = nccl.make_mover(world)
     if world.mover is not None and world.mover.captured:
-        device.until = world.transport.wait_until  # a time-out names the ranks that do not answer
+        device.until = world.transport.wait_until  # a time-out names the ranks that do not respond
 
 
 def open_gpu(gpu: Gpu) -> CudaDevice:
@@ -181,7 +181,7 @@ def slurm_gpus(
     if count.isdigit() and int(count) < len(gpus):
         return gpus, (
             f"warning: Slurm gave this job {count} of the {len(gpus)} GPUs that are visible on "
-            f"{host}, and does not say which: name them by --gpus"
+            f"{host}, but not which ones: name them with --gpus"
         )
     return gpus, ""
 
@@ -202,7 +202,7 @@ def parse_gpus(text: str) -> list[int]:
     except ValueError:
         numbers = [-1]
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise UserError(f"--gpus must be numbers of GPUs such as 0,2, each once, found {text}")
+        raise UserError(f"--gpus must be distinct GPU numbers such as 0,2, found {text}")
     return numbers
 
 
@@ -282,7 +282,7 @@ def _lines_about_cpus(ranks, lacking):
         hosts = ", ".join(dict.fromkeys(report.host for report in ranks if report.gpus))
         return [f"note: all ranks compute on CPUs: there are GPUs on {hosts}, none on {reasons}"]
     is_unusable = any(report.driver_count for report in ranks)
-    return [f"note: computes on CPUs: no GPU that can be used on {reasons}"] if is_unusable else []
+    return [f"note: computing on CPUs: no usable GPU on {reasons}"] if is_unusable else []
 
 
 def _lines_about_sharing(ranks, assigned, gpus):
@@ -297,12 +297,12 @@ def _lines_about_sharing(ranks, assigned, gpus):
         elif used < usable:
             idle.setdefault((len(used), len(usable)), []).append(host)
     lines = [
-        f"warning: {n} ranks share {k} GPU(s) on {', '.join(hosts)}: one rank a GPU is faster"
+        f"warning: {n} ranks share {k} GPU(s) on {', '.join(hosts)}: one rank per GPU is faster"
         for (n, k), hosts in crowded.items()
     ]
     if gpus is None:
         lines += [
-            f"note: {k} of {n} GPUs are used on {', '.join(hosts)}, one by each rank"
+            f"note: {k} of {n} GPUs are used on {', '.join(hosts)}, one per rank"
             for (k, n), hosts in idle.items()
         ]
     return lines
@@ -315,8 +315,8 @@ def _lines_about_kinds(ranks, assigned):
         return []
     mix = _by_host((report.host, kind) for report, kind in zip(ranks, kinds, strict=True))
     return [
-        "warning: the ranks run different GPUs, so that the weights depend on who computes what: "
-        f"{mix}"
+        "warning: the ranks use different GPUs, so the weights depend on which rank computes "
+        f"which images: {mix}"
     ]
 
 

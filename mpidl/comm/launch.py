@@ -114,7 +114,7 @@ def launch(
         _raise_error_of_a_rank(job)
         if not in_time:
             raise TimeoutError(
-                f"launch: the {ranks} rank(s) were not done after {timeout:g} s and were ended"
+                f"launch: the {ranks} rank(s) did not finish within {timeout:g} s and were stopped"
             )
         if job.process.returncode or not os.path.exists(os.path.join(folder, "result")):
             raise RankError(job.describe_exit())
@@ -128,10 +128,10 @@ def _refuse_inside_a_rank():
     """Raise UserError if this process is a rank."""
     started = failure.launched_ranks()
     if SIZE_VARIABLE in os.environ or started is not None:
-        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} that {started[0]} tells of"
+        size = os.environ.get(SIZE_VARIABLE) or f"{started[1]} as {started[0]} says"
         raise UserError(
-            f"launch: this process is a rank already, one of {size}, and ranks start no ranks; in "
-            'a script, call it under if __name__ == "__main__":'
+            f"launch: this process is already a rank, one of {size}, and cannot start ranks; in a "
+            'script, call launch under if __name__ == "__main__":'
         )
 
 
@@ -171,8 +171,8 @@ def _write_task(folder, function, arguments, show):
     by_value = main is None and getattr(function, "__module__", None) == "__main__"
     if by_value and launch_worker.cloudpickle() is None:
         raise UserError(
-            "launch: what a notebook defines is sent by cloudpickle, which is not installed: "
-            "pip install '.[notebook]', or put the function into a module"
+            "launch: functions defined in a notebook require cloudpickle, which is not "
+            "installed: pip install '.[notebook]', or move the function to a module"
         )
     task = {
         "path": [os.path.abspath(entry) for entry in sys.path],  # "" means the current folder
@@ -186,7 +186,11 @@ def _write_task(folder, function, arguments, show):
         try:
             launch_worker.dump((function, arguments), file, by_value=main is None)
         except Exception as error:
-            hint = "" if launch_worker.cloudpickle() else " (pip install '.[notebook]' sends more)"
+            hint = (
+                ""
+                if launch_worker.cloudpickle()
+                else " (with pip install '.[notebook]', more can be sent)"
+            )
             raise UserError(
                 f"launch: the function or its arguments cannot be sent: {error}{hint}"
             ) from error
@@ -272,7 +276,7 @@ class _Job:
     def describe_exit(self):
         """Describe how the ranks ended if none of them reported an error."""
         tail = "".join(self.tail).strip()
-        stderr = f"; the last they wrote to stderr:\n{tail}" if tail else ""
+        stderr = f"; the end of their stderr:\n{tail}" if tail else ""
         code = self.process.returncode
         return f"the {self.ranks} rank(s) ended with exit code {code} and no result{stderr}"
 

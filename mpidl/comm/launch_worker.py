@@ -115,7 +115,7 @@ def _write_result(result, path):
         _write_complete(path, result)
     except Exception as error:
         raise TypeError(
-            f"launch: rank 0's result, a {type(result).__name__}, cannot be brought back: {error}"
+            f"launch: rank 0's result, a {type(result).__name__}, cannot be sent back: {error}"
         ) from None
 
 
@@ -168,7 +168,7 @@ def _load_task(file):
         if MAIN not in str(error) and "__main__" not in str(error):
             raise
         raise UserError(
-            f"launch: {error}: the ranks read the script again but for what stands under "
+            f"launch: {error}: the ranks import the script without the code under "
             '`if __name__ == "__main__":`; define it above that line'
         ) from error
 

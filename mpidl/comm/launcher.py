@@ -22,7 +22,7 @@ def launcher(ranks: int) -> list[str]:
     mpirun = os.path.join(os.path.dirname(sys.executable), "mpirun")
     path = mpirun if os.access(mpirun, os.X_OK) else shutil.which("mpirun")
     if path is None:
-        raise UserError("no mpirun beside this Python or on PATH: run/install puts one there")
+        raise UserError("no mpirun beside this Python or on PATH: run/install installs one")
     return [path, "-n", str(ranks)]
 
 

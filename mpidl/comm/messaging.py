@@ -145,7 +145,7 @@ class Messaging:
     def _handle(self, data):
         self._received_count += 1
         if self._handler is None:
-            raise RuntimeError("send: rank 0 has no handler; every rank calls after_each first")
+            raise RuntimeError("send: rank 0 has no handler: call after_each on every rank first")
         self._handler(data)
 
     # exchanges

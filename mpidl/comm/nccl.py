@@ -92,7 +92,7 @@ def choose_transport(ranks: Sequence[Capabilities], request: str | None = None) 
     refusing = [r for r, a in enumerate(ranks) if a.aware is False]
     problem = ""
     if request == "nccl" and shared:
-        problem = "ranks {} and {} are on one GPU, which NCCL refuses".format(*shared[0])
+        problem = "ranks {} and {} share one GPU, which NCCL does not support".format(*shared[0])
     elif request == "nccl" and lacking:
         problem = f"rank {lacking[0]} on {ranks[lacking[0]].host} finds no NCCL that CuPy can load"
     elif request == "nccl" and len({a.nccl for a in ranks}) > 1:

@@ -106,8 +106,9 @@ class Reducer:
         for term in value.terms:
             if len(term.tree.runs) != self.world.size:
                 raise ValueError(
-                    f"{name or 'the sum'} is over images that {len(term.tree.runs)} rank(s) share, "
-                    f"this world has {self.world.size}: add it up in the world of its images"
+                    f"{name or 'the sum'} is over images that {len(term.tree.runs)} rank(s) "
+                    f"share, but this world has {self.world.size}: fold it in the world that "
+                    "shared them"
                 )
         if self.world.size == 1:
             roots = [np.reshape(term.nodes[0], value.shape) for term in value.terms]

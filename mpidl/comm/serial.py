@@ -43,8 +43,8 @@ def load() -> ModuleType | SimpleNamespace:
     started = failure.launched_ranks()
     if started is not None:
         raise UserError(
-            f"the launcher started {started[1]} tasks ({started[0]}={started[1]}), and for more "
-            f"than one rank MPI is needed: {reason}"
+            f"the launcher started {started[1]} tasks ({started[0]}={started[1]}), but more than "
+            f"one rank requires MPI: {reason}"
         )
     return _serial_mpi(reason)
 

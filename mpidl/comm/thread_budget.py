@@ -119,6 +119,6 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
             core_count = len(ranks[narrow[0]][1].allowed)
             lines.append(
                 f"warning: rank {narrow[0]} on {host} runs {threads[narrow[0]]} threads but may "
-                f"use {core_count} core(s) alone: see mpirun's binding of ranks"
+                f"use only {core_count} core(s): see the binding options of mpirun"
             )
     return threads, lines

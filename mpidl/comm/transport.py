@@ -166,9 +166,9 @@ class Transport:
         ]
         for rank in peers:
             if rank not in answers:
-                lines.append(f"  rank {rank} on host {self.hosts[rank]} does not answer")
+                lines.append(f"  rank {rank} on host {self.hosts[rank]} does not respond")
         if len(lines) == 1:
-            lines.append("  all ranks answer, but they wait for different things:")
+            lines.append("  all ranks respond, but they wait for different operations:")
             answers[self.rank] = f"{self.activity}: waits for {operation}"
             lines += [f"  rank {rank}, {answers[rank]}" for rank in sorted(answers)]
         print("\n".join(lines), file=sys.stderr, flush=True)

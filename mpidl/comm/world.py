@@ -262,7 +262,7 @@ class World(Messaging):
             )
         combine = operation if callable(operation) else OPERATIONS[operation]
         if isinstance(value, Partial):
-            raise TypeError("gop: got a Partial; world.gplus(value) is what folds it")
+            raise TypeError("gop: got a Partial; use world.gplus(value) to fold it")
         # Copy, so that the result is never the argument itself; use C order on every rank.
         array = np.array(value, order="C", ndmin=1)
         if array.dtype == object:

@@ -46,7 +46,7 @@ def empty_classes_warning(datastore: Datastore) -> str | None:
         f"{names}{rest} (of {len(classes)})"
     )
     numbers = empty[0] == 0 and list(classes) == [str(i) for i in range(len(classes))]
-    return line + ": labels count from 0" * bool(numbers)
+    return line + ": labels start at 0" * bool(numbers)
 
 
 def read_images(datastore: Datastore, indices: Indices) -> np.ndarray:

@@ -58,8 +58,8 @@ class Combined(Derived):
             return
         if self.targets_dtype.kind != "i":
             raise UserError(
-                "combined: classes are for targets that are labels: whole numbers, or images with "
-                "pixel_labels=True"
+                "combined: classes requires targets that are labels: whole numbers, or images "
+                "with pixel_labels=True"
             )
         self.classes = [str(name) for name in classes]
 

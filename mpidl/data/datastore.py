@@ -333,8 +333,8 @@ class Transformed(Derived):
         if image_shape is None or dtype is None:
             if not len(parent):
                 raise UserError(
-                    f"{parent.describe()}: expected images to find the shape of what transform "
-                    "makes of them, found none; give image_shape and dtype"
+                    f"{parent.describe()}: expected images, whose transformed shape is needed, "
+                    "found none; pass image_shape and dtype"
                 )
             first = self._apply(parent.read([0])[0], 0)
             image_shape, dtype = first.shape, first.dtype
@@ -405,8 +405,8 @@ def check_labels(
         raise UserError(f"{source}: expected whole numbers from 0 as labels, got {actual}")
     if classes is not None and count and labels.max() >= len(classes):
         raise UserError(
-            f"{source}: expected labels below {len(classes)}, the number of classes (they count "
-            f"from 0), got {labels.max()}"
+            f"{source}: expected labels below {len(classes)}, the number of classes (labels "
+            f"start at 0), got {labels.max()}"
         )
     if classes is None and count and labels.max() >= MOST_CLASSES:
         raise UserError(f"{source}: expected labels below {MOST_CLASSES}, got {labels.max()}")
@@ -422,7 +422,7 @@ def counted(datastore: Datastore) -> str:
     text = f"{len(datastore)} images of {'x'.join(map(str, datastore.image_shape))}"
     if datastore.targets_shape is not None:
         sizes = "x".join(map(str, datastore.targets_shape))
-        text += f" with targets of {sizes}" if sizes else " with a number each"
+        text += f" with targets of {sizes}" if sizes else " with one target each"
     elif datastore.labels is not None:
         text += f" in {len(datastore.classes)} classes"
     return text
@@ -444,7 +444,7 @@ def need_datastore(candidate: object, role: str) -> None:
         return
     hint = ""
     if isinstance(candidate, str | os.PathLike):
-        hint = ": dl.ImageFolder(folder) makes one"
+        hint = ": use dl.ImageFolder(folder)"
     elif isinstance(candidate, tuple | list | np.ndarray):
-        hint = ": dl.ArrayDatastore(images, labels) makes one"
+        hint = ": use dl.ArrayDatastore(images, labels)"
     raise UserError(f"{role}: expected a datastore, found {type(candidate).__name__}{hint}")

@@ -12,7 +12,7 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-# Pixels: least length of an image's longer side, gap between images, margin around them.
+# Pixels: minimum length of an image's longer side, gap between images, margin around them.
 CELL, GAP, MARGIN = 96, 6, 12
 TEXT = 110  # width of the column of class names in pixels
 ROWS, VARIANTS = 10, 7

@@ -83,10 +83,14 @@ def parse_class_names(value: object, source: str) -> list[str]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list) or len(value) > MOST_CLASSES:
-        raise UserError(f"{source}: expected class names as a list of texts, found something else")
+        raise UserError(
+            f"{source}: expected class names as a list of strings, found something else"
+        )
     names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in value]
     if not all(isinstance(name, str) and _is_text(name) for name in names):
-        raise UserError(f"{source}: expected class names as a list of texts, found something else")
+        raise UserError(
+            f"{source}: expected class names as a list of strings, found something else"
+        )
     if len(set(names)) < len(names):
         repeated = next(name for name in names if names.count(name) > 1)
         raise UserError(
@@ -136,4 +140,4 @@ def check_int32(values: np.ndarray, source: str) -> None:
     """Raise UserError if an integer target is outside the range of int32."""
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     if low < -(1 << 31) or high >= 1 << 31:
-        raise UserError(f"{source}: expected targets that int32 holds, found {low} to {high}")
+        raise UserError(f"{source}: expected targets in the range of int32, found {low} to {high}")

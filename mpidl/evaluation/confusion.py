@@ -14,7 +14,7 @@ from mpidl.files import write_whole
 from mpidl.report import confusion as picture
 from mpidl.text import aligned, class_names
 
-MAX_CLASSES = 20  # of a printed table; with more, only the most frequent confusions are printed
+MAX_CLASSES = 20  # with more classes, only the most frequent confusions are printed
 
 
 @dataclass(frozen=True, eq=False, repr=False)

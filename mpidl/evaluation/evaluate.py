@@ -236,9 +236,7 @@ def _classes(net, loss, top_k, confusion):
         return None
     request = "confusion" if confusion else "top_k"
     if loss != "crossentropy":
-        raise UserError(
-            f"{request}: expected loss crossentropy, whose outputs are scores of classes"
-        )
+        raise UserError(f"{request}: expected loss crossentropy, whose outputs are class scores")
     classes = net.output_shape[0]
     is_integer = isinstance(top_k, numbers.Integral) and not isinstance(top_k, bool)
     if top_k is not None and not (is_integer and 1 <= top_k <= classes):

@@ -137,8 +137,8 @@ def classify(
     losses.need_network(net)
     if net.classes == ():
         raise UserError(
-            "classify: expected a network whose outputs are scores of classes, found one that was "
-            "trained to give numbers (its `classes` are ()); dl.predict gives these"
+            "classify: expected a network whose outputs are class scores, found one trained for "
+            "regression (its `classes` are ()): use dl.predict"
         )
     images, shape = as_datastore(net, images), net.output_shape[1:]
     return _collect(net, images, labels, shape, np.int64, world, batch_size, everywhere)
@@ -285,7 +285,7 @@ def as_datastore(net: Network, images: Datastore | np.ndarray) -> Datastore:
     if not net.takes(images.image_shape):
         raise UserError(
             f"{images.describe()}: expected images of shape {net.input_shape}, which the network "
-            f"takes, found {images.image_shape}"
+            f"expects, found {images.image_shape}"
         )
     return images
 

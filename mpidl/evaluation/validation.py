@@ -49,8 +49,8 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     training, validation = datastore.split(1 - options.validation_fraction, seed=options.seed)
     if not len(training) or not len(validation):
         raise UserError(
-            f"--validation-fraction {options.validation_fraction}: expected images to train on and "
-            f"to validate on, found {len(training)} and {len(validation)}"
+            f"--validation-fraction {options.validation_fraction}: expected training and "
+            f"validation images, found {len(training)} and {len(validation)}"
         )
     return training, replace(options, validation=validation)
 
@@ -65,8 +65,8 @@ def _check_options(options):
     for text, is_set in in_use.items():
         if is_set:
             raise UserError(
-                f"{text}: expected images to validate on "
-                "(--validation-data, --validation-fraction, or validation= in Python)"
+                f"{text}: expected validation images (--validation-data, --validation-fraction, "
+                "or validation= in Python)"
             )
 
 

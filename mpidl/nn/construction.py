@@ -28,11 +28,11 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
         If the list is empty, or if a name is not unique or not allowed.
     """
     if isinstance(unnamed, Layer):
-        raise TypeError(f"expected a list of layers, got a {type(unnamed).__name__} alone")
+        raise TypeError(f"expected a list of layers, got a single {type(unnamed).__name__}")
     if isinstance(unnamed, str) or not isinstance(unnamed, Iterable):
         raise TypeError(f"expected a list of layers, got {unnamed!r}")
     if not unnamed:
-        raise ValueError("a network has at least one layer")
+        raise ValueError("expected at least one layer")
     copies: list[Any] = []
     counts: dict[str, int] = {}
     for layer in unnamed:
@@ -46,9 +46,11 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
     names: list[str] = [layer.name for layer in copies]
     for name in names:
         if not isinstance(name, str) or names.count(name) > 1 or "." in name or "/" in name:
-            raise ValueError(f"layer names must be unique texts without '.' or '/', got {name!r}")
+            raise ValueError(f"layer names must be unique strings without '.' or '/', got {name!r}")
         if name == graph.IMAGES:
-            raise ValueError(f"{name!r} is what a network is given: no layer can have that name")
+            raise ValueError(
+                f"{name!r} is the name of the network's input: no layer can have that name"
+            )
     return copies
 
 
@@ -77,8 +79,8 @@ def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> B
         for value in layer.factors(learnable):
             if not (check.are_numbers(value) and value >= 0 and math.isfinite(value)):
                 raise ValueError(
-                    f"{layer.name}: factors of learning rate and L2 are at least 0, got {value!r} "
-                    f"for {learnable}"
+                    f"{layer.name}: factors of learning rate and L2 must be at least 0, got "
+                    f"{value!r} for {learnable}"
                 )
     return built
 
@@ -136,8 +138,8 @@ def layers_of_spec(
         name = arguments.pop("type", None)
         if name not in types:
             raise ValueError(
-                f"unknown layer type {name!r}: expected a layer of mpidl or one that you name "
-                "(dl.load_model(path, layers=[...]), predict --layers FILE.py)"
+                f"unknown layer type {name!r}: expected a layer of mpidl, or a custom one that "
+                "you pass (dl.load_model(path, layers=[...]), predict --layers FILE.py)"
             )
         result.append(types[name](**{key: _tuples(value) for key, value in arguments.items()}))
     return result

@@ -57,8 +57,8 @@ def replace_layers(net: Network, replacements: Mapping[str, Layer], seed: int | 
         for name in (name for name in old if construction.layer_of(name) not in replacements):
             if new[name].shape != old[name].shape:
                 raise ValueError(
-                    f"replace_layers: {name} has shape {old[name].shape}, and needs "
-                    f"{new[name].shape} behind the new layers: replace its layer, too"
+                    f"replace_layers: {name} has shape {old[name].shape}, but needs "
+                    f"{new[name].shape} after the new layers: replace its layer too"
                 )
             new[name] = np.array(old[name])
     return edited

@@ -35,7 +35,7 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
             before = names[i - 1] if i else IMAGES
             reads = (before if layer.after is None else layer.after,)
         elif layer.after is not None:
-            raise ValueError(f"{layer.name}: inputs say what it reads, so after is not for it")
+            raise ValueError(f"{layer.name}: a layer with inputs cannot also have after")
         for name in reads:
             _check(layer.name, name, names[:i], names)
         reads_of_layers.append(reads)
@@ -55,7 +55,7 @@ def input_names(layer: Layer) -> tuple[str, ...] | None:
     if inputs is None:
         return None
     if not isinstance(inputs, list | tuple) or len(inputs) < 2:
-        raise ValueError(f"{layer.name}: expected the names of two inputs or more, got {inputs!r}")
+        raise ValueError(f"{layer.name}: expected the names of two or more inputs, got {inputs!r}")
     return tuple(inputs)
 
 

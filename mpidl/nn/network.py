@@ -289,9 +289,7 @@ class Network:
             the result for Blocked images is therefore a Var, although the annotation says Blocked.
         """
         if images.shape[1:] != self.input_shape:
-            raise ValueError(
-                f"the network takes images of shape {self.input_shape}, got {images.shape[1:]}"
-            )
+            raise ValueError(f"expected images of shape {self.input_shape}, got {images.shape[1:]}")
         return self._output(self.layers[-1].name, images)
 
     @overload
@@ -342,9 +340,7 @@ class Network:
         if isinstance(images, Blocked):
             return ops.softmax(self.logits(images))
         if self.on_device:
-            raise TypeError(
-                "predict takes arrays where the network lies in host memory: net.to(None)"
-            )
+            raise TypeError("predict expects the network in host memory: call net.to(None) first")
         pixels = np.asarray(images)
         if self.normalization is not None:
             pixels = self.normalization(pixels)

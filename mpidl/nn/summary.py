@@ -137,8 +137,8 @@ class Analysis:
 
     def _footnote(self):
         return (
-            f"memory: of outputs that are stored, {self.batch_size} images; MFLOP: million "
-            "operations of forward, one image"
+            f"memory: stored outputs of {self.batch_size} images; MFLOP: million operations of a "
+            "forward pass of one image"
         )
 
     def __str__(self) -> str:

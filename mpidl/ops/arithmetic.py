@@ -195,7 +195,7 @@ def total(a: Replicated, axis: int | tuple[int, ...] | None = None) -> Replicate
         If `a` is a blocked value or a Partial.
     """
     if isinstance(value_of(a), (Blocked, Partial)):
-        raise TypeError("total sums a replicated array; dl.sum and dl.mean go over the images")
+        raise TypeError("total: expected a replicated array; dl.sum and dl.mean sum over images")
     return _total(a, axis)
 
 

@@ -174,8 +174,8 @@ def _refuse_learnables(needs):
     """Raise a TypeError if an argument other than the images needs a cotangent."""
     if any(needs):
         raise TypeError(
-            "batch normalization by running statistics is differentiated with respect to its "
-            "images alone: train gamma and beta with batchnorm"
+            "batch normalization by running statistics can be differentiated only with respect "
+            "to images: train gamma and beta with batchnorm"
         )
 
 

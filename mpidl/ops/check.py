@@ -16,8 +16,8 @@ PaddingArgument: TypeAlias = (
 )  # see `same_or_pads`
 
 BLOCKED = (  # the end of an error message, which says how to get a Blocked value
-    "a dl.MinibatchQueue gives such values, dl.from_images(array, dl.share(count, world)) makes "
-    "one of an array"
+    "dl.MinibatchQueue yields such values, dl.from_images(array, dl.share(count, world)) "
+    "converts an array"
 )
 
 
@@ -78,7 +78,9 @@ def pair(name: str, option: str, value: Any, minimum: int) -> Pair:
     """Return an option as (down, across); raise a ValueError if it is not integers >= minimum."""
     both = as_pair(value)
     if len(both) != 2 or not all(_is_integer(v, minimum) for v in both):
-        raise ValueError(f"{name}: {option} must be an integer >= {minimum} or two, got {value!r}")
+        raise ValueError(
+            f"{name}: {option} must be one or two integers >= {minimum}, got {value!r}"
+        )
     return both
 
 

@@ -36,7 +36,7 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
         raise ValueError("concat: its arguments belong to different mini-batches")
     if any(v.image_shape[1:] != first.image_shape[1:] or v.dtype != first.dtype for v in blocked):
         raise ValueError(
-            "concat: expected values of one type that differ in their channels alone, got "
+            "concat: expected values of one type that differ only in their channels, got "
             + ", ".join(f"{v.shape} {v.dtype}" for v in blocked)
         )
     backend = backends.of(first)

@@ -79,7 +79,7 @@ def multiply_partial(x: Partial, factor: Array | float) -> WithVjp[Partial]:
         dfactor = x * float(dy) if needs[1] and x.shape == () else None
         if needs[1] and dfactor is None:
             raise TypeError(
-                "the factor of a Partial can be differentiated only if it is one number"
+                "the factor of a Partial can be differentiated only if it is a single number"
             )
         return (dy * value if needs[0] else None, dfactor)
 
@@ -108,12 +108,12 @@ def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
     """
     if not isinstance(labels, Blocked):
         raise TypeError(
-            f"{name}: expected labels as integers, one an image (Blocked), got "
+            f"{name}: expected integer labels, one per image (Blocked), got "
             f"{type(labels).__name__}; {check.BLOCKED}"
         )
     if labels.dtype.kind not in "iu":
         raise TypeError(
-            f"{name}: expected labels as integers, got {labels.dtype} of shape {labels.shape}"
+            f"{name}: expected integer labels, got {labels.dtype} of shape {labels.shape}"
         )
     classes, *pixels = scores.image_shape
     if squeezed(labels.image_shape) != squeezed(pixels):
@@ -222,7 +222,7 @@ def _mean_error(name, y, target, power):
     if not fits or target.shape[0] != y.shape[0]:
         raise ValueError(f"{name}: expected a target of shape {y.shape}, got {target.shape}")
     if target.dtype.kind != "f":
-        raise TypeError(f"{name}: expected a target of floats, got {target.dtype}")
+        raise TypeError(f"{name}: expected a floating-point target, got {target.dtype}")
     backend, batch, lanes = backends.of(y), y.batch, y.lanes
     target_lanes = target.lanes.reshape(lanes.shape)
     if target_lanes.dtype != y.dtype:

@@ -37,7 +37,7 @@ def same_or_crops(
         return check.pads(name, cropping, "cropping")
     if any(taps < step for taps, step in zip(size, stride, strict=True)):
         raise ValueError(
-            f"{name}: cropping 'same' asks for filters at least as large as the stride {stride}, "
+            f"{name}: cropping 'same' requires filters at least as large as the stride {stride}, "
             f"got {size}"
         )
     return same_cropping(size, stride)
@@ -60,7 +60,7 @@ def _arguments(
     cropping = same_or_crops(name, cropping, weight_shape[2:], stride)
     size = transposed_conv2d_shape(image_shape, weight_shape, stride, cropping)
     if min(size) < 1:
-        raise ValueError(f"{name}: cropping {cropping} leaves nothing of images {image_shape}")
+        raise ValueError(f"{name}: cropping {cropping} leaves no output of images {image_shape}")
     return stride, cropping
 
 

@@ -85,5 +85,5 @@ class StepProgram:
 
 def _roots(pending: Any) -> Iterator:
     if not isinstance(pending, Pending):
-        raise TypeError(f"a step on a GPU gives numbers summed over its images, got {pending!r}")
+        raise TypeError(f"expected sums over images as results of a step on a GPU, got {pending!r}")
     return pending.roots

@@ -45,7 +45,7 @@ def check_hooks(hooks: Any) -> list[Any]:
             raise UserError(f"hooks: expected an object, found the class {hook.__name__} itself")
         if not any(callable(getattr(hook, event, None)) for event in EVENTS):
             raise UserError(
-                f"hooks: {type(hook).__name__} has no method of a hook, which are "
+                f"hooks: {type(hook).__name__} has none of the methods of a hook: "
                 f"{', '.join(EVENTS)}"
             )
     return hooks

@@ -35,7 +35,7 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         if not isinstance(options.augmenter, Augmenter):
             raise UserError(f"augmenter: expected an Augmenter, found {options.augmenter!r}")
         if changed:
-            raise UserError(f"augmenter and {', '.join(changed)}: expected one of them")
+            raise UserError(f"augmenter and {', '.join(changed)}: expected at most one of them")
         return options.augmenter
     if not changed:
         return None
@@ -73,14 +73,14 @@ def check_types(net: object, datastore: object, options: object) -> None:
     losses.need_network(net)
     need_datastore(datastore, "images to train on")
     if not isinstance(options, TrainingOptions):
-        hint = ": TrainingOptions(**options)" if isinstance(options, dict) else ""
+        hint = ": use TrainingOptions(**options)" if isinstance(options, dict) else ""
         raise UserError(f"expected TrainingOptions, found {type(options).__name__}{hint}")
 
 
 def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     """Raise UserError if the network cannot be trained or validated on these images."""
     if not len(datastore):
-        raise UserError(f"{datastore.describe()}: expected images to train on, found none")
+        raise UserError(f"{datastore.describe()}: expected training images, found none")
     normalization = net.normalization
     if normalization is not None and normalization.name != options.normalization:
         raise UserError(
@@ -93,7 +93,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     if shape != net.input_shape:
         raise UserError(
             f"{datastore.describe()}: expected images of shape {net.input_shape}, which the "
-            f"network takes, found {shape}"
+            f"network expects, found {shape}"
         )
     store = options.validation
     if store is not None:
@@ -105,7 +105,7 @@ def check(net: Network, datastore: Datastore, options: TrainingOptions) -> None:
     if store is not None and not trained.takes(store.image_shape):
         raise UserError(
             f"validation: {store.describe()}: expected images of shape {net.input_shape}, which "
-            f"the network takes, found {store.image_shape}"
+            f"the network expects, found {store.image_shape}"
         )
     for images in (datastore, store):
         if images is not None:

@@ -21,7 +21,7 @@ from mpidl.training import input_pipeline
 from mpidl.training.options.training_options import TrainingOptions
 
 MB = 10**6
-COPIES = 2  # of the pixels that a thread reads: as they are read, and merged with cached images
+COPIES = 2  # of the pixels that a thread reads: as read, and merged with cached images
 
 
 def for_images(options: TrainingOptions, datastore: Datastore, world: Any) -> int:

@@ -14,7 +14,7 @@ OUTPUT_FUNCTION, PATIENCE = "output_function", "validation_patience"  # reasons 
 
 @dataclass
 class Position:
-    """How far a run has come. Checkpoints store it."""
+    """The progress of a run, which checkpoints store."""
 
     epoch: int = 1  # the current epoch, counted from 1
     batch: int = 0  # number of mini-batches submitted in the current epoch

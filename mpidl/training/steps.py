@@ -94,11 +94,11 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
     from mpidl.data.loading.device_queue import DeviceQueue  # only ranks with a GPU import GPU code
 
     if options.batchnorm == "local":
-        raise UserError("--batchnorm local: on GPUs statistics are global; use --device cpu")
+        raise UserError("--batchnorm local: on GPUs the statistics are global; use --device cpu")
     if balancer:
         raise UserError(
-            "--worker-load measured: on GPUs shares stay as the step was recorded; give numbers, "
-            "or use --device cpu"
+            "--worker-load measured: on GPUs the shares are fixed when the step is recorded; "
+            "give numbers, or use --device cpu"
         )
     missing = [
         name for name in ("apply", "prepare", "numbers", "advance") if not hasattr(optimizer, name)

@@ -362,7 +362,7 @@ class Trainer:
         """
         signals = self.signals if interruptible else None
         if self.validation.store is None:
-            raise UserError("trainer.validate: the run has no images to validate on")
+            raise UserError("trainer.validate: the run has no validation images")
         self.wait()
         if self.validation.last_iteration == self.position.iteration and not self.validation.owed:
             return

@@ -10,7 +10,7 @@ from single_rank import SingleRank, assert_slopes, blocked, finite_differences, 
 import mpidl as dl
 from mpidl.autodiff import tape
 
-COUNTS = (5, 37, 64)  # one block, so that ranks idle; a ragged last block; four full blocks
+COUNTS = (5, 37, 64)  # one block, so ranks idle; a partly filled last block; four full blocks
 each_count = pytest.mark.parametrize("count", COUNTS)
 
 
@@ -30,7 +30,7 @@ def two_layers(p, x, y):
 
 
 def penalty(p, x, y):
-    """An L2 penalty: replicated, so that it counts once however many ranks there are."""
+    """An L2 penalty, which is replicated and therefore added once on any number of ranks."""
     return two_layers(p, x, y) + 0.05 * (dl.total(p["w1"] ** 2) + dl.total(p["w2"] ** 2))
 
 
@@ -55,7 +55,7 @@ def scaled_loss(p, x, y):
 
 
 DENSE = {"w1": (7, 18), "b1": (7,), "w2": (3, 7), "b2": (3,)}
-SHAPES = {  # of the learnables of each model
+SHAPES = {  # shapes of the learnables of each model
     two_layers: DENSE,
     penalty: DENSE,
     tied: {"w1": (7, 18), "b1": (7,), "b3": (18,)},
@@ -96,7 +96,7 @@ def test_gradients_against_finite_differences(world, model):
 @each_count
 @each_model
 def test_one_result_on_any_number_of_ranks(world, model, count):
-    """Compare the ranks of this session, with and without reduce, with one that has all images."""
+    """Compare this session's ranks, with and without `reduce`, with a single rank."""
     p, single = learnables(model, np.float32), SingleRank()
     expected = dl.value_and_grad(model)(p, *data(single, count, np.float32))
     expected = bytes_of(single.gplus(expected))
@@ -162,7 +162,7 @@ def test_gradients_come_in_the_order_of_the_tape_and_progress_is_called(world):
         on_ready=lambda leaf, gradient: events.append((leaf.name, type(gradient))),
         progress=lambda: events.append("vjp"),
     )
-    # the last layer's gradients come first, each once, as soon as it is final
+    # gradients are reported from the last layer on, each once, as soon as it is final
     assert events == [
         "vjp",  # mean squared error
         ("w2", dl.Partial),
@@ -184,7 +184,7 @@ def test_a_learnable_used_twice_is_ready_after_its_last_use(world):
     assert not tape.backward(
         loss, np.ones(()), on_ready=lambda leaf, g: ready.append((leaf.name, len(g.terms), g))
     )
-    # two sums each, kept apart until they are folded
+    # two sums per gradient, which stay separate until they are folded
     assert [(name, terms) for name, terms, _ in ready] == [("w", 2), ("b", 2)]
     assert world.gplus(ready[0][2]).shape == (4, 4)
 
@@ -201,7 +201,7 @@ def test_saved_arrays_are_freed_after_their_last_use(world):
     tape.backward(
         loss, np.ones(()), on_ready=lambda leaf, g: alive.update({leaf.name: saved() is not None})
     )
-    # relu's vjp reads h, and has run when w1 is ready
+    # the vjp of relu reads h; it has run when w1 is ready
     assert alive == {"w2": True, "w1": False}
     assert h.value is None and saved() is None
 
@@ -301,7 +301,7 @@ def summed(x, w):
 )
 def test_the_error_of_a_wrong_vjp_names_the_op_and_the_shapes(world, function, message):
     op = dl.op(function)
-    x = blocked(world, numbers("images", 16 * world.size, 3))  # a block each: every rank raises
+    x = blocked(world, numbers("images", 16 * world.size, 3))  # one block per rank: all raise
     with pytest.raises(ValueError, match=message):
         dl.value_and_grad(lambda p, x: dl.mean_squared_error(op(x, p["w"]), x))(
             {"w": numbers("w", 3)}, x
@@ -328,17 +328,17 @@ def test_a_loss_is_one_number(world):
     x = blocked(world, numbers("images", 20, 3))
     w = {"w": numbers("w", 3)}
     for f in (lambda p, x: x * p["w"], lambda p, x: dl.mean(x * p["w"]), lambda p, x: p["w"]):
-        with pytest.raises(TypeError, match=r"a loss must be one number, .* dl\.mean"):
+        with pytest.raises(TypeError, match=r"a loss must be a single number, .* dl\.mean"):
             dl.value_and_grad(f)(w, x)
     for value, text in (None, "None"), ("0.5", "'0.5'"), (np.zeros(3), r"array\(\[0"):
-        with pytest.raises(TypeError, match=f"a loss must be one number, got {text}"):
+        with pytest.raises(TypeError, match=f"a loss must be a single number, got {text}"):
             dl.value_and_grad(lambda p, x, value=value: value)(w, x)
 
 
 def test_the_error_of_a_loss_of_several_numbers_explains_means(world):
     w = {"w": numbers("w", 3)}
     x, y = blocked(world, numbers("images", 20, 3)), blocked(world, numbers("y", 20))
-    text = r"shapes \(\) and \(3,\): dl.mean and dl.sum go over the images and leave"
+    text = r"shapes \(\) and \(3,\): dl.mean and dl.sum reduce over the images"
     with pytest.raises(ValueError, match=text):
         dl.value_and_grad(lambda p, x, y: dl.mean(y) + 0.1 * dl.mean((x * p["w"]) ** 2))(w, x, y)
 
@@ -380,7 +380,7 @@ def test_values_of_two_mini_batches_do_not_mix(world):
 
 
 def test_a_tied_weight_needs_images_as_arguments_or_reduce(world):
-    """Images from a closure do not tell which ranks to add a tied weight's sum over."""
+    """If images come from a closure, the tape cannot tell which ranks share a weight's sum."""
     x, y = data(world, 20)
     p = learnables(tied)
     with pytest.raises(TypeError, match="reduce=world"):
@@ -393,7 +393,7 @@ def test_a_tied_weight_needs_images_as_arguments_or_reduce(world):
 
 
 def test_a_constant_sum_takes_part_in_the_loss(world):
-    """A Partial that nothing is differentiated through, scaled by and added to learnables."""
+    """A Partial that is not differentiated is scaled by learnables and added to them."""
     values = numbers("values", 37)
     x = blocked(world, values)
 
@@ -411,7 +411,7 @@ def test_a_constant_sum_takes_part_in_the_loss(world):
 
 @each_count
 def test_gradients_have_the_type_of_their_learnables(world, count):
-    """Targets and factors of float64 leave the gradients of float32 learnables float32."""
+    """Gradients of float32 learnables are float32, also with float64 targets and factors."""
 
     def f(p, x, y):
         loss = two_layers(p, x, y) * dl.exp(p["s"])

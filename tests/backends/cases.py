@@ -1,4 +1,4 @@
-"""The table of calls that every backend answers alike (see conformance.py).
+"""The table of calls for which all backends must return equal results (see conformance.py).
 
 Shapes are small enough for the emulated GPU. Larger ones are for the CPU only: its kernels choose
 some paths by size.
@@ -72,7 +72,7 @@ ON_GPU = ({"precision": "fp32", "direct": False}, {"precision": "fp32", "direct"
 
 
 def algorithms(filter_size, stride, dilation):
-    """The settings that choose an algorithm; Winograd's has 3x3 filters, a pixel apart."""
+    """The settings that select an algorithm; Winograd's requires 3x3 filters and stride 1."""
     has_winograd = (filter_size, stride, dilation) == ((3, 3), UNIT, UNIT)
     return {"cpu": WINOGRAD if has_winograd else WINOGRAD[1:2], "gpu": ON_GPU}
 
@@ -93,7 +93,7 @@ def convolution(label, shape, backends=("cpu", "gpu")):
 
 
 def with_sums(backend, outputs, a):
-    """Return (dx, ..., sums) of a call; if x was stored, compute the sums by separate functions."""
+    """Return (dx, ..., sums) of a call; if x is stored, separate functions compute the sums."""
     dx, *gradients, sums = outputs
     source = a["sources"].get("x")
     if source is not None and dx is not None and not isinstance(a["x"], DeferredInput):
@@ -109,7 +109,7 @@ def separate_activation_sums(backend, dy, source, tree):
 
 
 def moments_after(backend, a):
-    """conv2d_moments by the separate functions."""
+    """Compute conv2d_moments by separate functions."""
     y = backend.conv2d(*(a[name] for name in ("x", "weight", "bias", *GEOMETRY)))
     return y, backend.moments(y, a["counts"], a["tree"])
 
@@ -119,7 +119,7 @@ BETWEEN = ("x", "weight", *GEOMETRY, "counts", "tree")
 
 
 def through_activations(backend, a):
-    """conv2d_backward from the activation after it to the one before it, with its sums."""
+    """Compute conv2d_backward between the activations after and before it, with its sums."""
     source = backend.source(a["y"], *a["after"])
     return backend.conv2d_backward(
         *(a["dy"], *(a[name] for name in BETWEEN), ALL),
@@ -137,7 +137,7 @@ def through_activations_separately(backend, a):
 
 
 def fused_convolution(label, shape, backends=("cpu", "gpu")):
-    """A convolution whose input and output have activations that it reads or computes."""
+    """A convolution that also computes the activations of its input and output."""
     image, (k, r, s), *geometry = shape
     weight = filters(k, image[0] // geometry[3], r, s)
     y = shapes.conv2d_shape(image, weight.shape, *geometry[:3])
@@ -229,7 +229,7 @@ def batch_normalization(shape):
     affine = vectors | {"scale": positive(c), "beta": positive(c)}
     yield Case("channel_sums", label, {"x": dy}, 1e-6)
     yield Case("moments", label, {"x": x}, 1e-6)
-    distant = lanes(*shape, low=98, high=103)  # squares minus squares would cancel
+    distant = lanes(*shape, low=98, high=103)  # E[x^2] - E[x]^2 would cancel
     yield Case("moments", f"{label}, far from 0", {"x": distant}, 1e-5)
     yield Case("batchnorm", label, {"x": x} | affine, 1e-6)
     yield Case("batchnorm_sums", label, {"dy": dy, "x": x} | vectors, 1e-6)
@@ -251,7 +251,7 @@ def batch_normalization(shape):
 
 
 def factors(backend, a):
-    """batchnorm_factors of a backend's own statistics."""
+    """Compute batchnorm_factors from the statistics of the same backend."""
     statistics = backend.statistics(a["moments"], a["gamma"], 1e-5)
     return backend.batchnorm_factors(a["sums"], a["gamma"], statistics)
 
@@ -262,7 +262,7 @@ def per_channel(c):
     folded = {"moments": moments, "gamma": gamma}
     yield Case(
         *("statistics", str(c), folded, 1e-7),
-        call=lambda b, a: b.statistics(a["moments"], a["gamma"], 1e-5)[1:],  # behind the count
+        call=lambda b, a: b.statistics(a["moments"], a["gamma"], 1e-5)[1:],  # without the count
         typed=False,
     )
     yield Case(
@@ -320,7 +320,7 @@ POOLS = {
 
 
 def pooling(label, shape, size, stride, padding):
-    """To the last bit: every backend adds in the same order."""
+    """Results are equal to the last bit: every backend adds in the same order."""
     geometry = {"size": size, "stride": stride, "padding": padding}
     dy = cotangent(*shapes.pool2d_shape(shape, size, stride, padding))
 
@@ -364,7 +364,7 @@ def cross_channel(label, numbers, shape):
 
 
 def dropped(shape, probability, flattened=False):
-    """To the last bit: every backend drops the same elements, of flattened images too."""
+    """Every backend drops the same elements, also of flattened images."""
     threshold = round(probability * 65536)
     arguments = {
         "x": lanes(*shape, flattened=flattened),
@@ -408,7 +408,7 @@ def without_bias(cases):
 
 
 def table():
-    """All cases; the first of a function is the one that its costlier checks use."""
+    """Return all cases; costly checks use only the first case of a function."""
     for label, shape in CONVOLUTIONS.items():
         yield from convolution(label, shape)
     for label, shape in LARGE_CONVOLUTIONS.items():

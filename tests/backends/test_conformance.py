@@ -1,4 +1,4 @@
-"""Every backend computes each function of the interface alike, for one table of cases.
+"""Every backend computes the same results for a table of calls of the interface.
 
 The oracle is the reference in float64. The CPU backend runs on every build and on several numbers
 of threads, the GPU backend on the emulated device (or on a GPU by `--device cuda`).
@@ -69,7 +69,7 @@ def _settings(request, monkeypatch):
 
 @functools.cache
 def expected(name, blocks, last):
-    """Return what the reference computes in float32 and in float64."""
+    """Return the results of the reference in float32 and in float64."""
     case = BY_NAME[name]
     return [results(case, REFERENCE, blocks, last=last, double=d) for d in (False, True)]
 
@@ -151,7 +151,7 @@ def test_any_shares_give_the_same_bytes_on_a_cpu(case, values):
 
 
 SUMMED = [c for c in CASES if "tree" in parameters(c.function)]
-SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # the others treat images alone
+SHARED = [c for c in CASES if c in SUMMED or c in FIRST.values()]  # others treat each image alone
 
 
 @on_cases("gpu", [case for case in SHARED if not case.numbers_only])
@@ -191,7 +191,7 @@ DEFERRED = [c for c in CASES if "deferred" in {d.kind for d in draws(c)}]
 
 
 def assert_separate(case, backend):
-    """A call that reads activations as they are computed has the bytes of separate functions."""
+    """A call that computes activations while it reads them has the bytes of separate functions."""
     fused, separate = (
         flat(call(case, backend, arguments(case, backend, share(3), stored=stored), stored))
         for stored in (False, True)
@@ -261,7 +261,7 @@ def test_arrays_need_not_be_aligned_nor_c_ordered(case, values):
         for change in (unaligned, np.asfortranarray):
             assert bytes_of(results(case, CPU, change=change)) == bytes_of(aligned)
 
-    if "weights" in case.arguments:  # these kernels read arrays where they lie
+    if "weights" in case.arguments:  # these kernels read the arrays in place
         on_all_builds(check)
     else:
         check()

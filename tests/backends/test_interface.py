@@ -15,7 +15,7 @@ from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.interface import FUSED, HOST, Backend
 from mpidl.backends.reference import activation
 
-# The only function with more keywords: it gathers images of a data set on the device.
+# The only function with additional keywords, which gathers images of a dataset on the device.
 EXTENDED = {("gpu", "images"): ["indices", "counts", "blocks"]}
 BACKENDS = pytest.mark.parametrize("backend", [REFERENCE, CPU, GPU], ids=lambda b: b.name)
 
@@ -41,7 +41,7 @@ def test_parameters_are_those_of_the_interface(backend, name):
 
 
 def missing(backend):
-    """Return the functions that a backend lacks because of its capabilities."""
+    """Return the functions that a backend may lack because of its capabilities."""
     return (set() if backend.fuses_convolutions else FUSED) | (
         HOST if backend.arrays_on_device else set()
     )
@@ -81,7 +81,7 @@ def test_backends_are_chosen_by_type():
 
 
 def test_a_run_on_cpus_loads_no_kernels_of_gpus():
-    """Only the modules that discover GPUs and compile for them are loaded."""
+    """Without a GPU, only the modules that discover GPUs and compile for them are loaded."""
     code = (
         "import sys, mpidl; from mpidl import training;"
         "print([m for m in sys.modules if m.startswith('mpidl.backends.gpu.')])"

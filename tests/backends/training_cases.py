@@ -10,13 +10,13 @@ CPU = ("cpu",)
 # ---- loss: (classes, pixels) ----
 
 SCORES = [(1, ()), (2, ()), (10, ()), (33, ()), (1000, ()), (4, (1, 1)), (3, (2, 3)), (40, (3, 5))]
-SCORES += [(2, (17, 31))]  # parts of an image, the last one smaller
+SCORES += [(2, (17, 31))]  # cuts an image into parts, of which the last is smaller
 
 
 def losses(classes, pixels):
     label = f"{classes} classes" + (f", {pixels}" if pixels else "")
     scores = Draw("lanes", (classes, *pixels), -8, 8)
-    large = {"numbers_only": len(pixels) > 0 and pixels[0] > 10}  # of what adds nothing up
+    large = {"numbers_only": len(pixels) > 0 and pixels[0] > 10}  # for functions without sums
     labelled = {"logits": scores, "labels": labels(classes, *pixels)}
     yield Case("softmax", label, {"logits": scores}, 1e-14, True, **large)
     yield Case(
@@ -61,7 +61,7 @@ FORMULAS = {  # the numbers of each, and the lowest number of each array that it
 
 
 def step(formula, label, learnables, gradients, backends=("cpu", "gpu")):
-    """To the last bit: new weights, and the state that changes in place."""
+    """New weights, and the state that changes in place, are equal to the last bit."""
     (rate, *constants), lows = FORMULAS[formula]
     lists = {"weights": learnables, "gradients": gradients}
     names = [f"state {i}" for i in range(len(lows))]
@@ -78,7 +78,7 @@ def step(formula, label, learnables, gradients, backends=("cpu", "gpu")):
 
 
 def clipped(method, threshold):
-    """To the last bit on the CPU; a GPU adds up norms in another order."""
+    """Results are equal to the last bit on the CPU; a GPU adds up norms in another order."""
     arguments = {"weights": LEARNABLES, "gradients": LEARNABLES}
     options = {"decays": DECAYS, "method": method, "threshold": threshold}
     yield Case("clip", f"{method}, {threshold}", arguments | options, 2e-7)
@@ -93,7 +93,7 @@ LARGE_PIXELS = [(3, 32, 32), (2, 3, 16), (1, 2, 17)]
 
 
 def pixels_to_lanes(shape):
-    """To the last bit: mirrored, moved (also such that nothing is left), cut, filled, scaled."""
+    """Results are equal to the last bit: mirrored, moved out of view, cut, filled, scaled."""
     c, h, w = shape
     moves = {
         "mirrored": images(low=0, high=4, dtype=np.int32),

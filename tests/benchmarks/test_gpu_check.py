@@ -54,7 +54,7 @@ def visible_gpus(*names):
 
 
 def test_the_floors_of_the_zoo():
-    """GFLOP of a step and the least times of an H200 equal values computed by hand."""
+    """The GFLOP of a step and the lower bounds of an H200's times equal values by hand."""
     digits = floors.work(zoo.digits())
     products = 24 * 24 * 20 * (25 + 180 + 180) + 11520 * 10
     assert digits.products == products and digits.first == 24 * 24 * 20 * 25
@@ -237,7 +237,7 @@ def test_a_step_and_its_kernels(gpu):
     images = 32  # two blocks: kernels compute unused images too
     assert flop == images * work.flop
     assert all(row["bytes"] > 0 for row in rows)
-    assert step.losses(1)[0] < losses[0] + 1  # it goes on as before
+    assert step.losses(1)[0] < losses[0] + 1  # training continues as before
     assert ours.bytes_per_second(gpu.device, 1 << 10, 2) > 0
 
 
@@ -415,7 +415,7 @@ def test_failed_and_slow_stages_do_not_stop_the_others(tmp_path, monkeypatch, ca
     assert code == 1
     assert last == (
         "failed: machine: first; training was not done: ended with exit code 7 "
-        "(sanitizer was not done: out of time, ended after 2 s)"
+        "(sanitizer was not done: out of time, stopped after 2 s)"
     )
     assert record["stages"][-1]["stage"] == "timing" and record["stages"][-1]["finished"]
 

@@ -37,7 +37,7 @@ def test_peaks_beyond_a_training_on_one_mini_batch(monkeypatch, capsys):
     mib = memory.run(options)["mib"]["2"]
     assert runs == {10: (2, memory.CUT_STEPS), 8: (2, memory.CUT_STEPS)}
     assert mib["whole"] == {"anonymous": 9, "shared": 0.5} and mib["beyond"] == 2
-    assert "beyond it 2.0 MiB, 2.1 MB" in capsys.readouterr().out
+    assert "difference 2.0 MiB, 2.1 MB" in capsys.readouterr().out
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def started(code):
 
 
 def test_the_memory_of_processes():
-    """It is RssAnon of each, shared memory once, and nothing of ended processes."""
+    """It is the RssAnon of all live processes plus the shared memory once."""
     code = "import numpy, sys; a = numpy.ones(4 << 20); print(flush=True); sys.stdin.read()"
     with started(code) as job:
         child = memory.memory_of([job.pid])
@@ -65,7 +65,7 @@ def test_the_memory_of_processes():
 
 
 def test_ranks_are_found_below_their_launcher():
-    """The launcher's variables tell each rank once, whatever processes it starts."""
+    """The launcher's variables identify each rank once, also if it starts other processes."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     start = f"import subprocess as s, sys; p = [s.Popen([sys.executable, '-c', {code!r}], env={{"
     start += "'PMI_RANK': str(r)}) for r in range(2)]; print(flush=True); [x.wait() for x in p]"

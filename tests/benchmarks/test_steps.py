@@ -1,4 +1,4 @@
-"""Steps that the benchmarks compare: they equal the library's and PyTorch's, layer by layer."""
+"""The steps that the benchmarks compare equal the library's and PyTorch's, layer by layer."""
 
 import numpy as np
 import pytest
@@ -31,8 +31,8 @@ BRANCHES = [
     dl.GELU(),
     dl.Dropout(0.0),
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
-    dl.ReLU(after="sum"),  # has other readers too
-    dl.MaxPool2D(3, stride=3, padding=(2, 1), name="e"),  # more than half of a window
+    dl.ReLU(after="sum"),  # the layer has other readers too
+    dl.MaxPool2D(3, stride=3, padding=(2, 1), name="e"),  # padding of more than half a window
     dl.Concat(inputs=("c", "d", "e")),
     dl.Dense(16),
     dl.Sigmoid(),
@@ -135,7 +135,7 @@ def test_every_layer_is_on_the_tape():
     assert [name for name in single if "." not in name] == layers
     assert {name for name in fused if "." in name} == set(net.parameters)
     for name, value in fused.items():
-        if name not in ("conv1.bias", "conv2.bias"):  # zero but for rounding
+        if name not in ("conv1.bias", "conv2.bias"):  # zero except for rounding
             assert np.abs(value - single[name]).max() < 1e-4 * np.abs(single[name]).max(), name
 
 
@@ -165,7 +165,7 @@ def test_errors_are_measured_and_zeros_left_out():
 
 
 def test_one_other_decision_makes_large_errors():
-    """The negative control of the decisions of the compared step."""
+    """Negative control: the exact step must follow the decisions of the float32 step."""
     net, images, labels = small()
     ours, activations = accuracy.our_step(net, images, labels)
     decisions = accuracy.decide(net, images, activations)

@@ -60,7 +60,7 @@ def test_every_source_is_packed(tmp_path, kind, capsys):
     test = open_test_data(str(tmp_path / "x.h5"), classes=store.classes if store else None)
     assert len(test) == len(open_test_data(str(source)))
     assert run(tmp_path / "x.h5", "--verify") == 0
-    assert "images are what was packed" in capsys.readouterr().out
+    assert "images match their checksums" in capsys.readouterr().out
     assert run(tmp_path / "x.h5", tmp_path / "y.h5") == 0  # a packed file is a source too
     assert open_data(str(tmp_path / "y.h5"))[0].fingerprint() == stores[0].fingerprint()
 
@@ -107,7 +107,7 @@ def test_pack_refuses_options(tmp_path):
         assert text.startswith("--resize must be HEIGHTxWIDTH such as 224x192, or 224")
         assert text.endswith(f"found {size}")
     text = refusal(run, source, target, "--resize", 5, "--cover", 5)
-    assert text == "--resize and --cover: expected one of them"
+    assert text == "--resize and --cover: expected at most one of them"
     text = refusal(run, source, target, "--colour", "grey")
     assert text == "--colour must be gray or rgb, found grey"
     text = refusal(run, source, target, "--centre-crop", 9)
@@ -120,8 +120,8 @@ def test_pack_refuses_options(tmp_path):
 def test_pack_refuses_sources(tmp_path):
     datafiles.hdf5(tmp_path / "plain.h5", pixels_of(0, 4, 2, 2), [0, 1, 0, 1])
     text = refusal(run, tmp_path / "plain.h5", "--verify")
-    assert "expected a file of python -m mpidl.pack" in text
+    assert "expected a file written by python -m mpidl.pack" in text
     grow(tmp_path / "both" / "train")
     grow(tmp_path / "both" / "test", shape=(1, 7, 7))
     text = refusal(run, tmp_path / "both", tmp_path / "x.h5")
-    assert "expected images of shape (1, 6, 5)" in text and "--resize makes them so" in text
+    assert "expected images of shape (1, 6, 5)" in text and "--resize converts them" in text

@@ -42,7 +42,7 @@ def negative(input_shape, classes):
 
 @pytest.fixture
 def file(tmp_path):
-    """A model whose weights no seed draws, and FILE.py that loads it."""
+    """A model whose weights are not drawn from a seed, and a FILE.py that loads it."""
     net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(2)], SHAPE, seed=3)
     net.parameters = {name: a + np.float32(0.125) for name, a in net.parameters.items()}
     net.state = {name: a + np.float32(2) for name, a in net.state.items()}
@@ -76,19 +76,21 @@ def test_the_seed_draws_the_weights_of_returned_layers(file):
 def test_a_network_for_other_images_is_refused(file):
     _, path = file
     text = refusal(start.network, f"{path}:transfer", (1, 8, 6), 3, seed=0)
-    assert "images of shape (1, 8, 6), so expected " in text and "found one for (1, 6, 6)" in text
+    assert (
+        "network for images of shape (1, 8, 6), as " in text and "found one for (1, 6, 6)" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        ("one_layer", "expected a list of layers, got a Dense alone"),
+        ("one_layer", "expected a list of layers, got a single Dense"),
         ("nothing", "expected a list of layers, got None"),
         ("mixed", "expected a list of layers, got 'dense' in it"),
         ("text", "conv1: filters must be an integer >= 1, got '16' (conv1 reads images: 1x6x6)"),
         (
             "negative",
-            "Conv2D: size must be an integer >= 1 or two, got -3 (conv1 reads images: 1x6x6)",
+            "Conv2D: size must be one or two integers >= 1, got -3 (conv1 reads images: 1x6x6)",
         ),
     ],
 )
@@ -98,7 +100,7 @@ def test_functions_that_return_no_network(file, function, text):
 
 
 def test_each_user_file_is_a_separate_module(tmp_path):
-    """Files of one name in two folders do not replace each other; pickle finds their classes."""
+    """Files of equal name in two folders do not replace each other; pickle finds their classes."""
     modules = []
     for folder in ("a", "b-1"):
         (tmp_path / folder).mkdir()
@@ -115,7 +117,10 @@ def test_each_user_file_is_a_separate_module(tmp_path):
 def test_user_files_that_cannot_be_loaded(tmp_path):
     modules = set(sys.modules)
     (tmp_path / "text.txt").write_text("")
-    for name, text in (("none.py", "no file "), ("text.txt", "expected a Python file, FILE.py, ")):
+    for name, text in (
+        ("none.py", "no such file: "),
+        ("text.txt", "expected a Python file, FILE.py, "),
+    ):
         assert text in refusal(start.load_user_file, tmp_path / name)
     broken = tmp_path / "broken.py"
     broken.write_text("import mpidl\n\nraise mpidl.UserError('its own')\n")
@@ -144,8 +149,8 @@ SCHEDULE_ENDS = (
     ("position", "options", "text"),
     [
         ((2, 5), {}, "in epoch 2"),
-        ((3, 8), {}, "the end of epoch 2; a larger --epochs trains on"),
-        ((2, 5), {"max_iterations": 5}, "in epoch 2; a larger --max-iterations trains on"),
+        ((3, 8), {}, "the end of epoch 2; increase --epochs to train further"),
+        ((2, 5), {"max_iterations": 5}, "in epoch 2; increase --max-iterations to train further"),
         *(((3, 8), {"learn_rate_schedule": name}, SCHEDULE_ENDS.format(name)) for name in DECAYS),
     ],
 )

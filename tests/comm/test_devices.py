@@ -1,4 +1,4 @@
-"""The GPU of each rank on simulated hosts, and how nodes of the fold move between GPUs."""
+"""The assignment of GPUs to ranks on simulated hosts, and messages between GPUs."""
 
 import ctypes
 import gc
@@ -43,10 +43,10 @@ def assigned(ranks, gpus=None, device="gpu"):
         ([seeing("A")] * 3, "A0 A0 A0"),
         ([seeing("ABCD")] * 2, "A0 B1"),
         ([seeing("AB")] * 2 + [seeing("ABC", "node1")] * 2, "A0 B1 A0 B1"),
-        # srun --gpus-per-task=1 or 2: a rank sees its own GPUs alone, numbered from 0
+        # srun --gpus-per-task=1 or 2: each rank sees only its own GPUs, numbered from 0
         ([seeing("A"), seeing("B"), seeing("C")], "A0 B0 C0"),
         ([seeing("AB"), seeing("CD")], "A0 C0"),
-        ([seeing("AB"), seeing("BA")], "A0 B0"),  # the same two under other numbers
+        ([seeing("AB"), seeing("BA")], "A0 B0"),  # the same two GPUs under other numbers
     ],
 )
 def test_ranks_take_the_gpus_of_their_host_in_order(ranks, expected):
@@ -65,26 +65,24 @@ def test_gpus_are_selected_by_number():
 
 @pytest.mark.parametrize("text", ["", "x", "0,", "-1", "1,1", "0 1", "0-2"])
 def test_gpu_numbers_are_checked(text):
-    assert refusal(parse_gpus, text).startswith(
-        "--gpus must be numbers of GPUs such as 0,2, each once"
-    )
+    assert refusal(parse_gpus, text).startswith("--gpus must be distinct GPU numbers such as 0,2")
 
 
 def test_shared_and_unused_gpus_are_reported():
     for ranks in ([seeing("AB")] * 2, [seeing("A"), seeing("B")]):
         assert assign_gpus(ranks, "gpu").lines == []
     (line,) = assign_gpus([seeing("AB")] * 4, "gpu").lines
-    assert line == "warning: 4 ranks share 2 GPU(s) on node0: one rank a GPU is faster"
+    assert line == "warning: 4 ranks share 2 GPU(s) on node0: one rank per GPU is faster"
     (line,) = assign_gpus([seeing("A"), seeing("A"), seeing("B")], "gpu").lines
     assert "3 ranks share 2 GPU(s)" in line
     (line,) = assign_gpus([seeing("ABCD"), seeing("ABCD", "node1")], "gpu").lines
-    assert line == "note: 1 of 4 GPUs are used on node0, node1, one by each rank"
+    assert line == "note: 1 of 4 GPUs are used on node0, node1, one per rank"
 
 
 def test_different_gpus_are_reported_by_host():
     ranks = [seeing("A"), seeing("A", "node1", name="NVIDIA A100", architecture="sm_80")]
     (line,) = assign_gpus(ranks, "auto").lines
-    assert line.startswith("warning: the ranks run different GPUs")
+    assert line.startswith("warning: the ranks use different GPUs")
     assert "node0 (NVIDIA H100 (sm_90, 132 processors)); node1 (NVIDIA A100 (sm_80, " in line
     (line,) = assign_gpus([seeing("A"), seeing("A", "node1", processors=114)], "auto").lines
     assert "114 processors" in line
@@ -124,7 +122,7 @@ def test_gpus_that_slurm_allocated():
     assert letters(SLURM_STEP_GPUS="1,3") == ("BD", "")
     assert letters(SLURM_JOB_GPUS="0-2") == ("ABC", "")
     assert letters() == letters(SLURM_GPUS_ON_NODE="4") == ("ABCD", "")
-    # CUDA counts only these already: by the variable, or because a cgroup hides the others
+    # CUDA already counts only these, because of the variable or of a cgroup
     assert letters(SLURM_STEP_GPUS="1,3", CUDA_VISIBLE_DEVICES="1,3,0,2") == ("ABCD", "")
     for numbers in ("4,5,6,7", "0,1,2,3,4,5,6,7", "gpu:2"):
         assert letters(SLURM_JOB_GPUS=numbers) == ("ABCD", "")
@@ -140,14 +138,14 @@ def test_ranges_of_numbers():
 
 def test_a_gpu_needs_a_compiler_of_kernels(monkeypatch):
     def fail_to_find(architecture):
-        raise UserError(f"no NVRTC compiles for {architecture}")
+        raise UserError(f"no installed NVRTC supports {architecture}")
 
     monkeypatch.setattr(devices, "visible", lambda: Visible((gpu("A"),), "", 1))
     monkeypatch.setattr(devices.nvrtc, "find", lambda architecture: None)
     assert devices.find_gpus("node0", {}).gpus == (gpu("A"),)
     monkeypatch.setattr(devices.nvrtc, "find", fail_to_find)
     rank = devices.find_gpus("node0", {})
-    assert rank == RankGpus("node0", (), "no NVRTC compiles for sm_90", 1)
+    assert rank == RankGpus("node0", (), "no installed NVRTC supports sm_90", 1)
     assert assign_gpus([rank], "auto").gpus is None
 
 
@@ -171,7 +169,7 @@ def able(*letters, version=22707, aware=False, host="node0"):
         (able("A"), None, "host"),
         (able("A", "B"), None, "nccl"),
         (able("A", "A"), None, "host"),
-        (able("A") + able("A", host="node1"), None, "nccl"),  # the drivers tell only the slot
+        (able("A") + able("A", host="node1"), None, "nccl"),  # the drivers report only the slot
         (able("A", "B", version=0), None, "host"),
         (able("A", "B", version=0, aware=None), None, "host"),
         (able("A", "B", version=0, aware=True), None, "mpi"),
@@ -181,7 +179,7 @@ def able(*letters, version=22707, aware=False, host="node0"):
         (able("A", "B"), "host", "host"),
         (able("A", "B"), "nccl", "nccl"),
         (able("A", "A", aware=True), "mpi", "mpi"),
-        (able("A", "B", aware=None), "mpi", "mpi"),  # the MPI does not say; the user does
+        (able("A", "B", aware=None), "mpi", "mpi"),  # only the user knows
     ],
 )
 def test_transport_of_nodes(ranks, transport, expected):
@@ -193,7 +191,7 @@ def test_transport_of_nodes(ranks, transport, expected):
     [
         ("rdma", able("A", "B"), "MPIDL_TRANSPORT must be nccl, mpi or host, found rdma"),
         ("", able("A"), "MPIDL_TRANSPORT must be nccl, mpi or host, found "),
-        ("nccl", able("A", "B", "B"), "ranks 1 and 2 are on one GPU, which NCCL refuses"),
+        ("nccl", able("A", "B", "B"), "ranks 1 and 2 share one GPU, which NCCL does not support"),
         ("nccl", able("A") + able("B", version=0), "rank 1 on node0 finds no NCCL"),
         ("nccl", able("A") + able("B", version=1), "different versions of NCCL"),
         ("mpi", able("A", "B"), "the MPI of rank 0 on node0 is not CUDA-aware"),
@@ -251,7 +249,7 @@ def test_the_mpi_mover_gathers_in_the_order_of_the_ranks(device_world):
 
 
 def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
-    """Destroying it would wait for the graphs that hold its messages."""
+    """Destroying a communicator would wait for the graphs that hold its messages."""
     destroyed = []
 
     class Communicator:
@@ -285,7 +283,7 @@ def test_a_communicator_of_nccl_is_never_destroyed(monkeypatch):
 
 
 def test_a_rank_keeps_its_gpu(world, monkeypatch):
-    """And with it what lies there: a network, kernels, connections."""
+    """The device's contents go too: a network, kernels, connections."""
     devices_in_use = []
 
     class Device(HostDevice):
@@ -305,7 +303,7 @@ def test_a_rank_keeps_its_gpu(world, monkeypatch):
         assert first.sharers == world.size
         devices.use_gpu(world, gpu("A"))
         assert world.device is first and world.counts is counts and devices_in_use == [first]
-        devices.use_gpu(world, gpu("A" if world.rank else "B"))  # another one on one rank
+        devices.use_gpu(world, gpu("A" if world.rank else "B"))  # another GPU on one rank
         assert world.device is not first and devices_in_use == [world.device]
     finally:
         devices.use_gpu(world, None)

@@ -71,7 +71,7 @@ def algorithms(tree):
 
 
 def limits_of(algorithm, ranks, leaves, nodes, width):
-    """Most rounds, messages and values of one rank, by the table in exchange.py."""
+    """Return a rank's most rounds, messages and values, by the table in exchange.py."""
     n, hops = len(nodes), math.ceil(math.log2(ranks))
     return {
         exchange.single_rank: (0, 0, 0),
@@ -82,7 +82,7 @@ def limits_of(algorithm, ranks, leaves, nodes, width):
             (n + hops) * width,
         ),
         exchange.pairwise: (hops, hops, hops * width),
-        exchange.segmented: (  # a segment is width / P values, one more where P does not divide it
+        exchange.segmented: (  # a segment has floor or ceil(width / P) values
             2,
             2 * (ranks - 1),
             n * (width - width // ranks) + math.ceil(width / ranks) * (ranks - 1),
@@ -125,7 +125,7 @@ def test_moments_are_exchanged_alike():
 
 
 def test_two_pending_exchanges_do_not_mix():
-    """Tags keep them apart, even if messages of the second arrive first."""
+    """Tags separate two exchanges, even if messages of the second arrive first."""
     trees = trees_of(13, 5, "equal")
     first, second = wide(1, 13, WIDTH), wide(2, 13, WIDTH)
     wire = simulator.Wire()
@@ -170,7 +170,7 @@ def test_the_algorithm_depends_on_layout_and_size_alone():
 
 
 def test_plain_moments_never_go_up_the_tree():
-    """`plain` ranks send one value each, whatever their run, and moments must still arrive."""
+    """With `plain` each rank sends one value, whatever its run, and moments still arrive."""
     counts = np.ones((29, 1))
     values = np.hstack([counts, wide(1, 29, 2), np.zeros((29, 2))])
     for ranks in (3, 12):
@@ -182,7 +182,7 @@ def test_plain_moments_never_go_up_the_tree():
         np.testing.assert_allclose(root[1:3], values[:, 1:3].mean(axis=0), rtol=1e-12)
 
 
-# By the ranks of this session
+# Exchanges of the ranks of this session
 
 
 def leaves_of(count, name, shape):
@@ -218,7 +218,7 @@ def test_real_ranks_with_skewed_shares(world):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 20])
 def test_many_sums_at_once(world, bucket_bytes):
-    """As in backward: values come one by one, full buckets leave at once, `finish` ends all."""
+    """As in the backward pass, values come one by one, full buckets are sent, `finish` waits."""
     count, shapes = 7 * LANES - 1, [(9,), (1000, 300), (), (40, 25), (7,), (128, 64), (3,)]
     batch = share(count, world)
     leaves = [leaves_of(count, i, shape) for i, shape in enumerate(shapes)]

@@ -1,4 +1,4 @@
-"""The number of threads of each rank, and warnings if they do not fit the machine."""
+"""The number of threads of each rank, and warnings if the machine has too few cores."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ def bound(*ranks, quota=None):
     return [("node0", Cores(tuple(cores), quota)) for cores in ranks]
 
 
-# A quota counts although the ranks are bound to cores of their own.
+# The quota applies also if the ranks are bound to separate cores.
 HALVES_OF_64 = bound(range(32), range(32, 64), quota=4)
 
 
@@ -31,7 +31,12 @@ HALVES_OF_64 = bound(range(32), range(32, 64), quota=4)
         (bound(range(4), range(4, 8)), 0, [4, 4], ""),
         (bound(range(4), range(4, 8)), 4, [4, 4], ""),
         (bound([0], [1], [2, 3]), 0, [1, 1, 2], ""),
-        (bound([0], [1, 2, 3]), 2, [2, 2], "rank 0 on node0 runs 2 threads but may use 1 core(s)"),
+        (
+            bound([0], [1, 2, 3]),
+            2,
+            [2, 2],
+            "rank 0 on node0 runs 2 threads but may use only 1 core(s)",
+        ),
         (bound(*[range(2)] * 3), 0, [1] * 3, "3 rank(s) x 1 thread(s) on node0 share 2 core(s)"),
         (bound(range(64), quota=4), 0, [4], ""),
         (bound(range(64), quota=4), 8, [8], "1 rank(s) x 8 thread(s) on node0 share 4 core(s)"),

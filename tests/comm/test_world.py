@@ -1,4 +1,4 @@
-"""World: reductions, messages and shared memory of the ranks that run this session."""
+"""World: reductions, messages and shared memory of the ranks of this session."""
 
 import functools
 import time
@@ -56,7 +56,7 @@ def test_gop_and_allreduce(world, operation, kind):
     with np.errstate(over="ignore"):
         expected = BY_NUMPY[operation]([np.asarray(VALUES[kind](r)) for r in range(world.size)])
     if operation in ("and", "or"):
-        expected = np.asarray(expected, bool)  # of one rank as well
+        expected = np.asarray(expected, bool)  # also with one rank
     value = VALUES[kind](world.rank)
     total, reduced = world.gop(operation, value), world.allreduce(value, op=operation)
     assert np.array_equal(total, expected) and np.shape(total) == np.shape(value)
@@ -68,7 +68,7 @@ def test_gop_and_allreduce(world, operation, kind):
     else:
         assert type(total) in (bool, int, float)
     assert len(set(world.allgather(np.asarray(total).tobytes()))) == 1
-    if kind == "list" and operation == "sum":  # allreduce adds lists item by item, as gplus
+    if kind == "list" and operation == "sum":  # allreduce adds lists item by item, like gplus
         assert reduced == expected.tolist()
     else:
         assert type(reduced) is type(total)
@@ -93,7 +93,7 @@ def test_gop_refuses_what_it_cannot_combine(world):
 
 
 def partial_of_ones(world, *shape):
-    """The sum of a mini-batch of 37 images of ones, before it is folded over the ranks."""
+    """Return the sum over a mini-batch of 37 images of ones, before it is folded."""
     batch = dl.share(37, world)
     images = np.ones((batch.images[1] - batch.images[0], *shape))
     return dl.sum(dl.from_images(images, batch))
@@ -119,7 +119,7 @@ def test_gplus_of_dicts_lists_and_tuples(world):
     assert (first.tolist(), second.tolist(), third) == ([74] * 3, [37] * 3, world.size)
     assert world.gplus([]) == [] and world.gplus({}) == {}
     expected = totals["sum"].tobytes()
-    totals["sum"][...] = 0  # a Partial is not used up, and its sum is no part of it
+    totals["sum"][...] = 0  # folding leaves the Partial unchanged, and its sum is a new array
     assert world.gplus(partial).tobytes() == expected
 
 
@@ -170,7 +170,7 @@ def test_a_world_shows_its_ranks(world):
 def test_gather_and_broadcast(world, size):
     message = {"rank": world.rank, "data": np.full(size, world.rank, np.uint8), "none": None}
     gathered = world.gather(message)
-    world.gather("again")  # a second one does not overtake the first
+    world.gather("again")  # a second message does not overtake the first
     if world.rank == 0:
         assert [g["rank"] for g in gathered] == list(range(world.size))
         assert all((g["data"] == g["rank"]).all() and len(g["data"]) == size for g in gathered)
@@ -180,7 +180,7 @@ def test_gather_and_broadcast(world, size):
         received = world.broadcast(message if world.rank == root else "not this", root)
         assert received["rank"] == root and received["none"] is None
         assert (received["data"] == root).all() and received["data"].shape == (size,)
-        received["data"][:] = 1  # a copy that the rank may write to
+        received["data"][:] = 1  # each rank gets a writable copy
 
 
 def test_raise_if_any_raises_one_error_on_all_ranks(world):
@@ -199,17 +199,17 @@ def test_every_message_has_arrived_at_the_barrier(world):
     for i in range(30):
         world.send((world.rank, i, np.full(100_000 if i == 7 else 3, i)))
         if i == 15:
-            world.gop("sum", 1)  # other calls go on between
+            world.gop("sum", 1)  # other calls may run in between
     world.barrier()
     if world.rank == 0:
         assert len(received) == 30 * world.size
-        for rank in range(world.size):  # those of one rank in their order
+        for rank in range(world.size):  # messages of one rank arrive in order
             from_rank = [message for message in received if message[0] == rank]
             assert [i for _, i, _ in from_rank] == list(range(30))
             assert all((data == i).all() for _, i, data in from_rank)
     else:
         assert received == []
-    world.barrier()  # nobody sends more before rank 0 has counted
+    world.barrier()  # no rank sends more until rank 0 has counted
     world.send((world.rank, "more", np.zeros(0)))
     world.barrier()
     assert world.gop("max", len(received)) == 31 * world.size
@@ -237,7 +237,7 @@ def test_a_shared_array_is_shared_by_the_ranks_of_a_host(world):
     for shape, dtype in (((world.size, 5), np.float64), ((3, 2, 2), np.uint8), ((0, 4), np.int32)):
         array = world.shared_array(shape, dtype)
         assert array.shape == shape and array.dtype == dtype and not array.any()
-        world.barrier()  # everyone has seen the zeros
+        world.barrier()  # all ranks have seen the zeros
         if world.rank == neighbours[0]:
             array[...] = 7
         world.barrier()
@@ -257,7 +257,7 @@ def test_no_rank_leaves_a_barrier_before_all_have_entered(world):
         entered = time.monotonic()
         world.barrier()
         left = time.monotonic()
-        if len(set(world.hosts)) == 1:  # one clock
+        if len(set(world.hosts)) == 1:  # the ranks share one clock
             assert world.gop("max", entered) <= world.gop("min", left)
 
 

@@ -59,7 +59,7 @@ def test_classes_without_images_are_warned_of():
 
     assert warning([0, 1, 2]) is warning([1, 0], ["a", "b"]) is None
     assert warning([1, 2, 10]).endswith(
-        ": no image of classes 0, 3, 4 and 5 more (of 11): labels count from 0"
+        ": no image of classes 0, 3, 4 and 5 more (of 11): labels start at 0"
     )
     assert warning([0, 1, 3]).endswith(": no image of class 2 (of 4)")
     assert warning([1, 1], ["cat", "d\nog"]).endswith(" in 2 classes: no image of class cat (of 2)")

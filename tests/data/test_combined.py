@@ -37,7 +37,7 @@ def test_images_as_targets(tmp_path):
     (tmp_path / "clean" / "x" / "3.png").unlink()
     expected = [cache.targets([3])[0], store.targets([2])[0]]
     assert np.array_equal(cache.targets([3, 2]), np.stack(expected))
-    assert "no such file" in refusal(store.targets, [3])
+    assert "the file no longer exists" in refusal(store.targets, [3])
 
 
 @pytest.mark.usefixtures("world")
@@ -52,7 +52,7 @@ def test_names_of_pixel_labels():
     assert combined(images, np.arange(20), classes="ab").classes == ["a", "b"]
     for targets in (masks, np.linspace(0, 1, 20)):
         text = refusal(combined, images, targets, classes=["a"])
-        assert "classes are for targets that are labels" in text
+        assert "classes requires targets that are labels" in text
 
 
 def test_numbers_as_targets():
@@ -63,7 +63,7 @@ def test_numbers_as_targets():
     boxes = np.arange(80).reshape(20, 4)
     ((_, y),) = MinibatchQueue(combined(images, boxes), shuffle="never").epoch(0)
     assert y.dtype == np.int32 and np.array_equal(y.local(), boxes)
-    assert combined(images, angles).describe() == "arrays: 20 images of 1x2x2 with a number each"
+    assert combined(images, angles).describe() == "arrays: 20 images of 1x2x2 with one target each"
     assert "as many numbers as images, found 19" in refusal(combined, images, angles[:19])
     other = ArrayDatastore(pixels_of(0, 3, 2, 2))
     assert "as many targets as images, found 3" in refusal(combined, images, other)

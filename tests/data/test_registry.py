@@ -25,7 +25,7 @@ def test_open_data_accepts_classes_named_train_and_test(tmp_path):
 
 def test_open_data_errors(tmp_path):
     for url, text in (("s3://bucket/set", "S3 is"), ("https://host/set", "URLs are")):
-        text += " not supported yet: expected files of this machine"
+        text += " not supported yet: expected local files"
         assert refusal(open_data, url) == f"--data {url}: {text}"
         assert refusal(ImageFolder, url) == f"{url}: {text}"
     assert refusal(open_data, "digist").startswith("--data digist: no such folder: did you mean d")
@@ -35,7 +35,9 @@ def test_open_data_errors(tmp_path):
         grow(tmp_path / "set" / part)
     folder = tmp_path / "set"
     text = refusal(open_data, str(folder))
-    assert text.startswith(f"--data {folder}: found train/ but no test/ beside it")
+    assert text.startswith(
+        f"--data {folder}: found train/ but no test/; name the folders separately"
+    )
     assert text.endswith(f"--data {folder}/train and --test-data {folder}/val")
     errors = on_ranks(2, lambda world: open_data(str(folder), world))
     assert [str(e) for e in errors] == [text] * 2
@@ -56,7 +58,9 @@ def test_open_data_names_files_it_cannot_use(tmp_path):
     save(tmp_path / "1.png", pixels_of(0, 1, 4, 4))
     for name in ("x.txt", "cifar-10-binary.tar.gz"):
         (tmp_path / name).write_bytes(b"no data")
-    expected = "expected a folder, an HDF5 file, a .mat file or an .npz file, found another file"
+    expected = (
+        "expected a folder, an HDF5 file, a .mat file or an .npz file, found a file of another type"
+    )
     hints = {"1.png": "", "x.txt": "", "cifar-10-binary.tar.gz": "; unpack it first"}
     for name, hint in hints.items():
         path = tmp_path / name

@@ -34,10 +34,10 @@ class Region:
     A kernel that writes far out of bounds hits this memory. Free bytes are 0xFF.
     """
 
-    FILL = 1 << 20  # bytes that are filled at a time
+    FILL = 1 << 20  # bytes that are filled at once
 
     def __init__(self, nbytes):
-        no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python has from 3.13 on
+        no_reserve = 0x4000  # mmap.MAP_NORESERVE, which exists since Python 3.13
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
         self._map = mmap.mmap(-1, nbytes, flags)
         self._bytes = np.frombuffer(self._map, np.uint8)
@@ -86,7 +86,7 @@ class Kernel:
         self.name = name
         self.run = getattr(library, f"run_{name}")
         self.run.argtypes, self.run.restype = ARGUMENTS, ctypes.c_char_p
-        self.threads = getattr(library, f"threads_{name}")()  # of its __launch_bounds__
+        self.threads = getattr(library, f"threads_{name}")()  # from its __launch_bounds__
 
 
 class Token:
@@ -118,7 +118,7 @@ class EmulatedDevice:
         self._starts = None  # (sorted addresses, guards as an array), None after a change
         self._pinned = {}  # {address: bytes}
         self._patterns = itertools.count(1)  # of guards
-        self._arriving = []  # downloads to pinned memory that nobody has waited for
+        self._arriving = []  # downloads to pinned memory that have not been waited for
         self._downloads = 0  # their number since the start
         self._recorded = None  # the nodes of the graph that is being captured
 
@@ -247,7 +247,7 @@ class EmulatedDevice:
     def _download_later(self, array, address):
         value = np.empty(array.nbytes, np.uint8)
         _move(value.ctypes.data, address, array.nbytes)
-        ctypes.memset(array.ctypes.data, 0xFF, array.nbytes)  # undefined until it arrives
+        ctypes.memset(array.ctypes.data, 0xFF, array.nbytes)  # undefined until the copy arrives
         self._arriving.append((array, value))
         self._downloads += 1
 
@@ -261,7 +261,7 @@ class EmulatedDevice:
         if not self._is_pinned(array):
             raise RuntimeError("stage: the array's memory is not pinned")
         self._check(address, "stage", array.nbytes)
-        ctypes.memset(address, 0xFF, array.nbytes)  # lands when a stream waits for it
+        ctypes.memset(address, 0xFF, array.nbytes)  # arrives when a stream waits for it
         return Token(land=lambda: _move(address, array.ctypes.data, array.nbytes))
 
     # Streams, events and graphs
@@ -271,7 +271,7 @@ class EmulatedDevice:
         self._arrive()
 
     def _arrive(self, keep=0):
-        """Complete the downloads but for the last `keep`."""
+        """Complete all downloads except the last `keep`."""
         while len(self._arriving) > keep:
             array, value = self._arriving.pop(0)
             _move(array.ctypes.data, value.ctypes.data, array.nbytes)
@@ -313,7 +313,7 @@ class EmulatedDevice:
             raise RuntimeError(f"while a graph is being captured, something {action}")
 
     def close(self):
-        """Do nothing: collection frees all that the device holds."""
+        """Do nothing, because garbage collection frees the device's memory."""
 
 
 class Graph:

@@ -1,4 +1,4 @@
-"""Confusion matrices: counts, text, tables, pictures, and their form in a notebook."""
+"""Confusion matrices: counts, text, tables, pictures, and HTML for notebooks."""
 
 import csv
 import re
@@ -34,7 +34,7 @@ def test_counts_recall_precision_and_text():
 
 
 class Table(HTMLParser):
-    """The rows of the only table of a document, as lists of (tag, style, text)."""
+    """Parse the only table of a document into rows, lists of (tag, style, text)."""
 
     def __init__(self, text):
         super().__init__()
@@ -58,7 +58,7 @@ class Table(HTMLParser):
 
 
 def test_a_confusion_matrix_in_a_notebook():
-    """Cells are those of the text, escaped; counts are shaded by their share of the row."""
+    """The cells are those of the text, escaped; counts are shaded by their share of the row."""
     matrix = dl.confusion_matrix([0, 0, 0, 1], [0, 0, 1, 1], ["<b>cat", "dog & co"])
     text = matrix._repr_html_()
     assert "<b>" not in text
@@ -87,7 +87,7 @@ def test_many_classes_are_summarized():
 
 
 def test_labels_of_any_shape():
-    """Such as one per pixel."""
+    """An image may have several labels, for example one per pixel."""
     labels = np.arange(24).reshape(2, 3, 4) % 3
     assert dl.confusion_matrix(labels, labels).counts.tolist() == np.diag([8] * 3).tolist()
 
@@ -118,7 +118,7 @@ def test_a_confusion_matrix_is_saved_as_a_picture(classes, tmp_path):
 
 
 def test_the_title_of_a_picture_counts_labels(monkeypatch, tmp_path):
-    """An image may have many."""
+    """A picture counts labels, of which an image may have many."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     from matplotlib.axes import Axes
 

@@ -1,4 +1,4 @@
-"""Outputs of a network and their quality, on any number of ranks, against plain NumPy."""
+"""Predictions and metrics of a network, on any number of ranks, against plain NumPy."""
 
 import re
 
@@ -65,7 +65,7 @@ def test_scores_and_labels(count, world):
 
 
 def test_arrays_and_worlds(world):
-    """Arrays and single images are accepted; by default the world is all ranks."""
+    """Arrays and single images are accepted; the default world has all ranks."""
     net, store = small(), labelled(20)
     scores = dl.predict(net, store, world=world)
     assert np.array_equal(dl.predict(net, store.images), scores)
@@ -91,7 +91,7 @@ def test_results_only_on_rank_0(world):
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_activations(fuse, world):
-    """Also of layers that run as one op; those of the last layer are the outputs."""
+    """Activations of fused layers are available; those of the last layer are the outputs."""
     net, store = small(), labelled(35)
     net.fuse = fuse
     expected = by_layer(net, store.images)
@@ -104,7 +104,7 @@ def test_activations(fuse, world):
 
 
 def test_activations_of_branches(world):
-    """A layer does not depend on all layers before it."""
+    """Layers that the requested layer does not depend on are not computed."""
     layers = [
         dl.Conv2D(3, 4, padding=1, name="left"),
         dl.Conv2D(1, 4, name="right", after="images"),
@@ -119,7 +119,7 @@ def test_activations_of_branches(world):
     part = net.up_to("bent")
     assert part.layer_names == ["right", "bent"]
     assert list(part.parameters) == ["right.weight", "right.bias"]
-    copy = dl.Network.from_spec(part.spec(), SHAPE)  # the layers say what they read
+    copy = dl.Network.from_spec(part.spec(), SHAPE)  # the layers name what they read
     assert copy.layer_names == part.layer_names and copy.reads == part.reads
     names = ("left", "bent", "both")
     left, bent, both = (dl.activations(net, store, name, world=world) for name in names)
@@ -134,7 +134,7 @@ def test_an_unknown_layer(world):
 
 
 def test_evaluation(world):
-    """77 images: 2 mini-batches of 33, and 11."""
+    """77 images make 2 mini-batches of 33 and one of 11."""
     net, store = small(), labelled(77)
     expected = by_layer(net, store.images)["dense1"]
     evaluation = dl.evaluate(net, store, world=world, batch_size=33, top_k=2, confusion=True)
@@ -163,7 +163,7 @@ def test_top_k_may_be_an_integer_of_numpy_or_all_classes(world):
 
 
 def test_places():
-    """Of equal scores the first class comes first, as in `argmax`; NaN comes last."""
+    """Equal scores rank in class order, as in `argmax`; NaN ranks last."""
     scores = np.array([[1, 3, 2], [2, 2, 2], [2, 2, 2], [1, np.nan, 0]], np.float32)
     assert evaluate.places(scores, np.array([1, 0, 2, 1])).tolist() == [0, 0, 2, 3]
     assert evaluate.places(np.zeros((0, 3)), np.zeros(0, int)).tolist() == []
@@ -203,7 +203,7 @@ def test_arguments_are_checked(world):
     wide = dl.ArrayDatastore(pixels(5), np.arange(5))
     image = dl.Network([dl.Conv2D(1, 2)], SHAPE)
     outputs = r"expected targets of shape \(4,\), as the network's outputs, found \(3,\)"
-    shapes = r"of shape \(2, 6, 5\), which the network takes, found \(1, 6, 5\)"
+    shapes = r"of shape \(2, 6, 5\), which the network expects, found \(1, 6, 5\)"
     for function, network, data, options, text in (
         (dl.evaluate, net, blank, {}, "the images have no labels"),
         (dl.evaluate, net, wide, {}, "expected labels below 4, .* found 4"),

@@ -57,7 +57,7 @@ def test_output_functions_get_the_validation_loss(world):
 )
 def test_options_that_need_validation_images(world, option, value):
     text = refusal(trained, world, **{option.replace("-", "_"): value})
-    assert text.startswith(f"--{option} {value}: expected images to validate on")
+    assert text.startswith(f"--{option} {value}: expected validation images")
 
 
 VALIDATION = "Validation loss: , Validation accuracy: "
@@ -78,7 +78,7 @@ LAST = "Iteration: {}, Epoch: 2, Loss: , Images"
     ],
 )
 def test_each_validation_is_printed_once(world, frequency, limit, expected):
-    """On the line of an epoch if it follows the last iteration, else on a line of its own."""
+    """A validation at the end of an epoch is on the epoch's line, others have a separate line."""
     options = {"epochs": 2, "batch_size": 40, "max_iterations": limit}
     options |= {"validation": HELD_OUT, "validation_frequency": frequency}
     console = Console(world.rank, stream=io.StringIO())
@@ -105,7 +105,7 @@ def test_the_result_has_the_validation_of_its_network(world, output):
 
 
 def test_the_last_validation_is_printed_and_plotted(world, tmp_path, monkeypatch):
-    """It belongs to the epoch that has ended."""
+    """A validation after the last iteration of an epoch belongs to this epoch."""
     plotted, out = [], world.broadcast(str(tmp_path))
     monkeypatch.setattr(plots, "progress", lambda path, _: plotted.append(metrics.read(path)))
     options = {"epochs": 2, "batch_size": 40, "validation": HELD_OUT, "validation_frequency": 4}
@@ -139,7 +139,7 @@ def test_the_last_picture_is_drawn_before_the_run_is_called_done(world, tmp_path
 
 
 def test_patience_and_the_best_network(world):
-    """The loss rises at a high rate; the best network is the one of the least loss."""
+    """The loss rises at a high rate; the best network is the one with the lowest loss."""
     options = {"validation": HELD_OUT, "validation_frequency": 1, "shuffle": "every-epoch"}
     options |= {
         "learn_rate_schedule": diverging_rate,
@@ -194,7 +194,7 @@ def test_a_run_is_resumed_only_with_its_validation_images(world, tmp_path):
 
 
 class Interrupted(Datastore):
-    """A dataset at whose last image a signal comes to the rank that reads it."""
+    """A dataset that sends a signal to the rank that reads its last image."""
 
     def __init__(self, store, signals):
         self.store, self.signals = store, signals
@@ -213,7 +213,7 @@ class Interrupted(Datastore):
     "frequency, iteration", [(2, 2), pytest.param(0, 3, marks=pytest.mark.slow("jobs"))]
 )
 def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, frequency, iteration):
-    """It ends as a run that was never stopped, by patience."""
+    """A resumed run ends by patience at the same iteration as an uninterrupted one."""
     out, images = world.broadcast(str(tmp_path)), pictures(300, "others")
     options = RUN | {"epochs": 4, "learning_rate": 1e-30}
     options |= {"validation_frequency": frequency, "validation_patience": 2}
@@ -243,7 +243,7 @@ def test_a_resumed_run_repeats_an_interrupted_validation(world, tmp_path, freque
 
 @pytest.mark.parametrize("limit", [None, pytest.param(5, marks=pytest.mark.slow("jobs"))])
 def test_resuming_a_finished_run_returns_its_result(world, tmp_path, monkeypatch, limit):
-    """It ended with an epoch, or within one, after a validation."""
+    """The run ended with an epoch, or within one after a validation."""
     out, store = world.broadcast(str(tmp_path)), pictures(100)
     options = RUN | {"max_iterations": limit, "validation_frequency": 5 if limit else 0}
     options = dl.TrainingOptions(validation=HELD_OUT, **options)
@@ -287,6 +287,6 @@ def test_a_fraction_of_the_training_set_validates(world):
     assert validation.held_out(training, options) == (training, options)
     options = dl.TrainingOptions(validation_fraction=0.01)
     text = refusal(validation.held_out, pictures(9), options)
-    assert "--validation-fraction 0.01: expected images" in text
+    assert "--validation-fraction 0.01: expected training and validation images" in text
     _, result = trained(world, store=pictures(90), validation_fraction=0.2, epochs=3)
     assert result.iterations == 6 and result.best_iteration == 6

@@ -1,4 +1,4 @@
-"""kernels/build.py as a module."""
+"""Import kernels/build.py as a module."""
 
 import importlib.util
 import shutil

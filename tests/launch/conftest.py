@@ -1,4 +1,4 @@
-"""Fixtures of the tests of whole jobs."""
+"""Data fixtures for tests that run whole jobs."""
 
 import jobs
 import numpy as np

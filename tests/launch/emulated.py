@@ -43,7 +43,7 @@ def main():
     replacements = [
         (devices, "open_gpu", open_gpu),
         (devices, "visible", visible),
-        (nccl, "cuda_aware", lambda: True),  # memory of the device is the host's
+        (nccl, "cuda_aware", lambda: True),  # the device uses the host's memory
         (sums, "GATHERED", gathered),
         (device_queue, "RESIDENT", resident),
     ]

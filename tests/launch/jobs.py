@@ -14,7 +14,7 @@ import pytest
 from image_sets import save
 
 CLASSES = ("bar", "box", "dot")
-# A tenth of 210 images is for the test. The other 189 make 3 mini-batches of 50 and one of 39,
+# A tenth of the 210 images is held out. The other 189 make 3 mini-batches of 50 and one of 39,
 # whose last blocks hold 2 and 7 images.
 PER_CLASS, ITERATIONS = 70, 4
 
@@ -112,7 +112,7 @@ def start(ranks, data, out, *options, network=SMALL, until="Epoch: 2,"):
     pytest.fail(launcher.finish(job).stderr)
 
 
-# Lines that mpirun adds to stderr if a job ends early: MPICH a line and a box of "=", Open MPI
+# Lines that mpirun adds to stderr if a job ends early. MPICH: a line and a box of "="; Open MPI:
 # boxes between lines of "-" and a NUL, both of them lines that start with a host.
 NOISE = re.compile(
     r"\0|-{50,}$.*?^-{50,}$|^={50,}$.*|^Abort\([^\n]*|^\[(?:warn|[\w.-]+[:@][\w.]+)\][^\n]*",
@@ -187,5 +187,5 @@ def assert_same_end(expected, out):
 
 
 def assert_same_weights(hashes):
-    """Check the promise of one result on any number of ranks."""
+    """Check that runs on any number of ranks gave the same results."""
     assert len(set(hashes.values())) == 1, f"the weights depend on the ranks: {hashes}"

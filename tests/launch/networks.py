@@ -6,19 +6,19 @@ import mpidl as dl
 
 
 def small(input_shape, classes):
-    """About a thousand learnables in every kind of layer that communicates."""
+    """Return every kind of layer that communicates, with about a thousand learnables."""
     return [dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(classes)]
 
 
 def varied(input_shape, classes):
-    """Every kind of layer, with convolutions by each algorithm of the kernels."""
+    """Return every kind of layer, with convolutions by each algorithm of the kernels."""
     return [
         dl.Conv2D(3, 32, padding=1),
         dl.BatchNorm(),
         dl.ReLU(),
         dl.MaxPool2D(2),
         dl.CrossChannelNorm(5),
-        dl.Conv2D(3, 33, padding="same"),  # Winograd forward and backward
+        dl.Conv2D(3, 33, padding="same"),  # Winograd's algorithm forward and backward
         dl.BatchNorm(),
         dl.ReLU(),
         dl.CrossChannelNorm(4, beta=0.6),
@@ -43,34 +43,34 @@ def varied(input_shape, classes):
 
 
 def wide(input_shape, classes):
-    """Without batch normalization, so that images do not influence each other."""
+    """Return layers without batch normalization, so that images do not influence each other."""
     return [dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(classes)]
 
 
 def one_output(input_shape, classes):
-    """A network of the wrong output size."""
+    """Return a network with the wrong output size."""
     return [dl.Dense(1)]
 
 
 def slow(input_shape, classes):
-    """Take a minute for the first step and print when it starts."""
+    """Return a network whose first step prints a line and takes a minute."""
     return [Sleep(), *small(input_shape, classes)]
 
 
 def late(input_shape, classes):
-    """Take a second to build and print when that starts."""
+    """Print a line, wait a second and return a network."""
     print("building", flush=True)
     time.sleep(1)
     return small(input_shape, classes)
 
 
 def slow_test(input_shape, classes):
-    """Take half a second for each mini-batch of a test and print that."""
+    """Return a network that prints a line and waits half a second per mini-batch of a test."""
     return [SleepInTest(), *small(input_shape, classes)]
 
 
 def raises_on_rank_1(input_shape, classes):
-    """Raise in the first step of rank 1."""
+    """Return a network that raises an error in the first step of rank 1."""
     return [Break(), *small(input_shape, classes)]
 
 
@@ -97,7 +97,7 @@ class Break(dl.ReLU):
 
 
 def convolutions(input_shape, classes):
-    """A small network with pooling for emulated GPUs, which has every kind of sum."""
+    """Return a small network with pooling for emulated GPUs, with every kind of sum."""
     return [
         dl.Conv2D(3, 4, stride=2),
         dl.BatchNorm(),
@@ -111,12 +111,12 @@ def convolutions(input_shape, classes):
 
 
 def shades(input_shape, classes):
-    """A network from images to images."""
+    """Return a network that maps images to images."""
     channels, _, _ = input_shape
     assert classes == input_shape, "the shape of the targets"
     return [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(1, channels)]
 
 
 def pixels(input_shape, classes):
-    """A score for each of three classes at each pixel."""
+    """Return a network with scores of three classes at each pixel."""
     return [dl.Conv2D(3, 4, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Conv2D(1, 3)]

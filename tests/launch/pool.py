@@ -1,4 +1,4 @@
-"""Jobs under mpirun that run many commands, for tests of commands rather than of their start.
+"""Jobs under mpirun that run many commands, for tests that do not depend on a job's start.
 
 A pool is one `mpirun -n N python pooled.py FOLDER` that stays until the tests end. Its ranks run
 the commands that the tests send. Tests of signals, exit handlers and the environment at the start
@@ -49,7 +49,7 @@ class Pool:
         self.log = open(self.folder / "log", "w+")
         streams = {"stdout": self.log, "stderr": self.log}
         self.job = launcher.start(ranks, SERVER, self.folder, env=env, **streams)
-        # Opened for reading too, so that this does not wait for a rank that does not start.
+        # Opened also for reading, so that opening does not wait for a rank that never starts.
         paths = [self.folder / f"commands-{rank}" for rank in range(self.size)]
         self.pipes = [os.fdopen(os.open(path, os.O_RDWR), "w") for path in paths]
         atexit.register(self.close)

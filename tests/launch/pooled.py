@@ -1,4 +1,4 @@
-"""A rank of a pool (see pool.py), which runs the commands that it reads."""
+"""A rank of a pool (see pool.py), which runs the commands that it receives."""
 
 import contextlib
 import importlib

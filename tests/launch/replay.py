@@ -32,7 +32,7 @@ static void check(const char *name, const void *actual, size_t bytes) {
 }
 """
 HEADER = Path(builds.kernels_folder(), "cpu", "mpidl.h")
-UNRECORDED = ("set_hook", "optimizer_step")  # they take addresses
+UNRECORDED = ("set_hook", "optimizer_step")  # their arguments are addresses
 
 
 class Recorder:

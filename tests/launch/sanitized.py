@@ -1,4 +1,4 @@
-"""A plugin of pytest: arrays lie in NumPy's memory, whose bounds AddressSanitizer checks."""
+"""A pytest plugin: arrays use NumPy's memory, whose bounds AddressSanitizer checks."""
 
 from mpidl.backends.cpu import arenas
 

@@ -1,4 +1,4 @@
-"""The benchmarks as a user starts them: the content of their JSON, never their speed."""
+"""The benchmarks as a user starts them: the content of their JSON; speed is not tested."""
 
 import importlib.util
 import json
@@ -81,7 +81,7 @@ def test_kernels(bench):
             share = record["share_of_peak"][layer][name]
             assert (share is None) == (record["peak_gflops"] is None)
             assert rate > 0 and record["ms"][layer][name] > 0 and (share is None or share > 0)
-    assert "peak of added products" in stdout
+    assert "peak of multiply-adds" in stdout
 
 
 @pytest.mark.slow("jobs")
@@ -128,7 +128,7 @@ def test_accuracy_without_torch(bench):
 
 @pytest.mark.slow("jobs")
 def test_against_another_checkout(bench, tmp_path):
-    """Against itself it finds the same weights and a ratio; it refuses a folder without mpidl."""
+    """Against itself, mpidl has the same weights; a folder without mpidl is refused."""
     stdout, record = bench("against", ROOT, "--batch-size", 32, "--rounds", 2)
     assert "the same weights: " in stdout
     assert set(record["ratios"]) == {"this", "other", "again"}
@@ -198,7 +198,7 @@ def test_refused_under_mpirun():
 
 @pytest.mark.slow("jobs")
 def test_input(bench):
-    """The record has each kind of file and every comparison, on too few images for real times."""
+    """The record has each kind of file and every comparison; the images are too few for times."""
     words = ["--side", 40, "--images", 20, "--batch-size", 16, "--rounds", 1, "--workers", "1,2"]
     stdout, record = bench("input", *words, "--network", jobs.SMALL)
     assert set(record["input"]) == {"jpeg", "png", "packed", "arrays"}
@@ -213,7 +213,7 @@ def test_input(bench):
 
 @pytest.mark.slow("jobs")
 def test_input_memory():
-    """The record has each way to read, on a set too small for real figures."""
+    """The record has every way to read; the set is too small for meaningful figures."""
     options = arguments.parse("input --memory --side 24 --batch-size 16 --ranks 2".split())
     options.gigabytes, options.busy = 5e-4, 0.0
     record = memory.run(options)

@@ -1,4 +1,4 @@
-"""kernels/build.py: all sources compile without a warning, and run under sanitizers."""
+"""kernels/build.py: all sources compile without warnings and pass under sanitizers."""
 
 import errno
 import functools
@@ -38,7 +38,7 @@ def compiled(tmp_path_factory):
 
 @needs_compiler
 def test_this_checkout_has_its_kernels():
-    """Without them the tests of the kernels would be skipped, and none would fail."""
+    """Without builds the tests of the kernels would be skipped instead of failing."""
     assert builds.built() == kernels.builds()
 
 
@@ -62,7 +62,7 @@ def test_clang_has_the_bytes_of_gcc(compiled, build, pictures, tmp_path):
 
 @pytest.fixture
 def two(monkeypatch, tmp_path):
-    """The folder of the sources of a library: two files, one with a header."""
+    """The source folder of a library with two files and a header."""
     sources = tmp_path / "cpu"
     sources.mkdir()
     shutil.copy(ROOT / "kernels" / "cpu" / "about.c", sources)
@@ -96,7 +96,7 @@ def test_only_what_changed_is_compiled(two, tmp_path):
     assert compile_it() == first
     (two / "two.h").write_text("#define TWO 3\n")
     assert not kernels.is_current("generic", lib)
-    recompiled = compile_it() - first  # about.o holds a hash of all sources
+    recompiled = compile_it() - first  # about.o contains a hash of all sources
     assert {name.split("-")[0] for name in recompiled} == {"about", "two"} and len(recompiled) == 2
     for name in first:
         os.utime(tmp_path / "objects" / name, (0, 0))
@@ -105,7 +105,7 @@ def test_only_what_changed_is_compiled(two, tmp_path):
 
 @pytest.fixture
 def old_library(two, tmp_path):
-    """A compiled library; at the end, no failure has changed it or left another file."""
+    """A compiled library; at the end, check that failures changed nothing and left no file."""
     lib = tmp_path / "lib"
     assert kernels.compile_builds(["generic"], str(lib), kernels.find_compiler()) == {}
     before = (lib / "libmpidl-generic.so").read_bytes()
@@ -131,7 +131,7 @@ def test_sources_that_do_not_compile_leave_the_old_library(broken, two, old_libr
 @needs_compiler
 @pytest.mark.parametrize("source", [None, "int two = 3;"], ids=["the library", "an object"])
 def test_a_full_disk_leaves_the_old_library(source, two, old_library, tmp_path, monkeypatch):
-    """The disk is full while the compiler writes the library, or an object."""
+    """Simulate a full disk while the compiler writes the library or an object."""
     before = objects(tmp_path)
 
     def replace(source, target):
@@ -149,7 +149,7 @@ def build(*words, env=None):
 
 
 def test_the_command_line(tmp_path):
-    """The line and the exit code if there is nothing to compile, or no compiler that works."""
+    """Check the line and the exit code without work to do and without a working compiler."""
     no_compiler = {"PATH": tmp_path, "CC": ""}
     out = ["--out", tmp_path / "lib"]
     text = "kernels/build.py: no C compiler: cc, gcc or clang is not on PATH\n"
@@ -198,7 +198,7 @@ def sanitized(tmp_path_factory):
 @pytest.mark.slow("sanitizers")
 @pytest.mark.timeout(240)
 def test_the_kernels_under_sanitizers(sanitized):
-    """Their tests pass, in two processes side by side."""
+    """The tests of the kernels pass under sanitizers, in two processes at a time."""
     words = ["-m", "pytest", "-q", "-x", "-p", "sanitized", "-k", "not gpu"]
     processes = [
         start(None, *words, *tests, cwd=ROOT, env=sanitized, stderr=subprocess.STDOUT)
@@ -210,7 +210,7 @@ def test_the_kernels_under_sanitizers(sanitized):
 
 @pytest.mark.slow("sanitizers")
 def test_the_sanitizers_find_an_overflow(sanitized):
-    """The negative control: a copy of one float too many."""
+    """Negative control: copying one float too many is reported."""
     text = (
         "import numpy as np; from mpidl.backends.cpu import builds;"
         "x = np.zeros(1000, np.float32); builds.kernels().copy(x, x.copy(), {})"

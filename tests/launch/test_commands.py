@@ -77,7 +77,7 @@ def test_train_writes_its_files(trained):
 
 
 def test_validation_ends_a_run_that_learns_nothing(pictures, tmp_path):
-    """The summary has the values of the printed lines."""
+    """The summary file has the values of the printed lines."""
     words = ["--learning-rate", 1e-30, "--validation-data", "test", "--validation-frequency", 1]
     words += ["--validation-patience", 2]
     result = jobs.train(2, pictures, tmp_path, *words, network=jobs.network("wide"))
@@ -91,12 +91,12 @@ def test_validation_ends_a_run_that_learns_nothing(pictures, tmp_path):
 
 
 def test_a_run_does_not_replace_another_one_unasked(trained, pictures, tmp_path):
-    """It refuses the folder and changes nothing, unless it resumes that run or has --overwrite."""
+    """A run in the folder of another is refused, unless it resumes that run or has --overwrite."""
     out = shutil.copytree(trained[0], tmp_path / "run")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     words = jobs.command("train", *SHORT, data=pictures, out=out)
     result = pool.run(2, *words)
-    text = f"--out {out}: it holds a run (iteration 8): --resume {out} goes on with it, "
+    text = f"--out {out}: it contains a run (iteration 8): --resume {out} continues it, "
     assert jobs.refusal(result) == text + "--overwrite replaces it"
     assert jobs.output_lines(result) == []
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -122,7 +122,7 @@ def test_the_options_of_a_run_make_the_same_run(trained, tmp_path):
 
 
 def test_a_batch_per_rank_is_a_batch_size(pictures, tmp_path):
-    """A note says that it depends on the number of ranks."""
+    """A note says that the batch size depends on the number of ranks."""
     words = ["--max-iterations", 2, "--batch-per-rank", 25]
     result = pool.run(2, *jobs.command("train", *words, data=pictures, out=tmp_path / "2"), check=0)
     note = "note: --batch-per-rank 25: mini-batches of 50 on 2 rank(s)"
@@ -141,7 +141,7 @@ def test_help_is_printed_once(command):
 
 
 def test_folders_are_numbered(pictures, tmp_path):
-    """Without --out, runs are written below the current folder."""
+    """Without --out, runs are written to the current folder's `runs`."""
     for _ in range(2):
         words = jobs.command("train", *SHORT, data=pictures)
         result = pool.run(1, *words, cwd=tmp_path, check=0)
@@ -170,7 +170,7 @@ def test_verify_finds_weights_that_differ(pictures):
 
 
 def test_verify_refuses(tmp_path):
-    """One line has the reason of the training; another one refuses a start under mpirun."""
+    """One line gives the training's error; another one refuses to start under mpirun."""
     words = jobs.command("verify", "--ranks", "1", data=tmp_path / "missing")
     for ranks, text in ((None, "no such folder"), (2, "run it without mpirun")):
         assert text in jobs.refusal(pool.run(ranks, *words))
@@ -191,7 +191,7 @@ def test_info():
 
 
 def test_predict_without_labels(model, pictures, tmp_path):
-    """The data is a folder of images without sub-folders."""
+    """The images are in a folder without sub-folders."""
     scores = tmp_path / "scores.csv"
     lines = jobs.predict(model, pictures / "bar", "--out", scores)
     assert lines == ["70 images, no labels known", f"Scores: {scores}"]
@@ -203,7 +203,7 @@ def test_predict_refuses(model, pictures, tmp_path):
     torn = tmp_path / "torn.h5"
     torn.write_bytes(model.read_bytes()[:-500])
     jobs.draw_images(tmp_path / "large", per_class=1, side=14)
-    unusable = "not a model that can be loaded: "
+    unusable = "the model cannot be loaded: "
     for path, data, ranks, text in (
         (tmp_path / "missing.h5", pictures, 2, f"missing.h5: {unusable}it is"),
         (torn, pictures, 2, f"torn.h5: {unusable}"),
@@ -275,7 +275,7 @@ if world.rank == 0:
 
 
 def test_predict_with_a_network_that_a_script_trained(colours, tmp_path):
-    """The model stores how it preprocesses the raw images, which are larger and in colour."""
+    """The model stores how to preprocess raw images, which are larger and in colour."""
     script, path = tmp_path / "script.py", tmp_path / "model.h5"
     script.write_text(SCRIPT)
     expected = jobs.output_lines(pool.run(2, script, colours, path, check=0))[-1]
@@ -308,7 +308,7 @@ def test_predict_with_custom_layers(pictures, tmp_path):
     assert lines == [f"Accuracy: {accuracy:.4f} (210 images)"]
     for options, text in (
         ([], "its network cannot be built: unknown layer type 'Halved'"),
-        (["--layers", tmp_path / "none.py"], "--layers: no file"),
+        (["--layers", tmp_path / "none.py"], "--layers: no such file"),
         (["--layers", tmp_path / "bare.py"], "expected a class derived from dl."),
     ):
         assert text in jobs.refused_prediction(path, pictures, *options, ranks=1)
@@ -348,7 +348,7 @@ def test_predict_refuses_unusable_outputs(model, pictures, tmp_path):
         ([*relu1, *missing], "none/a.npy: cannot be written: No such file or directory"),
         (["--top-k", 4], "--top-k 4: the model has 3 classes"),
         (["--top-k", 0], "--top-k must be at least 1, found 0"),
-        (npy, "the scores of classes are written as .csv"),
+        (npy, "class scores are written as .csv"),
     ):
         assert text in jobs.refused_prediction(model, pictures, *options)
     for options in (["--top-k", 1], ["--confusion", "a.csv"]):

@@ -1,4 +1,4 @@
-"""The commands on emulated GPUs under a real mpirun give the same bytes on any ranks."""
+"""The commands on emulated GPUs under mpirun give the same bytes on any number of ranks."""
 
 import jobs
 import pool
@@ -33,7 +33,7 @@ def single(pictures, tmp_path_factory):
     [
         (3, [], {}),
         pytest.param(2, [], {}, marks=SLOW),
-        # a GPU for each rank and a CUDA-aware MPI; sums above the limit go through the host
+        # one GPU per rank and a CUDA-aware MPI; sums above the limit go through the host
         (3, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000"}),
         pytest.param(3, [], CUDA_AWARE | {"EMULATED_GATHERED": "1000000"}, marks=SLOW),
         pytest.param(2, ["--graphs", "off"], {}, marks=SLOW),
@@ -56,7 +56,7 @@ def test_stop_and_resume_on_more_ranks(single, pictures, tmp_path):
 
 @pytest.mark.slow("gpu")
 def test_options_that_decide_during_the_training(pictures, tmp_path):
-    """Adam with clipping and a schedule, and a rank without work."""
+    """Test Adam with clipping, a schedule and a rank without work."""
     words = ["--solver", "adam", "--learn-rate-schedule", "cosine", "--gradient-threshold", 0.1]
     words += ["--gradient-threshold-method", "global-l2norm", "--epochs", 2]
     words += ["--validation-data", "test", "--validation-frequency", 3]

@@ -1,4 +1,4 @@
-"""Unusable options and data: one line from rank 0, exit code 2, and no process is left."""
+"""Invalid options and data: one line from rank 0, exit code 2, and no process is left."""
 
 import contextlib
 import shutil
@@ -49,7 +49,8 @@ OPTIONS = {
     "no number": (["--epochs", "many"], "--epochs must be a whole number, at least 1, found many"),
     "two sizes": (
         ["--batch-per-rank", 8, "--batch-size", 8],
-        "--batch-size 8 (command line) and --batch-per-rank 8 (command line): expected one of them",
+        "--batch-size 8 (command line) and --batch-per-rank 8 (command line): expected at most "
+        "one of them",
     ),
     "stray word": (["folder"], "unexpected argument folder"),
     "no value": (["--data"], "--data: expected one argument"),
@@ -73,12 +74,11 @@ NETWORK = {
         "--network digit: expected digits, cifar, resnet, alexnet or FILE.py:FUNCTION: did you "
         "mean digits?",
     ),
-    "no file": ("missing.py:small", "--network missing.py:small: no file missing.py"),
+    "no file": ("missing.py:small", "--network missing.py:small: no such file: missing.py"),
     "no function": (f"{NETWORKS}smal", "networks.py defines no function smal: did you mean small"),
     "output size": (
         f"{NETWORKS}one_output",
-        "expected 3 outputs, one per class of the data (or per number, if the targets are "
-        "numbers), found 1",
+        "expected 3 outputs, one per class of the data (or per target value), found 1",
     ),
 }
 
@@ -107,7 +107,7 @@ DEVICES = {
 @pytest.mark.parametrize("command", ["train", "predict"])
 @pytest.mark.parametrize("case", DEVICES)
 def test_devices(command, case, pictures, tmp_path):
-    """Rank 0 alone prints, before it reads the data or creates a folder."""
+    """Only rank 0 prints, before it reads the data or creates a folder."""
     options, text = DEVICES[case]
     if command == "train":
         words = jobs.command("train", *options, data=pictures, out=tmp_path / "run")
@@ -131,7 +131,8 @@ FOLDERS = {
     ),
     "a file": (
         lambda folder: folder.touch(),
-        "expected a folder, an HDF5 file, a .mat file or an .npz file, found another file",
+        "expected a folder, an HDF5 file, a .mat file or an .npz file, found a file of another "
+        "type",
     ),
     "an empty class": (
         lambda folder: [save(folder / "bar" / "a.png", PIXELS), (folder / "dot").mkdir()],
@@ -159,7 +160,7 @@ def spoiled(pictures, tmp_path):
     "name", ["box/33.png", pytest.param("dot/69.png", marks=pytest.mark.slow("jobs"))]
 )
 def test_a_corrupt_image(spoiled, tmp_path, name):
-    """Any rank may read it, in the training or in the test."""
+    """Any rank may read the damaged file, in the training or in the test."""
     path = spoiled / name
     path.write_bytes(path.read_bytes()[:90])
     paths = {"data": spoiled, "out": tmp_path / "run"}
@@ -232,7 +233,7 @@ failure.run(main)
     [
         (40_000, "checkpoint.h5", "digits", ["--epochs", 1, "--batch-size", 50]),
         (300, "options.toml", "digits", ["--epochs", 1, "--batch-size", 50]),
-        # rank 0 alone finds it, in the middle of an epoch
+        # only rank 0 finds it, in the middle of an epoch
         pytest.param(
             *(31_000, "metrics.jsonl", jobs.SMALL, ["--epochs", 50, "--batch-size", 16]),
             marks=pytest.mark.slow("jobs"),

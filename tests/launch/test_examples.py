@@ -11,7 +11,7 @@ from mpidl import keyed
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """200 gray images of 12 x 12 in three classes, which differ in their bright rows."""
+    """200 gray images of 12 x 12 in three classes that differ in the position of a bright row."""
     from PIL import Image
 
     root = tmp_path_factory.mktemp("images")
@@ -83,7 +83,7 @@ def test_custom_op_gives_one_hash(folder):
 
 
 def test_from_a_notebook_gives_one_hash(folder):
-    """It starts the ranks itself and gives the weights of the training command."""
+    """The example starts the ranks itself and gives the weights of the training command."""
     printed = {ranks: run("from_a_notebook.py", None, ranks, folder, 2) for ranks in (1, 3)}
     hashes = {value_of("Weights sha256", text) for text in printed.values()}
     assert hashes == {value_of("Weights sha256", run("custom_loop.py", 2, folder, 2))}

@@ -14,8 +14,8 @@ from limits import exceeded
 from mpidl.training.files import checkpoint
 
 SLOW = pytest.mark.slow("jobs")
-WAITING = "  all ranks answer, but they wait for different things:"
-# A user's program in which one rank fails in the way that the command line names.
+WAITING = "  all ranks respond, but they wait for different operations:"
+# A user's program in which one rank fails as its argument says.
 PROGRAM = """
 import sys
 import mpidl as dl
@@ -68,7 +68,7 @@ def test_an_exception_on_one_rank(program, rank):
 
 
 def test_an_exception_on_all_ranks(program):
-    """Only one of them prints a traceback."""
+    """If several ranks fail, only one of them prints a traceback."""
     result = ended_in(20, 3, "-c", "import mpidl as dl; dl.World(); 1 / 0")
     assert result.stderr.count("Traceback") == 1
     assert jobs.error_lines(result)[0].startswith("mpidl: rank 0 on host ")
@@ -90,7 +90,7 @@ def test_a_refusal_of_one_rank(program, rank, prefix):
 @pytest.mark.parametrize(("rank", "fault"), [pytest.param(0, "exit", marks=SLOW), (1, "exit 3")])
 @pytest.mark.slow("jobs")
 def test_a_rank_that_leaves(program, rank, fault):
-    """The others wait for it no longer than the time-out."""
+    """The other ranks wait for a silent rank no longer than the time-out."""
     result = ended_in(20, 2, program, rank, fault)
     waits = [f"  rank {r}, starting: waits for gop max" for r in (0, 1)]
     waits[rank] = f"  rank {rank}, leaving: waits for the end of the program on all ranks"
@@ -116,18 +116,18 @@ def test_a_rank_that_stops_answering(pictures, tmp_path):
     first, second = jobs.error_lines(result)
     text = r"mpidl: epoch \d+, iteration \d+: .* did not complete within 2 s \(--timeout\)\."
     assert re.fullmatch(text, first)
-    assert second == f"  rank 1 on host {socket.gethostname()} does not answer"
+    assert second == f"  rank 1 on host {socket.gethostname()} does not respond"
 
 
 def test_a_loss_that_is_not_finite(pictures, tmp_path):
-    """The error names the step, and weights that are not finite replace no checkpoint."""
+    """The error names the step; non-finite weights do not replace a checkpoint."""
     out = tmp_path / "run"
     options = ["--learning-rate", 1e30, "--checkpoint-every", 1, "--epochs", 3]
     result = jobs.train(3, pictures, out, *options, check=1)
     (line,) = jobs.error_lines(result)
     assert re.match(
         r"mpidl: (the loss is nan at epoch 1, iteration \d,|.* is not finite after iteration \d,) "
-        r"on all ranks; lower --learning-rate \(now 1e\+30\) or look at the images; "
+        r"on all ranks; lower --learning-rate \(now 1e\+30\) or check the images; "
         rf"the last checkpoint is in {out}$",
         line,
     )
@@ -153,7 +153,7 @@ failure.run(main)
 
 
 def test_the_rank_of_an_infinite_image_is_named():
-    """Of 96 images on 3 ranks, rank 2 has those from 64 on."""
+    """Of 96 images on 3 ranks, rank 2 has images 64 to 95."""
     result = mpirun(3, "-c", INFINITE, check=1)
     (line,) = jobs.error_lines(result)
     assert line.startswith("mpidl: the loss is inf at epoch 1, iteration 1, on rank 2; ")
@@ -178,7 +178,7 @@ def test_more_ranks_than_blocks(pictures, tmp_path):
     ],
 )
 def test_a_launcher_of_another_mpi(variables, tmp_path):
-    """It starts four jobs of one rank instead of one of four: the first one prints a line."""
+    """It starts four jobs of one rank instead of one job of four; the first one prints a line."""
     env = {**variables, "PYTHONPATH": ROOT}
     result = mpirun(None, *jobs.command("train", out=tmp_path / "run"), env=env, check=2)
     if variables.get("OMPI_COMM_WORLD_RANK") == 1:

@@ -25,11 +25,11 @@ SLOW = pytest.mark.slow("jobs")
 
 @pytest.fixture(autouse=True)
 def mark(monkeypatch, tmp_path):
-    """A value in the environment of a test's processes, which are gone at its end."""
+    """A value that marks a test's processes in their environment; at the end all are gone."""
     value = uuid.uuid4().hex
     monkeypatch.setenv("MPIDL_TEST_MARK", value)
     for name in [name for name in os.environ if name.startswith(("PMI_", "OMPI_COMM_WORLD_"))]:
-        monkeypatch.delenv(name)  # MPI of this process set them
+        monkeypatch.delenv(name)  # set by this process's MPI
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)  # read the variable again
     yield value
@@ -122,7 +122,7 @@ def test_output_is_live(tmp_path, monkeypatch):
 
 
 class Unpicklable(Exception):
-    """Its pickle cannot be loaded."""
+    """The exception's pickle cannot be loaded."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -200,7 +200,7 @@ def hang(world):
 
 def test_a_time_out_ends_all_ranks():
     start_time = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"the 2 rank\(s\) were not done after 3 s"):
+    with pytest.raises(TimeoutError, match=r"the 2 rank\(s\) did not finish within 3 s"):
         dl.launch(hang, ranks=2, timeout=3)
     assert not exceeded(start_time, 12)
 
@@ -211,7 +211,7 @@ def unsendable(world):
 
 @SLOW
 def test_a_result_that_cannot_be_pickled():
-    with pytest.raises(dl.RankError, match="rank 0's result, a lock, cannot be brought back"):
+    with pytest.raises(dl.RankError, match="rank 0's result, a lock, cannot be sent back"):
         dl.launch(unsendable, ranks=2)
 
 
@@ -237,10 +237,10 @@ def launch_inside(world):
 
 
 def test_ranks_cannot_start_ranks(monkeypatch):
-    with pytest.raises(dl.UserError, match="already, one of 2, and ranks start no ranks"):
+    with pytest.raises(dl.UserError, match="already a rank, one of 2, and cannot start ranks"):
         dl.launch(launch_inside, ranks=2)
     monkeypatch.setenv("PMI_SIZE", "4")
-    with pytest.raises(dl.UserError, match="one of 4 that PMI_SIZE tells of") as caught:
+    with pytest.raises(dl.UserError, match="one of 4 as PMI_SIZE says") as caught:
         dl.launch(sizes, ranks=2)
     assert "\n" not in str(caught.value)
 
@@ -324,12 +324,12 @@ def test_a_module_that_runs_as_the_program(script):
 @SLOW
 def test_a_script_without_a_guard(script):
     text = last_error(script(SCRIPT + "\nmain(work)\n"))
-    assert 'call it under if __name__ == "__main__":' in text
+    assert 'call launch under if __name__ == "__main__":' in text
 
 
 @SLOW
 def test_a_function_that_the_ranks_do_not_find(script):
-    """The script defines it under its guard, which the ranks do not run."""
+    """The script defines the function under its guard, which the ranks do not run."""
     guarded = "    def inside(world, answer):\n        return answer\n\n    main(inside)\n"
     text = last_error(script(f'{SCRIPT}\nif __name__ == "__main__":\n{guarded}'))
     assert text.startswith("mpidl.errors.UserError: launch: Can't get")
@@ -338,8 +338,8 @@ def test_a_function_that_the_ranks_do_not_find(script):
 
 @SLOW
 def test_a_notebook():
-    """Code that a user types has no file that the ranks can read."""
-    pytest.importorskip("cloudpickle", reason="cloudpickle sends what a notebook defines")
+    """Code from an interactive session is not in a file that the ranks could read."""
+    pytest.importorskip("cloudpickle", reason="cloudpickle sends functions defined in a notebook")
     run_and_check("-c", SCRIPT + "\nmain(work)\n")
 
 
@@ -351,7 +351,7 @@ def test_a_notebook_without_cloudpickle():
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGKILL])
 def test_the_ranks_end_with_the_program(number, script, mark):
-    """Ctrl-C, or a kill of a notebook's kernel; the fixture checks that no process is left."""
+    """Interrupt or kill the program; the fixture checks that no process is left."""
     with start(None, script(GUARDED), "stay") as job:
         assert job.stdout.readline() == "staying\n"
         assert len(marked(mark)) >= 3  # the program, and two ranks

@@ -10,7 +10,7 @@ from PIL import Image
 
 import mpidl as dl
 
-# All steps: files of any size are decoded, covered, cropped, transformed, normalized.
+# All steps: files of any size are decoded, resized, cropped, transformed and normalized.
 WARPED = [
     *("--colour", "rgb", "--cover", "20x20", "--centre-crop", "20x18", "--flip", "xy"),
     *("--translate", 2, "--rotation", 15, "--scale", "0.9,1.2", "--shear", 5, "--fill", 40),
@@ -27,7 +27,7 @@ RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
     ids=["some", "all"],
 )
 def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
-    """The recipe flips images and moves them by up to 4 pixels."""
+    """The recipe of the network mirrors images and shifts them by up to 4 pixels."""
 
     def weights(ranks, out, *words):
         words = ("--max-iterations", 2, *words)
@@ -45,7 +45,7 @@ def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
 
 @pytest.fixture(scope="module")
 def warped(sizes, tmp_path_factory):
-    """{(ranks, workers, prefetch): folder} of the same run."""
+    """Train the same run with several settings; return {(ranks, workers, prefetch): folder}."""
     base = tmp_path_factory.mktemp("warped")
     folders = {}
     for ranks, workers, prefetch in ((1, 1, 2), (1, 4, 3), (2, 2, 1), (3, 1, 0)):
@@ -99,7 +99,7 @@ def test_prediction_preprocesses_images_as_the_training_did(sizes, warped, tmp_p
 
 
 def preprocessed(path):
-    """Bring an image to 20x18 by Pillow alone."""
+    """Convert an image to 20x18 with Pillow only."""
     image = Image.open(path).convert("RGB")
     factor = max(20 / image.height, 20 / image.width)
     size = (max(20, int(image.width * factor + 0.5)), max(20, int(image.height * factor + 0.5)))
@@ -123,7 +123,7 @@ def test_preview(sizes, tmp_path):
     [
         (("--random-crop", 30), "--random-crop 30x30: expected at most the size of the images"),
         (("--centre-crop", 30), "centre crop 30x30 (--centre-crop, or crop= in Python): expected"),
-        (("--resize", "5x5"), "--resize and --cover: expected one of them"),
+        (("--resize", "5x5"), "--resize and --cover: expected at most one of them"),
         (("--centre-crop", "big"), "--centre-crop must be HEIGHTxWIDTH such as 224x192, or 224, "),
         (("--colour", "grey"), "--colour must be gray or rgb, found grey"),
         (("--flip", "z"), "--flip must be none, x, y or xy, found z"),

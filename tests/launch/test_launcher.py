@@ -36,7 +36,7 @@ def test_rank_pids():
     assert_gone(pids.values())
 
 
-# The ranks of a pool write through a sys.stdout of the command, and no process ends.
+# The ranks of a pool write to a separate sys.stdout per command, and their processes go on.
 SAY_WORLD = "import mpidl as dl; w = dl.World(); print(f'{w.rank}/{w.size}')"
 
 

@@ -1,4 +1,4 @@
-"""A test that hangs or fails is reported with its name, its rank and its stack."""
+"""A test that hangs or fails is reported with its name, rank and stack."""
 
 import os
 import re
@@ -96,7 +96,7 @@ def test_a_hang_in_one_process_fails_its_test_alone(tmp_path):
     for name in ("sleeps (call)", "its_job_hangs (call)", "hangs_behind (teardown)"):
         assert f"FAILED test_made.py::test_{name}" in output
     assert output.count("did not end within its limit of") >= 3
-    # the output of the job, and the line of each of its ranks
+    # the output of the job and a line from each of its ranks
     assert "--- stdout\nup\nup\n" in output, output
     assert output.count('File "<string>", line 1 in <module>') == 2, output
 

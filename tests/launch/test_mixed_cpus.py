@@ -1,4 +1,4 @@
-"""Ranks with different CPUs, set by MPIDL_CPU, all run the best build that each of them can."""
+"""Ranks with different CPUs, set by MPIDL_CPU, run the best build that all of them support."""
 
 import os
 
@@ -9,7 +9,7 @@ from launcher import mpirun
 from mpidl.backends.cpu import builds
 
 SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
-# `python -m mpidl.train` with another CPU on each rank.
+# `python -m mpidl.train` with a different CPU on each rank.
 PROGRAM = """
 import os, sys
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK"))
@@ -26,7 +26,7 @@ needs_two = pytest.mark.skipif(
 
 
 def train(data, out, builds, check=0):
-    """Train on one rank for each build."""
+    """Train on one rank with each build."""
     words = jobs.command("train", *SHORT, data=data, out=out)[2:]
     env = jobs.without_plots() | {"BUILDS": " ".join(builds)}
     return mpirun(len(builds), "-c", PROGRAM, *words, env=env, check=check)
@@ -42,7 +42,7 @@ def test_all_ranks_run_the_lowest_build(pictures, tmp_path, lower):
     host = os.uname().nodename
     lines = [line for line in result.stdout.splitlines() if "warning" in line and "kernels" in line]
     mix = f"{BUILDS[0]} on {host}; {lower} on {host}"
-    assert lines == [f"warning: the ranks have different kernels, and all run {lower}: {mix}"]
+    assert lines == [f"warning: the ranks have different kernels, so all use {lower}: {mix}"]
     env = {"MPIDL_CPU": lower}
     expected = jobs.trained_hash(1, pictures, tmp_path / "single", *SHORT, env=env)
     assert jobs.weights_hash(tmp_path / "mix") == expected

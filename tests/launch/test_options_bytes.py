@@ -1,11 +1,11 @@
-"""Options that decide during the training give the same bytes on any ranks, and resumed."""
+"""Options that depend on results so far give the same bytes on any ranks, also resumed."""
 
 import shutil
 
 import jobs
 import pytest
 
-# All decisions of a training: rates, clipping, the best network, the end.
+# All decisions during a training: rates, clipping, the best network, the end.
 DECIDING = [
     *("--solver", "adam", "--learning-rate", 0.1, "--learn-rate-schedule", "cosine"),
     *("--warmup-iterations", 2, "--gradient-threshold", 0.3),
@@ -22,7 +22,7 @@ def records(out):
 
 @pytest.fixture(scope="module")
 def runs(pictures, tmp_path_factory):
-    """{ranks: output folder} of the same training."""
+    """Train on several numbers of ranks; return {ranks: output folder}."""
     base = tmp_path_factory.mktemp("deciding")
     for ranks in (1, 2, 3):
         jobs.train(ranks, pictures, base / str(ranks), *DECIDING)
@@ -44,7 +44,7 @@ def test_stopped_in_an_epoch_and_resumed_on_other_ranks(runs, pictures, tmp_path
     assert jobs.summary(out)["iterations"] == 7
     jobs.resume(ranks, out, "--max-iterations", "none", "--threads", 1)
     jobs.assert_same_end(runs[1], out)
-    # The halted run also validated at its end.
+    # The halted run also validated when it ended.
     assert [r for r in records(out) if r[2] != 7] == [r for r in records(runs[1]) if r[2] != 7]
 
 
@@ -107,7 +107,10 @@ def test_options_that_a_resumed_run_cannot_change(runs, tmp_path):
         (["--solver", "sgdm"], "--solver was adam, is sgdm"),
         (["--solver", "adamw"], "--solver was adam, is adamw"),
         (["--nesterov", "on"], "--nesterov was off, is on"),
-        (["--epochs", 9], "--epochs was 8, is 9, where --learn-rate-schedule cosine ends"),
+        (
+            ["--epochs", 9],
+            "--epochs was 8, is 9; it cannot increase with --learn-rate-schedule cosine",
+        ),
         (["--gradient-threshold", "inf"], "--gradient-threshold was 0.3, is inf"),
         (["--validation-patience", 1], "--validation-patience was 2, is 1 (it may only increase)"),
     ):
@@ -120,11 +123,11 @@ def test_options_that_a_resumed_run_cannot_change(runs, tmp_path):
         (["--worker-load", "1,1"], "--worker-load 1,1: expected a number for each of 1 rank(s)"),
         (
             ["--validation-data", "test", "--validation-fraction", 0.1],
-            "--validation-data test and --validation-fraction 0.1: expected one of them",
+            "--validation-data test and --validation-fraction 0.1: expected at most one of them",
         ),
-        (["--output-network", "best-validation"], "expected images to validate on"),
-        (["--validation-patience", 2], "--validation-patience 2: expected images to validate on"),
-        (["--validation-frequency", 2], "--validation-frequency 2: expected images to validate on"),
+        (["--output-network", "best-validation"], "expected validation images"),
+        (["--validation-patience", 2], "--validation-patience 2: expected validation images"),
+        (["--validation-frequency", 2], "--validation-frequency 2: expected validation images"),
         (["--validation-data", "s3://a/b"], "--validation-data s3://a/b: S3 is not supported yet"),
         (["--preview", "a.gif"], "--preview a.gif: the picture is written as .png"),
         (["--validation-data", "nowhere"], "--validation-data nowhere: "),

@@ -37,7 +37,7 @@ def packed(pictures, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected_hash(pictures, tmp_path_factory):
-    """The weights of a training on the folder."""
+    """The weights' hash of a training on the folder."""
     return jobs.trained_hash(1, pictures, tmp_path_factory.mktemp("folder"), *ITERATIONS)
 
 
@@ -131,7 +131,7 @@ def test_pack_is_one_process(pictures, tmp_path):
 
 
 def test_training_refuses_bad_data_in_one_line(packed, tmp_path):
-    """On two ranks: a truncated packed file, NaN pixels, one class."""
+    """Two ranks refuse a truncated packed file, NaN pixels and a single class."""
     bad = tmp_path / "bad.h5"
     bad.write_bytes(packed.read_bytes()[:-100])
     with h5py.File(tmp_path / "nan.h5", "w") as file:

@@ -1,4 +1,4 @@
-"""The wheel holds the complete package, compiled or not, and its import loads few packages."""
+"""The wheel contains the whole package, compiled or not, and importing it loads little."""
 
 import configparser
 import os
@@ -16,7 +16,7 @@ SHORT = ["--max-iterations", 2, "--batch-size", 50, "--threads", 1]
 
 
 def sources(*names):
-    """Yield the source files under these names of the checkout."""
+    """Yield the source files in these files and folders of the checkout."""
     for name in names:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
@@ -39,13 +39,13 @@ def unpacked(tmp_path_factory):
     (packed,) = out.glob("mpidl-*.tar.gz")
     shutil.unpack_archive(packed, out)
     unpacked = packed.with_name(packed.name.removesuffix(".tar.gz"))
-    if os.path.isdir(kernels.OBJECTS):  # saves compiling; their names hash their sources
+    if os.path.isdir(kernels.OBJECTS):  # saves compiling; names hash the sources
         shutil.copytree(kernels.OBJECTS, unpacked / "build" / "kernels")
     return unpacked
 
 
 def wheel_of(folder, out, env):
-    """Return the path of the wheel that pip builds of the sources in a folder, and the output."""
+    """Build a wheel with pip; return its path and pip's output."""
     words = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-v", "--wheel-dir", out]
     result = mpirun(None, *words, folder, env=env, check=0)
     (wheel,) = out.glob("mpidl-*.whl")
@@ -59,7 +59,7 @@ def wheel(unpacked, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel_without_compiler(unpacked, tmp_path_factory):
-    """The wheel without a compiler, although an earlier build has left kernels."""
+    """A wheel built without a compiler, although an earlier build has left kernels."""
     env = {"PATH": tmp_path_factory.mktemp("empty"), "CC": ""}
     wheel, text = wheel_of(unpacked, tmp_path_factory.mktemp("pure"), env)
     assert "mpidl: kernels that are not compiled: no C compiler: cc, gcc or clang is" in text
@@ -91,7 +91,7 @@ def test_the_wheel_holds_every_file(wheel):
 
 
 def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_compiler):
-    # after `wheel`, whose kernels must not be used
+    # after `wheel`, whose kernels this build must not use
     assert names_in(wheel_without_compiler) == expected_names()
     assert wheel_without_compiler.name.endswith("-py3-none-any.whl")
 
@@ -104,7 +104,7 @@ def test_a_compiler_that_fails(unpacked, tmp_path):
 
 
 def train(wheel, data, folder):
-    """Train on 2 ranks by a wheel unpacked into a folder; return stdout and the weights' hash."""
+    """Train on 2 ranks from an unpacked wheel; return stdout and the weights' hash."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     env = jobs.without_plots() | {"PYTHONPATH": folder / "site", "MPIDL_CPU": ""}
@@ -128,8 +128,8 @@ def test_without_kernels_numpy_trains_and_says_so_once(wheel_without_compiler, p
     stdout, weights = train(wheel_without_compiler, pictures, tmp_path)
     notes = [line for line in stdout.splitlines() if "without C kernels" in line]
     assert notes == [
-        "note: without C kernels NumPy does the arithmetic, several times slower: none are "
-        "compiled: install mpidl again where there is a C compiler"
+        "note: without C kernels, NumPy does the arithmetic, several times slower: none are "
+        "compiled: reinstall mpidl on a machine with a C compiler"
     ]
     env = {"MPIDL_CPU": "numpy"}
     assert jobs.trained_hash(1, pictures, tmp_path / "checkout", *SHORT, env=env) == weights
@@ -144,7 +144,7 @@ def test_every_package_is_listed():
 
 
 def test_import_is_lean():
-    """Thousands of ranks import the package at once from one file system."""
+    """Imports must be few because thousands of ranks import from one file system at once."""
     late = ["h5py", "rich", "matplotlib", "cupy", "torch", "scipy", "mpi4py.MPI"]
     text = f"import sys, mpidl; print([name for name in {late} if name in sys.modules])"
     assert mpirun(None, "-c", text, check=0).stdout.strip() == "[]"

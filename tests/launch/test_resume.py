@@ -1,4 +1,4 @@
-"""A stopped and resumed run ends with the bytes of an uninterrupted one, on any ranks."""
+"""A resumed run ends with the bytes of an uninterrupted one, on any number of ranks."""
 
 import shutil
 import signal
@@ -28,7 +28,7 @@ def halted(pictures, tmp_path_factory):
 
 @pytest.fixture
 def copy(halted, tmp_path):
-    """A copy of the halted run's folder, to resume there."""
+    """Copy the halted run's folder, so that a test can resume the copy."""
     return shutil.copytree(halted, tmp_path / "run")
 
 
@@ -52,7 +52,7 @@ def test_a_torn_checkpoint_is_skipped(copy, uninterrupted):
     result = jobs.resume(2, copy, "--max-iterations", "none")
     (warning,) = jobs.error_lines(result)
     assert warning.startswith(f"warning: {path}: ")
-    assert warning.endswith("going on from checkpoint-previous.h5")
+    assert warning.endswith("continuing from checkpoint-previous.h5")
     assert "Resumed after iteration 5, in epoch 2" in result.stdout
     assert_same_run(uninterrupted, copy)
 
@@ -68,7 +68,7 @@ def test_more_epochs_and_another_folder(pictures, uninterrupted, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     jobs.train(2, pictures, first, "--epochs", 1)
     result = jobs.resume(1, first)
-    assert "Resumed after iteration 4, the end of epoch 1; a larger --epochs" in result.stdout
+    assert "Resumed after iteration 4, the end of epoch 1; increase --epochs" in result.stdout
     jobs.resume(1, first, "--epochs", 2, "--out", second)
     assert_same_run(uninterrupted, second)
     assert jobs.iterations(first) == [1, 2, 3, 4]

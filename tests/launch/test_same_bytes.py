@@ -71,7 +71,7 @@ def test_weights_on_other_ranks_and_threads(ranks, threads, runs, pictures, tmp_
 @SLOW
 @pytest.mark.parametrize("build", [*BUILDS, "numpy"])
 def test_weights_by_build(build, runs, pictures, tmp_path):
-    """Each build has one hash; those of AVX-512 and AVX2 are the same."""
+    """Each build gives one hash; AVX-512 and AVX2 give the same."""
     keywords = {"network": "digits", "env": {"MPIDL_CPU": build}}
     hashes = hashes_on([(1, 1), (3, 2)], pictures, tmp_path, "--epochs", 1, **keywords)
     if build in ("x86-64-v4", "x86-64-v3") and BUILDS[0] in ("x86-64-v4", "x86-64-v3"):
@@ -120,7 +120,7 @@ def test_losses(runs):
 
 
 def test_predict(runs, pictures, tmp_path):
-    """Scores, the confusion matrix and activations are the same files."""
+    """The files of scores, the confusion matrix and activations are equal."""
     arguments = (runs[3] / "model.h5", pictures, "--batch-size", 50)
     outputs = {}
     for ranks in RANKS:
@@ -184,7 +184,7 @@ def test_negative_control_local_batchnorm(pictures, tmp_path):
 
 
 def test_negative_control_plain_sums(pictures, tmp_path):
-    """MPI_Allreduce sums 7 blocks, after some ranks have added up several blocks."""
+    """Negative control: MPI_Allreduce sums the ranks' plain sums of 7 blocks."""
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
 

@@ -1,4 +1,4 @@
-"""The images that the commands train, test and predict on, and their preprocessing."""
+"""The images that the commands use for training, test and prediction; preprocessing."""
 
 import csv
 
@@ -14,7 +14,7 @@ SHORT = ("--max-iterations", 2)
 
 
 def test_training_on_every_image(pictures, tmp_path):
-    """--test-fraction 0, by the command line and in [run] of a file, writes no test results."""
+    """--test-fraction 0, on the command line or in a config file, writes no test results."""
     (tmp_path / "run.toml").write_text("[run]\ntest_fraction = 0\n")
     for name, words in (
         ("flag", ("--test-fraction", 0)),
@@ -45,16 +45,16 @@ def test_sets_that_contradict_each_other(pictures, tmp_path):
     jobs.draw_images(tmp_path / "split" / "train", per_class=2)
     jobs.draw_images(tmp_path / "split" / "test", per_class=2)
     for data, words, text in (
-        (few, (), "expected images to train on and to test on, found 3 and 0; --test-fraction is"),
+        (few, (), "expected training and test images, found 3 and 0; --test-fraction sets"),
         (
             pictures,
             ("--test-data", few, "--test-fraction", 0.2),
-            f"--test-fraction 0.2: --test-data {few} names the test images: expected one of them",
+            f"--test-fraction 0.2: --test-data {few} already names the test images",
         ),
         (
             tmp_path / "split",
             ("--test-fraction", 0.2),
-            f"--data {tmp_path / 'split'} has test images of its own: expected one of them",
+            f"--data {tmp_path / 'split'} already has test images",
         ),
         (
             pictures,
@@ -85,7 +85,7 @@ def test_no_preview_if_training_refuses_the_options(pairs, tmp_path):
     keywords = {"network": jobs.network("pixels"), "data": pairs["pixels"], "out": tmp_path / "out"}
     for options in ((), ("--preview", tmp_path / "preview.png")):
         words = jobs.command("train", "--flip", "x", *options, **keywords)
-        text = "an augmenter moves images and not their targets"
+        text = "an augmenter transforms images but not their targets"
         assert text in jobs.refusal(pool.run(1, *words))
     assert list(tmp_path.iterdir()) == []
 
@@ -123,7 +123,7 @@ def test_unknown_labels_are_reported(pictures, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_numbers_as_a_table(tmp_path, count):
-    """--out FILE.csv has the outputs of a network of numbers, and the targets of the images."""
+    """--out FILE.csv has the outputs of a regression network and the targets of the images."""
     images = dl.ArrayDatastore(pixels_of(0, 50, 1, 4, 4))
     targets = np.linspace(-1, 1, 50 * count, dtype=np.float32).reshape(50, count)
     store = dl.data.combined(images, targets[:, 0] if count == 1 else targets)

@@ -1,4 +1,4 @@
-"""USR1, TERM or INT to a rank or to mpirun: a checkpoint, and exit code 75 of all ranks."""
+"""USR1, TERM or INT to a rank or to mpirun: a checkpoint, and exit code 75 on all ranks."""
 
 import os
 import re
@@ -71,7 +71,7 @@ def test_before_and_after_the_training(pictures, tmp_path, network, until, itera
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_a_second_int_ends_at_once(pictures, tmp_path, rank):
-    """It does not wait for the current step, which takes a minute."""
+    """The job ends without waiting for the current step, which takes a minute."""
     keywords = {"network": jobs.network("slow"), "until": "in the first step"}
     with jobs.start(2, pictures, tmp_path, **keywords) as job:
         pids = job.rank_pids()

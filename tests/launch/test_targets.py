@@ -54,7 +54,7 @@ def test_a_label_per_pixel(pairs, tmp_path):
 
 def test_refusals(pairs, tmp_path):
     for kind, network, options, text in (
-        ("images", "digits", ["--loss", "mse"], "--network digits: it gives numbers; the data"),
+        ("images", "digits", ["--loss", "mse"], "--network digits: expected FILE.py:FUNCTION"),
         ("numbers", "digits", [], "--loss crossentropy: expected labels, or whole numbers"),
         ("pixels", PIXELS, ["--loss", "mse"], "expected targets that are floats"),
         ("images", PIXELS, ["--loss", "mse"], "outputs of shape (1, 10, 10), as"),

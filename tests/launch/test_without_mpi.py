@@ -1,4 +1,4 @@
-"""Without mpi4py the world is one rank, and a launcher of more ranks gets an error."""
+"""Without mpi4py the world has one rank, and a launch of more ranks fails with an error."""
 
 import os
 
@@ -48,7 +48,7 @@ def test_more_ranks_are_refused(script, pictures, tmp_path):
 
 
 def test_the_error_of_mpi4py_is_printed(script, pictures, tmp_path):
-    """mpi4py is installed without the MPI library that it loads."""
+    """mpi4py is installed, but not the MPI library that it loads."""
     broken = tmp_path / "mpi4py"
     broken.mkdir()
     (broken / "__init__.py").write_text("class rc:\n    pass\n")

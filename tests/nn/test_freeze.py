@@ -1,4 +1,4 @@
-"""Frozen layers are not differentiated, computed backward or changed; factors of the rates."""
+"""Frozen layers have no backward pass and do not change; factors of learning rates."""
 
 import collections
 import json
@@ -52,7 +52,7 @@ def training_step(world, net, **batch_options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of backward functions: {function: [which gradients it has to compute]}."""
+    """Record the calls of backward functions: {function: [the gradients that are needed]}."""
     calls = collections.defaultdict(list)
 
     def counted(name, function):
@@ -97,7 +97,7 @@ def test_backward_stops_above_frozen_layers(world, calls, fuse):
 
 
 def test_freezing_keeps_the_gradients_above(world):
-    """Without a batch normalization below, freezing changes no forward value."""
+    """Freezing a layer without batch normalization changes no forward value."""
     stack = [dl.Conv2D(3, 6), dl.ReLU(), *conv_norm_relu(3, 6), dl.Dense(4)]
     net = dl.Network(stack, SHAPE, seed=1)
     expected_loss, expected, _ = training_step(world, net)
@@ -218,7 +218,7 @@ def test_the_factors_of_layers_reach_the_optimizer():
 
 
 def test_training_keeps_frozen_layers_and_applies_factors(world):
-    """In `dl.train` frozen layers keep their bytes, and a factor multiplies the rate."""
+    """With `dl.train`, frozen layers keep their bytes, and a factor multiplies the rate."""
     images = (numbers("train", 48, *SHAPE, low=0) * 255).astype(np.uint8)
     store = dl.ArrayDatastore(images, np.arange(48) % 4)
     options = dl.TrainingOptions(epochs=1, batch_size=48, learning_rate=0.01, l2=0.0)

@@ -1,4 +1,4 @@
-"""Fused layers give the bytes of separate layers, whichever op reads the deferred activation."""
+"""Fused layers give the bytes of separate layers, whatever op reads the activation."""
 
 import numpy as np
 import pytest

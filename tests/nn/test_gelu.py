@@ -1,4 +1,4 @@
-"""The layer GELU in networks: its description, files, memory, freezing, graphs and training."""
+"""GELU layers in networks: description, files, memory, freezing, graphs and training."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def branched(approximate="none"):
-    """Two layers read the value that GELU reads, and two read GELU's."""
+    """Two other layers read GELU's input, and two read its output."""
     return dl.Network(
         [
             dl.Conv2D(3, 4, name="scores"),

@@ -1,4 +1,4 @@
-"""Networks whose layers name what they read: shapes, errors, gradients, bytes, transfer."""
+"""Networks whose layers name their inputs: shapes, errors, gradients, bytes, transfer."""
 
 import json
 import weakref
@@ -154,7 +154,7 @@ def fused_runs(layers):
 def test_which_layers_fuse():
     assert fused_runs(residual()) == [(0, 1, 2), (7, 8, 9)]
     assert fused_runs(branches()) == [(0, 1, 2), (6, 7, 8)]
-    inner = [  # another layer reads the value between two of the three
+    inner = [  # another layer reads the value between two of the three layers
         dl.Conv2D(3, 4, padding=1, name="c"),
         dl.BatchNorm(name="b"),
         dl.ReLU(name="r"),
@@ -212,7 +212,7 @@ def test_outputs_live_until_their_last_reader(world):
     alive_counts, references = [], []
 
     class Watch(dl.Layer):
-        """Counts the outputs of earlier layers that are still alive."""
+        """A layer that counts the outputs of earlier layers that are still in memory."""
 
         def forward(self, x, context):
             alive_counts.append(sum(ref() is not None for ref in references))
@@ -232,7 +232,7 @@ def test_outputs_live_until_their_last_reader(world):
         layer.name = name
     images, _ = batch_of(world)
     dl.Network(layers, SHAPE)(images)
-    # c is computed while a and b live, d while a and c do; after that one output lives at a time
+    # c is computed while a and b are in memory, d while a and c are; then one output at a time
     assert alive_counts == [0, 1, 2, 2, 1, 1, 1]
 
 
@@ -245,12 +245,12 @@ ERRORS = {
         [dl.ReLU(name="a"), dl.Dense(3, name="b"), dl.ReLU(name="c", after="a")],
         "b: no layer reads its output",
     ),
-    "one input": ([dl.ReLU(name="a"), dl.Add(inputs=("a",))], "names of two inputs or more"),
-    "a text": ([dl.ReLU(name="a"), dl.Add(inputs="ab")], "two inputs or more, got 'ab'"),
-    "no inputs": ([dl.ReLU(name="a"), dl.Add()], "add1: expected the names of two inputs"),
+    "one input": ([dl.ReLU(name="a"), dl.Add(inputs=("a",))], "names of two or more inputs"),
+    "a text": ([dl.ReLU(name="a"), dl.Add(inputs="ab")], "two or more inputs, got 'ab'"),
+    "no inputs": ([dl.ReLU(name="a"), dl.Add()], "add1: expected the names of two or more inputs"),
     "both": (
         [dl.ReLU(name="a"), dl.Add(inputs=("a", "images"), after="a")],
-        "add1: inputs say what it reads",
+        "add1: a layer with inputs cannot also have after",
     ),
     "shapes": (
         [dl.Conv2D(3, 4, name="c"), dl.Add(inputs=("c", "images"))],
@@ -351,7 +351,7 @@ def test_a_replaced_sum_takes_the_inputs_of_the_old_one():
     assert other.output_shapes[last] == (18, 4, 4)
     reordered = net.replace_layers({"add2": dl.Add(inputs=("shortcut", "batchnorm4"))})
     assert reordered.reads[last] == ("shortcut", "batchnorm4")
-    with pytest.raises(ValueError, match="relu1: expected the names of two inputs"):
+    with pytest.raises(ValueError, match="relu1: expected the names of two or more inputs"):
         net.replace_layers({"relu1": dl.Add()})
 
 
@@ -359,7 +359,7 @@ def test_impossible_replacements_are_refused():
     net = network()
     with pytest.raises(KeyError, match="no layer dense2: did you mean dense1"):
         net.replace_layers({"dense2": dl.Dense(2)})
-    with pytest.raises(ValueError, match=r"dense1.weight has shape \(4, 9\), and needs \(4, 36\)"):
+    with pytest.raises(ValueError, match=r"dense1.weight has shape \(4, 9\), but needs \(4, 36\)"):
         net.replace_layers({"averagepool1": dl.AveragePool2D(2)})
     with pytest.raises(ValueError, match="add2 reads batchnorm4: 5x4x4, shortcut: 9x4x4"):
         net.replace_layers({"conv4": dl.Conv2D(3, 5, padding=1)})

@@ -84,7 +84,7 @@ def test_layers_without_bias_compute_what_a_fixed_bias_of_0_does(world):
 
 
 def test_a_network_of_them_gives_the_same_bytes(world):
-    """Fused or not, written to a file and read, on any number of ranks."""
+    """A network of all layers, fused or not, gives the same bytes on any ranks and from a file."""
     batch = {"epoch": 2, "seed": 5}
     arguments = network(), mini_batch(SingleRank(), **batch), squared_error
     expected = step_bytes(SingleRank(), *arguments)
@@ -106,7 +106,7 @@ def test_prediction_drops_nothing(world):
 
 
 def test_gradients_of_a_network_of_them(world):
-    """In float64, along one random direction of the images and all learnables."""
+    """Gradients are checked in float64, along one random direction of images and learnables."""
     images, targets = mini_batch(world, np.float64)
     net = in_float64(network())
     net.fuse = False  # the images are differentiated too
@@ -115,7 +115,7 @@ def test_gradients_of_a_network_of_them(world):
         bound = net.bind(dict(zip(net.parameters, learnables, strict=True)))
         return dl.mean_squared_error(bound(x), targets)
 
-    # a pooled maximum or a ReLU that flips would be a corner: a small step
+    # a small step, so that no maximum or ReLU flips
     args = images, *net.parameters.values()
     assert dl.check_vjp(loss, *args, step=1e-7, tolerance=1e-5) < 1e-5
 
@@ -149,7 +149,7 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
     "layers, message",
     [
         ([dl.Dropout(1.0)], "dropout1: probability must be at least 0 and below 1, got 1.0"),
-        ([], "a network has at least one layer"),
+        ([], "expected at least one layer"),
         ([dl.Conv2D(3, 4, groups=0)], "groups must be an integer >= 1, got 0"),
         ([dl.BatchNorm(epsilon=0.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
         ([dl.BatchNorm(decay=3.0)], "batchnorm1: expected epsilon > 0 and a decay from 0 to 1"),
@@ -159,9 +159,9 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
         ([dl.CrossChannelNorm(3, k=0)], "crosschannelnorm1: expected alpha >= 0, beta >= 0 and"),
         ([dl.Dense(3), dl.GlobalAveragePool2D()], "globalaveragepool1: expected images"),
         ([dl.Dense(3), dl.TransposedConv2D(3, 2)], "transposedconv1: expected images"),
-        ([dl.TransposedConv2D(3, 2, 1, 5)], "transposedconv1: cropping .* leaves nothing"),
+        ([dl.TransposedConv2D(3, 2, 1, 5)], "transposedconv1: cropping .* leaves no output"),
         ([dl.TransposedConv2D(2, 2, 3, "same")], "filters at least as large as the stride"),
-        ([dl.TransposedConv2D(3, 2, 0)], "stride must be an integer >= 1"),
+        ([dl.TransposedConv2D(3, 2, 0)], "stride must be one or two integers >= 1"),
         ([dl.Conv2D(3, 2, padding="equal")], "padding must be"),
         (
             [dl.ReLU(name="a"), dl.Conv2D(3, 2, name="b"), dl.Add(inputs=("a", "b"))],
@@ -169,21 +169,27 @@ def test_losses_read_an_activation_that_is_not_stored(world, op):
         ),
         (
             [dl.ReLU(name="a"), dl.Conv2D(3, 2, name="b"), dl.Concat(inputs=("a", "b"))],
-            "concat1: expected two or more inputs that differ in their channels alone",
+            "concat1: expected two or more inputs that differ only in their channels",
         ),
         ([dl.Conv2D(3, "16")], "^conv1: filters must be an integer >= 1, got '16'"),
         ([dl.Conv2D(3, True)], "^conv1: filters must be an integer >= 1, got True"),
-        ([dl.Conv2D(2.5, 4)], "^Conv2D: size must be an integer >= 1 or two, got 2.5"),
-        ([dl.Conv2D(3, 4, stride="2")], "^Conv2D: stride must be an integer >= 1 or two, got '2'"),
+        ([dl.Conv2D(2.5, 4)], "^Conv2D: size must be one or two integers >= 1, got 2.5"),
+        (
+            [dl.Conv2D(3, 4, stride="2")],
+            "^Conv2D: stride must be one or two integers >= 1, got '2'",
+        ),
         ([dl.Conv2D(3, 4, padding="sam")], "^Conv2D: padding must be an integer >= 0"),
         ([dl.Conv2D(3, 4, groups="1")], "^conv1: groups must be an integer >= 1, got '1'"),
-        ([dl.Conv2D(3, 4, weight_l2_factor="1")], "^conv1: factors of learning rate and L2 are"),
+        (
+            [dl.Conv2D(3, 4, weight_l2_factor="1")],
+            "^conv1: factors of learning rate and L2 must be",
+        ),
         ([dl.TransposedConv2D(3, None)], "^transposedconv1: filters must be an integer >= 1"),
         ([dl.Dense(-3)], "^dense1: outputs must be an integer >= 1, got -3"),
         ([dl.BatchNorm(epsilon="1")], "^batchnorm1: expected epsilon > 0 and a decay"),
         ([dl.CrossChannelNorm(5, alpha="1")], "^crosschannelnorm1: expected "),
-        ([dl.Add(inputs=3)], "^add1: expected the names of two inputs or more, got 3"),
-        ([dl.ReLU(name=5)], "^layer names must be unique texts without '.' or '/', got 5"),
+        ([dl.Add(inputs=3)], "^add1: expected the names of two or more inputs, got 3"),
+        ([dl.ReLU(name=5)], "^layer names must be unique strings without '.' or '/', got 5"),
     ],
 )
 def test_one_line_names_the_layer_and_the_wrong_argument(layers, message):

@@ -13,7 +13,7 @@ import mpidl as dl
 from mpidl import keyed
 from mpidl.nn import zoo
 
-# SHA-256 of the digits network's learnables of seed 0
+# SHA-256 of the digits network's initial learnables for seed 0
 DIGITS = "5219cb8aed1ff1392c9c5d80912c7497bfe1b42d69a9bbebdaf90eacc5b2cdf3"
 
 
@@ -45,7 +45,7 @@ def test_the_printed_summary():
 
 
 def test_initial_learnables_never_change():
-    """Another hash would mean that every run from a seed has become another run."""
+    """Another hash would mean that runs from a seed no longer give their earlier weights."""
     assert digest(zoo.digits(seed=0)) == DIGITS
     assert digest(zoo.digits(seed=1)) != DIGITS
 
@@ -99,7 +99,7 @@ def test_names_and_shapes_that_do_not_fit_are_refused():
         (lambda: dl.Network([conv, "relu"], shape), TypeError, "list of layers, got 'relu'"),
         (lambda: dl.Network([dl.ReLU("a"), dl.ReLU("a")], shape), ValueError, "unique .* 'a'"),
         (lambda: dl.Network([dl.ReLU("a.b")], shape), ValueError, "'a.b'"),
-        (lambda: dl.Network([conv], (3, 2, 8)), ValueError, "conv1: filters .* leave nothing"),
+        (lambda: dl.Network([conv], (3, 2, 8)), ValueError, "conv1: filters .* leave no output"),
         (lambda: dl.Network([dl.Dense(3), conv], shape), ValueError, "conv1: expected images"),
         (lambda: dl.Network([dl.Conv2D(3, 4, groups=2)], shape), ValueError, "2 groups"),
         (lambda: dl.Network.from_spec([{"type": "Magic"}], shape), ValueError, "'Magic'"),
@@ -108,7 +108,7 @@ def test_names_and_shapes_that_do_not_fit_are_refused():
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
-    assert conv.name is None  # the network names copies
+    assert conv.name is None  # the network names copies of the layers
 
 
 def test_tables_take_only_what_fits(world):
@@ -117,13 +117,15 @@ def test_tables_take_only_what_fits(world):
         net.parameters = {"conv1.weight": net.parameters["conv1.weight"]}
     with pytest.raises(ValueError, match="state: expected batchnorm1.mean"):
         net.state = {name: np.zeros(3) for name in net.state}
-    with pytest.raises(ValueError, match=r"takes images of shape \(1, 28, 28\), got \(1, 8, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"expected images of shape \(1, 28, 28\), got \(1, 8, 8\)"
+    ):
         net(blocked(world, np.zeros((20, 1, 8, 8), "f4")))
 
 
 @dataclass
 class Double(dl.Layer):
-    """A custom layer."""
+    """A custom layer that doubles its input."""
 
     name: str | None = None
 
@@ -179,7 +181,7 @@ def digit_like(count, sample, dtype=np.float32):
 
 
 def relu_masks(net, images, labels):
-    """Return which units of this rank are on, layer by layer, in training mode."""
+    """Return masks of the active ReLU units of this rank, layer by layer, in training mode."""
     masks, x, bound = [], images, net.bind(net.parameters)
     for layer in net.layers:
         x = layer.forward(x, dl.nn.LayerContext(layer, net.parameters, bound.state, True, "global"))
@@ -190,11 +192,11 @@ def relu_masks(net, images, labels):
 
 @pytest.fixture(scope="module")
 def point(world):
-    """Return two networks and images, in float32 and float64, that have the same units on.
+    """Return two networks and images, in float32 and float64, with the same active units.
 
     Of the network's 690,000 ReLU inputs some lie within float32's rounding of 0. If one of them
     changes its sign, the two gradients belong to different linear pieces, and their difference
-    says nothing about rounding. So the fixture takes the first images without such an input.
+    says nothing about rounding. The fixture therefore uses the first images without such an input.
     """
     single_net, double_net = zoo.digits(seed=11), in_float64(zoo.digits(seed=11))
     for sample in range(20):

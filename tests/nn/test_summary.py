@@ -1,4 +1,4 @@
-"""`analyze`: its totals against counts by hand, by PyTorch and by the memory of a step."""
+"""`analyze`: its totals against counts by hand, PyTorch's counts and a step's memory."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_memory_counts_whole_blocks_of_stored_values():
 
 @needs_kernels
 def test_a_step_stores_as_much_as_the_summary_counts(monkeypatch):
-    """Forward takes these arrays from the arena; the positions of maxima are bytes, not floats."""
+    """The arena allocates the arrays of the forward pass; positions of maxima are single bytes."""
     layers = []
     for filters in (8, 16):
         layers += [*conv_norm_relu(3, filters, padding=1), dl.MaxPool2D(2)]
@@ -129,10 +129,10 @@ def test_the_command(world, capsys):
     [
         ("--network cifer", "did you mean cifar"),
         ("--network a.py:f", "expected --input-shape too, found none"),
-        ("--network cifar --input-shape 3,4,4", "leave nothing of images"),
+        ("--network cifar --input-shape 3,4,4", "leave no output of images"),
         (
             "--network alexnet --input-shape 3,64,64",
-            "pool5: .*; it is made for larger images: train with --resize 227x227",
+            "pool5: .*; it is designed for larger images: train with --resize 227x227",
         ),
     ],
 )

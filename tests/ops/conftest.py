@@ -1,4 +1,4 @@
-"""The shared checks of ops show the values of a failed assertion, as those of a test file do."""
+"""Let pytest rewrite the assertions in the shared checks of ops, as in a test file."""
 
 import pytest
 

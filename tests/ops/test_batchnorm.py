@@ -1,4 +1,4 @@
-"""Batch normalization: which images its statistics cover, and how exact they are."""
+"""Batch normalization: the images that its statistics cover, and their accuracy."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ class TestBatchnorm(OpChecks):
             "'global' or 'local', got 'all'",
         ),
     ]
-    test_a_share_without_blocks = None  # the statistics need the other ranks
+    test_a_share_without_blocks = None  # the statistics require all ranks
 
 
 def images(count, dtype=np.float64):
@@ -45,7 +45,7 @@ def images(count, dtype=np.float64):
 
 
 def normalized(world, count, scope, dtype=np.float64):
-    """Return all ranks' output, the recorded statistics, this rank's output and batch."""
+    """Return the output of all ranks, the recorded statistics, this rank's output and batch."""
     statistics = []
     x = blocked(world, images(count, dtype))
     gamma, beta = GAMMA.astype(dtype), BETA.astype(dtype)
@@ -75,7 +75,7 @@ def test_local_normalizes_each_share_by_its_own_statistics(world, count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_global_does_not_depend_on_the_ranks_and_local_does(world, count):
-    """Local is the negative control of every comparison of numbers of ranks."""
+    """Scope "local" is the negative control of all comparisons between numbers of ranks."""
 
     def output_bytes(ranks, scope):
         return normalized(ranks, count, scope, np.float32)[0].tobytes()

@@ -10,7 +10,7 @@ from mpidl.ops.check import as_pair
 
 
 def conv2d_reference(x, weight, bias, stride, pads, dilation, groups):
-    """Every product of the definition, one output pixel at a time."""
+    """Compute a convolution by its definition, one output pixel at a time."""
     (top, bottom), (left, right) = pads
     n, c, h, w = x.shape
     k, share, r, s = weight.shape
@@ -29,7 +29,7 @@ def conv2d_reference(x, weight, bias, stride, pads, dilation, groups):
 
 
 def same_pads(image, filters, stride, dilation):
-    """Return the padding with which the output has ceil(size / stride) pixels."""
+    """Return the padding that makes an output of ceil(size / stride) pixels."""
     pads = []
     for n, taps, step, gap in zip(image, filters, stride, dilation, strict=True):
         missing = max(0, (-(-n // step) - 1) * step + (taps - 1) * gap + 1 - n)
@@ -84,11 +84,15 @@ class TestConv(OpChecks):
             r"\(K, 2/gro",
         ),
         (lambda x, f, i: dl.conv2d(x, np.ones((2, 2, 1, 1)), np.ones(3)), ValueError, r"bias \(2,"),
-        (lambda x, f, i: dl.conv2d(x, np.ones((2, 2, 5, 1)), np.ones(2)), ValueError, "leave noth"),
+        (
+            lambda x, f, i: dl.conv2d(x, np.ones((2, 2, 5, 1)), np.ones(2)),
+            ValueError,
+            "leave no output",
+        ),
         (
             lambda x, f, i: dl.conv2d(x, np.ones((2, 2, 1, 1)), np.ones(2), stride=0),
             ValueError,
-            "stride must be an integer >= 1",
+            "stride must be one or two integers >= 1",
         ),
         (
             lambda x, f, i: dl.conv2d(x, np.ones((2, 2, 1, 1)), np.ones(2), padding=(1, 2, 3)),

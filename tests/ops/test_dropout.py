@@ -26,7 +26,7 @@ def test_dropout_keeps_the_expectation(world, probability, dtype):
 
 
 def test_the_mask_belongs_to_the_sample(world):
-    """It is the same in every mini-batch, and another for each epoch, layer and seed."""
+    """The mask is the same in every mini-batch, and differs between epochs, layers and seeds."""
     x = numbers("x", 40, 5, 3, 3, dtype=np.float32)
     first = dropped(world, x, epoch=1, seed=1)
     order = np.argsort(numbers("order", 40))
@@ -53,7 +53,7 @@ def test_the_gradient_of_dropout(world, count):
     result = all_images(world, y.value)
     dx = tape.backward(y, value)[leaf]
     assert_zero_unused(dx)
-    assert np.array_equal(all_images(world, dx), result)  # it is linear
+    assert np.array_equal(all_images(world, dx), result)  # dropout with a fixed mask is linear
 
 
 @pytest.mark.parametrize("count", [5, 37])

@@ -45,7 +45,7 @@ class TestLoss(OpChecks):
         "sum": Case(dl.sum, lambda x: x.sum(axis=0), [(3, 2)]),
     }
     errors = [
-        (lambda x, f, i: dl.softmax_cross_entropy(f, f), TypeError, "expected labels as integers"),
+        (lambda x, f, i: dl.softmax_cross_entropy(f, f), TypeError, "expected integer labels"),
         (
             lambda x, f, i: dl.softmax_cross_entropy(x, i),
             ValueError,
@@ -55,7 +55,11 @@ class TestLoss(OpChecks):
         (lambda x, f, i: dl.mean_squared_error(f, i), ValueError, "target of shape"),
         (lambda x, f, i: dl.mean_squared_error(f, f.lanes), TypeError, "target: .* ndarray; "),
         (lambda x, f, i: dl.mean_absolute_error(x, f), ValueError, "target of shape"),
-        (lambda x, f, i: dl.mean_squared_error(i, i), TypeError, "target of floats, got int64"),
+        (
+            lambda x, f, i: dl.mean_squared_error(i, i),
+            TypeError,
+            "floating-point target, got int64",
+        ),
     ]
 
 
@@ -70,9 +74,9 @@ def test_softmax_and_cross_entropy_of_large_scores(world):
 
 def test_correct_count(world):
     x = np.array([[1, 2, 0], [3, 1, 3], [0, 0, 0], [0, 0, 5]] * 5, "f4")
-    labels = np.array([1, 2, 0, 2] * 5)  # right; a tie, where the first class counts; right; right
+    labels = np.array([1, 2, 0, 2] * 5)  # correct; a tie: the first class; correct; correct
     assert world.gplus(dl.correct_count(*blocked(world, x, labels))) == 15
-    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # of 5 images of 2 x 2
+    pixels = np.moveaxis(x.reshape(5, 2, 2, 3), -1, 1)  # labels of 5 images of 2 x 2
     count = dl.correct_count(*blocked(world, pixels, labels.reshape(5, 2, 2)))
     assert world.gplus(count) == 15
 

@@ -1,4 +1,4 @@
-"""Pooling: against loops in float64, equal pixels, padding, NaN, and what it refuses."""
+"""Pooling against loops in float64; equal pixels, padding, NaN, and invalid arguments."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def pads(image, size, stride, padding):
-    """Return padding as ((top, bottom), (left, right)); "same" makes ceil(H / stride) windows."""
+    """Return padding as ((top, bottom), (left, right)); "same" gives ceil(H / stride) windows."""
     if padding != "same":
         return tuple(as_pair(side) for side in as_pair(padding))
     sides = []
@@ -78,7 +78,7 @@ def gradient(kind, x, dy, size, stride=None, padding=0):
 
 
 def pooled(world, kind, x, options):
-    """Return the result and the cotangent of x, whole, for the cotangent `numbers("dy", ...)`."""
+    """Return all ranks' result and cotangent of x for the cotangent `numbers("dy", ...)`."""
     variable = dl.Var(blocked(world, x))
     y = KINDS[kind](variable, **options)
     dy = blocked(world, numbers("dy", *y.shape, dtype=x.dtype), batch=y.value.batch)
@@ -144,7 +144,7 @@ def test_last_blocks_of_every_size(world, kind):
 def test_the_first_of_equal_pixels_wins(world):
     x = np.zeros((1, 1, 4, 4), np.float32)
     x[0, 0, :2, 2:] = [[-1, 3], [3, 3]]
-    x[0, 0, 2:, :2] = -np.inf  # larger than the padding, which never wins
+    x[0, 0, 2:, :2] = -np.inf  # padding never wins over -inf
     x[0, 0, 2:, 2:] = [[0.0, -0.0], [-0.0, 0.0]]
     _, dx = pooled(world, "max", x, {"size": 2})
     dy = numbers("dy", 1, 1, 2, 2, dtype=np.float32).ravel()
@@ -175,13 +175,13 @@ def test_nan_stays(world):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"size": 0}, "size must be an integer >= 1"),
+        ({"size": 0}, "size must be one or two integers >= 1"),
         ({"size": (2, 2, 2)}, "size must be"),
-        ({"size": 2, "stride": 0}, "stride must be an integer >= 1"),
+        ({"size": 2, "stride": 0}, "stride must be one or two integers >= 1"),
         ({"size": 2, "padding": -1}, "padding must be an integer >= 0"),
         ({"size": 2, "padding": "valid"}, "padding must be an integer >= 0"),
         ({"size": (2, 3), "padding": (2, 0)}, r"padding must be smaller than size \(2, 3\)"),
-        ({"size": 7}, r"windows of \(7, 7\) leave nothing of images \(2, 6, 6\)"),
+        ({"size": 7}, r"windows of \(7, 7\) leave no output of images \(2, 6, 6\)"),
     ],
 )
 def test_impossible_windows_are_refused(world, kind, options, message):
@@ -204,7 +204,7 @@ def test_a_maximum_has_windows_of_at_most_256_pixels(world):
 @each_kind
 @pytest.mark.parametrize("size, stride", [(3, 2), (2, 2), (4, 3), ((5, 2), (1, 3)), (2, 4)])
 def test_same_padding_against_pytorch(world, kind, size, stride):
-    """Pad in front by PyTorch's own padding, and by one more pixel at the end."""
+    """Compare with PyTorch after explicit padding, which may have one more pixel at the end."""
     torch, functional = torch_functions()
     x = numbers("images", 18, 2, 7, 10)
     (top, bottom), (left, right) = pads((7, 10), as_pair(size), as_pair(stride), "same")

@@ -55,7 +55,7 @@ def test_lines_are_flushed(tmp_path):
 def test_the_line_of_a_validation():
     stream, evaluation = io.StringIO(), dl.Evaluation(0.25, 1.5, 9)
     Console(0, stream=stream).validation(50, evaluation)
-    # a loss that does not classify
+    # a loss without an accuracy
     Console(0, stream=stream).validation(100, dl.Evaluation(None, 1.5, 9))
     Console(0, stream=stream, progress=False).validation(50, evaluation)
     Console(1).validation(50, evaluation)
@@ -75,7 +75,7 @@ def test_lines_of_iterations_in_long_epochs(monkeypatch, verbose_every, expected
 
 
 def test_the_line_of_the_last_iteration(monkeypatch):
-    """It is printed once, however little time has passed, even if it was not due."""
+    """The last iteration is printed once, even if its line is not due yet."""
     stream = io.StringIO()
     for progress in (True, False):
         with Console(0, stream=stream, progress=progress) as c:
@@ -105,7 +105,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
     text = without_escapes(stream)
     assert "Epoch 2/2" in text and "5/6" in text and "5210 images/s" in text
     assert "loss 0.2500  accuracy 0.2500" in text
-    # The lines stay above the bar, each by itself.
+    # The lines stay above the bar, each on a separate line.
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     epochs = [line for line in lines if line.startswith("Epoch: ")]
     assert [line[:22] for line in epochs] == ["Epoch: 1, Loss: 0.3071", "Epoch: 2, Loss: 0.3071"]
@@ -115,7 +115,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
 
 
 def test_a_line_updates_the_bar():
-    """However short the time since it was last drawn."""
+    """A line redraws the bar, however recently it was drawn."""
     stream = io.StringIO()
     with Console(0, stream=stream, width=100) as c:
         c.start(1, 3)

@@ -22,7 +22,7 @@ def test_the_keys_of_a_record(tmp_path):
     with Metrics(path) as records:
         records.record("iteration", 1, 1, 2.5, 0.01, 100.0, 0.5)
         records.record("epoch", 1, 1, 2.5, 0.01, 100.0, 0.5, accuracy=0.125)
-        lines = path.read_text().splitlines()  # an epoch's record is there at once
+        lines = path.read_text().splitlines()  # an epoch's record is written immediately
     keys = ["kind", "epoch", "iteration", "loss", "learning_rate", "images_per_second", "seconds"]
     assert list(json.loads(lines[0])) == keys
     assert list(json.loads(lines[1])) == [*keys[:4], "accuracy", *keys[4:]]

@@ -40,9 +40,9 @@ class Draw(NamedTuple):
     high: float = 3.0
     dtype: Any = np.float32
     cotangent: bool = False  # zero in unused lanes
-    image: tuple | None = None  # for dense weights: the shape of the images they read
-    flattened: bool = False  # lanes with all axes of an image in one
-    rounded: bool = False  # positive numbers are integers, so that many are equal
+    image: tuple | None = None  # for dense weights: the shape of the images that they read
+    flattened: bool = False  # lanes with the axes of an image flattened
+    rounded: bool = False  # positive numbers are rounded to integers, so that many are equal
     special: bool = False  # with NaN and infinities
 
 
@@ -55,7 +55,7 @@ def cotangent(*shape):
 
 
 def deferred(*shape, **options):
-    """An activation of lanes; a backend that fuses convolutions reads it without storing it."""
+    """An activation of lanes, which a backend that fuses convolutions does not store."""
     return Draw("deferred", shape, **options)
 
 
@@ -104,7 +104,7 @@ class Case(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The blocks of a mini-batch that a rank has; the last of all blocks has `last` images."""
+    """A rank's blocks of a mini-batch, whose last block has `last` images."""
 
     first: int
     stop: int
@@ -115,7 +115,7 @@ class Share(NamedTuple):
 
 
 def share(blocks, runs=None, rank=0, last=LAST):
-    """Return the share of a rank of a mini-batch of so many blocks."""
+    """Return a rank's share of a mini-batch of `blocks` blocks."""
     tree = Tree(blocks, runs or ((0, blocks),), rank)
     counts = np.full(blocks, LANES, np.int32)
     counts[-1:] = last
@@ -165,7 +165,7 @@ def part(draw, value, owned):
 
 
 def placed(backend, draw, value, double):
-    """Return an argument as a backend takes it; for the reference in float64 if `double`."""
+    """Convert an argument for a backend; for the reference in float64 if `double`."""
     if draw.flattened and not isinstance(value, DeferredInput):
         return flattened(placed(backend, draw._replace(flattened=False), value, double))
     if isinstance(value, DeferredInput):
@@ -215,7 +215,7 @@ def arguments(case, backend, owned, double=False, change=None, stored=False):
             whole = drawn(f"{case} {name} {i}", draw, owned.blocks, owned.last)
             value = part(draw, whole, owned)
             if backend is GPU and name == "labels" and owned.stop == owned.blocks:
-                value[-1:, ..., owned.last :] = 1 << 30  # no class: a kernel must not look at it
+                value[-1:, ..., owned.last :] = 1 << 30  # invalid: a kernel must not read it
             if change is not None and not name.startswith("state"):
                 value = changed(change, value)
             value = placed(backend, draw, value, double)
@@ -271,7 +271,7 @@ def host(value):
 
 
 def results(case, backend, blocks=2, runs=None, last=LAST, double=False, change=None):
-    """Return the results of a mini-batch, shared by ranks as `runs` says, as host arrays."""
+    """Return the results of a mini-batch as host arrays; `runs` distributes it over ranks."""
     shares = []
     for rank in range(len(runs or [0])):
         owned = share(blocks, runs, rank, last)

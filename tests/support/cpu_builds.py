@@ -9,8 +9,8 @@ from mpidl.backends import settings
 from mpidl.backends.cpu import builds
 from mpidl.fold import Partial
 
-# With 3, teams of several threads share the images, and some teams have a thread more than others.
-# The slow part `threads` sets more numbers.
+# With 3, teams of threads share images, and some teams have one thread more than others.
+# The slow part `threads` adds more numbers.
 THREADS = tuple(map(int, os.environ.get("MPIDL_TEST_THREADS", "1,3").split(",")))
 BUILDS = [build for build in builds.built() if builds.runs_here(build)]
 needs_kernels = pytest.mark.skipif(
@@ -29,7 +29,7 @@ def bytes_of(value):
 
 
 def on_all_builds(call):
-    """Return {build: call()}; require the same bytes of any threads, and of AVX-512 and AVX2."""
+    """Return {build: call()}; check that the bytes are equal on any threads, AVX-512 and AVX2."""
     results, before = {}, builds.running()
     try:
         for build in BUILDS:

@@ -61,7 +61,7 @@ def mat5(path, compressed=True, **variables):
 
 
 def cells(*texts):
-    """Return a cell array of texts for `mat5`."""
+    """Return a cell array of character vectors for `mat5`."""
     array = np.empty((1, len(texts)), object)
     array[0, :] = texts
     return array

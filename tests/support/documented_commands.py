@@ -1,4 +1,4 @@
-"""Check the commands in the documents without running them: they exist and take these options."""
+"""Check without running them that commands in the documents exist and accept their options."""
 
 import configparser
 import re
@@ -19,7 +19,7 @@ PARSERS = {
     "benchmarks": bench_arguments.parse,
 }
 STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command
-# Programs of others, which are not checked.
+# Programs of other projects, which are not checked.
 EXTERNAL = {"apt-get", "source", "module", "ruff", "mypy", "git", "cd", "sudo", "docker"}
 FENCES = {"", "sh", "python", "toml", "json"}
 PROGRAM = re.compile(r"(\./)?run/[\w.-]+|\.ci/run")
@@ -51,7 +51,7 @@ def is_command(text):
 
 
 def problem(command):
-    """Return what is wrong with a command line, or None."""
+    """Return the error in a command line, or None."""
     for part in re.split(r" *(?:&&|;|\|) *", re.sub(r"\s#.*", "", command)):
         words = shlex.split(part)
         while words and re.fullmatch(r"\w+=.*", words[0]):
@@ -63,7 +63,7 @@ def problem(command):
 
 
 def _problem(words):
-    """Return what is wrong with one program and its arguments, or None."""
+    """Return the error in a call of one program, or None."""
     if not words:
         return None
     first, *rest = words
@@ -97,7 +97,7 @@ def _exists(path):
 
 
 def _options(name, words):
-    """Return what the command's parser says of these options, or None."""
+    """Return the error of the command's parser for these options, or None."""
     if not words or "..." in words or "--help" in words:
         return None  # the text names the command and shows no options
     try:
@@ -108,7 +108,7 @@ def _options(name, words):
 
 
 def _extras(words):
-    """Return which of pip's extras is missing in setup.cfg, or None."""
+    """Return an error if one of pip's extras is missing in setup.cfg, or None."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     groups = re.findall(r"\[([\w,]+)\]", " ".join(words))

@@ -36,7 +36,7 @@ def grow(folder, classes=("cat", "dog", "emu"), per_class=3, shape=(1, 6, 5)):
 
 
 class ReadArrays(Datastore):
-    """Images in arrays that are read a batch at a time, with targets or labels."""
+    """A datastore that reads images from arrays batch by batch, with targets or labels."""
 
     def __init__(self, images, targets=None, labels=None):
         self.images, self.values, self.image_shape = images, targets, images.shape[1:]
@@ -72,7 +72,7 @@ def refusal(function, *args, **kwargs):
 
 
 def on_ranks(size, function, hosts=None):
-    """Return the result or exception of function(world) on each simulated rank, a thread."""
+    """Return the result or exception of function(world) on each simulated rank, run as a thread."""
     barrier = threading.Barrier(size)
     hosts = hosts or ["node0"] * size
     slots = [None] * size

@@ -1,4 +1,4 @@
-"""One step of a network, for the tests of `mpidl.nn`: its results, and their bytes."""
+"""Compute one step of a network, and the bytes of its results, for the tests of `mpidl.nn`."""
 
 import numpy as np
 from single_rank import SingleRank
@@ -39,14 +39,14 @@ def table_bytes(table):
 
 
 def fused_and_separate(make_network):
-    """Return two networks: one that fuses layers, and one that runs each by itself."""
+    """Return two equal networks: one that fuses layers, and one that runs each separately."""
     networks = make_network(), make_network()
     networks[1].fuse = False
     return networks
 
 
 def in_float64(net):
-    """Give a network learnables and a state of float64; return it."""
+    """Convert a network's learnables and state to float64 and return the network."""
     net.parameters = {name: array.astype(np.float64) for name, array in net.parameters.items()}
     net.state = {name: array.astype(np.float64) for name, array in net.state.items()}
     return net

@@ -1,4 +1,4 @@
-"""Ops against plain float64 references: the checks that the cases of every family of ops pass."""
+"""Check ops against plain float64 references; every family of ops uses these tests."""
 
 import math
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import mpidl as dl
 from mpidl.autodiff import tape
 from mpidl.blocks import LANES, zero_unused
 
-IDLE_RANK = SimpleNamespace(rank=1, size=2)  # of a mini-batch that fits in one block
+IDLE_RANK = SimpleNamespace(rank=1, size=2)  # images of a mini-batch that fits in one block
 
 
 class Case(NamedTuple):
@@ -57,7 +57,7 @@ def plain(world, value):
 
 
 def gradients(world, op, args):
-    """Return the result and every argument's cotangent, for a fixed cotangent of the result."""
+    """Return the result, and the cotangents of all arguments for a fixed cotangent of it."""
     variables = [dl.Var(a, name="x") if a.dtype.kind == "f" else a for a in args]
     y = op(*variables)
     dy = numbers("dy", *y.shape, dtype=y.dtype)
@@ -77,7 +77,7 @@ def gradients(world, op, args):
 
 
 def assert_zero_unused(cotangent):
-    """Every cotangent owes its readers zeros in its unused lanes."""
+    """Check that the unused lanes of every cotangent are zero."""
     assert np.array_equal(zero_unused(cotangent.lanes.copy(), cotangent.batch), cotangent.lanes)
 
 
@@ -115,7 +115,7 @@ def torch_functions():
 
 
 class OpChecks:
-    """What every op promises. A family's subclass lists its cases and its errors.
+    """The tests of every op. The subclass of a family lists its cases and its errors.
 
     The file of a family has to use the fixture `world` itself: mpirun leaves out files that
     never name it.
@@ -179,7 +179,7 @@ class OpChecks:
 
     @pytest.mark.parametrize("dtype", ["f4", "f8"])
     def test_a_share_without_blocks(self, case, dtype):
-        """What a rank without a block does, seen from that rank alone."""
+        """Test an op on a rank without a block, without the other ranks."""
         images, replicated = case.arrays(5, dtype)
         batch = dl.share(5, IDLE_RANK)
         shares = [dl.from_images(array[:0], batch) for array in images]
@@ -198,7 +198,7 @@ class OpChecks:
                 assert cotangents[variable].lanes.shape == variable.value.lanes.shape
         for variable in weights:
             assert cotangents[variable].shape == variable.shape
-            terms = getattr(cotangents[variable], "terms", [])  # [] if it was folded before
+            terms = getattr(cotangents[variable], "terms", [])  # [] if it was already folded
             assert all(term.nodes == [] for term in terms)
 
     def test_errors_say_what_was_expected(self, world, call, error, message):

@@ -1,4 +1,4 @@
-"""Short trainings of a small network on small images, whose class is the row that is bright."""
+"""Short trainings of a small network on small images, whose class is their bright row."""
 
 import numpy as np
 from single_rank import numbers

@@ -1,4 +1,4 @@
-"""Ranks simulated in one process that exchange messages step by step and count them."""
+"""Simulate ranks in one process that exchange messages step by step and count them."""
 
 from collections import defaultdict, deque
 
@@ -9,7 +9,7 @@ from mpidl.comm.reducer import PendingExchange
 
 
 class Request:
-    """A request that is complete from the first time that its function returns true."""
+    """A request that is complete once its function has returned true."""
 
     def __init__(self, complete):
         self.complete, self.is_complete = complete, False
@@ -75,7 +75,7 @@ def exchange(algorithm, trees, matrices, combine=fold.add, tag=7):
         wire.step += 1
         assert wire.step < 1000, "the exchange does not end"
         for pending in exchanges:
-            # A list, so that every request is tested: later receives complete as well.
+            # A list instead of a generator, so that every request is tested and can complete.
             if not pending.is_complete and all([request.test() for request in pending.requests]):
                 pending.advance()
     assert not any(wire.messages.values()), "a message was never received"
@@ -83,7 +83,7 @@ def exchange(algorithm, trees, matrices, combine=fold.add, tag=7):
 
 
 def folded(trees, leaves, combine=fold.add):
-    """Return each rank's (nodes, width) matrix of its run of `leaves`, and the Partials of them."""
+    """Fold each rank's run of `leaves`; return the (nodes, width) matrices and the Partials."""
     matrices, partials = [], []
     for tree in trees:
         counter = fold.Counter(tree, combine)

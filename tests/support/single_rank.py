@@ -1,4 +1,4 @@
-"""A world of one rank without MPI, whose results any number of ranks must equal."""
+"""A world of one rank without MPI, whose results all numbers of ranks must reproduce."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from mpidl import keyed
 
 
 class SingleRank:
-    """A world of one rank, whose share is the mini-batch: each sum is folded to its root."""
+    """A world of one rank, whose share is the mini-batch and which folds sums to their roots."""
 
     rank, size = 0, 1
 

@@ -1,4 +1,4 @@
-"""A program of a user, which `test_types` gives to mypy: `reveal_type` names the types of values.
+"""A user's program for `test_types`: mypy reports the types of values at `reveal_type`.
 
 It is checked, never run.
 """
@@ -76,7 +76,7 @@ reveal_type(result.confusion)
 images, labels = next(queue.epoch(1))
 
 
-# the user guide: a loss with other values, reduced while backward runs
+# from the user guide: a loss with other values, reduced during the backward pass
 def counting_loss(
     net: dl.Network, images: dl.Blocked, labels: dl.Blocked
 ) -> tuple[dl.Partial, dl.Partial]:

@@ -1,4 +1,4 @@
-"""The ranks of the tests of training compute on one thread each."""
+"""Limit each rank to one thread in the tests of training."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Class names: a network learns them, files store them, evaluation compares them; wrong arguments.
+"""Class names in networks, files and evaluations; wrong arguments.
 
 These tests pass on any number of ranks.
 """
@@ -126,15 +126,15 @@ def test_evaluation_refuses_labels_of_other_classes(world):
     expected = dl.evaluate(net, labelled(), world=world, confusion=True)
     assert expected.confusion.classes == NAMES
     text = (
-        r"of the network \(circle, square, triangle\), found square, triangle, where label 0 is "
-        "another; `classes=`"
+        r"of the network \(circle, square, triangle\), found square, triangle, where label 0 "
+        "differs; set the class names with `classes=`"
     )
     with pytest.raises(dl.UserError, match=text):
         dl.evaluate(net, labelled(NAMES[1:], 2), world=world)
     for classes in (("square", "circle", "triangle"), ("circle", "triangle"), None):
         with pytest.raises(dl.UserError, match="expected the classes of the network"):
             dl.evaluate(net, labelled(classes, 2), world=world)
-    # the classes of the network start with those of the labels, or the other way round
+    # one list of classes is the beginning of the other
     two, four = labelled(NAMES[:2], 2), labelled((*NAMES, "star"))
     assert dl.evaluate(net, two, world=world, confusion=True).confusion.classes == NAMES
     assert dl.evaluate(net, four, world=world)[:3] == expected[:3]
@@ -175,14 +175,18 @@ def test_class_names_of_pixels_are_compared_too(world):
 def test_an_error_lists_few_of_many_classes(world):
     net = small(40)
     net.classes = tuple(map(str, range(40)))
-    with pytest.raises(dl.UserError, match=r"\(0, 1, .* 9 and 30 more\), .*label 20 is") as error:
+    with pytest.raises(
+        dl.UserError, match=r"\(0, 1, .* 9 and 30 more\), .*label 20 differs"
+    ) as error:
         dl.evaluate(net, labelled([*map(str, range(20)), *"xyz"]), world=world)
     assert len(str(error.value)) < 400 and "\n" not in str(error.value)
 
 
 def test_a_regression_network_does_not_classify(world):
     net = trained(world, small(2), dl.data.combined(labelled(), np.ones((40, 2))), loss="mse")
-    with pytest.raises(dl.UserError, match="classify: expected a network whose outputs are scores"):
+    with pytest.raises(
+        dl.UserError, match="classify: expected a network whose outputs are class scores"
+    ):
         dl.classify(net, pixels(), world=world)
     assert dl.predict(net, measured(), world=world).shape == (40, 2)
     net.classes = None  # unknown
@@ -192,12 +196,21 @@ def test_a_regression_network_does_not_classify(world):
 def test_arguments_of_other_types_are_refused(world):
     net, store, arrays = small(), labelled(), (pixels(), np.arange(40) % 3)
     for args, text in (
-        ((net, arrays), "images to train on: expected a datastore, found tuple: dl.ArrayDatastore"),
-        ((net, "shapes"), r"expected a datastore, found str: dl.ImageFolder\(folder\)"),
-        ((net, store, {"epochs": 1}), r"TrainingOptions, found dict: TrainingOptions\(\*\*options"),
-        ((list(net.layers), store), r"a network, found list: dl.Network\(layers, input_shape\)"),
+        (
+            (net, arrays),
+            "images to train on: expected a datastore, found tuple: use dl.ArrayDatastore",
+        ),
+        ((net, "shapes"), r"expected a datastore, found str: use dl.ImageFolder\(folder\)"),
+        (
+            (net, store, {"epochs": 1}),
+            r"TrainingOptions, found dict: use TrainingOptions\(\*\*options",
+        ),
+        (
+            (list(net.layers), store),
+            r"a network, found list: use dl.Network\(layers, input_shape\)",
+        ),
         ((None, store), "expected a network, found NoneType$"),
-        ((net, store.subset([])), "expected images to train on, found none"),
+        ((net, store.subset([])), "expected training images, found none"),
         (
             (net, store, settings(validation=arrays)),
             "validation: expected a datastore, found tuple: ",
@@ -206,7 +219,7 @@ def test_arguments_of_other_types_are_refused(world):
         with pytest.raises(dl.UserError, match=text):
             dl.train(*args, world=world)
     for call in (dl.evaluate, dl.regression_errors):
-        with pytest.raises(dl.UserError, match="expected a datastore, found tuple: dl.Array"):
+        with pytest.raises(dl.UserError, match="expected a datastore, found tuple: use dl.Array"):
             call(net, arrays, world=world)
         with pytest.raises(dl.UserError, match="expected a network, found list"):
             call([], store, world=world)
@@ -219,17 +232,17 @@ def test_arguments_of_other_types_are_refused(world):
 def test_plain_arrays_in_a_custom_loop_are_refused(world):
     images, labels = next(dl.MinibatchQueue(labelled(), 20, world=world).epoch(1))
     step = dl.value_and_grad(logit_loss)
-    text = "expected a value per image .*, got ndarray; a dl.MinibatchQueue .*dl.share"
+    text = "expected a value per image .*, got ndarray; dl.MinibatchQueue .*dl.share"
     for net in (small(), dl.Network([*small().layers, dl.Softmax()], SHAPE)):
         for call in (net, net.logits, lambda x, net=net: step(net, x, labels)):
             with pytest.raises(TypeError, match=text):
                 call(pixels().astype(np.float32))
-    with pytest.raises(TypeError, match="labels as integers.*, got ndarray; a dl.MinibatchQueue"):
+    with pytest.raises(TypeError, match="integer labels.*, got ndarray; dl.MinibatchQueue"):
         step(small(), images, np.arange(20) % 3)
 
 
 def test_from_images_gives_the_values_of_a_queue(world):
-    """The error about plain arrays names both ways."""
+    """Use both ways that the error about plain arrays suggests."""
     batch = next(dl.MinibatchQueue(labelled(), 40, world=world, shuffle="never").epoch(0))
     share = dl.share(40, world)
     arrays = (pixels() / np.float32(255)).astype(np.float32), np.arange(40) % 3

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 class Recorder:
-    """Records its calls."""
+    """A hook that records its calls."""
 
     def __init__(self):
         self.events, self.losses = [], []
@@ -78,8 +78,8 @@ def test_a_wrong_hook_is_refused_before_any_file_is_written(world, tmp_path):
         (Recorder(), "hooks: expected a list of hooks, found Recorder"),
         (None, "expected a list of hooks, found NoneType"),
         ([Recorder], "found the class Recorder itself"),
-        ([object()], "hooks: object has no method of a hook, which are start, iteration"),
-        ([len], "has no method of a hook"),
+        ([object()], "hooks: object has none of the methods of a hook: start, iteration"),
+        ([len], "has none of the methods of a hook"),
     ):
         with pytest.raises(UserError, match=text):
             train(world, hooks, out=out, overwrite=True)
@@ -105,7 +105,7 @@ def test_a_stop_on_one_rank_ends_all_with_a_checkpoint(world, tmp_path):
 
 
 class Averages:
-    """A collective hook, which reads the network after every step."""
+    """A hook with collective calls that reads the network after every step."""
 
     def __init__(self):
         self.norms = []
@@ -145,7 +145,7 @@ class SignSGD:
 
 
 def test_a_custom_optimizer(world, tmp_path):
-    """Its weights do not depend on the ranks, and it resumes from a checkpoint."""
+    """A custom optimizer gives the same weights on any ranks and resumes from a checkpoint."""
     net, _ = train(world, optimizer=SignSGD(0.01))
     single, _ = train(one_rank(), optimizer=SignSGD(0.01))
     assert dl.weights_sha256(net) == dl.weights_sha256(single)
@@ -234,7 +234,7 @@ def test_an_optimizer_of_frozen_layers_needs_their_factors(world):
 
 
 class Waits:
-    """Waits for steps in progress and saves a checkpoint, both during a result."""
+    """A hook that waits for steps in progress and saves a checkpoint."""
 
     def __init__(self):
         self.iterations = []

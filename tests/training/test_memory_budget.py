@@ -1,4 +1,4 @@
-"""Memory for data: the share of --cache-mb for decoded images, and that training respects it."""
+"""Memory for data: the share of --cache-mb for decoded images, and its use in training."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ PIXELS = 3 * 32 * 32
 
 
 class Drawn(Datastore):
-    """Images that are drawn when they are read."""
+    """A datastore that draws images when they are read."""
 
     image_shape, classes = SHAPE, ["a", "b"]
 
@@ -32,7 +32,7 @@ def world_of(hosts, device=None):
 
 
 def cache_bytes(hosts="a", count=1000, store=None, device=None, **options):
-    """Return the bytes for decoded images; --cache-mb is 10 by default."""
+    """Return the bytes for decoded images, with --cache-mb 10 by default."""
     options = dl.TrainingOptions(**{"batch_size": 64, "cache_mb": 10, **options})
     store = Drawn(count) if store is None else store
     return memory_budget.for_images(options, store, world_of(hosts, device))
@@ -50,7 +50,7 @@ def test_mini_batches_made_ahead_are_counted_first():
     assert reserved() == 2 * BATCH + READ
     assert reserved(prefetch=5) == 5 * BATCH + READ
     assert reserved(prefetch=0) == reserved(count=64) == reserved(count=64, workers=3) == READ
-    assert reserved(count=65) == BATCH + READ  # an epoch has no more
+    assert reserved(count=65) == BATCH + READ  # an epoch has no more mini-batches
     assert reserved(batch_size=60) == reserved()  # whole blocks
     assert reserved(random_crop="16x16") == 2 * 64 * 4 * (3 * 16 * 16 + 1) + READ
     pairs = Drawn(1000, targets_shape=(2, 5))
@@ -72,7 +72,7 @@ def test_the_ranks_of_a_node_share_mini_batches():
 
 
 def test_pixels_that_threads_read_at_a_time():
-    """Each thread reads a task: a megabyte, a block, or its part of a share of the mini-batches."""
+    """A thread reads tasks of a megabyte, a block, or its part of a mini-batch's share."""
     big = {"batch_size": 4096, "count": 4096}  # one mini-batch
     assert reserved(**big) == 2 * 22 * 16 * PIXELS
     assert reserved(**big, workers=3) == 3 * 2 * 22 * 16 * PIXELS
@@ -130,7 +130,7 @@ LANES = 64 * 4 * PIXELS  # of a mini-batch; its labels are too small for an aren
 @pytest.mark.parametrize("prefetch, workers", [(2, 1), (2, 3), (1, 1), (0, 1)])
 def test_training_stays_within_the_budget(world, monkeypatch, prefetch, workers):
     peak, cached = peak_memory(world, monkeypatch, cache_mb=3, prefetch=prefetch, workers=workers)
-    assert peak <= (1 + prefetch) * LANES  # one in use
+    assert peak <= (1 + prefetch) * LANES  # one mini-batch in use
     cache_room = 3 * 10**6 - prefetch * BATCH - 2 * READ
     assert 0.95 * cache_room < cached <= cache_room + READ
     assert peak - LANES + cached + READ <= 3 * 10**6

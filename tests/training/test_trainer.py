@@ -1,4 +1,4 @@
-"""Options in a training run: rates, stops, statistics, loads and partitions."""
+"""Options of a training run: rates, stops, statistics, worker loads and partitions."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("without_plots")
 # ---- schedules ----
 
 
-# A schedule that drops the rate to a tenth after each epoch.
+# Options of a schedule that divides the rate by 10 after each epoch.
 PIECEWISE = {"learn_rate_schedule": "piecewise", "learn_rate_drop_period": 1}
 
 
@@ -104,7 +104,7 @@ def test_one_rank_may_stop_the_run(world, tmp_path):
 
 @pytest.mark.parametrize("state", ["iteration", "epoch"])
 def test_a_stop_after_the_last_iteration_changes_nothing(world, state):
-    """The run ends as if nothing had stopped it: with the population's statistics."""
+    """The run ends as without a stop, with the population's statistics."""
 
     def stop(info):
         return info.state == state and info.iteration == 6
@@ -148,7 +148,7 @@ def test_options_that_do_not_fit_are_refused():
 
 
 def test_a_class_without_images_is_a_warning(world):
-    """Labels that count from 1 leave class 0 empty."""
+    """Labels that start at 1 leave class 0 empty."""
     store = pictures(100)
     from_one = dl.ArrayDatastore(store.images, store.labels + 1)
     console = Console(world.rank, stream=io.StringIO())
@@ -157,7 +157,7 @@ def test_a_class_without_images_is_a_warning(world):
     if world.rank == 0:
         assert console.stream.getvalue().splitlines()[0] == (
             "warning: arrays: 100 images of 1x6x6 in 4 classes: no image of class 0 (of 4): labels "
-            "count from 0"
+            "start at 0"
         )
 
 
@@ -176,7 +176,7 @@ def test_a_network_keeps_the_preprocessing_of_its_images(world):
 
 
 def test_population_statistics(world):
-    """They cover the convolution's outputs for all images."""
+    """The statistics cover the convolution's outputs for all images."""
     store = pictures(100)
     moving, _ = trained(world, batchnorm_statistics="moving")
     net, _ = trained(world)
@@ -228,7 +228,7 @@ def test_wrong_loads_are_refused(world):
 
 
 class FakeWorld:
-    """One of several ranks, whose speeds are given."""
+    """A world with several ranks of given speeds."""
 
     def __init__(self, speeds, rank):
         self.speeds, self.rank, self.size = speeds, rank, len(speeds)
@@ -313,5 +313,7 @@ def test_epochs_end_a_cosine():
     saved = {"options": dl.TrainingOptions(epochs=5, learn_rate_schedule="cosine").as_dict()}
     saved |= {"network": [], "fingerprint": ""}
     now = {**saved, "options": {**saved["options"], "epochs": 6}}
-    with pytest.raises(UserError, match="was 5, is 6, where --learn-rate-schedule cosine ends"):
+    with pytest.raises(
+        UserError, match="was 5, is 6; it cannot increase with --learn-rate-schedule cosine"
+    ):
         configuration.changed_on_resume(saved, now)

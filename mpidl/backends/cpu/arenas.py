@@ -70,8 +70,8 @@ class Arena:
             owner, address, size = self.region(size)
         except OSError as error:
             raise MemoryError(
-                f"no {size >> 20} MiB more of memory, beside {self.bytes >> 20} MiB: "
-                f"{error.strerror}"
+                f"cannot allocate {size >> 20} MiB of memory in addition to {self.bytes >> 20} "
+                f"MiB: {error.strerror}"
             ) from error
         self.regions.append(owner)
         self.bytes += size

@@ -30,7 +30,7 @@ ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
 }
-_one_pass, _in_pass = threading.Lock(), None  # held during a pass; id of the thread running it
+_one_pass, _in_pass = threading.Lock(), None  # lock of a pass; id of its thread
 
 
 def _forked():
@@ -67,7 +67,9 @@ def _pointer(name, const):
         if array.flags.writeable:
             return BYTES.from_buffer(array)  # five times as fast as array.ctypes
         if not const:
-            raise TypeError(f"expected an array that can be written, of shape {array.shape}")
+            raise TypeError(
+                f"expected a writable array, got a read-only one of shape {array.shape}"
+            )
         return ctypes.c_void_p(array.ctypes.data)
 
     return type(f"{name}*", (), {"from_param": staticmethod(from_param), "const": const})
@@ -107,7 +109,7 @@ def _one_at_a_time(function):
         global _in_pass
         me = threading.get_ident()
         if _in_pass == me:
-            raise RuntimeError("a kernel was called inside of another, by what runs in its hook")
+            raise RuntimeError("a kernel was called from the progress hook of another kernel")
         with _one_pass:
             _in_pass = me
             try:
@@ -157,8 +159,8 @@ class Library:
         function = getattr(self._library, f"mpidl_{name}", None)
         if function is None or self._has.get(name) != self._texts[name]:
             raise UserError(
-                f"{self.path}: compiled from other sources than this version's, as mpidl_{name} "
-                f"shows: {how_to_build()}"
+                f"{self.path}: compiled from sources of another version (mpidl_{name} differs): "
+                f"{how_to_build()}"
             )
         function.restype, function.argtypes = self._declared[name]
         if name not in ANY_THREAD:
@@ -225,7 +227,7 @@ def how_to_build():
     folder = kernels_folder()
     if folder and os.path.isfile(os.path.join(folder, "build.py")):
         return f"run python {os.path.join(folder, 'build.py')}, which needs a C compiler"
-    return "install mpidl again where there is a C compiler"
+    return "reinstall mpidl on a machine with a C compiler"
 
 
 @functools.cache

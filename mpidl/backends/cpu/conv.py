@@ -26,8 +26,8 @@ def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
     for channels, size in ((c // groups, (h + top + bottom) * (w + left + right)), (k, p * q)):
         if channels * (size + 64 * (h + w)) * LANES >= 1 << 31:  # offsets of taps are int32
             raise ValueError(
-                f"conv2d: images {x_shape} or {(k, p, q)} with their borders are too large: at "
-                "most 2^27 pixels, over all channels of a group"
+                f"conv2d: images {x_shape} or {(k, p, q)} with padding are too large: expected "
+                "at most 2^27 pixels over all channels of a group"
             )
     shape = [*x_shape, k, p, q, r, s, *stride, top, bottom, left, right, *dilation, groups]
     return np.array(shape, np.int64), (k, p, q)

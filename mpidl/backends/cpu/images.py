@@ -55,7 +55,7 @@ def warp(pixels, maps, size, fill):
 def planes(pixels, out=None):
     height, width, stride = pixels.shape
     if pixels.strides[1:] != (stride, 1):
-        raise ValueError(f"expected pixels side by side, got strides {pixels.strides}")
+        raise ValueError(f"expected contiguous pixels, got strides {pixels.strides}")
     shape, out = _planes(height, width, stride, pixels.strides[0], out)
     # pass the rows as one run of bytes; `shape` has the distance between rows
     run = np.lib.stride_tricks.as_strided(pixels, (height * width * stride,), (1,))

@@ -25,7 +25,7 @@ def zeros_like(x):
 
 def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=None):
     if not all(a.flags.writeable and a.flags.c_contiguous for arrays in state for a in arrays):
-        raise TypeError(f"{formula}: expected a state of C-ordered arrays that can be written")
+        raise TypeError(f"{formula}: expected writable C-ordered arrays as state")
     factors = [1.0] * len(weights) if factors is None else factors
     weights, gradients, stepped = _arrays(weights, gradients)
     parameters = np.zeros((len(weights), COLUMNS), np.int64)
@@ -45,7 +45,8 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     )
     if not fits:
         raise TypeError(
-            f"no kernel steps by {formula} with {len(numbers)} numbers and {len(state)} arrays"
+            f"no kernel computes the step {formula} with {len(numbers)} numbers and {len(state)} "
+            "arrays"
         )
     return stepped
 

@@ -13,7 +13,7 @@ def _by_element(name, *arrays, scale=()):
     """
     x = arrays[-1]
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
-        raise ValueError(f"{name}: expected arrays that lie alike, got {arrays}")
+        raise ValueError(f"{name}: expected arrays of the same memory layout, got {arrays}")
     y = array.empty_like(x)
     blocks = min(-(-x.size // (4 * THREADS)), 16 * launching.device().processors)
     launching.launch(f"activation_{name}", blocks, THREADS, *arrays, y, *scale, x.size)

@@ -31,7 +31,7 @@ def order_of_lanes(dims):
 
 
 class Bounds:
-    """The smallest and the largest of integers that are on the device, for checks on the host.
+    """The minimum and maximum of integers in device memory, for checks on the host.
 
     Parameters
     ----------

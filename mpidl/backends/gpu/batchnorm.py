@@ -11,7 +11,7 @@ from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import add, merge_moments
 
 THREADS = 256  # threads per block, as in batchnorm.cu
-CHANNELS = 128  # most channels of a block of threads
+CHANNELS = 128  # maximum number of channels per block of threads
 PIXELS = 32  # a leaf has at least this many pixels, or all images of a block
 
 
@@ -192,7 +192,9 @@ def running(olds, values, decay):
     # olds are (C,) float32, values are (C,) float64
     for old, value in zip(olds, values, strict=True):
         if (old.dtype, value.dtype, old.size) != ("f4", "f8", value.size):
-            raise TypeError(f"expected float32 and float64 of one size, got {old} and {value}")
+            raise TypeError(
+                f"expected float32 and float64 arrays of equal size, got {old} and {value}"
+            )
     news = [array.empty_like(old) for old in olds]
     table = launching.table(
         [[*three, three[0].size] for three in zip(olds, values, news, strict=True)]

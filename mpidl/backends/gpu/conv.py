@@ -23,7 +23,7 @@ PRODUCTS = {"fp32": 3, "tf32": 1}  # TF32 products per float32 product, by `sett
 
 
 class Shape(NamedTuple):
-    """The shape of a convolution: its input, which conv_gemm gathers from, output and filters.
+    """The shape of a convolution: the input that conv_gemm gathers from, the output, the filters.
 
     Input images are (height, width, channels).
     """
@@ -213,7 +213,7 @@ def leaves_of(dy, x, weight, conv_args, tree):
 
 
 def _vector(channels, *arrays):
-    """Return how many floats a copy may move: 4 if channels and addresses allow it, else 1."""
+    """Return the number of floats per copy: 4 if channels and addresses allow it, else 1."""
     return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
 
 
@@ -243,7 +243,7 @@ def columns_of(shape, columns):
 
 
 def _columns(filters):
-    """Return the number of columns n of a tile for which all tiles together cost least.
+    """Return the number of columns n of a tile that minimizes the total cost of all tiles.
 
     A tile costs n + 16; ties go to the widest tile.
     """

@@ -103,7 +103,7 @@ def _is_ours(place):
         _warn(f"{place}: {error.strerror}")
         return False
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        _warn(f"{place} is not a folder that this user alone may write to")
+        _warn(f"{place} is not a folder that only this user can write to")
         return False
     return True
 
@@ -132,8 +132,8 @@ def _warn(reason):
     if not _warned:
         _warned = True
         warnings.warn(
-            f"kernels are compiled anew by every process, for none can be kept: {reason} "
-            "(MPIDL_CACHE names another folder)",
+            f"every process compiles the kernels again, because they cannot be cached: {reason} "
+            "(MPIDL_CACHE sets another folder)",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -102,7 +102,7 @@ class CudaDevice:
         matching = [gpu for gpu in visible_gpus.gpus if gpu.index == index]
         if not matching:
             reason = visible_gpus.reason or f"{len(visible_gpus.gpus)} are visible"
-            raise UserError(f"--device gpu: there is no GPU {index}: {reason}")
+            raise UserError(f"--device gpu: GPU {index} does not exist: {reason}")
         from cupy.cuda import driver, memory_hook, runtime
 
         self.runtime, self.driver = runtime, driver
@@ -165,9 +165,8 @@ class CudaDevice:
                     self._give_back_late()
         free, total = self.runtime.memGetInfo()
         raise MemoryError(
-            f"{self.name}: asked for {nbytes / 2**20:.0f} MB of {kind}, found "
-            f"{free / 2**20:.0f} MB of the GPU's {total / 2**20:.0f} free; a smaller mini-batch, "
-            "or more GPUs, would need less of each"
+            f"{self.name}: cannot allocate {nbytes / 2**20:.0f} MB of {kind}: {free / 2**20:.0f} "
+            f"of {total / 2**20:.0f} MB are free; use a smaller mini-batch or more GPUs"
         )
 
     def give_back(self, free, handle):
@@ -220,7 +219,7 @@ class CudaDevice:
     def stage(self, address, array):
         """Copy pinned memory to the device during computations; return a token for `after`."""
         if not self._is_pinned(array):
-            raise ValueError("stage: expected pinned memory, whose copy the host need not wait for")
+            raise ValueError("stage: expected pinned memory, which can be copied asynchronously")
         if threading.get_ident() == self._thread:
             self._refuse("staging", f"{array.nbytes} bytes")
         self._bind()
@@ -322,7 +321,7 @@ class CudaDevice:
     def elapsed(self, first, second):
         """Wait for two marks made with timed=True; return the milliseconds between them."""
         if not (first.timed and second.timed):
-            raise ValueError("elapsed: expected marks that were made with timed=True")
+            raise ValueError("elapsed: expected marks created with timed=True")
         self.wait(second)
         return self.runtime.eventElapsedTime(first.event, second.event)
 

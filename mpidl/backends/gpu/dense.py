@@ -20,7 +20,7 @@ TILE = 64  # images of a tile, and its outputs or features
 LARGE = 2 * TILE  # images of a large tile
 FEW = 16  # layers with at most 16 outputs use kernels with tiles of 16 outputs
 CHUNKS = 128  # approximate number of CTAs per tile of images, so that a small product fills a GPU
-SHORTEST = 128  # least number of features that a CTA sums
+SHORTEST = 128  # minimum number of features that a CTA sums
 # Kernels of the weights' gradient: outputs and features of a tile, most blocks of a range.
 FOLDS = {
     "dense_dweight_few": (FEW, 64, 64),
@@ -36,7 +36,7 @@ def rows_of(value, name):
     Raises ValueError for images with several pixels and channels, whose memory order differs.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
-        raise ValueError(f"{name}: expected (blocks, K, 16), got a value of images {value.dims}")
+        raise ValueError(f"{name}: expected (blocks, K, 16), got images {value.dims}")
     return value.dims[0] * LANES, math.prod(value.dims[1:-1])
 
 
@@ -63,7 +63,7 @@ def dense(x, weight, bias):
 
 
 def chunk_of(outputs, features):
-    """Return how many features a CTA sums; this depends on the layer, not on this rank's images."""
+    """Return the number of features that a CTA sums, which depends only on the layer."""
     tiles = -(-outputs // (FEW if outputs <= FEW else TILE))
     chunk = max(SHORTEST, -(-features // max(1, CHUNKS // tiles)))
     return -(-chunk // 16) * 16
@@ -156,8 +156,8 @@ def _check(x, weight):
     """Raise a ValueError unless the features of x and of the weights have the same order."""
     if x.dims[1:-1] != weight.dims[1:] or x.order[2:] != weight.order[1:]:
         raise ValueError(
-            f"dense: expected weights that go with images {x.dims[1:-1]}, got weights of "
-            f"{weight.dims[1:]} an output, of shape {weight.shape}"
+            f"dense: expected weights for images {x.dims[1:-1]}, got {weight.dims[1:]} per "
+            f"output, weight shape {weight.shape}"
         )
 
 

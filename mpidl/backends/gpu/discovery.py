@@ -55,7 +55,7 @@ def visible():
     if gpus and not able:
         oldest = f"{gpus[0].name} ({gpus[0].architecture})"
         return Visible((), f"{oldest} is older than sm_{OLDEST}", driver_count)
-    return Visible(able, "" if able else "CuPy counts no GPU", driver_count)
+    return Visible(able, "" if able else "CuPy finds no GPU", driver_count)
 
 
 def versions():
@@ -83,7 +83,10 @@ def _ask_driver():
     if error and error != NO_DEVICE:
         name = ctypes.c_char_p()
         library.cuGetErrorName(error, ctypes.byref(name))
-        return 0, f"the NVIDIA driver does not start: {(name.value or b'').decode() or error}"
+        return (
+            0,
+            f"the NVIDIA driver cannot be initialized: {(name.value or b'').decode() or error}",
+        )
     if not count.value and "CUDA_VISIBLE_DEVICES" in os.environ:
         return 0, f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} hides every GPU"
     return count.value, "" if count.value else "the NVIDIA driver finds no GPU"
@@ -115,8 +118,9 @@ def _reason_of(error):
     cuda_versions, newest = versions(), driver_version()
     if cuda_versions is not None and newest // 1000 < int(cuda_versions.made_for.partition(".")[0]):
         return (
-            f"the NVIDIA driver supports CUDA up to {in_words(newest)}, but {package} is built for "
-            f"{cuda_versions.made_for}: install CuPy for CUDA {newest // 1000}, or a newer driver"
+            f"the NVIDIA driver supports CUDA up to {in_words(newest)}, but {package} is built "
+            f"for {cuda_versions.made_for}: install CuPy for CUDA {newest // 1000} or a newer "
+            "driver"
         )
     return f"{package}: {error}"
 

@@ -12,8 +12,8 @@ from mpidl.backends.gpu.array import Array
 from mpidl.device_array import OnDevice
 from mpidl.fold import Partial, Term, add, merge_moments
 
-LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}  # most per node and launch
-BLOCKS = 1 << 16  # most blocks of a mini-batch that `fold_all` accepts
+LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}  # maximum per node and launch
+BLOCKS = 1 << 16  # maximum number of blocks of a mini-batch that `fold_all` accepts
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
@@ -51,8 +51,8 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
     rows = (stop - start) * per_block
     if per_block & (per_block - 1) or values.ndim != 2 or len(values) != rows:
         raise ValueError(
-            f"expected a matrix of a power of two of rows for each of {stop - start} blocks, got "
-            f"shape {values.shape}, {per_block} rows a block"
+            f"expected a matrix with a power of two of rows for each of {stop - start} blocks, "
+            f"got shape {values.shape}, {per_block} rows per block"
         )
     ranges = [
         ((first - start) * per_block, (last - first) * per_block)
@@ -116,9 +116,9 @@ def fold_all(matrix, tree, combine=add, shape=None, like=None):
     if len(nodes) != len(matrix):
         raise ValueError(f"expected the {len(nodes)} nodes of all ranks, got {len(matrix)}")
     if tree.plain:
-        raise ValueError("a plain sum has no tree: it is added up by the collective that moves it")
+        raise ValueError("a plain sum has no fold tree: a collective adds it up")
     if tree.leaves > BLOCKS:
-        raise ValueError(f"a mini-batch of {tree.leaves} blocks; the GPU folds at most {BLOCKS}")
+        raise ValueError(f"expected a mini-batch of at most {BLOCKS} blocks, got {tree.leaves}")
     if len(nodes) == 1:
         return _seen_as(matrix.row(0), shape, like)
     order = [(start, (stop - start - 1).bit_length()) for start, stop in nodes]

@@ -15,8 +15,8 @@ def rows_and_channels(name, x):
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
         raise ValueError(
-            f"{name}: on a GPU expected images or features, got flattened images {x.dims}: do it "
-            "before they are flattened"
+            f"{name}: on a GPU expected images or features, got flattened images {x.dims}: apply "
+            "it before flattening"
         )
     return blocks * lanes * math.prod(pixels), channels
 

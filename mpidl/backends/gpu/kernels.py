@@ -42,7 +42,7 @@ class Unit(NamedTuple):
 
     @property
     def text(self):
-        """The source of common.cuh and of the family; the files contain no #include of our own."""
+        """The text of common.cuh, then of the family. These files include no other of ours."""
         return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
 
 
@@ -118,7 +118,9 @@ def _index():
     for family in families():
         for name, arguments in signatures(source(f"{family}.cu")).items():
             if name in kernels:
-                raise ValueError(f"kernel {name} is in {kernels[name][0]}.cu and in {family}.cu")
+                raise ValueError(
+                    f"kernel {name} is defined in both {kernels[name][0]}.cu and {family}.cu"
+                )
             kernels[name] = (family, arguments)
     return kernels
 
@@ -130,14 +132,18 @@ def make(name, grid, block, arguments, shared=0, defines=None):
     """
     family, parameters = _index()[name]
     if len(arguments) != len(parameters):
-        raise TypeError(f"{name}: takes {len(parameters)} arguments, got {len(arguments)}")
+        raise TypeError(f"{name}: expected {len(parameters)} arguments, got {len(arguments)}")
     for value, parameter in zip(arguments, parameters, strict=True):
         if parameter.element is not None:
             dtype = None if value is None else getattr(value, "dtype", type(value).__name__)
             if dtype is not None and dtype != parameter.element:
-                raise TypeError(f"{name}: {parameter.name} is of {parameter.element}, got {dtype}")
+                raise TypeError(
+                    f"{name}: expected {parameter.name} of type {parameter.element}, got {dtype}"
+                )
         elif not isinstance(value, (int, float, np.number)):
-            raise TypeError(f"{name}: {parameter.name} is a number, got {type(value).__name__}")
+            raise TypeError(
+                f"{name}: expected a number as {parameter.name}, got {type(value).__name__}"
+            )
     unit = Unit(family, tuple(sorted((defines or {}).items())))
     return Launch(unit, name, _three(grid), _three(block), shared, tuple(arguments), parameters)
 

@@ -126,7 +126,7 @@ class Array(DeviceArray):
         if self.dtype == dtype:
             return self
         if (self.dtype, np.dtype(dtype)) != (np.float64, np.float32):
-            raise TypeError(f"no kernel makes {np.dtype(dtype)} of {self}")
+            raise TypeError(f"no kernel converts {self} to {np.dtype(dtype)}")
         y = empty_like(self, dtype)
         launch("cast_double_float", blocks_of_threads(self.size), THREADS, self, y, self.size)
         return y
@@ -243,7 +243,7 @@ def open(device):
 def device():
     """Return the Device of this process. Raises RuntimeError if none was opened."""
     if _device is None:
-        raise RuntimeError("no GPU is in use: world.use_device('gpu') takes one")
+        raise RuntimeError("no GPU is in use: call world.use_device('gpu') first")
     return _device
 
 
@@ -277,7 +277,7 @@ def empty_like(array, dtype=None):
 
 
 def blocks_of_threads(elements, per_thread=1):
-    """Return how many blocks of THREADS threads to launch, at most 32 per multiprocessor."""
+    """Return the number of blocks of THREADS threads to launch, at most 32 per multiprocessor."""
     return min(-(-elements // (THREADS * per_thread)), 32 * device().processors)
 
 
@@ -364,7 +364,7 @@ def upload(array, value):
     if isinstance(array.buffer.address, int):
         device().upload(array.address, np.ascontiguousarray(value))
     else:
-        raise RuntimeError("a program that is being recorded cannot take data from the host")
+        raise RuntimeError("a program cannot copy data from the host while it is recorded")
 
 
 def download(array):
@@ -374,8 +374,8 @@ def download(array):
     """
     if not isinstance(array.buffer.address, int):
         raise RuntimeError(
-            "the value is not known while a step is being recorded: do what needs its number on "
-            "the host outside of the step, or run it with --graphs off"
+            "the value is not available on the host while a step is recorded: use it outside "
+            "the step, or run with --graphs off"
         )
     raw = np.empty(array.size, array.dtype)
     device().download(raw, array.address)

@@ -100,7 +100,7 @@ def _scale(scale):
 
 def _labels(labels, name):
     if not _by_image(labels):
-        raise ValueError(f"{name}: expected labels that lie image by image, got {labels}")
+        raise ValueError(f"{name}: expected labels stored image by image, got {labels}")
     return labels
 
 
@@ -127,13 +127,15 @@ def _apart(y, target):
         return elements, *of_y
     if of_y == one_order:
         return elements, *of_target[::-1]
-    raise ValueError(f"errors: expected values that lie alike, got {y.dims} and {target.dims}")
+    raise ValueError(
+        f"errors: expected values of the same memory layout, got {y.dims} and {target.dims}"
+    )
 
 
 def _pixel_by_pixel(value):
     """Return (channels, pixels) of images, or (elements, 1) if only one memory order exists."""
     if not _by_image(value):
-        raise ValueError(f"errors: expected values that lie image by image, got {value}")
+        raise ValueError(f"errors: expected values stored image by image, got {value}")
     elements, channels = math.prod(value.dims[1:-1]), value.dims[1]
     if len(value.dims) != 5 or channels == 1:
         return elements, 1

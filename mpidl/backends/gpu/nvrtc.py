@@ -128,23 +128,25 @@ def _find(architecture, driver):
     if not candidates:
         path = os.environ.get("MPIDL_NVRTC")
         raise UserError(
-            f"MPIDL_NVRTC={path}: no NVRTC that can be loaded"
+            f"MPIDL_NVRTC={path}: expected an NVRTC library that can be loaded"
             if path
-            else "no NVRTC, which compiles the kernels for a GPU: pip install "
-            f"{'nvidia-cuda-nvrtc-cu12' if driver == 12 else 'nvidia-cuda-nvrtc'}, or set "
-            "CUDA_PATH to a CUDA toolkit, or MPIDL_NVRTC to a libnvrtc.so"
+            else (
+                "found no NVRTC, which compiles the GPU kernels: pip install "
+                f"{'nvidia-cuda-nvrtc-cu12' if driver == 12 else 'nvidia-cuda-nvrtc'}, or set "
+                "CUDA_PATH to a CUDA toolkit, or MPIDL_NVRTC to a libnvrtc.so"
+            )
         )
     able = [nvrtc for nvrtc in candidates if architecture in nvrtc.architectures]
     listing = ", ".join(
         f"{'.'.join(map(str, nvrtc.version))} ({nvrtc.path})" for nvrtc in candidates
     )
     if not able:
-        raise UserError(f"no NVRTC compiles for sm_{architecture}; found {listing}")
+        raise UserError(f"no installed NVRTC supports sm_{architecture}; found {listing}")
     fit = [nvrtc for nvrtc in able if not driver or nvrtc.version[0] <= driver]
     if not fit:
         raise UserError(
-            f"the driver runs CUDA {driver}, and NVRTC is newer: found {listing}; pip install "
-            "nvidia-cuda-nvrtc-cu12"
+            f"the driver supports CUDA {driver}, but NVRTC is newer: found {listing}; pip "
+            "install nvidia-cuda-nvrtc-cu12"
         )
     return max(fit, key=lambda nvrtc: nvrtc.version)
 

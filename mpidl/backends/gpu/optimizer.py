@@ -134,8 +134,8 @@ def _check(name, weights, **arrays_by_kind):
         for w, other in zip(weights, arrays, strict=True):
             if _layout(other) != _layout(w):
                 raise ValueError(
-                    f"{name}: a {kind} array lies in memory as {_layout(other)}, its weight "
-                    f"{w.shape} as {_layout(w)}"
+                    f"{name}: a {kind} array has the memory layout {_layout(other)}, its weight "
+                    f"{w.shape} has {_layout(w)}"
                 )
             if other.dtype != np.float32 or w.dtype != np.float32:
                 raise TypeError(

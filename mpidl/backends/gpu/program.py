@@ -115,7 +115,9 @@ class Program:
         row = self.ready() % ROWS
         unknown = [name for name in values if name not in self.slots]
         if unknown:
-            raise ValueError(f"the step reads no {unknown[0]}, but {', '.join(self.slots)}")
+            raise ValueError(
+                f"the step has no input {unknown[0]}: expected {', '.join(self.slots)}"
+            )
         for name, (array, initial) in self.slots.items():
             word = array.offset // 4
             value = np.asarray(values.get(name, initial), array.dtype).reshape(array.shape)
@@ -136,7 +138,10 @@ class Program:
         Raises ValueError if ROWS or more steps have been started since.
         """
         if self.started - started > ROWS:
-            raise ValueError(f"step {started} is too long ago, {self.started} were started")
+            raise ValueError(
+                f"the results of step {started} were overwritten: {self.started} steps have been "
+                "started"
+            )
         self.device.wait(self.marks[started % ROWS])
         row = self.numbers[started % ROWS]
         return dict(zip(self.names, map(float, row), strict=True))

@@ -63,7 +63,9 @@ class Recorder:
             self.slots[name] = (array, value)
         array, _ = self.slots[name]
         if array.dtype != dtype or array.shape != value.shape:
-            raise ValueError(f"{name} is {array.shape} of {array.dtype} in this step already")
+            raise ValueError(
+                f"{name} already has shape {array.shape} and type {array.dtype} in this step"
+            )
         return array
 
     def table(self, rows):

@@ -14,13 +14,13 @@ from mpidl.backends.gpu import elementwise, fold, launching
 from mpidl.blocks import LANES
 from mpidl.fold import Late
 
-# Most bytes of nodes that a GPU gathers from all ranks. Larger nodes are exchanged through host
+# Maximum bytes of nodes that a GPU gathers from all ranks. Larger nodes are exchanged through host
 # memory, where each rank sums a part of them (`comm.exchange`).
 GATHERED = 1 << 28
 
 
 class Counts:
-    """Tell ops on a GPU the numbers of a mini-batch: the `device` of a `blocks.Batch`.
+    """Provide the numbers of a mini-batch to ops on a GPU, as the `device` of a `blocks.Batch`.
 
     `count` is the number of images of the mini-batch whose results are being read. If it is None,
     the count of the Batch is used.
@@ -128,7 +128,9 @@ def _finish(name, partial, roots):
     ]
     total = functools.reduce(operator.add, scaled)
     if partial.dtype != total.dtype:
-        raise TypeError(f"{name or 'a sum'}: {total.dtype} on a GPU cannot become {partial.dtype}")
+        raise TypeError(
+            f"{name or 'a sum'}: {total.dtype} on a GPU cannot be converted to {partial.dtype}"
+        )
     layout = next((t.nodes.like for t in partial.terms if t.nodes.like is not None), None)
     if layout is None:
         total.shape = total.dims = partial.shape

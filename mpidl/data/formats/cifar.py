@@ -110,9 +110,9 @@ def refuse_pickles(folder: str, option: str = "--data") -> None:
         pickled = [name for name in PICKLED if os.path.isfile(os.path.join(root, name))]
         if len(pickled) >= 2:
             raise UserError(
-                f"{option} {printable(folder)}: found {pickled[0]}, CIFAR as Python pickles, which "
-                "are never read, as they may run any program: expected the binary version "
-                "(cifar-10-binary.tar.gz, cifar-100-binary.tar.gz)"
+                f"{option} {printable(folder)}: found {pickled[0]}, the Python version of CIFAR, "
+                "whose pickles are never read because they can run arbitrary code: expected the "
+                "binary version (cifar-10-binary.tar.gz, cifar-100-binary.tar.gz)"
             )
 
 
@@ -166,7 +166,8 @@ def cifar_folder(
         missing = [n for n in getattr(kind, part) if os.path.join(root, n) not in paths[part]]
         if missing:
             raise UserError(
-                f"{printable(root)}: expected {missing[0]} beside the others; it is missing"
+                f"{printable(root)}: expected {missing[0]} in addition to the other files; it is "
+                "missing"
             )
         records = [read_records(path, kind) for path in paths[part]]
         pixels = np.concatenate([rows[:, len(kind.labels) :] for rows in records])
@@ -228,7 +229,7 @@ def read_names(path: str, count: int) -> list[str]:
     names = [line.strip() for line in text.splitlines() if line.strip()]
     if len(names) != count or len(set(names)) != count:
         raise UserError(
-            f"{printable(path)}: expected {count} different class names, a line each, found "
+            f"{printable(path)}: expected {count} different class names, one per line, found "
             f"{len(set(names))}"
         )
     return names

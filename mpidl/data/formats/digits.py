@@ -88,7 +88,7 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
     if len(store) != CLASSES * PER_CLASS:
         raise UserError(
             f"{printable(folder)}: expected {CLASSES * PER_CLASS} images, found {len(store)}; "
-            f"remove the folder, and it is drawn anew"
+            "remove the folder to draw them again"
         )
     return store
 
@@ -115,8 +115,8 @@ def draw() -> tuple[np.ndarray, np.ndarray]:
         images[i] = _image(glyphs[label], i)
     if sha256(images, labels) != SHA256:
         warnings.warn(
-            "the digit set drawn here is not the published one: figures may differ from those "
-            "published, as may hashes of weights",
+            "the digit set drawn here differs from the published one, so accuracies and hashes "
+            "of weights may differ from published ones",
             stacklevel=2,
         )
     return images, labels
@@ -224,8 +224,8 @@ def _rename(written, folder):
 
 def _unseen(folder, host):
     return UserError(
-        f"{printable(folder)}: drawn by rank 0, but host {host} does not see it; "
-        f"set MPIDL_CACHE to a folder that all hosts see"
+        f"{printable(folder)}: drawn by rank 0, but not visible on host {host}; set MPIDL_CACHE "
+        "to a folder that all hosts see"
     )
 
 

@@ -143,8 +143,8 @@ class ImageFolder(Datastore):
         return (
             f"{printable(path)}: expected a {expected} image like the first one "
             f"({printable(self.files[0])}), found {actual}; all images must have one size and be "
-            "all gray or all RGB: --resize HxW and --colour rgb make them so (in Python preprocess="
-            "dl.Preprocess(...), for a trained network preprocess=net.preprocess)"
+            "all gray or all RGB: --resize HxW and --colour rgb convert them (in Python "
+            "preprocess=dl.Preprocess(...), for a trained network preprocess=net.preprocess)"
         )
 
 
@@ -182,10 +182,10 @@ def list_images(
     if not names:
         problem = f"{needs}; found images ({printable(stray[0])}) and no class sub-folders"
     elif stray:
-        problem = f"{printable(stray[0])} lies outside of the class sub-folders: move it into one"
+        problem = f"{printable(stray[0])} is outside the class sub-folders: move it into one"
     elif classes is None and set(folders) - set(names):
         empty_folders = [name for name in folders if name not in names]
-        problem = f"sub-folder {printable(empty_folders[0])} has no images: fill it, or remove it"
+        problem = f"sub-folder {printable(empty_folders[0])} has no images: add some or remove it"
     elif classes is not None and (unknown := sorted(set(names) - set(classes), key=os.fsencode)):
         problem = (
             f"sub-folder {printable(unknown[0])} is not one of the classes "
@@ -262,9 +262,7 @@ def check_folder(folder: str, option: str | None = None) -> None:
     if not os.path.exists(folder):
         if re.match(r"\w+://", str(folder)):
             subject = "S3 is" if str(folder).startswith("s3:") else "URLs are"
-            raise UserError(
-                f"{prefix}: {subject} not supported yet: expected files of this machine"
-            )
+            raise UserError(f"{prefix}: {subject} not supported yet: expected local files")
         parent, name = os.path.split(os.path.abspath(folder))
         try:
             candidates = [entry.name for entry in visible(parent) if entry.is_dir()]
@@ -305,8 +303,8 @@ def _is_split(path: str, head: bytes, option: str) -> bool:
     if "test" not in names:
         hint = f" and --test-data {printable(path)}/{names[-1]}" if len(names) > 1 else ""
         raise UserError(
-            f"{option} {printable(path)}: found train/ but no test/ beside it; name the "
-            f"folders themselves: --data {printable(train)}{hint}"
+            f"{option} {printable(path)}: found train/ but no test/; name the folders "
+            f"separately: --data {printable(train)}{hint}"
         )
     return True
 

@@ -12,7 +12,7 @@ from mpidl.files import on_rank_0, unreadable
 from mpidl.text import printable
 
 World = Any  # mpidl.comm.World or None; this package may not import it
-HEAD_BYTES = 8  # formats see so many leading bytes of a file to recognize it
+HEAD_BYTES = 8  # number of leading bytes of a file by which formats recognize it
 
 
 class OpenOptions(NamedTuple):
@@ -132,4 +132,6 @@ def file_format(path: str, option: str, formats: Iterable[Format]) -> Format:
     *nouns, last = ["a folder", *(fmt.noun for fmt in formats if fmt.noun)]
     expected = f"{', '.join(nouns)} or {last}"
     hint = "; unpack it first" if path.endswith((".gz", ".tar", ".tgz", ".zip")) else ""
-    raise UserError(f"{option} {printable(path)}: expected {expected}, found another file{hint}")
+    raise UserError(
+        f"{option} {printable(path)}: expected {expected}, found a file of another type{hint}"
+    )

@@ -197,7 +197,7 @@ def inspect_file(
                 file_classes = attribute(file, "classes")
             if file_classes is not None:
                 file_classes = parse_class_names(file_classes, printable(path))
-            hint = f"; numbers that are to be learned go into a dataset {names[2]}"
+            hint = f"; store numeric targets in a dataset {names[2]}"
             source = f"{printable(path)}: {names[1]}"
             values = integer_labels(stored[()], count, source, hint)
             labels, classes = align_labels(values, file_classes, classes, source)
@@ -207,13 +207,13 @@ def inspect_file(
             stored = dataset(file, names[2])
             if len(stored) != count:
                 raise UserError(
-                    f"{printable(path)}: expected {count} targets, one an image, found "
+                    f"{printable(path)}: expected {count} targets, one per image, found "
                     f"{len(stored)}"
                 )
             targets = rows_of(stored, names[2], None)
         elif labelled:
             raise UserError(
-                f"{printable(path)}: expected a dataset {names[1]}, or {names[2]}, beside "
+                f"{printable(path)}: expected a dataset {names[1]} or {names[2]} in addition to "
                 f"{names[0]}; found {listed(file)}"
             )
         return Contents(stamp(os.stat(path)), count, images, None, list(classes or []), targets)
@@ -282,13 +282,16 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
         raise UserError(f"{source}: {name}: expected a dataset, found a group")
     creation = stored.id.get_create_plist()
     if stored.is_virtual or creation.get_external_count():
-        raise UserError(f"{source}: {name}: expected the numbers in this file, found another's")
+        raise UserError(
+            f"{source}: {name}: expected the numbers in this file, found a reference to another "
+            "file"
+        )
     if stored.shape is None or stored.dtype.kind not in "biuf" or stored.dtype.subdtype:
         raise UserError(f"{source}: {name}: expected numbers, found {stored.dtype}")
     if stored.nbytes > RATIO * stored.id.get_storage_size() + (1 << 16):
         raise UserError(
             f"{source}: {name}: expected {stored.nbytes} bytes of numbers, found "
-            f"{stored.id.get_storage_size()} stored: it was not written to its end"
+            f"{stored.id.get_storage_size()} stored: the dataset is incomplete"
         )
     return stored
 
@@ -339,8 +342,8 @@ def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
         ]
         if len(fits) != 1:
             raise UserError(
-                f"{source}: {stored.shape} may be NHWC or NCHW: say which by the attribute layout "
-                f'of {name} (file["{name}"].attrs["layout"] = "NHWC")'
+                f"{source}: {stored.shape} may be NHWC or NCHW: set the attribute layout of "
+                f'{name} (file["{name}"].attrs["layout"] = "NHWC")'
             )
         layout = fits[0]
     return layout
@@ -356,7 +359,7 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
     """
     source = f"{printable(stored.file.filename)}: {name}"
     if not stored.ndim or (layout and not stored.size):
-        raise UserError(f"{source}: expected an entry an image, found {stored.shape}")
+        raise UserError(f"{source}: expected one entry per image, found shape {stored.shape}")
     is_integer = stored.dtype.kind in "biu"
     if layout and is_integer and stored.dtype != np.uint8:
         raise UserError(

@@ -75,9 +75,12 @@ def _ask(path):
             _helper.kill()
         code = _end()
         if answer is None:
-            return f"the HDF5 library came to no end of it in {SECONDS:g} s: it is damaged"
+            return f"the HDF5 library did not finish reading it within {SECONDS:g} s: it is damaged"
         if code < 0:
-            return f"the HDF5 library failed on it ({signal.Signals(-code).name}): it is damaged"
+            return (
+                f"the HDF5 library crashed while reading it ({signal.Signals(-code).name}): it "
+                "is damaged"
+            )
         if code > 0:  # h5py is missing, for example; this process will raise the same error
             return None
     return None

@@ -74,11 +74,11 @@ def decode(
         return pixels_of(image, preprocess, out), now
     except UnidentifiedImageError:
         raise UserError(
-            f"{printable(path)}: expected a PNG, JPEG, BMP or TIFF image, found something else or "
-            "a damaged file"
+            f"{printable(path)}: expected a PNG, JPEG, BMP or TIFF image, found another format "
+            "or a damaged file"
         ) from None
     except FileNotFoundError:
-        raise UserError(f"{printable(path)}: no such file any more") from None
+        raise UserError(f"{printable(path)}: the file no longer exists") from None
     except UserError as e:  # the Preprocess rejects the image
         raise UserError(f"{printable(path)}: {e}") from None
     except Exception as e:  # Pillow raises exceptions of many types for damaged files

@@ -429,7 +429,7 @@ def names_73(file: h5py.File, path: str, variable: Variable) -> list[str]:
         text = file[reference]
         if not isinstance(text, h5py.Dataset) or text.dtype != np.uint16 or text.size > MAX_NAME:
             raise UserError(
-                f"{printable(path)}: {printable(variable.name)}: expected character vectors in it"
+                f"{printable(path)}: {printable(variable.name)}: expected character vectors"
             )
         names.append(text[()].astype("<u2").tobytes().decode("utf-16-le", "replace"))
     return parse_class_names(names, printable(path))

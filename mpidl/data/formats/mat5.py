@@ -163,7 +163,9 @@ def _read(path, variable, read):
                 return read(data, element.order)
         except (ValueError, LookupError, MemoryError):
             break
-    expected = "class names as a cell array of texts" if read is _texts else "as many numbers"
+    expected = (
+        "class names as a cell array of character vectors" if read is _texts else "as many numbers"
+    )
     raise UserError(f"{printable(path)}: {variable}: expected {expected}, found others")
 
 

@@ -67,7 +67,7 @@ def npz_file(
     """
     path = os.fspath(path)
     if part not in ARRAYS:
-        raise UserError(f'{printable(path)}: which part must be "train" or "test", got {part!r}')
+        raise UserError(f'{printable(path)}: part must be "train" or "test", got {part!r}')
     images_name, labels_name = ARRAYS[part]
 
     def load():
@@ -76,7 +76,7 @@ def npz_file(
             names = None
             if _has(archive, CLASSES):
                 names = parse_class_names(
-                    _load(archive, path, CLASSES, "US", "texts"), printable(path)
+                    _load(archive, path, CLASSES, "US", "strings"), printable(path)
                 )
             if not _has(archive, labels_name):
                 if labelled:
@@ -142,17 +142,20 @@ def _header(
         raise _missing(archive, path, name)
     info = archive.zip.getinfo(f"{name}.npy")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise UserError(f"{source}: expected an array stored or deflated, found another coding")
+        raise UserError(
+            f"{source}: expected an array that is stored or deflated, found another compression "
+            "method"
+        )
     with archive.zip.open(info) as member:
         version = np.lib.format.read_magic(member)
         if version not in HEADER_READERS:
-            raise UserError(f"{source}: expected numbers or texts, found other entries")
+            raise UserError(f"{source}: expected numbers or strings, found another type")
         shape, _, dtype = HEADER_READERS[version](member)
         header_bytes = member.tell()
     if dtype.hasobject:
         raise UserError(
-            f"{source}: expected numbers or texts, found Python objects, which are pickled and "
-            "never read, as a pickle may run any program"
+            f"{source}: expected numbers or strings, found Python objects, whose pickles are "
+            "never read because they can run arbitrary code"
         )
     expected = header_bytes + math.prod(shape) * dtype.itemsize
     stored = min(info.compress_size, os.stat(path).st_size)

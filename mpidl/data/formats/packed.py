@@ -194,8 +194,8 @@ class PackedDatastore(Datastore):
             arrays = [self._rows(name, indices) for name in self.contents.rows]
             if checksum(*arrays) != bytes(expected):
                 raise UserError(
-                    f"{printable(self.path)}: images {first} to {last - 1} of {self.part} are not "
-                    "what was packed: their checksum differs; pack them again"
+                    f"{printable(self.path)}: images {first} to {last - 1} of {self.part} do not "
+                    "match their checksum: pack them again"
                 )
             if progress is not None:
                 progress(last - first)
@@ -226,24 +226,25 @@ def check_format(file: h5py.File) -> None:
     """Raise UserError if an open HDF5 file is not a packed set, or its checksum differs."""
     source = printable(file.filename)
     if text_of(hdf5.attribute(file, "format")) != FORMAT_NAME:
-        raise UserError(f"{source}: expected a file of python -m mpidl.pack, found another")
+        raise UserError(
+            f"{source}: expected a file written by python -m mpidl.pack, found another HDF5 file"
+        )
     version = hdf5.attribute(file, "format_version")
     if version != FORMAT_VERSION:
         text = printable(str(version)[:40])
         raise UserError(
-            f"{source}: its format_version is {text}, this mpidl reads {FORMAT_VERSION}"
+            f"{source}: its format_version is {text}, but this version of mpidl reads "
+            f"{FORMAT_VERSION}"
         )
     if text_of(hdf5.attribute(file, "sha256")) != content(file):
-        raise UserError(
-            f"{source}: expected what was packed, found another content: its checksum differs"
-        )
+        raise UserError(f"{source}: the content does not match its checksum")
 
 
 def inspect_part(path: str, part: str, classes: Sequence[str] | None, labelled: bool) -> Contents:
     """Inspect one part of a packed file and return its Contents, including all labels."""
     source = printable(path)
     if part not in PARTS:
-        raise UserError(f'{source}: which part must be "train" or "test", got {part!r}')
+        raise UserError(f'{source}: part must be "train" or "test", got {part!r}')
     with hdf5.opened(path) as file:
         check_format(file)
         if part not in file:
@@ -305,7 +306,7 @@ def _rows(file, part, name, now):
     dtypes = ("uint8", "float32") if name == "images" else ("float32", "int32")
     source = f"{printable(file.filename)}: {part}/{name}"
     if offset is None or stored.dtype.name not in dtypes or not stored.dtype.isnative:
-        raise UserError(f"{source}: expected {' or '.join(dtypes)} in one piece")
+        raise UserError(f"{source}: expected {' or '.join(dtypes)} stored contiguously")
     if offset + stored.nbytes > now.size or not len(stored):
         raise UserError(
             f"{source}: expected {stored.nbytes} bytes at {offset}, "

@@ -69,7 +69,7 @@ def pack(
     part_path = os.path.join(folder, f".{name}.part")
     if os.path.lexists(path):
         raise UserError(
-            f"{printable(path)}: there is a file of this name: remove it, or take another"
+            f"{printable(path)}: the file already exists: remove it, or choose another name"
         )
     for part, store in parts.items():
         if not len(store):
@@ -145,7 +145,8 @@ def _lay_out(path, parts, plan):
     free = shutil.disk_usage(os.path.dirname(path)).free
     if total_bytes > free:
         raise UserError(
-            f"{printable(path)}: expected {total_bytes >> 20} MB free for it, found {free >> 20} MB"
+            f"{printable(path)}: expected {total_bytes >> 20} MB of free disk space, found "
+            f"{free >> 20} MB"
         )
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)

@@ -66,8 +66,8 @@ def once_per_node(
         images = load_pixels()[0] if images is None else images
         if images.shape != shape:
             raise UserError(
-                f"{printable(path)}: images of shape {images.shape} on {world.host}, {shape} on "
-                f"{world.hosts[0]}"
+                f"{printable(path)}: expected the same images on all hosts, found shape "
+                f"{images.shape} on {world.host}, {shape} on {world.hosts[0]}"
             )
         return images
 

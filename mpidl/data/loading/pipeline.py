@@ -16,7 +16,7 @@ from mpidl.data.transforms.augment import Augmenter, centred
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.errors import UserError
 
-SPAN = 1 << 20  # least number of bytes that a task reads, unless the rank's share is smaller
+SPAN = 1 << 20  # minimum number of bytes that a task reads, unless the rank's share is smaller
 
 
 class SampleKeys(NamedTuple):
@@ -92,8 +92,9 @@ class Pipeline:
             self.fill = augmenter.fill_values(shape, self.dtype)
             if datastore.targets_shape is not None and len(datastore.targets_shape) > 1:
                 raise UserError(
-                    f"an augmenter moves images and not their targets, which "
-                    f"{datastore.describe()} has: give MinibatchQueue a function that moves both"
+                    "an augmenter transforms images but not their targets, which "
+                    f"{datastore.describe()} has: pass MinibatchQueue a function that transforms "
+                    "both"
                 )
         elif self.crop is not None:
             self._check_crop(shape)
@@ -108,7 +109,7 @@ class Pipeline:
         if not isinstance(normalization, Normalization):
             raise TypeError(
                 f"normalization: expected a Normalization, got {normalization!r}; "
-                "dl.data.normalization(name, datastore, world) makes the one of a name"
+                "dl.data.normalization(name, datastore, world) creates one by name"
             )
         self.normalization = normalization.window(self.image_shape[1:])
         self.normalization.check(self.image_shape)
@@ -255,8 +256,9 @@ class Pipeline:
         kind = images.shape[1:], images.dtype, _label_kind(labels)
         if self.output_kind is not None and kind != self.output_kind:
             raise UserError(
-                f"function: expected the same as of image 0 ({_kind_text(self.output_kind)}), "
-                f"got {_kind_text(kind)} of {self.datastore.located(int(keys.indices[0]))}"
+                "function: expected the same shapes and types as for image 0 "
+                f"({_kind_text(self.output_kind)}), got {_kind_text(kind)} of "
+                f"{self.datastore.located(int(keys.indices[0]))}"
             )
         return images, labels
 

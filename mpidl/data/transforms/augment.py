@@ -16,7 +16,7 @@ from mpidl import backends
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 
-PURPOSE = "augment"  # part of the keys of the random numbers
+PURPOSE = "augment"  # purpose in the keys of the random numbers
 DRAWS = 12  # random numbers drawn per image, whether used or not
 # Option names of MATLAB's imageDataAugmenter.
 MATLAB = {
@@ -144,7 +144,7 @@ class Augmenter:
             object.__setattr__(self, "crop", checked_size("crop", self.crop))
         fill = np.atleast_1d(np.asarray(self.fill, np.float64))
         if fill.ndim != 1 or not np.isfinite(fill).all():
-            raise UserError(f"fill: expected a number, or one a channel, got {self.fill}")
+            raise UserError(f"fill: expected a number, or one per channel, got {self.fill}")
 
     @property
     def warps(self) -> bool:
@@ -372,7 +372,7 @@ def checked_size(name: str, value: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise UserError(f"{name}: expected (height, width), got {value!r}") from None
     if min(height, width) < 1:
-        raise UserError(f"{name}: expected at least one pixel each way, got {value!r}")
+        raise UserError(f"{name}: expected a height and a width of at least 1, got {value!r}")
     return height, width
 
 

@@ -73,8 +73,8 @@ class Normalization:
         """Raise UserError if the statistics are not those of images of `shape` (C, H, W)."""
         if self.centre is not None and self.centre.shape not in (tuple(shape), tuple(shape[:1])):
             raise UserError(
-                f"normalization {self.name}: expected statistics of images {tuple(shape)}, "
-                f"got those of {self.centre.shape}"
+                f"normalization {self.name}: expected statistics for images of shape "
+                f"{tuple(shape)}, got shape {self.centre.shape}"
             )
 
 
@@ -101,11 +101,11 @@ def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalizati
         return no_normalization(channels)
     if not arrays:
         if name != USUAL:
-            raise ValueError(f"normalization {name}: no statistics")
+            raise ValueError(f"normalization {name}: the statistics are missing")
         return Normalization()
     centre, divisor = (np.asarray(arrays[key], np.float32) for key in ("centre", "divisor"))
     if centre.shape != divisor.shape or not (divisor != 0).all():
-        raise ValueError(f"normalization {name}: statistics that cannot be used")
+        raise ValueError(f"normalization {name}: the statistics are invalid")
     return Normalization(name, centre, divisor)
 
 

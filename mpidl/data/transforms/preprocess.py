@@ -1,6 +1,6 @@
 """Preprocess images: convert their colour and size to those that a network expects.
 
-Images from files and from arrays are resized alike, by Pillow's bilinear filter. When an image
+Images from files and from arrays are both resized by Pillow's bilinear filter. When an image
 shrinks, the filter is widened so that it covers all pixels merged into one. Pillow uses integer
 arithmetic for uint8 and float32 for floats.
 """

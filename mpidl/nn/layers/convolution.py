@@ -57,7 +57,7 @@ class Conv2D(Weighted):
         padding = check.same_or_pads("Conv2D", self.padding, shape[1:], (r, s), stride, dilation)
         output = conv2d_shape(shape, weight, stride, padding, dilation)
         if min(output) < 1:
-            raise ValueError(f"{self.name}: filters {weight} leave nothing of images {shape}")
+            raise ValueError(f"{self.name}: filters {weight} leave no output of images {shape}")
         fans = weight[1] * r * s, self.filters // self.groups * r * s
         return Built(output, self.learnables(weight, glorot_uniform(*fans), self.filters))
 
@@ -111,7 +111,7 @@ class TransposedConv2D(Weighted):
         weight = (shape[0], self.filters, r, s)
         output = transposed_conv2d_shape(shape, weight, stride, cropping)
         if min(output) < 1:
-            raise ValueError(f"{self.name}: cropping {cropping} leaves nothing of images {shape}")
+            raise ValueError(f"{self.name}: cropping {cropping} leaves no output of images {shape}")
         initial = glorot_uniform(shape[0] * r * s, self.filters * r * s)
         return Built(output, self.learnables(weight, initial, self.filters))
 

@@ -51,7 +51,7 @@ class Concat(Layer):
     def build(self, shape: tuple[Shape, ...]) -> Built:
         if len(shape) < 2 or any(other[1:] != shape[0][1:] for other in shape):
             raise ValueError(
-                f"{self.name}: expected two or more inputs that differ in their channels alone, "
+                f"{self.name}: expected two or more inputs that differ only in their channels, "
                 f"got {shape}"
             )
         return Built((sum(channels for channels, *_ in shape), *shape[0][1:]))

@@ -89,7 +89,7 @@ def load(
             continue
         facts = {**json.loads(attributes["facts"]), **model_file.described(attributes)}
         if problems:
-            line = f"warning: {problems[0]}; going on from {name}"
+            line = f"warning: {problems[0]}; continuing from {name}"
             print(line, file=sys.stderr, flush=True) if warn is None else warn(line)
         return arrays, facts
     if not exists(folder):
@@ -114,4 +114,4 @@ def _is_whole(path):
 def _python_number(value):
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"a checkpoint's facts hold texts and numbers, not {type(value).__name__}")
+    raise TypeError(f"a checkpoint's facts hold strings and numbers, not {type(value).__name__}")

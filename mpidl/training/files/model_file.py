@@ -97,10 +97,13 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
     try:
         with open(path, "rb") as raw, h5py.File(raw, "r") as file:
             if _plain(file.attrs.get("format")) != "mpidl":
-                raise Torn("it is not a file of mpidl")
+                raise Torn("it was not written by mpidl")
             version = _plain(file.attrs.get("format_version"))
             if version != FORMAT_VERSION:
-                raise Torn(f"its format_version is {version}, this mpidl reads {FORMAT_VERSION}")
+                raise Torn(
+                    f"its format_version is {version}, but this version of mpidl reads "
+                    f"{FORMAT_VERSION}"
+                )
             tables, attributes = _content(file)
             checksum = _plain(file.attrs.get("sha256"))
     except Torn:
@@ -273,7 +276,7 @@ def load_model(
         net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
         net.classes = None if description["classes"] is None else tuple(description["classes"])
     except Torn as error:
-        raise UserError(f"{path}: not a model that can be loaded: {error}") from error
+        raise UserError(f"{path}: the model cannot be loaded: {error}") from error
     except KeyError as error:
         raise UserError(f"{path}: not a model: it has no attribute {error}") from error
     except (TypeError, ValueError) as error:

@@ -60,7 +60,7 @@ def refuse_a_run(
         run = f"a run (iteration {iteration})"
     except UserError:
         run = "a run, whose checkpoint cannot be loaded"
-    raise UserError(f"{folder}: it holds {run}: {resume} goes on with it, {overwrite} replaces it")
+    raise UserError(f"{folder}: it contains {run}: {resume} continues it, {overwrite} replaces it")
 
 
 def make_folder(out: str, resumed: str | None = None) -> None:
@@ -129,12 +129,12 @@ class RunFolder:
                 make_folder(self.out, self.resumed)
             os.makedirs(self.out, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{self.out}: cannot be made: {reason(error)}") from error
+            raise UserError(f"{self.out}: cannot be created: {reason(error)}") from error
 
     def advice(self, learning_rate: float) -> str:
         """Return advice for the user, as part of an error message, if numbers are not finite."""
         has_checkpoint = self.out and checkpoint.exists(self.out)
-        return f"lower --learning-rate (now {learning_rate:g}) or look at the images" + (
+        return f"lower --learning-rate (now {learning_rate:g}) or check the images" + (
             f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
         )
 
@@ -244,7 +244,7 @@ class RunWriter:
         if not np.array_equal(self.world.gop("max", digest), self.world.gop("min", digest)):
             raise Fault(
                 f"the ranks' weights differ at iteration {iteration}: expected the same bytes on "
-                "all ranks (python -m mpidl.info shows what each runs on)"
+                "all ranks (python -m mpidl.info shows what each rank runs on)"
             )
 
     def _check_finite(self, tables, iteration, learning_rate):

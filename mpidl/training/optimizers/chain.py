@@ -58,7 +58,7 @@ class Optimizer:
         self.learning_rate_factors = dict(learning_rate_factors or {})
         tables = [table for transform in transforms for table in transform.tables]
         if len(set(tables)) < len(tables):
-            raise ValueError(f"two transforms keep a table of the same name: {', '.join(tables)}")
+            raise ValueError(f"two transforms have a table of the same name: {', '.join(tables)}")
         self.state_arrays: Tables = {table: {} for table in tables}
         self.steps: int = 0
         parts, self._fused = _fused_tail(transforms)
@@ -212,7 +212,9 @@ class Optimizer:
             table, _, parameter = name.partition(".")
             if table not in state_arrays or not parameter:
                 tables = " and ".join(state_arrays) or "empty"
-                raise ValueError(f"the state of {type(self).__name__} is {tables}, found {name}")
+                raise ValueError(
+                    f"the state of {type(self).__name__} must be {tables}, found {name}"
+                )
             state_arrays[table][parameter] = np.array(array, order="C")
         self.state_arrays, self.steps = state_arrays, steps
 
@@ -234,7 +236,7 @@ class FusedTail:
     tables: tuple[str, ...]
 
     def __init__(self, *transforms: Transform) -> None:
-        raise TypeError(f"{type(self).__name__} does not say which transforms it takes")
+        raise TypeError(f"{type(self).__name__} must define a constructor that accepts transforms")
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         """Return the numbers of a step that may change from step to step.
@@ -331,7 +333,7 @@ def match(
     unknown = [name for name in arrays if name not in parameters]
     if missing or unknown:
         problems = [f"missing {n}" for n in missing] + [f"unknown {n}" for n in unknown]
-        frozen = " (where its layer is frozen, give the optimizer **net.factors)"
+        frozen = " (if its layer is frozen, pass **net.factors to the optimizer)"
         hint = frozen if missing and label == "gradients" else ""
         raise ValueError(f"{label} do not match the parameters: {', '.join(problems)}{hint}")
     for name, weight in moving.items():

@@ -26,7 +26,7 @@ from mpidl.training.options.option_types import (
 
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
-# Valid arguments of transforms and solvers. The training options of the same names use them, too.
+# Valid arguments of transforms and solvers, and of the training options with the same names.
 RULES: dict[str, Rule] = {
     "learning_rate": positive(),
     "momentum": fraction(),
@@ -151,7 +151,7 @@ class Transform:
         numbers : dict
             The `numbers` of the step.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it changes updates")
+        raise TypeError(f"{type(self).__name__} does not define apply")
 
     def __call__(
         self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]

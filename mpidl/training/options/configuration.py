@@ -128,7 +128,7 @@ def _refuse_two_batch_sizes(values, sources, order):
     ):
         raise UserError(
             f"--batch-size {values['batch_size']} ({size}) and --batch-per-rank "
-            f"{values['batch_per_rank']} ({per_rank}): expected one of them"
+            f"{values['batch_per_rank']} ({per_rank}): expected at most one of them"
         )
 
 
@@ -302,7 +302,10 @@ def changed_on_resume(
     schedule = now["options"].get("learn_rate_schedule")
     old, new = (table["options"].get("epochs") for table in (saved, now))
     if schedule in ENDING and new > old:
-        refused.append(f"--epochs was {old}, is {new}, where --learn-rate-schedule {schedule} ends")
+        refused.append(
+            f"--epochs was {old}, is {new}; it cannot increase with --learn-rate-schedule "
+            f"{schedule}, which ends with the last epoch"
+        )
     network = json.loads(json.dumps(now["network"]))  # tuples become lists, as in the checkpoint
     if saved["network"] != network:
         refused.append(f"--network: {_difference(saved['network'], network)}")
@@ -342,4 +345,4 @@ def _difference(saved, now):
             name = new.get("name", "?")
             changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
             return f"layer {name} differs in {', '.join(changed)}"
-    return f"{len(saved)} layers were trained, {len(now)} are given"
+    return f"the run has {len(saved)} layers, this network has {len(now)}"

@@ -59,7 +59,7 @@ class ImageOptions:
     )
     rotation: float = option(
         Rule(float, "between 0 and 180", 0, 180),
-        "Rotate training images by up to this many degrees either way",
+        "Rotate training images by up to this many degrees in either direction",
         default=0.0,
         resume="fixed",
         matlab="RandRotation",
@@ -116,7 +116,7 @@ class ImageOptions:
     cache_mb: int = option(
         at_least(0),
         "Memory per host for data in MB (10**6 bytes), beyond the mini-batch in use. Prefetched "
-        "mini-batches take their share first; the rest caches decoded images for all ranks of the "
-        "host, and images that do not fit are read again in each epoch",
+        "mini-batches use it first. The rest caches decoded images for all ranks of the host; "
+        "images that do not fit are read again in each epoch",
         default=1024,
     )

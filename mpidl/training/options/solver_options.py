@@ -108,7 +108,7 @@ class SolverOptions:
     )
     nesterov: Literal["on", "off"] | bool = option(
         NESTEROV,
-        "Nesterov momentum (sgdm): take the gradient at the point to which the momentum leads",
+        "Nesterov momentum (sgdm): evaluate the gradient after the momentum step",
         default="off",
         resume="fixed",
     )
@@ -136,8 +136,8 @@ class SolverOptions:
     )
     scale_rate: int | None = option(
         at_least(1, optional=True),
-        "Batch size that the learning rate is meant for; the rate is multiplied by batch size / "
-        "this number",
+        "Batch size for which the learning rate is given; the rate is multiplied by batch size "
+        "/ this number",
         default=None,
         resume="fixed",
         matlab="0.1*miniBatchSize/256",

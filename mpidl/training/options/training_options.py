@@ -112,7 +112,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="ValidationPatience",
     )
     output_network: Literal["last-iteration", "best-validation"] = choice(
-        "Which network training returns: that of the last iteration, or the one with the lowest "
+        "Network that training returns: that of the last iteration, or the one with the lowest "
         "validation loss",
         default="last-iteration",
         resume="fixed",
@@ -137,8 +137,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     gpus: str | int | Sequence[int] | None = option(
         number_list("numbers of GPUs such as 0,2"),
-        "GPUs of each host to use, as numbers among the visible ones, in the order in which the "
-        "host's ranks take them; none uses all",
+        "GPUs to use on each host, as numbers among the visible ones, assigned to the host's "
+        "ranks in this order; none uses all",
         default=None,
         matlab="gpuDevice",
     )
@@ -168,15 +168,14 @@ class TrainingOptions(ImageOptions, SolverOptions):
             separator=",",
             optional=True,
         ),
-        "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured to "
-        "share by the speed of each rank in the previous epoch; affects speed only; none shares "
-        "equally",
+        "Relative share of each mini-batch for each rank (0 gives a rank no work), or measured "
+        "to use each rank's speed in the previous epoch; affects speed only; none shares equally",
         default=None,
         matlab="WorkerLoad",
     )
     winograd: Literal["auto", "off", "fast"] = choice(
-        "Winograd's algorithm for 3x3 convolutions on CPUs: where its rounding is harmless, never, "
-        "or wherever it is fast",
+        "Use Winograd's algorithm for 3x3 convolutions on CPUs: if its rounding is harmless, "
+        "never, or whenever it is faster",
         default="auto",
         resume="fixed",
     )
@@ -188,7 +187,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="CheckpointFrequency",
     )
     timeout: float = option(
-        positive(), "Seconds to wait for a rank that does not respond before failing", default=300.0
+        positive(), "Seconds to wait for an unresponsive rank before the run fails", default=300.0
     )
     verbose: Literal["on", "off"] | bool = option(
         one_of(*ON_OFF),
@@ -227,12 +226,12 @@ class TrainingOptions(ImageOptions, SolverOptions):
         if self.warmup_iterations and self.warmup_epochs:
             raise UserError(
                 f"--warmup-iterations {self.warmup_iterations} and --warmup-epochs "
-                f"{self.warmup_epochs}: expected one of them"
+                f"{self.warmup_epochs}: expected at most one of them"
             )
         if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
             raise UserError(
-                "learn_rate_schedule: a function gives the rate of every iteration: expected no "
-                "warm-up with it"
+                "learn_rate_schedule: a function returns the rate of every iteration: expected "
+                "no warm-up with it"
             )
         if self.sampling == "partition" and self.worker_load == "measured":
             raise UserError(
@@ -332,7 +331,7 @@ RUN: dict[str, Any] = {
 }
 HINTS = {
     **dict.fromkeys(("world", "out", "console", "resume"), ": it is an argument of dl.train"),
-    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command only"),
+    **dict.fromkeys(RUN.keys() - {"validation_data"}, ": it is an option of the command line only"),
 }
 OPTIONS = {f.name: f for f in fields(TrainingOptions) if f.metadata}
 NAMES = tuple(OPTIONS)

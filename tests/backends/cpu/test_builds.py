@@ -1,4 +1,4 @@
-"""The choice of a build of the kernels, and messages if none or a wrong one is there."""
+"""The choice of a build of the kernels, and messages if it is missing or unusable."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ CPUS = {"generic": OLD, "x86-64-v3": OLD | builds.AVX2, "x86-64-v4": OLD | build
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A function machine(cpu, builds) that pretends this CPU and creates empty libraries."""
+    """A function machine(cpu, builds) that simulates a CPU and creates empty libraries."""
     monkeypatch.delenv("MPIDL_CPU", raising=False)
     monkeypatch.setenv("MPIDL_KERNELS", str(tmp_path))
 
@@ -66,7 +66,7 @@ def test_mpidl_cpu_chooses_the_build(monkeypatch, machine):
     ):
         monkeypatch.setenv("MPIDL_CPU", build)
         assert builds.offered() == expected
-    assert builds.why_numpy() is None  # the variable requires it
+    assert builds.why_numpy() is None  # MPIDL_CPU requires it
     for build, text in (
         ("avx2", "expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'avx2'"),
         ("x86-64-v4", "this CPU cannot run it; it lacks avx512bw avx512cd avx512dq avx512f"),
@@ -78,7 +78,7 @@ def test_mpidl_cpu_chooses_the_build(monkeypatch, machine):
 
 
 def test_a_library_that_cannot_be_loaded_is_skipped(monkeypatch, machine):
-    """For example because it was compiled on a system with a newer libc."""
+    """A library may fail to load because it was compiled on a system with a newer libc."""
     machine("x86-64-v4")
     assert builds.choose() == ["numpy"]
     assert "libmpidl-x86-64-v4.so: cannot be loaded: " in builds.why_numpy()
@@ -175,7 +175,7 @@ def test_declarations_of_a_header_are_parsed():
             x.from_param(array)
     fixed = np.ones(2)
     fixed.flags.writeable = False
-    with pytest.raises(TypeError, match="expected an array that can be written"):
+    with pytest.raises(TypeError, match="expected a writable array, got a read-only one"):
         sums.from_param(fixed)
     assert counts.from_param(np.zeros(0, np.int32)) is not None
 
@@ -183,7 +183,7 @@ def test_declarations_of_a_header_are_parsed():
 @needs_kernels
 @pytest.mark.parametrize("build", builds.built())
 def test_a_library_has_the_functions_of_the_header(build):
-    """Also a library that this CPU cannot run; no kernel is called."""
+    """The test also checks libraries that this CPU cannot run, and calls no kernel."""
     library = builds.load(build)
     with open(HEADER) as file:
         for name in builds.declarations(file.read()):
@@ -198,7 +198,7 @@ def test_a_library_has_the_functions_of_the_header(build):
 
 @needs_kernels
 def test_a_library_of_other_sources_is_refused(tmp_path):
-    """If a function is new or its arguments have changed; other functions work."""
+    """A function that is new or has other arguments is refused; the others work."""
     changed = tmp_path / "mpidl.h"
     text = Path(HEADER).read_text()
     arguments = "void mpidl_copy(const float *from"
@@ -208,5 +208,5 @@ def test_a_library_of_other_sources_is_refused(tmp_path):
     library = builds.Library(builds.path_of(builds.built()[-1]), changed, "changed")
     for name in ("new", "copy"):
         line = refusal(getattr, library, name)
-        assert f"compiled from other sources than this version's, as mpidl_{name} shows" in line
+        assert f"compiled from sources of another version (mpidl_{name} differs)" in line
     assert library.compiler()

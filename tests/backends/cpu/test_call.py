@@ -1,4 +1,4 @@
-"""Calls of kernels: the hook that sends messages meanwhile, threads, forks, odd shapes."""
+"""Calls of kernels: the progress hook that sends messages, threads, forks, odd shapes."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_an_exception_of_the_hook_is_raised_later():
 
     builds.watch(fail)
     convolve()
-    assert len(calls) == 1  # not again, and the kernel ended
+    assert len(calls) == 1  # the hook is not called again, and the kernel has ended
     with pytest.raises(KeyError, match="lost"):
         builds.watch(None)
     builds.watch(None)
@@ -68,9 +68,9 @@ def test_a_kernel_must_not_call_another():
     small = np.ones((1, 1, 1, 1, 16), np.float32)
     builds.watch(lambda: cpu.relu(small))
     convolve()
-    with pytest.raises(RuntimeError, match="inside of another"):
+    with pytest.raises(RuntimeError, match="progress hook of another kernel"):
         builds.watch(None)
-    assert (cpu.relu(small) == small).all()  # and the next one runs
+    assert (cpu.relu(small) == small).all()  # the next kernel runs
 
 
 def test_the_hook_runs_only_on_the_thread_that_set_it():
@@ -86,7 +86,7 @@ def test_the_hook_runs_only_on_the_thread_that_set_it():
 
 @pytest.mark.parametrize("policy", ["off", "auto"])
 def test_the_hook_is_called_within_a_block(policy, monkeypatch):
-    """Between blocks there are other calls of it."""
+    """Other calls of the kernel run between two blocks."""
     calls = []
     monkeypatch.setattr(settings, "winograd", policy)
     x = np.ones((1, 96, 28, 28, 16), np.float32)

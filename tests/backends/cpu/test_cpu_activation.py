@@ -1,4 +1,4 @@
-"""How exact the activations of the kernels are, and their values at infinities and NaN."""
+"""The accuracy of the activation kernels, and their values at infinities and NaN."""
 
 import math
 
@@ -33,7 +33,7 @@ def wide_range():
 
 @pytest.mark.parametrize("name, max_ulps", [("tanh", 2.0), ("sigmoid", 2.5)])
 def test_tanh_and_sigmoid_are_nearly_exact(name, max_ulps):
-    """Relative to the result, of every size."""
+    """Errors are relative to the result, for results of all magnitudes."""
     x = wide_range()
     exact = getattr(reference, name)(x.astype(np.float64))
     normal = exact >= 2.0**-125 if name == "sigmoid" else np.full(x.shape, True)
@@ -49,7 +49,7 @@ APPROXIMATIONS = pytest.mark.parametrize("approximate", ["none", "tanh"])
 
 
 def exact_gelu(x, approximate):
-    """Compute by the C library's erfc; the approximation by sums that cancel nothing."""
+    """Compute GELU by the C library's erfc, and its tanh approximation without cancellation."""
     if approximate == "none":
         return x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2
     w = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
@@ -59,7 +59,7 @@ def exact_gelu(x, approximate):
 
 @pytest.mark.parametrize("approximate, max_ulps", [("none", 2.5), ("tanh", 3.0)])
 def test_gelu_is_nearly_exact(approximate, max_ulps):
-    """Relative to the result, also far in the left tail, wherever the result is normal."""
+    """Errors are relative to the result, also far in the left tail, while it is a normal number."""
     x = wide_range()[:, ::4]
     exact = exact_gelu(x.astype(np.float64), approximate)
     normal = abs(exact) >= np.finfo(np.float32).tiny
@@ -72,7 +72,7 @@ def test_gelu_is_nearly_exact(approximate, max_ulps):
 
 @APPROXIMATIONS
 def test_the_gradient_of_gelu_is_nearly_exact(approximate):
-    """Against differences of the oracle in float64, and in the tail relative to the reference."""
+    """Compare with finite differences in float64, and in the tail with the reference."""
     x, step = np.linspace(-20, 20, 1 << 16).astype(np.float32).reshape(1, -1, LANES), 1e-5
     ones, middle = np.ones_like(x), x.astype(np.float64)
     differences = exact_gelu(middle + step, approximate) - exact_gelu(middle - step, approximate)

@@ -1,4 +1,4 @@
-"""Convolutions by the C kernels: few blocks for many threads, and numbers that are not finite."""
+"""Convolutions by the C kernels: few blocks for many threads, and non-finite numbers."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ pytestmark = needs_kernels
 @pytest.mark.parametrize("function", ["conv2d", "conv2d_backward"])
 @pytest.mark.parametrize("label", ["digits 1", "digits 2", "16 channels a group"])
 def test_threads_share_one_block(label, function, algorithm, monkeypatch):
-    """A team of all threads has one block; test_conformance.py has two blocks, and their teams."""
+    """All threads share one block here; in test_conformance.py two teams share two blocks."""
     monkeypatch.setattr(settings, "winograd", algorithm["winograd"])
     case = BY_NAME[f"{function}, {label}"]
     for actual in on_all_builds(lambda: results(case, cpu, blocks=1)).values():
@@ -25,7 +25,7 @@ def test_threads_share_one_block(label, function, algorithm, monkeypatch):
 
 
 def test_nan_passes_convolutions_and_relu():
-    """A weight that is not a number must show in the loss, not vanish in a ReLU."""
+    """A NaN weight must make the loss NaN instead of vanishing in a ReLU."""
     values = arguments(BY_NAME["conv2d_moments, large 1x1"], cpu, share(3))
     source = values["x"]
     source.x[0, 0, 0, 0, 3] = np.nan

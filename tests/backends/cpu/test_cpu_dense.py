@@ -89,7 +89,7 @@ def test_fast_loops_have_the_bytes_of_plain_ones(outputs, features, channels, bl
         dx, dweight, *_ = layer.backward(tree)
         assert_same(
             (layer.forward(), dx, nodes(dweight)), layer.by_plain_loops(tree)
-        )  # of this build
+        )  # the threads of this build
         return dx
 
     on_all_builds(fast)
@@ -109,7 +109,7 @@ def test_one_pass_has_the_bytes_of_several(monkeypatch, outputs, channels):
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("outputs", [10, 33])
 def test_the_weights_gradient_is_folded_by_the_tree(outputs, plain, blocks, run):
-    """A leaf is what one block gives by itself; the tree adds leaves."""
+    """A leaf of the fold is the gradient of one block; the fold tree adds leaves."""
     tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, 77, run[1] - run[0])
     _, dweight, dbias, _ = layer.backward(tree)
@@ -130,7 +130,7 @@ def test_the_bias_gradient_is_channel_sums():
 
 
 def test_unused_lanes_of_x_do_not_count():
-    """They hold any finite values; the cotangent is zero there."""
+    """Unused lanes hold any finite values; the cotangent is zero there."""
     layer, tree = Layer(20, 50, 2, 3, channels=5), tree_of_blocks(2)
     y, dx, dweight, dbias, sums = layer.forward(), *layer.backward(tree)
     layer.source.x[-1, ..., 3:] = 1e30
@@ -149,7 +149,7 @@ def test_nan_passes():
 
 
 def test_sums_round_at_most_twice_as_much_as_blas():
-    """Root mean square error against float64, for 11520 features and for 4096 outputs."""
+    """Check the root mean square error against float64, for 11520 features and 4096 outputs."""
 
     def error(actual, exact):
         return np.sqrt(np.mean((actual - exact) ** 2))
@@ -193,7 +193,7 @@ np.save(f"{folder}/nodes.npy", [node for term in dweight.terms for node in term.
 
 
 def test_a_large_gradient_takes_two_buffers_more_than_it_has_nodes(tmp_path):
-    """Peak memory of a new process, which has no memory of earlier gradients to reuse."""
+    """Measure the peak memory of a new process, which cannot reuse memory of earlier gradients."""
     outputs, features, tree = 1024, 4608, Tree(8, ((0, 1), (1, 8)), 1)
     size = outputs * features * 4 / 2**20
     x = numbers("x", 7, features, LANES, dtype=np.float32)
@@ -240,7 +240,7 @@ def test_flatten_leaves_an_activation_deferred(world):
 
 @pytest.mark.parametrize("outputs", [10, 20])
 def test_fused_and_separate_layers_give_the_same_bytes(monkeypatch, world, outputs):
-    """In a network: the layer reads the output of the fused convolution and computes its sums."""
+    """In a network, the layer reads the output of the fused convolution and computes its sums."""
     layers = [dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(), dl.Dense(outputs)]
     images = blocked(world, numbers("images", 37, 2, 9, 8, dtype=np.float32))
     labels = blocked(world, np.arange(37) % outputs, batch=images.batch)

@@ -1,4 +1,4 @@
-"""Pixels to lanes: plain loops in C, the reference by hand, planes of decoders, threads."""
+"""Conversion of pixels to lanes: plain C loops, values by hand, decoded planes, threads."""
 
 import threading
 
@@ -146,7 +146,7 @@ def test_another_thread_may_prepare_images_while_a_kernel_runs():
 
 
 def maps(count, size, spread=0.4):
-    """Draw affine maps near the identity; some see nothing of the image."""
+    """Draw affine maps near the identity; some map no pixel of the image into the result."""
     random = np.random.default_rng(count)
     matrices = random.normal(0, spread, (count, 6)) + [1, 0, 0, 0, 1, 0]
     matrices[:, [2, 5]] *= max(size)
@@ -181,7 +181,7 @@ def test_identity_and_shifts_by_whole_pixels_are_exact():
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32])
 def test_scipy_warps_images_alike(kind):
-    """Its mode "grid-constant" has the same value beyond the edges."""
+    """SciPy's mode "grid-constant" has the same values beyond the edges."""
     ndimage = pytest.importorskip("scipy.ndimage", reason="SciPy is not installed")
     pixels = pixels_of(3, 6, 1, 20, 31).astype(kind)
     m = maps(6, (4, 4), 0.3)[1:]

@@ -30,7 +30,7 @@ def max_ulps(actual, exact):
 
 
 def test_the_exponential_is_nearly_exact():
-    """Against long double, over the arguments of softmax and beyond."""
+    """Compare with long double, for all arguments that softmax uses and larger ones."""
     x = np.concatenate(
         [
             np.linspace(-708, 709, 200_001),
@@ -58,7 +58,7 @@ def test_the_exponential_of_infinity_and_nan():
 
 
 def test_unused_lanes_change_no_byte():
-    """In last blocks of every size, and for any finite numbers there."""
+    """Finite numbers in the unused lanes of last blocks of every size do not matter."""
     for last in range(1, LANES + 1):
         logits, labels, counts, tree = scored(2, 4, last)
         dirty = logits.copy()
@@ -89,7 +89,7 @@ def test_nan_passes():
     assert np.isnan(SingleRank().gplus(cpu.cross_entropy(logits, labels, counts, tree)))
     d = cpu.cross_entropy_dlogits(logits, labels, 1.0, counts)
     assert np.isnan(d[1, :, 2]).all() and np.isnan(d).sum() == 5
-    labels[1, 2] = 3  # to NumPy's argmax NaN is the largest
+    labels[1, 2] = 3  # NumPy's argmax treats NaN as the largest number
     counted = [
         float(SingleRank().gplus(backend.correct_count(logits, labels, counts, tree)))
         for backend in (cpu, reference)

@@ -22,7 +22,7 @@ def test_plain_loops_have_the_bytes_of_the_reference(label):
     shape, *window = POOLS[label]
     blocks, tree = 3, Tree(3, ((0, 3),), 0)
     x = numbers(label, blocks, *shape, LANES, low=-3, high=3, dtype=np.float32)
-    x = np.where(x > 0, np.round(x), x)  # many equal values
+    x = np.where(x > 0, np.round(x), x)  # so that many values are equal
     geometry, output = _geometry(shape, *window)
     y, argmax = (np.empty((blocks, *output, LANES), t) for t in (np.float32, np.uint8))
     mean, dy = np.empty_like(y), numbers("dy", *y.shape, dtype=np.float32)
@@ -44,7 +44,7 @@ def test_plain_loops_have_the_bytes_of_the_reference(label):
 
 @pytest.mark.parametrize("layer", [dl.MaxPool2D(3, 2), dl.AveragePool2D(2)])
 def test_fused_and_separate_layers_give_the_same_bytes(world, layer):
-    """In a network, in which the pooling reads the output of the fused convolution."""
+    """In a network, the pooling reads the output of the fused convolution."""
     layers = [dl.Conv2D(3, 5, padding=1), dl.BatchNorm(), dl.ReLU(), layer, dl.Dense(3)]
     images = blocked(world, numbers("images", 37, 2, 9, 9, dtype=np.float32))
     labels = blocked(world, np.arange(37) % 3, batch=images.batch)

@@ -1,4 +1,4 @@
-"""The Winograd kernels of one block against float64 NumPy and plain loops, and their points."""
+"""The Winograd kernels of one block against float64 NumPy and plain loops; their points."""
 
 import re
 from fractions import Fraction
@@ -35,7 +35,7 @@ SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "{}-{}@{}x{}".for
 
 
 def extent(outputs, m):
-    """Return how many rows of padded input the tiles of so many rows of output read."""
+    """Return the number of rows of padded input that the tiles of `rows` output rows read."""
     return -(-outputs // m) * m + 2
 
 
@@ -95,7 +95,7 @@ def test_convolutions_are_nearly_exact(shape, m, backward):
     builds.kernels().winograd_conv_plain(x, w, bias, plain, sizes)
     assert relative(plain, expected) < 1e-7
     for y in on_all_builds(fast).values():
-        assert relative(y, expected) < (3e-7 if m == 2 else 8e-7)  # 1.3e-6 at 0, ±1, ±2
+        assert relative(y, expected) < (3e-7 if m == 2 else 8e-7)  # 1.3e-6 with points 0, ±1, ±2
     zero = np.zeros_like(bias)
     assert np.array_equal(fast(None), fast(zero))
 

@@ -1,4 +1,4 @@
-"""The world of these tests: one rank that computes on a device."""
+"""The fixture `world` of the GPU tests: one rank that computes on a device."""
 
 import pytest
 

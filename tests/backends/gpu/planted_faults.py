@@ -1,4 +1,4 @@
-"""Faults that test_gpu_faults.py plants in kernels; those of the convolution kernels."""
+"""The class of the faults that test_gpu_faults.py plants, and the convolutions' faults."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ BARRIER = "__syncthreads();"
 
 
 class Fault(NamedTuple):
-    """With `old` replaced by `new` in a family's text, check(device, *arguments) fails."""
+    """A fault: with `old` replaced by `new` in a kernel file, check(device, *arguments) fails."""
 
     family: str
     description: str
@@ -19,7 +19,7 @@ class Fault(NamedTuple):
 
 
 def faults(family, check, *arguments, edits):
-    """Return the faults of {description: (old, new)} that one check detects."""
+    """Convert {description: (old, new)} to the faults that one check must detect."""
     return [Fault(family, name, *edit, check, arguments) for name, edit in edits.items()]
 
 

@@ -1,4 +1,4 @@
-"""The device of CuPy without a GPU, on a stand-in for CUDA whose memory is the host's."""
+"""CudaDevice without a GPU, on a replacement for CUDA that uses the host's memory."""
 
 import ctypes
 import gc
@@ -15,7 +15,7 @@ from mpidl.errors import UserError
 
 
 class Failure(RuntimeError):
-    """An error with CUDA's number, as CuPy's."""
+    """An error with a CUDA error number, like CuPy's."""
 
     def __init__(self, status):
         self.status = status
@@ -23,7 +23,7 @@ class Failure(RuntimeError):
 
 
 class StandIn:
-    """CUDA's runtime and driver on host memory; streams run at once, in order.
+    """CUDA's runtime and driver on host memory; operations of streams run immediately, in order.
 
     `free_bytes` is what malloc still allocates, `calls` the functions called.
     """
@@ -172,7 +172,7 @@ extern "C" __global__ void left_out(float* out) {}
 
 
 class Hook:
-    """CuPy's MemoryHook: CuPy calls entered ones before it allocates memory."""
+    """A replacement for CuPy's MemoryHook; CuPy calls active hooks before it allocates memory."""
 
     entered = False
 
@@ -207,7 +207,7 @@ def test_a_device_describes_its_gpu(device, standin):
     facts = device.name, device.architecture, device.processors, device.shared, device.memory
     assert facts == ("Stand-in", "sm_90", 132, 1000, 1 << 20) and device.identity == "bus"
     assert standin.calls[0] == "setDevice 2"
-    with pytest.raises(UserError, match="there is no GPU 0: 1 are visible"):
+    with pytest.raises(UserError, match="GPU 0 does not exist: 1 are visible"):
         cuda_device.CudaDevice(0)
 
 
@@ -229,7 +229,7 @@ def test_memory_is_freed_with_its_owner(device, standin):
 
 def test_without_free_memory_garbage_is_collected_first(device, standin):
     memory = device.allocate(900 << 10)
-    with pytest.raises(MemoryError, match=r"asked for 0 MB of memory, found 0 MB of the GPU's 1"):
+    with pytest.raises(MemoryError, match=r"cannot allocate 0 MB of memory: 0 of 1 MB are free"):
         device.allocate(400 << 10)
     cycle = [memory]
     cycle.append(cycle)
@@ -264,7 +264,7 @@ def test_pinned_memory_and_copies(device, standin):
 
 
 def test_host_memory_can_be_changed_right_after_an_upload(device, standin, monkeypatch):
-    """Also if the copy reads host memory later, in the order of the stream."""
+    """The host memory stays allocated, also if the copy reads it later in stream order."""
     waiting, copy = [], standin.memcpyAsync
 
     def run_stream():
@@ -275,7 +275,7 @@ def test_host_memory_can_be_changed_right_after_an_upload(device, standin, monke
     monkeypatch.setattr(standin, "streamSynchronize", lambda stream: run_stream(), raising=False)
     monkeypatch.setattr(cuda_device, "UPLOADING", 32)
     memory, copied = device.allocate(256), np.empty(16, np.float32)
-    for size in (1, 3, 5, 2, 16):  # the fourth no longer fits, the last never does
+    for size in (1, 3, 5, 2, 16):  # the fourth array no longer fits; the last one would never fit
         value = np.full(size, size, np.float32)
         device.upload(memory.address, value)
         assert bool(waiting) == (size < 16) and device._uploading_bytes <= 32
@@ -375,7 +375,7 @@ def test_a_capture_refuses_calls_of_the_host_and_is_ended(device, standin, text)
         device.capture(lambda: REFUSED[text](device))
     assert standin.recorded is None and standin.calls[-1] == "graphDestroy"
     assert not device._hook.entered
-    device.synchronize()  # works again
+    device.synchronize()  # allocation works again
 
 
 def test_memory_released_during_a_capture_is_freed_after_it(device, standin):

@@ -1,4 +1,4 @@
-"""Every name of CuPy that mpidl uses exists and takes as many arguments as it is called with."""
+"""Every CuPy name that mpidl uses exists and accepts the number of arguments that it gets."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Which GPUs a process sees, or why it sees none, with a stand-in for the driver and CuPy."""
+"""The GPUs that a process sees, or the reason for none, with a fake driver and CuPy."""
 
 import sys
 import types
@@ -72,7 +72,7 @@ def test_the_reason_why_no_gpu_is_visible(monkeypatch):
     old_driver = visible(monkeypatch, Driver(version=12040), count=RuntimeError("insufficient"))
     assert old_driver.reason == (
         "the NVIDIA driver supports CUDA up to 12.4, but cupy-cuda13x 14.2.0 is built for 13.2: "
-        "install CuPy for CUDA 12, or a newer driver"
+        "install CuPy for CUDA 12 or a newer driver"
     )
     failing = visible(monkeypatch, Driver(), count=RuntimeError("in a bad way"))
     assert failing == Visible((), "cupy-cuda13x 14.2.0: in a bad way", 1)

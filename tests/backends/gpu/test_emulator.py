@@ -1,4 +1,4 @@
-"""The emulated GPU: it computes as a GPU does and reports the faults of kernels."""
+"""The emulated GPU computes like a GPU and reports faults of kernels."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ ORDERS = pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 
 
 class Text:
-    """A unit of a given text instead of a file."""
+    """A unit whose source is given as a string instead of a file."""
 
     family = "test"
 

@@ -49,7 +49,7 @@ def root(partial):
 
 
 def assert_near(value, exact, scale=None):
-    """Errors are at most 1e-6 of the largest number, or each of `scale`."""
+    """Check that errors are at most 1e-6 of the largest number, or of each element of `scale`."""
     assert value.shape == exact.shape
     bound = np.abs(exact).max(initial=0) if scale is None else scale
     assert (np.abs(value - exact) <= 1e-6 * bound).all()
@@ -179,5 +179,5 @@ def test_all_running_statistics_are_updated_in_one_launch(device):
     olds = [array.plain(drawn(i, size)) for i, size in enumerate((3, 3, 200, 1))]
     batchnorm.running(olds, [array.plain(np.ones(old.size)) for old in olds], 0.1)
     assert device.launched == ["running"]
-    with pytest.raises(TypeError, match="expected float32 and float64 of one size"):
+    with pytest.raises(TypeError, match="expected float32 and float64 arrays of equal size"):
         batchnorm.running([launching.empty((3,))], [launching.empty((3,))], 0.1)

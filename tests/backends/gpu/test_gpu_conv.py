@@ -16,7 +16,7 @@ SOME_LAYERS = pytest.mark.parametrize(
     "name", ["3x3", "3x3 of three channels", "unequal in both directions"]
 )
 SLOW = pytest.mark.slow("gpu")
-LIMITS = {"fp32": 6e-7, "tf32": 6e-4}  # of the error's norm, relative to the result's
+LIMITS = {"fp32": 6e-7, "tf32": 6e-4}  # norm of the error / norm of the result
 NEEDS_ALL, NEEDS_DX = (True, True, True), (True, False, False)
 
 
@@ -31,7 +31,7 @@ def _fp32_on_tensor_cores(monkeypatch):
 
 
 class Case:
-    """Random arrays of one shape; the last block is not full."""
+    """Random arrays for one shape of convolution; the last block is not full."""
 
     def __init__(self, name, blocks=1):
         image, (k, r, s), *geometry = CONVOLUTIONS[name]
@@ -191,7 +191,7 @@ def test_dweight_from_leaves_of_any_size(device, monkeypatch, images, direct):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_backward_between_deferred_activations(device, overwrite):
-    """Backward from the activation after the layer to the one before it, with its sums."""
+    """The backward pass between the activations after and before the layer, with its sums."""
     case, tree = Case("3x3", 2), single_rank_tree(2)
     rng = np.random.default_rng(7)
     c, k = case.x.shape[1], case.dy.shape[1]
@@ -262,7 +262,7 @@ def test_nodes_of_dweight_have_the_memory_layout_of_the_weights(device):
 
 
 def test_leaf_size_depends_on_the_mini_batch_not_on_the_share(device, monkeypatch):
-    """Leaves are large if tiles or images fill the device already."""
+    """Leaves are large if tiles or images alone already fill the device."""
     monkeypatch.setattr(device, "processors", 100)
     sizes = [
         conv_direct.images_per_leaf(tiles, tree)

@@ -102,13 +102,13 @@ def test_long_chunks_are_added_in_runs(device, monkeypatch, outputs):
     layer = Layer(outputs, (599,))
     assert dense.chunk_of(outputs, 599) == 608
     assert_near(layer.forward(), layer.exact()[0])
-    layer = Layer(300, (9,))  # dx is a sum of 300
+    layer = Layer(300, (9,))  # each element of dx is a sum of 300 products
     assert_near(layer.dx(), layer.exact()[1])
 
 
 @pytest.mark.parametrize("outputs, image", [(20, (30,)), (70, (9, 3, 5)), (68, (300,))])
 def test_large_tiles_give_the_same_bytes(device, monkeypatch, outputs, image):
-    """Large tiles are used if they fill the device, as they do with one processor."""
+    """The kernels use large tiles if these fill the device, for example with one processor."""
     layer = Layer(outputs, image, 10)
     small = [layer.forward(), layer.dx()]
     assert {"dense_many", "dense_dx"} <= set(device.launched)
@@ -121,7 +121,7 @@ def test_large_tiles_give_the_same_bytes(device, monkeypatch, outputs, image):
 
 
 def test_runs_keep_rounding_small(device, monkeypatch):
-    """Adding 10^4 numbers of one sign in turn would have a relative error of 1e-5."""
+    """Adding 10^4 numbers of one sign one after the other would give a relative error of 1e-5."""
     monkeypatch.setattr(dense, "SHORTEST", 20000)
     layer = Layer(1, (10000,), 1, LANES)
     layer.x, layer.weight = abs(layer.x), abs(layer.weight)
@@ -154,7 +154,7 @@ def nodes_of_single_blocks(layer, tree):
 def test_dweight_is_folded_by_the_tree(
     device, monkeypatch, outputs, blocks, run, plain, processors
 ):
-    """The result does not depend on the number of ranges, which grows with the processors."""
+    """The result does not depend on the number of ranges, which depends on the processors."""
     monkeypatch.setattr(device, "processors", processors)
     tree = Tree(blocks, ((0, run[0]), run, (run[1], blocks)), 1, plain)
     layer = Layer(outputs, (9,), run[1] - run[0], LANES)

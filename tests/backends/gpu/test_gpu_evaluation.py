@@ -17,7 +17,7 @@ def small(last=3):
 
 
 def dataset(shape=None):
-    """Return 37 images with targets of a shape; with labels if it is None."""
+    """Return 37 images with targets of the given shape, or with labels if `shape` is None."""
     images = numbers("gpu evaluation", 37, *SHAPE, low=0, high=256).astype(np.uint8)
     if shape is None:
         return ReadArrays(images, labels=np.arange(37) % 3)
@@ -25,7 +25,7 @@ def dataset(shape=None):
 
 
 def on_gpu_and_cpu(world, function):
-    """Return function(world) on the GPU and on the CPU."""
+    """Return the results of function(world) on the GPU and on the CPU."""
     on_gpu = function(world)
     device, counts, world.device, world.counts = world.device, world.counts, None, None
     on_cpu = function(world)

@@ -16,7 +16,7 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 
 def leaves_of(kind, count, width):
-    """Draw values of many magnitudes, so that another order shows; some moments have count 0."""
+    """Draw values of many magnitudes, which show any other order; some moments have count 0."""
     rng = np.random.default_rng(count * 1000 + width)
     if kind != "moments":
         values = rng.standard_normal((count, width)) * 10 ** rng.uniform(-3, 3, (count, width))
@@ -93,7 +93,7 @@ def test_negative_control_adding_in_turn_gives_other_bytes():
 
 @ALL_KINDS
 def test_the_spread_over_threads_does_not_change_a_byte(device, monkeypatch, kind):
-    """Columns, rows and chunks of any size, with several nodes at once."""
+    """Fold columns, rows and chunks of any size, several nodes at once."""
     combine, _ = KINDS[kind]
     leaves = leaves_of(kind, 61, 21)
     ranges = [(0, 32), (32, 1), (33, 28)]
@@ -159,7 +159,7 @@ def test_a_rank_without_blocks_has_no_node(device, kind):
 
 
 def test_a_gradient_has_the_memory_layout_of_its_learnable(device):
-    """Rows are in the order of memory; arrays have the logical shape."""
+    """Rows are in memory order; arrays have the logical shape."""
     weight = np.arange(2 * 3 * 2 * 2, dtype="f4").reshape(2, 3, 2, 2)
     like = array.filters(weight)
     memory = array.in_memory(weight, like.dims, like.order).reshape(-1)
@@ -177,9 +177,9 @@ def test_a_gradient_has_the_memory_layout_of_its_learnable(device):
 
 def test_unsuitable_leaves_are_refused(device):
     (tree,) = trees(2, 1)
-    with pytest.raises(ValueError, match=r"of 2 blocks, got shape \(3, 4\), 1 rows a block"):
+    with pytest.raises(ValueError, match=r"of 2 blocks, got shape \(3, 4\), 1 rows per block"):
         gpu_fold.partial_of_leaves(launching.empty((3, 4)), tree, 1)
-    with pytest.raises(ValueError, match="3 rows a block"):
+    with pytest.raises(ValueError, match="3 rows per block"):
         gpu_fold.partial_of_leaves(launching.empty((6, 4)), tree, 3)
     with pytest.raises(ValueError, match="by addition or by merging moments"):
         gpu_fold.partial_of_leaves(launching.empty((2, 4)), tree, 1, max)
@@ -188,5 +188,5 @@ def test_unsuitable_leaves_are_refused(device):
     with pytest.raises(ValueError, match="expected the 1 nodes of all ranks, got 2"):
         gpu_fold.fold_all(launching.empty((2, 4)), tree)
     plain = fold.Tree(2, ((0, 1), (1, 2)), 0, plain=True)
-    with pytest.raises(ValueError, match="a plain sum has no tree"):
+    with pytest.raises(ValueError, match="a plain sum has no fold tree"):
         gpu_fold.fold_all(launching.empty((2, 4)), plain)

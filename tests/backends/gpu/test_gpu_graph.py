@@ -46,7 +46,7 @@ def pictures(count=50):
 
 def trained(world, net, **options):
     settings = {"epochs": 1, "batch_size": 32, "verbose_every": 0, "learning_rate": 0.1}
-    settings["batchnorm_statistics"] = "moving"  # those that the steps compute
+    settings["batchnorm_statistics"] = "moving"  # the arrays that the steps compute
     trainer.train(net, pictures(), dl.TrainingOptions(**settings | options), world=world)
     return net
 

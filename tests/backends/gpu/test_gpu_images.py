@@ -7,7 +7,7 @@ from mpidl.backends import REFERENCE as reference
 from mpidl.backends.gpu import array, images, launching
 from mpidl.blocks import LANES, blocks_of
 
-NO_INDEX = 1 << 30  # of unused images
+NO_INDEX = 1 << 30  # values for unused images
 
 
 def pixels_of(count, shape):
@@ -15,7 +15,7 @@ def pixels_of(count, shape):
 
 
 def random_moves(count, shape):
-    """Arguments that mirror and move each image, also such that nothing of it is left."""
+    """Return arguments that mirror and move each image, some of them entirely out of view."""
     random = np.random.default_rng(count)
     top, left = (random.integers(-n - 2, n + 3, count, dtype=np.int32) for n in shape[1:])
     mirrored = random.integers(0, 4, count, dtype=np.int32)
@@ -23,7 +23,7 @@ def random_moves(count, shape):
 
 
 def selection(indices, valid, blocks):
-    """The arguments that select `valid` images of a dataset on the device."""
+    """Return the arguments that select `valid` images of a dataset on the device."""
     counts = launching.constant(np.array([valid], np.int32))
     return {"indices": array.plain(indices), "counts": counts, "blocks": blocks}
 
@@ -61,7 +61,7 @@ def test_images_of_a_dataset(device, valid, blocks):
     "shape", [(), (7,), (5, 33), (1, 6, 5), (3, 5, 7), (3, 19, 23), (2, 3, 1, 2)]
 )
 def test_targets_of_a_dataset(device, shape, valid, blocks):
-    """Targets are copied as 32-bit words, NaNs of all kinds too; images are stored as NHWC."""
+    """Targets are copied as 32-bit words, including all NaNs; images are stored as NHWC."""
     random = np.random.default_rng(blocks)
     words = random.integers(-(1 << 31), 1 << 31, (60, *shape)).astype(np.int32)
     indices = np.full(blocks * LANES, NO_INDEX, np.int32)
@@ -74,7 +74,7 @@ def test_targets_of_a_dataset(device, shape, valid, blocks):
         lanes = images.targets(array.plain(words.view(dtype)), **options)
         assert lanes.dtype == dtype and lanes.order == array.order_of_lanes(lanes.dims)
         assert lanes.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
-    lanes = images.targets(array.plain(words[:21])).numpy()  # without indices: in their order
+    lanes = images.targets(array.plain(words[:21])).numpy()  # all, in their order
     assert np.array_equal(np.moveaxis(lanes, -1, 1).reshape(-1, *shape)[:21], words[:21])
     assert lanes.shape == (2, *shape, LANES) and not lanes[1, ..., 5:].any()
 
@@ -100,7 +100,7 @@ def test_without_counts_every_index_is_an_image(device):
 def test_other_layouts_and_types_are_refused(device):
     with pytest.raises(ValueError, match="expected pixels"):
         images.images(array.lanes(np.zeros((1, 1, 2, 2, LANES), np.uint8)).reshape(16, 1, 2, 2))
-    with pytest.raises(TypeError, match="pixels is of float32, got int32"):
+    with pytest.raises(TypeError, match="expected pixels of type float32, got int32"):
         images.images(array.plain(np.zeros((1, 1, 2, 2), np.int32)))
     with pytest.raises(TypeError, match="expected float32 or int32, got float64"):
         images.targets(array.plain(np.zeros((3, 2))))

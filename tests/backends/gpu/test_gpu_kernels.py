@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported GPU, with the registers and memory of the table."""
+"""Every kernel compiles for all supported GPUs with the tabulated registers and memory."""
 
 import functools
 import json
@@ -86,7 +86,7 @@ def test_registers_and_memory_match_the_table(architecture):
 
 @functools.cache
 def nvrtc_12():
-    """Return the Nvrtc of CUDA 12, which compiles for sm_70: of MPIDL_NVRTC12 or pip; or None."""
+    """Return CUDA 12's Nvrtc, which supports sm_70, from MPIDL_NVRTC12 or pip, or None."""
     path = os.environ.get("MPIDL_NVRTC12")
     compilers = [nvrtc.Nvrtc(path)] if path else nvrtc.installed()
     return next((compiler for compiler in compilers if 70 in compiler.architectures), None)
@@ -112,7 +112,7 @@ def test_kernel_sources_have_no_includes():
 
 
 def test_kernels_use_no_atomics():
-    """A sum in the order in which blocks run would not have the same bytes twice."""
+    """Sums in the order in which blocks run would differ from run to run."""
     for family in kernels.families():
         assert "atomic" not in kernels.source(f"{family}.cu"), family
 

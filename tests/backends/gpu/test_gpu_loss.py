@@ -60,7 +60,7 @@ class Case:
 
 
 def sum_of(partial):
-    """Return the only node of a Partial."""
+    """Return the single node of a Partial."""
     (term,) = partial.terms
     assert partial.shape == () and partial.dtype == term.dtype == np.float64
     (node,) = term.nodes
@@ -80,7 +80,7 @@ def test_a_late_scale_gives_the_bytes_of_its_value(device, factor, late, gradien
 
 
 def test_the_first_of_equal_scores_or_nan_is_the_predicted_class(device):
-    """As NumPy's argmax: NaN counts as the largest score."""
+    """As in NumPy's argmax, NaN is the largest score."""
     nan, inf = np.nan, np.inf
     rows = {
         (1, 3, 3, 2): 1,
@@ -141,7 +141,7 @@ def test_scores_in_other_layouts_are_refused(device):
     assert loss.softmax(array.empty_lanes((1, 5, 1, 1, LANES)).reshape(1, 5, LANES)).size == 80
     labels = array.plain(np.zeros((1, 2, 2, LANES), np.int32))  # not image by image
     scores = array.empty_lanes((1, 5, 2, 2, LANES))
-    with pytest.raises(ValueError, match="labels that lie image by image"):
+    with pytest.raises(ValueError, match="labels stored image by image"):
         loss.correct_count(scores, labels, None, single_rank_tree(1))
 
 
@@ -183,7 +183,7 @@ def test_values_and_targets_can_have_different_layouts(device, pair, swapped):
 def value_and_gradients(op, values):
     variables = [dl.Var(value, name="x") for value in values]
     result = op(*variables)
-    value = result.value  # backward releases it
+    value = result.value  # the backward pass releases it
     cotangents = tape.backward(result, np.ones(()))
     return value, [np.asarray(cotangents[v].lanes) for v in variables]
 
@@ -193,7 +193,7 @@ def test_flattened_images_of_other_shapes_are_refused(device):
         array.empty_lanes((1, *s, LANES)).reshape(1, 24, LANES) for s in ((2, 3, 4), (4, 3, 2))
     )
     tree = single_rank_tree(1)
-    with pytest.raises(ValueError, match="values that lie alike"):
+    with pytest.raises(ValueError, match="values of the same memory layout"):
         loss.errors(y, target, 2, None, tree)
     with pytest.raises(ValueError, match="image by image"):
         loss.errors(y, array.plain(np.zeros((1, 24, LANES), np.float32)), 2, None, tree)

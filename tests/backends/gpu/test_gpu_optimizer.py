@@ -85,7 +85,7 @@ def test_sgdm_step_matches_numpy_aligned_or_not(device, shifts):
 
 
 def test_new_weights_have_the_same_offsets_in_every_step(device):
-    """They share one buffer, at fixed offsets, so that they can replace the old weights."""
+    """New weights share one buffer, at fixed offsets, so that they can replace the old ones."""
     weights, velocities = draws("weight"), draws("velocity")
     device_weights, device_velocities = ([layout(v) for v in a] for a in (weights, velocities))
     places, total = optimizer.places(tuple(w.size for w in weights))
@@ -146,7 +146,7 @@ def test_large_arrays_are_stepped_in_larger_parts(device, small):
 @pytest.mark.parametrize("method", ["l2norm", "global-l2norm", "absolute-value"])
 @pytest.mark.parametrize("small", [1 << 22, 100])
 def test_clipping_matches_numpy(device, method, small):
-    """Norms may round differently: the GPU adds squares in another order."""
+    """Norms may round differently because the GPU adds squares in another order."""
     weights, gradients = draws("weight"), draws("gradient")
     for threshold in (0.25, 10.0, 1e6):
         arrays = [layout(w) for w in weights], [layout(g) for g in gradients]
@@ -189,18 +189,25 @@ def test_other_layouts_and_types_are_refused(device):
     double = Array(weight.buffer, np.float64, weight.shape, weight.dims, weight.order)
     sgdm, rmsprop = [0.1, 0.9], [0.1, 0.9, 0.1, 1e-8]
     for name, gradient, state, constants, error, message in (
-        ("sgdm", plain, weight, sgdm, ValueError, "gradient array lies in memory"),
+        ("sgdm", plain, weight, sgdm, ValueError, "gradient array has the memory layout"),
         ("sgdm", weight, double, sgdm, TypeError, "float32"),
-        ("rmsprop", weight, plain, rmsprop, ValueError, "rmsprop: a state array lies in memory"),
+        (
+            "rmsprop",
+            weight,
+            plain,
+            rmsprop,
+            ValueError,
+            "rmsprop: a state array has the memory layout",
+        ),
     ):
         with pytest.raises(error, match=message):
             optimizer.optimizer_step(name, [weight], [gradient], [[state]], constants, [0])
-    with pytest.raises(ValueError, match="clip: a gradient array lies in memory"):
+    with pytest.raises(ValueError, match="clip: a gradient array has the memory layout"):
         optimizer.clip([weight], [plain], [0], "l2norm", 1.0)
 
 
 class Identity(Transform):
-    """A transform that does nothing, but keeps a chain from being fused."""
+    """A transform that does nothing except preventing that a chain is fused."""
 
     counts_steps = False
 

@@ -57,7 +57,7 @@ def relabel(images, labels, keys):
 
 
 def assert_same_lanes(lanes, expected):
-    """Lanes on the GPU have the bytes of the CPU's, and may have further blocks of zeros."""
+    """Check that lanes on the GPU have the CPU's bytes, except for further blocks of zeros."""
     lanes = lanes.numpy()
     assert lanes.dtype == expected.dtype and lanes.shape[1:] == expected.shape[1:]
     assert lanes[: len(expected)].tobytes() == expected.tobytes()
@@ -81,7 +81,7 @@ def test_a_queue_uploads_targets(world, shape, kind, cached):
 
 
 class ReadProgram:
-    """A recorded program that copies the images and targets that a step reads of each Feed."""
+    """A recorded program that copies the images and targets of each Feed, as a step reads them."""
 
     def __init__(self, queue):
         self.reader = queue.reader()
@@ -105,7 +105,7 @@ class ReadProgram:
 
 
 def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size=24, **options):
-    """A program reads each mini-batch of a DeviceQueue with the CPU's bytes; return the queue."""
+    """Check that a program reads a DeviceQueue's mini-batches as on the CPU; return the queue."""
     monkeypatch.setattr(device_queue, "RESIDENT", 0.5 if resident else 0.0)
     queue = device_queue.DeviceQueue(store, size, 3, world, "every-epoch", workers=2, **options)
     host = dl.MinibatchQueue(store, size, 3, **options)
@@ -122,7 +122,7 @@ def assert_same_batches(store, world, monkeypatch, resident=True, epochs=2, size
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("shape, kind", KINDS)
 def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch):
-    """More mini-batches than rows, smaller last ones, and a dataset uploaded in several parts."""
+    """Test more mini-batches than rows, smaller last ones, and a dataset in several parts."""
     monkeypatch.setattr(device_queue, "UPLOADED", 10_000)
     store = paired(70, shape, kind)
     queue = assert_same_batches(store, world, monkeypatch, resident, epochs=4)
@@ -132,7 +132,7 @@ def test_a_recorded_step_reads_targets(world, shape, kind, resident, monkeypatch
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("rank, size", [(0, 3), (1, 3), (2, 3)])
 def test_each_rank_reads_its_share(world, rank, size, resident, monkeypatch):
-    """The third rank has no images of 24, and of 40 none in the smaller mini-batch."""
+    """The third rank gets none of 24 images, and of 40 none in the smaller mini-batch."""
     share = SimpleNamespace(rank=rank, size=size, device=world.device, counts=world.counts)
     for count in (24, 40):
         store = paired(100, (1, 10, 11))
@@ -150,7 +150,7 @@ def test_images_with_neither_labels_nor_targets(world, monkeypatch):
 def test_images_and_labels_of_a_function_are_staged(world, function, ranges, monkeypatch):
     options = queue_options(ranges, "none" if ranges else "zscore", paired(40))
     if function is add_noise:
-        options.pop("normalization")  # made for the original number of channels
+        options.pop("normalization")  # the program was recorded for the original number of channels
     assert_same_batches(paired(60), world, monkeypatch, function=function, **options)
 
 
@@ -175,7 +175,7 @@ def test_warped_images_are_staged_with_labels_or_vectors(world, shape, kind, mon
 def test_an_augmenter_refuses_image_targets(world, ranges):
     store, options = paired(60, (10, 11), np.int32), queue_options(ranges, "none", paired(40))
     text = refusal(device_queue.DeviceQueue, store, 24, 0, world, "never", **options)
-    assert "an augmenter moves images and not their targets" in text
+    assert "an augmenter transforms images but not their targets" in text
 
 
 def test_resident_datasets_fit_with_their_targets(world, monkeypatch):
@@ -307,7 +307,7 @@ def test_the_training_loop_and_evaluation_take_targets(world, task):
 
 
 def test_a_custom_loss_with_targets_of_a_function(world):
-    """A loss of two sums, of outputs and of targets from a mini-batch function."""
+    """A loss that is the sum of two means, of outputs and of targets from a function."""
 
     def clean(images, labels, keys):
         return 255 - images, images[:, :1].astype(np.float32) / 255
@@ -329,7 +329,7 @@ def with_invalid_label(value):
 
 @pytest.mark.parametrize("value", [3, -1])
 def test_invalid_labels_raise_the_error_of_the_cpu(world, value, monkeypatch):
-    """Resident labels are checked before the first step, staged ones at their mini-batch."""
+    """Resident labels are checked before the first step, staged labels with their mini-batch."""
     store, texts = with_invalid_label(value), []
     monkeypatch.setattr(device_queue, "UPLOADED", 5_000)  # the third part has the label
     for resident in (True, False):

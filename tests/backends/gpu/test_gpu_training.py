@@ -60,7 +60,7 @@ def trained(world, **changes):
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_recorded_and_eager_steps_give_the_same_bytes(world, solver):
-    """A replayed step uses its own rate and count; the weights agree with the CPU's."""
+    """A replayed step uses the current rate and step count; the weights agree with the CPU's."""
     recorded, _ = trained(world, **solver)
     net, options = small().to(world.device), training_options(**solver)
     optimizer, iteration = of_options(options, **net.factors), 0
@@ -96,7 +96,7 @@ def test_a_resumed_run_has_the_bytes_of_an_uninterrupted_one(world, tmp_path, so
 
 
 def test_validation_and_output_functions_see_their_iteration(world):
-    """Steps run ahead of the reports; validation uses the weights of the iteration it is due at."""
+    """Steps run ahead of the reports; a validation uses the weights of its iteration."""
     infos = []
     options = {"validation": pictures(20, "others"), "validation_frequency": 1}
     net, result = trained(world, output_functions=infos.append, **options)
@@ -122,5 +122,5 @@ def test_population_statistics_agree_with_the_cpu(world):
 def test_worker_loads_do_not_change_a_byte(world):
     hashes = {weights_sha256(trained(world, worker_load=load)[0]) for load in ("2", None)}
     assert len(hashes) == 1
-    with pytest.raises(UserError, match="--worker-load measured: on GPUs shares stay"):
+    with pytest.raises(UserError, match="--worker-load measured: on GPUs the shares are fixed"):
         trained(world, worker_load="measured")

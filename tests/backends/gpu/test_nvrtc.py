@@ -1,4 +1,4 @@
-"""NVRTC and the cache of its cubins: one compilation per node, also after crashes."""
+"""NVRTC and the cache of cubins: one compilation per node, also after crashes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 needs_nvrtc = pytest.mark.skipif(
     not nvrtc.installed(), reason="no NVRTC: pip install nvidia-cuda-nvrtc"
 )
-# One of several concurrent processes: it notes that it compiles, and takes a while.
+# The program of several concurrent processes, which records each slow compilation.
 PROCESS = """
 import os, sys, time
 from mpidl.backends.gpu import cubins
@@ -136,7 +136,7 @@ def linked(folder):
 @pytest.mark.parametrize("spoil", [no_folder, open_to_others, linked])
 def test_an_unusable_folder_gives_one_warning(folder, spoil):
     spoil(folder)
-    with pytest.warns(RuntimeWarning, match="compiled anew by every process"):
+    with pytest.warns(RuntimeWarning, match="every process compiles the kernels again"):
         assert cubins.cached("a.cubin", compiler_of()) == (b"abc", "log")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -149,7 +149,7 @@ def test_a_folder_of_another_user_is_not_used(folder, monkeypatch):
     foreign = folder.rename(folder.with_name("foreign"))
     monkeypatch.setattr(cubins, "folder", lambda: str(foreign))
     monkeypatch.setattr(os, "getuid", lambda: foreign.stat().st_uid + 1)
-    with pytest.warns(RuntimeWarning, match="this user alone"):
+    with pytest.warns(RuntimeWarning, match="not a folder that only this user can write to"):
         assert cubins.cached("a.cubin", compiler_of(b"new")) == (b"new", "log")
 
 
@@ -216,7 +216,7 @@ def test_definitions_reach_the_compiler():
 
 @needs_nvrtc
 def test_an_unknown_architecture_is_refused():
-    with pytest.raises(UserError, match="no NVRTC compiles for sm_35; found "):
+    with pytest.raises(UserError, match="no installed NVRTC supports sm_35; found "):
         nvrtc.find("sm_35")
 
 
@@ -247,7 +247,7 @@ def test_a_driver_older_than_nvrtc_is_refused(monkeypatch):
     monkeypatch.setattr(nvrtc.discovery, "driver_version", lambda: 12040)
     nvrtc._find.cache_clear()
     try:
-        with pytest.raises(UserError, match="the driver runs CUDA 12, and NVRTC is newer"):
+        with pytest.raises(UserError, match="the driver supports CUDA 12, but NVRTC is newer"):
             nvrtc.find("sm_90")
     finally:
         nvrtc._find.cache_clear()

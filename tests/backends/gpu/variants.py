@@ -1,4 +1,4 @@
-"""The units that a GPU compiles: those that networks load, and those of all other families."""
+"""The units that a GPU may compile: those that networks load and all other families."""
 
 from collections import defaultdict
 

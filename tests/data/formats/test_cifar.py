@@ -61,11 +61,11 @@ def test_damaged_files_are_named(tmp_path):
     assert text.startswith(f"{path}: image 1: expected a fine label below 10, found 10")
     path.unlink()
     text = refusal(open_data, str(tmp_path))
-    assert "expected data_batch_3.bin beside the others; it is missing" in text
+    assert "expected data_batch_3.bin in addition to the other files; it is missing" in text
     path.write_bytes(content)
     (tmp_path / "batches.meta.txt").write_text("cat\ndog\n")
     text = refusal(open_data, str(tmp_path))
-    assert "expected 10 different class names, a line each, found 2" in text
+    assert "expected 10 different class names, one per line, found 2" in text
     assert "expected data_batch_1.bin or train.bin" in refusal(cifar_folder, tmp_path / "no")
 
 

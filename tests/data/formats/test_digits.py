@@ -1,4 +1,4 @@
-"""The embedded digit set: its bytes, its difficulty, and the folder it is written to."""
+"""The embedded digit set: its bytes, its difficulty, and the folder in which it is stored."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ from mpidl.data import ArrayDatastore
 from mpidl.data.formats.digit_glyphs import FACES, segments
 from mpidl.errors import UserError
 
-# mpidl.data may hold the function `digits` instead of the module.
+# `mpidl.data.digits` may be the function instead of the module.
 module = importlib.import_module("mpidl.data.formats.digits")
 
 
@@ -39,9 +39,9 @@ def halves(drawn):
     ]
 
 
-# The difficulty follows from the bytes, which a test compares each time.
+# The difficulty follows from the bytes, which another test compares in every run.
 def squared_distances(x, points):
-    """Return (len(x), len(points)), less a term that is constant along a row."""
+    """Return squared distances (len(x), len(points)), minus a term that is constant in each row."""
     return (points * points).sum(axis=1) - 2 * (x @ points.T)
 
 
@@ -56,7 +56,7 @@ def test_bytes_are_the_published_ones(drawn):
 def test_a_warning_reports_other_bytes(monkeypatch):
     monkeypatch.setattr(module, "SHA256", "0" * 64)
     monkeypatch.setattr(module, "PER_CLASS", 1)
-    with pytest.warns(UserWarning, match="not the published one"):
+    with pytest.warns(UserWarning, match="differs from the published one"):
         module.draw()
 
 
@@ -70,7 +70,7 @@ def test_faces_differ_and_every_segment_has_a_length():
 
 
 def test_no_digit_is_cut_off(drawn):
-    # The outermost pixels hold noise, and no more than a trace of a stroke.
+    # The outermost pixels contain noise and at most a trace of a stroke.
     images = drawn[0]
     rim = np.concatenate([images[:, 0], images[:, -1], images[:, :, 0], images[:, :, -1]], axis=1)
     assert rim.max() < module.WHITE[0]
@@ -119,7 +119,7 @@ def test_simple_classifiers_fail(halves, classify, low, high):
 
 
 def test_folder_is_drawn_once_and_read_back(drawn, tmp_path, monkeypatch):
-    """With 20 images per class; other tests write all."""
+    """Write 20 images per class; other tests write all."""
     images, labels = (part.reshape(10, 1000, -1)[:, :20] for part in drawn)
     drawn = images.reshape(-1, 28, 28), labels.reshape(-1)
     monkeypatch.setattr(module, "draw", lambda: drawn)
@@ -182,7 +182,7 @@ def test_all_ranks_share_one_folder(small, world, tmp_path):
 
 
 def test_a_cache_that_cannot_be_written_is_one_error_on_all_ranks(small, world, tmp_path):
-    # A file in the folder's place: read-only folders do not stop root.
+    # A file takes the folder's place because root can write to read-only folders.
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the digit set to .*file.*MPIDL_CACHE"):
         module.digits(world, cache=tmp_path / "file" / "cache")

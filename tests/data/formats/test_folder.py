@@ -1,4 +1,4 @@
-"""ImageFolder: which files belong to a set, in which order, and what is refused."""
+"""ImageFolder: the files of a set, their order, and folders that are refused."""
 
 import os
 import threading
@@ -32,7 +32,7 @@ def test_folder_reads_jpeg_subfolders_and_links_and_skips_the_rest(tmp_path):
     save(folder / "b" / "deep" / "er" / "1.JPG", pixels)
     save(folder / "a" / "2.jpeg", pixels)
     (folder / "a" / "0.png").symlink_to(save(tmp_path / "elsewhere.png", pixels))
-    (folder / "a" / "up").symlink_to(folder)  # a loop
+    (folder / "a" / "up").symlink_to(folder)  # a link that forms a loop
     for other in ("notes.txt", ".DS_Store", "a/._2.jpeg", "b/list.csv", ".hidden/1.png"):
         (folder / other).parent.mkdir(exist_ok=True)
         (folder / other).write_bytes(b"x")
@@ -73,7 +73,7 @@ def test_folder_refuses_what_is_no_set_of_classes(tmp_path):
     text = refusal(ImageFolder, tmp_path / "flat")
     assert str(tmp_path / "flat") in text and "found images (1.png) and no class sub-f" in text
     save(tmp_path / "flat" / "cat" / "1.png", pixels_of(0, 1, 4, 4))
-    assert "1.png lies outside of the class sub-folders" in refusal(ImageFolder, tmp_path / "flat")
+    assert "1.png is outside the class sub-folders" in refusal(ImageFolder, tmp_path / "flat")
     save(pets / "dog" / "1.png", pixels_of(0, 1, 4, 4))
     assert f"{pets}: sub-folder cat has no images" in refusal(ImageFolder, pets)
     (pets / "cat" / "1.png").symlink_to(tmp_path / "gone.png")
@@ -107,8 +107,8 @@ def test_folder_names_a_damaged_image_among_good_ones(tmp_path, suffix):
         bad.write_bytes(damaged)
         assert refusal(store.read, [index]).startswith(f"{bad}: ")
     bad.unlink()
-    assert refusal(store.read, [index]) == f"{bad}: no such file any more"
-    assert len(store.read([0, 1])) == 2  # the others can still be read
+    assert refusal(store.read, [index]) == f"{bad}: the file no longer exists"
+    assert len(store.read([0, 1])) == 2  # the other images can still be read
 
 
 def test_folder_notices_flipped_bits_in_png(tmp_path):

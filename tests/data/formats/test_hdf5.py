@@ -47,7 +47,7 @@ def test_layouts(tmp_path, layout, order):
     if layout:
         path = datafiles.hdf5(tmp_path / "y.h5", stored, np.zeros(6, int))
         text = refusal(HDF5Datastore, path)
-        assert "(6, 3, 3, 3) may be NHWC or NCHW: say which by the attribute layout" in text
+        assert "(6, 3, 3, 3) may be NHWC or NCHW: set the attribute layout" in text
         assert np.array_equal(HDF5Datastore(path, layout=layout).read(np.arange(6)), images)
     assert "expected " in refusal(HDF5Datastore, path, layout="HWC")
 
@@ -80,7 +80,7 @@ def test_float_images_and_targets(tmp_path):
     ((_, y),) = MinibatchQueue(HDF5Datastore(path), shuffle="never").epoch(0)
     assert y.dtype == np.int32 and np.array_equal(y.local(), codes)
     path = datafiles.hdf5(tmp_path / "z.h5", images, layout="NCHW", targets=np.full((7, 1), 2**31))
-    assert "targets that int32 holds" in refusal(HDF5Datastore(path).targets, [0])
+    assert "targets in the range of int32" in refusal(HDF5Datastore(path).targets, [0])
 
 
 def test_labels(tmp_path):
@@ -89,7 +89,7 @@ def test_labels(tmp_path):
         path = datafiles.hdf5(tmp_path / "x.h5", images, labels)
         assert HDF5Datastore(path).labels.tolist() == [0, 1, 2, 1]
     for labels, text in (
-        ([0.5, 1, 2, 3], "fractions; numbers that are to be learned go into a dataset targets"),
+        ([0.5, 1, 2, 3], "fractions; store numeric targets in a dataset targets"),
         ([0, 0, 0], "expected one label per image, (4,), found shape (3,)"),
         ([[0, 0], [0, 0]], "found shape (2, 2)"),
     ):
@@ -105,7 +105,9 @@ def test_class_names(tmp_path):
     )
     path = datafiles.hdf5(tmp_path / "x.h5", images)
     text = refusal(HDF5Datastore, path)
-    assert text == f"{path}: expected a dataset labels, or targets, beside images; found images"
+    assert (
+        text == f"{path}: expected a dataset labels or targets in addition to images; found images"
+    )
     assert HDF5Datastore(path, labelled=False).labels is None
     assert open_test_data(str(path), labelled=False, classes=["a"]).classes == ["a"]
 
@@ -140,7 +142,7 @@ def test_links_to_other_files_are_refused(tmp_path):
 
 def test_hostile_files_are_refused(tmp_path):
     path = tmp_path / "x.h5"
-    with h5py.File(path, "w") as file:  # a petabyte of images that nobody wrote
+    with h5py.File(path, "w") as file:  # a petabyte of images that was never written
         file.create_dataset("images", (1 << 40, 32, 32), np.uint8, chunks=(1, 32, 32))
     assert "bytes of numbers, found 0 stored" in refusal(open_data, str(path))
     with h5py.File(path, "w") as file:
@@ -183,9 +185,9 @@ def test_a_file_that_changes_during_the_run(tmp_path):
         assert text.startswith(f"{path}: the file has changed since the run began (same size)")
 
 
-HELPERS = {  # what a helper process does with a request: its code, and the refusal
+HELPERS = {  # {behaviour of the helper process: (its code, part of the error message)}
     "crashes": ("import os, sys; sys.stdin.buffer.readline(); os.kill(os.getpid(), 11)", "SIGSEGV"),
-    "hangs": ("import time; time.sleep(60)", "came to no end of it in 0.5 s"),
+    "hangs": ("import time; time.sleep(60)", "did not finish reading it within 0.5 s"),
     "does not start": ("raise SystemExit(1)", None),
     "has ended": ("", None),
 }
@@ -216,7 +218,7 @@ def test_one_helper_process_reads_all_files(tmp_path, monkeypatch):
     for path in paths:
         datafiles.hdf5(path, pixels_of(0, 4, 2, 2), [0, 1, 0, 1], ["x", "y"])
         HDF5Datastore(path)
-    assert hdf5_probe._helper.poll() is None  # one for both
+    assert hdf5_probe._helper.poll() is None  # one helper process for both
     helper = hdf5_probe._helper
     helper.kill()
     helper.wait()

@@ -37,7 +37,7 @@ def test_idx_folder(tmp_path, separator, suffix):
 
 
 def test_nodes_without_shared_memory_read_the_files_themselves(tmp_path):
-    """Two nodes of one host name, and a node whose shared memory is full."""
+    """Test two nodes with the same host name, and a node whose shared memory is full."""
     images = pixels_of(0, 3, 2, 2)
     write_idx(tmp_path / "train-images-idx3-ubyte", images)
     write_idx(tmp_path / "train-labels-idx1-ubyte", np.zeros(3, np.uint8))

@@ -1,4 +1,4 @@
-"""Image files: PNG, JPEG, BMP and TIFF of every depth and mode, and what is refused."""
+"""Image files: PNG, JPEG, BMP and TIFF of every depth and mode, and refused files."""
 
 import warnings
 
@@ -21,7 +21,7 @@ def test_lossless_formats_keep_their_pixels(tmp_path, suffix, channels):
 
 
 def decoded(folder, image, name="x.tif", **options):
-    """Return the pixels that ImageFolder reads of a picture that is saved by this name."""
+    """Save a picture as a file of this name and return the pixels that ImageFolder reads."""
     path = folder / "c" / name
     path.parent.mkdir(exist_ok=True)
     image.save(path, **options)
@@ -50,11 +50,11 @@ def test_other_modes_are_converted(tmp_path, mode, channels):
 
 def test_depths_and_kinds_of_images(tmp_path):
     deep = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4) + 77
-    for name in ("x.tif", "x.png"):  # 16 bits: the high 8
+    for name in ("x.tif", "x.png"):  # of 16 bits, the high 8
         assert np.array_equal(decoded(tmp_path, Image.fromarray(deep), name)[0], deep >> 8)
     gray = pixels_of(0, 4, 4)
-    palette = Image.fromarray(gray).convert("P")  # a palette is RGB, even of grays alone
-    for name, channels in (("x.bmp", 1), ("x.tif", 3)):  # a BMP of all 256 grays says it is gray
+    palette = Image.fromarray(gray).convert("P")  # palettes are RGB, even gray ones
+    for name, channels in (("x.bmp", 1), ("x.tif", 3)):  # a BMP of all 256 grays is gray
         assert len(decoded(tmp_path, palette, name)) == channels
     black = decoded(tmp_path, Image.fromarray(gray > 128), "x.bmp")
     assert np.array_equal(black[0] > 0, gray > 128)
@@ -87,9 +87,9 @@ def test_other_formats_are_refused_whatever_their_suffix(tmp_path):
     assert text.startswith(f"{tmp_path}/c/x.png: expected a PNG, JPEG, BMP or TIFF image")
 
 
-@pytest.mark.filterwarnings("ignore")  # of Pillow, about the size
+@pytest.mark.filterwarnings("ignore")  # Pillow's warning about the size
 def test_decompression_bombs(tmp_path, monkeypatch):
-    """Pillow's limit refuses the first image of a set; its size refuses another undecoded."""
+    """The first image is refused by Pillow's limit, others by their size before decoding."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     for side in (40, 60):  # 1.6 times the limit, and more than twice
         bomb = save(tmp_path / "set" / "a" / "0.png", np.zeros((1, side, side), np.uint8))
@@ -133,5 +133,5 @@ def test_a_file_that_changes_or_vanishes_during_the_run(tmp_path):
     text = refusal(store.read, [1])
     assert text.startswith(f"{path}: the file has changed since the run began (")
     path.unlink()
-    assert refusal(store.read, [1]) == f"{path}: no such file any more"
+    assert refusal(store.read, [1]) == f"{path}: the file no longer exists"
     assert len(store.read([0, 2])) == 2

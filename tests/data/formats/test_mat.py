@@ -33,7 +33,7 @@ def test_images_and_labels(tmp_path, write):
 
 @BOTH_VERSIONS
 def test_variables_named_as_in_matlab_s_examples(tmp_path, write):
-    """XTrain, YTrain, XTest, YTest; gray images of doubles; labels that begin with 0."""
+    """Read XTrain, YTrain, XTest and YTest; gray images of doubles; labels that begin with 0."""
     grays = pixels_of(0, 7, 1, 4, 5) / 255
     parts = {
         "XTrain": datafiles.matlab(grays),
@@ -56,7 +56,7 @@ def test_variables_named_as_in_matlab_s_examples(tmp_path, write):
 
 @BOTH_VERSIONS
 def test_targets(tmp_path, write):
-    """Fractions, several numbers per image, or an image each."""
+    """Read fractions, several numbers per image, or one image per image as targets."""
     images = pixels_of(0, 7, 3, 4, 5)
     outputs = pixels_of(1, 7, 1, 2, 3) / 7
     angles = np.arange(7) / 4 - 1
@@ -107,7 +107,7 @@ def test_class_names(tmp_path, compressed):
     assert "expected labels from 1 to 2, one for each name in classes, found 1 to 3" in text
     odd = datafiles.cells("cat", np.ones(2), "emu")
     text = refusal(mat_file, datafiles.mat5(path5, compressed, classes=odd, **variables))
-    assert "classes (1x3 cell): expected class names as a cell array of texts" in text
+    assert "classes (1x3 cell): expected class names as a cell array of character vectors" in text
 
 
 @BOTH_VERSIONS
@@ -126,7 +126,7 @@ def test_unclear_variables_are_refused(tmp_path, write):
     numbers = labels * [[3], [4], [5], [3], [4]]
     assert "begin with 0 or 1, found 3 to 5" in refusal_of(images=images, labels=numbers)
     assert "begin with 0 or 1, found -1" in refusal_of(images=images, labels=-labels)
-    turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # as Python would write it
+    turned = np.ascontiguousarray(images.transpose(3, 0, 1, 2))  # in Python's order of dimensions
     text = refusal_of(images=turned, labels=labels)
     assert "one label per image, 3 as in the last dimension of images (5x4x4x3 uint8)" in text
     assert "is ambiguous" in refusal(mat_file, write(path, images=turned), labelled=False)
@@ -169,14 +169,14 @@ def test_damaged_files(tmp_path):
         assert "expected a .mat file of version 5 or 7.3" in refusal(mat_file, path)
 
 
-DTYPES = {"double": "float64", "single": "float32"}  # of MATLAB's classes
+DTYPES = {"double": "float64", "single": "float32"}  # MATLAB's numeric classes
 STORED = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8"]
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("order", "<>")
 def test_numbers_are_read_as_by_scipy(tmp_path, compressed, order):
-    """Whatever type MATLAB stores them in, in either byte order."""
+    """Numbers are read in every stored type and in either byte order."""
     drawn = {f"x{code}": pixels_of(0, 2, 3, 1, 4).astype(code) - 7 for code in STORED}
     drawn["tiny"] = np.uint8([[7]])
     drawn["none"] = np.zeros((0, 3))

@@ -73,20 +73,20 @@ def test_npz_without_labels(tmp_path):
 IMAGES = pixels_of(0, 5, 4, 4)
 REFUSED = [
     ({"labels": [1]}, "expected an array images; found labels"),
-    ({"images": np.array([None] * 5)}, "images: expected numbers or texts, found Python objects"),
+    ({"images": np.array([None] * 5)}, "images: expected numbers or strings, found Python objects"),
     ({"images": IMAGES.astype(np.int32)}, "images: expected uint8 (pixels 0 to 255) or floats"),
     ({"images": IMAGES[0]}, "images: expected (n, C, H, W) or (n, H, W), found (4, 4)"),
     ({"images": np.zeros((5, 6, 7, 3))}, "images: expected (n, C, H, W), found (5, 6, 7, 3)"),
     ({"images": IMAGES[:0]}, "images: expected images, found none (shape (0, 4, 4))"),
-    ({"labels": np.array([None] * 5)}, "labels: expected numbers or texts, found Python objects"),
+    ({"labels": np.array([None] * 5)}, "labels: expected numbers or strings, found Python objects"),
     ({"labels": [0, 1]}, "labels: expected one label per image, (5,), found shape (2,)"),
     ({"labels": list("abcde")}, "labels: expected whole numbers, found <U1"),
     ({"labels": [0, 1, 2, 3, 0.5]}, "labels: expected whole numbers as labels, found fractions"),
     ({"labels": [0, 1, 2, 3, -1]}, "labels: expected whole numbers from 0 as labels, got -1"),
     ({"classes": ["a"]}, "labels: expected labels below 1"),
     ({"classes": ["a", "a"]}, "expected different class names, found a twice"),
-    ({"classes": [1, 2]}, "classes: expected texts, found int64"),
-    ({"classes": np.array(["a", None])}, "classes: expected numbers or texts, found Python obj"),
+    ({"classes": [1, 2]}, "classes: expected strings, found int64"),
+    ({"classes": np.array(["a", None])}, "classes: expected numbers or strings, found Python obj"),
 ]
 
 
@@ -105,7 +105,7 @@ def test_damaged_npz(tmp_path):
     path = write(tmp_path / "x.npz", images=IMAGES, labels=np.arange(5))
     content = path.read_bytes()
     assert "no such file" in refusal(npz_file, tmp_path / "no.npz")
-    assert 'which part must be "train" or "test"' in refusal(npz_file, path, part="valid")
+    assert 'part must be "train" or "test"' in refusal(npz_file, path, part="valid")
     path.write_bytes(content[:-30])
     assert refusal(open_data, str(path)).startswith(f"{path}: the file cannot be read: ")
     offset = content.index(IMAGES.tobytes())
@@ -119,7 +119,7 @@ def test_damaged_npz(tmp_path):
 
 
 def test_npz_that_claims_more_than_it_holds(tmp_path):
-    """Neither a header nor the archive's table makes mpidl allocate memory."""
+    """Sizes in a header or in the archive's table do not make mpidl allocate memory."""
     path, memory = tmp_path / "x.npz", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def write_header(*shape):
@@ -133,7 +133,7 @@ def test_npz_that_claims_more_than_it_holds(tmp_path):
     assert "bytes for its shape (1099511627776, 4, 4), found" in refusal(npz_file, path)
     length = write_header(1 << 31, 1, 1)
     content = bytearray(path.read_bytes())
-    entry = content.index(b"PK\x01\x02") + 24  # the size of the array by the archive's table
+    entry = content.index(b"PK\x01\x02") + 24  # the array's size in the archive's table
     content[entry : entry + 4] = struct.pack("<I", length + (1 << 31))
     path.write_bytes(content)
     assert "2147483776 bytes for its shape (2147483648, 1, 1), found" in refusal(npz_file, path)

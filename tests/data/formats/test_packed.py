@@ -15,7 +15,7 @@ from mpidl.data.formats import packed, packing
 
 
 def packed_of(store, path, **options):
-    """Pack a dataset; return the packed one."""
+    """Pack a dataset and open the packed file."""
     assert packing.pack({"train": store}, path, **options)
     return PackedDatastore(path)
 
@@ -116,7 +116,7 @@ def test_verify_finds_a_changed_pixel(file_path, monkeypatch):
     data[offset + 100] ^= 1
     file_path.write_bytes(data)
     text = refusal(PackedDatastore(file_path).verify)
-    assert text.startswith(f"{file_path}: images 0 to 11 of train are not what was packed")
+    assert text.startswith(f"{file_path}: images 0 to 11 of train do not match their checksum")
     assert refusal(pack.run, pack.parse([str(file_path), "--verify"])) == text
 
 
@@ -125,10 +125,7 @@ def test_small_arrays_are_checked_when_a_file_is_opened(file_path, name):
     with h5py.File(file_path, "r+") as file:
         file[f"train/{name}"][0] = 1 if name != "names" else 65
     text = refusal(PackedDatastore, file_path)
-    assert (
-        text
-        == f"{file_path}: expected what was packed, found another content: its checksum differs"
-    )
+    assert text == f"{file_path}: the content does not match its checksum"
 
 
 def test_attributes_are_checked_too(file_path):
@@ -140,13 +137,15 @@ def test_attributes_are_checked_too(file_path):
         with h5py.File(file_path, "r+") as file:
             original = file[group].attrs[name]
             file[group].attrs[name] = value
-        assert "its checksum differs" in refusal(PackedDatastore, file_path)
+        assert "does not match its checksum" in refusal(PackedDatastore, file_path)
         with h5py.File(file_path, "r+") as file:
             file[group].attrs[name] = original
     PackedDatastore(file_path)
     with h5py.File(file_path, "r+") as file:
         file.attrs["format_version"] = 2
-    assert "its format_version is 2, this mpidl reads 1" in refusal(PackedDatastore, file_path)
+    assert "its format_version is 2, but this version of mpidl reads 1" in refusal(
+        PackedDatastore, file_path
+    )
 
 
 def forge(path, **changes):
@@ -169,9 +168,12 @@ def rows(value, **options):
 
 
 PIXELS = np.zeros((12, 1, 6, 5), np.uint8)
-ENDS = np.arange(12) * 9 + 9  # of the names
+ENDS = np.arange(12) * 9 + 9  # the end of each name in bytes
 FORGED = [
-    ({"images": rows(PIXELS, chunks=True)}, "images: expected uint8 or float32 in one piece"),
+    (
+        {"images": rows(PIXELS, chunks=True)},
+        "images: expected uint8 or float32 stored contiguously",
+    ),
     ({"images": rows(PIXELS.astype(float))}, "images: expected uint8 or float32"),
     ({"images": None}, "expected images (n, C, H, W)"),
     ({"images": rows(np.zeros((12, 6), np.uint8))}, "expected images (n, C, H, W)"),
@@ -197,7 +199,7 @@ def test_forged_files(file_path, tmp_path):
     raw = [(str(tmp_path / "raw"), 0, 12 * 30)]
     external = rows(None, shape=(12, 1, 6, 5), dtype=np.uint8, external=raw)
     text = refusal(forge, file_path, images=external)
-    assert "expected the numbers in this file, found another's" in text
+    assert "expected the numbers in this file, found a reference to another file" in text
 
 
 def test_truncated_and_changed_files(file_path):
@@ -219,7 +221,7 @@ def test_truncated_and_changed_files(file_path):
 
 
 def test_an_open_file_can_be_read_after_it_is_replaced(file_path):
-    """The name may go, the bytes stay."""
+    """The open file keeps its bytes."""
     store = PackedDatastore(file_path)
     before = store.read([3])
     file_path.unlink()

@@ -1,4 +1,4 @@
-"""Packing: the bytes of the file, resuming after an interruption, and what is refused."""
+"""Packing: the bytes of the file, resuming after an interruption, and refused sources."""
 
 import fcntl
 import itertools
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def pack(folder, name="x.h5", calls=99, **options):
-    """Pack until `stop` was called so often; return if that finished, and where it read chunks."""
+    """Pack until `stop` is called `calls` times; return whether it finished, and the chunks."""
     store, reads, count = ImageFolder(folder), [], itertools.count(1)
     read = store.read
     store.read = lambda indices: reads.append(indices[0]) or read(indices)
@@ -44,7 +44,7 @@ def test_an_interrupted_packing_is_resumed(folder, tmp_path):
     counts = []
     finished, second = pack(folder, progress=counts.append)
     assert finished and len(first) >= 2
-    assert sorted(first + second) == list(range(0, 30, 4)) and sum(counts) == 30  # each once
+    assert sorted(first + second) == list(range(0, 30, 4)) and sum(counts) == 30  # every chunk once
     assert pack(folder, "y.h5")[0]
     assert (tmp_path / "x.h5").read_bytes() == (tmp_path / "y.h5").read_bytes()
 
@@ -96,7 +96,7 @@ def test_two_processes_do_not_pack_to_one_file(tmp_path):
         assert text == f"{tmp_path}/.x.h5.part: another process is packing to this file"
     assert packing.pack({"train": store}, tmp_path / "x.h5")
     text = refusal(packing.pack, {"train": store}, tmp_path / "x.h5")
-    assert text.startswith(f"{tmp_path}/x.h5: there is a file of this name")
+    assert text.startswith(f"{tmp_path}/x.h5: the file already exists")
 
 
 def test_targets_that_cannot_be_written(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_targets_that_cannot_be_written(tmp_path, monkeypatch):
     assert text == f"{tmp_path}/no/x.h5: cannot be written: No such file or directory"
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: SimpleNamespace(free=79))
     text = refusal(packing.pack, {"train": store}, tmp_path / "x.h5")
-    assert "expected 0 MB free for it, found 0 MB" in text
+    assert "expected 0 MB of free disk space, found 0 MB" in text
     monkeypatch.undo()
 
     def full(*args):

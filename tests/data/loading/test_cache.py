@@ -36,14 +36,14 @@ def test_cache_stores_as_many_images_as_its_budget_allows(tmp_path):
     for i in (3, 4):
         os.unlink(tmp_path / store.files[i])
     assert np.array_equal(cache.read([8, 3]), images[[8, 3]])
-    assert "no such file" in refusal(cache.read, [3, 4])
+    assert "the file no longer exists" in refusal(cache.read, [3, 4])
     assert NodeCache(store, budget_bytes=0).capacity == 0
     assert np.array_equal(NodeCache(store, budget_bytes=0).read([1]), images[[1]])
     assert NodeCache(ArrayDatastore(pixels_of(0, 4, 2, 2))).capacity == 0
 
 
 def test_cache_refuses_negative_indices(tmp_path):
-    """They name neither image 0 nor the last image."""
+    """A negative index means neither image 0 nor the last image."""
     grow(tmp_path)
     cache = NodeCache(ImageFolder(tmp_path), budget_bytes=4 * 31)
     for indices in ([-1], [2, -1]):

@@ -1,4 +1,4 @@
-"""The pixel pipeline with a user's function: what it gets, and what it may return."""
+"""The pixel pipeline with a user's function: its arguments and its possible results."""
 
 import numpy as np
 import pytest
@@ -80,10 +80,12 @@ def test_what_a_function_returns_is_checked():
             assert text in refusal(lambda f=function: dl.MinibatchQueue(data, function=f)), text
     batches = dl.MinibatchQueue(data, 16, shuffle="never", function=changing).epoch(0)
     next(batches)
-    assert "expected the same as of image 0 (uint8 images of 1x3x4" in refusal(next, batches)
+    assert "expected the same shapes and types as for image 0 (uint8 images of 1x3x4" in refusal(
+        next, batches
+    )
 
 
 def test_an_augmenter_refuses_images_as_targets():
     pairs = dl.data.combined(store(), store())
     text = refusal(dl.MinibatchQueue, pairs, augmenter=dl.Augmenter(reflect_x=True))
-    assert "moves images and not their targets" in text
+    assert "transforms images but not their targets" in text

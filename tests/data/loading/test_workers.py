@@ -1,4 +1,4 @@
-"""Worker threads: order of items, errors, how far they read ahead, and that they end."""
+"""Worker threads: order of items, errors, reading ahead, and their end."""
 
 import contextlib
 import functools
@@ -92,7 +92,7 @@ def test_threads_work_no_farther_ahead_than_prefetch(prefetch, workers):
 
 
 def test_all_workers_run_at_once():
-    together = threading.Barrier(4)  # which fewer threads would not pass
+    together = threading.Barrier(4)  # fewer threads would not pass the barrier
     jobs = (Job([lambda: together.wait(10)] * 4, lambda: 1) for _ in range(3))
     assert sum(prefetch_items(jobs, 2, 4)) == 3
 
@@ -117,7 +117,7 @@ def test_threads_end_with_the_loop():
 
 
 def test_a_thread_keeps_no_reference_to_a_finished_item():
-    """Not even before its next task."""
+    """It keeps none even before its next task."""
 
     def filling(array):
         return Job([functools.partial(fill, array)], functools.partial(np.asarray, array))
@@ -127,7 +127,7 @@ def test_a_thread_keeps_no_reference_to_a_finished_item():
 
     jobs = [filling(np.zeros(3))]
     job = jobs[0]
-    job.run(0)  # as a thread does, which still holds the job
+    job.run(0)  # like a thread that still holds the job
     item = job.item()
     reference = weakref.ref(item)
     assert (item == 1).all()
@@ -177,7 +177,7 @@ threading.Thread(target=train).start()
 
 @pytest.mark.parametrize("program, output", [(LEFT_LOOP, "left\n"), (THREAD_ALONE, "5\n")])
 def test_threads_neither_hold_up_the_end_of_a_program_nor_need_its_main_thread(program, output):
-    """Even if a read never returns."""
+    """The process ends even if a read never returns."""
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, output, "")

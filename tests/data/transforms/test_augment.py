@@ -200,7 +200,7 @@ def test_ranks_augment_their_shares(world):
         ({"shear_x": 50, "shear_y": 40}, "shear_x and shear_y: expected less than 90 degrees"),
         ({"translate_x": 1.5}, "translate_x: expected whole pixels"),
         ({"crop": 5}, "crop: expected (height, width)"),
-        ({"crop": (0, 5)}, "crop: expected at least one pixel"),
+        ({"crop": (0, 5)}, "crop: expected a height and a width of at least 1"),
         ({"fill": float("nan")}, "fill: expected a number"),
         ({"RandXReflection": 1}, "unknown augmentation RandXReflection: did you mean reflect_x?"),
         ({"reflectx": True}, "unknown augmentation reflectx: did you mean reflect_x?"),

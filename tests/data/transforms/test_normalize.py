@@ -134,7 +134,7 @@ def test_normalizations_are_checked():
     assert "found none" in refusal(dl.data.normalization, "zscore", store.subset([]))
     ones = dl.data.Normalization("zscore", np.ones(2, np.float32), np.ones(2, np.float32))
     text = refusal(dl.MinibatchQueue, store, normalization=ones)
-    assert "expected statistics of images (1, 3, 3)" in text
+    assert "expected statistics for images of shape (1, 3, 3)" in text
     for name, arrays in (
         ("zero", {}),
         ("zscore", {}),

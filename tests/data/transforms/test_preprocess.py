@@ -87,7 +87,7 @@ def test_options_are_checked():
     for options, text in (
         ({"colour": "grey"}, "colour must be gray or rgb, got grey"),
         ({"size": 5}, "size: expected (height, width), got 5"),
-        ({"crop": (0, 1)}, "crop: expected at least one pixel each way"),
+        ({"crop": (0, 1)}, "crop: expected a height and a width of at least 1"),
     ):
         assert refusal(dl.Preprocess, **options).startswith(text)
     small = dl.Preprocess(crop=(9, 9))

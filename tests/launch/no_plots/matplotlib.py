@@ -1,3 +1,3 @@
-"""Replaces matplotlib in tests that need it to be missing."""
+"""Shadow matplotlib in tests that require it to be missing."""
 
 raise ImportError("matplotlib is left out here")

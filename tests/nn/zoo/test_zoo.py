@@ -1,4 +1,4 @@
-"""The networks by name: tables, recipes, bytes on any number of ranks, training by the command."""
+"""The zoo's networks: tables, recipes, bytes on any number of ranks, training by the command."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_the_tables_of_the_cifar_network():
     triples = ["Conv2D", "BatchNorm", "ReLU"] * 4
     pooled = [*triples, "MaxPool2D"]
     assert kinds == [*pooled, *pooled, *triples, "AveragePool2D", "Dense"]
-    assert len(kinds) + 3 == 43  # MATLAB counts image input, softmax and classification too
+    assert len(kinds) + 3 == 43  # MATLAB also counts image input, softmax and classification
     rows = net.table()
     assert len(rows) == 12 * 4 + 2 and sum(count for *_, count in rows) == 677_610
     assert rows[0] == ("conv1", "weight", (32, 3, 3, 3), 864)
@@ -33,7 +33,7 @@ def test_the_tables_of_the_cifar_network():
 
 def test_other_images_and_classes():
     assert zoo.cifar((1, 64, 32), 7).output_shapes[-2:] == [(128, 2, 1), (7,)]
-    with pytest.raises(ValueError, match=r"averagepool1: windows of \(8, 8\) leave nothing"):
+    with pytest.raises(ValueError, match=r"averagepool1: windows of \(8, 8\) leave no output"):
         zoo.cifar((1, 28, 28))
 
 
@@ -45,7 +45,7 @@ def test_the_tables_of_the_residual_network():
     assert shortcuts == ["block4_shortcut", "block7_shortcut"]
     assert len(convolutions) - len(shortcuts) + 1 == 20  # layers as the paper counts them
     biases = sum(row.output_shape[0] for row in convolutions)
-    assert summary.learnables - biases == 272_474  # as usually counted, without biases
+    assert summary.learnables - biases == 272_474  # the usual count, without biases
     assert summary.learnables == 273_258
     adds = {row.name: row.reads for row in summary.rows if row.type == "Add"}
     assert len(adds) == 9 and adds["block1_add"] == ("block1_norm2", "relu1")
@@ -59,7 +59,7 @@ def test_the_tables_of_the_residual_network():
 
 
 def test_the_tables_of_alexnet():
-    """From the shapes alone: drawing 61 million weights would take seconds."""
+    """Count from the shapes alone, because drawing 61 million weights would take seconds."""
     shape, learnables, products = (3, 227, 227), 0, 0
     layers = zoo.alexnet((3, 67, 67), 2).layers
     names = [layer.name for layer in layers]

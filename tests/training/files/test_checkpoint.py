@@ -1,4 +1,4 @@
-"""Checkpoints and model files load as they were saved, and torn files are never loaded."""
+"""Checkpoints and model files load as saved, and incomplete files are never loaded."""
 
 import dataclasses
 import errno
@@ -44,7 +44,7 @@ def tables(seed):
 
 
 def described(arrays):
-    """Return everything about tables of arrays as one value that compares with ==."""
+    """Convert tables of arrays to a value that compares all contents with ==."""
     return [
         (table, [(name, a.dtype, a.shape, a.tobytes()) for name, a in arrays[table].items()])
         for table in arrays
@@ -165,7 +165,7 @@ def test_another_format_version_is_named(folder):
         file.attrs["format_version"] = 2
     lines = []
     checkpoint.load(folder, lines.append)
-    assert "its format_version is 2, this mpidl reads 1" in lines[0]
+    assert "its format_version is 2, but this version of mpidl reads 1" in lines[0]
 
 
 def test_an_error_names_both_files_if_neither_loads(folder, tmp_path):
@@ -189,7 +189,7 @@ def test_a_torn_file_never_replaces_a_good_one(folder):
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_checkpoint_loads_at_every_instant(folder, monkeypatch, broken, count):
-    """The disk fails at the first or second call of os.fsync or os.replace."""
+    """Simulate a disk that fails at the first or second call of os.fsync or os.replace."""
     real, calls = getattr(os, broken), []
 
     def fails(*args):
@@ -253,14 +253,14 @@ def test_a_model_loads_as_it_was_saved(model):
 
 
 def test_files_that_are_no_models_are_refused(model, tmp_path):
-    with pytest.raises(UserError, match="none.h5: not a model that can be loaded: it is missing"):
+    with pytest.raises(UserError, match="none.h5: the model cannot be loaded: it is missing"):
         model_file.load_model(tmp_path / "none.h5")
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["x"] = 1
-    with pytest.raises(UserError, match="it is not a file of mpidl"):
+    with pytest.raises(UserError, match="it was not written by mpidl"):
         model_file.load_model(tmp_path / "other.h5")
     (tmp_path / "text.h5").write_text("hello")
-    with pytest.raises(UserError, match="text.h5: not a model that can be loaded"):
+    with pytest.raises(UserError, match="text.h5: the model cannot be loaded"):
         model_file.load_model(tmp_path / "text.h5")
 
 

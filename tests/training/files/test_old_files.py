@@ -1,4 +1,4 @@
-"""Files written by an earlier mpidl: they load, predict and resume to the same bytes.
+"""Files of an earlier mpidl load, predict and resume with the same bytes.
 
 tests/fixtures has the model of each run of 12 iterations and the checkpoint of one that stopped
 after 5. The mpidl that wrote them, before modules and classes were renamed, also computed

@@ -1,4 +1,4 @@
-"""The files of a run in its folder, and runs that overwrite or resume them, on any ranks."""
+"""The files of a run folder, and runs that overwrite or resume it, on any number of ranks."""
 
 import dataclasses
 import os
@@ -61,14 +61,14 @@ def test_a_folder_with_another_run_is_refused(world, folder):
     out = folder / "run"
     trained(world, out=out)
     before = content(world, out)
-    text = f"^out={out}: it holds a run \\(iteration 6\\): resume={out} goes on with it, "
+    text = f"^out={out}: it contains a run \\(iteration 6\\): resume={out} continues it, "
     with pytest.raises(UserError, match=f"{text}overwrite=True replaces it$"):
         trained(world, out=out)
     assert content(world, out) == before
-    if world.rank == 0:  # as a node that failed may leave it
+    if world.rank == 0:  # a file that a failed node may leave
         os.replace(out / "checkpoint.h5", out / "checkpoint-previous.h5")
     before = content(world, out)
-    with pytest.raises(UserError, match="it holds a run"):
+    with pytest.raises(UserError, match="it contains a run"):
         trained(world, out=out)
     assert content(world, out) == before
 
@@ -77,7 +77,7 @@ def test_a_folder_with_a_torn_checkpoint_is_refused_too(world, folder):
     if world.rank == 0:
         (folder / "checkpoint.h5").write_bytes(b"torn")
     world.barrier()
-    with pytest.raises(UserError, match="it holds a run, whose checkpoint cannot be loaded"):
+    with pytest.raises(UserError, match="it contains a run, whose checkpoint cannot be loaded"):
         trained(world, out=str(folder))
 
 
@@ -105,7 +105,7 @@ def test_a_refused_run_overwrites_nothing(world, folder):
 
 
 def test_a_run_resumes_in_its_folder(world, folder):
-    """It reaches the weights of a run that never stopped, whatever weights it starts with."""
+    """A resumed run gives the weights of an uninterrupted one, whatever the initial weights."""
     out, (unstopped, _) = folder / "run", trained(world)
     _, result = trained(world, out=out, options={"max_iterations": 4})
     assert result.iterations == 4
@@ -122,7 +122,7 @@ def test_a_run_resumes_in_another_folder(world, folder):
     trained(world, out=first, options={"epochs": 1})
     trained(world, out=second, options={"max_iterations": 1})
     before = content(world, first)
-    with pytest.raises(UserError, match="^out=.*second: it holds a run \\(iteration 1\\)"):
+    with pytest.raises(UserError, match="^out=.*second: it contains a run \\(iteration 1\\)"):
         trained(world, out=second, resume=first)
     trained(world, out=second, resume=first, overwrite=True)
     assert iterations(world, second) == [1, 2, 3, 4, 5, 6]
@@ -136,7 +136,7 @@ def test_resume_expects_a_folder(world):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The records of the metrics at each drawing of the picture."""
+    """Collect the metrics' records at each drawing of the picture."""
     drawn = []
     monkeypatch.setattr(plots, "progress", lambda path, _: drawn.append(metrics.read(path)))
     return drawn
@@ -144,7 +144,7 @@ def drawn(monkeypatch):
 
 @pytest.mark.parametrize("seconds, count", [(0.0, 5), (1000.0, 2)])
 def test_the_picture_is_drawn_now_and_then(world, folder, monkeypatch, drawn, seconds, count):
-    """After the first epoch, after others if enough time has passed, and at the end of the run."""
+    """It is drawn after the first epoch, after others if enough time passed, and at the end."""
     monkeypatch.setattr(run_folder, "PLOT_SECONDS", seconds)
     trained(world, out=folder, options={"epochs": 4, "plots": "training-progress"})
     assert len(drawn) == (0 if world.rank else count)

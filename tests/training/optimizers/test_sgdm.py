@@ -10,7 +10,7 @@ from mpidl.training.options.training_options import TrainingOptions
 
 
 def loop(rates, momentum, l2, torch_form=False, nesterov=False):
-    """Take the steps in float64, element by element."""
+    """Compute the steps in float64, element by element."""
     weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
     for name, weight in weights.items():
         velocity = np.zeros_like(weight)
@@ -141,7 +141,7 @@ def test_a_parameter_with_factor_0_needs_no_gradient():
     resumed = SGDM(learning_rate_factors={"conv1.bias": 0.0})
     resumed.load_state(sgdm.state())
     resumed(weights, gradients)
-    with pytest.raises(ValueError, match="missing conv1.bias .*give the optimizer"):
+    with pytest.raises(ValueError, match="missing conv1.bias .*net.factors to the optimizer"):
         SGDM()(weights, gradients)
 
 

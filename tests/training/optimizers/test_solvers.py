@@ -22,7 +22,7 @@ METHODS = ["l2norm", "global-l2norm", "absolute-value"]
 @needs_kernels
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_large_parameters_have_the_bytes_of_numpy(formula):
-    """Their weights are written past the caches, except for a part of a cache line."""
+    """Writes of large arrays bypass the caches, except for incomplete cache lines."""
     random = np.random.default_rng(0)
     arrays_of_step = [
         [random.random(n, np.float32) for n in (1, 5, (1 << 22) + 19)] for _ in range(4)
@@ -47,7 +47,8 @@ def test_a_kernel_refuses_a_wrong_number_of_arguments():
         ("sgdm", (0.1, 0.9), [ones, ones]),
         ("bogus", (0.1, 0.9), [ones]),
     ):
-        text = f"no kernel steps by {formula} with {len(numbers)} numbers and {len(state)} arrays"
+        counts = f"{len(numbers)} numbers and {len(state)} arrays"
+        text = f"no kernel computes the step {formula} with {counts}"
         with pytest.raises(TypeError, match=text):
             cpu.optimizer_step(formula, ones, ones, state, numbers, [0.0])
 
@@ -66,7 +67,7 @@ def test_clipping_keeps_nan_and_infinities_visible(backend, number):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_clipping_limits_norms_or_numbers(method):
-    """The reference; its norms are sums over parts of 16384 numbers."""
+    """Compute clipping by the reference, whose norms are sums over parts of 16384 numbers."""
     shapes, decays = [(), (17,), (3, 5), (16385,), (0, 4), (50_001,)], [0, 0.1, 0, 1e-4, 0, 0.5]
     random = np.random.default_rng(0)
     weights, gradients = ([random.standard_normal(s, np.float32) for s in shapes] for _ in "wg")
@@ -93,7 +94,7 @@ def test_clipping_limits_norms_or_numbers(method):
 
 
 def loop(solver, steps, *, rate=0.01, decay=0.999, epsilon=1e-8, l2=0.0):
-    """Take the steps in float64, element by element."""
+    """Compute the steps in float64, element by element."""
     weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
     for name, weight in weights.items():
         for place in np.ndindex(weight.shape):
@@ -111,7 +112,7 @@ def loop(solver, steps, *, rate=0.01, decay=0.999, epsilon=1e-8, l2=0.0):
 
 
 def adamw_loop(rates, *, decay=0.01, epsilon=1e-8, factors=None, threshold=math.inf):
-    """Take the steps of AdamW in float64, element by element, as in its paper."""
+    """Compute the steps of AdamW in float64, element by element, as in its paper."""
     weights = {name: array.astype(np.float64) for name, array in tables(0).items()}
     for name, weight in weights.items():
         factor = (factors or {}).get(name, 1.0 if name.endswith(".weight") else 0.0)
@@ -162,7 +163,7 @@ def at_rates(optimizer, rates, dtype=np.float32):
 @pytest.mark.parametrize("epsilon", [1e-8, 0.1])
 @pytest.mark.parametrize("decay", [0.0, 0.01, 0.5])
 def test_adamw_takes_the_steps_of_its_paper(decay, epsilon):
-    """Also with a large epsilon, and at changing rates."""
+    """Compare with PyTorch, also with a large epsilon and at changing rates."""
     expected = adamw_loop(RATES, decay=decay, epsilon=epsilon)
     assert distance(at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES), expected) < 1e-6
     double = at_rates(dl.AdamW(epsilon=epsilon, l2=decay), RATES, np.float64)
@@ -215,7 +216,7 @@ def test_pytorch_takes_the_steps_of_adamw():
 
 @pytest.mark.parametrize("solver", ["adam", "rmsprop"])
 def test_pytorch_takes_the_steps_of_adam_and_rmsprop(solver):
-    """Its Adam adds epsilon after the correction, which matters unless epsilon is small."""
+    """PyTorch's Adam adds epsilon after the correction, which matters if epsilon is large."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
     def pytorch(epsilon):
@@ -246,7 +247,9 @@ def test_a_restored_state_gives_the_same_bytes(kind):
     assert same_bytes(weights, uninterrupted)
     forgetful = kind()(stepped(kind(), 2), tables(3))
     assert distance(forgetful, uninterrupted) > 1e-4
-    with pytest.raises(ValueError, match=f"the state of {kind.__name__} is .*found velocity.x"):
+    with pytest.raises(
+        ValueError, match=f"the state of {kind.__name__} must be .*found velocity.x"
+    ):
         kind().load_state({"velocity.x": np.zeros(1)})
 
 

@@ -1,4 +1,4 @@
-"""Transforms of gradients: by themselves, in chains without a kernel, and in chains with one."""
+"""Transforms of gradients: alone, in chains without a kernel, and in chains with one."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ def stepped(optimizer, count=5, dtype=np.float32):
 
 
 class Nothing(Transform):
-    """Prevents that a kernel takes the steps of a chain."""
+    """A transform that prevents a kernel from computing the steps of a chain."""
 
     counts_steps = False
 
@@ -110,7 +110,7 @@ def test_momentum_before_the_rate_is_the_form_of_pytorch(momentum):
 
 
 def test_a_decay_after_the_moments_is_decoupled():
-    """As in AdamW: the decay is added to the direction, not to the gradient."""
+    """As in AdamW, the decay is added to the direction, not to the gradient."""
     chain = Optimizer(0.1, AdamMoments(), WeightDecay(0.01), Rate())
     plain = Optimizer(0.1, AdamMoments(), Rate())
     weights, gradients = arrays(0), arrays(1)
@@ -123,7 +123,7 @@ def test_a_decay_after_the_moments_is_decoupled():
 
 
 def test_epsilon_is_added_before_or_after_the_correction():
-    """Which makes no difference if it is small."""
+    """The order matters only if epsilon is large."""
     weights, gradients = arrays(0, np.float64), arrays(1, np.float64)
     corrected = CorrectedAdamMoments(epsilon=0.1)(weights, gradients)  # the first step
     for name, g in gradients.items():
@@ -136,7 +136,7 @@ def test_epsilon_is_added_before_or_after_the_correction():
 
 
 def test_a_chain_may_have_a_penalty_and_a_decoupled_decay():
-    """The penalty is added to the gradient, the decay to the direction, by a kernel or not."""
+    """With and without a kernel, the penalty is added to the gradient, the decay to the step."""
     tail = CorrectedAdamMoments(), WeightDecay(0.3), Rate()
     fused = stepped(Optimizer(0.1, WeightDecay(0.2), *tail))
     chain = stepped(Optimizer(0.1, WeightDecay(0.2), tail[0], Nothing(), *tail[1:]))
@@ -167,7 +167,7 @@ def test_a_chain_trains_and_resumes(world, tmp_path, without_plots):
 
 
 class Scale(Transform):
-    """Has a number; another transform may have one of the same name."""
+    """A transform with a number whose name another transform may also use."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -208,10 +208,10 @@ def test_wrong_arguments_are_refused():
 
 
 def test_transforms_must_not_share_the_name_of_a_table():
-    with pytest.raises(ValueError, match="two transforms keep a table of the same name"):
+    with pytest.raises(ValueError, match="two transforms have a table of the same name"):
         Optimizer(0.1, Momentum(), Momentum(0.5), Rate())
 
 
 def test_a_transform_must_define_apply():
-    with pytest.raises(TypeError, match="Transform does not say how it changes updates"):
+    with pytest.raises(TypeError, match="Transform does not define apply"):
         Transform()(arrays(0), arrays(1))

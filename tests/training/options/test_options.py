@@ -1,4 +1,4 @@
-"""Options: their values and sources, the command line, output folders, changes on resume."""
+"""Options: values, sources, the command line, output folders, changes at a resume."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ from mpidl.training.options import configuration, training_options
 from mpidl.training.options.configuration import resolve
 from mpidl.training.options.training_options import TrainingOptions
 
-# what errors say of options that take a text
+# the expected values that errors name for options with string values
 FACTORS = "a range of factors such as 0.9,1.1"
 GPUS = "numbers of GPUs such as 0,2"
 SIZE = "HEIGHTxWIDTH such as 224x192, or 224"
@@ -73,7 +73,7 @@ def test_arguments_override_the_digits_recipe():
         ("precision", "bf16", "precision must be fp32 or tf32, found 'bf16'"),
         ("batch_per_rank", 0, "batch_per_rank must be at least 1, found 0"),
         ("batchsize", 8, "unknown option batchsize: did you mean batch_size?"),
-        ("colour", 8, "unknown option colour: it is an option of the command only"),
+        ("colour", 8, "unknown option colour: it is an option of the command line only"),
         ("out", "x", "unknown option out: it is an argument of dl.train"),
         ("validation_data", 8, "unknown option validation_data: did you mean validation?"),
         ("scale", (0.9, "1.1"), f"scale must be {FACTORS}, found (0.9, '1.1')"),
@@ -147,13 +147,14 @@ def test_a_batch_size_for_each_rank():
 
 
 def test_a_batch_size_and_one_for_each_rank(tmp_path):
-    """One per rank replaces a batch size of a config file; other pairs are refused."""
+    """A batch size per rank replaces the batch size of a config file; other pairs are refused."""
     config, both = tmp_path / "size.toml", {"batch_per_rank": 8, "batch_size": 64}
     config.write_text("batch_size = 32\n")
     assert resolve({"batch_per_rank": 8}, config=config).options.batch_per_rank == 8
     text = refused(resolve, both)
     assert text == (
-        "--batch-size 64 (command line) and --batch-per-rank 8 (command line): expected one of them"
+        "--batch-size 64 (command line) and --batch-per-rank 8 (command line): expected at most "
+        "one of them"
     )
     resolve(both | {"batch_per_rank": None})
     config.write_text("batch_per_rank = 32\n")
@@ -360,7 +361,7 @@ def test_the_other_commands():
     options = arguments.info("--network alexnet --input-shape 3,227,227 --classes 5".split())
     assert (options.network, options.input_shape, options.classes) == ("alexnet", (3, 227, 227), 5)
     assert "such as 3,227,227" in refused(arguments.info, "--network x --input-shape 3,8".split())
-    assert "for --network NAME" in refused(arguments.info, ["--classes", "5"])
+    assert "expected --network NAME with it" in refused(arguments.info, ["--classes", "5"])
 
 
 def test_help_names_every_option_on_one_rank_only(capsys):
@@ -401,8 +402,8 @@ def test_an_output_folder_with_a_run_is_refused(tmp_path, monkeypatch):
     for name in ("checkpoint.h5", "checkpoint-previous.h5"):
         (tmp_path / "run" / name).write_text("old")
         text = refused(start.check_output_folder, {"out": "run"})
-        assert text.startswith("--out run: it holds a run, whose checkpoint cannot be loaded: ")
-        assert text.endswith(": --resume run goes on with it, --overwrite replaces it")
+        assert text.startswith("--out run: it contains a run, whose checkpoint cannot be loaded: ")
+        assert text.endswith(": --resume run continues it, --overwrite replaces it")
         # another path of the same folder
         start.check_output_folder({"out": "run", "resume": f"{tmp_path}/run"})
         start.check_output_folder({"out": "run", "overwrite": True})

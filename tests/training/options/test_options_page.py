@@ -1,6 +1,6 @@
 """docs/options.md lists every option as it is declared.
 
-`python tests/training/options/test_options_page.py` writes its tables anew.
+`python tests/training/options/test_options_page.py` rewrites its tables.
 """
 
 import inspect
@@ -79,7 +79,7 @@ def test_annotations_have_the_choices_and_defaults_of_the_rules():
 
 
 def test_every_row_of_matlabs_options_has_a_name():
-    """Those of its table "trainNetwork and trainingOptions"."""
+    """All options of MATLAB's table "trainNetwork and trainingOptions" have a counterpart."""
     from mpidl.training.options.training_options import OPTIONS
 
     names = " ".join(declared.metadata["matlab"] for declared in OPTIONS.values())
