@@ -231,7 +231,8 @@ def restored(model: Model) -> Network | None:
         expected = _nodes(library("onnx", "", "onnx"), net, attributes["normalize_images"])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError):
         return None
-    same = [n.SerializeToString(deterministic=True) for n in expected] == [
-        n.SerializeToString(deterministic=True) for n in model.nodes
+    graphs = [
+        [node.SerializeToString(deterministic=True) for node in nodes]
+        for nodes in (expected, model.nodes)
     ]
-    return net if same else None
+    return net if graphs[0] == graphs[1] else None

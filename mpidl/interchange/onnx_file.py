@@ -112,7 +112,7 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
         raise UserError(f"{printable(path)}: expected a network with one output, found {names}")
     output = proto.graph.output[0].name
     description = {entry.key: entry.value for entry in proto.metadata_props}
-    nodes = _needed(proto.graph.node, output)
+    nodes = _ancestors(proto.graph.node, output)
     return Model(nodes, constants, images, image_shape, output, shapes, opset, description)
 
 
@@ -281,11 +281,11 @@ def _check_size(node, arrays):
         raise ValueError(f"it would have {count} numbers, at most {MAX_ELEMENTS} are allowed")
 
 
-def _needed(nodes: Iterable[Any], output: str) -> list[Any]:
+def _ancestors(nodes: Iterable[Any], output: str) -> list[Any]:
     """Return the nodes on which the output depends, in their order."""
-    names, needed = {output}, []
+    names, ancestors = {output}, []
     for node in reversed(list(nodes)):
         if names.intersection(node.output):
             names.update(node.input)
-            needed.append(node)
-    return needed[::-1]
+            ancestors.append(node)
+    return ancestors[::-1]

@@ -111,5 +111,5 @@ def rename(names: Names, net: Network) -> Rename:
 def torchvision_name(name: str) -> str:
     """Return torchvision's name of an array: "layer1.0.bn1.weight" for "layer1_0_bn1.gamma"."""
     layer, _, array = name.rpartition(".")
-    arrays = {ours: theirs for theirs, ours in NORMALIZATION.items()}
+    arrays = {value: key for key, value in NORMALIZATION.items()}
     return f"{layer.replace('_', '.')}.{arrays.get(array, array)}"

@@ -191,7 +191,7 @@ def _differences(net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]) ->
     expected = net.parameters | net.state
     missing = [name for name in expected if name not in renamed]
     left_over = [name for new, (name, _) in renamed.items() if new not in expected]
-    wrong = [
+    misfits = [
         f"{printable(name)} is {array.dtype} {array.shape}, the network has {expected[new].shape}"
         for new, (name, array) in renamed.items()
         if new in expected and not _fits(array, expected[new].shape)
@@ -201,12 +201,11 @@ def _differences(net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]) ->
         lines.append(f"the file lacks {', '.join(missing)}")
     if left_over:
         lines.append(f"the network lacks {', '.join(map(printable, left_over))}")
-    return lines + wrong
+    return lines + misfits
 
 
 def _fits(array, shape):
     """Return whether a file's array can be the network's array of a shape."""
     is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
     is_dense = len(shape) == 2 and array.ndim == 4 and array.shape[0] == shape[0]
-    same = array.shape == shape or (is_dense and array.size == shape[0] * shape[1])
-    return is_float and same
+    return is_float and (array.shape == shape or (is_dense and array.size == shape[0] * shape[1]))

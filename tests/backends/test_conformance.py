@@ -16,11 +16,13 @@ from conformance import (
     Draw,
     arguments,
     call,
+    fill_unused,
     flat,
     host,
     parameters,
     results,
     share,
+    used_lanes,
 )
 from cpu_builds import bytes_of, needs_kernels, on_all_builds
 
@@ -81,8 +83,11 @@ def assert_near(case, actual, blocks=2, last=LAST):
     for i, (value, rounded, exact) in enumerate(zip(actual, single, double, strict=True)):
         assert value.shape == exact.shape, f"result {i}"
         assert value.dtype == rounded.dtype or not case.typed, f"result {i}"
-        if zeroes_unused(case) and value.ndim > 2 and value.shape[:: value.ndim - 1] == (2, LANES):
-            assert not value[-1, ..., last:].any(), f"unused lanes of result {i}"
+        of_lanes = value.ndim > 2 and value.shape[:: value.ndim - 1] == (blocks, LANES)
+        if of_lanes and zeroes_unused(case):
+            cleared = value.copy()
+            fill_unused(cleared, used_lanes(blocks, last), 0)
+            assert np.array_equal(cleared, value), f"unused lanes of result {i}"
         if not case.tolerance:
             assert np.array_equal(value, rounded, equal_nan=value.dtype.kind == "f"), f"result {i}"
             signs = [np.signbit(v[~np.isnan(v)]) for v in (value, rounded) if v.dtype.kind == "f"]
@@ -110,8 +115,10 @@ def check_on_gpu(device, *names, **values):
             assert_near(BY_NAME[name], results(BY_NAME[name], GPU))
 
 
-# NumPy's own sums of the cases that are not finite
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+pytestmark = [  # NumPy's own sums of the cases that are not finite, and of no images
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Mean of empty slice:RuntimeWarning"),
+]
 
 
 @needs_kernels
@@ -138,6 +145,17 @@ def test_mini_batches_of_any_size(case, values, blocks, last):
         assert_near(case, actual, blocks, last)
 
 
+BETWEEN = BY_NAME["conv2d_backward, 3x3, between activations"]
+PARTLY_USED = [case for case in COUNTED if case.function != "images"] + [BETWEEN]
+PARTLY_USED += [BY_NAME["moments, (20, 3, 5)"], BY_NAME["batchnorm_dx, (4, 6, 6)"]]
+
+
+@pytest.mark.parametrize("blocks, last", [(1, 1), (2, 0), (2, LANES), (3, -25)])
+@on_cases("gpu", PARTLY_USED, limit=1)
+def test_a_gpu_ignores_unused_images(device, case, values, blocks, last):
+    assert_near(case, results(case, GPU, blocks, last=last), blocks, last)
+
+
 def assert_shares(case, backend):
     """Three ranks, one of them without images, have the bytes of one rank."""
     one_rank, three_ranks = (results(case, backend, 5, runs) for runs in (((0, 5),), SPLIT))
@@ -159,18 +177,25 @@ def test_any_shares_give_the_same_bytes_on_a_gpu(device, case, values):
     assert_shares(case, GPU)
 
 
+@functools.cache
+def types_and_shapes(name):
+    """Return (type, shape) of the reference's results of one block."""
+    case = BY_NAME[name]
+    outputs = flat(call(case, REFERENCE, arguments(case, REFERENCE, share(1))))
+    return [(value.dtype, value.shape) for value in outputs]
+
+
 def assert_empty(case, backend):
     """A rank without images has results of the same types and shapes, and no node of a sum."""
     outputs = flat(call(case, backend, arguments(case, backend, share(5, SPLIT, 1))))
-    full = flat(call(case, REFERENCE, arguments(case, REFERENCE, share(5))))
-    for value, like in zip(outputs, full, strict=True):
-        assert value.dtype == like.dtype
+    for value, (dtype, shape) in zip(outputs, types_and_shapes(str(case)), strict=True):
+        assert value.dtype == dtype
         if isinstance(value, Partial):
-            assert value.shape == like.shape and host(value) == []
-        elif like.shape[:1] in ((5,), (LANES * 4 + LAST,)):  # of blocks, of images
-            assert value.shape == (0, *like.shape[1:])
+            assert value.shape == shape and host(value) == []
+        elif shape[:1] in ((1,), (LAST,)):  # of blocks, of images
+            assert value.shape == (0, *shape[1:])
         else:
-            assert value.shape == like.shape
+            assert value.shape == shape
 
 
 OF_IMAGES = [c for c in CASES if {"lanes", "deferred", "images"} & {d.kind for d in draws(c)}]
@@ -210,6 +235,28 @@ def test_fused_calls_have_the_bytes_of_separate_functions_on_a_gpu(device, case,
     assert_separate(case, GPU)
 
 
+def assert_overwrite(case, backend):
+    """A gradient that may overwrite its cotangent has the same bytes; otherwise dy is unchanged."""
+    values = arguments(case, backend, share(2))
+    dy, outputs = [bytes_of(host(values["dy"]))], []
+    for overwrite in (False, True):
+        gradients = flat(call(case, backend, values | {"overwrite": overwrite}))
+        outputs.append(bytes_of([host(v) for v in gradients]))
+        dy.append(bytes_of(host(values["dy"])))
+    assert outputs[0] == outputs[1] and dy[0] == dy[1] != dy[2]
+
+
+@needs_kernels
+@on_cases("cpu", [BETWEEN])
+def test_a_gradient_may_overwrite_its_cotangent_on_a_cpu(case, values):
+    on_all_builds(lambda: assert_overwrite(case, CPU))
+
+
+@on_cases("gpu", [BETWEEN])
+def test_a_gradient_may_overwrite_its_cotangent_on_a_gpu(device, case, values):
+    assert_overwrite(case, GPU)
+
+
 SELECTIVE = [case for case in CASES if "needs" in case.arguments]
 
 
@@ -241,6 +288,7 @@ def test_only_needed_gradients_are_computed_on_a_gpu(device, case, values):
 def test_bias_gradients_have_the_bytes_of_channel_sums(case, values):
     def check():
         values = arguments(case, CPU, share(3))
+        values["dy"][:, 0] = -0.0  # adds up to 0, not -0
         sums = CPU.channel_sums(values["dy"], values["tree"])
         assert bytes_of(call(case, CPU, values)[2]) == bytes_of(sums)
 

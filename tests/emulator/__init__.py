@@ -28,6 +28,11 @@ ARGUMENTS = [ctypes.c_void_p, Size, Size, ctypes.c_size_t, ctypes.c_int, ctypes.
 ARGUMENTS += [ctypes.c_void_p, ctypes.c_longlong, ctypes.POINTER(ctypes.c_longlong)]
 
 
+@functools.cache
+def names_of_kernels(text):
+    return list(kernels.signatures(text))
+
+
 class Region:
     """Memory shared by all emulated devices of a process, separate from its other memory.
 
@@ -178,7 +183,7 @@ class EmulatedDevice:
     def load(self, unit):
         self._not_captured("loads kernels")
         library = compiler.loaded(unit.text, unit.family, unit.defines)
-        return {name: Kernel(name, library) for name in kernels.signatures(unit.text)}
+        return {name: Kernel(name, library) for name in names_of_kernels(unit.text)}
 
     def launch(self, handle, launch):
         grid, block, shared = launch.grid, launch.block, launch.shared

@@ -1,4 +1,4 @@
-"""Networks written as ONNX files: onnxruntime's scores, and the same network when read again."""
+"""Networks written as ONNX files: onnxruntime's scores, and the same network when read restored."""
 
 import numpy as np
 import onnx
@@ -57,8 +57,8 @@ def test_every_layer(tmp_path, fuse):
     dl.save_onnx(net, path)
     onnx.checker.check_model(path, full_check=True)
     assert difference(net_with_usual(net), path, images) <= 1e-5
-    again = dl.load_onnx(path)
-    assert again.spec() == net.spec() and weights_sha256(again) == weights_sha256(net)
+    restored = dl.load_onnx(path)
+    assert restored.spec() == net.spec() and weights_sha256(restored) == weights_sha256(net)
     graph_alone = dl.load_onnx(without_description(path, tmp_path / "b.onnx"))
     assert difference(graph_alone, path, images) <= 1e-5
     assert set(map(type, LAYERS)) == set(onnx_export.OPERATORS)
@@ -90,8 +90,8 @@ def test_the_zoo(tmp_path, name):
     net, images = zoo.NETWORKS[name](shape, 10, 1), pixels_of(0, 4, *shape)
     dl.save_onnx(net, path)
     assert difference(net_with_usual(net), path, images) <= 1e-5
-    again = dl.load_onnx(path)
-    assert again.spec() == net.spec() and weights_sha256(again) == weights_sha256(net)
+    restored = dl.load_onnx(path)
+    assert restored.spec() == net.spec() and weights_sha256(restored) == weights_sha256(net)
     graph_alone = dl.load_onnx(without_description(path, tmp_path / "b.onnx"))
     assert difference(graph_alone, path, images) <= 1e-5
 
@@ -115,9 +115,9 @@ def test_normalization_is_part_of_the_graph(tmp_path, name):
     )
     dl.save_onnx(net, path)
     assert difference(net, path, images) <= 1e-5
-    again = dl.load_onnx(path)
-    assert again.normalization.name == name and again.classes == net.classes
-    assert again.predict(images).tobytes() == net.predict(images).tobytes()
+    restored = dl.load_onnx(path)
+    assert restored.normalization.name == name and restored.classes == net.classes
+    assert restored.predict(images).tobytes() == net.predict(images).tobytes()
     dl.save_onnx(net, path, normalize_images=False)
     plain = dl.load_onnx(without_description(path, tmp_path / "b.onnx"))
     assert plain.normalization.name == "none"

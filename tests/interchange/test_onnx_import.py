@@ -171,8 +171,8 @@ def test_scores_are_those_of_onnxruntime(tmp_path, case):
     path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE)
     net = dl.load_onnx(path)
     assert difference(net, path, images) <= 1e-5
-    again = dl.Network.from_spec(net.spec(), net.input_shape)
-    assert list(again.parameters) == list(net.parameters)
+    restored = dl.Network.from_spec(net.spec(), net.input_shape)
+    assert list(restored.parameters) == list(net.parameters)
 
 
 def test_biases_become_part_of_layers_and_names_are_those_of_nodes(tmp_path):

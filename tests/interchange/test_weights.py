@@ -50,8 +50,8 @@ def test_weights_come_back_byte_for_byte(tmp_path):
     dl.save_weights(net, tmp_path / "weights.safetensors")
     dl.save_model(tmp_path / "model.h5", net)
     for path in (tmp_path / "weights.safetensors", tmp_path / "model.h5"):
-        again = dl.load_weights(network(seed=1), path)
-        assert weights_sha256(again) == weights_sha256(net) != weights_sha256(network(seed=1))
+        restored = dl.load_weights(network(seed=1), path)
+        assert weights_sha256(restored) == weights_sha256(net) != weights_sha256(network(seed=1))
     # the library itself reads what was written
     arrays = safetensors.numpy.load_file(tmp_path / "weights.safetensors")
     expected = net.parameters | net.state
@@ -65,10 +65,10 @@ def test_names_of_torchvision(tmp_path):
     net = network()
     path = written(tmp_path / "a.safetensors", torch_arrays(net))
     for names in ("torchvision", "timm", TORCH | {"features.1.num_batches_tracked": None}):
-        again = dl.load_weights(network(seed=1), path, names=names)
-        assert weights_sha256(again) == weights_sha256(net)
-    again = dl.load_weights(network(seed=1), path, names=TORCH.get)
-    assert weights_sha256(again) == weights_sha256(net)
+        restored = dl.load_weights(network(seed=1), path, names=names)
+        assert weights_sha256(restored) == weights_sha256(net)
+    restored = dl.load_weights(network(seed=1), path, names=TORCH.get)
+    assert weights_sha256(restored) == weights_sha256(net)
 
 
 def hugging_face(name):
@@ -92,8 +92,8 @@ def test_names_of_transformers(tmp_path):
     dl.save_weights(net, tmp_path / "a.safetensors", names="torchvision")
     arrays = safetensors.numpy.load_file(tmp_path / "a.safetensors")
     path = written(tmp_path / "b.safetensors", {hugging_face(k): a for k, a in arrays.items()})
-    again = dl.load_weights(zoo.resnet18((3, 32, 32), 5), path, names="transformers")
-    assert weights_sha256(again) == weights_sha256(net)
+    restored = dl.load_weights(zoo.resnet18((3, 32, 32), 5), path, names="transformers")
+    assert weights_sha256(restored) == weights_sha256(net)
 
 
 def test_names_of_timm(tmp_path):
@@ -118,8 +118,8 @@ def test_names_of_timm(tmp_path):
         "head.fc.bias": p["classifier_6.bias"],
     }
     path = written(tmp_path / "a.safetensors", arrays)
-    again = dl.load_weights(dl.Network(net.layers, (1, 5, 4)), path, names="timm")
-    assert weights_sha256(again) == weights_sha256(net)
+    restored = dl.load_weights(dl.Network(net.layers, (1, 5, 4)), path, names="timm")
+    assert weights_sha256(restored) == weights_sha256(net)
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float64, ml_dtypes.bfloat16])

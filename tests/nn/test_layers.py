@@ -78,8 +78,8 @@ def test_layers_without_bias_compute_what_a_fixed_bias_of_0_does(world):
     (loss, gradients), (expected_loss, expected) = results
     assert loss == expected_loss and gradients.keys() == expected.keys()
     assert all(gradients[name].tobytes() == expected[name].tobytes() for name in gradients)
-    again = dl.Network.from_spec(bare.spec(), bare.input_shape, seed=1)
-    assert again.spec() == bare.spec() and list(again.parameters) == list(bare.parameters)
+    restored = dl.Network.from_spec(bare.spec(), bare.input_shape, seed=1)
+    assert restored.spec() == bare.spec() and list(restored.parameters) == list(bare.parameters)
     assert "bias" not in fixed.spec()[0]  # files of networks with biases stay as they were
 
 

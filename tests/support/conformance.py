@@ -104,7 +104,11 @@ class Case(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A rank's blocks of a mini-batch, whose last block has `last` images."""
+    """A rank's blocks of a mini-batch.
+
+    The last of all blocks has `last` images. If that is not positive, it and earlier blocks have
+    no images, as blocks that a GPU reserves for the largest mini-batch.
+    """
 
     first: int
     stop: int
@@ -117,10 +121,19 @@ class Share(NamedTuple):
 def share(blocks, runs=None, rank=0, last=LAST):
     """Return a rank's share of a mini-batch of `blocks` blocks."""
     tree = Tree(blocks, runs or ((0, blocks),), rank)
-    counts = np.full(blocks, LANES, np.int32)
-    counts[-1:] = last
     first, stop = tree.run
-    return Share(first, stop, tree, counts[first:stop], blocks, last)
+    return Share(first, stop, tree, used_lanes(blocks, last)[first:stop], blocks, last)
+
+
+def used_lanes(blocks, last):
+    """Return the number of images of each block."""
+    images = LANES * (blocks - 1) + last
+    return np.array([min(max(images - LANES * b, 0), LANES) for b in range(blocks)], np.int32)
+
+
+def fill_unused(lanes, counts, number):
+    for of_block, count in zip(lanes, counts, strict=True):
+        of_block[..., count:] = number
 
 
 @functools.lru_cache(maxsize=64)
@@ -144,7 +157,7 @@ def drawn(name, draw, blocks, last):
         for start, step, number in (0, 7, np.nan), (3, 5, -np.inf), (1, 11, np.inf):
             value.reshape(-1)[start::step] = number
     if draw.cotangent:
-        value[-1:, ..., last:] = 0
+        fill_unused(value, used_lanes(blocks, last), 0)
     if draw.kind == "deferred":
         mean, scale, beta = rng.uniform((-0.5, 0.5, -1), (0.5, 2, 1), (draw.shape[0], 3)).T
         vectors = (np.ascontiguousarray(v, np.float32) for v in (mean, scale, beta))
@@ -214,8 +227,8 @@ def arguments(case, backend, owned, double=False, change=None, stored=False):
                 continue
             whole = drawn(f"{case} {name} {i}", draw, owned.blocks, owned.last)
             value = part(draw, whole, owned)
-            if backend is GPU and name == "labels" and owned.stop == owned.blocks:
-                value[-1:, ..., owned.last :] = 1 << 30  # invalid: a kernel must not read it
+            if backend is GPU and name == "labels":
+                fill_unused(value, owned.counts, 1 << 30)  # invalid: a kernel must not read it
             if change is not None and not name.startswith("state"):
                 value = changed(change, value)
             value = placed(backend, draw, value, double)

@@ -123,12 +123,6 @@ def test_the_weights_gradient_is_folded_by_the_tree(outputs, plain, blocks, run)
         assert_same(gradient, counter.partial(gradient.shape))
 
 
-def test_the_bias_gradient_is_channel_sums():
-    layer, tree = Layer(37, 5, 6, 2), tree_of_blocks(6)
-    layer.dy[2] = -0.0  # its sum is 0, not -0
-    assert_same(layer.backward(tree)[2], cpu.channel_sums(layer.dy, tree))
-
-
 def test_unused_lanes_of_x_do_not_count():
     """Unused lanes hold any finite values; the cotangent is zero there."""
     layer, tree = Layer(20, 50, 2, 3, channels=5), tree_of_blocks(2)

@@ -1,5 +1,6 @@
 """The Winograd kernels of one block against float64 NumPy and plain loops; their points."""
 
+import functools
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -56,6 +57,21 @@ def conv_reference(x, w, bias, rows, columns):
     return y
 
 
+def weights(outputs, inputs):
+    return numbers("w", outputs, inputs, 3, 3, dtype=np.float32)
+
+
+def biases(outputs):
+    return numbers("bias", outputs, dtype=np.float32)
+
+
+@functools.cache
+def exact_convolution(inputs, outputs, rows, columns):
+    """Return what tiles of any size and both directions compute."""
+    x = padded("x", inputs, rows, columns, 2)
+    return conv_reference(x, weights(outputs, inputs), biases(outputs), rows, columns)
+
+
 def dweight_reference(x, dy, rows, columns):
     x, dy = x.astype(float), dy[:, :rows, :columns].astype(float)
     dweight = np.empty((len(dy), len(x), 3, 3))
@@ -79,8 +95,8 @@ def test_convolutions_are_nearly_exact(shape, m, backward):
     inputs, outputs, rows, columns = shape
     sizes = np.array([*shape, m, backward], np.int64)
     x = padded("x", inputs, rows, columns, m)
-    bias = numbers("bias", outputs, dtype=np.float32)
-    forward = numbers("w", outputs, inputs, 3, 3, dtype=np.float32)
+    bias = biases(outputs)
+    forward = weights(outputs, inputs)
     w = np.ascontiguousarray(forward[:, :, ::-1, ::-1].swapaxes(0, 1)) if backward else forward
 
     def fast(bias=bias):
@@ -90,7 +106,7 @@ def test_convolutions_are_nearly_exact(shape, m, backward):
         library.winograd_conv(x, w, bias, u, y, sizes)
         return y
 
-    expected = conv_reference(x, forward, bias, rows, columns)
+    expected = exact_convolution(*shape)
     plain = np.empty(expected.shape, np.float32)
     builds.kernels().winograd_conv_plain(x, w, bias, plain, sizes)
     assert relative(plain, expected) < 1e-7
@@ -166,14 +182,18 @@ def accumulated(products):
     return total
 
 
-def errors(a, b, x, w):
-    """Return relative errors of F(4x4, 3x3) at these points and of the direct convolution.
+def by_winograd(a, b, x, w):
+    """Return the result of F(4x4, 3x3) at these points.
 
     x (channels, tiles, 6, 6) and w (channels, 3, 3), float32.
     """
     transform, filters, outputs = matrices(a, b)
     u, v = rounded(filters, w).astype(float), rounded(transform, x).astype(float)
-    y = rounded(outputs, accumulated(u[:, None] * v))
+    return rounded(outputs, accumulated(u[:, None] * v))
+
+
+def directly(x, w):
+    """Return the convolution in float64, and by sums that are rounded to float32."""
     x, w = x.astype(float), w.astype(float)
     terms = [
         w[c, r, s] * x[c, :, r : r + 4, s : s + 4]
@@ -181,8 +201,7 @@ def errors(a, b, x, w):
         for r in range(3)
         for s in range(3)
     ]
-    exact = sum(terms)
-    return relative(y, exact), relative(accumulated(terms), exact)
+    return sum(terms), accumulated(terms)
 
 
 def kernel_points():
@@ -201,11 +220,11 @@ def test_the_points_of_the_kernels_have_the_least_error():
         x = rng.standard_normal((32, 1500, 6, 6)).astype(np.float32)
         x = x if kind == "signed" else np.maximum(x, 0)
         w = rng.standard_normal((32, 3, 3)).astype(np.float32)
-        rms_errors = {}
+        exact, direct = directly(x, w)
+        rms_errors, direct_error = {}, relative(direct, exact)
         for points in (classic, *alternatives, points_used):
-            fractions = Fraction(points[0]), Fraction(points[1])
-            rms_errors[points], direct = errors(*fractions, x, w)
-            ratio = rms_errors[points] / direct
+            rms_errors[points] = relative(by_winograd(*map(Fraction, points), x, w), exact)
+            ratio = rms_errors[points] / direct_error
             name = f"{kind}, 0 ±{' ±'.join(points)}"
             print(f"{name}: {rms_errors[points]:.2e}, {ratio:.2f} of direct's")
         assert rms_errors[points_used] < 0.6 * rms_errors[classic]

@@ -69,12 +69,9 @@ CONVOLUTION_FAULTS = [
         },
     ),
     Fault(
-        "conv_gemm",
-        "pixels between those of a stride are added",
-        "&& t == h * stride_h",
-        "",
-        check_convolution,
-        ("few rows",),
+        *("conv_gemm", "pixels between those of a stride are added"),
+        *("&& t == h * stride_h", ""),
+        *(check_convolution, ("few rows",)),
     ),
     *faults(
         "conv_dweight",
@@ -97,12 +94,9 @@ CONVOLUTION_FAULTS = [
         },
     ),
     Fault(
-        "conv_dweight",
-        "pixels of another tap",
-        "pq - p * Q) * shape[9] + along",
-        "pq - p * Q) * shape[8] + along",
-        check_convolution,
-        ("few rows",),
+        *("conv_dweight", "pixels of another tap"),
+        *("pq - p * Q) * shape[9] + along", "pq - p * Q) * shape[8] + along"),
+        *(check_convolution, ("few rows",)),
     ),
     *faults(
         "conv_weights",
@@ -131,25 +125,13 @@ CONVOLUTION_FAULTS = [
         },
     ),
     Fault(
-        "conv_direct",
-        "pixels between those of a stride are added",
-        "place * stride == moved && place < outputs",
-        "place < outputs",
-        check_convolution,
-        (
-            "3x3 by 2",
-            True,
-        ),
+        *("conv_direct", "pixels between those of a stride are added"),
+        *("place * stride == moved && place < outputs", "place < outputs"),
+        *(check_convolution, ("3x3 by 2", True)),
     ),
     Fault(
-        "conv_direct",
-        "a leaf has filters of another group",
-        "K + group * filters + filter) * width",
-        "K + filter) * width",
-        check_convolution,
-        (
-            "unequal in both directions",
-            True,
-        ),
+        *("conv_direct", "a leaf has filters of another group"),
+        *("K + group * filters + filter) * width", "K + filter) * width"),
+        *(check_convolution, ("unequal in both directions", True)),
     ),
 ]

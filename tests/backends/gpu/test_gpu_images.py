@@ -28,12 +28,6 @@ def selection(indices, valid, blocks):
     return {"indices": array.plain(indices), "counts": counts, "blocks": blocks}
 
 
-def test_every_byte_is_divided_as_on_the_host(device):
-    pixels = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
-    lanes = images.images(array.plain(pixels)).numpy()
-    assert lanes.tobytes() == reference.images(pixels).tobytes()
-
-
 @pytest.mark.parametrize("valid, blocks", [(37, 3), (16, 3), (0, 2), (5, 1), (0, 0)])
 def test_images_of_a_dataset(device, valid, blocks):
     """Indices and moves of unused images are ignored."""

@@ -1,14 +1,21 @@
-"""Optimizer steps and gradient clipping on the emulated GPU, against NumPy."""
+"""Optimizer steps and gradient clipping on the emulated GPU: memory, parts and recorded chains.
+
+tests/backends/test_conformance.py compares the numbers with NumPy.
+"""
 
 import contextlib
 
 import numpy as np
 import pytest
+from conformance import arguments, flat, results, share
 from single_rank import numbers
+from test_conformance import BY_NAME, check_on_gpu
+from training_cases import DECAYS, FACTORS, LEARNABLES
 
-from mpidl.backends import REFERENCE as reference
+from mpidl.backends import REFERENCE
 from mpidl.backends.gpu import array, launching, optimizer
 from mpidl.backends.gpu.array import Array
+from mpidl.backends.gpu.backend import GPU
 from mpidl.backends.gpu.recorder import Recorder
 from mpidl.training.optimizers import (
     AdamMoments,
@@ -21,9 +28,7 @@ from mpidl.training.optimizers import (
     WeightDecay,
 )
 
-LEARNABLES = [(5,), (4, 3, 3, 2), (), (7, 12), (1025,), (64,), (3, 2, 4, 4), (0,), (2050,)]
-DECAYS = [0, 1e-4, 0.5, 1e-4, 0, 1e-4, 0.1, 0, 0]
-FACTORS = [1, 20, 0.1, 2, 0.3, 1e-3, 0.5, 1, 1]
+SGDM = BY_NAME["optimizer_step, sgdm"]
 
 
 def layout(value):
@@ -34,54 +39,33 @@ def layout(value):
 
 
 def draws(name):
-    return [numbers(f"{name} {i}", *s, dtype=np.float32) for i, s in enumerate(LEARNABLES)]
+    return [numbers(f"{name} {i}", *v.shape, dtype=np.float32) for i, v in enumerate(LEARNABLES)]
 
 
 def bytes_of(arrays):
     return [(a.numpy() if isinstance(a, Array) else np.asarray(a)).tobytes() for a in arrays]
 
 
-def bytes_of_sgdm(weights, gradients, velocities):
-    """Return new weights and velocities by NumPy."""
-    velocities = [np.array(v) for v in velocities]
-    new = reference.optimizer_step(
-        "sgdm", weights, gradients, [velocities], [0.1, 0.9], DECAYS, FACTORS
-    )
-    return bytes_of([*new, *velocities])
-
-
-def sgdm_on_device(weights, gradients, velocities):
-    return optimizer.optimizer_step(
-        "sgdm", weights, gradients, [velocities], [0.1, 0.9], DECAYS, FACTORS
-    )
-
-
-def memory_of(value, like):
-    """Return the numbers of a host array in the order of a device array's memory."""
-    return array.in_memory(value, like.dims, like.order).ravel()
+def moved(value, offset):
+    """Return a copy of an Array that starts after so many floats of its memory."""
+    memory = launching.empty((value.size + offset,))
+    launching.upload(memory, np.pad(launching.download(value).ravel(), (offset, 0)))
+    value.buffer, value.offset = memory.buffer, 4 * offset
+    return value
 
 
 @pytest.mark.parametrize("shifts", [(0, 0, 0), (1, 1, 1), (1, 0, 0), (0, 2, 0), (0, 0, 3)])
 def test_sgdm_step_matches_numpy_aligned_or_not(device, shifts):
-    host = [draws(name) for name in ("weight", "gradient", "velocity")]
-
-    def upload(value, shift):
-        device_array = layout(value)
-        flat = launching.empty((value.size + shift,))
-        padding = np.zeros(shift, np.float32)
-        launching.upload(flat, np.concatenate([padding, memory_of(value, device_array)]))
-        device_array.buffer, device_array.offset = flat.buffer, 4 * shift
-        return device_array
-
-    weights, gradients, velocities = (
-        [upload(v, shift) for v in values] for values, shift in zip(host, shifts, strict=True)
-    )
-    new = sgdm_on_device(weights, gradients, velocities)
+    values = arguments(SGDM, GPU, share(1))
+    for name, shift in zip(("weights", "gradients", "state 0"), shifts, strict=True):
+        values[name] = [moved(value, shift) for value in values[name]]
+    weights = values["weights"]
+    before, (new, velocities) = bytes_of(weights), SGDM.call(GPU, values)
     assert device.launched == ["sgdm"]
     for w, old in zip(new, weights, strict=True):
         assert (w.shape, w.dims, w.order) == (old.shape, old.dims, old.order)
-    assert bytes_of([*new, *velocities]) == bytes_of_sgdm(*host)
-    assert bytes_of(weights) == bytes_of(host[0])
+    assert bytes_of(flat([new, velocities])) == bytes_of(results(SGDM, REFERENCE))
+    assert bytes_of(weights) == before
 
 
 def test_new_weights_have_the_same_offsets_in_every_step(device):
@@ -93,7 +77,7 @@ def test_new_weights_have_the_same_offsets_in_every_step(device):
     for step in range(3):
         gradients = draws(f"gradient {step}")
         options = [0.1 / (step + 1), 0.9], DECAYS, FACTORS
-        weights = reference.optimizer_step("sgdm", weights, gradients, [velocities], *options)
+        weights = REFERENCE.optimizer_step("sgdm", weights, gradients, [velocities], *options)
         gradients = [layout(g) for g in gradients]
         device_weights = optimizer.optimizer_step(
             "sgdm", device_weights, gradients, [device_velocities], *options
@@ -105,18 +89,15 @@ def test_new_weights_have_the_same_offsets_in_every_step(device):
 
 @pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 def test_new_weights_can_overwrite_the_old_ones(device, monkeypatch):
-    host = [draws(name) for name in ("weight", "gradient", "velocity")]
-    places, total = optimizer.places(tuple(w.size for w in host[0]))
-    flat = launching.empty((total,))
-    weights, gradients, velocities = ([layout(v) for v in values] for values in host)
-    memory = np.zeros(total, np.float32)
-    for w, value, place in zip(weights, host[0], places, strict=True):
-        memory[place : place + w.size] = memory_of(value, w)
-        w.buffer, w.offset = flat.buffer, 4 * place
-    launching.upload(flat, memory)
-    monkeypatch.setattr(array, "empty", lambda shape: flat)
-    new = sgdm_on_device(weights, gradients, velocities)
-    assert bytes_of([*new, *velocities]) == bytes_of_sgdm(*host)
+    values = arguments(SGDM, GPU, share(1))
+    places, total = optimizer.places(tuple(w.size for w in values["weights"]))
+    memory, floats = launching.empty((total,)), np.zeros(total, np.float32)
+    for w, place in zip(values["weights"], places, strict=True):
+        floats[place : place + w.size] = launching.download(w).ravel()
+        w.buffer, w.offset = memory.buffer, 4 * place
+    launching.upload(memory, floats)
+    monkeypatch.setattr(array, "empty", lambda shape: memory)
+    assert bytes_of(flat(SGDM.call(GPU, values))) == bytes_of(results(SGDM, REFERENCE))
 
 
 @contextlib.contextmanager
@@ -138,33 +119,22 @@ def test_large_arrays_are_stepped_in_larger_parts(device, small):
         new = optimizer.optimizer_step(
             "sgdm", [array.plain(weight)], [array.plain(gradient)], [[on_device]], *options
         )
-    expected = reference.optimizer_step("sgdm", [weight], [gradient], [[velocity]], *options)
+    expected = REFERENCE.optimizer_step("sgdm", [weight], [gradient], [[velocity]], *options)
     assert bytes_of([*new, on_device]) == bytes_of([*expected, velocity])
 
 
-@pytest.mark.parametrize("device", [0, 1, 2], indirect=True)
 @pytest.mark.parametrize("method", ["l2norm", "global-l2norm", "absolute-value"])
-@pytest.mark.parametrize("small", [1 << 22, 100])
-def test_clipping_matches_numpy(device, method, small):
-    """Norms may round differently because the GPU adds squares in another order."""
-    weights, gradients = draws("weight"), draws("gradient")
-    for threshold in (0.25, 10.0, 1e6):
-        arrays = [layout(w) for w in weights], [layout(g) for g in gradients]
-        with small_up_to(small):
-            clipped = optimizer.clip(*arrays, DECAYS, method, threshold)
-        expected = reference.clip(weights, gradients, DECAYS, method, threshold)
-        for value, exact in zip(clipped, expected, strict=True):
-            np.testing.assert_allclose(value.numpy(), exact, rtol=2e-7)
-        if method == "absolute-value" or threshold == 1e6:
-            assert bytes_of(clipped) == bytes_of(expected)
+def test_clipping_of_larger_parts_matches_numpy(device, method):
+    with small_up_to(100):
+        check_on_gpu(device, *(f"clip, {method}, {threshold}" for threshold in (0.25, 10.0, 1e6)))
 
 
 def test_norms_are_the_same_bytes_in_every_schedule(emulated):
-    clipped = []
+    """Of all parameters together; test_conformance.py has those of each."""
+    case, clipped = BY_NAME["clip, global-l2norm, 0.25"], []
     for schedule in (0, 1, 2):
         with emulated(schedule):
-            arrays = ([layout(v) for v in draws(name)] for name in ("weight", "gradient"))
-            clipped.append(bytes_of(optimizer.clip(*arrays, DECAYS, "global-l2norm", 0.5)))
+            clipped.append(bytes_of(results(case, GPU)))
     assert clipped[0] == clipped[1] == clipped[2]
 
 

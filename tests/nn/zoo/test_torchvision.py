@@ -97,7 +97,7 @@ def test_scores_are_those_of_pytorch(name, undrawn, tmp_path):
     with torch.no_grad():
         for array in oracle.state_dict().values():
             array.zero_()
-        again = safetensors.load_file(tmp_path / "again.safetensors")
-        missing, unexpected = oracle.load_state_dict(again, strict=False)
+        restored = safetensors.load_file(tmp_path / "again.safetensors")
+        missing, unexpected = oracle.load_state_dict(restored, strict=False)
         assert not unexpected and all(key.endswith("num_batches_tracked") for key in missing)
         assert torch.equal(oracle(torch.tensor(images)), torch.tensor(expected))
