@@ -20,9 +20,9 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def colours(tmp_path_factory):
-    """A folder of 90 colour images of 32 x 32 pixels in three classes."""
+    """A folder of 60 colour images of 32 x 32 pixels in three classes."""
     folder = tmp_path_factory.mktemp("colours") / "shapes"
-    return jobs.draw_images(folder, per_class=30, side=32, channels=3)
+    return jobs.draw_images(folder, per_class=20, side=32, channels=3)
 
 
 @pytest.fixture(scope="session")

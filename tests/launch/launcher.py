@@ -142,6 +142,16 @@ def assert_gone(pids):
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
 
 
+def marked(text):
+    """Return the command lines of the processes with a text in their environment at the start."""
+    commands = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (process / "environ").read_bytes():
+                commands.append((process / "cmdline").read_bytes().replace(b"\0", b" ")[:200])
+    return commands
+
+
 def kill(job):
     """End mpirun, which ends its ranks, then all processes of the job that are left."""
     family = _descendants(job.pid)  # each rank may be in a session of its own

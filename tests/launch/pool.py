@@ -24,10 +24,11 @@ _pools = {}  # {ranks: Pool}
 def run(ranks, *args, env=None, check=None, cwd=None):
     """Run `python args...` on each rank of a pool and return its Result, as launcher.mpirun does.
 
-    ranks: None for a process without mpirun. env: variables that a command reads when it runs;
-    those that a process reads when it starts are the pool's.
+    ranks: None or 1 for a process without mpirun. env: variables that a command reads when it
+    runs; those that a process reads when it starts are the pool's.
     """
     words = [str(word) for word in args]
+    ranks = None if ranks == 1 else ranks  # one process less to start
     pool = _pools.get(ranks)
     if pool is None or not pool.is_up():
         pool = _pools[ranks] = Pool(ranks)
@@ -65,7 +66,7 @@ class Pool:
         paths = [self.folder / f"result-{number}-{rank}" for rank in range(self.size)]
         try:
             while not all(path.exists() for path in paths) and self.is_up():
-                time.sleep(0.002)
+                time.sleep(0.005)
         except pytest.fail.Exception as expired:
             self.job.print_stacks()
             self._fail(expired, words)

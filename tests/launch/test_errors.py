@@ -1,16 +1,19 @@
 """Invalid options and data: one line from rank 0, exit code 2, and no process is left."""
 
-import contextlib
 import shutil
+import uuid
 from pathlib import Path
 
 import jobs
 import pool
 import pytest
 from image_sets import pixels_of, save
-from launcher import finish, start
+from launcher import finish, marked, start
 from limits import wait_until
 
+from mpidl.nn import zoo
+
+SLOW = pytest.mark.slow("jobs")
 NETWORKS = jobs.network("")
 
 
@@ -20,21 +23,11 @@ def run_in_pool(ranks, *words, env=None):
 
 def run_as_job(ranks, *words):
     """Run a separate job, wait until its processes are gone, and return its refusal."""
-    with start(ranks, *words, env=jobs.without_plots()) as job:
+    mark = uuid.uuid4().hex
+    with start(ranks, *words, env=jobs.without_plots() | {"MPIDL_TEST_MARK": mark}) as job:
         result = finish(job)
-    tail = b"".join(str(word).encode() + b"\0" for word in words)
-
-    def is_gone():
-        return not any(_command_line(p).endswith(tail) for p in Path("/proc").glob("[0-9]*"))
-
-    wait_until(is_gone)
+        wait_until(lambda: not marked(mark))
     return jobs.refusal(result)
-
-
-def _command_line(process):
-    with contextlib.suppress(OSError):
-        return (process / "cmdline").read_bytes()
-    return b""
 
 
 def refused_training(ranks, *options, network=jobs.SMALL, run=run_in_pool, **paths):
@@ -63,6 +56,7 @@ def test_options(case):
     assert text in refused_training(None, *options)
 
 
+@SLOW
 def test_an_option_of_a_job():
     text = refused_training(2, "--lerning-rate", 0.1, run=run_as_job)
     assert text.startswith("unknown option --lerning-rate: did you mean --learning-rate")
@@ -71,8 +65,7 @@ def test_an_option_of_a_job():
 NETWORK = {
     "unknown": (
         "digit",
-        "--network digit: expected digits, cifar, resnet, alexnet or FILE.py:FUNCTION: did you "
-        "mean digits?",
+        f"--network digit: expected {', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION: did you mean digits?",
     ),
     "no file": ("missing.py:small", "--network missing.py:small: no such file: missing.py"),
     "no function": (f"{NETWORKS}smal", "networks.py defines no function smal: did you mean small"),
@@ -156,15 +149,13 @@ def spoiled(pictures, tmp_path):
     return shutil.copytree(pictures, tmp_path / "images")
 
 
-@pytest.mark.parametrize(
-    "name", ["box/33.png", pytest.param("dot/69.png", marks=pytest.mark.slow("jobs"))]
-)
+@pytest.mark.parametrize("name", ["box/33.png", pytest.param("dot/69.png", marks=SLOW)])
 def test_a_corrupt_image(spoiled, tmp_path, name):
     """Any rank may read the damaged file, in the training or in the test."""
     path = spoiled / name
     path.write_bytes(path.read_bytes()[:90])
     paths = {"data": spoiled, "out": tmp_path / "run"}
-    text = refused_training(3, "--batch-size", 50, "--epochs", 1, run=run_as_job, **paths)
+    text = refused_training(2, "--batch-size", 50, "--epochs", 1, run=run_as_job, **paths)
     assert text.startswith(f"{path}: the image cannot be read: ")
 
 
@@ -232,11 +223,11 @@ failure.run(main)
     ("limit", "file", "network", "options"),
     [
         (40_000, "checkpoint.h5", "digits", ["--epochs", 1, "--batch-size", 50]),
-        (300, "options.toml", "digits", ["--epochs", 1, "--batch-size", 50]),
+        pytest.param(300, "options.toml", "digits", ["--batch-size", 50], marks=SLOW),
         # only rank 0 finds it, in the middle of an epoch
         pytest.param(
             *(31_000, "metrics.jsonl", jobs.SMALL, ["--epochs", 50, "--batch-size", 16]),
-            marks=pytest.mark.slow("jobs"),
+            marks=SLOW,
         ),
     ],
     ids=["checkpoint", "options", "metrics"],

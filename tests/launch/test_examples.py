@@ -35,13 +35,13 @@ def value_of(label, text):
 
 def test_custom_loop_is_the_training_command(folder, tmp_path):
     """180 of 200 images make mini-batches of 128 and 52 images; the last block holds 4."""
-    args = ("-m", "mpidl.train", "--data", folder, "--epochs", 3, "--out", tmp_path / "out")
+    args = ("-m", "mpidl.train", "--data", folder, "--epochs", 2, "--out", tmp_path / "out")
     command = pool.run(2, *args, check=0).stdout
     expected = value_of("weights_sha256", command)
     for ranks in (None, 3):
-        printed = run("custom_loop.py", ranks, folder, 3)
+        printed = run("custom_loop.py", ranks, folder, 2)
         assert value_of("Weights sha256", printed) == expected
-        assert "\nEpoch: 3, Loss: " in printed
+        assert "\nEpoch: 2, Loss: " in printed
     assert value_of("Accuracy", printed) in command
 
 
@@ -52,8 +52,8 @@ def test_custom_loop_is_dl_train(folder):
     text += "options = dl.TrainingOptions.from_recipe('digits', epochs=2, validation=test); "
     text += "dl.train(net, train, options, world=world); "
     text += "world.report(weights_sha256=dl.weights_sha256(net))"
-    library = pool.run(3, "-c", text, folder, check=0).stdout
-    loop = run("custom_loop.py", 2, folder, 2)
+    library = pool.run(2, "-c", text, folder, check=0).stdout
+    loop = run("custom_loop.py", 1, folder, 2)
     assert value_of("Weights sha256", loop) == value_of("Weights sha256", library)
 
 
@@ -75,25 +75,24 @@ def test_on_one_rank_matlab_loop_is_custom_loop_up_to_rounding(folder):
 
 
 def test_custom_op_gives_one_hash(folder):
-    printed = {ranks: run("custom_op.py", ranks, folder, 12) for ranks in (1, 3)}
+    printed = {ranks: run("custom_op.py", ranks, folder, 12) for ranks in (1, 2)}
     assert len(set(printed.values())) <= 2, printed  # check_vjp may round differently
     assert len({value_of("Weights sha256", text) for text in printed.values()}) == 1
     losses = [float(x) for x in re.findall(r"Loss: (\S+)", printed[1])]
     assert losses[-1] < losses[0]
 
 
-def test_from_a_notebook_gives_one_hash(folder):
-    """The example starts the ranks itself and gives the weights of the training command."""
-    printed = {ranks: run("from_a_notebook.py", None, ranks, folder, 2) for ranks in (1, 3)}
-    hashes = {value_of("Weights sha256", text) for text in printed.values()}
-    assert hashes == {value_of("Weights sha256", run("custom_loop.py", 2, folder, 2))}
-    for text in printed.values():
-        assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)
+def test_from_a_notebook(folder):
+    """The example starts the ranks itself and gives the weights of the training loop."""
+    text, loop = run("from_a_notebook.py", None, 2, folder, 2), run("custom_loop.py", 1, folder, 2)
+    assert value_of("Weights sha256", text) == value_of("Weights sha256", loop)
+    assert "true \\ predicted" in text and re.search(r"^Epoch: 2, Loss: ", text, re.M)
 
 
 def test_denoise_removes_noise_and_gives_one_hash(folder):
-    printed = {ranks: run("denoise.py", ranks, folder, 60) for ranks in (1, 3)}
+    printed = {ranks: run("denoise.py", ranks, folder, 6) for ranks in (1, 2)}
     ends = {tuple(text.splitlines()[-2:]) for text in printed.values()}  # errors and hash
     assert len(ends) == 1, printed
-    noisy, denoised = re.search(r"Noisy: (\S+), Denoised: (\S+)", printed[1]).groups()
-    assert float(denoised) < 0.95 * float(noisy), printed[1]
+    text = run("denoise.py", 1, folder, 60)
+    noisy, denoised = re.search(r"Noisy: (\S+), Denoised: (\S+)", text).groups()
+    assert float(denoised) < 0.95 * float(noisy), text

@@ -23,14 +23,14 @@ RANKS_THREADS_WORKERS = list(itertools.product((1, 2, 3), (1, 2), (1, 4)))
 
 @pytest.mark.parametrize(
     "cases",
-    [[(1, 1, 1), (3, 2, 4)], pytest.param(RANKS_THREADS_WORKERS, marks=pytest.mark.slow("ranks"))],
+    [[(1, 1, 1), (2, 2, 4)], pytest.param(RANKS_THREADS_WORKERS, marks=pytest.mark.slow("ranks"))],
     ids=["some", "all"],
 )
 def test_the_cifar_network_by_its_recipe(cases, colours, tmp_path):
     """The recipe of the network mirrors images and shifts them by up to 4 pixels."""
 
     def weights(ranks, out, *words):
-        words = ("--max-iterations", 2, *words)
+        words = ("--batch-size", 20, "--max-iterations", 1, *words)
         return jobs.trained_hash(ranks, colours, tmp_path / out, *words, network="cifar")
 
     hashes = {}
@@ -48,7 +48,7 @@ def warped(sizes, tmp_path_factory):
     """Train the same run with several settings; return {(ranks, workers, prefetch): folder}."""
     base = tmp_path_factory.mktemp("warped")
     folders = {}
-    for ranks, workers, prefetch in ((1, 1, 2), (1, 4, 3), (2, 2, 1), (3, 1, 0)):
+    for ranks, workers, prefetch in ((1, 1, 2), (2, 4, 3), (3, 2, 0)):
         out = base / f"{ranks}-{workers}-{prefetch}"
         words = ("--workers", workers, "--prefetch", prefetch, "--epochs", 2, "--threads", 1)
         jobs.train(ranks, sizes, out, *WARPED, *words)

@@ -11,9 +11,8 @@ SAY_RANK += "sys.stdout.write(f'{c.rank}/{c.size}\\n'); sys.stdout.flush()"
 
 
 def test_ranks_and_exit_code():
-    result = mpirun(3, "-c", SAY_RANK, check=0)
-    assert sorted(result.stdout.split()) == ["0/3", "1/3", "2/3"]
-    assert mpirun(2, "-c", SAY_RANK + "; raise SystemExit(75)").returncode == 75
+    result = mpirun(2, "-c", SAY_RANK + "; raise SystemExit(75)", check=75)
+    assert sorted(result.stdout.split()) == ["0/2", "1/2"]
     assert mpirun(None, "-c", SAY_RANK, check=0).stdout == "0/1\n"
 
 
@@ -51,5 +50,5 @@ def test_a_pool_runs_many_commands():
 
 def test_a_pool_that_dies_fails_the_test_and_is_replaced():
     with pytest.raises(pytest.fail.Exception, match=r"the job ended with 3"):
-        pool.run(1, "-c", "import os; os._exit(3)")
-    assert pool.run(1, "-c", SAY_WORLD, check=0).stdout == "0/1\n"
+        pool.run(None, "-c", "import os; os._exit(3)")
+    assert pool.run(None, "-c", SAY_WORLD, check=0).stdout == "0/1\n"

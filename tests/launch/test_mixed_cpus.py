@@ -37,7 +37,7 @@ def train(data, out, builds, check=0):
     "lower", [*BUILDS[1:2], *(pytest.param(b, marks=SLOW) for b in [*BUILDS[2:], "numpy"])]
 )
 def test_all_ranks_run_the_lowest_build(pictures, tmp_path, lower):
-    builds = [BUILDS[0], lower, BUILDS[0]]
+    builds = [BUILDS[0], lower]
     result = train(pictures, tmp_path / "mix", builds)
     host = os.uname().nodename
     lines = [line for line in result.stdout.splitlines() if "warning" in line and "kernels" in line]
@@ -48,6 +48,7 @@ def test_all_ranks_run_the_lowest_build(pictures, tmp_path, lower):
     assert jobs.weights_hash(tmp_path / "mix") == expected
 
 
+@pytest.mark.slow("jobs")
 def test_an_unknown_build_is_reported_once(pictures, tmp_path):
     text = "MPIDL_CPU: expected one of x86-64-v4, x86-64-v3, generic, numpy, found 'x86-64-v9'"
     result = train(pictures, tmp_path / "out", ["numpy", "x86-64-v9"], check=2)

@@ -5,6 +5,7 @@ import shutil
 import jobs
 import pytest
 
+SLOW = pytest.mark.slow("jobs")
 # All decisions during a training: rates, clipping, the best network, the end.
 DECIDING = [
     *("--solver", "adam", "--learning-rate", 0.1, "--learn-rate-schedule", "cosine"),
@@ -24,23 +25,23 @@ def records(out):
 def runs(pictures, tmp_path_factory):
     """Train on several numbers of ranks; return {ranks: output folder}."""
     base = tmp_path_factory.mktemp("deciding")
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         jobs.train(ranks, pictures, base / str(ranks), *DECIDING)
-    return {ranks: base / str(ranks) for ranks in (1, 2, 3)}
+    return {ranks: base / str(ranks) for ranks in (1, 3)}
 
 
 def test_the_same_bytes_on_any_ranks(runs):
     jobs.assert_same_weights({n: jobs.weights_hash(out) for n, out in runs.items()})
-    assert records(runs[1]) == records(runs[2]) == records(runs[3])
+    assert records(runs[1]) == records(runs[3])
     rates = [r[-1] for r in records(runs[1]) if r[0] == "iteration"]
     assert rates[:3] == pytest.approx([0.01, 0.055, 0.1]) and rates[-1] < rates[2]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=SLOW), 2])
 def test_stopped_in_an_epoch_and_resumed_on_other_ranks(runs, pictures, tmp_path, ranks):
     """Moving means, step count, schedule, best network and patience continue."""
     out = tmp_path / "halted"
-    jobs.train(2, pictures, out, *DECIDING, "--max-iterations", 7)
+    jobs.train(3, pictures, out, *DECIDING, "--max-iterations", 7)
     assert jobs.summary(out)["iterations"] == 7
     jobs.resume(ranks, out, "--max-iterations", "none", "--threads", 1)
     jobs.assert_same_end(runs[1], out)
@@ -60,15 +61,15 @@ SOLVERS = {
 }
 
 
+@SLOW  # runs() has Adam
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_solver_gives_the_same_bytes_on_any_ranks_and_resumed(pictures, tmp_path, solver):
-    words = [*SOLVERS[solver], "--epochs", 3, "--threads", 1]
-    hashes = {n: jobs.trained_hash(n, pictures, tmp_path / str(n), *words) for n in (1, 3)}
-    halted = tmp_path / "halted"
-    jobs.train(3, pictures, halted, *words, "--max-iterations", 4)
-    assert jobs.summary(halted)["iterations"] == 4
+    words, halted = [*SOLVERS[solver], "--epochs", 2, "--threads", 1], tmp_path / "halted"
+    expected = jobs.trained_hash(1, pictures, tmp_path / "1", *words)
+    jobs.train(3, pictures, halted, *words, "--max-iterations", 5)
+    assert jobs.summary(halted)["iterations"] == 5
     jobs.resume(2, halted, "--max-iterations", "none", "--threads", 1)
-    jobs.assert_same_weights(hashes | {"2, resumed": jobs.weights_hash(halted)})
+    jobs.assert_same_weights({1: expected, "3, then 2": jobs.weights_hash(halted)})
 
 
 def test_patience_ends_the_run_and_the_result_is_the_best_network(runs, pictures, tmp_path):
@@ -81,7 +82,7 @@ def test_patience_ends_the_run_and_the_result_is_the_best_network(runs, pictures
 
 
 def test_the_load_does_not_change_the_weights(pictures, tmp_path):
-    words = ("--epochs", 3, "--threads", 1, "--worker-load")
+    words = ("--epochs", 1, "--threads", 1, "--worker-load")
     hashes = {
         load: jobs.trained_hash(ranks, pictures, tmp_path / load, *words, load)
         for ranks, load in ((1, "1"), (3, "0,1,2"), (3, "measured"))

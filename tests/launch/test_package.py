@@ -25,6 +25,17 @@ def sources(*names):
                 yield file
 
 
+def distribute(kind, folder, out, env=None):
+    """Build an "sdist" or a "wheel" of the sources in a folder; return its path and the output.
+
+    It does in one process what `pip wheel` does in several.
+    """
+    text = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    result = mpirun(None, "-c", text, env=env, cwd=folder, check=0)
+    (path,) = out.glob("mpidl-*")
+    return path, result.stdout + result.stderr
+
+
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
     """The unpacked source distribution of a copy of the sources."""
@@ -34,9 +45,7 @@ def unpacked(tmp_path_factory):
         target = copy / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    text = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
-    mpirun(None, "-c", text, cwd=copy, check=0)
-    (packed,) = out.glob("mpidl-*.tar.gz")
+    packed, _ = distribute("sdist", copy, out)
     shutil.unpack_archive(packed, out)
     unpacked = packed.with_name(packed.name.removesuffix(".tar.gz"))
     if os.path.isdir(kernels.OBJECTS):  # saves compiling; names hash the sources
@@ -44,24 +53,16 @@ def unpacked(tmp_path_factory):
     return unpacked
 
 
-def wheel_of(folder, out, env):
-    """Build a wheel with pip; return its path and pip's output."""
-    words = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-v", "--wheel-dir", out]
-    result = mpirun(None, *words, folder, env=env, check=0)
-    (wheel,) = out.glob("mpidl-*.whl")
-    return wheel, result.stdout + result.stderr
-
-
 @pytest.fixture(scope="module")
 def wheel(unpacked, tmp_path_factory):
-    return wheel_of(unpacked, tmp_path_factory.mktemp("wheel"), {})[0]
+    return distribute("wheel", unpacked, tmp_path_factory.mktemp("wheel"))[0]
 
 
 @pytest.fixture(scope="module")
 def wheel_without_compiler(unpacked, tmp_path_factory):
     """A wheel built without a compiler, although an earlier build has left kernels."""
     env = {"PATH": tmp_path_factory.mktemp("empty"), "CC": ""}
-    wheel, text = wheel_of(unpacked, tmp_path_factory.mktemp("pure"), env)
+    wheel, text = distribute("wheel", unpacked, tmp_path_factory.mktemp("pure"), env)
     assert "mpidl: kernels that are not compiled: no C compiler: cc, gcc or clang is" in text
     return wheel
 
@@ -98,7 +99,7 @@ def test_without_a_compiler_there_are_no_kernels_in_it(wheel, wheel_without_comp
 
 @pytest.mark.slow("package")
 def test_a_compiler_that_fails(unpacked, tmp_path):
-    wheel, text = wheel_of(unpacked, tmp_path, {"CC": "/bin/false"})
+    wheel, text = distribute("wheel", unpacked, tmp_path, {"CC": "/bin/false"})
     assert names_in(wheel) == expected_names()
     assert "mpidl: kernels that are not compiled: /bin/false ended with exit code 1" in text
 

@@ -1,11 +1,9 @@
 """A resumed run ends with the bytes of an uninterrupted one, on any number of ranks."""
 
 import shutil
-import signal
 
 import jobs
 import pytest
-from launcher import finish
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def assert_same_run(expected, out):
     assert jobs.iterations(out) == list(range(1, 2 * jobs.ITERATIONS + 1))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow("jobs")), 3])
 def test_on_other_ranks(copy, uninterrupted, ranks):
     result = jobs.resume(ranks, copy, "--max-iterations", "none")
     assert "Resumed after iteration 6, in epoch 2" in result.stdout
@@ -72,20 +70,6 @@ def test_more_epochs_and_another_folder(pictures, uninterrupted, tmp_path):
     jobs.resume(1, first, "--epochs", 2, "--out", second)
     assert_same_run(uninterrupted, second)
     assert jobs.iterations(first) == [1, 2, 3, 4]
-
-
-def test_after_a_signal(pictures, tmp_path):
-    """The iteration of the stop is random; both runs end five iterations after it."""
-    out, reference = tmp_path / "stopped", tmp_path / "reference"
-    with jobs.start(2, pictures, out, *jobs.ENDLESS) as job:
-        job.send_signal(signal.SIGUSR1)
-        result = finish(job)
-    assert result.returncode == jobs.STOPPED
-    end = jobs.iterations(out)[-1] + 5
-    jobs.resume(3, out, "--max-iterations", end)
-    words = [*jobs.ENDLESS, "--max-iterations", end]
-    assert jobs.weights_hash(out) == jobs.trained_hash(1, pictures, reference, *words)
-    assert jobs.iterations(out) == list(range(1, end + 1))
 
 
 @pytest.mark.parametrize(

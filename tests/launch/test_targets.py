@@ -14,19 +14,20 @@ OPTIONS = ["--epochs", 2, "--learning-rate", 0.1]
 
 @pytest.mark.parametrize("kind, network", [("numbers", "digits"), ("images", SHADES)])
 def test_mean_squared_error(pairs, tmp_path, kind, network):
-    for ranks in (1, 3):
+    for ranks in (1, 2):
         out = tmp_path / str(ranks)
-        words = ["--epochs", 2, "--loss", "mse"]
+        words = ["--epochs", 1, "--loss", "mse"]
         result = jobs.train(ranks, pairs[kind], out, *words, network=network)
         lines, summary = jobs.output_lines(result), jobs.summary(out)
         assert summary["accuracy"] is None
         assert f"Test loss: {summary['loss']:.6g} (9 images)" in lines
-        assert re.search(r"^Epoch: 2, Loss: \d\.\d{4}, Images/s: \d+, ", "\n".join(lines), re.M)
-    assert jobs.weights_hash(tmp_path / "1") == jobs.weights_hash(tmp_path / "3")
+        assert re.search(r"^Epoch: 1, Loss: \d\.\d{4}, Images/s: \d+, ", "\n".join(lines), re.M)
+    assert jobs.weights_hash(tmp_path / "1") == jobs.weights_hash(tmp_path / "2")
     line = jobs.predict(tmp_path / "1" / "model.h5", pairs[kind])[-1]
     assert re.fullmatch(r"RMSE: [\d.e-]+, MAE: [\d.e-]+ \(90 images\)", line)
 
 
+@pytest.mark.slow("jobs")
 def test_resume_on_other_ranks(pairs, tmp_path):
     data, words, out = pairs["images"], [*OPTIONS, "--loss", "mse"], tmp_path / "halted"
     expected = jobs.trained_hash(1, data, tmp_path / "expected", *words, network=SHADES)

@@ -1,0 +1,64 @@
+"""Functions that test_from_a_script.py launches; the ranks import this module without pytest."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import mpidl as dl
+
+
+def sizes(world, *arguments):
+    return world.rank, world.size, world.gop("sum", world.rank + 1), arguments
+
+
+def trained(world, pixels, labels):
+    net = dl.Network([dl.Conv2D(3, 4), dl.BatchNorm(), dl.ReLU(), dl.Dense(3)], (1, 8, 8))
+    store = dl.ArrayDatastore(pixels, labels)
+    options = dl.TrainingOptions(epochs=2, batch_size=32, verbose_every=0)
+    dl.train(net, store, options, world=world)
+    return net
+
+
+def speak(world, path):
+    """Print two lines, by one write on rank 0 because mpirun mixes the writes; wait for a file."""
+    end = "in two lines\n" if world.rank == 0 else "in two"
+    sys.stdout.write(f"rank {world.rank} speaks\n{end}")
+    sys.stdout.write("" if world.rank == 0 else " lines")
+    sys.stderr.write("and here\n")
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+class Unpicklable(Exception):
+    """Its pickle cannot be loaded."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def raise_error():
+    raise ValueError("a bad value")
+
+
+def fail(world, statement, ranks):
+    """Execute a statement on some of the ranks, while the others wait."""
+    if world.rank in ranks:
+        exec(statement)
+    world.barrier()
+
+
+def hang(world):
+    if world.rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)  # longer than the test's limit
+    world.barrier()
+
+
+def unsendable(world):
+    return threading.Lock()
+
+
+def launch_inside(world):
+    return dl.launch(sizes, ranks=2)
