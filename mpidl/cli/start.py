@@ -235,12 +235,8 @@ def network(
         hint = nearest(name, zoo.NETWORKS)
         raise UserError(f"--network {name}: expected {networks} or FILE.py:FUNCTION{hint}")
     try:
-        built = build(input_shape, classes)
-        if isinstance(built, Network) and not in_zoo:
-            net = built
-        else:
-            layers = built.layers if isinstance(built, Network) else built
-            net = Network(layers, input_shape, seed=seed)
+        built = build(input_shape, classes, seed) if in_zoo else build(input_shape, classes)
+        net = built if isinstance(built, Network) else Network(built, input_shape, seed=seed)
     except (ValueError, TypeError) as error:
         hint = _resize_hint(build, input_shape) if in_zoo else ""
         raise UserError(f"--network {name}: {error}{hint}") from error

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
 from mpidl.files import write_whole
 from mpidl.interchange.onnx_file import Model
@@ -200,12 +199,7 @@ def _nodes(onnx, net, normalize_images):
 
 
 def _description(net, normalize_images):
-    normalization = net.normalization
-    name = normalize.USUAL if normalization is None else normalization.name
-    attributes = model_file.describe(
-        net.spec(), net.classes, net.input_shape, name, net.crop, net.preprocess
-    )
-    return attributes | {"normalize_images": normalize_images}
+    return model_file.description_of(net) | {"normalize_images": normalize_images}
 
 
 def restored(model: Model) -> Network | None:
@@ -215,19 +209,12 @@ def restored(model: Model) -> Network | None:
     """
     try:
         attributes = json.loads(model.description[KEY])
-        description = model_file.described(attributes)
-        net = Network.from_spec(description["network"], description["input_shape"])
-        arrays = model.constants
-        net.parameters = {name: arrays[name] for name in net.parameters}
-        net.state = {name: arrays[name] for name in net.state}
-        names = {"centre": CENTRE, "divisor": DIVISOR}
+        arrays, names = model.constants, {"centre": CENTRE, "divisor": DIVISOR}
         scaling = {key: arrays[name] for key, name in names.items() if CENTRE in arrays}
         scaling = {k: v[0] if v.shape[2:] != (1, 1) else v.ravel() for k, v in scaling.items()}
-        channels = net.input_shape[0]
-        net.normalization = normalize.read(description["normalization"], scaling, channels)
-        net.normalization.check(net.input_shape)
-        net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
-        net.classes = None if description["classes"] is None else tuple(description["classes"])
+        net = model_file.network_of(model_file.described(attributes), scaling)
+        net.parameters = {name: arrays[name] for name in net.parameters}
+        net.state = {name: arrays[name] for name in net.state}
         expected = _nodes(library("onnx", "", "onnx"), net, attributes["normalize_images"])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError):
         return None

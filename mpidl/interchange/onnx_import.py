@@ -470,7 +470,9 @@ def _concat(node, builder):
 
 
 def load_onnx(
-    path: str | os.PathLike[str], input_shape: tuple[int, int, int] | None = None
+    path: str | os.PathLike[str],
+    input_shape: tuple[int, int, int] | None = None,
+    graph_alone: bool = False,
 ) -> Network:
     """Create a network from an ONNX file, with its weights.
 
@@ -485,6 +487,8 @@ def load_onnx(
         one output.
     input_shape : (C, H, W), optional
         Shape of an image if the file leaves it open.
+    graph_alone : bool
+        Whether to ignore the description that `save_onnx` adds to a file.
 
     Returns
     -------
@@ -499,7 +503,7 @@ def load_onnx(
         message lists all of these nodes.
     """
     model = onnx_file.read(path, input_shape)
-    net = onnx_export.restored(model)
+    net = None if graph_alone else onnx_export.restored(model)
     if net is not None:
         return net
     builder, output = _build(model, path)

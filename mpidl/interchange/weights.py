@@ -8,6 +8,7 @@ against the size of the file before it reads an array.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from mpidl.nn import Network
 from mpidl.text import printable
 from mpidl.training.files import model_file
 
+# Arrays that `save_weights` adds for the normalization of the images.
+NORMALIZATION = ("normalization.centre", "normalization.divisor")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 TO_SAFETENSORS = (
     'python -c "import sys, torch; from safetensors.torch import save_file; save_file({{k: '
@@ -79,9 +82,7 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     errors = _differences(net, renamed)
     if errors:
         fitting = [
-            repr(name)
-            for name in LIBRARIES
-            if name != names and not _differences(net, _renamed(net, arrays, name, path))
+            repr(name) for name in LIBRARIES if name != names and fits(net, arrays, name, path)
         ]
         hint = f"; the names of {' and '.join(fitting)} fit (names=, --names)" if fitting else ""
         raise UserError(f"{printable(path)}: {'; '.join(errors)}{hint}")
@@ -123,11 +124,19 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
         name if names == "mpidl" else weight_names.torchvision_name(name): np.ascontiguousarray(a)
         for name, a in (net.parameters | net.state).items()
     }
-    write_whole(path, safetensors.save(arrays, {"format": "mpidl"}))
+    if net.normalization is not None:
+        arrays |= {f"normalization.{key}": a for key, a in net.normalization.arrays().items()}
+    description = json.dumps(model_file.description_of(net))
+    write_whole(path, safetensors.save(arrays, {"format": "mpidl", "description": description}))
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the arrays of a weight file by their names in the file.
+    """Return the arrays of a weight file by their names in the file; see `read`."""
+    return read(path)[0]
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays of a weight file by their names in the file, and the file's metadata.
 
     Raises
     ------
@@ -147,7 +156,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             tables, _ = model_file.read(path)
         except model_file.Torn as error:
             raise UserError(f"{printable(path)}: not a model file: {error}") from error
-        return tables.get("learnables", {}) | tables.get("state", {})
+        return tables.get("learnables", {}) | tables.get("state", {}), {}
     if suffix != ".safetensors":
         raise UserError(
             f"{printable(path)}: expected a weight file *.safetensors or *.h5, found {suffix!r}"
@@ -155,7 +164,8 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     safetensors = library("safetensors", path, "safetensors")
     try:
         with safetensors.safe_open(path, "numpy") as file:
-            return {name: _array(file, name, path) for name in file.keys()}
+            arrays = {name: _array(file, name, path) for name in file.keys()}
+            return arrays, file.metadata() or {}
     except OSError as error:
         raise unreadable(path, error) from None
     except safetensors.SafetensorError as error:
@@ -169,13 +179,20 @@ def _array(file, name, path):
     return file.get_tensor(name)
 
 
+def fits(
+    net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
+) -> bool:
+    """Return whether the arrays of a file are those of a network under a library's names."""
+    return not _differences(net, _renamed(net, arrays, names, path))
+
+
 def _renamed(net, arrays, names, path) -> dict[str, tuple[str, np.ndarray]]:
     """Return {name in the network: (name in the file, array)}."""
     rename = weight_names.rename(names, net)
     renamed: dict[str, tuple[str, np.ndarray]] = {}
     for name, array in arrays.items():
         new_name = rename(name)
-        if new_name is None:
+        if new_name is None or name in NORMALIZATION:
             continue
         if new_name in renamed:
             raise UserError(

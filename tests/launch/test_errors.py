@@ -65,7 +65,8 @@ def test_an_option_of_a_job():
 NETWORK = {
     "unknown": (
         "digit",
-        f"--network digit: expected {', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION: did you mean digits?",
+        f"--network digit: expected {', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION: did you mean "
+        "digits?",
     ),
     "no file": ("missing.py:small", "--network missing.py:small: no such file: missing.py"),
     "no function": (f"{NETWORKS}smal", "networks.py defines no function smal: did you mean small"),

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from benchmarks import arguments as bench_arguments
-from mpidl.cli import arguments, pack
+from mpidl.cli import arguments, convert, pack
 from mpidl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +16,7 @@ PARSERS = {
     "verify": arguments.verify,
     "info": arguments.info,
     "pack": pack.parse,
+    "convert": convert.parse,
     "benchmarks": bench_arguments.parse,
 }
 STARTERS = {"mpirun", "srun", "sbatch"}  # options, then a command

@@ -188,6 +188,44 @@ def described(attributes: Mapping[str, Any]) -> Description:
     return description
 
 
+def network_of(
+    description: Description,
+    normalization: dict[str, np.ndarray],
+    layer_types: Iterable[type[Layer]] = (),
+) -> Network:
+    """Create the network that a file describes, with initial learnables.
+
+    Parameters
+    ----------
+    description : dict
+        The result of `described`.
+    normalization : dict
+        The arrays of the normalization, `Normalization.arrays`.
+    layer_types : iterable of Layer classes
+        The custom layer classes in the network.
+
+    Raises
+    ------
+    TypeError, ValueError, UserError
+        If the description is invalid.
+    """
+    net = Network.from_spec(
+        description["network"], description["input_shape"], layer_types=layer_types
+    )
+    channels = net.input_shape[0]
+    net.normalization = normalize.read(description["normalization"], normalization, channels)
+    net.normalization.check(net.input_shape)
+    net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
+    net.classes = None if description["classes"] is None else tuple(description["classes"])
+    return net
+
+
+def description_of(net: Network) -> dict[str, Any]:
+    """Return the root attributes that describe a network with its own class names."""
+    name = normalize.USUAL if net.normalization is None else net.normalization.name
+    return describe(net.spec(), net.classes, net.input_shape, name, net.crop, net.preprocess)
+
+
 def save_model(
     path: str | os.PathLike[str],
     net: Network,
@@ -267,14 +305,7 @@ def load_model(
     try:
         tables, attributes = read(path)
         description = described(attributes)
-        net = Network.from_spec(
-            description["network"], description["input_shape"], layer_types=layers
-        )
-        arrays, channels = tables.get("normalization", {}), net.input_shape[0]
-        net.normalization = normalize.read(description["normalization"], arrays, channels)
-        net.normalization.check(net.input_shape)
-        net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
-        net.classes = None if description["classes"] is None else tuple(description["classes"])
+        net = network_of(description, tables.get("normalization", {}), layers)
     except Torn as error:
         raise UserError(f"{path}: the model cannot be loaded: {error}") from error
     except KeyError as error:

@@ -1,0 +1,121 @@
+"""`python -m mpidl.convert`: convert a network between model.h5, ONNX and safetensors."""
+
+import argparse
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpidl.blocks import OneRank, from_images, share
+from mpidl.cli import arguments, start
+from mpidl.comm import failure
+from mpidl.errors import Fault, UserError
+from mpidl.interchange import network_files, weight_names, weights
+from mpidl.interchange.onnx_import import load_onnx
+from mpidl.nn import Network, zoo
+from mpidl.training.files.model_file import weights_sha256
+
+IMAGES = 4  # of the comparison of scores
+LIMIT = 1e-5  # largest difference of scores, relative to the largest score
+
+
+def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
+    """Parse the arguments of mpidl.convert; see `arguments.train` for parameters and errors."""
+    parser = arguments.Parser(
+        "mpidl.convert",
+        "Convert a network with its weights between the formats model.h5, ONNX (*.onnx) and\n"
+        "safetensors, and compare the scores of both files.",
+        quiet,
+        epilog="exit codes: 0 success; 1 the scores differ, or an error; 2 invalid options or data",
+    )
+    parser.add_argument("source", metavar="SRC", help="The file to read")
+    parser.add_argument("target", metavar="DST", help="The file to write")
+    parser.text(
+        "--network",
+        "NAME",
+        "Network whose weights SRC has, if SRC does not describe it: "
+        f"{', '.join(zoo.NETWORKS)} or FILE.py:FUNCTION",
+    )
+    parser.text(
+        "--input-shape",
+        "C,H,W",
+        "Shape of an image; default: that of SRC, or the shape that --network is designed for",
+        type=arguments.image_shape,
+    )
+    parser.text(
+        "--classes",
+        "N",
+        "Number of classes for --network; default: the number that it was designed for",
+        type=arguments.count("--classes"),
+    )
+    parser.text(
+        "--names",
+        "LIBRARY",
+        "Library whose names the arrays of a safetensors file have: "
+        f"{', '.join(weight_names.LIBRARIES)}; default: mpidl",
+        default="mpidl",
+        choices=weight_names.LIBRARIES,
+    )
+    parser.text("--layers", "FILE.py", "Python file with the model's custom layer classes")
+    parsed = parser.parse(argv)
+    if parsed.classes is not None and parsed.network is None:
+        raise UserError("--classes: expected --network NAME with it, found none")
+    return parsed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    parsed = parse(argv, quiet=failure.launched_rank() > 0)
+    network_files.suffix_of(parsed.target)
+    net = _source(parsed)
+    learnables = sum(count for *_, count in net.table())
+    print(f"{parsed.source}: {len(net.layers)} layers, {learnables:,} learnables")
+    names = parsed.names if parsed.names in ("mpidl", "torchvision") else "mpidl"
+    network_files.save(net, parsed.target, names if parsed.network is None else "mpidl")
+    difference = _difference(net, _target(parsed))
+    print(f"weights_sha256: {weights_sha256(net)}")
+    print(f"{parsed.target}: scores differ by at most {difference:.1e} of the largest score")
+    if not difference <= LIMIT:
+        raise Fault(f"{parsed.target}: expected differences of at most {LIMIT:g}")
+    return 0
+
+
+def _source(parsed) -> Network:
+    """Load the source file."""
+    layers = start.user_layers(parsed.layers)
+    if parsed.network is None:
+        return network_files.load(parsed.source, layers, parsed.input_shape)
+    shape, classes = parsed.input_shape, parsed.classes
+    if parsed.network in zoo.NETWORKS:
+        defaults = inspect.signature(zoo.NETWORKS[parsed.network]).parameters
+        shape = shape or defaults["input_shape"].default
+        classes = classes or defaults["classes"].default
+    for flag, value in (("input-shape", shape), ("classes", classes)):
+        if value is None:
+            raise UserError(f"--network {parsed.network}: expected --{flag} with it, found none")
+    net = start.network(parsed.network, shape, classes, seed=0)
+    return weights.load_weights(net, parsed.source, parsed.names)
+
+
+def _target(parsed) -> Network:
+    """Load the file that was written; of an ONNX file, only the graph is read."""
+    if network_files.suffix_of(parsed.target) == ".onnx":
+        return load_onnx(parsed.target, graph_alone=True)
+    return network_files.load(parsed.target, start.user_layers(parsed.layers))
+
+
+def _difference(net: Network, other: Network) -> float:
+    """Return the largest difference of two networks' scores, relative to the largest score.
+
+    The images are random pixels, which each network normalizes.
+    """
+    pixels = np.random.default_rng(0).integers(0, 256, (IMAGES, *net.input_shape)).astype(np.uint8)
+    batch = share(IMAGES, OneRank())
+    scores = []
+    for network in (net, other):
+        images = pixels / np.float32(255)
+        if network.normalization is not None:
+            images = network.normalization(pixels)
+        scores.append(network(from_images(images, batch)).local().astype(np.float64))
+    largest = max(abs(scores[0]).max(), np.finfo(np.float32).tiny)
+    return float(abs(scores[1] - scores[0]).max() / largest)
