@@ -9,7 +9,7 @@ from onnx_models import difference, without_description
 import mpidl as dl
 from mpidl.data.transforms.normalize import Normalization, no_normalization
 from mpidl.interchange import onnx_export
-from mpidl.nn import zoo
+from mpidl.nn import layers, zoo
 from mpidl.training.files.model_file import weights_sha256
 
 LAYERS = [
@@ -61,7 +61,16 @@ def test_every_layer(tmp_path, fuse):
     assert restored.spec() == net.spec() and weights_sha256(restored) == weights_sha256(net)
     graph_alone = dl.load_onnx(without_description(path, tmp_path / "b.onnx"))
     assert difference(graph_alone, path, images) <= 1e-5
-    assert set(map(type, LAYERS)) == set(onnx_export.OPERATORS)
+
+
+def test_every_layer_class_has_an_operator():
+    abstract = {layers.Layer, layers.Weighted}
+    types = {
+        value
+        for value in vars(layers).values()
+        if isinstance(value, type) and issubclass(value, layers.Layer)
+    }
+    assert types - abstract == set(onnx_export.OPERATORS) == set(map(type, LAYERS))
 
 
 def net_with_usual(net):
