@@ -1,9 +1,9 @@
 """`python -m benchmarks input`: measure reading, decoding and augmenting images during training.
 
 For each kind of file and number of workers, the benchmark measures the images per second of the
-pipeline alone, of the step alone, and of both together. It also divides the time of an epoch from a
-packed file by that of an epoch from memory, and the cost of decoding, cropping and mirroring by the
-cost of Pillow's decoding. `memory` implements --memory.
+pipeline alone, of the step alone, and of both together. It also reports the ratio of an epoch's
+time from a packed file to that from memory, and the ratio of the cost of decoding, cropping and
+mirroring to that of decoding with Pillow. `memory` implements --memory.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(prefix="mpidl-bench-") as folder:
         draw(folder, options.side, options.images)
         text = f"{options.images} images of 3x{options.side}x{options.side}, "
-        text += f"{machine.arithmetic()}, {options.rounds} rounds in turns"
+        text += f"{machine.arithmetic()}, {options.rounds} interleaved rounds"
         subject.print_head(options, text, notes)
         figures = {
             "input": measure_input(options, folder),
@@ -99,7 +99,7 @@ def measure_input(options: argparse.Namespace, folder: str) -> dict:
     else:
         net = subject.network(options.network, shape)
     step = EagerStep(net, None, World())
-    rows = [["images/s", "workers", "pipeline", "step", "both", "of the slower"]]
+    rows = [["images/s", "workers", "pipeline", "step", "both", "both / slower"]]
     for (kind, store), workers in itertools.product(stores_of(folder).items(), options.workers):
         if kind not in options.kinds:
             continue
@@ -176,6 +176,6 @@ def measure_epochs(options: argparse.Namespace, folder: str) -> dict:
     ratio = report.median(np.array(times["packed"]) / np.array(times["arrays"]))
     print(
         f"digits epoch, ms: arrays {report.spread(times['arrays'], 1e3, 0)}, packed, mirrored and "
-        f"shifted {report.spread(times['packed'], 1e3, 0)}: {ratio:.3f}"
+        f"shifted {report.spread(times['packed'], 1e3, 0)}, packed / arrays {ratio:.3f}"
     )
     return {name: report.summary(values, 1e3) for name, values in times.items()} | {"ratio": ratio}

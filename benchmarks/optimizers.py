@@ -33,7 +33,7 @@ def main(options: argparse.Namespace) -> dict:
     backends.configure(threads=options.threads)
     print(
         f"{options.floats:,} learnables, {options.threads} thread(s), {machine.arithmetic()}, "
-        f"{options.rounds} rounds in turns",
+        f"{options.rounds} interleaved rounds",
         flush=True,
     )
     our_ms, torch_ms, ratios = {}, {}, {}

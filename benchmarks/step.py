@@ -115,7 +115,7 @@ def measure_scaling(options: argparse.Namespace) -> dict:
         ranks: report.median(np.array(times[first]) * first / (np.array(seconds) * ranks))
         for ranks, seconds in times.items()
     }
-    text = f"{description['arithmetic']}, {options.rounds} rounds in turns"
+    text = f"{description['arithmetic']}, {options.rounds} interleaved rounds"
     subject.print_head(options, text)
     rows = [["ranks", "ms per step", f"efficiency against {first}"]]
     for ranks, seconds in times.items():

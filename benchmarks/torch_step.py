@@ -21,8 +21,8 @@ def require(command: str) -> None:
     """Raise UserError if PyTorch, which the sub-command `command` needs, is not installed."""
     if not is_installed():
         raise UserError(
-            f"{command} needs PyTorch, which is not installed: pip install '.[bench]' (its "
-            "build for CPUs will do)"
+            f"{command} requires PyTorch, which is not installed: run pip install '.[bench]' (a "
+            "CPU-only build of PyTorch is sufficient)"
         )
 
 
@@ -84,7 +84,7 @@ class TorchStep:
         return cross_entropy(self.model(images), labels)
 
     def reset(self) -> None:
-        """Restore the initial weights and a new optimizer state."""
+        """Restore the initial weights and create a new optimizer."""
         self.module.load_state_dict(self.initial)
         self.optimizer = make_optimizer(
             "SGD",
@@ -152,7 +152,7 @@ def build_module(net: Network, inplace: bool = True):
     Raises
     ------
     UserError
-        If a layer has no counterpart in PyTorch.
+        If this benchmark cannot convert a layer to PyTorch.
     """
     import torch
     from torch import nn
@@ -240,7 +240,7 @@ def _part(net, layer, shape, inplace):
         "Concat": Concat,
     }
     if kind not in makers:
-        raise UserError(f"layer {layer.name}: {kind} has no counterpart in PyTorch here")
+        raise UserError(f"layer {layer.name}: this benchmark cannot convert {kind} to PyTorch")
     return makers[kind]()
 
 
@@ -264,7 +264,7 @@ def _pool(layer, shape):
     kind, fill = nn.AvgPool2d, 0.0
     if type(layer).__name__ == "MaxPool2D":
         kind, fill = nn.MaxPool2d, float("-inf")
-    limits = tuple(n // 2 for n in size)  # PyTorch's pooling accepts no more padding
+    limits = tuple(n // 2 for n in size)  # PyTorch's pooling limits padding to half the kernel size
     pad_modules, padding = _padding(pads, fill, limits)
     return nn.Sequential(*pad_modules, kind(size, stride, padding))
 

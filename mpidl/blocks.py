@@ -160,8 +160,8 @@ class OneRank:
         for term in value.terms:
             if len(term.tree.runs) != 1:
                 raise ValueError(
-                    f"the sum is over images that {len(term.tree.runs)} ranks share: fold it in "
-                    "the world that shared them"
+                    f"the sum was computed from images divided among {len(term.tree.runs)} ranks; "
+                    "sum it in the world that divided the images"
                 )
         return value.finish([np.reshape(term.nodes[0], value.shape).copy() for term in value.terms])
 

@@ -75,7 +75,7 @@ class RawFile:
     def check(self) -> None:
         """Open the file if needed; raise UserError if it cannot be opened or has changed."""
         try:
-            with self.lock:  # several threads may call it first
+            with self.lock:  # several threads may make the first call at the same time
                 if self.descriptor is None:
                     self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             now = stamp(os.fstat(self.descriptor))

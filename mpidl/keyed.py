@@ -23,7 +23,7 @@ def words(seed: int, purpose: str, count: int, *, epoch: int = 0, sample: int = 
     count
         Number of words.
     epoch, sample
-        Further parts of the key.
+        Epoch and sample for which to generate words; they are part of the Philox counter.
 
     Returns
     -------

@@ -1,7 +1,8 @@
 """Compute output shapes of convolution and pooling, "same" padding, and windows over channels.
 
 A pair is `(down, across)`. Padding and cropping are `((top, bottom), (left, right))`. Shapes are
-those of one image. The functions do not check their arguments; `ops.check` does so before.
+those of one image. The functions do not check their arguments; `ops.check` validates them
+beforehand.
 """
 
 from __future__ import annotations

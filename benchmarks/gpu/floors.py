@@ -1,21 +1,22 @@
 """Compute a lower bound on the time of a training step from the GPU's peak rates.
 
-The bound on products divides their operations by the GPU's rate. It counts forward, backward-data
-(of all layers but the first) and backward-weights, with two operations per product. The bound on
-bytes divides the bytes by the rate of the memory. It counts the convolutions' float32 outputs times
-the number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU
-while loading and add up their sums while storing, and 13 if these are separate passes. Data that
-stays in the second-level cache costs less.
+The compute bound is the number of floating-point operations of the multiply-adds divided by the
+GPU's peak FLOP/s. It counts forward, backward-data (of all layers but the first) and
+backward-weights, with two operations per multiply-add. The memory bound is the number of bytes
+moved divided by the memory bandwidth. The bytes are the size of the convolutions' outputs times the
+number of passes over them. There are 9 passes if kernels apply batch normalization and ReLU as they
+load, and accumulate the batch statistics as they store; 13 if these are separate kernels. Data that
+stays in the L2 cache is not modelled, so the memory bound can exceed the actual time.
 """
 
 import math
 from typing import NamedTuple
 
-FUSED, APART = 9, 13  # passes over the convolutions' outputs, if fused and if separate
+FUSED, APART = 9, 13  # passes over the convolutions' outputs with fused and separate kernels
 
 
 class Rates(NamedTuple):
-    """Bytes/s of a copy, counting reads and writes, and FLOP/s by kind of product."""
+    """Bytes/s of a copy, counting reads and writes, and FLOP/s by precision of the products."""
 
     copy: float
     fp32: float
@@ -26,7 +27,11 @@ class Rates(NamedTuple):
 
 GPU_RATES = {
     "H200": Rates(
-        4.3e12, 67e12, 495e12, 790e12, "copy and bf16 measured, float32 and TF32 of the datasheet"
+        4.3e12,
+        67e12,
+        495e12,
+        790e12,
+        "copy and bf16 measured; float32 and TF32 from the datasheet",
     ),
 }
 
@@ -34,8 +39,8 @@ GPU_RATES = {
 class Work(NamedTuple):
     """Work of a step per image, and the number of learnables.
 
-    `products` is the number of multiplications in forward, and `first` is the part of the first
-    layer. `outputs` is the number of values that the convolutions compute.
+    `products` is the number of multiply-adds in the forward pass, and `first` is the number of
+    those in the first layer. `outputs` is the number of values that the convolutions compute.
     """
 
     products: int
@@ -80,8 +85,8 @@ def milliseconds(step: Work, batch: int, rate: Rates, precision: str) -> dict[st
     rate : Rates
         Peak rates of the GPU.
     precision : str
-        "fp32" (three TF32 products per product), "tf32", "bf16" (activations are bf16, too) or
-        "fma".
+        "fp32" (emulated by three TF32 products), "tf32", "bf16" (activations are also bf16) or
+        "fma" (float32 without tensor cores).
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""`python -m mpidl.verify`: train on several numbers of ranks and compare the weights.
+"""`python -m mpidl.verify`: train with different numbers of ranks and compare the weights.
 
 The command is run without mpirun; it starts mpirun itself for each number of ranks.
 """

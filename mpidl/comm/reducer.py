@@ -20,7 +20,7 @@ BUCKET_BYTES = 1 << 18  # the gradient of the dense layer of the digits network 
 
 
 class PendingExchange:
-    """A started exchange: a generator of `exchange` and the requests that it waits for.
+    """An exchange in progress: a generator from the module `exchange`, and the requests it awaits.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class PendingExchange:
     is_complete : bool
         Whether `root` is available.
     root : ndarray, shape (width,), or None
-        Root of the tree; None until the exchange is complete.
+        The sum, that is, the root of the reduction tree; None until the exchange is complete.
     """
 
     def __init__(self, steps: exchange.Steps) -> None:
@@ -51,8 +51,8 @@ class Reducer:
     """Sums named values over the ranks, each as soon as it is final.
 
     Partials are packed into buckets in the order of `push`. This is the order of the tape, which is
-    the same on every rank. A full bucket is sent at once. Each term of a Partial is folded
-    separately (see `Partial`). A term whose tree, dtype or operation differs from that of the
+    the same on every rank. A full bucket is sent at once. A Partial may consist of several terms;
+    each term is reduced separately. A term whose tree, dtype or operation differs from that of the
     bucket starts a new bucket.
 
     Parameters
@@ -60,7 +60,7 @@ class Reducer:
     world : World
         The ranks.
     bucket_bytes : float
-        Size in bytes from which a bucket is full.
+        Size in bytes at which a bucket is considered full.
     kernel_hook : callable, optional
         Function that long kernels call about every millisecond until `finish`, to advance
         exchanges.
@@ -84,8 +84,8 @@ class Reducer:
     def push(self, name: str, value: Partial | Any) -> None:
         """Add a named value to the sums.
 
-        The nodes of a Partial are released as soon as they are packed or sent. On one rank, the
-        only node of a term becomes its sum without a copy.
+        The nodes of a Partial are released as soon as they are packed or sent. With a single rank,
+        a term has one tree node, which is used as the sum without copying.
 
         Parameters
         ----------
@@ -106,9 +106,9 @@ class Reducer:
         for term in value.terms:
             if len(term.tree.runs) != self.world.size:
                 raise ValueError(
-                    f"{name or 'the sum'} is over images that {len(term.tree.runs)} rank(s) "
-                    f"share, but this world has {self.world.size}: fold it in the world that "
-                    "shared them"
+                    f"{name or 'the sum'} was computed from images divided among "
+                    f"{len(term.tree.runs)} rank(s), but this world has {self.world.size}; sum it "
+                    "in the world that divided the images"
                 )
         if self.world.size == 1:
             roots = [np.reshape(term.nodes[0], value.shape) for term in value.terms]
@@ -183,7 +183,7 @@ class Reducer:
 
 
 def is_on_host(value: Any) -> bool:
-    """Return whether a value is in host memory; for a Partial, its nodes and its addend."""
+    """Return False for a Partial with nodes or an addend on a device, True for any other value."""
     if not isinstance(value, Partial):
         return True
     parts = [*(term.nodes for term in value.terms), value.addend]

@@ -30,8 +30,8 @@ class MinibatchQueue:
     """Deliver this rank's share of each mini-batch of an epoch.
 
     The queue permutes the whole set by seed and epoch, so the order does not depend on the number
-    of ranks. It divides the set into mini-batches, and each mini-batch into one share of whole
-    blocks per rank. Every image is used exactly once per epoch.
+    of ranks. It divides the set into mini-batches, each mini-batch into blocks of 16 images, and
+    the blocks among the ranks. Every image is used exactly once per epoch.
 
     Parameters
     ----------
@@ -49,9 +49,10 @@ class MinibatchQueue:
     prefetch : int
         Number of mini-batches that the threads prepare in advance. With 0, there are no threads,
         and the consumer's thread prepares each mini-batch on request. Results do not depend on
-        `prefetch` and `workers`.
+        `prefetch` or `workers`.
     plain : bool, optional
-        See `fold.Tree`. By default, the setting of the world.
+        Whether sums over a mini-batch add up each rank's blocks from left to right, so that they
+        depend on the number of ranks (see `fold.Tree`). By default, the setting of the world.
     workers : int
         Number of threads. They make no MPI calls. With more than one thread, the datastore's `read`
         is called concurrently.
@@ -85,8 +86,8 @@ class MinibatchQueue:
 
     Notes
     -----
-    A new mini-batch reuses the memory of an earlier one that is no longer referenced. A loop that
-    ends with ``del images, labels`` therefore needs memory for one mini-batch less.
+    A new mini-batch reuses the memory of an earlier one that is no longer referenced. Ending the
+    loop body with ``del images, labels`` therefore saves the memory of one mini-batch.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class MinibatchQueue:
         ):
             if value not in choices:
                 hint = did_you_mean(str(value), choices)
-                raise UserError(f"{name} must be {', '.join(choices)}, got {value}{hint}")
+                raise UserError(f"{name} must be one of {', '.join(choices)}, got {value}{hint}")
         if prefetch < 0:
             raise UserError(f"prefetch must be at least 0, got {prefetch}")
         if workers < 1:
@@ -167,15 +168,17 @@ class MinibatchQueue:
         epoch : int
             Number of the epoch, which determines the order and the augmentation.
         start : int
-            Number of the first mini-batch to deliver.
+            Index of the first mini-batch to deliver, from 0.
 
         Yields
         ------
         images : Blocked
-            Augmented and normalized images, float32 (C, H, W) each. Unused lanes are zero.
+            Augmented and normalized images, float32 (C, H, W) each. A block stores its images in 16
+            lanes; lanes without an image are zero.
         labels : Blocked or None
-            One int32 label per image, or the targets, float32 or int32 of the datastore's
-            `targets_shape`. None if the set has neither. Unused lanes are zero.
+            One int32 label per image, or one float32 or int32 target of shape
+            `datastore.targets_shape` per image. None if the set has neither. Lanes without an image
+            are zero.
 
         Raises
         ------
@@ -187,7 +190,7 @@ class MinibatchQueue:
         If reading fails, the error is raised in place of the mini-batch that could not be read.
         """
         if not 0 <= start <= len(self):
-            raise ValueError(f"start must be a mini-batch from 0 to {len(self)}, got {start}")
+            raise ValueError(f"start must be between 0 and {len(self)}, got {start}")
         jobs = self._jobs(epoch, start)
         if self.prefetch:
             batches = prefetch_items(jobs, self.prefetch, self.workers)

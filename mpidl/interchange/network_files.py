@@ -16,11 +16,11 @@ SUFFIXES = (".h5", ".onnx", ".safetensors")
 
 
 def suffix_of(path: str | os.PathLike[str]) -> str:
-    """Return the suffix of a path; raise UserError if it names none of the formats."""
+    """Return the suffix of a path; raise UserError if no supported format has it."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
     if suffix not in SUFFIXES:
         raise UserError(
-            f"{printable(path)}: expected a file *.h5, *.onnx or *.safetensors, found {suffix!r}"
+            f"{printable(path)}: expected a *.h5, *.onnx or *.safetensors file, found {suffix!r}"
         )
     return suffix
 
@@ -30,17 +30,17 @@ def load(
     layers: Iterable[type[Layer]] = (),
     input_shape: tuple[int, int, int] | None = None,
 ) -> Network:
-    """Load a network with its weights, the names of its classes and its normalization.
+    """Load a network with its weights, class names and normalization.
 
     Parameters
     ----------
     path : path
-        A file `*.h5`, `*.onnx` or `*.safetensors`. A safetensors file must be one that
+        Path of an `.h5`, `.onnx` or `.safetensors` file. A safetensors file must be one that
         `save_weights` wrote, because it then describes the network.
     layers : iterable of Layer classes
         The custom layer classes in the network.
     input_shape : (C, H, W), optional
-        Shape of an image if an ONNX file leaves it open.
+        Shape of an image if an ONNX file does not specify it.
 
     Raises
     ------
@@ -55,8 +55,8 @@ def load(
     arrays, metadata = weights.read(path)
     if metadata.get("format") != "mpidl" or "description" not in metadata:
         raise UserError(
-            f"{printable(path)}: expected a file that describes its network, found arrays alone "
-            "(--network NAME names it)"
+            f"{printable(path)}: the file contains only arrays and no description of the network; "
+            "specify the network with --network NAME"
         )
     scaling = {
         name.rpartition(".")[2]: arrays[name] for name in arrays.keys() & weights.NORMALIZATION
@@ -71,16 +71,16 @@ def load(
 
 
 def save(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> None:
-    """Write a network to a file of the format that its name ends with.
+    """Save a network in the format given by the suffix of `path`.
 
     Parameters
     ----------
     net : Network
         The network.
     path : path
-        The file to write, `*.h5`, `*.onnx` or `*.safetensors`.
+        Path of an `.h5`, `.onnx` or `.safetensors` file.
     names : {"mpidl", "torchvision"}
-        The library whose names the arrays get in a safetensors file.
+        Naming scheme for the arrays in a safetensors file; ignored for the other formats.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Compute how much of `--cache-mb` is available for caching decoded images.
 
-The option limits the memory of a node for data, beyond the mini-batch in use. Prefetched
-mini-batches and pixels that are being read use it first; the cache uses the rest.
+The option limits how much memory each node uses for data, not counting the current mini-batch.
+Prefetched mini-batches and pixels that are being read use it first; the cache uses the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpidl.training import input_pipeline
 from mpidl.training.options.training_options import TrainingOptions
 
 MB = 10**6
-COPIES = 2  # of the pixels that a thread reads: as read, and merged with cached images
+COPIES = 2  # each thread holds two copies of its pixels: as read, and merged with cached images
 
 
 def for_images(options: TrainingOptions, datastore: Datastore, world: Any) -> int:
@@ -29,10 +29,12 @@ def for_images(options: TrainingOptions, datastore: Datastore, world: Any) -> in
 
     Notes
     -----
-    During a validation between iterations, prefetched mini-batches of training stay in memory, so
-    the memory of both queues is reserved. At the end of an epoch no mini-batches are waiting, so
-    the larger of both is reserved. If `--cache-mb` is too small for the prefetched mini-batches, no
-    image is cached. Their number is not reduced, because the step might then wait for images.
+    When validation runs between iterations, the prefetched training mini-batches stay in memory,
+    so memory is reserved for both the training queue and the validation queue. At the end of an
+    epoch, no training mini-batches are queued, so only the larger of the two is reserved. If
+    `--cache-mb` is too small for the prefetched mini-batches, no image is cached. The number of
+    prefetched mini-batches is not reduced, because training steps might then have to wait for
+    images.
     """
     shape, staged = input_pipeline.image_shape(options, datastore.image_shape), 0
     if world.device is not None:
@@ -55,7 +57,7 @@ def queue_bytes(
     world: Any,
     staged: int = 0,
 ) -> int:
-    """Return the number of bytes that a `MinibatchQueue` needs beyond the mini-batch in use.
+    """Return the number of bytes that a `MinibatchQueue` needs besides the current mini-batch.
 
     This includes prefetched mini-batches and pixels that threads are reading. If the nodes need
     different amounts, the largest one is returned.
@@ -74,7 +76,7 @@ def queue_bytes(
     world : World
         The ranks.
     staged : int
-        Number of further mini-batches in memory.
+        Number of mini-batches held in memory in addition to the prefetched ones.
     """
     count, workers = len(datastore), options.workers if options.prefetch else 1
     load = None if options.worker_load == "measured" else options.load(world.size)

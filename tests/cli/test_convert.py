@@ -57,7 +57,7 @@ def test_weights_of_another_library(tmp_path, capsys):
     text = refusal(convert.main, [*words, *sizes])
     assert text.endswith("; the names of 'torchvision' and 'timm' fit (names=, --names)")
     text = refusal(convert.main, words[:2])
-    assert "expected a file that describes its network, found arrays alone" in text
+    assert "the file contains only arrays and no description of the network" in text
     back = [str(tmp_path / "b.h5"), str(tmp_path / "c.safetensors"), "--names", "torchvision"]
     assert convert.main(back) == 0
     arrays = safetensors.numpy.load_file(tmp_path / "c.safetensors")
@@ -68,14 +68,14 @@ def test_invalid_arguments(tmp_path):
     dl.save_model(tmp_path / "a.h5", network())
     source = str(tmp_path / "a.h5")
     text = refusal(convert.main, [source, "b.pth"])
-    assert text == "b.pth: expected a file *.h5, *.onnx or *.safetensors, found '.pth'"
+    assert text == "b.pth: expected a *.h5, *.onnx or *.safetensors file, found '.pth'"
     text = refusal(convert.main, [source, "b.onnx", "--classes", "3"])
     assert text == "--classes: expected --network NAME with it, found none"
     text = refusal(convert.main, [source, "b.onnx", "--network", "x.py:f", "--classes", "3"])
     assert text == "--network x.py:f: expected --input-shape with it, found none"
     (tmp_path / "c.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
     text = refusal(convert.main, [str(tmp_path / "c.safetensors"), "b.onnx"])
-    assert "expected a file that describes its network" in text
+    assert "no description of the network" in text
 
 
 def test_scores_that_differ_are_an_error(tmp_path, monkeypatch, capsys):

@@ -106,7 +106,7 @@ def test_start_skips_mini_batches_unread(prefetch):
     assert [i.batch.indices.tolist() for i, _ in queue.epoch(2, start=4)] == indices[4:]
     assert store.reads == indices[4:]
     assert list(queue.epoch(2, start=7)) == []
-    with pytest.raises(ValueError, match="from 0 to 7, got 8"):
+    with pytest.raises(ValueError, match="between 0 and 7, got 8"):
         queue.epoch(2, start=8)
 
 

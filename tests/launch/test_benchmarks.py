@@ -210,7 +210,7 @@ def test_input(bench):
             assert all(row[name]["median"] > 0 for name in ("pipeline", "step", "both"))
             assert row["share"] > 0
     assert record["epoch"]["ratio"] > 0 and record["decode"]["ratio"] > 0
-    assert stdout.count("of the slower") == 1
+    assert stdout.count("both / slower") == 1
 
 
 @pytest.mark.slow("jobs")

@@ -134,7 +134,7 @@ def test_a_last_softmax_layer_is_part_of_the_loss(world):
 
 
 def test_options_that_do_not_fit_are_refused():
-    with pytest.raises(UserError, match="expected no warm-up with it"):
+    with pytest.raises(UserError, match="cannot be combined with warm-up"):
         dl.TrainingOptions(learn_rate_schedule=lambda epoch, i: 0.1, warmup_iterations=2)
     with pytest.raises(UserError, match="--sampling partition and --worker-load measured"):
         dl.TrainingOptions(sampling="partition", worker_load="measured")
@@ -283,7 +283,7 @@ def test_sampling_by_partitions(world):
         parts = world.gather(sorted(first))
         if parts:
             assert sorted(sum(parts, [])) == list(range(100))
-    with pytest.raises(UserError, match="sampling must be global, partition, got part"):
+    with pytest.raises(UserError, match="sampling must be one of global, partition, got part"):
         dl.MinibatchQueue(pictures(3), 3, sampling="part")
 
 

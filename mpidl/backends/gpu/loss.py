@@ -1,6 +1,7 @@
-"""Softmax, cross-entropy and errors by kernels/cuda/loss.cu, in double precision.
+"""Softmax, cross-entropy and error losses, computed in double precision by kernels/cuda/loss.cu.
 
-Scores are stored in rows of K, one row per image or, for images of scores, one row per pixel.
+Scores are stored in rows of K numbers, where K is the number of classes: one row per image or, for
+per-pixel classification, one row per pixel.
 """
 
 import math
@@ -18,7 +19,7 @@ THREADS = 32 * ROWS
 
 
 class Leaf(NamedTuple):
-    """Limits for the size of a leaf of a sum over images, in rows or elements."""
+    """Size limits, in rows or elements, for the leaves of a sum over images."""
 
     threads: int  # threads per block
     smallest: int  # images with fewer rows or elements share a leaf
@@ -94,7 +95,11 @@ def errors_dy(y, target, power, scale, counts):
 
 
 def _scale(scale):
-    """Split a number or a Late into (factor, array); the array of a number is None."""
+    """Split a scale into (constant factor, array of the variable factor).
+
+    The scale is a number, whose array is None, or a `Late`. A Late is a factor that changes from
+    replay to replay of a recorded step; it is kept in an array on the device.
+    """
     return (scale.factor, scale.array) if isinstance(scale, Late) else (float(scale), None)
 
 
@@ -115,8 +120,8 @@ def _apart(y, target):
     """Return (elements per image, inner, outer), which relate the memory orders of y and target.
 
     Element k of an image of y corresponds to element k % inner * outer + k // inner of the target.
-    Images are stored pixel by pixel, flattened or not. Values that never were images are stored in
-    the order of their features.
+    Images are stored pixel by pixel, flattened or not. Values that do not come from images are
+    stored in feature order.
     """
     elements = math.prod(y.dims[1:-1])
     of_y, of_target = _pixel_by_pixel(y), _pixel_by_pixel(target)
@@ -128,7 +133,8 @@ def _apart(y, target):
     if of_y == one_order:
         return elements, *of_target[::-1]
     raise ValueError(
-        f"errors: expected values of the same memory layout, got {y.dims} and {target.dims}"
+        f"errors: expected y and target stored alike, got {of_y[0]} channels of {of_y[1]} pixels "
+        f"and {of_target[0]} channels of {of_target[1]} pixels per image"
     )
 
 
@@ -145,8 +151,9 @@ def _pixel_by_pixel(value):
 def _summed(kernel, arrays, numbers, size, leaf, tree):
     """Return the Partial of a sum over images, and over the `size` rows or elements of each.
 
-    A leaf of the sum is several images of a block, one image, or a part of one. This depends on
-    `size` alone.
+    A leaf of the sum is several images of a block, one image, or a part of one. Which of these it
+    is depends on `size` alone, so that the order of additions does not depend on the number of
+    blocks or ranks.
     """
     images, parts = 1, 1
     while images < LANES and images * size < leaf.smallest:

@@ -1,14 +1,17 @@
-"""Replay a recorded step: the Program, and the kinds of steps it consists of (see `recorder`)."""
+"""Replay a recorded training step: the Program and the operations it consists of.
+
+The module `recorder` records them.
+"""
 
 import numpy as np
 
 from mpidl.backends.gpu import launching
 
-ROWS = 8  # steps that may be in progress at a time
+ROWS = 8  # training steps that may be in progress at a time
 
 
 class Copy:
-    """A step that copies one Array over another of the same size."""
+    """An operation that copies one Array over another of the same size."""
 
     captured = True
 
@@ -20,7 +23,7 @@ class Copy:
 
 
 class Kernel:
-    """A step that launches a kernel."""
+    """An operation that launches a kernel."""
 
     captured = True
 
@@ -32,8 +35,9 @@ class Kernel:
 
 
 class Exchange:
-    """A step that sums the nodes of all ranks through host memory, and writes the root to `target`.
+    """An operation that sums the partial sums of all ranks through host memory.
 
+    The partial sums are nodes of the reduction tree. The total, its root, is written to `target`.
     The host waits for the device, calls world.exchange(tree, nodes, combine), and continues as
     soon as the upload of the root has started.
     """
@@ -51,13 +55,16 @@ class Exchange:
         if self.nodes.size:
             device.download(self.nodes, self.matrix.address)
         device.synchronize()
-        # a copy, because the fold overwrites its argument and may keep it
+        # a copy, because world.exchange overwrites its argument and may keep a reference to it
         self.root[...] = self.world.exchange(self.tree, self.nodes.copy(), self.combine)
         device.upload(self.target.address, self.root)
 
 
 class Between:
-    """A step that moves nodes directly between GPUs: mover.allgather(source, target)."""
+    """An operation that all-gathers reduction-tree nodes directly between GPUs.
+
+    It calls mover.allgather(source, target).
+    """
 
     def __init__(self, mover, source, target):
         self.mover, self.source, self.target = mover, source, target
@@ -74,10 +81,12 @@ class Program:
     """
 
     def __init__(self, device, segments, ring, results, slots, names, owners, nbytes, graphs):
-        self.graphs = None  # first, so that graphs are deleted before the memory that they use
+        # assigned first: attributes are deleted in order of assignment, and graphs must go before
+        # the memory they use
+        self.graphs = None
         self.device, self.segments, self.nbytes = device, segments, nbytes
         self.ring, self.numbers, self.slots, self.names = ring, results, slots, names
-        self.owners = owners  # objects that keep the memory of the launches
+        self.owners = owners  # objects that keep alive the memory used by the launches
         self.started, self.marks = 0, [None] * ROWS
         for launch in self.launches():
             launching.load(launch)  # nothing can be compiled during a capture
@@ -104,13 +113,13 @@ class Program:
         return self.started
 
     def run(self, **values):
-        """Start a step, and return its number, which is the argument of `results`.
+        """Start a training step, and return its number, which is the argument of `results`.
 
         Parameters
         ----------
         **values
-            Numbers by their names in `launching.scalar`. Numbers that are left out have their
-            recorded values.
+            Scalar inputs, by the names given to `launching.scalar` during recording. Scalars that
+            are left out have their recorded values.
         """
         row = self.ready() % ROWS
         unknown = [name for name in values if name not in self.slots]
@@ -133,7 +142,7 @@ class Program:
         return self.started - 1
 
     def results(self, started):
-        """Wait for a step and return its results, {name: number}.
+        """Wait for a training step and return its results, {name: number}.
 
         Raises ValueError if ROWS or more steps have been started since.
         """

@@ -30,9 +30,10 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     return stepped
 
 
-# The formulas. The arguments are a weight and its gradient, the weight decay, the learning rate
-# times the parameter's factor, other numbers of the formula, and arrays that it keeps. A formula
-# changes these arrays in place and returns the new weight.
+# The formulas. The arguments are a weight, its gradient, the weight decay, the learning rate times
+# the parameter's factor, the formula's other hyperparameters, and its state arrays. A formula
+# changes the state arrays in place and returns the new weight. The callers pass 1 - mean_decay as
+# mean_share and 1 - square_decay as square_share.
 
 
 def sgdm(w, g, decay, rate, momentum, v):
@@ -55,7 +56,8 @@ def adam(w, g, decay, rate, mean_decay, mean_share, square_decay, square_share, 
     """Return w - rate * m / (sqrt(v) + epsilon) for the new m and v.
 
     The new m is mean_decay * m + mean_share * g, and the new v is square_decay * v +
-    square_share * g**2, where g is that of `sgdm`.
+    square_share * g**2, where g is that of `sgdm`. The bias correction is contained in `rate` and,
+    for `CorrectedAdamMoments`, in `epsilon`.
     """
     g = _regularized(w, g, decay)
     m *= mean_decay
@@ -82,6 +84,8 @@ def adamw(
     """Return w - rate * (correction * m / (sqrt(v) + epsilon) + decay * w).
 
     The weight decay is decoupled: g is the gradient alone. m and v are updated as in `adam`.
+    `correction` is the bias correction sqrt(1 - square_decay^t) / (1 - mean_decay^t) of step t, and
+    `epsilon` is the option of this name times sqrt(1 - square_decay^t).
     """
     m *= mean_decay
     m += mean_share * g

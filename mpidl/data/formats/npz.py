@@ -63,7 +63,7 @@ def npz_file(
     Raises
     ------
     UserError
-        The file is damaged, an array is missing, or an array has an unsuitable type or shape.
+        If the file is damaged, an array is missing, or an array has an unsuitable type or shape.
     """
     path = os.fspath(path)
     if part not in ARRAYS:
@@ -86,7 +86,8 @@ def npz_file(
             shape, _ = _header(archive, path, labels_name)
             if math.prod(shape) != len(images):
                 raise UserError(
-                    f"{source}: expected one label per image, ({len(images)},), found shape {shape}"
+                    f"{source}: expected one label per image, shape ({len(images)},), found shape "
+                    f"{shape}"
                 )
             values = _load(archive, path, labels_name, "biuf", "whole numbers")
             return images, align_labels(
@@ -111,8 +112,8 @@ def _opened(path: str) -> Iterator[np.lib.npyio.NpzFile]:
         with open(path, "rb") as file:
             if file.read(4) not in ZIP_SIGNATURES:
                 raise UserError(
-                    f"{printable(path)}: expected an .npz file, a zip archive of arrays, found "
-                    "another file"
+                    f"{printable(path)}: expected an .npz file (a zip archive of arrays), found "
+                    "another kind of file"
                 )
         with np.load(path, allow_pickle=False) as archive:
             yield archive
@@ -165,8 +166,8 @@ def _header(
         )
     if expected > DEFLATE_RATIO * stored + 4096:
         raise UserError(
-            f"{source}: expected {expected} bytes for its shape {shape}, found {stored} stored: "
-            "the file is cut short"
+            f"{source}: its shape {shape} needs {expected} bytes, but the file holds only {stored} "
+            "bytes of data: it is truncated"
         )
     return shape, dtype
 

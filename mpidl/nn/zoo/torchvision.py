@@ -1,12 +1,13 @@
 """Networks of the package torchvision, with its shapes and names.
 
 A layer has the name of torchvision's module with "_" for ".": "layer1_0_conv1" is
-"layer1.0.conv1". Its published weights therefore fit (`dl.load_weights(..., names="torchvision")`).
-Their images are RGB, normalized by torchvision's mean and standard deviation of each channel.
+"layer1.0.conv1". torchvision's published weights can therefore be loaded with
+`dl.load_weights(..., names="torchvision")`. These weights expect RGB images normalized with
+torchvision's per-channel mean and standard deviation.
 
 torchvision pools images of other sizes than 224x224 adaptively to a fixed size before the fully
-connected layers. Here these layers read all pixels, so they have other shapes for other images.
-Initial weights are Glorot uniform, and biases are zero.
+connected layers. Here, the fully connected layers take the whole feature map, so their weights'
+shape depends on the image size. Initial weights are Glorot uniform, and biases are zero.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def alexnet_torchvision(
     return Network(layers, input_shape, seed=seed)
 
 
-# The numbers of convolutions of VGG's five stages, which end with max pooling.
+# The number of convolutions in each of VGG's five stages, which end with max pooling.
 VGG_STAGES = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 
 
@@ -88,10 +89,10 @@ def _vgg(depth: int, normalized: bool) -> Callable[..., Network]:
 
     create.__name__ = create.__qualname__ = name
     normalization = " and batch normalization" if normalized else ""
-    create.__doc__ = f"""Return VGG-{depth}: {depth - 3} convolutions 3x3 with ReLU{normalization}.
+    create.__doc__ = f"""Return VGG-{depth}: {depth - 3} 3x3 convolutions with ReLU{normalization}.
 
-    Five stages of convolutions end with max pooling by 2. Three fully connected layers with dropout
-    between them follow.
+    Each of the five stages of convolutions ends with 2x2 max pooling. Three fully connected layers
+    with dropout between them follow.
 
     Notes
     -----
@@ -141,8 +142,8 @@ def _residual_block(
     before, channels
         Name of the layer that the block reads, and its number of channels.
     convolutions
-        (size, filters, stride) of each convolution. A 1x1 convolution converts the block's input if
-        its shape differs from that of the last one.
+        (size, filters, stride) of each convolution. If the block's input and output shapes differ,
+        a 1x1 convolution projects the input to the output's shape.
     """
     layers: list[Layer] = []
     shortcut, total_stride = before, 1
@@ -166,8 +167,8 @@ def _residual_block(
 def resnet18(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
     """Return ResNet-18, with 11,689,512 learnables for 1000 classes.
 
-    Four stages of residual blocks with two 3x3 convolutions each follow a 7x7 convolution. The
-    convolutions have no bias.
+    A 7x7 convolution is followed by four stages of residual blocks, with two 3x3 convolutions per
+    block. The convolutions have no bias.
 
     Notes
     -----
@@ -195,9 +196,9 @@ def squeezenet1_1(
 ) -> Network:
     """Return SqueezeNet 1.1, with 1,235,496 learnables for 1000 classes.
 
-    Eight fire modules follow a 3x3 convolution. Each of them squeezes its input by a 1x1
-    convolution, and concatenates a 1x1 and a 3x3 convolution of the result. A 1x1 convolution and
-    global average pooling end the network.
+    A 3x3 convolution is followed by eight fire modules. Each of them squeezes its input by a 1x1
+    convolution, and concatenates a 1x1 and a 3x3 convolution of the result. The network ends with a
+    1x1 convolution and global average pooling.
 
     Notes
     -----
@@ -246,7 +247,8 @@ NETWORKS: dict[str, Callable[..., Network]] = {
     )
 }
 
-# Those of torchvision's reference training: SGD with momentum, a tenth of the rate every 30 epochs.
+# Training options of torchvision's reference scripts: SGD with momentum, learning rate divided by
+# 10 every 30 epochs.
 _RECIPE: dict[str, Any] = {
     "learn_rate_schedule": "piecewise",
     "learn_rate_drop_factor": 0.1,

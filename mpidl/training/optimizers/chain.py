@@ -85,7 +85,10 @@ class Optimizer:
         return self.apply(parameters, gradients, self.advance())
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers of the next step that may change from step to step, by name."""
+        """Return, by name, the scalars of the next step that can differ between steps.
+
+        An example is the learning rate.
+        """
         return {
             prefix + name: value
             for prefix, part in self._parts
@@ -211,9 +214,10 @@ class Optimizer:
         for name, array in state.items():
             table, _, parameter = name.partition(".")
             if table not in state_arrays or not parameter:
-                tables = " and ".join(state_arrays) or "empty"
+                tables = " and ".join(state_arrays) or "no tables"
                 raise ValueError(
-                    f"the state of {type(self).__name__} must be {tables}, found {name}"
+                    f"the state of {type(self).__name__} contains unknown array {name}; expected "
+                    f"arrays of {tables}"
                 )
             state_arrays[table][parameter] = np.array(array, order="C")
         self.state_arrays, self.steps = state_arrays, steps
@@ -239,7 +243,7 @@ class FusedTail:
         raise TypeError(f"{type(self).__name__} must define a constructor that accepts transforms")
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
-        """Return the numbers of a step that may change from step to step.
+        """Return the scalars of a step that can differ between steps.
 
         Steps are counted from 1.
         """

@@ -31,7 +31,8 @@ class Solver(Optimizer):
     defaults : dict
         {option: value} for options whose default depends on the solver.
     decouples_decay : bool
-        Whether `l2` is added to the direction of the step instead of the gradient.
+        Whether weight decay (`l2`) is decoupled: applied to the update, as in AdamW, instead of
+        added to the gradient.
     """
 
     solver: ClassVar[str]
@@ -61,14 +62,15 @@ class Solver(Optimizer):
 
     @classmethod
     def of_options(cls, options: TrainingOptions, **factors: Factors) -> Solver:
-        """Create the solver from training options and from the factors of a network.
+        """Create the solver from training options and a network's factors.
 
         Parameters
         ----------
         options : TrainingOptions
             Only the options that the solver uses are read.
         **factors
-            `l2_factors` and `learning_rate_factors`, such as `Network.factors`.
+            Per-parameter multipliers `l2_factors` and `learning_rate_factors`, usually
+            `**net.factors`.
         """
         names = [name for name in cls.parameter_names() if hasattr(options, name)]
         arguments: dict[str, Any] = {name: getattr(options, name) for name in names}

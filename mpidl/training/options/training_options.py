@@ -136,9 +136,9 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="ExecutionEnvironment",
     )
     gpus: str | int | Sequence[int] | None = option(
-        number_list("numbers of GPUs such as 0,2"),
-        "GPUs to use on each host, as numbers among the visible ones, assigned to the host's "
-        "ranks in this order; none uses all",
+        number_list("GPU indices such as 0,2"),
+        "Indices of the visible GPUs to use on each host, assigned to its ranks in this order; "
+        "none uses all",
         default=None,
         matlab="gpuDevice",
     )
@@ -148,8 +148,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         default="auto",
     )
     precision: Literal["fp32", "tf32"] = choice(
-        "Precision of products on a GPU's tensor cores: fp32 matches float32, tf32 is faster with "
-        "10-bit mantissas",
+        "Precision of matrix products on a GPU's tensor cores: fp32 has the accuracy of float32 "
+        "arithmetic; tf32 is faster but rounds inputs to 10-bit mantissas",
         default="fp32",
         resume="fixed",
     )
@@ -174,8 +174,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
         matlab="WorkerLoad",
     )
     winograd: Literal["auto", "off", "fast"] = choice(
-        "Use Winograd's algorithm for 3x3 convolutions on CPUs: if its rounding is harmless, "
-        "never, or whenever it is faster",
+        "Winograd's algorithm for 3x3 convolutions on CPUs: auto uses it where its rounding error "
+        "is harmless, off never, fast wherever it is faster",
         default="auto",
         resume="fixed",
     )
@@ -197,8 +197,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
     )
     verbose_every: int = option(
         at_least(0),
-        "Iterations between lines in a log, at most one line per 10 s; 0 prints no lines for "
-        "iterations, except for the last one if it does not end an epoch",
+        "Iterations between log lines, with at most one line every 10 s; 0 logs no iterations, "
+        "except a final one that does not end an epoch",
         default=50,
         matlab="VerboseFrequency",
     )
@@ -230,8 +230,8 @@ class TrainingOptions(ImageOptions, SolverOptions):
             )
         if callable(self.learn_rate_schedule) and (self.warmup_iterations or self.warmup_epochs):
             raise UserError(
-                "learn_rate_schedule: a function returns the rate of every iteration: expected "
-                "no warm-up with it"
+                "learn_rate_schedule is a function, which sets the rate of every iteration; it "
+                "cannot be combined with warm-up"
             )
         if self.sampling == "partition" and self.worker_load == "measured":
             raise UserError(
@@ -317,7 +317,7 @@ class TrainingOptions(ImageOptions, SolverOptions):
         }
 
 
-# Defaults of a run's inputs, which the command line and the [run] table of a TOML file set.
+# Defaults of a run's inputs, set on the command line or in the [run] table of a TOML file.
 RUN: dict[str, Any] = {
     "network": "digits",
     "data": "digits",
@@ -393,7 +393,8 @@ def check(name: str, value: object, spelled: str | None = None, text: bool = Fal
     spelled : str, optional
         The option as the user wrote it, for the error message. By default the name.
     text : bool
-        Whether the value comes from text, such as a command line. Then "12" is a number.
+        Whether the value comes from text, such as a command line. If True, "12" is converted to a
+        number.
 
     Raises
     ------

@@ -79,7 +79,7 @@ REFUSED = [
     ({"images": np.zeros((5, 6, 7, 3))}, "images: expected (n, C, H, W), found (5, 6, 7, 3)"),
     ({"images": IMAGES[:0]}, "images: expected images, found none (shape (0, 4, 4))"),
     ({"labels": np.array([None] * 5)}, "labels: expected numbers or strings, found Python objects"),
-    ({"labels": [0, 1]}, "labels: expected one label per image, (5,), found shape (2,)"),
+    ({"labels": [0, 1]}, "labels: expected one label per image, shape (5,), found shape (2,)"),
     ({"labels": list("abcde")}, "labels: expected whole numbers, found <U1"),
     ({"labels": [0, 1, 2, 3, 0.5]}, "labels: expected whole numbers as labels, found fractions"),
     ({"labels": [0, 1, 2, 3, -1]}, "labels: expected whole numbers from 0 as labels, got -1"),
@@ -115,7 +115,7 @@ def test_damaged_npz(tmp_path):
     np.save(buffer, IMAGES)
     for content in (b"", buffer.getvalue()):
         path.write_bytes(content)
-        assert "expected an .npz file, a zip archive of arrays" in refusal(open_data, str(path))
+        assert "expected an .npz file (a zip archive of arrays)" in refusal(open_data, str(path))
 
 
 def test_npz_that_claims_more_than_it_holds(tmp_path):
@@ -136,7 +136,8 @@ def test_npz_that_claims_more_than_it_holds(tmp_path):
     entry = content.index(b"PK\x01\x02") + 24  # the array's size in the archive's table
     content[entry : entry + 4] = struct.pack("<I", length + (1 << 31))
     path.write_bytes(content)
-    assert "2147483776 bytes for its shape (2147483648, 1, 1), found" in refusal(npz_file, path)
+    text = refusal(npz_file, path)
+    assert "its shape (2147483648, 1, 1) needs 2147483776 bytes, but the file holds only" in text
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10
 
 

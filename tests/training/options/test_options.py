@@ -15,7 +15,7 @@ from mpidl.training.options.training_options import TrainingOptions
 
 # the expected values that errors name for options with string values
 FACTORS = "a range of factors such as 0.9,1.1"
-GPUS = "numbers of GPUs such as 0,2"
+GPUS = "GPU indices such as 0,2"
 SIZE = "HEIGHTxWIDTH such as 224x192, or 224"
 
 
