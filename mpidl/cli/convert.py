@@ -60,12 +60,17 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     parsed = parser.parse(argv)
     if parsed.classes is not None and parsed.network is None:
         raise UserError("--classes: expected --network NAME with it, found none")
+    describes_itself = parsed.network is None and not parsed.source.lower().endswith(".onnx")
+    if parsed.input_shape is not None and describes_itself:
+        raise UserError("--input-shape: expected an ONNX file or --network NAME with it")
     return parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parsed = parse(argv, quiet=failure.launched_rank() > 0)
+    if failure.launched_ranks() is not None:
+        raise UserError("convert is one process: run it without mpirun")
     network_files.suffix_of(parsed.target)
     net = _source(parsed)
     learnables = sum(count for *_, count in net.table())

@@ -64,7 +64,7 @@ def load(
     try:
         description = model_file.described(json.loads(metadata["description"]))
         net = model_file.network_of(description, scaling, layers)
-    except (LookupError, TypeError, ValueError, UserError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError, UserError) as error:
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
     names = "mpidl" if weights.fits(net, arrays, "mpidl", path) else "torchvision"
     return weights.load_weights(net, path, names)

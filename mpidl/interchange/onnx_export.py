@@ -117,7 +117,8 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
         The file to write, `*.onnx`.
     normalize_images : bool
         Whether the graph begins with the normalization of the images. Its input are then pixels,
-        from 0 to 255 for 8-bit images; otherwise they are normalized pixels.
+        from 0 to 255 for 8-bit images; otherwise they are normalized pixels, and `load_onnx` gives
+        a network without normalization.
 
     Raises
     ------
@@ -125,7 +126,7 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
         If a layer has no operator in ONNX, the network is larger than 2 GiB, or the file cannot be
         written.
     """
-    if not str(path).endswith(".onnx"):
+    if not os.fspath(path).lower().endswith(".onnx"):
         raise UserError(f"{printable(path)}: expected a name that ends with .onnx")
     onnx = library("onnx", path, "onnx")
     unknown = [
@@ -202,6 +203,17 @@ def _description(net, normalize_images):
     return model_file.description_of(net) | {"normalize_images": normalize_images}
 
 
+# What a damaged description or a changed array raises.
+UNDESCRIBED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
+UNDESCRIBED += (TypeError, ValueError, UserError)
+
+
+def _float32(array):
+    if array.dtype.kind != "f":
+        raise TypeError(f"expected floats, found {array.dtype}")
+    return np.ascontiguousarray(array, np.float32)
+
+
 def restored(model: Model) -> Network | None:
     """Return the network that `save_onnx` wrote to a file, or None for another file.
 
@@ -212,11 +224,19 @@ def restored(model: Model) -> Network | None:
         arrays, names = model.constants, {"centre": CENTRE, "divisor": DIVISOR}
         scaling = {key: arrays[name] for key, name in names.items() if CENTRE in arrays}
         scaling = {k: v[0] if v.shape[2:] != (1, 1) else v.ravel() for k, v in scaling.items()}
-        net = model_file.network_of(model_file.described(attributes), scaling)
-        net.parameters = {name: arrays[name] for name in net.parameters}
-        net.state = {name: arrays[name] for name in net.state}
-        expected = _nodes(library("onnx", "", "onnx"), net, attributes["normalize_images"])
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError):
+        description, is_normalized = (
+            model_file.described(attributes),
+            attributes["normalize_images"],
+        )
+        if not is_normalized:
+            description["normalization"] = "none"
+        net = model_file.network_of(description, scaling)
+        if net.input_shape != model.image_shape:
+            return None
+        net.parameters = {name: _float32(arrays[name]) for name in net.parameters}
+        net.state = {name: _float32(arrays[name]) for name in net.state}
+        expected = _nodes(library("onnx", "", "onnx"), net, is_normalized)
+    except UNDESCRIBED:
         return None
     graphs = [
         [node.SerializeToString(deterministic=True) for node in nodes]

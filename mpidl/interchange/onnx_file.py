@@ -20,8 +20,9 @@ from mpidl.interchange.weights import library
 from mpidl.text import printable
 
 OLDEST_OPSET = 7
+FLOAT = 1  # ONNX's number of the type float32
 LARGE = 1024  # elements; smaller constants can be sizes, which ONNX reads to infer shapes
-MAX_ELEMENTS = 1 << 28  # of a constant that operators compute
+MAX_ELEMENTS = 1 << 28  # of all constants that operators compute
 FOLDABLE = frozenset(
     """
     Add Cast Concat ConstantOfShape Div Gather Identity Mul Neg Reshape Slice Sqrt Squeeze Sub
@@ -43,6 +44,8 @@ class Model(NamedTuple):
         Name of the input.
     image_shape : tuple of int
         (C, H, W).
+    batch : int
+        Number of images if the file fixes it, else 0.
     output : str
         Name of the output.
     shapes : dict
@@ -51,16 +54,20 @@ class Model(NamedTuple):
         Version of ONNX's operators.
     description : dict
         The metadata of the file, {key: text}.
+    computed : list of int
+        The numbers of elements of the constants that `compute_constant` has computed.
     """
 
     nodes: list[Any]
     constants: dict[str, np.ndarray]
     images: str
     image_shape: tuple[int, ...]
+    batch: int
     output: str
     shapes: dict[str, str]
     opset: int
     description: dict[str, str]
+    computed: list[int]
 
 
 def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = None) -> Model:
@@ -106,14 +113,17 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
         raise
     except Exception as error:
         raise _not_onnx(path, error) from None
-    images, image_shape = _image_input(proto.graph, constants, input_shape, path)
+    images, (batch, *image_shape) = _image_input(proto.graph, constants, input_shape, path)
     if len(proto.graph.output) != 1:
         names = ", ".join(printable(output.name) for output in proto.graph.output)
         raise UserError(f"{printable(path)}: expected a network with one output, found {names}")
     output = proto.graph.output[0].name
     description = {entry.key: entry.value for entry in proto.metadata_props}
     nodes = _ancestors(proto.graph.node, output)
-    return Model(nodes, constants, images, image_shape, output, shapes, opset, description)
+    shape = tuple(image_shape)
+    return Model(
+        nodes, constants, images, shape, batch, output, shapes, opset, description, computed=[]
+    )
 
 
 def _not_onnx(path, error):
@@ -189,13 +199,16 @@ def _inferred_shapes(onnx, proto):
 
 
 def _image_input(graph, constants, input_shape, path):
-    """Return the name and the shape (C, H, W) of the only input that is no constant."""
+    """Return the name and the shape (N or 0, C, H, W) of the only input that is no constant."""
     inputs = [value for value in graph.input if value.name not in constants]
     if len(inputs) != 1:
         names = ", ".join(printable(value.name) for value in inputs) or "none"
         raise UserError(f"{printable(path)}: expected a network with one input, found {names}")
-    dims = inputs[0].type.tensor_type.shape.dim
-    sizes = [dim.dim_value for dim in dims][1:]
+    if inputs[0].type.tensor_type.elem_type != FLOAT:
+        raise UserError(
+            f"{printable(path)}: expected an input of float32 images, found another type"
+        )
+    batch, *sizes = [dim.dim_value for dim in inputs[0].type.tensor_type.shape.dim] or [0]
     if input_shape is not None:
         matches = len(sizes) == 3 and all(
             size in (0, expected) for size, expected in zip(sizes, input_shape, strict=False)
@@ -212,7 +225,7 @@ def _image_input(graph, constants, input_shape, path):
             f"{printable(inputs[0].name)} of shape ({', '.join(['N', *map(str, sizes)])}); "
             "input_shape=(C, H, W) sets sizes that the file leaves open"
         )
-    return inputs[0].name, tuple(sizes)
+    return inputs[0].name, (batch, *sizes)
 
 
 def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> bool:
@@ -230,14 +243,20 @@ def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> b
     """
     onnx, constants = library("onnx", path, "onnx"), model.constants
     if node.op_type == "Constant":
-        constants[node.output[0]] = _constant(onnx, node)
+        constants[node.output[0]] = _constant(onnx, node, path)
         return True
     names = list(dict.fromkeys(name for name in node.input if name))
     if node.op_type not in FOLDABLE or not names or any(name not in constants for name in names):
         return False
     arrays = [constants[name] for name in names]
     try:
-        _check_size(node, [constants[name] for name in node.input if name])
+        count = _size(node, [constants[name] for name in node.input if name])
+        model.computed.append(count)
+        if count < 0 or sum(model.computed) > MAX_ELEMENTS:
+            raise ValueError(
+                f"it would have {count} numbers; all computed constants together may have "
+                f"{MAX_ELEMENTS}"
+            )
         infos = [onnx.helper.make_empty_tensor_value_info(name) for name in names]
         results = [onnx.helper.make_empty_tensor_value_info(name) for name in node.output]
         graph = onnx.helper.make_graph([node], "constant", infos, results)
@@ -255,11 +274,11 @@ def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> b
     return True
 
 
-def _constant(onnx, node):
+def _constant(onnx, node, path):
     for attribute in node.attribute:
         value = onnx.helper.get_attribute_value(attribute)
         if attribute.name == "value":
-            return onnx.numpy_helper.to_array(value)
+            return _array(onnx, value, path)
         if attribute.name in ("value_float", "value_floats"):
             return np.array(value, np.float32)
         if attribute.name in ("value_int", "value_ints"):
@@ -267,18 +286,15 @@ def _constant(onnx, node):
     return np.zeros(0, np.float32)
 
 
-def _check_size(node, arrays):
-    """Raise ValueError if the result of a node would be too large."""
+def _size(node, arrays):
+    """Return the largest number of elements that the result of a node can have."""
     if node.op_type == "ConstantOfShape":
-        count = math.prod(int(n) for n in arrays[0].ravel())
-    elif node.op_type in ("Add", "Div", "Mul", "Sub"):
-        count = math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
-    elif node.op_type == "Gather":
-        count = arrays[0].size * max(arrays[1].size, 1)
-    else:
-        count = sum(array.size for array in arrays)
-    if not 0 <= count <= MAX_ELEMENTS:
-        raise ValueError(f"it would have {count} numbers, at most {MAX_ELEMENTS} are allowed")
+        return math.prod(int(n) for n in arrays[0].ravel())
+    if node.op_type in ("Add", "Div", "Mul", "Sub"):
+        return math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
+    if node.op_type == "Gather":
+        return arrays[0].size * max(arrays[1].size, 1)
+    return sum(array.size for array in arrays)
 
 
 def _ancestors(nodes: Iterable[Any], output: str) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class Node:
         For each input a Value, an array if it is constant, or None if it is left out.
     """
 
-    def __init__(self, proto: Any, onnx: Any, values: dict[str, Any]) -> None:
+    def __init__(self, proto: Any, onnx: Any, values: Mapping[str, Any]) -> None:
         self.proto, self.type = proto, proto.op_type
         self.name: str = proto.name or proto.output[0]
         self.attributes = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
@@ -109,15 +109,19 @@ class Builder:
         {"conv1.weight": array, ...}
     scaling
         (centre, divisor) of each channel of the images, if the graph begins with them.
-    opset
-        Version of the operators.
+    opset, batch
+        Version of the operators; number of images if the file fixes it, else 0.
+    tensors
+        {layer: names of its output in the graph}. Nodes that compute nothing add names.
     """
 
     def __init__(self, model: onnx_file.Model) -> None:
         self.layers: list[Any] = []
         self.arrays: dict[str, np.ndarray] = {}
         self.scaling: tuple[np.ndarray, np.ndarray] | None = None
-        self.opset = model.opset
+        self.opset, self.batch = model.opset, model.batch
+        self.tensors: dict[str, list[str]] = {graph.IMAGES: [model.images]}
+        self._used_names, self._last_numbers = {graph.IMAGES}, collections.Counter[str]()
         self.readers = collections.Counter(n for node in model.nodes for n in node.input)
         self.readers[model.output] += 1
 
@@ -142,38 +146,41 @@ class Builder:
 
     def _unique_name(self, name):
         name = re.sub(r"[^0-9A-Za-z]+", "_", name).strip("_") or "layer"
-        names, unique, i = {layer.name for layer in self.layers} | {graph.IMAGES}, name, 1
-        while unique in names:
-            i += 1
-            unique = f"{name}_{i}"
+        unique = name
+        while unique in self._used_names:
+            self._last_numbers[name] += 1
+            unique = f"{name}_{self._last_numbers[name] + 1}"
+        self._used_names.add(unique)
         return unique
 
     def affine(self, node: Node, x: Value, scale: np.ndarray, shift: np.ndarray) -> Value:
         """Add x * scale + shift, with a number per channel or one for all.
 
-        Before the first layer it becomes the normalization of the images, and after a layer a batch
-        normalization that is frozen.
+        Before the first layer it becomes the normalization of the images, which may also have a
+        number per pixel. After a layer it becomes a batch normalization that is frozen.
         """
         channels = x.shape[0]
-        scale, shift = (_per_channel(v, x.shape) for v in (scale, shift))
-        if x.layer == graph.IMAGES and not self.layers and self.is_read_once(node, x):
-            centre, divisor = self.scaling or (np.zeros(channels), np.ones(channels))
+        if x.layer == graph.IMAGES and not self.layers and self.is_read_once(x):
+            scale, shift = (_broadcast(v, x.shape) for v in (scale, shift))
+            centre, divisor = self.scaling or (np.zeros((1, 1, 1)), np.ones((1, 1, 1)))
             self.scaling = centre - shift * divisor / scale, divisor / scale
             return x
+        scale, shift = (_per_channel(v, x.shape) for v in (scale, shift))
         layer = nn.BatchNorm(epsilon=UNIT_VARIANCE["epsilon"], trainable=False)
         zeros, ones = np.zeros(channels), np.ones(channels)
         variance = ones * UNIT_VARIANCE["variance"]
         arrays = {"gamma": scale, "beta": shift, "mean": zeros, "variance": variance}
         return self.add(node, layer, [x], **arrays)
 
-    def is_read_once(self, node: Node, x: Value) -> bool:
-        """Return whether a node is the only reader of its input x."""
-        return self.readers[node.proto.input[[v is x for v in node.inputs].index(True)]] == 1
+    def is_read_once(self, x: Value) -> bool:
+        """Return whether one node reads a value, under any of its names."""
+        names = self.tensors[x.layer]
+        return sum(self.readers[name] for name in names) - (len(names) - 1) == 1
 
-    def add_bias(self, node: Node, x: Value, bias: np.ndarray) -> Value | None:
+    def add_bias(self, x: Value, bias: np.ndarray) -> Value | None:
         """Give the layer of x a bias if it has none and nothing else reads it; else return None."""
         layer = self.layers[-1] if self.layers else None
-        if layer is None or layer.name != x.layer or not self.is_read_once(node, x):
+        if layer is None or layer.name != x.layer or not self.is_read_once(x):
             return None
         if not isinstance(layer, nn.Weighted) or layer.bias:
             return None
@@ -182,20 +189,27 @@ class Builder:
         return x
 
 
+def _broadcast(values, shape):
+    """Return constants that are broadcast to (N, *shape) as float64 with len(shape) axes."""
+    values = np.asarray(values, np.float64)
+    sizes = (1,) * (1 + len(shape) - values.ndim) + values.shape
+    fits = len(sizes) == 1 + len(shape) and sizes[0] == 1
+    if not fits or any(n not in (1, m) for n, m in zip(sizes[1:], shape, strict=True)):
+        raise Unsupported(f"constants of shape {values.shape} for a value of {('N', *shape)}")
+    if (abs(values) >= -BATCH / 2).any():
+        raise Unsupported("it computes with the number of images, or with enormous constants")
+    return values.reshape(sizes[1:])
+
+
 def _per_channel(values, shape):
     """Return constants that are broadcast to (N, *shape) as one number per channel, float64."""
-    values = np.asarray(values, np.float64)
-    if values.size == 1:
-        return np.full(shape[0], values.reshape(()))
-    sizes = (1,) * (1 + len(shape) - values.ndim) + values.shape
-    if (
-        len(sizes) != 1 + len(shape)
-        or sizes[0] != 1
-        or sizes[1] != shape[0]
-        or values.size != shape[0]
-    ):
-        raise Unsupported(f"constants of shape {values.shape} for a value of {('N', *shape)}")
-    return values.reshape(shape[0])
+    numbers = _broadcast(values, shape)
+    if numbers.size > 1 and numbers.size != len(numbers):
+        raise Unsupported(
+            f"constants of shape {np.shape(values)} for a value of {('N', *shape)}: expected a "
+            "number per channel"
+        )
+    return np.array(np.broadcast_to(numbers.ravel(), shape[:1]))
 
 
 OPERATORS: dict[str, Callable[[Node, Builder], Any]] = {}
@@ -256,6 +270,8 @@ def _transposed_conv(node, builder):
 @operator("BatchNormalization")
 def _batchnorm(node, builder):
     node.require(training_mode=0, spatial=1)
+    if any(node.proto.output[1:]):
+        raise Unsupported("it also computes the statistics of a mini-batch")
     names = ("gamma", "beta", "mean", "variance")
     arrays = {name: node.constant(i) for i, name in enumerate(names, 1)}
     layer = nn.BatchNorm(node.get("epsilon", 1e-5), round(1 - node.get("momentum", 0.9), 6))
@@ -291,7 +307,8 @@ def _softmax(node, builder):
     x = node.value()
     axis = node.get("axis", -1 if builder.opset >= 13 else 1)
     # before opset 13, all axes from this one on are one
-    if axis % (1 + len(x.shape)) != 1 or (builder.opset < 13 and len(x.shape) > 1):
+    is_vector = int(np.prod(x.shape)) == x.shape[0]
+    if axis % (1 + len(x.shape)) != 1 or (builder.opset < 13 and not is_vector):
         raise Unsupported(f"axis is {axis}, expected the channels")
     return builder.add(node, nn.Softmax(), [x])
 
@@ -299,8 +316,8 @@ def _softmax(node, builder):
 @operator("MaxPool")
 def _max_pool(node, builder):
     node.require(storage_order=0, dilations=[1, 1])
-    if len(node.proto.output) > 1:
-        raise Unsupported("it has a second output")
+    if any(builder.readers[name] for name in node.proto.output[1:]):
+        raise Unsupported("its second output is used")
     x, size = node.value(), tuple(node["kernel_shape"])
     stride, padding, _ = _spatial(node, builder, x, size)
     return builder.add(node, nn.MaxPool2D(size, stride, _ceil(node, x, size, stride, padding)), [x])
@@ -351,6 +368,8 @@ def _mean(node, builder):
 
 @operator("Dropout")
 def _dropout(node, builder):
+    if node.input(2) is not None and node.constant(2).any():
+        raise Unsupported("training_mode is true")
     ratio = node.get("ratio", 0.5) if node.input(1) is None else float(node.constant(1))
     return builder.add(node, nn.Dropout(float(np.float32(ratio))), [node.value()])
 
@@ -373,8 +392,10 @@ def _flat(node, builder, x):
 
 @operator("Flatten")
 def _flatten(node, builder):
-    node.require(axis=1)
-    return _flat(node, builder, node.value())
+    x = node.value()
+    if node.get("axis", 1) % (1 + len(x.shape)) != 1:
+        raise Unsupported(f"axis is {node.get('axis', 1)}, expected 1")
+    return _flat(node, builder, x)
 
 
 @operator("Squeeze")
@@ -391,10 +412,9 @@ def _squeeze(node, builder):
 def _reshape(node, builder):
     x, sizes = node.value(), [int(n) for n in node.constant(1).ravel()]
     features = int(np.prod(x.shape))
-    is_batch = bool(sizes) and sizes[0] in (BATCH, 0, -1)
+    counts = {BATCH, 0, -1} | ({builder.batch} if builder.batch else set())
+    is_batch = bool(sizes) and sizes[0] in counts
     if len(sizes) == 2 and is_batch and sizes[1] in (features, -1) and sizes != [-1, -1]:
-        return _flat(node, builder, x)
-    if len(sizes) == 2 and sizes == [1, -1]:  # exported for one image
         return _flat(node, builder, x)
     if is_batch and tuple(sizes[1:]) == x.shape:
         return x
@@ -414,6 +434,8 @@ def _gemm(node, builder):
     weight = weight * np.float32(node.get("alpha", 1.0)) if node.get("alpha", 1.0) != 1 else weight
     weight = weight if node.get("transB", 0) else weight.T
     if bias is not None:
+        if any(n != 1 for n in node.constant(2).shape[:-1]):
+            raise Unsupported(f"it adds constants of shape {node.constant(2).shape}")
         bias = np.broadcast_to(node.constant(2).ravel(), weight.shape[:1])
         bias = bias * np.float32(node.get("beta", 1.0)) if node.get("beta", 1.0) != 1 else bias
     return _dense(node, builder, weight, bias)
@@ -437,10 +459,10 @@ def _dense(node, builder, weight, bias):
 def _add(node, builder):
     values = [v for v in node.inputs if isinstance(v, Value)]
     constants = [v for v in node.inputs if isinstance(v, np.ndarray)]
-    if not constants and len(values) > 1:
-        return builder.add(node, nn.Add(), values)
+    if not constants:
+        return values[0] if len(values) == 1 else builder.add(node, nn.Add(), values)
     if len(values) == len(constants) == 1:
-        biased = builder.add_bias(node, values[0], constants[0])
+        biased = builder.add_bias(values[0], constants[0])
         return biased or builder.affine(node, values[0], np.ones(1), constants[0])
     raise Unsupported("it adds constants to several values")
 
@@ -510,14 +532,17 @@ def load_onnx(
     if not builder.layers or output.layer != builder.layers[-1].name:
         raise UserError(f"{printable(path)}: expected a network whose last node is its output")
     try:
-        net = Network(builder.layers, model.image_shape)
+        net = Network(builder.layers, model.image_shape, seed=None)
     except ValueError as error:
         raise UserError(f"{printable(path)}: its network cannot be built: {error}") from None
     net.parameters = {name: builder.arrays[name] for name in net.parameters}
     net.state = {name: builder.arrays[name] for name in net.state}
     net.normalization = no_normalization(model.image_shape[0])
     if builder.scaling is not None:
-        centre, divisor = (np.asarray(v, np.float32) for v in builder.scaling)
+        arrays = np.broadcast_arrays(*builder.scaling, np.zeros((model.image_shape[0], 1, 1)))
+        centre, divisor = (np.array(v, np.float32) for v in arrays[:2])
+        if centre.shape[1:] == (1, 1):
+            centre, divisor = centre.ravel(), divisor.ravel()
         net.normalization = Normalization("zscore", centre, divisor)
     return net
 
@@ -530,8 +555,7 @@ def _build(model, path):
     for proto in model.nodes:
         if proto.domain in ("", "ai.onnx") and onnx_file.compute_constant(proto, model, path):
             continue
-        values.update(model.constants)
-        name = f"{proto.op_type} {printable(proto.name or proto.output[0])}"
+        name = f"{printable(proto.op_type)} {printable(proto.name or proto.output[0])}"
         shape = model.shapes.get(proto.output[0], "of unknown shape")
         try:
             if proto.domain not in ("", "ai.onnx") or proto.op_type not in OPERATORS:
@@ -539,7 +563,8 @@ def _build(model, path):
             if unknown.intersection(proto.input):
                 unknown.update(proto.output)
                 continue
-            result = OPERATORS[proto.op_type](Node(proto, onnx, values), builder)
+            tensors = collections.ChainMap(values, model.constants)
+            result = OPERATORS[proto.op_type](Node(proto, onnx, tensors), builder)
         except (Unsupported, *DAMAGES) as error:
             problems.append(f"{name} {shape}: {printable(str(error))}")
             unknown.update(proto.output)
@@ -548,6 +573,7 @@ def _build(model, path):
             model.constants[proto.output[0]] = result
         else:
             values[proto.output[0]] = result
+            builder.tensors.setdefault(result.layer, []).append(proto.output[0])
     if problems:
         raise UserError(f"{printable(path)}: unsupported nodes: {'; '.join(problems)}")
     if not isinstance(values.get(model.output), Value):

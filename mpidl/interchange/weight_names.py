@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from mpidl.errors import UserError
 from mpidl.nn import Network
+from mpidl.nn.layers import BatchNorm
 from mpidl.text import did_you_mean
 
 # The rename of one array; None if the file's array is no weight of a network.
@@ -108,8 +109,9 @@ def rename(names: Names, net: Network) -> Rename:
     return of_library
 
 
-def torchvision_name(name: str) -> str:
+def torchvision_name(name: str, net: Network) -> str:
     """Return torchvision's name of an array: "layer1.0.bn1.weight" for "layer1_0_bn1.gamma"."""
     layer, _, array = name.rpartition(".")
-    arrays = {value: key for key, value in NORMALIZATION.items()}
-    return f"{layer.replace('_', '.')}.{arrays.get(array, array)}"
+    if isinstance(net[layer], BatchNorm):
+        array = next(key for key, value in NORMALIZATION.items() if value == array)
+    return f"{layer.replace('_', '.')}.{array}"

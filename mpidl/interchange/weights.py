@@ -77,7 +77,7 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     """
     if net.on_device:
         raise TypeError("load_weights expects a network in host memory: net.to(None)")
-    arrays = read_arrays(path)
+    arrays = read(path)[0]
     renamed = _renamed(net, arrays, names, path)
     errors = _differences(net, renamed)
     if errors:
@@ -86,10 +86,11 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
         ]
         hint = f"; the names of {' and '.join(fitting)} fit (names=, --names)" if fitting else ""
         raise UserError(f"{printable(path)}: {'; '.join(errors)}{hint}")
-    values = {
-        name: np.ascontiguousarray(renamed[name][1], np.float32).reshape(array.shape)
-        for name, array in (net.parameters | net.state).items()
-    }
+    with np.errstate(over="ignore"):
+        values = {
+            name: np.ascontiguousarray(renamed[name][1], np.float32).reshape(array.shape)
+            for name, array in (net.parameters | net.state).items()
+        }
     net.parameters = {name: values[name] for name in net.parameters}
     net.state = {name: values[name] for name in net.state}
     return net
@@ -120,19 +121,16 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
         raise UserError(f"{printable(path)}: expected a name that ends with .safetensors")
     safetensors = library("safetensors.numpy", path, "safetensors")
     net = net.on(None)
-    arrays = {
-        name if names == "mpidl" else weight_names.torchvision_name(name): np.ascontiguousarray(a)
-        for name, a in (net.parameters | net.state).items()
-    }
+    arrays: dict[str, np.ndarray] = {}
+    for name, array in (net.parameters | net.state).items():
+        new_name = name if names == "mpidl" else weight_names.torchvision_name(name, net)
+        if new_name in arrays:
+            raise UserError(f"{printable(path)}: two arrays would have the name {new_name}")
+        arrays[new_name] = np.ascontiguousarray(array)
     if net.normalization is not None:
         arrays |= {f"normalization.{key}": a for key, a in net.normalization.arrays().items()}
     description = json.dumps(model_file.description_of(net))
     write_whole(path, safetensors.save(arrays, {"format": "mpidl", "description": description}))
-
-
-def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return the arrays of a weight file by their names in the file; see `read`."""
-    return read(path)[0]
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -176,14 +174,21 @@ def _array(file, name, path):
     kind = file.get_slice(name).get_dtype()
     if kind == "BF16":
         library("ml_dtypes", path, "safetensors")
-    return file.get_tensor(name)
+    try:
+        return file.get_tensor(name)
+    except (AttributeError, TypeError, ValueError) as error:
+        text = f"its type {kind} is not supported: {str(error):.100}"
+        raise UserError(f"{printable(path)}: {printable(name)}: {text}") from None
 
 
 def fits(
     net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
 ) -> bool:
     """Return whether the arrays of a file are those of a network under a library's names."""
-    return not _differences(net, _renamed(net, arrays, names, path))
+    try:
+        return not _differences(net, _renamed(net, arrays, names, path))
+    except UserError:
+        return False
 
 
 def _renamed(net, arrays, names, path) -> dict[str, tuple[str, np.ndarray]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,9 +44,9 @@ def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
         counts[kind] = counts.get(kind, 0) + 1
         layer.name = layer.name or f"{kind}{counts[kind]}"
         copies.append(layer)
-    names: list[str] = [layer.name for layer in copies]
-    for name in names:
-        if not isinstance(name, str) or names.count(name) > 1 or "." in name or "/" in name:
+    occurrences = collections.Counter(layer.name for layer in copies)
+    for name in occurrences:
+        if not isinstance(name, str) or occurrences[name] > 1 or "." in name or "/" in name:
             raise ValueError(f"layer names must be unique strings without '.' or '/', got {name!r}")
         if name == graph.IMAGES:
             raise ValueError(
@@ -86,7 +87,7 @@ def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> B
 
 
 def initial_arrays(
-    layer: Layer, needs: Mapping[str, tuple[tuple[int, ...], Any]], seed: int
+    layer: Layer, needs: Mapping[str, tuple[tuple[int, ...], Any]], seed: int | None
 ) -> dict[str, np.ndarray]:
     """Return the initial learnables or state of a layer, {"conv1.weight": float32 array, ...}.
 
@@ -97,11 +98,14 @@ def initial_arrays(
     needs
         `learnables` or `state` of its `Built`.
     seed
-        Seed of random initial values.
+        Seed of random initial values. With None, all values are 0.
     """
     arrays = {}
     for name, (size, initial) in needs.items():
         key = f"{layer.name}.{name}"
+        if seed is None:
+            arrays[key] = np.zeros(size, np.float32)
+            continue
         value = initial(seed, key, size) if callable(initial) else initial
         arrays[key] = np.full(size, value, np.float32)
     return arrays

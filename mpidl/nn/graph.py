@@ -28,6 +28,7 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
         the last is not read.
     """
     names = [layer.name for layer in layers]
+    positions = {name: i for i, name in enumerate(names)}
     reads_of_layers: list[tuple[str, ...]] = []
     for i, layer in enumerate(layers):
         reads = input_names(layer)
@@ -37,7 +38,8 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
         elif layer.after is not None:
             raise ValueError(f"{layer.name}: a layer with inputs cannot also have after")
         for name in reads:
-            _check(layer.name, name, names[:i], names)
+            if name != IMAGES and positions.get(name, i) >= i:
+                _refuse(layer.name, name, names[:i], names)
         reads_of_layers.append(reads)
     read_names = {name for reads in reads_of_layers for name in reads}
     for name in names[:-1]:
@@ -69,10 +71,8 @@ def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
     return renamed
 
 
-def _check(reader, name, before, names):
-    """Raise a ValueError unless `name`, which the layer `reader` reads, is before it."""
-    if name == IMAGES or name in before:
-        return
+def _refuse(reader, name, before, names):
+    """Raise the ValueError for a layer `reader` that reads `name`, which is not before it."""
     if name == reader:
         raise ValueError(f"{reader}: it cannot read its own output")
     if name in names:
@@ -98,6 +98,7 @@ def last_readers(
         for i in run:
             for name in reads[i]:
                 last[name] = position
-    return [
-        [name for name, end in last.items() if end == position] for position in range(len(runs))
-    ]
+    names: list[list[str]] = [[] for _ in runs]
+    for name, position in last.items():
+        names[position].append(name)
+    return names

@@ -39,7 +39,7 @@ class Network:
         (C, H, W) of an image.
     seed
         Seed of the initial learnables. For given shapes, they depend only on the seed and on the
-        names of the layers.
+        names of the layers. With None they are 0, for weights that are loaded later.
     batchnorm
         "global" or "local": the scope of batch normalization in training. `dl.train` sets it from
         its options.
@@ -82,12 +82,13 @@ class Network:
         self,
         layers: Iterable[Layer],
         input_shape: Sequence[int],
-        seed: int = 0,
+        seed: int | None = 0,
         batchnorm: str = "global",
     ) -> None:
         self.layers: list[Layer] = construction.name_layers(layers)
         self.input_shape: tuple[int, ...] = tuple(int(n) for n in input_shape)
-        self.seed, self.batchnorm = seed, batchnorm
+        self.seed: int = seed or 0
+        self.batchnorm = batchnorm
         self.training: bool = False
         self.fuse: bool = True
         self.reads: list[tuple[str, ...]] = graph.edges(self.layers)

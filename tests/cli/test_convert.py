@@ -1,5 +1,6 @@
 """`mpidl.convert`: between all formats, with the weights byte for byte and the same scores."""
 
+import json
 import re
 
 import numpy as np
@@ -76,6 +77,34 @@ def test_invalid_arguments(tmp_path):
     (tmp_path / "c.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
     text = refusal(convert.main, [str(tmp_path / "c.safetensors"), "b.onnx"])
     assert "no description of the network" in text
+
+
+def test_a_mean_image_and_a_description_of_another_network(tmp_path, capsys):
+    net = network()
+    mean = np.random.default_rng(0).uniform(90, 130, (3, 12, 11)).astype("f4")
+    net.normalization = Normalization("zerocenter-element", mean, np.ones_like(mean))
+    dl.save_model(tmp_path / "a.h5", net)
+    for source, target in (
+        ("a.h5", "b.onnx"),
+        ("b.onnx", "c.safetensors"),
+        ("c.safetensors", "d.h5"),
+    ):
+        assert convert.main([str(tmp_path / source), str(tmp_path / target)]) == 0
+    assert (tmp_path / "d.h5").read_bytes() == (tmp_path / "a.h5").read_bytes()
+    capsys.readouterr()
+    arrays = safetensors.numpy.load_file(tmp_path / "c.safetensors")
+    for text in ("[" * 200_000, "{}", json.dumps({"network": "[]", "classes": "null"})):
+        metadata = {"format": "mpidl", "description": text}
+        safetensors.numpy.save_file(arrays, tmp_path / "e.safetensors", metadata)
+        refused = refusal(network_files.load, tmp_path / "e.safetensors")
+        assert "e.safetensors: its network cannot be built: " in refused
+    text = refusal(convert.main, [str(tmp_path / "a.h5"), "b.onnx", "--input-shape", "3,9,9"])
+    assert text == "--input-shape: expected an ONNX file or --network NAME with it"
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setenv("PMI_SIZE", "2")
+        text = refusal(convert.main, [str(tmp_path / "a.h5"), "b.onnx"])
+    assert text == "convert is one process: run it without mpirun"
 
 
 def test_scores_that_differ_are_an_error(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,7 @@
 """Networks written as ONNX files: onnxruntime's scores, and the same network when read restored."""
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -124,14 +126,16 @@ def test_normalization_is_part_of_the_graph(tmp_path, name):
     )
     dl.save_onnx(net, path)
     assert difference(net, path, images) <= 1e-5
+    assert difference(dl.load_onnx(path, graph_alone=True), path, images) <= 1e-5
     restored = dl.load_onnx(path)
     assert restored.normalization.name == name and restored.classes == net.classes
     assert restored.predict(images).tobytes() == net.predict(images).tobytes()
     dl.save_onnx(net, path, normalize_images=False)
-    plain = dl.load_onnx(without_description(path, tmp_path / "b.onnx"))
-    assert plain.normalization.name == "none"
+    assert dl.load_onnx(path).classes == net.classes
     values = net.normalization(images)
-    assert difference(plain, path, values) <= 1e-5
+    for plain in (dl.load_onnx(path), dl.load_onnx(path, graph_alone=True)):
+        assert plain.normalization.name == "none"
+        assert difference(plain, path, values) <= 1e-5
 
 
 def test_a_changed_graph_is_read_as_it_is(tmp_path):
@@ -144,6 +148,54 @@ def test_a_changed_graph_is_read_as_it_is(tmp_path):
     changed = dl.load_onnx(path)
     assert isinstance(changed["relu1"], dl.Tanh)
     assert difference(changed, path, pixels_of(0, 3, 1, 28, 28)) <= 1e-5
+
+
+def test_a_description_that_does_not_fit_is_ignored(tmp_path):
+    """Then the graph alone is read, or refused."""
+    net, path = zoo.digits((1, 12, 11), 3, seed=1), tmp_path / "a.onnx"
+    net.classes = ("a", "b", "c")
+    dl.save_onnx(net, path)
+    proto = onnx.load(path)
+    (entry,) = proto.metadata_props
+    description, images = json.loads(entry.value), pixels_of(0, 3, 1, 12, 11)
+
+    def read(**changes):
+        entry.value = json.dumps(description | changes)
+        path.write_bytes(proto.SerializeToString())
+        return dl.load_onnx(path)
+
+    assert read().classes == net.classes
+    layers = json.loads(description["network"])
+    layers[-1]["outputs"] = 60_000_000  # would take 100 GB
+    for changes in (
+        {"classes": '["a", "b"]'},
+        {"classes": '"abc"'},
+        {"input_shape": [1, 13, 11]},
+        {"network": json.dumps(layers)},
+        {"network": "[" * 200_000},
+    ):
+        changed = read(**changes)
+        assert changed.classes is None and difference(changed, path, images) <= 1e-5
+    entry.value = "[" * 200_000
+    path.write_bytes(proto.SerializeToString())
+    assert dl.load_onnx(path).classes is None
+
+
+def test_arrays_of_other_types(tmp_path):
+    net, path = zoo.digits((1, 12, 11), 3, seed=1), tmp_path / "a.onnx"
+    dl.save_onnx(net, path)
+    proto = onnx.load(path)
+    for tensor in proto.graph.initializer:
+        half = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(half, tensor.name))
+    path.write_bytes(proto.SerializeToString())
+    restored = dl.load_onnx(path)
+    assert {value.dtype for value in restored.parameters.values()} == {np.dtype(np.float32)}
+    for tensor in proto.graph.initializer:
+        whole = (10 * onnx.numpy_helper.to_array(tensor)).astype(np.int8)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(whole, tensor.name))
+    path.write_bytes(proto.SerializeToString())
+    assert {value.dtype for value in dl.load_onnx(path).state.values()} == {np.dtype(np.float32)}
 
 
 def test_what_cannot_be_written(tmp_path):

@@ -135,6 +135,49 @@ def test_inputs_and_outputs(tmp_path):
     assert "expected a network whose last node is its output" in refusal(dl.load_onnx, path)
 
 
+def test_external_data_of_a_constant(tmp_path, monkeypatch):
+    """They are in the folder of the ONNX file, not in the current one."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "w.bin").write_bytes(WEIGHT.tobytes())
+    (tmp_path / "w.bin").write_bytes((7 * WEIGHT).tobytes())
+    tensor = onnx.numpy_helper.from_array(WEIGHT, "w")
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="w.bin")
+    proto = model([CONV], {"w": WEIGHT}, SHAPE)
+    del proto.graph.initializer[:]
+    proto.graph.node.insert(0, node("Constant", "", "w", value=tensor))
+    path = tmp_path / "sub" / "a.onnx"
+    path.write_bytes(proto.SerializeToString())
+    for folder in (tmp_path, tmp_path / "sub"):
+        monkeypatch.chdir(folder)
+        assert np.array_equal(dl.load_onnx(path).parameters["y.weight"], WEIGHT)
+
+
+def test_many_constants_that_are_allowed_alone(tmp_path):
+    nodes = [node("ConstantOfShape", "n", f"c{i}") for i in range(8)]
+    nodes += [node("Slice", f"c{i} zero one zero", f"s{i}") for i in range(8)]
+    names = " ".join(f"s{i}" for i in range(8))
+    nodes += [
+        node("Concat", names, "b", axis=0),
+        node("Gather", "b zero", "d"),
+        CONV,
+        node("Add", "y d", "z"),
+    ]
+    constants = {"n": np.array([1 << 26]), "zero": np.array([0]), "one": np.array([1]), "w": WEIGHT}
+    path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE, output="z")
+    assert "all computed constants together may have" in refusal(dl.load_onnx, path)
+
+
+def test_the_type_of_the_input(tmp_path):
+    proto = model([node("Relu", "x", "y")], {}, SHAPE)
+    proto.graph.input[0].type.tensor_type.elem_type = TensorProto.UINT8
+    path = tmp_path / "a.onnx"
+    path.write_bytes(proto.SerializeToString())
+    text = refusal(dl.load_onnx, path)
+    assert text == f"{path}: expected an input of float32 images, found another type"
+
+
 def test_constants_larger_than_allowed(tmp_path):
     """A few bytes of file that would compute terabytes."""
     long = np.ones(1 << 15, np.float32)

@@ -283,7 +283,22 @@ def test_an_error_lists_all_unsupported_nodes(tmp_path):
 
 UNSUPPORTED = {
     "no layer of mpidl computes it": [node("Elu", "x", "y")],
-    "constants of shape (1, 4, 7, 6)": [node("Mul", "x c", "y")],
+    "constants of shape (1, 4, 7, 6)": [node("Relu", "x", "a"), node("Mul", "a c", "y")],
+    "constants of shape (1, 1, 1, 1, 1)": [node("Add", "x five", "y")],
+    "constants of shape (4, 1)": [node("Flatten", "x", "f"), node("Gemm", "f w c4", "y")],
+    "it also computes the statistics": [
+        helper.make_node("BatchNormalization", ["x", *"gbmv"], ["y", "a1", "b1"], "y")
+    ],
+    "training_mode is true": [node("Dropout", "x ratio true", "y")],
+    "it computes with the number of images": [
+        *(node("Shape", "x", "k"), node("Cast", "k", "t", to=1), node("Gather", "t zero", "n")),
+        *(node("Relu", "x", "r"), node("Mul", "r n", "y")),
+    ],
+    "to [1, 168]": [node("Reshape", "x one", "y")],
+    "its second output is used": [
+        helper.make_node("MaxPool", ["x"], ["p", "i"], "p", kernel_shape=[2, 2]),
+        *(node("Cast", "i", "j", to=1), node("Add", "p j", "y")),
+    ],
     "input 1 is not constant": [node("Relu", "x", "a"), conv("y", "x", "a")],
     "axis is 2, expected the channels": [node("Concat", "x x", "y", axis=2)],
     "axis is 3, expected the channels": [node("Softmax", "x", "y", axis=3)],
@@ -300,9 +315,64 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_unsupported_forms(tmp_path, reason):
     constants = {"c": array("e", 1, 4, 7, 6), "z": np.float32(0), "s": np.array([7, 24])}
+    constants |= {
+        "five": np.ones((1,) * 5, np.float32),
+        "c4": array("c", 4, 1),
+        "w": array("w", 168, 4),
+    }
+    constants |= {name: array(name, 4) for name in "gbmv"}
+    constants |= {"ratio": np.float32(0.5), "true": np.array(True), "one": np.array([1, 168])}
+    constants |= {"zero": np.array(0)}
     path = saved(tmp_path / "a.onnx", UNSUPPORTED[reason], constants, SHAPE)
     text = refusal(dl.load_onnx, path)
     assert text.startswith(f"{path}: unsupported nodes: ") and reason in text
+
+
+# Values with two names: what reads one of them reads the other.
+ALIASES = {
+    "a bias": [
+        *(*CONV, node("Identity", "h", "a"), node("Add", "a b", "s")),
+        *(node("Relu", "s", "r"), node("Add", "r h", "y")),
+    ],
+    "a bias behind a cast that comes later": [
+        *(*CONV, node("Add", "h b", "s"), node("Cast", "h", "a", to=1)),
+        *(node("Relu", "s", "r"), node("Add", "r a", "y")),
+    ],
+    "normalization": [
+        *(node("Identity", "x", "a"), node("Sub", "a c", "s")),
+        *(node("Relu", "s", "r"), node("Add", "r x", "y")),
+    ],
+    "normalization of one branch": [
+        *(node("Identity", "x", "a"), node("Mul", "a c", "s"), conv("h", "s", "w")),
+        *(conv("g", "x", "w"), node("Add", "h g", "y")),
+    ],
+    "vectors": [
+        *(node("Flatten", "x", "f"), node("MatMul", "f v", "m"), node("Flatten", "m", "n")),
+        *(node("Add", "n d", "p"), node("Add", "p m", "y")),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", ALIASES)
+def test_values_with_two_names(tmp_path, case):
+    constants = {"w": WEIGHT, "b": array("b", 6, 1, 1), "c": PER_CHANNEL}
+    constants |= {"v": array("v", 168, 5), "d": array("d", 5)}
+    path = saved(tmp_path / "a.onnx", ALIASES[case], constants, SHAPE)
+    assert difference(dl.load_onnx(path), path, array("images", 5, *SHAPE)) <= 1e-5
+
+
+def test_a_file_for_one_image(tmp_path):
+    nodes = [node("Reshape", "x s", "f"), node("MatMul", "f w", "y")]
+    constants = {"s": np.array([1, 168]), "w": array("w", 168, 4)}
+    path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE, sizes=(1,))
+    assert difference(dl.load_onnx(path), path, array("images", 1, *SHAPE)) <= 1e-5
+
+
+def test_many_nodes_take_no_quadratic_time(tmp_path):
+    nodes = [node("Relu", "x", "v0")]
+    nodes += [node("Relu", f"v{i}", f"v{i + 1}") for i in range(3000)]
+    path = saved(tmp_path / "a.onnx", nodes, {}, SHAPE, output="v3000")
+    assert len(dl.load_onnx(path).layers) == 3001
 
 
 def test_a_network_that_pytorch_exports(tmp_path):

@@ -1,7 +1,9 @@
 """Weights to and from safetensors files: bytes, names, and one error for all differences."""
 
+import json
 import re
 import sys
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -129,6 +131,31 @@ def test_other_float_types_are_converted(tmp_path, kind):
     for name, value in (net.parameters | net.state).items():
         assert value.dtype == np.float32
         assert np.array_equal(value, arrays[name].astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "F4"])
+def test_types_that_numpy_lacks(tmp_path, kind):
+    data = {"fc.bias": {"dtype": kind, "shape": [4], "data_offsets": [0, 2 if kind == "F4" else 4]}}
+    text, path = json.dumps(data).encode(), tmp_path / "a.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(2 if kind == "F4" else 4))
+    assert refusal(dl.load_weights, network(), path).startswith(f"{path}: ")
+
+
+def test_names_that_would_be_equal(tmp_path):
+    @dataclass
+    class Scaled(dl.Layer):
+        name: str | None = None
+
+        def build(self, shape):
+            return dl.Built(shape, {"weight": (shape[:1], 1.0), "gamma": (shape[:1], 2.0)})
+
+    net = dl.Network([Scaled(name="s")], (2, 3, 3))
+    dl.save_weights(net, tmp_path / "a.safetensors", names="torchvision")
+    arrays = safetensors.numpy.load_file(tmp_path / "a.safetensors")
+    assert arrays["s.gamma"].tolist() == [2, 2] and arrays["s.weight"].tolist() == [1, 1]
+    twins = dl.Network([dl.Conv2D(1, 2, name="a_b"), dl.Conv2D(1, 2, name="a__b")], (2, 3, 3))
+    dl.save_weights(twins, tmp_path / "b.safetensors", names="torchvision")
+    assert len(safetensors.numpy.load_file(tmp_path / "b.safetensors")) == 4
 
 
 def test_an_error_lists_all_differences(tmp_path):

@@ -193,7 +193,7 @@ def network_of(
     normalization: dict[str, np.ndarray],
     layer_types: Iterable[type[Layer]] = (),
 ) -> Network:
-    """Create the network that a file describes, with initial learnables.
+    """Create the network that a file describes, with learnables and state of 0.
 
     Parameters
     ----------
@@ -210,13 +210,20 @@ def network_of(
         If the description is invalid.
     """
     net = Network.from_spec(
-        description["network"], description["input_shape"], layer_types=layer_types
+        description["network"], description["input_shape"], layer_types=layer_types, seed=None
     )
     channels = net.input_shape[0]
     net.normalization = normalize.read(description["normalization"], normalization, channels)
     net.normalization.check(net.input_shape)
     net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
-    net.classes = None if description["classes"] is None else tuple(description["classes"])
+    classes = description["classes"]
+    if classes is not None and not (
+        isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    ):
+        raise ValueError(f"classes: expected a list of names, found {classes!r:.100}")
+    if classes and net.output_shape[:1] != (len(classes),):
+        raise ValueError(f"{len(classes)} classes for outputs of shape {net.output_shape}")
+    net.classes = None if classes is None else tuple(classes)
     return net
 
 
