@@ -6,8 +6,8 @@ The same seed, data and options give the same weights, byte for byte, on any num
 import os
 import sys
 
-# Limit BLAS to one thread before NumPy loads. A BLAS may split a product among its threads, so the
-# order of additions would depend on the number of threads.
+# Limit BLAS to one thread before NumPy loads. A BLAS may split a matrix product among threads,
+# and the order of additions then depends on the number of threads.
 for _name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS"):
     os.environ[_name] = "1"
 if "numpy" in sys.modules:

@@ -1,8 +1,8 @@
 """Store values per image in blocks of 16 consecutive images of the global mini-batch.
 
-Per-image values are arrays `(blocks, *image shape, 16)`, in which each of the 16 lanes of a block
-holds one image. Blocks are also the units of work that ranks share, and the leaves of the tree that
-adds up a mini-batch (`fold`).
+Per-image values are arrays of shape (blocks, *image shape, 16). Each of the 16 lanes of a block
+holds the entry of one image. Each rank computes whole blocks of a mini-batch. The blocks are also
+the leaves of the reduction tree, which adds up per-image values over a mini-batch (see `fold`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     def gplus(self, value: Any) -> Any:
-        """Add up a Partial, or each Partial in a container, over the ranks."""
+        """Add up a Partial (an unfinished sum), or each Partial in a container, over the ranks."""
 
 
 def blocks_of(count: int) -> int:
@@ -50,15 +50,16 @@ class Batch:
     count
         Number of images in the global mini-batch.
     tree
-        The tree over the blocks of the mini-batch.
+        The reduction tree whose leaves are the blocks of the mini-batch.
     world
-        The ranks that share the mini-batch; `world.gplus` folds a Partial.
+        The ranks that share the mini-batch. `world.gplus` adds up a Partial over these ranks.
     indices
         Dataset indices of the samples in this rank's share.
     epoch, seed
-        Epoch and seed, which are parts of the key of random numbers.
+        Epoch and seed, which are part of the key from which random numbers are computed.
     device
-        The object that keeps the counts on a GPU; None if the values are in host memory.
+        The object that stores the image counts and sample numbers in GPU memory. None if the values
+        are in host memory.
     """
 
     count: int
@@ -81,14 +82,14 @@ class Batch:
         return first, stop
 
     def valid(self, block: int) -> int:
-        """Return the number of images in this rank's block number `block`.
+        """Return the number of images in this rank's block with index `block`, from 0.
 
         Only the last block of the mini-batch may have fewer than 16 images.
         """
         return min(LANES, self.count - (self.tree.run[0] + block) * LANES)
 
     def counts(self) -> np.ndarray:
-        """Return the number of images in each block as int32; on a GPU, only their sum, (1,)."""
+        """Return the number of images in each block, (blocks,) int32; on a GPU, the total, (1,)."""
         if self.device is not None:
             return self.device.valid(self)
         return np.array([self.valid(b) for b in range(self.blocks)], np.int32)
@@ -112,7 +113,7 @@ class Batch:
 
     @property
     def per_image(self) -> float | fold.Late:
-        """1 / count as a number; as a `Late` if the counts are on a GPU."""
+        """1 / count as a float, or as a `fold.Late` if the counts are in GPU memory."""
         return 1.0 / self.count if self.device is None else self.device.per_image(self)
 
     def __repr__(self) -> str:
@@ -186,17 +187,19 @@ def share(
     world
         The ranks that share the mini-batch.
     indices
-        Sample numbers of all images in order, (count,), the same on every rank; by default
-        0, 1, ... The Batch keeps only those of this rank's images.
+        Sample numbers of all images of the mini-batch, (count,), the same on every rank; by default
+        0 to count - 1. The Batch keeps only the sample numbers of this rank's images.
     epoch, seed
-        Epoch and seed. Together with the sample numbers, they determine random numbers such as
-        those of dropout.
+        Epoch and seed. Random numbers, for example in dropout, depend on the epoch, the seed and
+        the sample number.
     load
-        The weight of each rank; see `fold.split_blocks`.
+        One non-negative weight per rank; by default, all weights are equal. The number of blocks of
+        a rank is proportional to the weight of the rank (see `fold.split_blocks`).
     plain
-        See `fold.Tree`; by default, the setting of the world.
+        Whether each rank adds its blocks from left to right instead of by the tree (see
+        `fold.Tree`). By default, the setting of the world.
     device
-        See `Batch`.
+        The object that stores the counts in GPU memory; by default None, for host memory.
     """
     plain = getattr(world, "plain", False) if plain is None else plain
     leaves = blocks_of(count)
@@ -212,15 +215,15 @@ class Blocked:
     Parameters
     ----------
     lanes
-        The entries of this rank's images, (blocks, *image_shape, 16), in a NumPy array or an array
-        on a GPU.
+        The entries of this rank's images, a NumPy or GPU array (blocks, *image_shape, 16).
     batch
         The mini-batch that the images belong to.
 
     Notes
     -----
-    The last block of a mini-batch may have unused lanes. They hold arbitrary finite numbers in a
-    value, and zeros in a cotangent. Sums of products of a value and a cotangent thus need no mask.
+    The last block of a mini-batch may have unused lanes. Unused lanes hold arbitrary finite numbers
+    in a value and zeros in a cotangent. A sum over the products of a value and a cotangent thus
+    needs no mask.
     """
 
     __slots__ = ("_lanes", "batch")
@@ -259,11 +262,11 @@ class Blocked:
         return self.lanes.dtype
 
     def like(self, lanes: np.ndarray) -> Blocked:
-        """Return a Blocked value of the same images with other lanes."""
+        """Return a Blocked value with the given lanes for the same images."""
         return Blocked(lanes, self.batch)
 
     def stored(self) -> Blocked:
-        """Return this value with its lanes in memory; a DeferredActivation computes them."""
+        """Return this value with all lanes in memory; a DeferredActivation computes the lanes."""
         return self
 
     def block(self, b: int) -> np.ndarray:
@@ -275,7 +278,7 @@ class Blocked:
         return np.ascontiguousarray(np.moveaxis(lanes, -1, 0)[: self.batch.valid(b)])
 
     def local(self) -> np.ndarray:
-        """Return this rank's images as an array (n, *image_shape)."""
+        """Return the entries of this rank's images as an array (n, *image_shape)."""
         flat = np.moveaxis(np.asarray(self.lanes), -1, 1).reshape(-1, *self.image_shape)
         first, last = self.batch.images
         return np.ascontiguousarray(flat[: last - first])
@@ -288,7 +291,8 @@ class Blocked:
 
     mean = sum = __len__ = __float__ = __bool__ = __array__ = __iter__ = _refuse
 
-    if TYPE_CHECKING:  # defined in `ops.arithmetic`; a Var operand uses those of Var
+    # `ops.arithmetic` defines these operators. If one operand is a Var, Var's operators are used.
+    if TYPE_CHECKING:
 
         def __add__(self, other: Factor) -> Blocked: ...
         def __radd__(self, other: float) -> Blocked: ...
@@ -386,8 +390,8 @@ class DeferredActivation(Blocked):
 def readable(value: Blocked) -> np.ndarray | DeferredInput:
     """Return the operand that a backend reads in the value's image shape.
 
-    This is the DeferredInput of a DeferredActivation with an unchanged image shape, and the lanes
-    otherwise.
+    For a DeferredActivation whose image shape is unchanged, the operand is the DeferredInput.
+    Otherwise, the operand is the array of lanes.
     """
     if isinstance(value, DeferredActivation) and value.image_shape != value.deferred.x.shape[1:-1]:
         return value.lanes
@@ -400,8 +404,8 @@ class GradientWithSums(Blocked):
     Parameters
     ----------
     sums
-        The Partial (2C,) float64 of [sum of dz, sum of dz * (x - mean)]. dz is the cotangent where
-        the activation is > 0, and 0 elsewhere.
+        A Partial of shape (2C,) and type float64: the sums of dz per channel, followed by the sums
+        of dz * (x - mean). dz is the cotangent where the activation is > 0, and 0 elsewhere.
     """
 
     __slots__ = ("sums",)

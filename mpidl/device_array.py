@@ -1,4 +1,4 @@
-"""Distinguish arrays in device memory from NumPy arrays, without importing any device's code."""
+"""Distinguish arrays in device memory from NumPy arrays, without importing device-specific code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class OnDevice:
-    """Base class of values in the memory of a device: arrays, and nodes of sums."""
+    """Base class of values in the memory of a device: arrays, and nodes of reduction trees."""
 
     __slots__ = ()
 

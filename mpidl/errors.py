@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """Raised if options or data are unusable, so that the user must correct them.
+    """Raised if options or data are unusable and the user must correct them.
 
     The message is one line. It names the file or option, and says what was expected and what was
     found. The commands print it on rank 0 without a traceback, and exit with code 2.

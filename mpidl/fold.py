@@ -1,11 +1,12 @@
-"""Add up a mini-batch with a binary tree, in the same order on any number of ranks.
+"""Add up the values of a mini-batch in the same order on any number of ranks.
 
-The leaves are the blocks of the global mini-batch, 0 .. leaves-1. A node of the tree is a range
-(start, stop) of blocks. A node of more than one block splits at the largest power of two below its
-length, so the tree depends only on the number of blocks. Each rank owns a run of consecutive blocks
-and folds it into the fewest nodes that cover the run. The ranks exchange only these nodes
-(`comm.exchange`). The result has the same bytes on any number of ranks, because every addition in
-the tree has the same two operands.
+The global mini-batch is divided into blocks of 16 images. The blocks 0 .. leaves-1 are the leaves
+of a binary tree, the reduction tree. A node of the tree is a range (start, stop) of blocks, and the
+value of the root is the total. A node of more than one block splits at the largest power of two
+below its length, so the tree depends only on the number of blocks. Each rank owns a run of
+consecutive blocks and folds (combines) the values of the blocks into the fewest nodes that cover
+the run. The ranks exchange only these nodes (`comm.exchange`). The result has the same bytes on any
+number of ranks, because every addition in the tree has the same two operands.
 
     leaves = 5              (0,5)
                        (0,4)     \\
@@ -33,12 +34,12 @@ Range = tuple[int, int]  # (first block, one past the last block)
 
 
 def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Add two operands of a sum. The result overwrites `left`, which the fold owns."""
+    """Add two arrays. The sum overwrites `left`."""
     return np.add(left, right, out=left)
 
 
 def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Combine two packed moments. The result overwrites `left`, which the fold owns.
+    """Combine the moments of two sets of values. The result overwrites `left`.
 
     Parameters
     ----------
@@ -48,9 +49,9 @@ def merge_moments(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
     Notes
     -----
-    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979, equation 2.1. The formula E[x^2] - E[x]^2 would lose digits to
-    cancellation.
+    The update is equation 2.1 of Chan, Golub and LeVeque, "Updating formulae and a pairwise
+    algorithm for computing sample variances", 1979. The formula E[x^2] - E[x]^2 would lose digits
+    to cancellation.
     """
     channels = left.size // 2
     n, m = left[0], right[0]
@@ -73,9 +74,9 @@ def split_blocks(leaves: int, ranks: int, load: tuple[int, ...] | None = None) -
     Parameters
     ----------
     load
-        One non-negative weight per rank; 0 leaves a rank idle. The number of blocks is proportional
-        to the weight and rounded down. The remaining blocks go to the ranks with the largest
-        remainders; ties go to the lowest rank. By default, all weights are equal.
+        One non-negative weight per rank. A rank of weight 0 is idle. The number of blocks of a rank
+        is proportional to the weight and rounded down. The remaining blocks go to the ranks with
+        the largest remainders, and ties go to the lowest rank. By default, all weights are equal.
 
     Returns
     -------
@@ -111,20 +112,20 @@ def maximal_nodes(run: Range, leaves: int) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class Tree:
-    """The tree over the blocks of a mini-batch and its division among the ranks.
+    """The reduction tree over the blocks of a mini-batch, which are divided among the ranks.
 
     Parameters
     ----------
     leaves
         Number of blocks.
     runs
-        The run (start, stop) of blocks of each rank.
+        The run of blocks (start, stop) that each rank owns.
     rank
         The rank that holds this object.
     plain
-        If True, each rank adds its run from left to right into one value, as other libraries do.
-        The order of additions then depends on the number of ranks. Benchmarks compare with this
-        setting, and tests use it as a negative control.
+        If True, each rank adds up the blocks of its run from left to right into one value, as other
+        libraries do. The order of additions then depends on the number of ranks. Benchmarks compare
+        with this setting, and tests use it as a negative control.
     """
 
     leaves: int
@@ -152,16 +153,16 @@ class Tree:
 class Counter:
     """A binary counter that folds values in the order of their blocks.
 
-    A value that completes a node is combined with its left neighbour at once. If the result
-    completes a larger node, it is combined in turn, like a carry in a binary addition. At most
-    log2(leaves) values are kept at a time.
+    A value that completes a node is combined with the value on its left at once. If the result
+    completes a larger node, the result is combined in turn, like a carry in a binary addition. At
+    most log2(leaves) values are kept at a time.
 
     Parameters
     ----------
     tree
         The tree over the mini-batch.
     combine
-        The operation f(left, right); it may overwrite `left`.
+        Function of (left, right) that combines two values. It may overwrite `left`.
     start
         The first block to fold. The default is the start of this rank's run.
     """
@@ -206,7 +207,7 @@ class Counter:
         Raises
         ------
         ValueError
-            If some blocks of this rank were not pushed, or if a value has another size or dtype.
+            If a block of this rank was not pushed, or if a value does not fit `shape` or `dtype`.
         """
         if self.next != self.tree.run[1]:
             raise ValueError(f"folded blocks up to {self.next}, this rank's end at {self.tree.run}")
@@ -227,7 +228,7 @@ def fold_nodes(
     values: Sequence[np.ndarray] | np.ndarray,
     combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Combine the nodes of all ranks, in order, into the root. The call overwrites `values`."""
+    """Combine the nodes of all ranks, in order, into the root. `values` is overwritten."""
     counter = Counter(tree, combine, start=0)
     for (_, stop), value in zip(nodes, values, strict=True):
         counter.push(value, stop)
@@ -238,17 +239,17 @@ def fold_nodes(
 class Late:
     """A factor whose value is known only when the sum is finished.
 
-    A GPU step is recorded once and replayed for mini-batches of other sizes, so its factor
-    1 / (images of the mini-batch) changes from replay to replay.
+    A training step on a GPU is recorded once and replayed for mini-batches of any size, so the
+    factor 1 / (images of the mini-batch) changes from replay to replay.
 
     Parameters
     ----------
     value
-        A function that returns the current number, not yet multiplied by `factor`.
+        A function that returns the current value, not yet multiplied by `factor`.
     array
-        The (1,) float64 array in which the device keeps the number.
+        The (1,) float64 array in which the device keeps the current value.
     factor
-        A constant that multiplies the number.
+        A constant that multiplies the value.
     """
 
     __slots__ = ("value", "array", "factor")
@@ -280,7 +281,7 @@ class Term:
     dtype
         Type of the nodes.
     scale
-        The factor to apply after the fold: a number or a `Late`.
+        The factor to apply after the fold: a float or a `Late`.
     """
 
     tree: Tree
@@ -290,7 +291,7 @@ class Term:
     scale: Any = 1.0
 
 
-PLAIN = (int, float, np.ndarray, np.generic)  # types of a replicated number or array
+PLAIN = (int, float, np.ndarray, np.generic)  # types of values that every rank already has
 
 
 class Partial:
@@ -301,7 +302,7 @@ class Partial:
     Parameters
     ----------
     terms
-        The sums. Each term is folded, then scaled; the terms are then added in order.
+        The sums. Each term is folded and then scaled, and the results are added in order.
     addend
         A value that every rank already has, such as a penalty, or None. It is added once in total,
         after all terms.
@@ -374,13 +375,13 @@ class Partial:
         return self * (1.0 / float(divisor))
 
     def astype(self, dtype: DTypeLike) -> Partial:
-        """Return the same sum, to be converted to another dtype after the fold."""
+        """Return a Partial of the same sum, which is converted to `dtype` after the fold."""
         return Partial(self.terms, self.addend, self.shape, dtype)
 
     def finish(self, roots: Sequence[np.ndarray]) -> np.ndarray:
         """Return the total, given the root of each term.
 
-        Each root is scaled, the terms are added in order, and the replicated addend comes last.
+        Each root is scaled, the terms are added in order, and `addend` is added last.
         """
         scaled = [
             root if term.scale == 1.0 else root * root.dtype.type(float(term.scale))
@@ -390,7 +391,7 @@ class Partial:
         return np.asarray(total, self.dtype).reshape(self.shape)
 
     def local(self) -> np.ndarray:
-        """Return this rank's part of the only term, unscaled; zeros if the rank has no block."""
+        """Return this rank's part of the only term, not scaled; zeros if the rank has no blocks."""
         (term,) = self.terms
         parts = [np.array(value) for value in term.nodes] or [np.zeros(self.shape, self.dtype)]
         while len(parts) > 1:

@@ -1,4 +1,4 @@
-"""Show what mpidl detects on this machine: `mpirun -n 4 python -m mpidl.info`."""
+"""Show the hardware and libraries that mpidl finds: `mpirun -n 4 python -m mpidl.info`."""
 
 from mpidl.cli.info import main
 from mpidl.comm import failure

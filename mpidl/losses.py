@@ -1,4 +1,4 @@
-"""Define the named losses, and check that a dataset and a network meet their requirements."""
+"""Define the named losses, and check that a dataset and a network are valid for a loss."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def cross_entropy(net: Network, images: Blocked, labels: Blocked) -> Sums:
     """Return the mean cross-entropy and the number of correct labels.
 
     There is one label per image or per pixel. A label is correct if its class has the largest
-    score. Both values are Partials; only the first is differentiated.
+    score. Both results are Partials, whose sums over the ranks are the loss and the number. Only
+    the loss is differentiated.
     """
     return cross_entropy_of(net.logits(images), labels)
 
 
 def cross_entropy_of(scores: Blocked | Var, labels: Blocked) -> Sums:
-    """Return the same values as `cross_entropy`, computed from a network's scores."""
+    """Return the same results as `cross_entropy`, computed from the scores of a network."""
     return ops.softmax_cross_entropy(scores, labels), ops.correct_count(scores, labels)
 
 
 def mean_squared_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
-    """Return the mean squared difference between outputs and targets, as a tuple of one Partial."""
+    """Return the mean squared error of the outputs, as a tuple of one Partial."""
     return (ops.mean_squared_error(net(images), targets),)
 
 
 def mean_absolute_error(net: Network, images: Blocked, targets: Blocked) -> Sums:
-    """Return the mean absolute difference of outputs and targets, as a tuple of one Partial."""
+    """Return the mean absolute error of the outputs, as a tuple of one Partial."""
     return (ops.mean_absolute_error(net(images), targets),)
 
 
@@ -61,7 +62,8 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     Parameters
     ----------
     loss
-        A name in LOSSES, or a function that returns a loss or (loss, number of correct labels).
+        A name in LOSSES, or a function of (net, images, targets) that returns a loss or the tuple
+        (loss, number of correct labels).
 
     Returns
     -------
@@ -74,7 +76,7 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
     UserError
         If no loss has this name.
     TypeError
-        If a user's function returns anything else. The returned function raises it.
+        If the user's function returns anything else. The returned callable raises this error.
     """
     if not callable(loss):
         if loss not in LOSSES:
@@ -96,16 +98,19 @@ def loss_function(loss: str | Callable[..., Any]) -> LossFunction:
 
 
 def labels_per_image(datastore: Any) -> int:
-    """Return the number of labels per image: 1, or the number of elements of an image's targets."""
+    """Return the number of labels per image.
+
+    The number is 1, or the number of elements in the targets of an image.
+    """
     return math.prod(datastore.targets_shape or ())
 
 
 def output_class_names(loss: str | Callable[..., Any], net: Network, datastore: Any) -> list[str]:
-    """Return the dataset's names of the classes that the outputs are scores for, or `[]`."""
+    """Return the dataset's class names if the outputs are scores for its classes, else `[]`."""
     names = [str(name) for name in datastore.classes]
     if datastore.targets_shape is None:
         return names
-    # If there are more names than outputs, they name the images' labels, not the targets' classes.
+    # More names than outputs are the names of the images' labels, not of the targets' classes.
     return names if loss == "crossentropy" and len(names) <= net.output_shape[0] else []
 
 
@@ -114,7 +119,8 @@ def trained_classes(
 ) -> tuple[str, ...] | None:
     """Return the value of `Network.classes` for a network trained on the dataset.
 
-    It is () for a named loss of regression, and None if the names of the classes are unknown.
+    The value is () for the regression losses "mse" and "mae", and None if the class names are
+    unknown.
     """
     if not callable(loss) and loss != "crossentropy":
         return ()
@@ -131,10 +137,10 @@ def check_names(
     datastore: Any,
     owner: str,
 ) -> None:
-    """Raise a UserError if the labels of a dataset stand for other classes than expected.
+    """Raise a UserError if the class names of a dataset differ from the expected ones.
 
-    One list of names may be longer than the other, because the number of classes of a set of arrays
-    follows from its largest label.
+    Either list of names may be longer than the other, because the number of classes in an
+    ArrayDatastore may follow from its largest label.
 
     Parameters
     ----------
@@ -166,12 +172,12 @@ def check(
 ) -> None:
     """Raise a UserError if the network's outputs do not match the dataset, or a loss is unknown.
 
-    Outputs are not compared with the dataset if the loss is a function.
+    If the loss is a function, the outputs are not compared with the dataset.
 
     Parameters
     ----------
     training
-        Whether the dataset is used for training. Labels must then be of more than one class.
+        Whether the dataset is used for training. Its labels must then have at least two classes.
     """
     loss_function(loss)
     need_network(net)
@@ -189,7 +195,7 @@ def check(
 
 
 def _check_labels(net, datastore):
-    """Raise a UserError unless there is one label per image that outputs (K,) can predict."""
+    """Raise a UserError unless the images have labels below K and the outputs have shape (K,)."""
     dataset, outputs = datastore.describe(), net.output_shape
     if datastore.labels is None:
         raise UserError(f"{dataset}: the images have no labels to compare with")
@@ -207,7 +213,10 @@ def _check_labels(net, datastore):
 
 
 def _check_label_targets(net, datastore):
-    """Raise a UserError unless the targets are labels, such as one per pixel, for the outputs."""
+    """Raise a UserError unless the targets are labels that match the outputs.
+
+    The targets of an image are an array of labels, such as one label per pixel.
+    """
     dataset, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
     if datastore.targets_dtype.kind not in "iu":
         gray = len(shape) == 3 and shape[0] == 1
@@ -225,7 +234,7 @@ def _check_label_targets(net, datastore):
 
 
 def _check_targets(loss, net, datastore):
-    """Raise a UserError unless the targets are floats in the shape of the outputs."""
+    """Raise a UserError unless the targets are floats with the same shape as the outputs."""
     dataset, shape, outputs = datastore.describe(), datastore.targets_shape, net.output_shape
     if shape is None:
         contents = "labels alone" if datastore.labels is not None else "none"
@@ -243,5 +252,5 @@ def _check_targets(loss, net, datastore):
 
 
 def label_limit(loss: str | Callable[..., Any], net: Network) -> int | None:
-    """Return the number that all labels must be below, or None if the loss uses no labels."""
+    """Return the exclusive upper limit of the labels, or None if the loss uses no labels."""
     return net.output_shape[0] if loss == "crossentropy" else None

@@ -1,4 +1,4 @@
-"""Classify images with a trained network: `mpirun -n 4 python -m mpidl.predict` (see --help)."""
+"""Classify images with a trained network: `mpirun -n 4 python -m mpidl.predict --help`."""
 
 from mpidl.cli.predict import main
 from mpidl.comm import failure

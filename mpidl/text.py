@@ -26,7 +26,7 @@ def name_list(names: Sequence[str]) -> str:
 
 
 def class_names(classes: Iterable | None, count: int) -> tuple[str, ...]:
-    """Return `count` names: those of `classes`, then the numbers of the classes without a name."""
+    """Return `count` class names; classes that `classes` does not name are named by index."""
     names = [str(name) for name in classes or ()]
     return tuple([*names, *map(str, range(len(names), count))][:count])
 
@@ -55,7 +55,7 @@ def _plain(name: str) -> str:
 
 
 def aligned(rows: Iterable[Sequence[object]], left: int = 1) -> list[str]:
-    """Format rows as lines of a table; the first `left` columns are left-aligned, others right."""
+    """Format rows as lines of a table; all but the first `left` columns are right-aligned."""
     table = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [

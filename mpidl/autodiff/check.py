@@ -1,4 +1,4 @@
-"""Check the vjp of a function against central differences."""
+"""Check the vector-Jacobian product (vjp) of a function against central differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_vjp(
     """Check the vjp of `f(*args)` along one random direction d: <v, J d> = <vjp(v), d>.
 
     J is the Jacobian of f, and v is a random cotangent. The check is collective if an argument is
-    blocked.
+    a Blocked value.
 
     Parameters
     ----------
@@ -33,16 +33,17 @@ def check_vjp(
         Arguments of f. All floating-point arguments (NumPy arrays and Blocked values) are varied
         together. They must be float64 for the default step and tolerance.
     step
-        Step of the central difference that approximates J d, from f at args +- step * d.
+        Step size t of the central difference (f(args + t d) - f(args - t d)) / (2 t), which
+        approximates J d.
     tolerance
-        Largest accepted relative difference between the two products.
+        Largest accepted relative difference between <v, J d> and <vjp(v), d>.
     seed
         Seed of the direction d and of v.
 
     Returns
     -------
     float
-        The relative difference between the two products.
+        The relative difference between <v, J d> and <vjp(v), d>.
 
     Raises
     ------

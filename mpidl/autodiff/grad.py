@@ -13,28 +13,28 @@ from mpidl.fold import Partial, replicated
 
 
 class Reducing(Protocol):
-    """Interface of a world that adds up gradients for `value_and_grad`, such as `mpidl.World`."""
+    """Interface of a world, such as `mpidl.World`, that sums gradients for `value_and_grad`."""
 
     def gplus(self, value: Any) -> Any:
         """Add up Partials over the ranks."""
 
     def reducer(self) -> Any:
-        """Return an object that exchanges gradients while backward runs."""
+        """Return an object that exchanges gradients during the backward pass."""
 
 
 class Bindable(Protocol):
-    """Interface of a network for `value_and_grad`, such as `mpidl.Network`."""
+    """Interface of a network, such as `mpidl.Network`, for `value_and_grad`."""
 
     @property
     def trainable(self) -> Mapping[str, np.ndarray]:
         """The learnables to differentiate, by name."""
 
     def bind(self, learnables: Mapping[str, Any]) -> Any:
-        """Return a copy of the network in training mode with these values of learnables."""
+        """Return a copy of the network in training mode with these learnables."""
 
 
 Loss: TypeAlias = Partial | Var | np.ndarray | float
-Outputs = TypeVar("Outputs", bound=tuple[Any, ...])  # the loss, then any other values
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])  # (loss, *others)
 Arguments = ParamSpec("Arguments")
 Result_co = TypeVar("Result_co", covariant=True)
 Gradient = TypeVar("Gradient", Partial, np.ndarray)
@@ -80,12 +80,13 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     ----------
     f
         A function f(model, *args, **options). It returns a scalar loss or a tuple (loss, *others);
-        only the loss is differentiated. The learnables of the model that f gets are Vars. A network
-        is in training mode.
+        only the loss is differentiated. f receives a copy of the model whose learnables are Vars.
+        If the model is a network, the copy is in training mode.
     reduce
-        A `World` that adds up the gradients over the ranks while backward runs, and then the loss.
-        By default, the loss and the gradients are Partials, which `world.gplus` adds up. The ranks
-        then exchange only the sums that ops need, such as those of batch normalization.
+        A `World` that adds up the gradients over the ranks during the backward pass, and then the
+        loss. By default, the ranks exchange only the sums that ops need, such as the moments of
+        batch normalization. The loss and the gradients are then Partials, this rank's parts of
+        sums, and `world.gplus` adds them up over the ranks.
 
     Returns
     -------
@@ -98,7 +99,7 @@ def value_and_grad(f: Callable[..., Any], *, reduce: Reducing | None = None) -> 
     Raises
     ------
     TypeError
-        If the loss is not one number. The returned function raises it.
+        If the loss is not a scalar. The returned function raises this error.
     """
 
     def run(model, *args, **options):
@@ -150,6 +151,6 @@ def _as_partial(value):
 
 
 def is_one_number(value: Any) -> bool:
-    """Return whether a value can be a loss: a Partial or array of shape (), or a number."""
+    """Return whether a value can be a loss: a Partial or array of shape (), or a Python number."""
     value = value_of(value)
     return isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()

@@ -2,7 +2,8 @@
 
 There are three kinds of values:
 
-- A *blocked* value (`Blocked`) has one entry per image, on the rank that owns the image's block.
+- A *blocked* value (`Blocked`) has one entry per image. Each rank stores its images in blocks
+  of 16. A lane is the slot of one image in a block.
 - A *replicated* value is a NumPy array with the same bytes on every rank. Learnables and values
   computed only from them are replicated.
 - A `Partial` is a sum over the images that is not yet added up over the ranks.
@@ -14,10 +15,11 @@ The kind of a value determines the kind of its cotangent:
     Partial      replicated
     replicated   a Partial from a blocked op, replicated from any other op
 
-The sum of a Partial and a replicated cotangent is a Partial. The caller adds up gradients of
-learnables that are Partials. If a replicated value that an op computed, such as a tied weight, gets
-a Partial as its cotangent, all ranks fold it before the op's vjp runs, at the same place of the
-tape on every rank. A vjp is never applied to parts of a sum.
+The sum of a Partial and a replicated cotangent is a Partial. If the gradient of a learnable is a
+Partial, the caller adds it up over the ranks. If a replicated value that an op computed, such as a
+tied weight, gets a Partial as its cotangent, all ranks add up that Partial at the same point of the
+tape, before they call the op's vjp (vector-Jacobian product). A vjp is never applied to parts of a
+sum.
 """
 
 from __future__ import annotations
@@ -55,11 +57,12 @@ class Var:
     Parameters
     ----------
     value
-        The value itself: a Blocked, a Partial or an array.
+        A Blocked, a Partial or an array.
     parents
         The positional arguments of the op, whether they are Vars or not.
     vjp
-        f(dy, needs), which returns a tuple with one cotangent per parent; None for a leaf.
+        A function vjp(dy, needs) that returns a tuple with one cotangent per parent. None for a
+        leaf.
     name
         The name of the op, or of the learnable if the Var is a leaf.
     """
@@ -83,7 +86,7 @@ class Var:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the value."""
+        """Data type of the value's elements."""
         return self.value.dtype
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -131,7 +134,7 @@ WithVjp: TypeAlias = tuple[Y, Vjp]  # the result of a forward function
 
 
 class Op(Protocol[X_contra, Options, Y_co]):
-    """Type of an op that has its own signature. The op returns a Var if it is called with a Var."""
+    """Type of an op with the signature of its forward function. A Var argument gives a Var."""
 
     __name__: str
 
@@ -142,7 +145,7 @@ class Op(Protocol[X_contra, Options, Y_co]):
 
 
 class ArrayOp(Protocol):
-    """Type of an op of plain arrays. Its result has the type of the first non-number argument."""
+    """Type of an op of plain arrays. The result has the type of the first non-scalar argument."""
 
     __name__: str
 
@@ -177,12 +180,11 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
         forward once per block; otherwise it calls forward once. For a block of n <= 16 images,
         forward gets C-ordered arrays (n, ...) and the full replicated arguments. It must return y
         of shape (n, ...). On a rank without blocks, the op calls forward with one image of zeros to
-        learn the shape of y.
-        `vjp(dy)` returns a tuple with one cotangent per positional argument. The entry is None for
-        an argument without a cotangent. Cotangents of replicated arguments are folded over the
-        blocks.
+        learn the shape of y. `vjp(dy)` returns a tuple with one cotangent per positional argument.
+        The entry is None for an argument without a cotangent. Cotangents of replicated arguments
+        are added up over the blocks.
     blocks
-        If True, forward gets Blocked values that hold the rank's whole share. `vjp(dy, needs)`
+        If True, forward gets Blocked values that hold all images of the rank. `vjp(dy, needs)`
         returns Partials for replicated arguments; needs[i] says whether argument i needs a
         cotangent.
 
@@ -196,7 +198,8 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
     TypeError
         If an op without `blocks` is called with a Partial or an array on a GPU.
     ValueError
-        If forward or vjp of an op without `blocks` returns arrays of a wrong shape or number.
+        If forward or vjp of an op without `blocks` returns the wrong number of arrays, or an array
+        of the wrong shape.
     """
     if forward is None:
         return functools.partial(op, blocks=blocks)
@@ -216,7 +219,7 @@ def op(forward: Callable[..., WithVjp[Any]] | None = None, *, blocks: bool = Fal
 
 
 def _by_block(name, forward, values, options):
-    """Run a plain-array op once per block of this rank's share, or once if nothing is blocked."""
+    """Run a plain-array op once per block of this rank, or once if no argument is blocked."""
     if any(isinstance(v, Partial) for v in values):
         raise TypeError(
             f"{name}: got a Partial, which is not yet summed over the ranks; before "
@@ -353,8 +356,8 @@ def backward(
 ) -> dict[Var, Any]:
     """Compute gradients by playing the tape back from `root`.
 
-    Every rank plays the ops in the reverse of the order in which they were recorded. A tape can be
-    played back only once, because saved arrays are freed after use.
+    Every rank plays back the ops in the reverse of the order in which they were recorded. A tape
+    can be played back only once, because saved arrays are freed after use.
 
     Parameters
     ----------

@@ -1,6 +1,7 @@
 """Backends: implementations of the same functions for different kinds of arrays.
 
-`of(x)` selects the `Backend` for a value by the dtype and the memory (host or GPU) of its lanes.
+`of(x)` selects the `Backend` for a Blocked value by the dtype and the memory (host or GPU) of the
+array that holds the value.
 `interface` documents the functions; `reference`, `cpu` and `gpu` implement them.
 """
 
@@ -31,7 +32,7 @@ def of(x: Blocked) -> Backend:
 def of_array(array: Any) -> Backend:
     """Return the GPU backend for an array in GPU memory, else `of_type(array.dtype)`."""
     if is_device_array(array):
-        from mpidl.backends.gpu.backend import GPU  # late: runs on CPUs load nothing of it
+        from mpidl.backends.gpu.backend import GPU  # imported here, as CPU runs do not need it
 
         return GPU
     return of_type(array.dtype)
@@ -54,14 +55,16 @@ def configure(
     Parameters
     ----------
     threads : int, optional
-        Number of threads that the C kernels use on this rank. Results do not depend on it.
+        Number of threads that the C kernels use on this rank. Results do not depend on this
+        number.
     winograd : {"auto", "off", "fast"}, optional
-        How to compute 3x3 convolutions at stride 1. "auto" uses F(2x2) in forward passes with at
-        least 32 channels, and F(4x4) in backward passes. "off" computes direct sums. "fast" uses
-        F(4x4) in forward passes too, which has a larger error. Results depend on this option.
-    precision : {"fp32", "tf32"}, optional
-        Precision of products on a GPU's tensor cores. "fp32" uses 3xTF32. Results depend on this
+        How to compute 3x3 convolutions with stride 1. "auto" uses Winograd's F(2x2) in forward
+        passes with at least 32 channels, and F(4x4) in backward passes. "off" computes direct sums.
+        "fast" also uses F(4x4) in forward passes, with a larger error. Results depend on this
         option.
+    precision : {"fp32", "tf32"}, optional
+        Precision of multiplications on a GPU's tensor cores. "fp32" uses 3xTF32. Results depend on
+        this option.
 
     Raises
     ------

@@ -17,7 +17,7 @@ FUNCTIONS = tuple(
 )
 
 
-# The modules of each backend's package that define its functions.
+# The modules in each backend's package that define the backend's functions.
 FAMILIES = (
     *("conv", "transposed", "dense", "batchnorm", "activation", "pool", "lrn", "dropout", "join"),
     *("loss", "optimizer", "images"),
@@ -25,7 +25,7 @@ FAMILIES = (
 
 
 class _Functions(types.SimpleNamespace):
-    """The Backend that `gather` returns; its functions are plain attributes."""
+    """The Backend that `gather` returns. The backend's functions are plain attributes."""
 
     def __repr__(self):
         return f"<backend {self.name}>"
@@ -51,7 +51,7 @@ def gather(
     families : modules
         The modules that define the functions of `Backend`.
     fallback : Backend, optional
-        The backend that provides functions that no module defines.
+        The backend that provides the functions that no module defines.
 
     Raises
     ------

@@ -2,34 +2,37 @@
 
 `backends.reference`, `backends.cpu` and `backends.gpu` implement these functions. Each package has
 one module per family of functions, and `gather` collects the modules into a Backend. Callers
-get the backend of a value from `backends.of`. A backend computes on arrays of lanes. It does not
-handle tapes or communicate between ranks.
+get the backend of a value from `backends.of`. A backend computes on arrays whose last axis is the
+16 lanes of a block; a lane is the slot of one image. A backend does not handle tapes or communicate
+between ranks.
 
 Arrays
-    NumPy arrays, or `gpu.array.Array` if `arrays_on_device`. `Lanes` hold one value per image in
-    an array (B, *image_shape, 16): this rank has B blocks of 16 images each. Images have the shape
+    NumPy arrays, or `gpu.array.Array` if `arrays_on_device`. `Lanes` are arrays of shape
+    (B, *image_shape, 16) for the B blocks of 16 images on this rank. Images have the shape
     (B, C, H, W, 16), outputs of convolutions (B, K, P, Q, 16), features (B, F, 16). A `Vector` (C,)
-    holds one number per channel. Unless stated otherwise, results have the dtype of the lanes:
+    holds one scalar per channel. Unless stated otherwise, results have the dtype of the lanes:
     float32, or float64 in the reference backend. The caller owns the results.
 Readable
     Lanes or, if `fuses_convolutions`, a DeferredInput: an activation that is not stored.
 Unused lanes
-    The lanes after the last image. Values in them are finite; gradients in them are zero. Functions
-    with an argument `counts` leave them out of sums and set them to zero in results.
+    The lanes after the last image. Their elements are finite, and are zero in gradients. Functions
+    with an argument `counts` leave unused lanes out of sums and set them to zero in results.
 counts
     The number of valid images in each block, (B,) int32. On a GPU, the number of valid images on
     this rank, (1,) int32.
 tree
-    The `fold.Tree` of the mini-batch. A function that sums over images adds one leaf per block to
-    this tree and returns a `fold.Partial`, which the caller sums over the ranks.
+    The `fold.Tree` of the mini-batch, the binary tree by which blocks are summed. A function that
+    sums over images computes one leaf of this tree per block. It returns a `fold.Partial`, which
+    the caller sums over the ranks.
 stride, dilation, size
     (down, across), integers >= 1.
 padding, cropping
     ((top, bottom), (left, right)), integers >= 0.
 needs
-    Three booleans: whether x, weight and bias need a gradient. Gradients not needed are None.
+    Three booleans: whether x, weight and bias need a gradient. A gradient that is not needed is
+    None.
 labels
-    Class numbers (B, ..., 16) int32, one per pixel of scores (B, K, ..., 16).
+    Class indices (B, ..., 16) int32, one per pixel of scores (B, K, ..., 16).
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Lanes:
         """Return the cross-correlation of x with weight (K, C/groups, R, S).
 
-        bias (K,) is added if given.
+        If bias (K,) is given, it is added to the result.
         """
 
     def conv2d_moments(
@@ -121,13 +124,13 @@ class Backend(TrainingFunctions, Protocol):
         Parameters
         ----------
         dy : Lanes
-            Gradient with respect to the output y. If `activation_after` is given, the gradient
-            with respect to the activation of y.
+            Gradient with respect to the output y or, if `activation_after` is given, with respect
+            to the activation of y.
         activation_after : (DeferredInput of y, a, b, c), optional
             Backpropagate dy through ReLU and batch normalization first. The gradient of y is then
             a * dz + b * (y - mean) + c, where dz is dy if the activation is > 0, else 0.
         sums : bool
-            Whether to compute the `activation_sums` of dx too. x must then be a DeferredInput.
+            Whether to compute also the `activation_sums` of dx. x must then be a DeferredInput.
         overwrite : bool
             Whether the function may overwrite the memory of dy with a gradient.
 
@@ -145,7 +148,7 @@ class Backend(TrainingFunctions, Protocol):
         """Return the transposed convolution of x (B, C, H, W, 16), plus bias (K,) if given.
 
         A convolution with weight (C, K, R, S) maps K channels to C channels. If x is the gradient
-        of its output, the transposed convolution is the gradient of its input.
+        of this convolution's output, the transposed convolution is the gradient of its input.
         """
 
     def transposed_conv2d_backward(
@@ -161,8 +164,8 @@ class Backend(TrainingFunctions, Protocol):
     ) -> tuple[Lanes | None, Partial | None, Partial | None]:
         """Return (dx, dweight, dbias) of `transposed_conv2d`.
 
-        dx is the convolution of dy with weight. dweight is the weight gradient of that convolution
-        if x is the gradient of its output.
+        dx is the convolution of dy with weight. dweight is the weight gradient of this convolution,
+        with x as the gradient of its output.
         """
 
     # dense
@@ -170,7 +173,7 @@ class Backend(TrainingFunctions, Protocol):
     def dense(self, x: Readable, weight: Array, bias: Array | None) -> Lanes:
         """Return weight @ x + bias, (B, K, 16).
 
-        x has F values per image, in any image shape. weight is (K, F), and bias is (K,) or None.
+        x has F elements per image, in any image shape. weight is (K, F), and bias is (K,) or None.
         """
 
     def dense_dx(self, dy: Lanes, weight: Array) -> Lanes:
@@ -196,29 +199,29 @@ class Backend(TrainingFunctions, Protocol):
     def moments(self, x: Lanes, counts: Array, tree: Tree) -> Partial:
         """Return the count, means and M2 of the channels, packed for `fold.merge_moments`.
 
-        The result is (1 + 2C,) float64: the number of values per channel, the C means, and for each
-        channel M2, the sum of squared deviations from the mean.
+        The result is (1 + 2C,) float64: the number of elements per channel, the C means, and the
+        C sums M2 of squared deviations from the mean.
         """
 
     def statistics(self, moments: Array, gamma: Vector, epsilon: float) -> tuple:
-        """Convert folded `moments` to the statistics that batch normalization uses.
+        """Convert `moments`, folded over all blocks, to the statistics of batch normalization.
 
         Returns
         -------
         count, mean, rstd, variance : float64
             rstd = 1 / sqrt(variance + epsilon); the variance is biased (divided by the count).
         shift, scale : Vector
-            The mean and gamma * rstd, in the dtype that `batchnorm` accepts.
+            shift is the mean, and scale is gamma * rstd, in the dtype that `batchnorm` accepts.
         """
 
     def batchnorm(self, x: Lanes, mean: Vector, scale: Vector, beta: Vector) -> Lanes:
         """Return (x - mean) * scale + beta, per channel."""
 
     def batchnorm_sums(self, dy: Lanes, x: Lanes, mean: Vector, tree: Tree) -> Partial:
-        """Return the C sums of dy, then the C sums of dy * (x - mean): (2C,) float64."""
+        """Return the C sums of dy followed by the C sums of dy * (x - mean), (2C,) float64."""
 
     def batchnorm_factors(self, sums: Array, gamma: Vector, statistics: tuple) -> tuple:
-        """Compute (a, b, c, dgamma, dbeta), each (C,), from folded `batchnorm_sums`.
+        """Compute (a, b, c, dgamma, dbeta), each (C,), from `batchnorm_sums` folded over blocks.
 
         The gradient is dx = a * dy + b * (x - mean) + c. dgamma and dbeta have the dtype of gamma.
         """
@@ -288,9 +291,9 @@ class Backend(TrainingFunctions, Protocol):
     ) -> tuple[Lanes, Lanes]:
         """Return the largest pixel of each window, and its index in the window.
 
-        Indices number the places of a window row by row, as uint8. If several pixels are equally
-        large, the first one is chosen. Padding is never chosen. The value is NaN if a pixel of the
-        window is NaN.
+        An index is a uint8 that counts the pixels of a window row by row. If several pixels are
+        equally large, the first one is chosen. Padding is never chosen. The maximum is NaN if a
+        pixel of the window is NaN.
         """
 
     def max_pool2d_dx(
@@ -314,7 +317,7 @@ class Backend(TrainingFunctions, Protocol):
     def average_pool2d_dx(
         self, dy: Lanes, x: Readable, size: Pair, stride: Pair, padding: Pads, tree: Tree
     ) -> tuple[Lanes, Partial | None]:
-        """Return the gradient with respect to x, as `max_pool2d_dx` does."""
+        """Return the gradient with respect to x, and the same sums as `max_pool2d_dx`."""
 
     # lrn
 
@@ -349,16 +352,17 @@ class Backend(TrainingFunctions, Protocol):
     ) -> Lanes:
         """Multiply x by scale, and set elements to 0 if their random number is below `threshold`.
 
-        `reference.dropout.chances` defines the numbers, from 0 to 65535, so every backend drops the
-        same elements. Applied to the gradient of the result, `dropout` returns the gradient of x.
+        `reference.dropout.chances` defines the random numbers, from 0 to 65535, so every backend
+        drops the same elements. Applied to the gradient of the result, `dropout` returns the
+        gradient of x.
 
         Parameters
         ----------
         key : tuple of int
             Two 32-bit words.
         epoch, samples : int, (B * 16,) int64
-            The epoch, and the sample number of each image. On a GPU they are int32 Arrays (1,) and
-            (B * 16,), which every replay of a recorded step reads again.
+            The epoch, and the sample index of each image. On a GPU, they are int32 Arrays (1,) and
+            (B * 16,), which every replay of a recorded training step reads again.
         """
 
     # join

@@ -1,6 +1,6 @@
 """Define the part of the backend interface that is not about layers: losses, optimizers, images.
 
-`interface` explains the conventions for arguments and results.
+The module `interface` explains the conventions for arguments and results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mpidl.fold import Partial, Tree
 from mpidl.shapes import Pair
 
 Array: TypeAlias = Any  # np.ndarray or gpu.array.Array
-Lanes: TypeAlias = Any  # an Array (B, *image_shape, 16)
+Lanes: TypeAlias = Any  # an Array (B, *image_shape, 16): B blocks of 16 images
 Vector: TypeAlias = Any  # an Array (C,)
 
 
@@ -25,7 +25,7 @@ class TrainingFunctions(Protocol):
         """Return the softmax of logits (B, K, ..., 16) over the K classes, in float64."""
 
     def softmax_dx(self, dy: Lanes, p: Lanes) -> Lanes:
-        """Return the gradient of `softmax` in the dtype of dy; p is the result of `softmax`."""
+        """Return the gradient of the logits in the dtype of dy; p is the result of `softmax`."""
 
     def cross_entropy(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
         """Sum -log softmax(logits)[label] over images and pixels: () float64."""
@@ -33,15 +33,16 @@ class TrainingFunctions(Protocol):
     def cross_entropy_dlogits(
         self, logits: Lanes, labels: Lanes, scale: Any, counts: Array
     ) -> Lanes:
-        """Return (softmax(logits) - one_hot(label)) * scale, and zero in unused lanes.
+        """Return (softmax(logits) - one_hot(label)) * scale, with zeros in unused lanes.
 
-        scale is a number. On a GPU it may also be a `fold.Late`, read when the kernel runs.
+        A lane is the slot of one image in a block. `scale` is a scalar. On a GPU, `scale` may also
+        be a `fold.Late`, which the kernel reads when it runs.
         """
 
     def correct_count(self, logits: Lanes, labels: Lanes, counts: Array, tree: Tree) -> Partial:
         """Count the images or pixels whose label has the largest logit: () float64.
 
-        If several logits are equally large, the first of these classes is the prediction.
+        If several classes have the largest logit, the first of them is the prediction.
         """
 
     def errors(self, y: Lanes, target: Lanes, power: int, counts: Array, tree: Tree) -> Partial:
@@ -50,7 +51,7 @@ class TrainingFunctions(Protocol):
     def errors_dy(self, y: Lanes, target: Lanes, power: int, scale: Any, counts: Array) -> Lanes:
         """Return (y - target) * scale for power 2, sign(y - target) * scale for power 1.
 
-        Unused lanes are zero. See `cross_entropy_dlogits` for scale.
+        Unused lanes are zero. See `cross_entropy_dlogits` for `scale`.
         """
 
     def image_sums(self, x: Lanes, counts: Array, tree: Tree) -> Partial:
@@ -59,9 +60,9 @@ class TrainingFunctions(Protocol):
     # optimizer: lists have one array per parameter; new weights are new arrays
 
     def step_number(self, name: str, value: float) -> Any:
-        """Convert a number to an element of `numbers` of `optimizer_step`.
+        """Convert a scalar to an element of the argument `numbers` of `optimizer_step`.
 
-        On a GPU, the name identifies the number, so that replays of a recorded step can change it.
+        On a GPU, replays of a recorded training step can change the scalar that has this name.
         """
 
     def zeros_like(self, x: Array) -> Array:
@@ -85,12 +86,14 @@ class TrainingFunctions(Protocol):
         Parameters
         ----------
         formula : str
-            A name in `reference.optimizer.FORMULAS`. Its function there defines the step.
+            A key of `reference.optimizer.FORMULAS`, which maps it to the function that defines the
+            optimizer step.
         state : sequence of sequences
             The arrays that the formula keeps between steps, such as the velocity. Each inner
             sequence has one C-ordered array per parameter.
         numbers : sequence
-            The learning rate, then the other numbers of the formula: floats, or `step_number`s.
+            The learning rate, then the other scalars of the formula. Each is a float or a result of
+            `step_number`.
         decays : sequence of float
             The weight decay of each parameter. The formula adds decay * weight to the gradient or,
             if it decouples the decay, to the direction of the step.
@@ -99,7 +102,8 @@ class TrainingFunctions(Protocol):
 
         Notes
         -----
-        Each parameter is computed in the precision of its weight, to which numbers are rounded.
+        Each parameter is updated in the precision of its weights. `numbers` are rounded to this
+        precision.
         """
 
     def clip(
@@ -116,13 +120,13 @@ class TrainingFunctions(Protocol):
         ----------
         method : {"l2norm", "global-l2norm", "absolute-value"}
             Limit the norm of each gradient, the norm of all gradients together, or the absolute
-            value of each number.
+            value of each element.
 
         Notes
         -----
-        On the host, norms are computed in float64 in a fixed order. Each chunk of 16384 numbers has
-        16 partial sums, which a tree combines; the sums of the chunks are added one by one. A GPU
-        also adds in a fixed order.
+        On the host, norms are computed in float64 in a fixed order. Each chunk of 16384 elements
+        has 16 partial sums, which are combined in a tree; the sums of the chunks are added one by
+        one. A GPU also adds in a fixed order.
         """
 
     # images
@@ -139,10 +143,10 @@ class TrainingFunctions(Protocol):
         divisor: Array | None = None,
         out: Lanes | None = None,
     ) -> Lanes:
-        """Convert pixels to normalized lanes (B, C, P, Q, 16) float32.
+        """Convert pixels to normalized images in blocks of 16, (B, C, P, Q, 16) float32.
 
-        Each value is (pixel - centre) / divisor. By default, uint8 pixels are divided by 255 and
-        float32 pixels are unchanged. Unused lanes are zero.
+        Each element of the result is (pixel - centre) / divisor. By default, uint8 pixels are
+        divided by 255 and float32 pixels are unchanged. Unused lanes are zero.
 
         Parameters
         ----------
@@ -168,8 +172,8 @@ class TrainingFunctions(Protocol):
         ----------
         pixels : (n, C, H, W) uint8 or float32
         maps : (n, 6) float64
-            Pixel (p, q) of the result is the image at column m0 * q + m1 * p + m2 and row
-            m3 * q + m4 * p + m5, interpolated bilinearly between the four nearest pixels.
+            Pixel (p, q) of the result is the value of the image at column m0 * q + m1 * p + m2 and
+            row m3 * q + m4 * p + m5, interpolated bilinearly between the four nearest pixels.
         size : (P, Q)
             Size of the resulting images.
         fill : (C,)
@@ -177,8 +181,8 @@ class TrainingFunctions(Protocol):
 
         Notes
         -----
-        uint8 results are rounded half up. Each product and each sum is rounded separately:
-        coordinates to float64, pixel values to float32.
+        uint8 results are rounded half up. Each multiplication and each addition is rounded
+        separately: coordinates to float64, pixel values to float32.
         """
 
     def planes(self, pixels: Array, out: Array | None = None) -> Array:
@@ -189,4 +193,4 @@ class TrainingFunctions(Protocol):
         """
 
     def keyed_words(self, seed: int, purpose: str, count: int, epoch: int, samples: Array) -> Array:
-        """Return `count` words of `keyed.words` for each sample, (len(samples), count) uint64."""
+        """Return `count` words per sample, (len(samples), count) uint64; see `keyed.words`."""

@@ -1,6 +1,6 @@
 """Parse the arguments of the commands. Parsing needs no MPI and prints nothing except --help.
 
-`training.options` defines the training options; this module adds a flag for each of them. `train`
+`training.options` defines the training options; this module adds a flag for each option. `train`
 returns only the options that the user typed, so that `configuration.resolve` knows the source of
 each value.
 """
@@ -28,7 +28,7 @@ after writing a checkpoint: run again with --resume DIR
 PREDICT = ("batch_size", "device", "gpus", "precision", "threads", "winograd", "timeout")
 PREPROCESS = ("colour", "resize", "cover", "centre_crop")
 
-MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows beside a flag
+MAX_CHOICES = 40  # longest list of choices, in characters, that --help shows after a flag
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
     quiet : bool
         Whether --help ends the program without printing, as on all ranks but 0.
     **keywords
-        Further arguments of ArgumentParser.
+        Other arguments of ArgumentParser.
     """
 
     def __init__(self, command: str, description: str, quiet: bool, **keywords: Any):
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         Parameters
         ----------
         argv : sequence of str, optional
-            The arguments; by default those of the process.
+            The arguments; by default sys.argv[1:].
 
         Raises
         ------
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def text(self, flag: str, metavar: str, text: str, **keywords: Any) -> None:
-        """Add a flag with a value; `text` is its help, `keywords` are passed to add_argument."""
+        """Add a flag with a value and the help `text`; pass `keywords` to add_argument."""
         self.add_argument(flag, metavar=metavar, help=text, **keywords)
 
     def add_options(self, *names: str, **defaults: object) -> None:
@@ -142,7 +142,7 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
     Parameters
     ----------
     argv : sequence of str, optional
-        The arguments; by default those of the process.
+        The arguments; by default sys.argv[1:].
     quiet : bool
         Whether --help ends the program without printing, as on all ranks but 0.
 
@@ -212,14 +212,14 @@ def train(argv: Sequence[str] | None = None, quiet: bool = False) -> dict[str, A
 def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
     """Parse the arguments of mpidl.predict.
 
-    Parameters and errors are those of `train`.
+    The parameters and errors are the same as for `train`.
 
     Returns
     -------
     Namespace
         The attributes are model, layers, data, out, top_k, confusion, activations, the training
-        options in `PREDICT`, and preprocess. preprocess is a dict {name: value} of the typed
-        options among `PREPROCESS`.
+        options in `PREDICT`, and preprocess. preprocess is a dict {name: value} of the options in
+        `PREPROCESS` that the user typed.
     """
     parser = Parser(
         "mpidl.predict",
@@ -263,13 +263,13 @@ def predict(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.
 def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
     """Parse the arguments of mpidl.verify.
 
-    Parameters and errors are those of `train`.
+    The parameters and errors are the same as for `train`.
 
     Returns
     -------
     Namespace
         The attribute ranks is a list of int. The attribute options is a dict {name: value} of the
-        typed training arguments; it always contains max_iterations.
+        training arguments that the user typed; it always contains max_iterations.
     """
     parser = Parser(
         "mpidl.verify",
@@ -302,13 +302,13 @@ def verify(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.N
 def info(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
     """Parse the arguments of mpidl.info.
 
-    Parameters and errors are those of `train`.
+    The parameters and errors are the same as for `train`.
 
     Returns
     -------
     Namespace
-        The attributes are network, input_shape, classes and batch_size. Each is None if it was not
-        typed; if network is None, the command shows the machine.
+        The attributes are network, input_shape, classes and batch_size. Each is None if the user
+        did not type it. If network is None, the command shows the machine.
     """
     parser = Parser(
         "mpidl.info",
@@ -375,7 +375,10 @@ def _add_data(parser):
 
 
 def add_preprocess(parser: Parser, default: str = "none") -> None:
-    """Add the flags for preprocessing, in the order of its steps. They apply to all data sets."""
+    """Add the flags for preprocessing, in the order in which the operations are applied.
+
+    The flags apply to all data sets.
+    """
     texts = (
         "Convert images to gray or to RGB",
         "Resize images to this size, bilinearly",

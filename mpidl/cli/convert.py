@@ -15,12 +15,12 @@ from mpidl.interchange.onnx_import import load_onnx
 from mpidl.nn import Network, zoo
 from mpidl.training.files.model_file import weights_sha256
 
-IMAGES = 4  # of the comparison of scores
-LIMIT = 1e-5  # largest difference of scores, relative to the largest score
+IMAGES = 4  # number of images whose scores are compared
+LIMIT = 1e-5  # largest accepted difference of scores, relative to the largest score
 
 
 def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Namespace:
-    """Parse the arguments of mpidl.convert; see `arguments.train` for parameters and errors."""
+    """Parse the arguments of mpidl.convert; `arguments.train` describes parameters and errors."""
     parser = arguments.Parser(
         "mpidl.convert",
         "Convert a network with its weights between the formats model.h5, ONNX (*.onnx) and\n"
@@ -103,7 +103,7 @@ def _source(parsed) -> Network:
 
 
 def _target(parsed) -> Network:
-    """Load the file that was written; of an ONNX file, only the graph is read."""
+    """Load the file that was written, ignoring mpidl's description in an ONNX file."""
     if network_files.suffix_of(parsed.target) == ".onnx":
         return load_onnx(parsed.target, graph_alone=True)
     return network_files.load(parsed.target, start.user_layers(parsed.layers))

@@ -67,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_network(parsed):
-    """Print the layers of a network; sizes that the user did not type have their defaults."""
+    """Print the layers of a network, with default sizes where the user gave none."""
     name = parsed.network
     sizes = {"input_shape": parsed.input_shape, "classes": parsed.classes}
     if name in zoo.NETWORKS:
         parameters = inspect.signature(zoo.NETWORKS[name]).parameters
         sizes = {key: parameters[key].default if v is None else v for key, v in sizes.items()}
     for key, size in sizes.items():
-        if size is None and ".py:" in name:  # start.network refuses other names
+        if size is None and ".py:" in name:  # start.network reports other names
             flag = training_options.flag(key)
             raise UserError(f"--network {name}: expected {flag} too, found none")
     net = start.network(name, sizes["input_shape"], sizes["classes"], seed=0)
@@ -92,7 +92,7 @@ def _arithmetic():
 
 
 def _kernels():
-    """List the builds of the kernels, and mark those that do not run on this CPU."""
+    """List the builds of the kernels, and mark the builds that do not run on this CPU."""
     names = (
         build if builds.runs_here(build) else f"{build} (not on this CPU)"
         for build in builds.built()
@@ -123,7 +123,7 @@ def _features():
 
 
 def _fabric(library):
-    """Describe the network that MPI uses, from the library's description and its settings."""
+    """Describe the network that MPI uses, from the MPI library's version text and settings."""
     settings = [
         f"{name}={os.environ[name]}"
         for name in ("FI_PROVIDER", "UCX_TLS", "MPICH_CH4_NETMOD", "OMPI_MCA_pml", "OMPI_MCA_btl")
@@ -136,7 +136,7 @@ def _fabric(library):
 
 
 def _gpus(visible):
-    """Describe the GPUs that a rank may use, or why there are none."""
+    """Describe the GPUs that a rank may use, or the reason if there are none."""
     if not visible.gpus:
         return f"none: {visible.reason}"
     return "; ".join(
@@ -167,7 +167,7 @@ def _nvrtc():
 
 
 def _transport(gpus_by_rank, abilities):
-    """Describe the transport that sums between the GPUs of the ranks would use."""
+    """Describe how ranks would exchange the terms of sums between GPUs."""
     try:
         gpus = devices.assign_gpus(gpus_by_rank, "gpu").gpus
         ranks = [a._replace(identity=gpu.identity) for a, gpu in zip(abilities, gpus, strict=True)]

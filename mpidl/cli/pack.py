@@ -21,7 +21,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     Parameters
     ----------
     argv : sequence of str, optional
-        The arguments; by default those of the process.
+        The arguments; by default the command-line arguments of the process.
     quiet : bool
         Whether --help ends the program without printing.
 
@@ -148,7 +148,7 @@ def _verify(job, signals):
 
 
 class Progress:
-    """Display of the number of processed images: a bar on a terminal, lines elsewhere.
+    """Displays the number of processed images, as a bar on a terminal and as lines elsewhere.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class Progress:
     def __init__(self, verb: str, total: int):
         self.verb, self.total, self.count = verb, total, 0
         self.start_time = self.line_time = time.monotonic()
-        self.bar: Any = None  # a rich Progress, with one task
+        self.bar: Any = None  # a `rich.progress.Progress` with one task
 
     def __enter__(self):
         width = terminal_width(sys.stdout)

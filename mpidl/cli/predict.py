@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in [*start.arithmetic(world), *lines]:
         print(line)
     on_rank_0(world, lambda: _check_outputs(parsed))
-    layers = start.user_layers(parsed.layers)  # on all ranks, because rank 0 sends them the network
+    # Every rank needs the custom layers, because rank 0 sends the network to all ranks.
+    layers = start.user_layers(parsed.layers)
     net, facts = on_rank_0(world, lambda: model_file.load_model(parsed.model, layers))
     classes = facts["classes"]
     images = data.open_test_data(
@@ -81,7 +82,7 @@ def _activations(parsed, world, net, images):
 
 
 def _outputs(parsed, world, net, images):
-    """Write outputs that are images, numbers or pixel classes; print accuracy or errors."""
+    """Write outputs that are images, numbers or pixel classes; print the accuracy or the errors."""
     classifies = images.targets_shape is not None and images.targets_dtype.kind in "iu"
     for name in ("top_k",) if classifies else ("top_k", "confusion"):
         if getattr(parsed, name):
@@ -118,14 +119,17 @@ def _outputs(parsed, world, net, images):
 
 
 def _print_files(paths):
-    """Print the titles and paths of written files, {title: path}; None paths are skipped."""
+    """Print the title and path of each written file in {title: path}; skip paths that are None."""
     for title, path in paths.items():
         if path:
             print(f"{title}: {path}")
 
 
 def _batches(parsed, world, net, images, function):
-    """Yield (indices, results) of each mini-batch on rank 0 only. Collective."""
+    """Yield (indices, results) of each mini-batch, on rank 0 only.
+
+    The function is collective.
+    """
     size = parsed.batch_size
     for batch in predict.by_batch(net, images, function, world=world, batch_size=size):
         if world.rank == 0:
@@ -146,7 +150,7 @@ def _write(parsed, world, net, images, name):
 
 
 def _write_numbers(parsed, world, net, images):
-    """Write --out FILE.csv with a row per image: its name, its outputs and its targets, if any."""
+    """Write --out FILE.csv with a row per image: name, outputs, and targets if there are any."""
     (count,), has_targets = net.output_shape, images.targets_shape is not None
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
@@ -157,7 +161,7 @@ def _write_numbers(parsed, world, net, images):
         if has_targets:
             targets = read_targets(images, indices).reshape(len(indices), target_count).tolist()
         for i, value, target in zip(indices, values.tolist(), targets, strict=True):
-            # 9 digits determine a float32.
+            # 9 significant digits determine a float32.
             rows.writerow([images.name(i), *(f"{v:.9g}" for v in value), *map(_shortest, target)])
     content = text.getvalue().encode()
     on_rank_0(world, lambda: model_file.write_whole(parsed.out, content))
@@ -175,7 +179,7 @@ def _shortest(value):
 def _classes(parsed, world, net, images, classes, reason):
     """Classify images, write the scores, and print the accuracy if the images have labels.
 
-    `reason` says why images in sub-folders have no labels; otherwise it is None.
+    `reason` explains why images in sub-folders have no labels; for other images it is None.
     """
     if images.labels is None and (parsed.top_k or parsed.confusion):
         flag, suffix = "--top-k" if parsed.top_k else "--confusion", f": {reason}" if reason else ""
@@ -201,7 +205,7 @@ def _classes(parsed, world, net, images, classes, reason):
             in_top_k += int((places < parsed.top_k).sum())
         if parsed.out:
             for i, k, row in zip(indices, predicted, scores, strict=True):
-                # 9 digits determine a float32.
+                # 9 significant digits determine a float32.
                 rows.writerow([images.name(i), names[k], *(f"{v:.9g}" for v in row)])
     if parsed.out:
         content = text.getvalue().encode()

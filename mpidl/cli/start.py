@@ -41,7 +41,7 @@ def blas() -> str:
 
 
 def arithmetic(world: World) -> list[str]:
-    """Return warnings on rank 0 about missing kernels and about ranks that compute differently.
+    """Return warnings on rank 0 about missing C kernels and ranks that compute differently.
 
     Collective. The list is empty on the other ranks.
     """
@@ -64,7 +64,7 @@ def arithmetic(world: World) -> list[str]:
 
 
 def without_kernels() -> list[str]:
-    """Return a note if NumPy replaces missing kernels, or a warning if the kernels are outdated."""
+    """Return a note if NumPy replaces missing C kernels, or a warning if they are outdated."""
     reason = builds.why_numpy()
     if reason:
         return [
@@ -84,7 +84,7 @@ def _by_kind(pairs):
 
 
 def warnings(world: World, batch_size: int) -> list[str]:
-    """Return warnings on rank 0: those of `arithmetic`, on idle ranks and on a slow MPI.
+    """Return the warnings of `arithmetic`, and warnings about idle ranks and a slow MPI, on rank 0.
 
     Collective. The list is empty on the other ranks.
     """
@@ -142,7 +142,7 @@ def with_test(
     Parameters
     ----------
     run : mapping
-        Inputs of the run, see `Resolved`.
+        Inputs of the run; see `Resolved`.
     train_set : Datastore
         The training images of --data.
     test_set : Datastore or None
@@ -187,8 +187,8 @@ def outputs_of(datastore: Datastore) -> int | tuple[int, ...]:
     Returns
     -------
     int or tuple of int
-        The number of classes if the data have labels. For targets with fewer than two dimensions,
-        their number per image; for other targets, their shape.
+        The number of classes if the data have labels. Without labels, the number of elements of an
+        image's target if the target is a scalar or a vector, and the shape of the target otherwise.
     """
     shape = datastore.targets_shape
     if shape is None:
@@ -201,8 +201,9 @@ def network(
 ) -> Network:
     """Build the network that --network names.
 
-    The seed initializes a network of the zoo, or the list of layers that a function returns. A
-    `Network` that a function returns keeps its learnables, state and normalization.
+    The seed determines the initial weights of a network of the zoo, or of the list of layers that a
+    user's function returns. A `Network` that the function returns keeps its learnables, state and
+    normalization.
 
     Parameters
     ----------
@@ -211,7 +212,7 @@ def network(
     input_shape : tuple of int
         Shape (C, H, W) of the images.
     classes : int or tuple of int
-        Number or shape of the outputs, see `outputs_of`.
+        Number or shape of the outputs; see `outputs_of`.
     seed : int
         Seed of the initial weights.
 
@@ -240,7 +241,7 @@ def network(
     except (ValueError, TypeError) as error:
         hint = _resize_hint(build, input_shape) if in_zoo else ""
         raise UserError(f"--network {name}: {error}{hint}") from error
-    except KeyError as error:  # error of a layer; str(error) would put it in quotes
+    except KeyError as error:  # raised by a layer; str(error) would add quotes
         raise UserError(f"--network {name}: {error.args[0] if error.args else error}") from error
     if net.input_shape != tuple(input_shape):
         raise UserError(
@@ -325,7 +326,7 @@ def load_user_file(path: str | os.PathLike) -> ModuleType:
     """Run a user's Python file and return it as a module.
 
     Each call runs the file again. The module is stored in `sys.modules` under a name derived from
-    its path, because pickle and dataclasses, such as layers, look names up there.
+    the path, because pickle and dataclasses look up modules there.
 
     Parameters
     ----------
@@ -367,9 +368,9 @@ def check_output_folder(typed: Mapping[str, Any]) -> None:
 def output_folder(typed: Mapping[str, Any], network: str) -> str:
     """Make the folder for the results of a run.
 
-    If --out is given, results of an earlier run are removed from it, unless this run is resumed
-    there. Without --out, the folder is that of the resumed run or, for a new run, the first of
-    runs/NETWORK, runs/NETWORK-2, ... that does not exist.
+    If --out is given, results of an earlier run are removed from that folder, unless this run
+    resumes the earlier one. Without --out, a resumed run keeps its folder, and a new run gets the
+    first of runs/NETWORK, runs/NETWORK-2, ... that does not exist.
 
     Parameters
     ----------
@@ -402,7 +403,10 @@ def output_folder(typed: Mapping[str, Any], network: str) -> str:
 
 
 def _next_folder(network):
-    """Make the first folder of this name that does not exist; several jobs may do so at once."""
+    """Make the first of runs/NETWORK, runs/NETWORK-2, ... that does not exist.
+
+    Several jobs may call this function at the same time.
+    """
     name = os.path.basename(network.rpartition(":")[2]) or "run"
     os.makedirs("runs", exist_ok=True)
     number = 1

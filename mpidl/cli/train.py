@@ -60,15 +60,15 @@ def _train(typed, world, signals):
         typed, run, settings, train_set, test_set, world, preprocess
     )
     shape = input_pipeline.image_shape(settings, train_set.image_shape)
-    Pipeline(train_set, input_pipeline.augmenter_of(settings))  # checks the augmentation
+    Pipeline(train_set, input_pipeline.augmenter_of(settings))  # only checks the augmentation
     if typed.get("preview"):
         return _preview(typed["preview"], train_set, settings, world)
-    settings.load(world.size)  # raises if worker_load is for another number of ranks
+    settings.load(world.size)  # raises if worker_load does not fit the number of ranks
     net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
     input_pipeline.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
-        # trainer.train checks this again, but only after the output folder has changed.
+        # Check here, because trainer.train checks only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
     out = on_rank_0(world, lambda: start.output_folder(typed, run["network"]))
 
@@ -131,7 +131,7 @@ def _train(typed, world, signals):
 
 
 def _check_shape(option, images, train_set):
-    """Raise UserError if the shape of the images differs from that of the training images."""
+    """Raise UserError if the images differ in shape from the training images."""
     if images.image_shape != train_set.image_shape:
         raise UserError(
             f"{option}: expected images of shape {train_set.image_shape}, as in --data, found "
@@ -194,7 +194,7 @@ def _describe_position(position, settings):
 
 
 def _validation_lines(result, settings):
-    """Return messages about an early stop and about the choice of the network by validation."""
+    """Return messages about an early stop and about a network chosen by validation loss."""
     lines, best = [], result.best_iteration
     if result.stopped == progress.PATIENCE:
         lines.append(
@@ -242,7 +242,7 @@ def _write_options(out, resolved, world):
 def _write_results(out, net, result, test, world, device):
     model_file.save_model(os.path.join(out, "model.h5"), net)
     summary = {
-        "accuracy": test and test.accuracy,  # None without a test or classes
+        "accuracy": test and test.accuracy,  # None if there is no test set or no classes
         "loss": metrics.number(test and test.loss),
         "epochs": result.epochs,
         "iterations": result.iterations,

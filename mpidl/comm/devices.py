@@ -50,19 +50,19 @@ def choose_device(
     device : {"auto", "cpu", "gpu"}
         "auto" chooses GPUs if every rank has one, and CPUs otherwise.
     gpus : str, optional
-        Numbers of the GPUs to use, in order, such as "0,2".
+        Indices of the GPUs to use, in order, such as "0,2".
 
     Returns
     -------
     gpu : Gpu or None
-        GPU of this rank; None if it computes on the CPU.
+        GPU of this rank; None if the rank computes on the CPU.
     lines : list of str
         Messages to print.
 
     Raises
     ------
     UserError
-        If GPUs are requested and a rank has none. All ranks raise it.
+        If GPUs are requested and a rank has none. All ranks raise the error.
     """
     if device == "cpu":
         if gpus is not None:
@@ -76,8 +76,8 @@ def choose_device(
 def use_gpu(world: World, gpu: Gpu | None) -> None:
     """Make this process compute on a GPU; collective.
 
-    The function sets `device`, `mover` and `counts` of the world. If every rank already uses its
-    GPU, nothing changes and arrays on the GPUs stay valid.
+    The function sets the attributes `device`, `mover` and `counts` of the world. If every rank
+    already uses its GPU, nothing changes and arrays on the GPUs stay valid.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def use_gpu(world: World, gpu: Gpu | None) -> None:
     Raises
     ------
     UserError
-        If a rank cannot use its GPU. All ranks raise it.
+        If a rank cannot use its GPU. All ranks raise the error.
     """
     from mpidl.backends.gpu import launching
     from mpidl.backends.gpu.sums import Counts
@@ -128,8 +128,9 @@ def open_gpu(gpu: Gpu) -> CudaDevice:
 def find_gpus(host: str, environ: Mapping[str, str] = os.environ) -> RankGpus:
     """Return the GPUs that this process may use.
 
-    These are the GPUs that CUDA sees and, under Slurm, that belong to this job. If no installed
-    NVRTC compiles for one of them, the result contains no GPUs, and `reason` says why.
+    These are the GPUs that CUDA sees. Under Slurm, they must also belong to this job. If no
+    installed NVRTC compiles for one of the GPUs, the result contains no GPUs, and `reason` says
+    why.
     """
     visible_gpus = visible()
     gpus, note = slurm_gpus(visible_gpus.gpus, host, environ)
@@ -146,8 +147,8 @@ def slurm_gpus(
 ) -> tuple[tuple[Gpu, ...], str]:
     """Select the visible GPUs that Slurm gave to this job.
 
-    Slurm may set CUDA_VISIBLE_DEVICES, which CUDA obeys, or hide the other GPUs by a cgroup. On
-    clusters that do neither, Slurm only lists the numbers of the GPUs.
+    Slurm may set CUDA_VISIBLE_DEVICES, which CUDA obeys, or hide the GPUs of other jobs with a
+    cgroup. On clusters that do neither, Slurm only lists the indices of the job's GPUs.
 
     Parameters
     ----------
@@ -174,7 +175,7 @@ def slurm_gpus(
         numbers = []
     if numbers:
         listed = tuple(gpu for gpu in gpus if gpu.index in numbers)
-        # If the list is not a proper subset, a cgroup hides the other GPUs, and CUDA renumbers.
+        # If the list is no proper subset, a cgroup hides GPUs, and CUDA renumbers the visible ones.
         is_subset = len(numbers) < len(gpus) and len(listed) == len(numbers)
         return (listed if is_subset else gpus), ""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -196,7 +197,10 @@ def parse_ranges(text: str) -> list[int]:
 
 
 def parse_gpus(text: str) -> list[int]:
-    """Parse the value of --gpus into a list of numbers; raise UserError if it is malformed."""
+    """Convert the value of --gpus to a list of GPU indices.
+
+    Raise UserError if it is malformed.
+    """
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -209,15 +213,15 @@ def parse_gpus(text: str) -> list[int]:
 def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None) -> Assignment:
     """Assign a GPU to each rank; the result is the same on all ranks.
 
-    Ranks of a host that see the same GPUs get one each. If there are more ranks than GPUs,
-    consecutive ranks share a GPU. A rank that sees different GPUs from its neighbours, as with
-    `srun --gpus-per-task`, gets one of those it sees. GPUs are distinguished by identity, not by
-    number.
+    Each rank of a host gets one of the GPUs that it sees. Ranks that see the same GPUs get
+    different ones. If there are more such ranks than GPUs, consecutive ranks share a GPU. With
+    `srun --gpus-per-task`, the ranks of a host see different GPUs, which may have the same index;
+    GPUs are therefore distinguished by identity, not by index.
 
     Parameters
     ----------
     ranks : sequence of RankGpus
-        Report of each rank.
+        The usable GPUs of each rank.
     device : {"auto", "gpu"}
         "auto" chooses CPUs if a rank has no GPU.
     gpus : str, optional
@@ -231,7 +235,7 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
     Raises
     ------
     UserError
-        If GPUs are requested and a rank has none, or does not see one of the requested numbers.
+        If GPUs are requested and a rank has none, or does not see one of the requested GPUs.
     """
     lacking = [r for r, report in enumerate(ranks) if not report.gpus]
     if lacking and (device == "gpu" or gpus is not None):
@@ -244,7 +248,7 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
         return Assignment(None, _lines_about_cpus(ranks, lacking))
     order = None if gpus is None else parse_gpus(gpus)
     candidates = [_candidates(rank, report, order, gpus) for rank, report in enumerate(ranks)]
-    groups: dict = {}  # lists of ranks that choose among the same GPUs
+    groups: dict = {}  # {(host, GPU identities): ranks that choose among them}
     for rank, report in enumerate(ranks):
         identities = frozenset(gpu.identity for gpu in candidates[rank])
         groups.setdefault((report.host, identities), []).append(rank)
@@ -262,7 +266,10 @@ def assign_gpus(ranks: Sequence[RankGpus], device: str, gpus: str | None = None)
 
 
 def _candidates(rank, report, order, text):
-    """Return the GPUs that a rank may choose from, in the order of --gpus; `text` is its value."""
+    """Return the GPUs that a rank may choose from, in the order of --gpus.
+
+    `order` is the parsed value of --gpus; `text` is the value as typed.
+    """
     if order is None:
         return report.gpus
     by_number = {gpu.index: gpu for gpu in report.gpus}

@@ -1,22 +1,24 @@
-"""Algorithms that fold nodes over the ranks.
+"""Algorithms that fold nodes of the reduction tree over the ranks.
 
-All algorithms except `allreduce` follow the same tree, so they return the same bytes.
+The tree has one leaf per block of 16 images. A node combines the leaves of a range of blocks, and
+the root (the total) combines all leaves. All algorithms except `allreduce` follow the same tree, so
+they return the same bytes.
 
 Each algorithm is a generator. It posts messages, yields the requests that it waits for, and returns
-the root as a flat array on every rank. The caller decides how to wait: it may block, or test the
-requests from time to time while other work continues. All messages are point to point and carry the
-tag of their exchange. Any number of exchanges can therefore be pending, and they can complete in
-any order.
+the root as a flat array on every rank. The caller decides how to wait: by blocking, or by testing
+the requests from time to time while other work continues. All messages are point to point and carry
+the tag of their exchange. Any number of exchanges can therefore be pending, and they can complete
+in any order.
 
-The table gives upper bounds of what one rank sends, which the tests check. P is the number of
-ranks, L the number of blocks, n the nodes per rank and v the bytes per value. Logarithms are
-rounded up.
+The table gives upper bounds on what one rank sends; the tests check these bounds. P is the number
+of ranks, L the number of blocks, n the number of nodes per rank and v the size of a node in bytes.
+Logarithms are rounded up.
 
     algorithm      rounds           messages    bytes              used for
-    gather_nodes   1                P-1         (P-1) n v          small values, few ranks
-    up_and_down    log2 L + log2 P  n + log2 P  (n + log2 P) v     small values, many ranks
+    gather_nodes   1                P-1         (P-1) n v          small nodes, few ranks
+    up_and_down    log2 L + log2 P  n + log2 P  (n + log2 P) v     small nodes, many ranks
     pairwise       log2 P           log2 P      log2 P v           P = 2^k, one aligned node each
-    segmented      2                2 (P-1)     (n + 1) v (P-1)/P  large values
+    segmented      2                2 (P-1)     (n + 1) v (P-1)/P  large nodes
 
 For comparison, recursive doubling sends v bytes in each of log2 P rounds. A ring sends
 2 v (P-1)/P bytes in 2 (P-1) rounds.
@@ -28,9 +30,9 @@ transport : Transport
 tag : int
     Tag of the messages of this exchange.
 tree : fold.Tree
-    Tree over the blocks, with the run of blocks that each rank holds.
+    Reduction tree over the blocks, with the run of blocks that each rank holds.
 nodes : ndarray, shape (nodes, width)
-    Maximal nodes of this rank.
+    The largest nodes whose blocks are all on this rank.
 combine : callable
     Function that combines two nodes: `fold.add` or `fold.merge_moments`.
 """
@@ -57,12 +59,12 @@ Algorithm = Callable[["Transport", int, Tree, np.ndarray, Combine], Steps]
 
 
 def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
-    """Choose the algorithm of an exchange from its layout and size only, never from timings.
+    """Choose the algorithm of an exchange from the tree and the size of a node, not from timings.
 
     Parameters
     ----------
     tree : fold.Tree
-        Tree over the blocks.
+        Reduction tree over the blocks.
     nbytes : int
         Size of one node in bytes.
     combine : callable
@@ -80,7 +82,7 @@ def choose_algorithm(tree: Tree, nbytes: int, combine: Combine) -> Algorithm:
     small = nbytes <= SMALL_BYTES
     if _pairs_up(tree) and (small or len(tree.runs) <= FEW_RANKS):
         return pairwise
-    if small or combine is not add:  # (plain values are not nodes of the tree)
+    if small or combine is not add:  # values of a plain sum are not nodes of the tree
         return gather_nodes if tree.plain or len(tree.runs) <= FEW_RANKS else up_and_down
     return segmented
 
@@ -136,7 +138,7 @@ def gather_nodes(
 def _joins(runs, leaves):
     """Return the nodes that span several ranks, children before parents, and the root's owner.
 
-    A node is a tuple (start, owner, start of its right half, owner of its right half). The owner of
+    A node is a tuple (start, owner, start of the right half, owner of the right half). The owner of
     a node is the lowest rank that holds one of its blocks.
     """
     owner = [rank for rank, (start, stop) in enumerate(runs) for _ in range(start, stop)]
@@ -194,7 +196,7 @@ def up_and_down(
 def pairwise(
     transport: Transport, tag: int, tree: Tree, nodes: np.ndarray, combine: Combine
 ) -> Steps:
-    """Swap values with partners at distance 1, 2, 4, ...; both combine them in block order."""
+    """Swap values with partners at distance 1, 2, 4, ...; both combine values in block order."""
     value = np.array(nodes[0])
     distance = 1
     while distance < transport.size:
@@ -213,7 +215,7 @@ def segmented(
     width = nodes.shape[1]
     edges = [width * s // transport.size for s in range(transport.size + 1)]
     low, high = edges[transport.rank], edges[transport.rank + 1]
-    # Each rank starts with the next one, so that not all ranks send to rank 0 first.
+    # Each rank sends to the next rank first, so that not all ranks send to rank 0 first.
     peers = [(transport.rank + k) % transport.size for k in range(1, transport.size)]
     inbox = {transport.rank: nodes[:, low:high].copy()}
     requests = []

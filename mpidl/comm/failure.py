@@ -1,4 +1,4 @@
-"""End a job on all ranks after an uncaught exception, a signal or a start by the wrong MPI."""
+"""End a job on all ranks after an uncaught exception, a signal or a start by the wrong launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpidl.errors import Fault, UserError
 if TYPE_CHECKING:
     from mpidl.comm.transport import Transport
 
-# For each launcher: {variable with the number of tasks: variable with the index of this task}.
+# {variable with the number of tasks: variable with the index of this task}, for each launcher.
 LAUNCHERS = {
     "PMI_SIZE": "PMI_RANK",
     "PMIX_SIZE": "PMIX_RANK",
@@ -39,9 +39,9 @@ def launched_ranks() -> tuple[str, int] | None:
 
 
 def launched_rank() -> int:
-    """Return this process's rank from the launcher's variables, or 0 if there are none.
+    """Return this process's rank from the launcher's variables, or 0 if none is set.
 
-    No `World` is needed.
+    The function can be called before a `World` exists.
     """
     return next((int(os.environ[v]) for v in LAUNCHERS.values() if v in os.environ), 0)
 
@@ -62,7 +62,7 @@ def refuse_foreign_launcher(size: int, library: str) -> None:
     Raises
     ------
     UserError
-        If MPI sees one rank and the launcher started more.
+        If MPI sees one rank and the launcher started several.
     """
     started = launched_ranks()
     if size == 1 and started is not None:
@@ -88,7 +88,7 @@ def abort_on_exception(transport: Transport) -> None:
 
     def hook(kind, error, trace):
         if transport.rank:
-            time.sleep(2)  # if all ranks fail, rank 0 prints and ends the others
+            time.sleep(2)  # if all ranks fail, rank 0 prints its error and ends the others
         head = (
             f"mpidl: rank {transport.rank} on host {transport.hosts[transport.rank]} failed, "
             f"{transport.activity}:"
@@ -115,8 +115,8 @@ def run(main: Callable[[], int]) -> None:
 
     A UserError prints one line on stderr and gives exit code 2; a Fault prints one line and gives
     exit code 1. If all ranks raise the error, only rank 0 prints it. If a single rank raises it,
-    that rank prints it and ends the job. A KeyboardInterrupt, as after a second SIGINT, prints one
-    line and ends the job at once.
+    that rank prints it and ends the job. A KeyboardInterrupt, such as after a second SIGINT, prints
+    one line and ends the job at once.
     """
     try:
         code = main()
@@ -145,10 +145,11 @@ def _print_error(text):
 
 
 def _meet(transport, failed=False, seconds=math.inf):
-    """Wait until all ranks are about to exit; return the lowest failed rank, or `size` if none.
+    """Wait until all ranks are about to exit; return the lowest failed rank, or `size`.
 
-    Return None if a rank is missing after `seconds`. By default the wait has no time-out, because
-    the other ranks may have work to finish. If they wait for this rank, their time-outs name it.
+    The result is `size` if no rank failed, or None if a rank is missing after `seconds`. By default
+    the wait has no time-out, because the other ranks may have work to finish. If another rank waits
+    for this rank, the error message of its time-out names this rank.
     """
     failed_rank = np.array([transport.rank if failed else transport.size])
     lowest = np.empty(1, int)
@@ -164,16 +165,17 @@ def _meet(transport, failed=False, seconds=math.inf):
 
 
 class Signals:
-    """Context manager in which USR1, TERM and INT request a stop instead of ending the process.
+    """Context manager in which SIGUSR1, SIGTERM and SIGINT request a stop.
 
-    A second INT raises KeyboardInterrupt.
+    The signals do not end the process. A second SIGINT raises KeyboardInterrupt.
 
     Attributes
     ----------
     name : str or None
-        Name of the last signal that this rank received. Ranks agree on a stop between steps.
+        Name of the last signal that this rank received. The ranks agree on a stop between two
+        mini-batches.
     agreed : bool
-        Whether the ranks have agreed to stop; set by the training loop.
+        Whether the ranks have agreed to stop.
     """
 
     def __init__(self) -> None:

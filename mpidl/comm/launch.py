@@ -56,15 +56,15 @@ def launch(
         defined in a module, in the running script or in a notebook. Functions defined in a
         notebook, lambdas and nested functions require cloudpickle (`pip install '.[notebook]'`).
     *arguments
-        Further arguments of the function. They must be picklable; each rank gets its own copy.
+        Arguments of the function after the `World`. They must be picklable; each rank gets a copy.
     ranks : int, optional
         Number of ranks. The default is the number of tasks of the Slurm allocation, or else the
         number of cores that this process may use.
     timeout : float, optional
         Seconds after which all ranks are terminated; None for no limit.
     show : {"rank 0", "all", "none"}
-        Ranks whose output is shown, as it arrives. "rank 0" also shows what the other ranks write
-        to stderr. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
+        Ranks whose output is shown as soon as it arrives. "rank 0" also shows what the other ranks
+        write to stderr. Lines of ranks other than 0 have a prefix, such as "rank 1: ".
 
     Returns
     -------
@@ -74,11 +74,11 @@ def launch(
     Raises
     ------
     UserError, Fault
-        If a rank raises one of these. UserError also if an argument is invalid, or if this
-        process is itself a rank.
+        If a rank raises one of these exceptions. UserError is also raised if an argument is
+        invalid, or if this process is itself a rank.
     RankError
-        If a rank raises another exception, whose traceback it contains, or if the ranks end
-        without a result.
+        If a rank raises any other exception, or if the ranks end without a result. The message
+        contains the traceback of the exception.
     TimeoutError
         If the ranks do not finish within `timeout` seconds.
 
@@ -86,7 +86,8 @@ def launch(
     -----
     An exception on any rank terminates all ranks. So does an interrupt or the end of this process.
 
-    Each rank runs the calling script again for its definitions, as Python's multiprocessing does.
+    Each rank runs the calling script again to define its functions, as Python's multiprocessing
+    does.
     Code that must run only once must be inside `if __name__ == "__main__":`.
 
     Arguments and results are passed in files, in a folder that only this user can read. The folder
@@ -145,7 +146,7 @@ def _default_ranks():
 
 
 def _parent_folder():
-    """Return the folder in which `launch` creates its own; None for the temporary folder."""
+    """Return the folder in which `launch` creates a job's folder; None for the temporary folder."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if not nodes.isdigit() or int(nodes) < 2:
         return None
@@ -254,7 +255,7 @@ class _Job:
         if name == "stderr":
             self.tail.extend(text)
         if text and self.show != "none":
-            stream = getattr(sys, name)  # a notebook replaces it to show the output
+            stream = getattr(sys, name)  # a notebook replaces the stream to show the output
             stream.write(text)
             stream.flush()
 

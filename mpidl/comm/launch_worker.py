@@ -1,6 +1,6 @@
-"""The program that `launch` runs on each rank, and the files that both exchange.
+"""The program that `launch` runs on each rank, and the files that `launch` and the ranks exchange.
 
-The launching process creates the folder of the files, with mode 0700. The files are the only
+The launching process creates a folder for these files, with mode 0700. The files are the only
 pickles that the package reads. A file gets its final name only when it is complete.
 """
 
@@ -27,7 +27,7 @@ from mpidl.errors import UserError
 
 MAIN = "__mp_main__"  # name of a main program that is run again, as in multiprocessing
 LOCK_FILE = "locked"  # the launching process locks this file until it ends
-FAILED_WAIT = 20.0  # seconds that a failed rank waits for the launching process to end it
+FAILED_WAIT = 20.0  # seconds until a failed rank exits, unless the launching process ends it first
 
 
 def main(folder: str) -> None:
@@ -62,7 +62,7 @@ def main(folder: str) -> None:
 def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
     """Pickle a value into a file.
 
-    If cloudpickle is installed, it pickles objects without an importable name, such as lambdas, by
+    If cloudpickle is installed, objects without an importable name, such as lambdas, are pickled by
     value.
 
     Parameters
@@ -72,7 +72,8 @@ def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
     file : binary file
         The file to write to.
     by_value : bool
-        Whether to pickle definitions of __main__ by value as well.
+        Whether to pickle definitions in `__main__` by value as well, if cloudpickle is
+        installed.
     """
     by_value_pickler = cloudpickle()
     if by_value and by_value_pickler is not None:
@@ -90,7 +91,7 @@ def dump(value: Any, file: BinaryIO, by_value: bool = False) -> None:
 
 
 class Unpickler(pickle.Unpickler):
-    """Unpickler that finds definitions of the main program under either of its module names."""
+    """An Unpickler that finds definitions in `__mp_main__` in the module `__main__`."""
 
     def find_class(self, module, name):
         return super().find_class("__main__" if module == MAIN else module, name)
@@ -120,14 +121,14 @@ def _write_result(result, path):
 
 
 def _write_complete(path, value):
-    """Pickle a value to a file that gets its name only when it is complete."""
+    """Pickle a value to a file that gets its final name only when it is complete."""
     with open(f"{path}.part", "wb") as file:
         dump(value, file)
     os.replace(f"{path}.part", path)
 
 
 def _write_error(folder, rank, host, error):
-    """Write a report of an exception, from which `launch` raises an error."""
+    """Write a report of an exception to a file, for `launch` to raise an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
         trace = trace.tb_next  # skip the frames of the launch itself
@@ -139,12 +140,12 @@ def _write_error(folder, rank, host, error):
         dump(error, file)
         report["error"] = file.getvalue()
     except Exception:
-        report["error"] = None  # it cannot be pickled; the report still has its text
+        report["error"] = None  # not picklable; the report still has the traceback
     _write_complete(os.path.join(folder, f"error-{rank}"), report)
 
 
 def _run_main_program(program):
-    """Run the launching process's main program under another name, to get its definitions.
+    """Run the main program of the launching process under the name MAIN, for its definitions.
 
     `program` is a tuple (kind, name) from `launch`, or None if there is nothing to run.
     """
@@ -160,7 +161,7 @@ def _run_main_program(program):
 def _load_task(file):
     """Read the function and its arguments.
 
-    Raise UserError if they need a name that the script does not define when it runs again.
+    Raise UserError if the pickle needs a name that the script does not define under the name MAIN.
     """
     try:
         return pickle.load(file)
@@ -211,7 +212,7 @@ class PrefixedStream(io.TextIOBase):
 
 
 def _end_with_launcher(folder):
-    """End this rank when the launching process ends and so releases its lock on a file."""
+    """End this rank when the launching process has ended, which releases its lock on LOCK_FILE."""
     with open(os.path.join(folder, LOCK_FILE)) as file:
         while True:
             try:

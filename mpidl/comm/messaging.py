@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-GATHER, SEND, FIRST_TAG = 3, 4, 10  # two control tags; first tag of exchanges
+GATHER, SEND, FIRST_TAG = 3, 4, 10  # tags of two kinds of control messages; first tag of exchanges
 TAGS = 16384  # number of tags of exchanges; MPI guarantees tags up to 32767
 
 
 class Messaging:
-    """Base class of `World`, which moves objects and fold nodes between ranks.
+    """Base class of `World` that moves objects and nodes of the reduction tree between ranks.
 
     Parameters
     ----------
     transport : Transport
-        Sends and receives the messages.
+        The object that sends and receives the messages.
 
     Attributes
     ----------
     transport : Transport
-        See above.
+        The argument `transport`.
     rank, size : int
         Rank of this process, and number of ranks.
     pending_exchanges : list of PendingExchange
@@ -115,14 +115,14 @@ class Messaging:
     # messages to rank 0 while other work continues
 
     def after_each(self, handler: Callable[[Any], object]) -> None:
-        """Set the function that rank 0 calls for each `send`, like MATLAB's afterEach."""
+        """Set the function that rank 0 calls for each object sent, like MATLAB's afterEach."""
         self._handler = handler
 
     def send(self, data: Any) -> None:
         """Send data to the handler on rank 0 without waiting; not collective.
 
-        Rank 0 calls its handler while it waits in a collective method, or in `progress`. After
-        `barrier`, all earlier messages have been handled.
+        Rank 0 calls the handler in `progress`, and while it waits in a collective method. When
+        `barrier` returns, the handler has processed all messages sent before the barrier.
 
         Parameters
         ----------
@@ -132,7 +132,7 @@ class Messaging:
         Raises
         ------
         RuntimeError
-            If rank 0 has no handler. Raised on rank 0.
+            If no handler is set. The error is raised on rank 0 only.
         """
         self._sent_count += 1
         if self.rank == 0:
@@ -158,7 +158,8 @@ class Messaging:
         inbox : sequence
             Buffers to receive into, one per rank. The entry of this rank is not changed.
         buffer : ndarray or DeviceBytes
-            Data to send, of the same size on all ranks. May be in GPU memory if MPI reads that.
+            Data to send, of the same size on all ranks. The buffer may be in GPU memory if MPI can
+            read GPU memory.
         operation : str
             Name of the awaited operation, for messages about a time-out.
         """
@@ -169,21 +170,21 @@ class Messaging:
         self._wait_for(requests, operation)
 
     def exchange(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> np.ndarray:
-        """Fold the nodes of all ranks and return the root; collective.
+        """Combine the tree nodes of all ranks and return the root (the total); collective.
 
         Parameters
         ----------
         tree : fold.Tree
-            Tree over the blocks.
+            Reduction tree over the blocks of 16 images.
         matrix : ndarray, shape (nodes, width)
-            Nodes of this rank; they may be overwritten.
+            Values of the tree nodes that this rank holds; they may be overwritten.
         combine : callable
             Function that combines two nodes: `fold.add` or `fold.merge_moments`.
 
         Returns
         -------
         ndarray, shape (width,)
-            Root of the tree.
+            Value of the root of the tree.
         """
         pending = self.start(tree, matrix, combine)
         self.wait(pending)
@@ -192,7 +193,7 @@ class Messaging:
     def start(self, tree: Tree, matrix: np.ndarray, combine: Combine) -> PendingExchange:
         """Start an exchange without waiting, and return it for `wait`; collective.
 
-        The parameters are those of `exchange`.
+        `exchange` describes the parameters.
         """
         algorithm = choose_algorithm(tree, matrix.shape[1] * matrix.itemsize, combine)
         steps = algorithm(self.transport, self._new_tag(), tree, matrix, combine)

@@ -1,8 +1,8 @@
-"""Move fold nodes between the GPUs of the ranks, by NCCL or by an MPI that reads device memory.
+"""Move nodes of the reduction tree between the ranks' GPUs, with NCCL or a CUDA-aware MPI.
 
-`make_mover(world)` chooses one of them. If it returns None, nodes travel through pinned host memory
-and the world's own exchange. A mover only gathers bytes and the fold adds them up, so the sums do
-not depend on the choice.
+A node is the sum over a range of blocks of 16 images. `make_mover(world)` chooses a mover. Without
+a mover, the world exchanges the nodes through pinned host memory. A mover only gathers the nodes of
+all ranks, and the caller adds them up, so the sums do not depend on the choice.
 
 No mover has run on several real GPUs yet. The choice is tested with simulated ranks; the messages
 of `MpiMover` are tested with host memory.
@@ -41,7 +41,9 @@ class Capabilities(NamedTuple):
 
 
 def make_mover(world: World) -> NcclMover | MpiMover | None:
-    """Create the object that moves nodes between the ranks' GPUs; collective, once per world.
+    """Create the object that moves nodes between the ranks' GPUs.
+
+    The function is collective and is called once per world.
 
     Parameters
     ----------
@@ -135,7 +137,7 @@ def cuda_aware(
     """
     for path in loaded_libraries() if libraries is None else libraries:
         if "cray" in os.path.basename(path) and environ.get("MPICH_GPU_SUPPORT_ENABLED") != "1":
-            return False  # Cray's library says yes even then, but aborts the job
+            return False  # Cray's library still says yes, but then aborts the job
         with contextlib.suppress(OSError, AttributeError):  # Open MPI, MPICH
             return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
         with contextlib.suppress(OSError, AttributeError):  # MPICH and its derivatives
@@ -159,16 +161,16 @@ _communicators: dict = {}  # {Capabilities of the ranks: NCCL's communicator}
 class NcclMover:
     """A mover that uses NCCL. Each rank needs a GPU that no other rank uses.
 
-    Worlds with the same ranks share a communicator. The constructor sends the first messages,
-    because they open connections, which must not happen inside a CUDA graph. If a rank dies, the
-    others wait in NCCL, where --timeout has no effect, until the launcher ends them.
+    Worlds with the same ranks share a communicator. The first messages open connections, which must
+    not happen inside a CUDA graph, so the constructor sends them. If a rank dies, the other
+    ranks wait in NCCL, where --timeout has no effect, until the launcher ends them.
 
     Parameters
     ----------
     world : World
         The ranks.
     ranks : tuple of Capabilities
-        Capabilities of each rank, the key under which the communicator is stored.
+        Capabilities of each rank. They are the key under which the communicator is stored.
     """
 
     captured = True

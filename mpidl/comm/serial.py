@@ -1,7 +1,7 @@
 """A substitute for `mpi4py.MPI` on one rank, for machines without mpi4py.
 
-It has only the names that this package uses. On one rank, each collective operation gives the
-rank's own value.
+The substitute defines only the names that this package uses. Every collective operation returns
+the value of the only rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load() -> ModuleType | SimpleNamespace:
 
         mpi4py.rc.thread_level = "funneled"
         with warnings.catch_warnings():
-            # `failure.refuse_foreign_launcher` reports this problem in one line
+            # `failure.refuse_foreign_launcher` reports the problem of this warning in one line.
             warnings.filterwarnings("ignore", "suspicious MPI execution environment")
             return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -113,5 +113,5 @@ def _serial_mpi(reason):
         get_vendor=lambda: ("no MPI", (0, 0, 0)),
     )
     for operation in ("SUM", "MIN", "MAX", "LAND", "LOR"):
-        setattr(namespace, operation, operation)  # on one rank they all give the same
+        setattr(namespace, operation, operation)  # on one rank, all operations are the same
     return namespace

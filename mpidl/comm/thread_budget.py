@@ -29,7 +29,7 @@ def set_threads(world: World, count: int) -> tuple[list[int], list[str]]:
     Parameters
     ----------
     world : World
-        The ranks.
+        The ranks whose threads to set.
     count : int
         Number of threads of each rank; 0 for the number that `assign_threads` computes.
 
@@ -81,8 +81,8 @@ def assign_threads(ranks: Sequence[tuple[str, Cores]], count: int) -> tuple[list
     ranks : sequence of (str, Cores)
         Host and cores of each rank.
     count : int
-        Number of threads of each rank. If 0, each core is divided among the ranks that may use it,
-        and each rank gets at least one thread. All ranks of a host share the quota.
+        Number of threads of each rank. If 0, each core is divided equally among the ranks that may
+        use it, and each rank gets at least one thread. All ranks of a host share the quota.
 
     Returns
     -------

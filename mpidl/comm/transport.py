@@ -1,7 +1,7 @@
 """Send messages over an MPI communicator, and wait for them with a time-out.
 
 Every wait is a loop of tests. Signals are therefore handled and pending exchanges advance during a
-wait. A wait for a rank that stops answering ends with a message that names the rank.
+wait. If a rank stops responding, the wait for this rank ends with a message that names it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ PING, PONG = 1, 2  # tags of the control communicator
 
 
 class Transport:
-    """Point-to-point messages of arrays over a communicator, and waits with a time-out.
+    """Point-to-point transfer of arrays over a communicator, and waits with a time-out.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Communicator. It is duplicated twice: for arrays and for control messages.
+        Communicator. It is duplicated twice: once for arrays and once for control messages.
     timeout : float
-        Longest wait in seconds. A longer wait names the missing ranks and aborts the job.
+        Longest wait in seconds. After this time, the transport prints the ranks that do not respond
+        and aborts the job.
 
     Attributes
     ----------
@@ -45,7 +46,7 @@ class Transport:
     hosts : list of str
         Host name of each rank.
     timeout : float
-        Longest wait in seconds; may be changed.
+        Longest wait in seconds. It may be changed.
     activity : str
         Current activity of this rank, for error messages.
     wait_seconds : float
@@ -76,7 +77,7 @@ class Transport:
         return self.comm.Irecv(array, source, tag)
 
     def iallreduce(self, array: np.ndarray, out: np.ndarray) -> MPI.Request:
-        """Start MPI's Allreduce of an array with operation SUM; return the MPI request."""
+        """Start summing an array over the ranks into `out`; return the MPI request."""
         return self.comm.Iallreduce(array, out, self.MPI.SUM)
 
     def wait(
@@ -107,8 +108,8 @@ class Transport:
         progress : callable, optional
             Function to call between tests.
         timeout : float, optional
-            Longest wait in seconds, by default `self.timeout`. A longer wait names the missing
-            ranks and aborts the job.
+            Longest wait in seconds, by default `self.timeout`. After this time, the method prints
+            the ranks that do not respond and aborts the job.
         """
         start = time.monotonic()
         self._poll(is_ready, operation, progress, self.timeout if timeout is None else timeout)
@@ -122,7 +123,7 @@ class Transport:
             if progress:
                 progress()
             if self._oversubscribed and polls > 20:
-                # sched_yield would return at once while others compute
+                # Sleep: sched_yield would return at once although other ranks need the core.
                 time.sleep(5e-5 if polls < 200 else 5e-4)
             elif self._oversubscribed or polls > 1000:
                 os.sched_yield()
@@ -142,7 +143,7 @@ class Transport:
                 self._abort_naming_the_missing(operation)
 
     def _answer_ping(self, operation):
-        """Answer a ping of another rank, if there is one; return whether there was."""
+        """Answer a ping of another rank; return whether a ping had arrived."""
         if not self.control.Iprobe(tag=PING):
             return False
         status = self.MPI.Status()
@@ -175,7 +176,7 @@ class Transport:
         self.abort(1)
 
     def _collect_answers(self, operation, answers, seconds, is_complete=lambda: False):
-        """Collect answers to pings in `answers`, {rank: text}, and answer the pings of others."""
+        """Collect answers to pings in `answers`, {rank: text}, and answer other ranks' pings."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not is_complete():
             if self.control.Iprobe(tag=PONG):
@@ -195,8 +196,8 @@ class Transport:
 def free_shared_bytes(transport: Transport) -> int:
     """Return the number of bytes that `allocate_shared` can still allocate on this host.
 
-    MPI libraries back shared memory by files in /dev/shm, which has 64 MB in a container by
-    default. If /dev/shm is full, a process that touches a new page is killed.
+    MPI libraries keep shared memory in files in /dev/shm, whose default size in a container is
+    64 MB. If /dev/shm is full, a process that touches a new page is killed.
     """
     if transport.size == 1:
         return sys.maxsize

@@ -40,8 +40,8 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "sum": np.add,
     "prod": np.multiply,
 }
-# Reductions that MPI performs itself, because their results do not depend on the order.
-# MPI has no minimum or maximum of booleans; logical AND and OR replace them.
+# Reductions that MPI performs itself, because their results do not depend on the order of the
+# ranks. MPI has no minimum or maximum of booleans; logical AND and OR replace them.
 MPI_OF_INTEGERS: dict[object, str] = {"min": "MIN", "max": "MAX"}
 MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR", "max": "LOR"}
 
@@ -49,22 +49,24 @@ MPI_OF_BOOLEANS: dict[object, str] = {"and": "LAND", "min": "LAND", "or": "LOR",
 class World(Messaging):
     """A communicator of all ranks of the job.
 
-    Every method is collective except `send`, `report` and `progress`: all ranks must call it, in
-    the same order. The constructor selects the best build of the kernels that all ranks can run.
+    Every method except `send`, `report` and `progress` is collective: all ranks must call these
+    methods in the same order. The constructor selects the best build of the kernels that all ranks
+    can run.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm, optional
         MPI communicator; COMM_WORLD by default.
     timeout : float, optional
-        Longest wait in seconds. A longer wait names the ranks that do not answer and ends the job.
+        Longest wait for other ranks in seconds. After a longer wait, the job ends with a message
+        that names the ranks that do not answer.
     plain : bool, optional
-        Whether sums use MPI_Allreduce, whose result depends on the number of ranks. For
-        measurements and negative controls.
+        Whether sums use MPI_Allreduce, whose result depends on the number of ranks. Use it only
+        for measurements and negative controls.
     threads : int or None, optional
         Number of threads that the kernels use on each rank. 0 divides the cores among the ranks
-        that may use them, unless `dl.configure` or an earlier world has set a number. None sets no
-        number; call `use_threads` later.
+        that may use them, unless `dl.configure` or an earlier world has set a number. None leaves
+        the choice to a later call of `use_threads`.
 
     Attributes
     ----------
@@ -77,14 +79,14 @@ class World(Messaging):
     threads : list of int
         Number of threads of each rank; empty until `use_threads` is called.
     device : CudaDevice or None
-        GPU of this rank; None if it computes on the CPU.
+        GPU of this rank; None if the rank computes on the CPU.
 
     Notes
     -----
-    Ranks are renumbered by host, then by their rank in `comm`, so that neighbours in the fold share
-    a host. Rank 0 keeps its number. Without mpi4py, the world has this process as its only rank
-    (see `comm.serial`). MPI is initialized with thread level FUNNELED: only the main thread may
-    call these methods.
+    Ranks are renumbered by host, then by their rank in `comm`, so that consecutive ranks, which are
+    close in the reduction tree, share a host. Rank 0 keeps its number. Without mpi4py, the world
+    has this process as its only rank (see `comm.serial`). MPI is initialized with thread level
+    FUNNELED: only the main thread may call the methods of a World.
     """
 
     def __init__(
@@ -104,11 +106,11 @@ class World(Messaging):
         self.plain = plain
         self.hosts: list[str] = self.transport.hosts
         self.host: str = self.hosts[self.rank]
-        # `devices.use_gpu` sets these three.
+        # `devices.use_gpu` sets the next three attributes.
         self.device: CudaDevice | None = None
         self.counts: Counts | None = None
         self.mover: NcclMover | MpiMover | None = None
-        # arguments of the last `use_device`
+        # arguments of the last call of `use_device`
         self.device_request: tuple[str, str | None] | None = None
         self._one_rank = OneRank()  # sums values on one rank without messages
         self._windows: dict[int, MPI.Win | None] = {}  # {id(shared array): window}
@@ -132,7 +134,7 @@ class World(Messaging):
         return f"<table><tr><th>rank</th><th>host</th><th>threads</th></tr>{rows}</table>"
 
     def use_threads(self, count: int) -> list[str]:
-        """Set the number of threads in the kernels.
+        """Set the number of threads that the kernels use.
 
         Parameters
         ----------
@@ -142,7 +144,8 @@ class World(Messaging):
         Returns
         -------
         list of str
-            Warnings to print, such as for more threads than cores. Empty on all ranks but 0.
+            Warnings to print, for example about more threads than cores. The list is empty on all
+            ranks but 0.
         """
         self.threads, lines = thread_budget.set_threads(self, count)
         return lines if self.rank == 0 else []
@@ -155,12 +158,12 @@ class World(Messaging):
         device : {"auto", "cpu", "gpu"}
             "auto" uses GPUs if every rank has one, and CPUs otherwise.
         gpus : str, optional
-            Numbers of the GPUs to use, such as "0,2".
+            Indices of the GPUs to use, such as "0,2".
 
         Returns
         -------
         list of str
-            Messages to print. Empty on all ranks but 0.
+            Messages to print. The list is empty on all ranks but 0.
 
         Raises
         ------
@@ -204,8 +207,9 @@ class World(Messaging):
         Returns
         -------
         ndarray, number, dict, list or tuple
-            The sum of a Partial does not depend on the number of ranks. Numbers and plain arrays
-            are added in rank order: the result is reproducible, but depends on the number of ranks.
+            The sum. The sum of a Partial does not depend on the number of ranks. Numbers and plain
+            arrays are added in rank order: the result is reproducible, but depends on the number of
+            ranks.
         """
         if isinstance(value, dict):
             reducer = Reducer(self, bucket_bytes=float("inf"))
@@ -223,7 +227,7 @@ class World(Messaging):
         return self.gop("sum", value)
 
     def _is_complete(self, partial):
-        """Return whether this rank holds all nodes of a Partial in host memory."""
+        """Return whether all nodes of a Partial's reduction tree are in this rank's host memory."""
         return self.size == 1 and is_on_host(partial)
 
     @overload
@@ -242,7 +246,7 @@ class World(Messaging):
         operation : {"and", "or", "min", "max", "sum", "prod"} or callable
             The reduction. A callable gets two arrays, and combines the values in rank order.
         value : array_like
-            Number or array. Its shape and dtype must be the same on all ranks.
+            Number or array, with the same shape and dtype on all ranks.
 
         Returns
         -------
@@ -350,14 +354,17 @@ class World(Messaging):
         Raises
         ------
         UserError
-            If any rank passes an error. The message is that of the lowest such rank.
+            If any rank passes an error. The message comes from the lowest such rank.
         """
         if self.gop("max", int(error is not None)):
             texts = self.allgather(None if error is None else str(error))
             raise UserError(next(text for text in texts if text is not None))
 
     def report(self, **facts: Any) -> None:
-        """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`; not collective."""
+        """Print named values on rank 0, such as `Epoch: 1, Loss: 0.3071`.
+
+        This method is not collective.
+        """
         if self.rank == 0:
             print(", ".join(_labelled(name, fact) for name, fact in facts.items()), flush=True)
 
@@ -370,7 +377,7 @@ class World(Messaging):
     def shared_array(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
         """Allocate a zeroed array that the ranks of one host share.
 
-        Each rank sees what the other ranks of its host write.
+        Each rank sees what the other ranks of the host write.
 
         Parameters
         ----------
@@ -399,7 +406,7 @@ class World(Messaging):
         """Free the memory of a shared array; no rank may use it afterwards."""
         window = self._windows.pop(id(array))
         if window is not None:
-            self.barrier()  # times out if a rank is missing, where MPI would hang
+            self.barrier()  # unlike MPI's Free, the barrier times out if a rank is missing
             window.Free()
 
 

@@ -4,7 +4,7 @@ from mpidl.data.combined import combined
 from mpidl.data.datastore import ArrayDatastore, Datastore
 from mpidl.data.formats import *
 from mpidl.data.formats import __all__ as _formats
-from mpidl.data.formats.digits import digits  # here, the name means the function
+from mpidl.data.formats.digits import digits  # `data.digits` is this function, not the module
 from mpidl.data.loading.cache import NodeCache
 from mpidl.data.queue import MinibatchQueue
 from mpidl.data.registry import open_data, open_test_data

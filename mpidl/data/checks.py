@@ -10,7 +10,7 @@ MAX_NAMES = 3  # largest number of class names in a warning
 
 
 def check_classes(datastore: Datastore) -> None:
-    """Raise `UserError` if a set has no labels, or images of one class only."""
+    """Raise `UserError` if a set has no labels, or if all images have the same class."""
     if datastore.labels is None:
         raise UserError(
             f"{datastore.describe()}: expected labels to train a classifier, found none"
@@ -30,8 +30,8 @@ def empty_classes_warning(datastore: Datastore) -> str | None:
     Returns
     -------
     str or None
-        A warning of one line. None if every class has an image, or the set has no labels or has
-        targets.
+        A one-line warning. None if every class has an image, if the set has no labels, or if the
+        set has targets.
     """
     if datastore.labels is None or datastore.targets_shape is not None:
         return None
@@ -85,7 +85,7 @@ def read_targets(datastore: Datastore, indices: Indices) -> np.ndarray:
 def _read(datastore, method, indices, shape, dtype, noun):
     """Call a method of the datastore, check its result and convert it to `dtype`.
 
-    `noun` describes the values in messages.
+    `noun` names the array elements in messages.
     """
     arrays, dtype = np.asarray(getattr(datastore, method)(indices)), np.dtype(dtype)
     expected, kinds = (len(indices), *shape), "iub" if dtype.kind in "iu" else "f"
@@ -111,12 +111,12 @@ def check_finite(arrays: np.ndarray, datastore: Datastore, indices: Indices, kin
     datastore : Datastore
         The datastore of the images, which provides their names.
     kind : str
-        Description of the values for the message, "pixels" or "targets".
+        Name of the array elements in the message, "pixels" or "targets".
     """
     if arrays.dtype.kind != "f":
         return
     with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(arrays.sum()):  # much faster; a sum that overflows is checked below
+        if np.isfinite(arrays.sum()):  # fast check; the loop below decides if the sum overflows
             return
     for i, array in zip(indices, arrays, strict=True):
         bad = array[~np.isfinite(array)]

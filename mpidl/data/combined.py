@@ -14,7 +14,7 @@ from mpidl.files import digest
 
 
 class Combined(Derived):
-    """A datastore that pairs the images of one set with the targets of another. See `combined`."""
+    """A datastore that pairs the images of one set with the targets of another."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Combined(Derived):
         if not isinstance(source, Datastore):
             return source[np.asarray(indices, np.int64)].astype(dtype, copy=False)
         pixels = read_images(source, indices)
-        if self.scaled:  # like the images of a mini-batch
+        if self.scaled:  # as the images of a mini-batch are scaled
             return pixels / np.float32(255)
         return pixels.reshape(len(pixels), *self.targets_shape).astype(dtype, copy=False)
 
@@ -105,20 +105,20 @@ def combined(
     images : Datastore
         The images.
     targets : Datastore or array_like
-        Either a datastore whose image i is the target of image i, or an array (n, ...) of floats
-        (for regression) or whole numbers. uint8 pixels of a datastore are divided by 255, as in a
-        mini-batch, and floats stay unchanged.
+        Either a datastore whose image i is the target of image i in `images`, or an array (n, ...)
+        of floats (for regression) or whole numbers. uint8 pixels of a datastore are divided by 255,
+        as in a mini-batch, and floats stay unchanged.
     pixel_labels : bool
         Whether the targets are gray uint8 images whose pixels are labels. The targets are then
         int32 (H, W).
     classes : sequence of str, optional
-        Class names in the order of the labels, if the targets are labels. Confusion tables print
-        them.
+        Class names in the order of the labels, if the targets are labels. Confusion tables show
+        these names.
 
     Returns
     -------
     Combined
-        A datastore with `targets`.
+        A datastore of the images and their targets.
 
     Raises
     ------

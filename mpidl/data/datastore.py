@@ -1,4 +1,4 @@
-"""The interface of image sets, sets in memory, and sets derived from other sets."""
+"""The base class of image sets, image sets in memory, and sets derived from other sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Indices: TypeAlias = Sequence[int] | np.ndarray
 
-MOST_CLASSES = 1 << 20  # limit on the classes of a set without class names
+MOST_CLASSES = 1 << 20  # largest number of classes of a set without class names
 
 
 class Datastore:
@@ -40,11 +40,13 @@ class Datastore:
     labels : np.ndarray or None
         Labels of the images, int64 (n,), or None if the labels are unknown.
     targets_shape : tuple of int or None
-        Shape of an image's target: another image, a label per pixel, or numbers. None without.
+        Shape of an image's target, which may be another image, a label per pixel, or one or more
+        scalars. None if the set has no targets.
     targets_dtype : np.dtype
         Type of the targets, float32 or int32.
     preprocess : Preprocess or None
-        The last `Preprocess` of the images; a network trained on them applies it to raw images.
+        The last `Preprocess` applied to the images. A network trained on this set applies the same
+        `Preprocess` to raw images.
     in_memory : bool
         Whether reading an image costs no more than a copy. If so, a cache would not help.
     """
@@ -78,7 +80,7 @@ class Datastore:
     def located(self, i: int) -> str:
         """Return the name of image i for messages.
 
-        Subclasses prepend the file or data set if `name` does not contain it.
+        Subclasses prepend the name of the file or data set if `name` does not contain it.
         """
         return self.name(i)
 
@@ -96,8 +98,8 @@ class Datastore:
     def fingerprint(self) -> str:
         """Return a hex digest of the set's class names, labels, shapes and size.
 
-        The digest does not depend on where the set is stored. It is cheap to compute, because no
-        image is decoded. It distinguishes sets, but does not detect a changed pixel.
+        The digest does not depend on where the set is stored. No image is decoded, so the digest is
+        cheap to compute. It distinguishes sets, but does not detect a changed pixel.
         """
         parts = [len(self), self.image_shape, self.dtype.str, *self.classes, self.labels]
         if self.targets_shape is not None:
@@ -116,7 +118,7 @@ class Datastore:
         image_shape: tuple[int, ...] | None = None,
         dtype: np.dtype | type | None = None,
     ) -> Transformed:
-        """Return a datastore that applies a function to each image of this one.
+        """Return a datastore that applies a function to each image of this datastore.
 
         Prefetch threads call the function on one image at a time. With a cache, they call it once
         for each image that the cache holds.
@@ -127,8 +129,8 @@ class Datastore:
             ``function(image)`` receives one image (C, H, W) of this datastore's `dtype`. It returns
             (C, H, W), uint8 (pixels 0..255) or float.
         include_index : bool
-            Whether to call ``function(image, index)`` instead. If the function uses random
-            numbers, it must derive them from this index.
+            Whether to call ``function(image, index)`` instead. A function that uses random numbers
+            must derive them from the index.
         image_shape, dtype
             Shape and type of the function's results. If either is missing, image 0 is transformed
             to determine both.
@@ -144,8 +146,8 @@ class Datastore:
         Parameters
         ----------
         fraction : float
-            Share of each label's images in the first subset, 0 to 1. The number of images per
-            label is rounded half up.
+            Fraction of each label's images that the first subset receives, 0 to 1. The number of
+            images of each label is rounded to the nearest integer, and halves are rounded up.
         seed : int
             Seed of the random selection. Equal seeds select the same images.
 
@@ -165,7 +167,7 @@ class Datastore:
         first = np.zeros(len(self), bool)
         for label in np.unique(labels):
             (members,) = np.nonzero(labels == label)
-            # Decimal arithmetic: 0.29 * 50 is 14.5, but binary floats give 14.499999999999998.
+            # Use decimal arithmetic: 0.29 * 50 is 14.5, but binary floats give 14.499999999999998.
             exact = Decimal(str(float(fraction))) * len(members)
             count = int(exact.to_integral_value(ROUND_HALF_UP))
             order = keyed.permutation(len(members), seed, f"split {label}")
@@ -182,10 +184,10 @@ class ArrayDatastore(Datastore):
         Images (n, C, H, W), or (n, H, W) if gray, as uint8 pixels or floats. Floats are stored as
         float32 and are not rescaled.
     labels : array_like of int, optional
-        Label of each image, (n,), whole numbers from 0.
+        Label of each image, (n,), integers of at least 0.
     classes : sequence of str, optional
-        Class names in the order of the labels, by default "0", "1", ... Other objects are
-        converted by `str`.
+        Class names in the order of the labels, by default "0", "1", ... Objects other than
+        strings are converted by `str`.
     source : str
         Name of the set in messages.
 
@@ -236,7 +238,7 @@ class ArrayDatastore(Datastore):
         return f"{self.source}: {counted(self)}"
 
     def fingerprint(self) -> str:
-        # Up to 64 images, spread over the set, distinguish sets with equal labels and shapes.
+        # Hash up to 64 images spread over the set, to distinguish sets of equal labels and shapes.
         sample = np.linspace(0, max(len(self) - 1, 0), min(len(self), 64)).astype(np.int64)
         return digest(super().fingerprint(), self.images[sample])
 
@@ -244,7 +246,8 @@ class ArrayDatastore(Datastore):
 class Derived(Datastore):
     """Base class of sets derived from a parent set.
 
-    Attributes and methods that a subclass does not define are those of the parent.
+    The shapes, types, labels and classes are copied from the parent. A method that a subclass does
+    not define calls the method of the parent.
     """
 
     def __init__(self, parent: Datastore):
@@ -278,7 +281,7 @@ class Derived(Datastore):
 
 
 class Subset(Derived):
-    """Images of another datastore, selected by index. See `Datastore.subset`."""
+    """A datastore of images selected from another datastore by index; see `Datastore.subset`."""
 
     def __init__(self, datastore: Datastore, indices: Indices):
         super().__init__(datastore)
@@ -318,7 +321,7 @@ class Subset(Derived):
 
 
 class Transformed(Derived):
-    """Another datastore with a function applied to each image. See `Datastore.transform`."""
+    """A datastore that applies a function to each image of another; see `Datastore.transform`."""
 
     def __init__(
         self,
@@ -353,7 +356,7 @@ class Transformed(Derived):
 
     def read(self, indices: Indices) -> np.ndarray:
         outputs = np.empty((len(indices), *self.image_shape), self.dtype)
-        # One image at a time, so that results do not depend on how many images a rank reads.
+        # Transform one image at a time: results must not depend on how many images a rank reads.
         for slot, image, i in zip(outputs, self.parent.read(indices), indices, strict=True):
             output = self._apply(image, int(i))
             if output.shape != slot.shape or (output.dtype == np.uint8) != (self.dtype == np.uint8):
@@ -391,8 +394,8 @@ def check_labels(
     Raises
     ------
     UserError
-        If there are not `count` labels, or a label is not a whole number from 0 and below the
-        number of classes.
+        If there are not `count` labels, or if a label is negative, is not a whole number, or is
+        not below the number of classes.
     """
     labels = np.asarray(labels)
     if labels.shape != (count,):
@@ -437,8 +440,8 @@ def describe_derived(parent: Datastore, operation: object, derived: Datastore) -
 def need_datastore(candidate: object, role: str) -> None:
     """Raise `UserError` if `candidate` is not a datastore.
 
-    The message suggests how to make a datastore from a path or an array. `role` names the argument
-    in the message.
+    If the candidate is a path or an array, the message suggests how to make a datastore from it.
+    `role` names the argument in the message.
     """
     if isinstance(candidate, Datastore):
         return

@@ -12,7 +12,7 @@ from mpidl.data.transforms.augment import Augmenter
 from mpidl.errors import UserError
 from mpidl.text import printable
 
-# Pixels: minimum length of an image's longer side, gap between images, margin around them.
+# In pixels: minimum length of an image's longer side, gap between images, outer margin.
 CELL, GAP, MARGIN = 96, 6, 12
 TEXT = 110  # width of the column of class names in pixels
 ROWS, VARIANTS = 10, 7
@@ -29,7 +29,7 @@ def gallery(
 
     A row shows one image without augmentation, followed by its variants in the first `variants`
     epochs. The rows are divided evenly among the classes. The images of a class are evenly spaced
-    from its first to its last.
+    from the first to the last image of the class.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def gallery(
     Raises
     ------
     UserError
-        If the set is empty, or its images have another number of channels.
+        If the datastore is empty, or if its images do not have 1 or 3 channels.
     """
     from PIL import Image, ImageDraw
 
@@ -67,7 +67,7 @@ def gallery(
             augmenter.apply(originals, indices, epoch=epoch, seed=seed)
             for epoch in range(1, variants + 1)
         ]
-    factor = max(1, -(-CELL // max(originals.shape[2:])))  # for all images: sizes stay comparable
+    factor = max(1, -(-CELL // max(originals.shape[2:])))  # the same for all images
     cells = [[_enlarge(Image, image, factor) for image in images] for images in columns]
     widths = [column[0].width for column in cells]
     heights = max(column[0].height for column in cells)
@@ -114,7 +114,7 @@ def select_images(datastore: Datastore, rows: int) -> np.ndarray:
 def _enlarge(Image, image, factor):
     """Convert pixels (C, H, W) to a Pillow image enlarged by `factor`.
 
-    Floats are scaled such that the least value becomes 0 and the largest 255.
+    Float pixels are scaled such that the smallest becomes 0 and the largest 255.
     """
     if image.dtype != np.uint8:
         low, high = image.min(), image.max()
@@ -132,5 +132,5 @@ def _class_text(datastore, i):
     label = int(datastore.labels[i])
     name = datastore.classes[label] if label < len(datastore.classes) else str(label)
     text = printable(name)
-    text = text.encode("ascii", "replace").decode()  # Pillow's built-in font is ASCII
+    text = text.encode("ascii", "replace").decode()  # Pillow's font has ASCII only
     return text if len(text) <= 16 else text[:15] + "."

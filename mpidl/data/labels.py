@@ -1,4 +1,4 @@
-"""Check labels and class names of a file, and align them with the classes of a network."""
+"""Check the labels and class names of a file, and map the labels to the classes of a network."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ def align_labels(
 ) -> tuple[np.ndarray, list[str]]:
     """Map the labels of a file to the classes of the training set.
 
-    If both `names` and `classes` are given, labels are mapped to `classes` by name. Otherwise, they
-    stay as they are.
+    If both `names` and `classes` are given, labels are mapped to `classes` by name. Otherwise, the
+    labels stay as they are.
 
     Parameters
     ----------
     labels : ndarray
-        Labels of the file, whole numbers from 0, (n,).
+        Labels of the file, (n,): integers, at least 0.
     names : list of str or None
-        Class names of the file, or None if it has none.
+        Class names of the file, or None if the file has none.
     classes : sequence of str or None
         Class names of the training set, or None if this is the training set.
     source : str
-        Name of the file and the array in messages.
+        Name of the labels in messages, such as the names of the file and the array.
 
     Returns
     -------
     labels : ndarray
-        The mapped labels, int64 (n,), which are indices of the returned `classes`.
+        The mapped labels, int64 (n,): indices into the returned `classes`.
     classes : list of str
-        `classes` or else `names` if given, else "0", "1", ... up to the highest label.
+        The given `classes`; if None, the given `names`; if both are None, "0", "1", ... up to the
+        highest label.
 
     Raises
     ------
@@ -66,12 +67,12 @@ def align_labels(
 def parse_class_names(value: object, source: str) -> list[str]:
     """Convert class names stored in a file to a list of strings.
 
-    `value` is a list or array of strings or bytes, or a JSON list of strings.
+    `value` is a list or array of strings or bytes, or the JSON text of a list of strings.
 
     Raises
     ------
     UserError
-        The value is not such a list, or a name occurs twice.
+        The value is no list of strings or bytes, or a name occurs twice.
     """
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
@@ -100,9 +101,9 @@ def parse_class_names(value: object, source: str) -> list[str]:
 
 
 def _is_text(name: str) -> bool:
-    """Return whether a name can be encoded to be written to a file.
+    """Return whether a name can be encoded as UTF-8.
 
-    Surrogate escapes, which represent bytes that are not UTF-8, are valid.
+    Surrogate escapes, which represent bytes that are not valid UTF-8, are allowed.
     """
     try:
         name.encode("utf-8", "surrogateescape")
@@ -119,8 +120,8 @@ def integer_labels(values: np.ndarray, count: int, source: str, hint: str = "") 
     Raises
     ------
     UserError
-        There are not `count` labels, or a label is not a whole number. The message about fractions
-        ends with `hint`.
+        The number of labels is not `count`, or a label is not a whole number. The message about
+        fractions ends with `hint`.
     """
     values = np.asarray(values)
     flat = values.reshape(-1)

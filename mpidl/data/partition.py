@@ -17,7 +17,7 @@ def partition_order(
     seed: int,
     epoch: int | None = None,
 ) -> np.ndarray:
-    """Rearrange the order of samples so that each rank uses one consecutive part of it.
+    """Rearrange the order of samples so that each rank uses one consecutive part of the order.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def partition_order(
     seed : int
         Seed of the permutations of the parts.
     epoch : int, optional
-        Epoch for which each part is permuted separately. None leaves the parts in their order.
+        Epoch for which each part is permuted separately. None leaves each part in order.
 
     Returns
     -------

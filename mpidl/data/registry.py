@@ -19,7 +19,7 @@ def open_data(
     option: str = "--data",
     preprocess: Preprocess = AS_IT_IS,
 ) -> tuple[Datastore, Datastore | None]:
-    """Open the training set that `--data` names, and its test set if it has one. Collective.
+    """Open the training set that `--data` names, and the test set if there is one. Collective.
 
     Parameters
     ----------
@@ -29,8 +29,8 @@ def open_data(
         - a folder of IDX files (train-* and t10k-*),
         - a folder of CIFAR-10 or CIFAR-100 in the binary version,
         - a folder with a training file and a test file (train.h5 and test.h5, or another format),
-        - a folder with train/ and test/, both with class sub-folders,
-        - a folder of class sub-folders,
+        - a folder with the sub-folders train/ and test/, each with one sub-folder per class,
+        - a folder with one sub-folder per class,
         - a packed file, an HDF5 file, a .mat file (XTrain, XTest), or an .npz file.
     world : World, optional
         The ranks that open the data, by default this rank alone.
@@ -117,12 +117,12 @@ def _recognized(path: str, option: str) -> Format:
 
 
 def _converted(store: Datastore, preprocess: Preprocess) -> Datastore:
-    """Apply a Preprocess to a set.
+    """Apply a Preprocess to the images of a datastore.
 
     Raises
     ------
     UserError
-        The images are not gray or RGB images of uint8.
+        The images are not uint8 gray or RGB images.
     """
     if preprocess == AS_IT_IS:
         return store

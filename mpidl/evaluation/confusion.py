@@ -28,8 +28,8 @@ class Confusion:
     Parameters
     ----------
     counts : ndarray of int64, shape (K, K)
-        Number of images, or of pixels, whose true class is [row] and whose predicted class is
-        [column].
+        Element [i, j] is the number of images, or of pixels, of class i that were predicted as
+        class j.
     classes : tuple of str
         Names of the K classes.
     """
@@ -49,7 +49,7 @@ class Confusion:
 
     @property
     def precision(self) -> np.ndarray:
-        """Fraction of correct predictions of each class, (K,); NaN for a class never predicted."""
+        """Fraction of each class's predictions that are correct, (K,); NaN if there are none."""
         return _fractions(self.counts, self.counts.sum(axis=0))
 
     def rows(self) -> list[list[str | int]]:
@@ -118,7 +118,7 @@ class Confusion:
         return "\n".join([self._summary(), *aligned(self._pairs())])
 
     def _repr_html_(self) -> str:
-        """Return an HTML table for a notebook; darker cells hold a larger fraction of their row."""
+        """Return an HTML table for a notebook; darker cells are a larger fraction of the row."""
         if len(self.classes) > MAX_CLASSES:
             return f"<p>{self._summary()}</p>\n{_html_table(self._pairs())}"
         shades = self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1)
@@ -187,7 +187,7 @@ def confusion_matrix(
     Raises
     ------
     UserError
-        If the arrays are not whole numbers of the same shape, or if a number has no class.
+        If the arrays are not whole numbers of the same shape, or if a class number is out of range.
 
     Notes
     -----
@@ -213,7 +213,7 @@ def confusion_matrix(
 
 
 def tally(counts: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> None:
-    """Add 1 to the (K, K) counts at [label, prediction] for each pair, in place."""
+    """Add 1 to counts[label, prediction] in place for each image or pixel; counts is (K, K)."""
     np.add.at(counts, (labels.ravel(), predicted.ravel()), 1)
 
 

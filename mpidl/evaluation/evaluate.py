@@ -1,4 +1,4 @@
-"""Evaluate a trained network on a data set: accuracy, loss and errors of regression.
+"""Evaluate a trained network on a data set: accuracy, loss and regression errors.
 
 Results are exact and do not depend on the number of ranks.
 """
@@ -31,8 +31,8 @@ class Evaluation(NamedTuple):
     Attributes
     ----------
     accuracy : float or None
-        Fraction of the labels, one per image or pixel, that were predicted correctly; None if the
-        loss has no classes.
+        Fraction of the labels that were predicted correctly. There is one label per image or per
+        pixel. None if the loss has no classes.
     loss : float
         Mean loss per image.
     images : int
@@ -59,9 +59,9 @@ class RegressionErrors(NamedTuple):
     Attributes
     ----------
     rmse : float
-        Root of the mean squared error over all elements of all targets.
+        Square root of the mean squared error over all target elements.
     mae : float
-        Mean absolute error over all elements of all targets.
+        Mean absolute error over all target elements.
     images : int
         Number of evaluated images.
     """
@@ -75,7 +75,7 @@ class RegressionErrors(NamedTuple):
 
 
 def _representation(record):
-    """Format a named tuple; floats get 6 digits, and optional fields that are None are left out."""
+    """Format a named tuple with 6 digits per float, and without optional fields that are None."""
     fields = [
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
         for name, value in record._asdict().items()
@@ -89,7 +89,8 @@ def agreed(
 ) -> Generator[tuple, None, None]:
     """Yield each mini-batch after all ranks have read their part of it.
 
-    The ranks agree before each mini-batch, so all of them stop at the same one.
+    Before each mini-batch, the ranks agree whether to continue, so all ranks stop at the same
+    mini-batch.
 
     Parameters
     ----------
@@ -98,8 +99,8 @@ def agreed(
     world : World
         The ranks that share the mini-batches.
     signals : Signals, optional
-        Signals that this process has received. After a signal to any rank, the generator sets
-        ``signals.agreed`` and ends on all ranks.
+        Signals that this process has received. If any rank has received a signal, the generator
+        sets ``signals.agreed`` and ends on all ranks.
 
     Raises
     ------
@@ -122,7 +123,7 @@ def agreed(
             return
         if ready[0] is None:
             return
-        yield ready.pop()  # keeps no reference, so that the next mini-batch can reuse its memory
+        yield ready.pop()  # keep no reference, so that the next mini-batch can reuse the memory
 
 
 def in_order(
@@ -135,8 +136,7 @@ def in_order(
 ) -> Generator[tuple, None, None]:
     """Yield all mini-batches in the datastore's order, with the network's input transform.
 
-    All ranks stop at the same mini-batch; see `agreed`. `options` are further arguments of
-    `MinibatchQueue`.
+    All ranks stop at the same mini-batch; see `agreed`. `options` are passed to `MinibatchQueue`.
     """
     options |= {"shuffle": "never", **net.input_transform()}
     queue = MinibatchQueue(datastore, batch_size, world=world, **options)
@@ -155,14 +155,16 @@ def evaluate(
     confusion: bool = False,
     loss: str | Callable[..., Any] = "crossentropy",
 ) -> Evaluation:
-    """Evaluate a network on a data set, in prediction mode. Collective.
+    """Evaluate a network on a data set, in prediction mode.
+
+    The function is collective.
 
     Parameters
     ----------
     net : Network
         The network.
     datastore : Datastore
-        Images with labels, or with targets that the loss compares the outputs with.
+        Images with labels, or with targets to which the loss compares the outputs.
     world : World, optional
         The ranks that share the images; by default all ranks.
     batch_size : int
@@ -187,8 +189,8 @@ def evaluate(
     Raises
     ------
     UserError
-        If the images have no labels, if a label is not below the number of outputs, or if the
-        labels stand for other classes than ``net.classes``.
+        If the images have no labels, if a label is not less than the number of outputs, or if the
+        class names of the labels differ from ``net.classes``.
     """
     losses.check(loss, net, datastore)
     losses.check_names(net.classes, loss, net, datastore, "the network")
@@ -211,7 +213,7 @@ def evaluate(
         totals[0] += sums[0] * images.batch.count
         totals[1] = None if len(sums) == 1 else totals[1] + sums[1]
         n += images.batch.count
-        if top_k or confusion:  # the order of adding integers does not matter
+        if top_k or confusion:  # integer sums do not depend on the order
             local_scores, local_labels = scores.local(), labels.local()
             if confusion:
                 tally(table, local_labels, local_scores.argmax(axis=1))
@@ -276,15 +278,17 @@ def places(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def regression_errors(
     net: Network, datastore: Datastore, *, world: World | None = None, batch_size: int = BATCH
 ) -> RegressionErrors:
-    """Compare a network's outputs with targets, in prediction mode. Collective.
+    """Compare a network's outputs with targets, in prediction mode.
+
+    The function is collective.
 
     Parameters
     ----------
     net : Network
         The network.
     datastore : Datastore
-        Images with targets, such as images or numbers. The targets must have the shape of the
-        network's outputs, up to dimensions of 1.
+        Images with targets, such as images or scalars. The targets must have the shape of the
+        network's outputs, except for axes of length 1.
     world : World, optional
         The ranks that share the images; by default all ranks.
     batch_size : int
@@ -297,7 +301,7 @@ def regression_errors(
     Raises
     ------
     UserError
-        If the images have no targets, or the targets' shape differs from that of the outputs.
+        If the images have no targets, or if the shapes of the targets and the outputs differ.
     """
     losses.need_network(net)
     need_datastore(datastore, "images")
@@ -322,7 +326,7 @@ def regression_errors(
 
 
 def _errors(outputs, targets):
-    """Return [sum of squared errors, sum of absolute errors] as a Partial, (2,) float64."""
+    """Return [sum of squared errors, sum of absolute errors] as a float64 Partial of shape (2,)."""
     counter, errors = Counter(outputs.batch.tree), outputs.local().astype(np.float64)
     errors -= targets.local().reshape(errors.shape)
     for b in range(outputs.batch.blocks):

@@ -1,7 +1,7 @@
 """Compute the outputs of a trained network: scores, classes and activations of layers.
 
-Results have the same bytes on any number of ranks. Each image is computed once, in its block, and
-no image is repeated to fill a share.
+Results have the same bytes on any number of ranks. Each image is computed exactly once, in a block
+of 16 images. No image is repeated to give all ranks equally many images.
 """
 
 from collections.abc import Callable, Generator
@@ -55,19 +55,19 @@ def predict(
     net : Network
         The network.
     images : Datastore or ndarray of shape (n, C, H, W)
-        The images; an array must be the same on every rank. Pixels of type uint8 are divided by
-        255 unless the network has a normalization; floats are used unchanged.
+        The images. An array must be the same on every rank. If the network has no normalization,
+        uint8 pixels are divided by 255, and floats are used unchanged.
     world : World, optional
-        The ranks that share the images; by default all ranks.
+        The ranks that share the images. The default is all ranks.
     batch_size : int
-        Images per mini-batch.
+        Number of images per mini-batch, over all ranks.
     softmax : bool, optional
-        Whether to convert the outputs to class scores with softmax, for each image or, if the
-        outputs have shape (K, H, W), for each pixel. Softmax is not applied twice if the network
-        ends in `Softmax`. By default True if the outputs have shape (K,) and the images have no
-        targets.
+        Whether to convert the outputs to class scores with softmax. Softmax applies to each image
+        or, if the outputs have shape (K, H, W), to each pixel. It is not applied twice if the
+        network ends in `Softmax`. The default is True if the outputs have shape (K,) and the images
+        have no targets, and False otherwise.
     everywhere : bool
-        Whether all ranks get the result. If False, only rank 0 does.
+        Whether all ranks get the result. If False, only rank 0 gets it.
 
     Returns
     -------
@@ -202,25 +202,25 @@ def activations(
 
 
 def scores(net: Network, images: Blocked) -> np.ndarray:
-    """Return the class scores of this rank's share after softmax, (n, K, ...)."""
+    """Return the class scores (after softmax) of this rank's images, (n, K, ...)."""
     return ops.softmax(net.logits(images)).local()
 
 
 def outputs(net: Network, images: Blocked) -> np.ndarray:
-    """Return the outputs of this rank's share, (n, *output shape)."""
+    """Return the network's outputs for this rank's images, (n, *output shape)."""
     return net(images).local()
 
 
 def labels(net: Network, images: Blocked) -> np.ndarray:
-    """Return the classes of this rank's share, (n, ...) int64."""
+    """Return the classes of this rank's images, int64 (n, ...)."""
     return net.logits(images).local().argmax(axis=1)
 
 
 def scores_and_labels(net: Network, images: Blocked) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the class scores of this rank's share, the outputs before softmax, and the classes.
+    """Return the class scores of this rank's images, the outputs before softmax, and the classes.
 
-    Sort classes by the outputs before softmax, because softmax may round different outputs to equal
-    scores.
+    To rank the classes, sort the outputs before softmax: softmax may round different outputs to
+    equal scores.
     """
     logits = net.logits(images)
     ranked = logits.local()
@@ -246,24 +246,24 @@ def by_batch(
     datastore : Datastore
         The images.
     function : callable
-        A function of (net, images). It returns an array, or a tuple of arrays, with one entry for
-        each image of this rank's share.
+        A function of (net, images). It returns an array, or a tuple of arrays, with one entry per
+        image of this rank.
     world : World
         The ranks that share the images.
     batch_size : int
-        Images per mini-batch.
+        Number of images per mini-batch, over all ranks.
 
     Yields
     ------
     (ndarray of int, result of the function)
-        Dataset indices of the images, and the function's entries for them. Ranks other than 0 get
-        (None, None).
+        Indices of the images in the datastore, and the function's entries for the images. Ranks
+        other than 0 get (None, None).
     """
     batches = in_order(net, datastore, world, batch_size)
     net = net.on(world.device)
     for images, targets in batches:
         entries = images.batch.indices, function(net, images)
-        del images, targets  # frees their memory for the next mini-batch
+        del images, targets  # frees memory for the next mini-batch
         shares = world.gather(entries)
         if shares is None:
             yield None, None

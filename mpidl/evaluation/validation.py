@@ -1,4 +1,4 @@
-"""Validate during training: schedule, patience, and the network with the lowest loss."""
+"""Validate during training: when to validate, when to stop, and which network is the best."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from mpidl.errors import UserError
 from mpidl.evaluation.evaluate import Evaluation, evaluate
 from mpidl.nn import Network
 
-# Each table of a checkpoint that belongs to the best network, and the attribute that it stores.
+# {table of a checkpoint for the best network: attribute of the network that the table stores}
 BEST = {"best_learnables": "parameters", "best_state": "state"}
 
 
@@ -31,14 +31,14 @@ def held_out(datastore: Datastore, options) -> tuple[Datastore, Any]:
     Returns
     -------
     (Datastore, TrainingOptions)
-        The images to train on, and a copy of the options whose validation set is the remaining
-        images. Both arguments are returned unchanged if the fraction is 0 or the options already
-        have a validation set.
+        The images to train on, and a copy of the options with the remaining images as validation
+        set. Both arguments are returned unchanged if the fraction is 0 or the options already have
+        a validation set.
 
     Raises
     ------
     UserError
-        If one of the two parts would be empty, or if an option requires a validation set and there
+        If one of the two sets would be empty, or if an option requires a validation set and there
         is none.
     """
     if options.validation is not None:
@@ -73,14 +73,14 @@ def _check_options(options):
 class Validation:
     """The state of validation during a run.
 
-    A checkpoint stores the whole state (`facts`, `tables`). A resumed run thus makes the same
-    decisions as a run that never stopped. The best network is the one with the lowest loss; ties go
-    to the earliest.
+    A checkpoint stores the whole state (`facts` and `tables`), so a resumed run makes the same
+    decisions as a run that never stopped. The best network is the network with the lowest
+    validation loss; ties go to the earliest network.
 
     Parameters
     ----------
     options : TrainingOptions
-        Options of the run; their validation set may be None.
+        Options of the run. Their `validation` may be None.
     world : World
         The ranks of the run.
 
@@ -93,18 +93,18 @@ class Validation:
     last_iteration : int
         The iteration of the last validation; 0 before the first validation.
     loss : float
-        The lowest loss so far; inf before the first validation.
+        The lowest validation loss so far; inf before the first validation.
     accuracy : float or None
         The accuracy of the validation with the lowest loss; None if the loss has no classes.
     iteration : int
-        The iteration with the lowest loss; 0 before the first validation.
+        The iteration with the lowest validation loss; 0 before the first validation.
     waited : int
-        Number of validations since the one with the lowest loss.
+        Number of validations since the validation with the lowest loss.
     owed : bool
         Whether a signal interrupted the validation of the current iteration.
     best : dict
-        The network with the lowest loss as {table: {name: array}}; empty unless the run returns
-        this network.
+        The best network as {table: {name: array}}. Empty unless the option `output_network` is
+        "best-validation".
     """
 
     def __init__(self, options, world: World):
@@ -122,7 +122,7 @@ class Validation:
         self.best: dict[str, dict[str, np.ndarray]] = {}
 
     def due(self, iteration: int) -> bool:
-        """Return whether validation is due after this iteration by the validation frequency."""
+        """Return whether the validation frequency requires a validation after this iteration."""
         return self.store is not None and self.frequency > 0 and iteration % self.frequency == 0
 
     def due_at_end(self) -> bool:
@@ -146,8 +146,8 @@ class Validation:
         Returns
         -------
         Evaluation or None
-            None if a signal interrupted the validation. A resumed run then starts with this
-            validation.
+            The result, or None if a signal interrupted the validation. A resumed run then starts
+            with this validation.
         """
         evaluation = evaluate(
             net,
@@ -179,7 +179,7 @@ class Validation:
         return self.waited >= self.patience
 
     def facts(self) -> dict[str, Any]:
-        """Return the state to store in a checkpoint, except for the tables."""
+        """Return the part of the state that a checkpoint stores as JSON; see also `tables`."""
         return {
             "loss": self.loss,
             "accuracy": self.accuracy,
@@ -192,7 +192,7 @@ class Validation:
         }
 
     def tables(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the best network as tables of a checkpoint; empty if it is not kept."""
+        """Return the tables of a checkpoint for the best network; {} if no network is kept."""
         return dict(self.best)
 
     def restore(self, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -206,13 +206,13 @@ class Validation:
         self.best = {table: arrays[table] for table in BEST if table in arrays}
 
     def of_the_result(self) -> tuple[float | None, float | None]:
-        """Return (loss, accuracy) of the network that the run returns; unknown values are None."""
+        """Return the validation loss and accuracy of the resulting network; None if unknown."""
         if self.best:
             return self.loss, self.accuracy
         return (None, None) if self.last is None else (self.last.loss, self.last.accuracy)
 
     def give_best(self, net: Network) -> None:
-        """Give a network in host memory the arrays of the best network, if these are kept."""
+        """Assign the arrays of the best network, if one is kept, to a network in host memory."""
         if self.best:
             for table, attribute in BEST.items():
                 old = getattr(net, attribute)

@@ -1,1 +1,1 @@
-"""Weights and networks in the file formats of other libraries."""
+"""Read and write weights and networks in the file formats of other libraries."""

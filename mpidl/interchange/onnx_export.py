@@ -1,8 +1,8 @@
 """Write a network as an ONNX file.
 
-The file computes the network's output in prediction, for any number of images. Its arrays have the
-names of the learnables and of the state. The metadata describe the layers, so that `load_onnx`
-restores the same network if nobody has changed the graph.
+The graph computes the network's output in prediction, for any number of images. Arrays in the file
+have the names of the network's learnables and state. The metadata describe the layers, so that
+`load_onnx` restores the same network if nobody has changed the graph.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mpidl.ops.transposed import same_or_crops
 from mpidl.text import printable
 from mpidl.training.files import model_file
 
-OPSET = 20  # the first one with Gelu
-KEY = "mpidl"  # of the description in the metadata
+OPSET = 20  # the first operator set with Gelu
+KEY = "mpidl"  # key of the network's description in the metadata
 IMAGES, CENTRE, DIVISOR, RATIO = "images", "normalization.centre", "normalization.divisor", "ratio"
 
 Shape = tuple[int, ...]
 
 
 def _sides(padding):
-    """Return ((top, bottom), (left, right)) as ONNX's pads."""
+    """Convert ((top, bottom), (left, right)) to the order of ONNX's attribute "pads"."""
     (top, bottom), (left, right) = padding
     return [top, left, bottom, right]
 
@@ -74,7 +74,7 @@ def _cross_channel_norm(layer, shape):
     return "LRN", {"size": layer.window, **{k: float(v) for k, v in constants.items()}}
 
 
-# {layer class: function(layer, shape of its first input) -> (operator, attributes)}
+# {layer class: function(layer, shape of the layer's first input) -> (operator, attributes)}
 OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]]]] = {
     nn.Conv2D: _conv,
     nn.TransposedConv2D: _transposed_conv,
@@ -114,11 +114,11 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
     net : Network
         The network. A Dropout layer does nothing in the file, as in prediction.
     path : path
-        The file to write, `*.onnx`.
+        The .onnx file to write.
     normalize_images : bool
-        Whether the graph begins with the normalization of the images. Its input are then pixels,
-        from 0 to 255 for 8-bit images; otherwise they are normalized pixels, and `load_onnx` gives
-        a network without normalization.
+        Whether the graph begins with the normalization of the images. If True, the graph reads
+        pixels, from 0 to 255 for 8-bit images. If False, it reads normalized pixels, and
+        `load_onnx` returns a network without normalization.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def _description(net, normalize_images):
     return model_file.description_of(net) | {"normalize_images": normalize_images}
 
 
-# What a damaged description or a changed array raises.
+# Exceptions that a damaged description or a changed array causes.
 UNDESCRIBED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError)
 UNDESCRIBED += (TypeError, ValueError, UserError)
 
@@ -215,9 +215,9 @@ def _float32(array):
 
 
 def restored(model: Model) -> Network | None:
-    """Return the network that `save_onnx` wrote to a file, or None for another file.
+    """Return the network that `save_onnx` wrote to a file, or None for any other file.
 
-    The graph must be the one that `save_onnx` writes for the described layers.
+    The graph must equal the graph that `save_onnx` writes for the layers in the description.
     """
     try:
         attributes = json.loads(model.description[KEY])

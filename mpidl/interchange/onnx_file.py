@@ -1,8 +1,8 @@
-"""Read an ONNX file: check it, load its arrays, and compute values that depend only on constants.
+"""Read an ONNX file: check the graph, load arrays, and compute results that need only constants.
 
-A file may be damaged or hostile. protobuf checks lengths while it parses. Arrays in other files
-must be in the folder of the ONNX file and inside those files. Constants are only computed by
-operators whose results have a size that is known before.
+A file may be damaged or hostile. protobuf checks lengths while it parses. Files with external data
+must be in the folder of the ONNX file, and arrays must not extend past the end of such a file.
+Constants are computed only by operators whose result sizes are known in advance.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpidl.interchange.weights import library
 from mpidl.text import printable
 
 OLDEST_OPSET = 7
-FLOAT = 1  # ONNX's number of the type float32
-LARGE = 1024  # elements; smaller constants can be sizes, which ONNX reads to infer shapes
-MAX_ELEMENTS = 1 << 28  # of all constants that operators compute
+FLOAT = 1  # ONNX's code for the type float32
+LARGE = 1024  # elements; ONNX infers shapes from smaller constants, which can be sizes
+MAX_ELEMENTS = 1 << 28  # largest total size of all computed constants
 FOLDABLE = frozenset(
     """
     Add Cast Concat ConstantOfShape Div Gather Identity Mul Neg Reshape Slice Sqrt Squeeze Sub
@@ -39,17 +39,17 @@ class Model(NamedTuple):
     nodes : list
         The nodes on which the output depends, in an order in which they can be computed.
     constants : dict
-        {name: array}. `compute_constant` adds to them.
+        {name: array}: the initializers, and the results that `compute_constant` adds.
     images : str
         Name of the input.
     image_shape : tuple of int
         (C, H, W).
     batch : int
-        Number of images if the file fixes it, else 0.
+        Number of images in a mini-batch if the file fixes this number, else 0.
     output : str
         Name of the output.
     shapes : dict
-        {name: text}, the shapes that ONNX infers, for messages.
+        {name: text}: the shapes that ONNX infers, as text for messages.
     opset : int
         Version of ONNX's operators.
     description : dict
@@ -91,7 +91,7 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
         proto = onnx.load(path, load_external_data=False)
     except OSError as error:
         raise unreadable(path, error) from None
-    except Exception as error:  # protobuf's DecodeError, and more types for some damages
+    except Exception as error:  # DecodeError or, for some kinds of damage, other types
         raise _not_onnx(path, error) from None
     opsets = {opset.domain: opset.version for opset in proto.opset_import}
     opset = opsets.get("", opsets.get("ai.onnx", 0))
@@ -140,7 +140,7 @@ def _context(onnx, proto):
 
 
 def _array(onnx, tensor, path):
-    """Return an initializer as an array; read external data if its place is allowed."""
+    """Return an initializer as an array; read external data if the location is allowed."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         return _external_array(onnx, tensor, path)
     if min(tensor.dims, default=0) < 0:
@@ -176,9 +176,9 @@ def _external_array(onnx, tensor, path):
 
 
 def _declare_as_input(onnx, graph, tensor):
-    """Turn an initializer into an input, because ONNX's checker copies its data.
+    """Turn an initializer into an input, so that ONNX's checker does not copy the data.
 
-    The checker also looks for external data in another folder.
+    The checker would also look for external data in the wrong folder.
     """
     info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
     if tensor.name not in {value.name for value in graph.input}:
@@ -187,7 +187,7 @@ def _declare_as_input(onnx, graph, tensor):
 
 
 def _inferred_shapes(onnx, proto):
-    """Return {name: text} of the shapes that ONNX infers."""
+    """Return the shapes that ONNX infers, as {name: text}."""
     inferred = onnx.shape_inference.infer_shapes(proto)
     shapes = {}
     for info in (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output):
@@ -199,7 +199,7 @@ def _inferred_shapes(onnx, proto):
 
 
 def _image_input(graph, constants, input_shape, path):
-    """Return the name and the shape (N or 0, C, H, W) of the only input that is no constant."""
+    """Return the name and the shape (N or 0, C, H, W) of the only input that is not a constant."""
     inputs = [value for value in graph.input if value.name not in constants]
     if len(inputs) != 1:
         names = ", ".join(printable(value.name) for value in inputs) or "none"
@@ -229,17 +229,17 @@ def _image_input(graph, constants, input_shape, path):
 
 
 def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> bool:
-    """Add the results of a node to the model's constants if it depends on constants alone.
+    """Add the results of a node to the model's constants if the node needs only constants.
 
     Returns
     -------
     bool
-        Whether the node depends on constants alone.
+        Whether the results were added.
 
     Raises
     ------
     UserError
-        If the constant cannot be computed, or would be too large.
+        If a result cannot be computed or would be too large.
     """
     onnx, constants = library("onnx", path, "onnx"), model.constants
     if node.op_type == "Constant":
@@ -298,7 +298,7 @@ def _size(node, arrays):
 
 
 def _ancestors(nodes: Iterable[Any], output: str) -> list[Any]:
-    """Return the nodes on which the output depends, in their order."""
+    """Return the nodes on which the output depends, in the order of `nodes`."""
     names, ancestors = {output}, []
     for node in reversed(list(nodes)):
         if names.intersection(node.output):

@@ -1,7 +1,7 @@
 """Create a network from an ONNX file.
 
-Each operator has a function in OPERATORS that adds layers to a `Builder`. The first dimension of a
-value is the mini-batch; the shapes here are those of one image.
+OPERATORS maps each ONNX operator to a function that adds layers to a `Builder`. Shapes are those of
+one image: they lack the first dimension, the mini-batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mpidl.nn import layers as nn
 from mpidl.shapes import same_padding
 from mpidl.text import printable
 
-BATCH = -(1 << 62)  # the size of the mini-batch in a computed shape
-UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # of a normalization that changes no scale
+BATCH = -(1 << 62)  # placeholder for the mini-batch size in computed shapes
+UNIT_VARIANCE = {"epsilon": 1e-5, "variance": 1 - 1e-5}  # their sum is 1
 
 
-# What attributes of wrong types, sizes or lengths raise.
+# Exceptions that attributes with wrong types, sizes or lengths cause.
 DAMAGES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -36,7 +36,7 @@ class Unsupported(Exception):
 
 
 class Value(NamedTuple):
-    """A value of the graph: the layer that computes it, and its shape for one image."""
+    """A value of the graph: the name of the layer that computes it, and its shape per image."""
 
     layer: str
     shape: tuple[int, ...]
@@ -48,9 +48,9 @@ class Node:
     Attributes
     ----------
     type, name
-        Its operator, and its name or that of its first output.
+        The node's operator; the node's name or, if it has none, the name of its first output.
     inputs
-        For each input a Value, an array if it is constant, or None if it is left out.
+        One entry per input: a Value, an array for a constant, or None for an omitted input.
     """
 
     def __init__(self, proto: Any, onnx: Any, values: Mapping[str, Any]) -> None:
@@ -78,41 +78,42 @@ class Node:
         return self.inputs[i] if i < len(self.inputs) else None
 
     def value(self, i: int = 0) -> Value:
-        """Return an input that depends on the images."""
+        """Return an input; raise Unsupported unless it depends on the images."""
         value = self.input(i)
         if not isinstance(value, Value):
             raise Unsupported(f"input {i} is constant")
         return value
 
     def constant(self, i: int) -> np.ndarray:
-        """Return an input that is constant."""
+        """Return an input; raise Unsupported unless it is constant."""
         value = self.input(i)
         if not isinstance(value, np.ndarray):
             raise Unsupported(f"input {i} is not constant")
         return value
 
     def require(self, **expected: Any) -> None:
-        """Raise Unsupported if an attribute has another value than the expected one."""
+        """Raise Unsupported if an attribute differs from its expected value."""
         for name, value in expected.items():
             if self.get(name, value) != value:
                 raise Unsupported(f"{name} is {self.get(name, value)}, expected {value}")
 
 
 class Builder:
-    """The layers and the weights of the network, as operators add them.
+    """A network under construction, to which operators add layers and weights.
 
     Attributes
     ----------
     layers
-        The layers so far.
+        The layers added so far.
     arrays
-        {"conv1.weight": array, ...}
+        The learnables and the state: {"conv1.weight": array, ...}.
     scaling
-        (centre, divisor) of each channel of the images, if the graph begins with them.
+        (centre, divisor) if the graph begins with a normalization of the images, else None.
     opset, batch
-        Version of the operators; number of images if the file fixes it, else 0.
+        Version of the operator set; size of a mini-batch if the file fixes it, else 0.
     tensors
-        {layer: names of its output in the graph}. Nodes that compute nothing add names.
+        {layer: names of the layer's output in the graph}. A node that computes nothing, such as
+        Identity, adds a name.
     """
 
     def __init__(self, model: onnx_file.Model) -> None:
@@ -154,10 +155,11 @@ class Builder:
         return unique
 
     def affine(self, node: Node, x: Value, scale: np.ndarray, shift: np.ndarray) -> Value:
-        """Add x * scale + shift, with a number per channel or one for all.
+        """Add x * scale + shift; scale and shift have one element, or one element per channel.
 
-        Before the first layer it becomes the normalization of the images, which may also have a
-        number per pixel. After a layer it becomes a batch normalization that is frozen.
+        Before the first layer, the operation becomes the normalization of the images. In this case,
+        scale and shift may also have one element per pixel. After a layer, the operation becomes a
+        frozen batch normalization.
         """
         channels = x.shape[0]
         if x.layer == graph.IMAGES and not self.layers and self.is_read_once(x):
@@ -173,12 +175,16 @@ class Builder:
         return self.add(node, layer, [x], **arrays)
 
     def is_read_once(self, x: Value) -> bool:
-        """Return whether one node reads a value, under any of its names."""
+        """Return whether a value, under all of its names, is read exactly once."""
         names = self.tensors[x.layer]
         return sum(self.readers[name] for name in names) - (len(names) - 1) == 1
 
     def add_bias(self, x: Value, bias: np.ndarray) -> Value | None:
-        """Give the layer of x a bias if it has none and nothing else reads it; else return None."""
+        """Add a bias to the layer that computes x, and return x.
+
+        Return None instead if this layer is not the last one, if it already has a bias or cannot
+        have one, or if x is read more than once.
+        """
         layer = self.layers[-1] if self.layers else None
         if layer is None or layer.name != x.layer or not self.is_read_once(x):
             return None
@@ -190,7 +196,7 @@ class Builder:
 
 
 def _broadcast(values, shape):
-    """Return constants that are broadcast to (N, *shape) as float64 with len(shape) axes."""
+    """Return constants, which must broadcast to (N, *shape), as float64 with len(shape) axes."""
     values = np.asarray(values, np.float64)
     sizes = (1,) * (1 + len(shape) - values.ndim) + values.shape
     fits = len(sizes) == 1 + len(shape) and sizes[0] == 1
@@ -202,7 +208,7 @@ def _broadcast(values, shape):
 
 
 def _per_channel(values, shape):
-    """Return constants that are broadcast to (N, *shape) as one number per channel, float64."""
+    """Return constants, which must broadcast to (N, *shape), as one float64 per channel."""
     numbers = _broadcast(values, shape)
     if numbers.size > 1 and numbers.size != len(numbers):
         raise Unsupported(
@@ -216,7 +222,7 @@ OPERATORS: dict[str, Callable[[Node, Builder], Any]] = {}
 
 
 def operator(*names: str) -> Callable[[Callable[[Node, Builder], Any]], Any]:
-    """Register the function for some operators."""
+    """Return a decorator that registers a function for some operators."""
 
     def register(function):
         OPERATORS.update(dict.fromkeys(names, function))
@@ -306,7 +312,7 @@ def _gelu(node, builder):
 def _softmax(node, builder):
     x = node.value()
     axis = node.get("axis", -1 if builder.opset >= 13 else 1)
-    # before opset 13, all axes from this one on are one
+    # before opset 13, the softmax is over this axis and all later axes together
     is_vector = int(np.prod(x.shape)) == x.shape[0]
     if axis % (1 + len(x.shape)) != 1 or (builder.opset < 13 and not is_vector):
         raise Unsupported(f"axis is {axis}, expected the channels")
@@ -337,7 +343,7 @@ def _average_pool(node, builder):
 
 
 def _ceil(node, x, size, stride, padding):
-    """Return the padding with the rows and columns that ceil_mode adds at the end."""
+    """Return the padding, enlarged at the bottom and on the right as ceil_mode requires."""
     if not node.get("ceil_mode", 0):
         return padding
     sides = []
@@ -345,7 +351,7 @@ def _ceil(node, x, size, stride, padding):
         x.shape[1:], size, stride, padding, strict=True
     ):
         outputs = -(-(pixels + before + after - window) // step) + 1
-        if (outputs - 1) * step >= pixels + before:  # a window may not start in the end's padding
+        if (outputs - 1) * step >= pixels + before:  # no window starts in the padding at the end
             outputs -= 1
         sides.append((before, max(after, (outputs - 1) * step + window - pixels - before)))
     return tuple(sides)
@@ -500,23 +506,23 @@ def load_onnx(
 
     A file that `save_onnx` wrote gives the same network, with its normalization and class names. In
     other files, subtractions and divisions of the images by constants become `net.normalization`.
-    Without them the images are not normalized: they are what the file's input expects.
+    If a file has no such operations, the network does not normalize its images.
 
     Parameters
     ----------
     path : path
-        The file, of opset 7 or later. Its input is a mini-batch of images (N, C, H, W), and it has
-        one output.
+        An .onnx file of opset 7 or later. Its input is a mini-batch of images (N, C, H, W), and it
+        has one output.
     input_shape : (C, H, W), optional
-        Shape of an image if the file leaves it open.
+        Shape of an image if the file does not fix it.
     graph_alone : bool
         Whether to ignore the description that `save_onnx` adds to a file.
 
     Returns
     -------
     Network
-        The network, in host memory. Layers have the names of the nodes, with "_" for characters
-        that are neither letters nor digits.
+        The network, in host memory. Layers are named after the nodes, with "_" in place of
+        characters that are neither letters nor digits.
 
     Raises
     ------
@@ -548,7 +554,7 @@ def load_onnx(
 
 
 def _build(model, path):
-    """Return the Builder with all layers, and the Value of the output."""
+    """Return a Builder with all layers of the graph, and the Value that the graph returns."""
     onnx, builder = library("onnx", path, "onnx"), Builder(model)
     values: dict[str, Any] = {model.images: Value(graph.IMAGES, model.image_shape)}
     problems, unknown = [], set()

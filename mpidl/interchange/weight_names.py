@@ -1,8 +1,9 @@
-"""Translate the names of arrays in other libraries' weight files to those of a network.
+"""Translate the array names in weight files of other libraries to the array names of a network.
 
-In PyTorch's files, the name of an array is that of a module and that of the array, such as
-"layer1.0.conv1.weight". A layer of mpidl has the module's name with "_" for ".". Tables translate
-the modules of timm and of Hugging Face's transformers to torchvision's.
+In PyTorch's files, an array name such as "layer1.0.conv1.weight" consists of the name of a
+module and the name of an array in this module. The corresponding layer of mpidl has the module's
+name with "_" for ".". Tables translate the module names of timm and of Hugging Face's transformers
+to torchvision's names.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from mpidl.nn import Network
 from mpidl.nn.layers import BatchNorm
 from mpidl.text import did_you_mean
 
-# The rename of one array; None if the file's array is no weight of a network.
+# A function from an array name in a file to the name in a network; None if it is no weight.
 Rename: TypeAlias = Callable[[str], "str | None"]
 Names: TypeAlias = "str | Mapping[str, str] | Rename"
 
-# Names of PyTorch's BatchNorm2d. It also counts mini-batches, which mpidl does not need.
+# {array name in PyTorch's BatchNorm2d: name in mpidl}. mpidl has no array for COUNTER.
 NORMALIZATION = {
     "weight": "gamma",
     "bias": "beta",
@@ -33,13 +34,15 @@ Table: TypeAlias = Sequence[tuple[str, "str | Callable[[re.Match[str]], str]"]]
 
 
 def _stage(suffix: Callable[[re.Match[str]], str]) -> Callable[[re.Match[str]], str]:
-    """Return a replacement whose first group is the number of a stage, which torchvision counts
-    from 1."""
+    """Return a replacement function for a pattern that begins with `_STAGE`.
+
+    The first group is the index of the stage: from 0 in the file, from 1 in torchvision.
+    """
     return lambda match: f"layer{int(match[1]) + 1}.{match[2]}.{suffix(match)}"
 
 
 _STAGE = r"resnet\.encoder\.stages\.(\d+)\.layers\.(\d+)\."
-# {library: [(module's pattern, torchvision's module)]}; other modules keep their names
+# {library: [(pattern of a module name, torchvision's name)]}; other modules keep their names
 MODULES: dict[str, Table] = {
     "torchvision": (),
     "timm": (
@@ -67,16 +70,16 @@ LIBRARIES = ("mpidl", *MODULES)
 
 
 def rename(names: Names, net: Network) -> Rename:
-    """Return the function that renames arrays of a file for a network.
+    """Return the function that maps array names in a file to array names in a network.
 
     Parameters
     ----------
     names : str, dict or function
         "mpidl", "torchvision", "timm" or "transformers"; or {name in the file: name in the
-        network}; or a function of the name in the file. The function returns None for an array that
-        is no weight.
+        network}; or a function from the name in the file to the name in the network. The function
+        returns None for an array that is no weight.
     net : Network
-        The network, which knows its batch normalizations.
+        The network. Its batch normalization layers have other array names than PyTorch's.
 
     Raises
     ------

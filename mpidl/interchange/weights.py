@@ -1,8 +1,8 @@
 """Read and write the weights of a network: safetensors files, and mpidl's model files.
 
-A safetensors file has a header with the names, types and shapes of arrays, and the arrays. Reading
-one runs no code, unlike PyTorch's own files, which are pickles. The library checks the header
-against the size of the file before it reads an array.
+A safetensors file has a header with the names, types and shapes of arrays, followed by the arrays.
+Reading a safetensors file runs no code, unlike reading PyTorch's own files, which are pickles. The
+safetensors library checks the header against the size of the file before it reads an array.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ def library(name: str, path: str | os.PathLike[str], extra: str) -> Any:
 def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpidl") -> Network:
     """Load the learnables and the state of a network from a file.
 
-    The file has an array for each learnable and state of the network, and no others. Arrays of
-    other float types are converted to float32. The weight of a fully connected layer may also have
-    the shape (K, C, H, W) of a convolution.
+    The file must have an array for each learnable and each state of the network, and no other
+    arrays. Arrays of any float type are converted to float32. The weight of a fully connected layer
+    may also have the shape (K, C, H, W) of a convolution.
 
     Parameters
     ----------
     net : Network
-        The network, in host memory. It is changed only if the whole file fits.
+        The network, in host memory. The network is changed only if all arrays fit.
     path : path
         A safetensors file (`.safetensors`) or a model file of mpidl (`.h5`).
     names : str, dict or function
         The library whose names the file uses: "mpidl", "torchvision", "timm" or "transformers".
-        Or {name in the file: name in the network}, or a function of the name in the file, which
-        returns None for an array to leave out.
+        A dict is {name in the file: name in the network}. A function maps the name in the file to
+        the name in the network, or to None if the array is to be left out.
 
     Returns
     -------
     Network
-        The network.
+        The same network.
 
     Raises
     ------
     UserError
-        If the file cannot be read, if its arrays are missing, left over or of other shapes, or if
-        two of them have the same name. The message lists all of them.
+        If the file cannot be read, if arrays are missing, left over or of other shapes, or if two
+        arrays have the same name in the network. The message names these arrays.
     TypeError
         If the network is on a GPU.
     """
@@ -106,9 +106,9 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
     net : Network
         The network.
     path : path
-        The file to write, `*.safetensors`.
+        The `.safetensors` file to write.
     names : {"mpidl", "torchvision"}
-        The library whose names the arrays get.
+        The library whose names for the arrays are used.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays of a weight file by their names in the file, and the file's metadata.
+    """Return {name in the file: array} of a weight file, and the file's metadata.
 
     Raises
     ------
@@ -184,7 +184,7 @@ def _array(file, name, path):
 def fits(
     net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
 ) -> bool:
-    """Return whether the arrays of a file are those of a network under a library's names."""
+    """Return whether the arrays of a file fit a network if the file uses the given names."""
     try:
         return not _differences(net, _renamed(net, arrays, names, path))
     except UserError:
@@ -227,7 +227,7 @@ def _differences(net: Network, renamed: Mapping[str, tuple[str, np.ndarray]]) ->
 
 
 def _fits(array, shape):
-    """Return whether a file's array can be the network's array of a shape."""
+    """Return whether an array of a file can replace a network's array of the given shape."""
     is_float = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
     is_dense = len(shape) == 2 and array.ndim == 4 and array.shape[0] == shape[0]
     return is_float and (array.shape == shape or (is_dense and array.size == shape[0] * shape[1]))

@@ -1,4 +1,4 @@
-"""Networks: layers, the class `Network` with their learnables and state, and the zoo."""
+"""Networks: layers, the class `Network`, and the zoo of predefined networks."""
 
 from mpidl.nn import zoo as zoo
 from mpidl.nn.layers.activation import *

@@ -1,4 +1,4 @@
-"""Functions that construct a network: name, build and check layers, and read them from specs."""
+"""Construct networks: name, build and check layers, and create layers from specs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mpidl.ops import check
 
 
 def name_layers(unnamed: Iterable[Layer]) -> list[Layer]:
-    """Return copies of the layers, and name those without a name.
+    """Copy the layers, and name each copy that has no name.
 
-    A name consists of the lower-case type and a number, such as conv1 or relu2.
+    A new name is the lower-case layer type followed by a number, such as conv1 or relu2.
 
     Raises
     ------
@@ -89,16 +89,16 @@ def build_layer(layer: Layer, reads: Sequence[tuple[str, tuple[int, ...]]]) -> B
 def initial_arrays(
     layer: Layer, needs: Mapping[str, tuple[tuple[int, ...], Any]], seed: int | None
 ) -> dict[str, np.ndarray]:
-    """Return the initial learnables or state of a layer, {"conv1.weight": float32 array, ...}.
+    """Return initial learnables or state of a layer as {"conv1.weight": float32 array, ...}.
 
     Parameters
     ----------
     layer
         The layer.
     needs
-        `learnables` or `state` of its `Built`.
+        The attribute `learnables` or `state` of the layer's `Built`.
     seed
-        Seed of random initial values. With None, all values are 0.
+        Seed of random initial values. If None, all values are 0.
     """
     arrays = {}
     for name, (size, initial) in needs.items():
@@ -119,7 +119,7 @@ def layers_of_spec(
     Parameters
     ----------
     specs
-        The type and the arguments of each layer; see `Layer.spec`.
+        The type and the arguments of each layer, as returned by `Layer.spec`.
     layer_types
         Custom layer classes that occur in `specs`.
 
@@ -127,7 +127,7 @@ def layers_of_spec(
     ------
     ValueError
         If a type is neither a layer class of mpidl nor in `layer_types`, or if a custom class has
-        the name of a class of mpidl.
+        the same name as one of mpidl's.
     """
     types = {name: kind for name, kind in vars(layers).items() if _is_layer_type(kind)}
     for kind in layer_types:
@@ -169,5 +169,5 @@ def checked_arrays(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) ->
 
 
 def layer_of(key: str) -> str:
-    """Return the layer's name in a key: "conv1" for "conv1.weight"."""
+    """Return the name of the layer in a key: "conv1" for "conv1.weight"."""
     return key.rsplit(".", 1)[0]

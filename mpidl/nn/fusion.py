@@ -1,10 +1,10 @@
-"""Fuse neighbouring layers into one op, a peephole optimization of the list of layers.
+"""Fuse neighbouring layers into one op. This is a peephole optimization of the list of layers.
 
 Convolution, batch normalization and ReLU become one op, which stores only the convolution's output.
 Later ops (convolution, pooling, dense) apply the normalization and the ReLU when they read that
-output. The three layers must be neighbours in the list, and no other layer may read the values
-between them. Several layers may read the output of the op; their cotangents are summed. Fusion
-changes neither the network, nor its learnables, nor the results.
+output. The three layers must be neighbours in the list, and no other layer may read the outputs of
+the first two. Several layers may read the output of the op; the cotangents from these layers are
+summed. Fusion changes neither the network nor the learnables nor the results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def find_runs(layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> list
     Parameters
     ----------
     layers
-        The layers.
+        The layers of the network.
     reads
         The names that each layer reads.
     """

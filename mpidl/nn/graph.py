@@ -1,6 +1,6 @@
 """Determine which outputs each layer of a network reads.
 
-Layers only read outputs of layers before them, so they can be computed in the order of the list.
+A layer reads only outputs of earlier layers, so layers are computed in the order of the list.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def edges(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     Raises
     ------
     ValueError
-        If a layer reads an unknown name or a later layer, or if the output of a layer other than
-        the last is not read.
+        If a layer reads an unknown name or a later layer, or if no layer reads the output of a
+        layer other than the last one.
     """
     names = [layer.name for layer in layers]
     positions = {name: i for i, name in enumerate(names)}
@@ -62,7 +62,7 @@ def input_names(layer: Layer) -> tuple[str, ...] | None:
 
 
 def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
-    """Return a copy of a layer whose inputs are renamed by {old: new}."""
+    """Return a copy of a layer with its inputs renamed by {old: new}."""
     renamed: Any = copy.copy(layer)
     renamed.after = new_names.get(layer.after, layer.after)
     inputs = input_names(layer)
@@ -72,7 +72,7 @@ def rename_inputs(layer: Layer, new_names: Mapping[str, str]) -> Layer:
 
 
 def _refuse(reader, name, before, names):
-    """Raise the ValueError for a layer `reader` that reads `name`, which is not before it."""
+    """Raise a ValueError, because layer `reader` reads `name`, which is no earlier layer."""
     if name == reader:
         raise ValueError(f"{reader}: it cannot read its own output")
     if name in names:
@@ -91,7 +91,7 @@ def last_readers(
     reads
         The names that each layer reads.
     runs
-        The runs, each a tuple of layer indices.
+        The runs. A run is a tuple of the indices of layers that are computed as one op.
     """
     last: dict[str, int] = {}
     for position, run in enumerate(runs):

@@ -22,7 +22,7 @@ from mpidl.text import did_you_mean
 if TYPE_CHECKING:
     from mpidl.backends.gpu.cuda_device import CudaDevice
 
-# {"conv1.weight": array}. Values are GPU arrays on a GPU, and may be Vars inside `value_and_grad`.
+# {"conv1.weight": array}. The arrays are GPU arrays on a GPU, and may be Vars in `value_and_grad`.
 Arrays: TypeAlias = dict[str, np.ndarray]
 
 
@@ -38,11 +38,11 @@ class Network:
     input_shape
         (C, H, W) of an image.
     seed
-        Seed of the initial learnables. For given shapes, they depend only on the seed and on the
-        names of the layers. With None they are 0, for weights that are loaded later.
+        Seed of the initial learnables. For given shapes, the initial learnables depend only on the
+        seed and on the names of the layers. If None, they are 0, for weights that are loaded later.
     batchnorm
-        "global" or "local": the scope of batch normalization in training. `dl.train` sets it from
-        its options.
+        "global" or "local": the scope of batch normalization in training. `dl.train` sets it to
+        the training option `batchnorm`.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Network:
         The learnables and the state, {"conv1.weight": float32 array, ...} in the order of the
         layers. Assign a new dict to change them.
     training
-        Whether the network runs in training mode. Inside `value_and_grad` the function receives a
+        Whether the network runs in training mode. `value_and_grad` calls its function with a
         network in training mode whose learnables are being differentiated.
     reads, output_shapes
         For each layer, the names of the outputs that it reads, and the shape of its output for one
@@ -62,12 +62,12 @@ class Network:
         by 255), the size (P, Q) to which larger images are cropped, and a `Preprocess`. `dl.train`
         and the commands set them, model files store them, and evaluation applies them.
     classes
-        The names of the K classes for outputs of shape (K, ...), a tuple. It is () for a network
-        that predicts numbers, and None if the names are unknown. `dl.train` and the commands set
-        it, and model files store it.
+        A tuple with the names of the K classes, for outputs of shape (K, ...). It is () for a
+        regression network, and None if the names are unknown. `dl.train` and the commands set
+        `classes`, and model files store it.
     fuse
         Whether neighbouring convolution, batch normalization and ReLU layers run as one op. The
-        results are the same.
+        results are the same either way.
 
     Raises
     ------
@@ -117,7 +117,7 @@ class Network:
         return [layer.name for layer in self.layers]
 
     def __getitem__(self, name: str) -> Layer:
-        """Return the layer with a name; raise a KeyError if the name is unknown."""
+        """Return the layer named `name`; raise a KeyError if there is none."""
         return self.layers[self.layer_number(name)]
 
     def layer_number(self, name: str) -> int:
@@ -176,16 +176,16 @@ class Network:
     def trainable(self) -> Arrays:
         """The learnables that are differentiated.
 
-        Learnables of frozen layers and those with a learning-rate factor of 0 are left out.
+        Learnables of frozen layers and learnables with a learning-rate factor of 0 are left out.
         """
         rates = self.factors["learning_rate_factors"]
         return {name: value for name, value in self._parameters.items() if rates[name]}
 
     @property
     def factors(self) -> dict[str, dict[str, float]]:
-        """The keyword arguments that give an optimizer the factors of all learnables.
+        """Keyword arguments for an optimizer: the learning-rate and L2 factors of all learnables.
 
-        Use them as in dl.SGDM(0.01, **net.factors).
+        An example is dl.SGDM(0.01, **net.factors).
         """
         layers = {layer.name: layer for layer in self.layers}
         pairs = (key.rsplit(".", 1) for key in self._parameters)
@@ -222,10 +222,10 @@ class Network:
         Parameters
         ----------
         layers
-            {name of the old layer: new layer}, such as {"dense1": dl.Dense(5)}. By default the new
-            layer has the name and the inputs of the old layer.
+            {name of the old layer: new layer}, such as {"dense1": dl.Dense(5)}. By default, the
+            new layer has the name and the inputs of the old layer.
         seed
-            Seed of the initial learnables of the new layers. By default the seed of this network.
+            Seed of the initial learnables of the new layers; by default the seed of this network.
 
         Raises
         ------
@@ -241,8 +241,8 @@ class Network:
     def up_to(self, name: str) -> Network:
         """Return a network whose output is the output of the layer `name` of this network.
 
-        The new network consists of this layer and the layers on which it depends. It shares their
-        arrays with this network.
+        The new network consists of the layer `name` and the layers on which this layer depends.
+        Both networks share the arrays of these layers.
 
         Raises
         ------
@@ -267,7 +267,7 @@ class Network:
         Parameters
         ----------
         layers
-            The new layers. Each has the class, the name and the inputs of the one that it replaces.
+            The new layers. Each has the same class, name and inputs as the layer that it replaces.
         """
         return editing.set_layers(copy.copy(self), list(layers))
 
@@ -287,7 +287,7 @@ class Network:
         -------
         Blocked or Var
             A Var if a learnable or the images are being differentiated. Inside `value_and_grad`,
-            the result for Blocked images is therefore a Var, although the annotation says Blocked.
+            the result for Blocked images is therefore a Var, although its type hint is Blocked.
         """
         if images.shape[1:] != self.input_shape:
             raise ValueError(f"expected images of shape {self.input_shape}, got {images.shape[1:]}")
@@ -300,8 +300,8 @@ class Network:
     def logits(self, images: Value) -> Value:
         """Return the scores that the losses expect.
 
-        They are the network's output or, if the last layer is a Softmax, the input of that layer,
-        because losses include the softmax.
+        The scores are the network's output. If the last layer is a Softmax, they are instead the
+        input of that layer, because the losses include the softmax.
         """
         if not isinstance(self.layers[-1], Softmax):
             return self(images)
@@ -350,7 +350,7 @@ class Network:
         return ops.softmax(self.logits(from_images(pixels.astype(np.float32), batch))).local()
 
     def input_transform(self) -> dict[str, Any]:
-        """Return the keywords with which a `MinibatchQueue` transforms images as in training."""
+        """Return the arguments with which a `MinibatchQueue` transforms images as in training."""
         return {"normalization": self.normalization, "crop": self.crop}
 
     def takes(self, shape: Sequence[int]) -> bool:
@@ -408,7 +408,7 @@ class Network:
     def stored_layers(self) -> set[str]:
         """Return the names of the layers whose outputs a training step stores.
 
-        Fused layers store only the output of their convolution.
+        Layers that run as one op store only the output of the convolution.
         """
         return {run.layers[0].name for run in self._plan.runs[self.fuse]}
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def move(net: Network, device: Any) -> None:
     """Move the arrays of a network to a GPU or, if `device` is None, to host memory.
 
-    See `Network.to`.
+    This function implements `Network.to`.
     """
     if device is None:
         net._parameters = {name: np.asarray(a) for name, a in net._parameters.items()}
@@ -32,8 +32,9 @@ def move(net: Network, device: Any) -> None:
 def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
     """Return {learnable: shape of the images that its layer reads}.
 
-    If a layer reads flattened images, the shape is the one before flattening, because flattening
-    does not change the layout on a GPU. Layers without learnables in between do not change this.
+    If a layer reads flattened images, the shape is the shape before flattening, because flattening
+    does not change the layout on a GPU. This also holds if layers without learnables lie between
+    the flattening and the layer.
     """
     with_learnables = {layer_of(key) for key in net.parameters}
     shapes, inputs = {graph.IMAGES: net.input_shape}, {}

@@ -1,4 +1,4 @@
-"""Run the layers of a network in order, and release outputs that are no longer needed."""
+"""Run the layers of a network in order, and release outputs when they are no longer needed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Run(NamedTuple):
 
 
 class Plan:
-    """The runs of a network's layers, once with fusion and once without.
+    """The runs of a network's layers, both with and without fused ops.
 
     Parameters
     ----------
     layers
         The layers.
     reads
-        The names that each layer reads.
+        For each layer, the names of the outputs that it reads.
     """
 
     def __init__(self, layers: Sequence[Layer], reads: Sequence[tuple[str, ...]]) -> None:

@@ -18,7 +18,7 @@ FLOAT = 4  # bytes of a float32
 
 
 class Row(NamedTuple):
-    """The facts of one layer in an `Analysis`.
+    """Facts about one layer in an `Analysis`.
 
     Attributes
     ----------
@@ -33,7 +33,8 @@ class Row(NamedTuple):
     memory
         Bytes of the output for a mini-batch, or 0 if a training step does not store the output.
     flops
-        Operations of the forward pass for one image. Each multiply-add is two operations.
+        Number of floating-point operations of the forward pass for one image. Each multiply-add
+        counts as two operations.
     trainable
         False for a frozen layer.
     """
@@ -109,7 +110,7 @@ class Analysis:
 
     @property
     def flops(self) -> int:
-        """Operations of forward for one image; backward needs about twice as many."""
+        """Operations of a forward pass for one image; backward passes need about twice as many."""
         return sum(row.flops for row in self.rows)
 
     def _table(self):
@@ -174,7 +175,7 @@ def layer_table(net: Network) -> str:
 
 
 def times(shape: Sequence[int]) -> str:
-    """Format a shape: (3, 32, 32) as 3x32x32."""
+    """Format a shape, such as (3, 32, 32) as 3x32x32."""
     return "x".join(map(str, shape))
 
 

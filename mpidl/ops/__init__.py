@@ -1,6 +1,6 @@
-"""The differentiable ops: one file per family, with each forward function beside its vjp.
+"""The differentiable ops, with one file per family; each file defines forward functions and vjps.
 
-To export a new op, add its name to the `__all__` of its family. No other list needs it.
+To export a new op, add its name to `__all__` in the file of its family. No other list must change.
 """
 
 from mpidl.ops.activation import *

@@ -91,7 +91,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
     Returns
     -------
     Blocked
-        The result, with the shape and dtype of x. For x = -inf it is -0.
+        The result, with the shape and dtype of x. The result for x = -inf is -0.
 
     Raises
     ------
@@ -100,9 +100,9 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 
     Notes
     -----
-    Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. The names
-    of the approximations are those of PyTorch and MATLAB. GELU is not monotonic, so backward needs
-    x; y is not enough.
+    Hendrycks and Gimpel, "Gaussian error linear units (GELUs)", 2016, arXiv:1606.08415. PyTorch
+    and MATLAB use the same names for the approximations. GELU is not monotonic, so the backward
+    pass needs x; y is not enough.
     """
     check.images("gelu", x)
     check_approximate("gelu", approximate)
@@ -117,7 +117,7 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 
 @op(blocks=True)
 def softmax(x: Blocked) -> WithVjp[Blocked]:
-    """Return exp(x) / sum(exp(x)), where the sum is over the K classes of each image or pixel.
+    """Return exp(x) / sum(exp(x)), the softmax over the K classes of each image or pixel.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
 """Elementwise arithmetic, and the operators + - * / ** of Var and Blocked values.
 
-Most of these ops work on plain arrays, one block at a time, like custom ops. Shapes broadcast as in
-NumPy. The first axis of a blocked value is the axis of images, as in (N, C, H, W) * (C, 1, 1).
+Most of these ops work on plain arrays, one block of 16 images at a time, like custom ops. Shapes
+broadcast as in NumPy. The first axis of a blocked value is the image axis. For example, a blocked
+value (N, C, H, W) times an array (C, 1, 1) scales each channel.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
 
 
 class Elementwise(Protocol):
-    """Type of a function of two values. One of them may be a replicated array or a number."""
+    """Type of a function of two values, of which one may be a replicated array or a scalar."""
 
     __name__: str
 
@@ -51,7 +52,7 @@ class Elementwise(Protocol):
 
 
 def elementwise(function: Callable[[Any, Any], Any]) -> Elementwise:
-    """Return the function unchanged; type checkers then see it as an `Elementwise`."""
+    """Return the function unchanged, but typed as an `Elementwise` for type checkers."""
     return function
 
 
@@ -92,8 +93,9 @@ def _multiply(a, b):
 def add(a: Any, b: Any) -> Any:
     """Return a + b.
 
-    The terms of two Partials stay separate until they are folded. A replicated value is added to a
-    Partial once, not once per rank.
+    The terms of two Partials (unfinished sums) stay separate until the Partials are added up over
+    the ranks. A replicated value (equal on all ranks) is added to a Partial once, not once per
+    rank.
     """
     x, y = value_of(a), value_of(b)
     if isinstance(x, Partial) or isinstance(y, Partial):
@@ -106,7 +108,7 @@ def add(a: Any, b: Any) -> Any:
 
 @elementwise
 def multiply(a: Any, b: Any) -> Any:
-    """Return a * b, elementwise. A Partial can be multiplied by a replicated number."""
+    """Return a * b, elementwise. A Partial can be multiplied by a replicated scalar."""
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, b)
     if isinstance(value_of(b), Partial):
@@ -136,7 +138,7 @@ def _divide(a, b):
 
 @elementwise
 def divide(a: Any, b: Any) -> Any:
-    """Return a / b, elementwise. A Partial can be divided by a replicated number."""
+    """Return a / b, elementwise. A Partial can be divided by a replicated scalar."""
     if isinstance(value_of(a), Partial):
         return multiply_partial(a, _divide(1.0, b))
     return _divide(a, b)
@@ -144,7 +146,7 @@ def divide(a: Any, b: Any) -> Any:
 
 @op
 def power(a: np.ndarray, exponent: float) -> WithVjp[np.ndarray]:
-    """Return a ** exponent, elementwise; `exponent` is a constant number."""
+    """Return a ** exponent, elementwise; `exponent` is a constant scalar."""
     return a**exponent, lambda dy: (dy * exponent * a ** (exponent - 1), None)
 
 
@@ -157,13 +159,13 @@ def exp(a: np.ndarray) -> WithVjp[np.ndarray]:
 
 @op
 def log(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return the natural logarithm, elementwise."""
+    """Return the natural logarithm of a, elementwise."""
     return np.log(a), lambda dy: (dy / a,)
 
 
 @op
 def sqrt(a: np.ndarray) -> WithVjp[np.ndarray]:
-    """Return the square root, elementwise."""
+    """Return the square root of a, elementwise."""
     y = np.sqrt(a)
     return y, lambda dy: (dy / (2 * y),)
 
@@ -206,7 +208,7 @@ def _transpose(a, axes):
 
 
 def transpose(a: Replicated, axes: Sequence[int] | None = None) -> Replicated:
-    """Return a replicated array with its axes permuted, by default reversed."""
+    """Permute the axes of a replicated array; by default, reverse their order."""
     return _transpose(a, axes)
 
 
@@ -232,4 +234,4 @@ for _operand_type in (Var, Blocked):
     _operand_type.__rtruediv__ = lambda a, b: divide(b, a)
     _operand_type.__pow__ = power
     _operand_type.__neg__ = negative
-    _operand_type.__array_ufunc__ = None  # array + value calls the value's __radd__
+    _operand_type.__array_ufunc__ = None  # so that array + value calls value.__radd__

@@ -38,7 +38,10 @@ class Statistics(NamedTuple):
 
 
 def _statistics(backend, moments, batch, gamma, epsilon, scope, record):
-    """Convert a Partial of moments to Statistics; pass those of the mini-batch to `record`."""
+    """Convert moments, a Partial (terms not yet summed over the ranks), to Statistics.
+
+    Call `record` with the mean and variance of the global mini-batch.
+    """
     local = moments.local() if scope == "local" else None
     s = Statistics(*backend.statistics(batch.world.gplus(moments), gamma, epsilon))
     if record:
@@ -50,8 +53,8 @@ def _gradients(backend, sums, batch, scope, gamma, s) -> tuple[tuple[Any, Any, A
     """Return the factors of dx and the gradients of gamma and beta.
 
     `sums` is the Partial of [sum of dy, sum of dy * (x - mean)]. The factors (a, b, c) give
-    dx = a * dy + b * (x - mean) + c. The gradients are replicated, not Partials, because they are
-    already added up over all ranks.
+    dx = a * dy + b * (x - mean) + c. The gradients are arrays, not Partials, because
+    they are already summed over all ranks.
     """
     if scope == "global":
         a, b, c, dgamma, dbeta = backend.batchnorm_factors(batch.world.gplus(sums), gamma, s)
@@ -92,14 +95,15 @@ def batchnorm(
     gamma, beta
         Scale and offset of each channel, (C,).
     epsilon
-        Added to the variance: rstd = 1 / sqrt(variance + epsilon). The variance is the biased one
+        Constant added to the variance: rstd = 1 / sqrt(variance + epsilon). The variance is biased
         (divided by the count).
     scope
         "global": forward and backward use the statistics of the mini-batch over all ranks. "local":
-        each rank uses the statistics of its share, so the result depends on the number of ranks.
+        each rank uses the statistics of its share of the images, so the result depends on the
+        number of ranks.
     record
-        A function called as record(mean, variance), which can update the running state. In either
-        scope, it gets the statistics of the global mini-batch (float64).
+        A function called as record(mean, variance), which can update the running state. In both
+        scopes, the arguments are the float64 statistics of the global mini-batch.
 
     Returns
     -------
@@ -148,7 +152,7 @@ def batchnorm_predict(
     gamma, beta
         Scale and offset of each channel, (C,).
     epsilon
-        Added to the variance.
+        Constant added to the variance.
 
     Returns
     -------
@@ -197,16 +201,16 @@ def conv2d_batchnorm_relu(
 ) -> WithVjp[Blocked]:
     """Return relu(batchnorm(conv2d(x, weight, bias), gamma, beta)).
 
-    The result has the same bytes as with three separate ops. The arguments are as in `conv2d` and
-    `batchnorm`. The backend must support a DeferredActivation.
+    The result has the same bytes as the result of three separate ops. The arguments are as in
+    `conv2d` and `batchnorm`. The backend must support a DeferredActivation.
 
     Notes
     -----
-    Only the convolution's output is stored, and backends normalize it while they read it. The
-    forward pass reads each block once, to compute the activation of the input, the convolution and
-    the moments. The backward pass also reads each block once. It computes the gradient through ReLU
-    and batch normalization, the gradients of weight, bias and x, and the sums for the preceding
-    batch normalization.
+    Only the convolution's output is stored, and backends normalize this output while reading it.
+    The forward pass reads each block of 16 images once, to compute the activation of the input, the
+    convolution and the moments. The backward pass also reads each block once. It computes the
+    gradient through ReLU and batch normalization, the gradients of weight, bias and x, and the sums
+    for the preceding batch normalization.
     """
     conv_args = conv2d_arguments(x, weight, bias, stride, padding, dilation, groups)
     _check("conv2d_batchnorm_relu", len(weight), gamma, beta, scope, x.shape)
@@ -254,7 +258,7 @@ def _conv2d_backward(
         needs,
         activation_after=(activation_after, *factors),
         sums=activation_before,
-        overwrite=isinstance(dy, GradientWithSums),  # no other op reads it
+        overwrite=isinstance(dy, GradientWithSums),  # no other op reads dy
     )
     if activation_before:
         dx = GradientWithSums(dx, batch, sums)

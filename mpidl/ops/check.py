@@ -9,7 +9,7 @@ from mpidl import shapes
 from mpidl.blocks import Blocked
 
 Pair: TypeAlias = tuple[int, int]  # (down, across)
-PairArgument: TypeAlias = int | Sequence[int]  # one number for both axes, or (down, across)
+PairArgument: TypeAlias = int | Sequence[int]  # one integer for both axes, or (down, across)
 Sides: TypeAlias = tuple[Pair, Pair]  # ((top, bottom), (left, right))
 PaddingArgument: TypeAlias = (
     int | str | Sequence[int] | Sequence[Sequence[int]]
@@ -36,7 +36,7 @@ def images(name: str, x: Any, ndim: int | None = None) -> Blocked:
     TypeError
         If x is not a Blocked value.
     ValueError
-        If x has another number of axes.
+        If x does not have `ndim` axes.
     """
     if not isinstance(x, Blocked):
         raise TypeError(
@@ -75,7 +75,7 @@ def as_pair(value: Any) -> tuple:
 
 
 def pair(name: str, option: str, value: Any, minimum: int) -> Pair:
-    """Return an option as (down, across); raise a ValueError if it is not integers >= minimum."""
+    """Return an option as (down, across); raise ValueError unless both are integers >= minimum."""
     both = as_pair(value)
     if len(both) != 2 or not all(_is_integer(v, minimum) for v in both):
         raise ValueError(
@@ -122,8 +122,8 @@ def same_or_pads(
     Parameters
     ----------
     value
-        A value for `pads`, or "same". With "same", an image (H, W) gives
-        ceil(H / stride) x ceil(W / stride) outputs. If the number of padded rows or columns is odd,
+        A value for `pads`, or "same". With "same", the output for an image (H, W) has
+        ceil(H / stride) x ceil(W / stride) pixels. If the number of padded rows or columns is odd,
         the extra one is at the bottom or on the right.
     image
         Size of the image, (H, W).

@@ -23,7 +23,7 @@ def concat(*values: Blocked | Var) -> WithVjp[Blocked]:
     Returns
     -------
     Blocked
-        (N, C1 + C2 + ..., ...).
+        The concatenated value, (N, C1 + C2 + ..., ...).
 
     Raises
     ------

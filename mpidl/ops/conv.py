@@ -38,7 +38,7 @@ def conv2d_arguments(
 
 @functools.lru_cache(maxsize=256)
 def _arguments(image_shape, weight_shape, bias_shape, stride, padding, dilation, groups):
-    """Check the arguments and return them; the cache avoids this for each further mini-batch."""
+    """Check and return the arguments; the cache avoids repeating the checks for each mini-batch."""
     stride = check.pair("conv2d", "stride", stride, 1)
     dilation = check.pair("conv2d", "dilation", dilation, 1)
     channels = image_shape[0]
@@ -78,7 +78,7 @@ def conv2d(
     weight
         Filters, (K, C/groups, R, S).
     bias
-        (K,), or None for a convolution without bias.
+        Biases, (K,), or None for a convolution without bias.
     stride, dilation
         An integer or (down, across).
     padding

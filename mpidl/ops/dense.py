@@ -36,16 +36,16 @@ def dense(x: Blocked, weight: Array, bias: Array | None) -> WithVjp[Blocked]:
     Parameters
     ----------
     x
-        (N, F).
+        Inputs, (N, F).
     weight
-        (K, F).
+        Weights, (K, F).
     bias
-        (K,), or None.
+        Biases, (K,), or None.
 
     Returns
     -------
     Blocked
-        (N, K).
+        Outputs, (N, K).
     """
     check.images("dense", x, 2)
     bias_shape = weight.shape[:1] if bias is None else bias.shape

@@ -15,7 +15,7 @@ __all__ = ["dropout"]
 
 
 def dropout_threshold(name: str, probability: Any) -> int:
-    """Return the dropout probability as an integer number of 65536ths, at most 65535.
+    """Return the dropout probability in units of 1/65536, as an integer of at most 65535.
 
     Raises
     ------
@@ -35,7 +35,7 @@ def key_of(seed: int, purpose: str) -> tuple[int, ...]:
 
 @op(blocks=True)
 def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> WithVjp[Blocked]:
-    """Set each element to 0 with a given probability, and divide the rest by (1 - probability).
+    """Set each element to 0 with a given probability; divide the others by 1 - probability.
 
     Parameters
     ----------
@@ -43,18 +43,19 @@ def dropout(x: Blocked, probability: float = 0.5, *, key: str = "dropout") -> Wi
         The input, of any shape (N, ...).
     probability
         Probability of dropping an element, in [0, 1). It is rounded to a multiple of 2**-16, and
-        the division uses the rounded number.
+        the division uses the rounded probability.
     key
-        A string that distinguishes the dropout ops of a program. In a network, it is the name of
-        the layer.
+        A string that distinguishes the dropout ops of a model. In a network, the key is the name
+        of the layer.
 
     Notes
     -----
-    Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", 2014.
-    Elements are scaled during training, so prediction leaves them unchanged. Which elements are
-    dropped depends only on the seed and epoch of the mini-batch, the key, the sample number and the
-    position in the sample. Philox4x32-10 computes this choice (`reference.dropout.chances`). It is
-    the same on any number of ranks, and backward computes it again instead of storing it.
+    Dropout is described in Srivastava et al., "Dropout: a simple way to prevent neural networks
+    from overfitting", 2014. Elements are scaled during training, so prediction leaves them
+    unchanged. Which elements are dropped depends only on the seed and epoch of the mini-batch, the
+    key, the sample number and the position in the sample. The elements are chosen by the generator
+    Philox4x32-10 (`reference.dropout.chances`). The choice is the same on any number of ranks, and
+    the backward pass computes it again instead of storing it.
     """
     check.images("dropout", x)
     threshold = dropout_threshold("dropout", probability)

@@ -1,4 +1,4 @@
-"""Sums and means over the images of a mini-batch, and losses, with their gradients."""
+"""Ops for losses and for sums and means over the images of a mini-batch, with gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sum(x: Blocked) -> WithVjp[Partial]:
     Parameters
     ----------
     x
-        (N, ...).
+        One element per image, (N,), or one array per image, (N, ...).
 
     Returns
     -------
@@ -55,24 +55,24 @@ def mean(x: Blocked) -> Partial: ...
 @overload
 def mean(x: Var) -> Var: ...
 def mean(x: Blocked | Var) -> Partial | Var:
-    """Return the mean over the images of the global mini-batch, for any number of ranks.
+    """Return the mean over the images of the global mini-batch, on any number of ranks.
 
     Parameters
     ----------
     x
-        (N, ...).
+        One element per image, (N,), or one array per image, (N, ...).
 
     Returns
     -------
     Partial
-        The mean, of shape (...): one number for (N,), three numbers for (N, 3).
+        The mean, of shape (...). It is a scalar if x is (N,), and has 3 elements if x is (N, 3).
     """
     return multiply_partial(sum(x), 1.0 / x.shape[0])
 
 
 @op(blocks=True)
 def multiply_partial(x: Partial, factor: Array | float) -> WithVjp[Partial]:
-    """Multiply a Partial by a replicated number, which may itself be differentiated."""
+    """Multiply a Partial by a scalar that is the same on all ranks and may be differentiated."""
     value = float(np.asarray(factor))
 
     def vjp(dy, needs):
@@ -87,15 +87,17 @@ def multiply_partial(x: Partial, factor: Array | float) -> WithVjp[Partial]:
 
 
 def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
-    """Check labels against scores, and return the lanes of the labels as (blocks, ..., 16).
+    """Check labels against scores, and return the labels as lanes (blocks, ..., 16).
+
+    A lane is the slot of one image in a block of 16 images.
 
     Parameters
     ----------
     name
         Name of the op, for error messages.
     labels
-        Integers in 0..K-1 of shape (N, ...). Dimensions of 1 are ignored in the comparison with the
-        scores.
+        Integers from 0 to K-1, (N, ...). The shape must match the scores, except for dimensions of
+        size 1.
     scores
         Scores of K classes, (N, K, ...).
 
@@ -140,27 +142,27 @@ def label_lanes(name: str, labels: Any, scores: Blocked) -> Any:
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape without its dimensions of 1."""
+    """Return a shape without its dimensions of size 1."""
     return tuple(n for n in shape if n != 1)
 
 
 @op(blocks=True)
 def softmax_cross_entropy(logits: Blocked, labels: Blocked) -> WithVjp[Partial]:
-    """Return the mean of -log softmax(logits)[label] over all images and all their pixels.
+    """Return the mean of -log softmax(logits)[label] over all images and pixels.
 
-    The mean is taken over the global mini-batch, and the softmax over the K classes.
+    The mean is over the global mini-batch. The softmax is over the K classes.
 
     Parameters
     ----------
     logits
-        (N, K), or (N, K, ...) for one label per pixel.
+        Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
-        (N,) or (N, ...), integers in 0..K-1.
+        Integers from 0 to K-1, (N,) or (N, ...).
 
     Returns
     -------
     Partial
-        The mean, one float64 number.
+        The mean, a float64 scalar.
     """
     _check_scores("softmax_cross_entropy", logits)
     lanes = label_lanes("softmax_cross_entropy", labels, logits)
@@ -189,14 +191,14 @@ def mean_squared_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     Parameters
     ----------
     y
-        (N, ...), floats.
+        Floats, (N, ...).
     target
-        Floats in the shape of y. Dimensions of 1 are ignored, so (N,) matches (N, 1).
+        Floats in the shape of y. Dimensions of size 1 are ignored, so (N,) matches (N, 1).
 
     Returns
     -------
     Partial
-        The mean, one float64 number.
+        The mean, a float64 scalar.
 
     Notes
     -----
@@ -209,7 +211,7 @@ def mean_squared_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
 def mean_absolute_error(y: Blocked, target: Blocked | Var) -> WithVjp[Partial]:
     """Return the mean of |y - target| over all elements of the global mini-batch.
 
-    Arguments and result are as in `mean_squared_error`. The gradient is 0 where y equals target.
+    See `mean_squared_error` for arguments and result. The gradient is 0 where y equals target.
     """
     return _mean_error("mean_absolute_error", y, target, 1)
 
@@ -252,14 +254,14 @@ def correct_count(logits: Blocked | Var, labels: Blocked) -> Partial:
     Parameters
     ----------
     logits
-        (N, K) or (N, K, ...).
+        Scores, (N, K), or (N, K, ...) for one label per pixel.
     labels
-        (N,) or (N, ...), integers in 0..K-1.
+        Integers from 0 to K-1, (N,) or (N, ...).
 
     Returns
     -------
     Partial
-        The count, one number.
+        The count, a scalar.
     """
     scores: Blocked = value_of(logits)
     _check_scores("correct_count", scores)

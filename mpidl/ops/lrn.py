@@ -33,11 +33,11 @@ def cross_channel_norm(
         (N, C, H, W) or (N, C).
     window
         Number of channels in the sum, an integer >= 1. For channel c, S is the sum over channels
-        c - (window - 1) // 2 to c + window // 2; channels out of range are left out.
+        c - (window - 1) // 2 to c + window // 2. Channels that do not exist are left out.
     alpha, beta
-        Numbers >= 0.
+        Scalars >= 0.
     k
-        A number > 0.
+        A scalar > 0.
 
     Notes
     -----

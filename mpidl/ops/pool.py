@@ -13,7 +13,7 @@ from mpidl.shapes import pool2d_shape
 
 __all__ = ["average_pool2d", "global_average_pool2d", "max_pool2d"]
 
-PLACES = 256  # pixels of the largest window in which one byte can store a position
+PLACES = 256  # maximum pixels in a max pooling window, because one byte stores a position
 
 
 class Windows(NamedTuple):
@@ -59,8 +59,8 @@ def windows(
     Raises
     ------
     ValueError
-        If no window fits the image, if a window has too many pixels, or if it could contain only
-        padding.
+        If no window fits the image, if a window has too many pixels, or if a window could contain
+        only padding.
     """
     if len(image_shape) != 3:
         raise ValueError(f"{name}: expected images (C, H, W), got {image_shape}")
@@ -78,7 +78,7 @@ def windows(
 
 
 def _cotangent(x, dx, sums):
-    """Return the cotangent of x, with the sums for a DeferredInput if the backend computed any."""
+    """Return the cotangent of x, with any sums that the backend computed for a DeferredInput."""
     return x.like(dx) if sums is None else GradientWithSums(dx, x.batch, sums)
 
 
@@ -99,7 +99,8 @@ def max_pool2d(
     size
         An integer or (rows, columns); at most 256 pixels per window.
     stride
-        An integer or (down, across); by default the size. Windows overlap if it is smaller.
+        An integer or (down, across); by default the size. A stride below the size makes windows
+        overlap.
     padding
         As in `conv2d`, including "same"; it must be smaller than the size. Padding is never the
         largest pixel.
@@ -154,7 +155,8 @@ def average_pool2d(
     size
         An integer or (rows, columns).
     stride
-        An integer or (down, across); by default the size. Windows overlap if it is smaller.
+        An integer or (down, across); by default the size. A stride below the size makes windows
+        overlap.
     padding
         As in `conv2d`, including "same"; it must be smaller than the size. The sum of a window is
         divided by its full size, as with MATLAB's PaddingValue 0 and PyTorch's count_include_pad.

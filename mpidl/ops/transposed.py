@@ -17,7 +17,7 @@ __all__ = ["transposed_conv2d"]
 def same_or_crops(
     name: str, cropping: check.PaddingArgument, size: Sequence[int], stride: Sequence[int]
 ) -> check.Sides:
-    """Return cropping, which may be "same", as ((top, bottom), (left, right)).
+    """Convert `cropping`, which may be "same", to ((top, bottom), (left, right)).
 
     Parameters
     ----------
@@ -81,11 +81,11 @@ def transposed_conv2d(
     Parameters
     ----------
     x
-        (N, C, H, W).
+        Images (N, C, H, W).
     weight
-        (C, K, R, S), as in PyTorch's ConvTranspose2d.
+        Filters (C, K, R, S), as in PyTorch's ConvTranspose2d.
     bias
-        (K,), or None.
+        Array (K,), or None.
     stride
         An integer or (down, across).
     cropping
@@ -95,7 +95,8 @@ def transposed_conv2d(
     Returns
     -------
     Blocked
-        (N, K, P, Q) with P = stride * (H - 1) + R - top - bottom, and Q likewise.
+        Images (N, K, P, Q) with P = stride * (H - 1) + R - top - bottom and
+        Q = stride * (W - 1) + S - left - right.
     """
     check.images("transposed_conv2d", x, 4)
     bias_shape = None if bias is None else bias.shape

@@ -1,4 +1,4 @@
-"""Write an array with one entry per image to a file while the entries are computed."""
+"""Write an array with one entry per image to a file, while the entries are being computed."""
 
 import contextlib
 import os
@@ -23,8 +23,8 @@ def check_path(path: str, option: str) -> None:
 class ArrayFile:
     """A file to which a float32 array is written in parts, in order.
 
-    The file has a temporary name until `close` renames it. Only `close` raises errors of writing,
-    so that all ranks finish computing the entries together.
+    The file has a temporary name until `close` renames it. Only `close` raises an error if writing
+    failed, so that all ranks finish computing the entries together.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class ArrayFile:
     shape : tuple of int
         Shape of the whole array, (n, ...).
     arrays : mapping
-        Further arrays for FILE.h5, {name: array or list of str}; ignored for FILE.npy.
+        Additional datasets for FILE.h5, {name: array or list of str}; ignored for FILE.npy.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ArrayFile:
                 np.lib.format.write_array_header_1_0(self.file, fields)
 
     def write(self, values: np.ndarray) -> None:
-        """Append entries, an array of shape (m, ...)."""
+        """Append the next m entries; `values` has the shape (m, ...)."""
         with self._deferred_errors():
             if self.problem is None and self.dataset is not None:
                 self.dataset[self.count : self.count + len(values)] = values
@@ -98,7 +98,10 @@ class ArrayFile:
 
     @contextlib.contextmanager
     def _deferred_errors(self):
-        """Record the first error. h5py raises errors of several types for a full disk."""
+        """Record the first error in `problem` instead of raising it.
+
+        If the disk is full, h5py raises errors of several types.
+        """
         try:
             yield
         except (OSError, RuntimeError, ValueError) as error:

@@ -10,8 +10,8 @@ from mpidl.errors import UserError
 from mpidl.report.plots import new_figure, png_of
 
 COLOURS = "Blues"
-MAX_NUMBERS = 30  # number of classes above which the cells are too small for numbers
-MAX_NAMES = 60  # number of classes above which the axes are too short for names
+MAX_NUMBERS = 30  # with more classes, the cells are too small for numbers
+MAX_NAMES = 60  # with more classes, the axes are too short for names
 
 
 def need_matplotlib(path: str | os.PathLike[str]) -> None:
@@ -26,7 +26,7 @@ def need_matplotlib(path: str | os.PathLike[str]) -> None:
 def draw(counts: np.ndarray, classes: Sequence[str], accuracy: float) -> bytes:
     """Draw a confusion matrix.
 
-    Darker cells are larger fractions of their row.
+    The darker a cell, the larger its fraction of the labels in its row.
 
     Parameters
     ----------

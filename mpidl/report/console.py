@@ -14,7 +14,7 @@ LINE_LAUNCHERS = {"prterun", "prted"}  # launchers of Open MPI 5, which forward 
 
 
 class Scores(Protocol):
-    """Protocol of the scores that the console prints, such as an `Evaluation`."""
+    """Protocol of objects with the scores that the console prints, such as an `Evaluation`."""
 
     @property
     def loss(self) -> float: ...
@@ -27,16 +27,16 @@ class Scores(Protocol):
 class Console:
     """Prints the output of a run to a terminal or a log.
 
-    Methods do nothing on ranks other than 0. A console is a context manager; its exit removes the
-    bar.
+    The methods do nothing on ranks other than 0. A console is a context manager that removes the
+    bar on exit.
 
     Parameters
     ----------
     rank : int
         Rank of this process.
     verbose_every : int
-        Number of iterations between lines in a log. There is at most one line per 10 s; 0 prints
-        no lines for iterations.
+        Number of iterations between two lines in a log, which has at most one such line per 10 s.
+        If 0, no iterations are printed in a log.
     progress : bool
         Whether to print iterations, validations and epochs. Other lines are always printed.
     stream : file, optional
@@ -61,8 +61,8 @@ class Console:
         self.epochs = 0
         self.bar: Any = None  # a rich Progress, with one task
         self.task: Any = None
-        self.last = None  # arguments of the last `iteration`
-        self.last_printed = None  # arguments of the last printed `iteration`
+        self.last = None  # arguments of the last call of `iteration`
+        self.last_printed = None  # arguments of the last call that printed a line
         self.draw_time = self.line_time = time.monotonic()
 
     def __enter__(self) -> "Console":
@@ -82,7 +82,7 @@ class Console:
             print(text, file=self.stream, flush=True)
 
     def header(self, **facts: object) -> None:
-        """Print a line "Name: value" for each keyword argument, such as network= or data=."""
+        """Print a "Name: value" line for each keyword argument, such as network= or data=."""
         for name, fact in facts.items():
             self.line(f"{name.replace('_', ' ').capitalize()}: {fact}")
 
@@ -92,7 +92,7 @@ class Console:
         Parameters
         ----------
         epochs, iterations : int
-            Numbers of epochs and iterations of the run.
+            Number of epochs and number of iterations in the run.
         completed : int
             Number of iterations that were completed before the run was resumed.
         """
@@ -117,7 +117,8 @@ class Console:
     ) -> None:
         """Show an iteration with the loss and accuracy of its mini-batch.
 
-        Nothing is shown if the last update was less than `BAR_SECONDS` or `LINE_SECONDS` ago.
+        The bar is updated at most once per `BAR_SECONDS`. A log gets at most one line per
+        `LINE_SECONDS`.
         """
         if self.stream is None or not self.progress:
             return
@@ -141,7 +142,7 @@ class Console:
         )
 
     def _draw(self):
-        """Update the bar with the values of the last iteration."""
+        """Update the bar with the loss, accuracy and speed of the last iteration."""
         self.draw_time = time.monotonic()
         if self.last is None:
             return
@@ -171,7 +172,7 @@ class Console:
         epoch : int
             Number of the epoch, counted from 1.
         loss, accuracy : float
-            Mean values over the images of the epoch. The accuracy may be None.
+            Mean loss and accuracy over the images of the epoch. The accuracy may be None.
         images_per_second : float
             Training speed.
         seconds : float
@@ -240,7 +241,7 @@ def _bar(stream, width):
     from rich import progress
 
     console = rich.console.Console(file=stream, force_terminal=True, width=width)
-    # `iteration` draws the bar, so no thread of rich competes with the computation.
+    # `iteration` draws the bar, so no rich thread competes with the computation.
     return progress.Progress(
         progress.TextColumn("{task.fields[epoch]}"),
         progress.BarColumn(bar_width=None),
@@ -255,18 +256,18 @@ def _bar(stream, width):
 
 
 def terminal_width(stream: TextIO | None) -> int:
-    """Return the number of columns of the terminal that shows a stream, or 0 if none does.
+    """Return the number of columns of the terminal that shows a stream, or 0 if there is none.
 
     Under mpirun, stdout leads to the launcher through a pipe (MPICH) or a pseudo-terminal (Open
     MPI). The launcher forwards the output to its own stdout, so the function returns the width of
-    the terminal there.
+    the launcher's terminal.
     """
     if stream is None or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return 0
     try:
         handle = stream.fileno()
         terminal = os.isatty(handle)
-        # Another program may filter the output of a pipe, so the search for a launcher stops there.
+        # A script may filter the output of a pipe, so the search then ends at the first script.
         launcher = _launcher(os.getppid(), past_scripts=terminal) if handle <= 2 else None
         if launcher is None or stat.S_ISREG(os.fstat(handle).st_mode):
             return os.get_terminal_size(handle).columns or 80 if terminal else 0

@@ -1,4 +1,4 @@
-"""Read and write metrics.jsonl, which has a JSON object per iteration, epoch and validation."""
+"""Read and write metrics.jsonl: one JSON object per iteration, epoch and validation."""
 
 import contextlib
 import json
@@ -15,9 +15,9 @@ FLUSH_SECONDS = 2.0
 
 
 class Metrics:
-    """Writes records to a metrics file.
+    """Writer of the records of a metrics file.
 
-    Methods do nothing on ranks other than 0.
+    The methods do nothing on ranks other than 0.
 
     Parameters
     ----------
@@ -26,8 +26,8 @@ class Metrics:
     rank : int
         Rank of this process.
     cut : int, optional
-        Iteration of the checkpoint from which a run resumes; later records are removed. By default
-        all earlier content of the file is removed.
+        Iteration of the checkpoint from which a run resumes. Records of later iterations are
+        removed. By default, all existing records are removed.
 
     Raises
     ------
@@ -65,8 +65,8 @@ class Metrics:
     ) -> None:
         """Append a record.
 
-        Numbers that are not finite are written as null. Append the records of an iteration and
-        call `flush` before writing the checkpoint of this iteration.
+        Numbers that are not finite are written as null. Append all records of an iteration and
+        call `flush` before the checkpoint of the same iteration is written.
 
         Parameters
         ----------
@@ -79,9 +79,9 @@ class Metrics:
         learning_rate : float
             Learning rate of the iteration.
         images_per_second : float or None
-            Training speed; None for a validation.
+            Training speed in images per second; None for a validation.
         seconds : float
-            Time since the start of the run.
+            Time since the start of the run, in seconds.
         accuracy : float, optional
             Accuracy; None if the loss has no classes.
 
@@ -108,7 +108,7 @@ class Metrics:
                 self.flushed = time.monotonic()
 
     def flush(self) -> None:
-        """Write all records to disk; call it before each checkpoint."""
+        """Write all records to disk. Call this method before each checkpoint."""
         if self.file is not None:
             with self._writing():
                 self.file.flush()
@@ -122,7 +122,7 @@ class Metrics:
                 file.close()
 
     def cut(self, iteration: int) -> None:
-        """Remove records of later iterations, and lines that are not records."""
+        """Remove the records of iterations after `iteration`, and lines that are not records."""
         if not os.path.exists(self.path):
             return
         records = [record for record in read(self.path) if record["iteration"] <= iteration]
@@ -139,7 +139,7 @@ class Metrics:
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a metrics file in order.
 
-    Lines that are not records are skipped, such as an incomplete last line after an interruption.
+    Lines that are not records, such as an incomplete last line after an interruption, are skipped.
     """
     records = []
     with open(path, "rb") as file:
@@ -154,5 +154,5 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def number(value: float | None) -> float | None:
-    """Convert a number for JSON: return a float, or None if it is missing or not finite."""
+    """Convert a number for JSON: return a float, or None if the number is None or not finite."""
     return float(value) if value is not None and math.isfinite(value) else None

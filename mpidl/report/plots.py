@@ -11,10 +11,10 @@ TRAINING, VALIDATION, FAINT = "#2c6fbb", "#c8501e", "#a9c6e6"
 
 
 def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bool:
-    """Draw the records of a metrics file.
+    """Plot the loss and accuracy that a metrics file records.
 
-    The upper panel shows the loss: of each mini-batch, as the mean over each epoch, and of each
-    validation. The lower panel shows the accuracy in the same way, in per cent.
+    The upper panel shows the loss of each mini-batch, the mean loss of each epoch, and the loss of
+    each validation. The lower panel shows the same for the accuracy, in per cent.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
     Returns
     -------
     bool
-        Whether the plot was written. False if matplotlib is not installed.
+        True if the plot was written, False if matplotlib is not installed.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def progress(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> bo
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure of this size in inches.
+    """Return an empty matplotlib figure; width and height are in inches.
 
     Raise ImportError if matplotlib is not installed.
     """
@@ -70,7 +70,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def png_of(figure: Any) -> bytes:
-    """Return a figure as the content of a PNG file."""
+    """Render a figure, and return the content of a PNG file."""
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()

@@ -1,1 +1,1 @@
-"""Training: the loop, its steps, optimizers, schedules, options and files."""
+"""The training loop, training steps, optimizers, schedules, options and files."""

@@ -1,4 +1,4 @@
-"""Compute batch-norm statistics over the whole training set for the trained network."""
+"""Compute the batch-normalization statistics of a trained network over the training set."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from mpidl.nn import BatchNorm, Network
 def population_state(
     net: Network, queue: MinibatchQueue, world: Any, signals: Any = None
 ) -> dict[str, np.ndarray] | None:
-    """Return the network's state with population instead of moving statistics. Collective.
+    """Return the network's state with statistics over the whole training set. Collective.
 
-    One pass over the queue computes means and variances over all images. Batch normalization runs
-    as in training, and all other layers run as in prediction (no dropout). The (count, mean, M2) of
-    the mini-batches are merged in order in float64. Frozen layers keep their state.
+    These population statistics replace the moving means and variances. They are computed in one
+    pass over the queue, in which batch normalization runs as in training, and all other layers run
+    as in prediction (no dropout). The moments (count, mean, sum of squared deviations) of the
+    mini-batches are merged in order in float64. Frozen layers keep their state.
 
     Parameters
     ----------
     net : Network
         The trained network.
     queue : MinibatchQueue
-        Delivers the training set.
+        The queue that delivers the training set.
     world : World
-        The ranks.
+        The ranks that share the mini-batches.
     signals : Signals, optional
-        Signals of the process. A signal on any rank ends the pass.
+        Signals that the process received. A signal on any rank ends the pass.
 
     Returns
     -------
@@ -85,7 +86,7 @@ def _measuring_copy(net):
 
 
 def _blank(array):
-    """Return zeros with the shape and device of `array`, in float64 on the host for precision."""
+    """Return zeros with the shape and device of `array`. On the host, they are float64."""
     if isinstance(array, np.ndarray):
         return np.zeros(array.shape)
     return backends.of_array(array).zeros_like(array)

@@ -16,23 +16,25 @@ if TYPE_CHECKING:
 
 
 class StepProgram:
-    """The gradient and the optimizer's step as one program of the current device.
+    """The gradient computation and the optimizer's update, recorded as one program on a GPU.
 
-    The learnables and state of the network and the arrays of the optimizer are on the device. The
-    program updates them in place.
+    The learnables and state of the network and the arrays of the optimizer are on the current GPU.
+    The program updates these arrays in place.
 
     Parameters
     ----------
     net : Network
-        The network, on the device.
+        The network, on the GPU.
     optimizer : Optimizer
         The optimizer.
     gradient : callable
-        A function from `value_and_grad` that sums over all ranks. Its value is a tuple of scalars.
+        A function returned by `value_and_grad` that sums over all ranks. The differentiated value
+        is a tuple of scalars.
     reader : Reader
-        Provides the images and labels of the recorded step, and uploads those of each mini-batch.
+        Provides images and labels for recording, and uploads the images and labels of each
+        mini-batch.
     counts : Counts
-        Receives the number of images of a step, which means over images need.
+        Receives the number of images in a mini-batch, which is needed for means over images.
     graphs : bool
         Whether to capture the program as CUDA graphs.
     """
@@ -65,13 +67,13 @@ class StepProgram:
             self.program = recorder.finish(outputs, graphs)
 
     def start(self, feed: Any) -> tuple[int, int]:
-        """Start the step of a mini-batch without waiting, and return a handle for `finish`."""
+        """Start the training step of a mini-batch, and return a handle for `finish` at once."""
         row = self.program.ready() % ROWS
         values = self.reader.values(feed, row) | self.optimizer.advance()
         return self.program.run(**values), feed.batch.count
 
     def finish(self, handle: tuple[int, int]) -> tuple:
-        """Wait for the step of a handle, and return the values of its scalars."""
+        """Wait for the training step of a handle, and return the value of `gradient` as floats."""
         number, count = handle
         roots = self.program.results(number)
         self.counts.count = count

@@ -1,11 +1,12 @@
-"""Hooks, which the trainer calls between steps to write metrics, validate and save checkpoints.
+"""Hooks, which the trainer calls between training steps to validate and to write files.
 
 A hook is an object with some of the methods below. The trainer calls them on every rank, so hooks
-may be collective. It calls the hooks in their order, except that `end` is called in reverse order.
+may be collective. The trainer calls the hooks in list order, except for `end`, which
+it calls in reverse order.
 
     start(trainer)              before the first iteration
-    iteration(trainer, result)  for the `StepResult` of each iteration, in order; on a GPU up to
-                                four steps after it was submitted
+    iteration(trainer, result)  for the `StepResult` of each iteration, in order; on a GPU, up
+                                to four iterations after the mini-batch was submitted
     step(trainer)               after each submitted mini-batch; on a GPU, a hook that reads the
                                 network must call `trainer.wait()` first
     epoch(trainer, summary)     after the last mini-batch of an epoch, with an `EpochSummary`
@@ -52,7 +53,7 @@ def check_hooks(hooks: Any) -> list[Any]:
 
 
 class Hooks:
-    """All hooks of a run. `hooks.step(trainer)` calls `step` of each hook that has it."""
+    """All hooks of a run. `hooks.step(trainer)` calls `step` of each hook that has this method."""
 
     start: Callable[..., None]
     iteration: Callable[..., None]
@@ -168,7 +169,7 @@ class OutputFunctionsHook:
 
 
 class BalanceHook:
-    """Sets each rank's share in the next epoch according to its measured speed."""
+    """Sets each rank's share of the images in the next epoch by the measured speed of the rank."""
 
     def __init__(self, balancer: LoadBalancer) -> None:
         self.balancer = balancer
@@ -204,7 +205,7 @@ class PlotHook:
 
 
 def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -> Hooks:
-    """Return the hooks of a run, built-in and custom, in the order of their calls.
+    """Return the built-in and custom hooks of a run, in the order in which they are called.
 
     Parameters
     ----------
@@ -213,7 +214,7 @@ def of_run(user_hooks: Iterable[Any], options: TrainingOptions, balancer: Any) -
     options : TrainingOptions
         The options of the run.
     balancer : LoadBalancer or None
-        Measures the ranks' speed if shares depend on it.
+        Measures the speed of the ranks; None if the shares do not depend on speed.
     """
     hooks = [MetricsHook(), ValidationHook(), ConsoleHook(), OutputFunctionsHook(), *user_hooks]
     hooks += [BalanceHook(balancer)] if balancer else []

@@ -39,7 +39,7 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
         return options.augmenter
     if not changed:
         return None
-    # the options' checks have converted both to strings
+    # TrainingOptions has converted both options to strings
     scale_text, crop_text = cast(str | None, options.scale), cast(str | None, options.random_crop)
     scale: Any = (1, 1) if scale_text is None else tuple(map(float, scale_text.split(",")))
     try:
@@ -55,12 +55,12 @@ def augmenter_of(options: TrainingOptions) -> Augmenter | None:
             fill=options.fill,
             crop=size_of(crop_text),
         )
-    except UserError as error:  # a scale that the options' types accept
+    except UserError as error:  # for example a scale whose range is reversed
         raise UserError(f"--{error}") from None
 
 
 def image_shape(options: TrainingOptions, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape (C, P, Q) of images after augmentation, given (C, H, W) in the datastore."""
+    """Return the shape (C, P, Q) of images after augmentation, given the datastore's (C, H, W)."""
     augmenter = augmenter_of(options)
     if augmenter is None:
         return tuple(shape)
@@ -127,16 +127,16 @@ def prepare(
     Parameters
     ----------
     net : Network
-        Receives the normalization, crop, preprocessing and classes.
+        The network. Its normalization, crop, preprocessing and classes are set.
     datastore : Datastore
         The training set.
     options : TrainingOptions
         The options of the run.
     world : World
-        The ranks.
+        The ranks of the run.
     checkpoint_tables : dict, optional
-        Tables of a checkpoint, which contain the statistics of the normalization. By default the
-        statistics are computed from `datastore`.
+        Tables of a checkpoint, from which the statistics of the normalization are read. By default
+        the statistics are computed from `datastore`.
 
     Returns
     -------

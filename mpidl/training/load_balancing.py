@@ -10,10 +10,10 @@ PARTS = 1000  # the weight of the fastest rank
 
 
 class LoadBalancer:
-    """Measures the speed of this rank, and computes all ranks' shares of the next epoch from it.
+    """Measures this rank's speed, and computes the ranks' shares of the next epoch from all speeds.
 
     Time spent waiting for other ranks is left out. The shares do not affect the result of training,
-    not even its rounding.
+    not even its rounding errors.
 
     Parameters
     ----------
@@ -24,19 +24,21 @@ class LoadBalancer:
     def __init__(self, world: Any):
         self.world = world
         self.blocks, self.seconds = 0, 0.0
-        self.started: float | None = None  # start of the current step minus the waiting time so far
+        self.started: float | None = None  # start of the training step minus all waiting time
 
     def start(self, now: float) -> None:
-        """Start timing a step. `now` is the time in seconds."""
+        """Start timing a training step. `now` is the time in seconds."""
         self.started = now - self.world.transport.wait_seconds
 
     def stop(self, now: float, blocks: int) -> None:
-        """Stop timing the step, in which this rank computed `blocks` blocks."""
+        """Stop timing the step, in which this rank computed `blocks` blocks of 16 images."""
         self.seconds += now - self.world.transport.wait_seconds - self.started
         self.blocks += blocks
 
     def load(self) -> tuple[int, ...] | None:
-        """Return each rank's weight for the next epoch and restart the measurement. Collective.
+        """Return each rank's weight for the next epoch, and restart the measurement.
+
+        The method is collective.
 
         Returns
         -------
@@ -50,6 +52,6 @@ class LoadBalancer:
         speeds = self.world.gop("max", speeds)
         if not speeds.any():
             return None
-        # Ranks without a measurement get the mean speed of the others.
+        # Ranks without a measurement get the mean speed of the ranks with one.
         speeds[speeds == 0] = speeds[speeds > 0].mean()
         return tuple(max(1, round(PARTS * speed)) for speed in (speeds / speeds.max()).tolist())

@@ -21,13 +21,13 @@ class Position:
     iteration: int = 0  # number of mini-batches submitted in all epochs
     loss: float = 0.0  # sum of the losses of this epoch's images so far
     correct: float | None = None  # correctly classified images of this epoch; None without classes
-    images: int = 0  # number of images in completed steps of this epoch
-    seconds: float = 0.0  # training time, including that before a resume
-    all_images: int = 0  # number of images in completed steps of all epochs
+    images: int = 0  # number of images in completed training steps of this epoch
+    seconds: float = 0.0  # training time, including the time before a resume
+    all_images: int = 0  # number of images in completed training steps of all epochs
     epoch_loss: float | None = None  # mean loss over the images of the last complete epoch
 
     def add(self, result: StepResult) -> None:
-        """Add the loss, the images and the correct images of a completed step."""
+        """Add the loss, the images and the correct images of a completed training step."""
         info = result.info
         self.loss += result.loss * info.images
         if result.correct is not None:
@@ -36,7 +36,7 @@ class Position:
         self.all_images += info.images
 
     def end_epoch(self, learning_rate: float, images_per_second: float) -> EpochSummary:
-        """Go to the start of the next epoch, and return the summary of the one that has ended."""
+        """Advance to the next epoch, and return the summary of the completed epoch."""
         self.epoch_loss = self.loss / self.images
         means = self.epoch_loss, self.accuracy
         summary = EpochSummary(self.epoch, self.iteration, *means, learning_rate, images_per_second)
@@ -53,7 +53,8 @@ class Position:
     def mean_loss(self) -> float:
         """Mean loss of the current epoch so far.
 
-        Before the first mini-batch of an epoch, it is that of the previous epoch, or NaN.
+        Before the first mini-batch of an epoch, it is the mean loss of the previous epoch, or NaN
+        if there is none.
         """
         if self.images:
             return self.loss / self.images
@@ -72,11 +73,11 @@ class Progress(NamedTuple):
         The current epoch and iteration, counted from 1. `iteration` is 0 before the first one.
     loss, accuracy : float or None
         Means over the mini-batch if `state` is "iteration", or over the images of the epoch. None
-        if they are not known, such as at the start.
+        if there are no means yet, such as at the start.
     learning_rate : float
-        Learning rate of the iteration.
+        Learning rate of the current iteration.
     seconds : float
-        Training time since the start of the run, including that before a resume.
+        Training time since the start of the run, including the time before a resume.
     validation_loss, validation_accuracy : float or None
         Results of the last validation, if any.
     """
@@ -121,11 +122,11 @@ class Result:
     images_per_second : float
         Number of images of all epochs divided by `train_seconds`.
     train_seconds : float
-        Training time in seconds, including that before a resume.
+        Training time in seconds, including the time before a resume.
     best_iteration : int or None
         The iteration with the lowest validation loss. None without a validation.
     validation_loss, validation_accuracy : float or None
-        Results of the last validation, or those of the best network if the run returns it.
+        Results of the last validation, or of the best network if the run returns that network.
     """
 
     stopped: str | None

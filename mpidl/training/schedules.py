@@ -51,7 +51,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
         for _ in range((epoch - 1) // options.learn_rate_drop_period):
             rate *= options.learn_rate_drop_factor
         return rate
-    # Fraction of the iterations after the warm-up that came before this one, below 1.
+    # Fraction of the iterations after the warm-up that are complete; always below 1.
     progress = (iteration - 1 - warm) / max(options.epochs * per_epoch - warm, iteration - warm)
     if schedule == "cosine":
         factor = (1 + cosine(progress)) / 2
@@ -62,7 +62,7 @@ def rate_of(options: TrainingOptions, epoch: int, iteration: int, per_epoch: int
 
 
 def cosine(turn: float) -> float:
-    """Return cos(pi * turn) for a turn between 0 and 1."""
+    """Return cos(pi * turn) for 0 <= turn <= 1."""
     if turn > 0.5:
         return -cosine(1 - turn)
     if turn > 0.25:  # cos x = sin(pi/2 - x)
@@ -71,7 +71,7 @@ def cosine(turn: float) -> float:
 
 
 def _series(x, first):
-    """Return cos(x) if `first` is 0 or sin(x) if it is 1, by Taylor series.
+    """Return cos(x) if `first` is 0, or sin(x) if `first` is 1, from the Taylor series.
 
     The error of the series is below 1e-17 for 0 <= x <= pi / 4.
     """

@@ -1,8 +1,9 @@
-"""Training steps on the host (`EagerStep`) and on a GPU (`RecordedStep`) with the same methods.
+"""Run training steps on the host (`EagerStep`) or on a GPU (`RecordedStep`).
 
-`submit` starts the step of a mini-batch and returns the results that are ready. `drain` waits for
-all other results, and `close` moves the network back to host memory. On the host each step is
-complete when `submit` returns. On a GPU the host submits up to `STEPS_AHEAD` steps ahead.
+Both classes have the same methods. `submit` starts the training step of a mini-batch and returns
+the results that are ready. `drain` waits for all remaining results, and `close` moves the network
+back to host memory. On the host, each step is complete when `submit` returns. On a GPU, the host
+submits up to `STEPS_AHEAD` steps ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STEPS_AHEAD = 4  # number of submitted steps whose results the host does not wai
 
 
 class StepInfo(NamedTuple):
-    """The facts of a submitted step."""
+    """Description of a submitted training step."""
 
     epoch: int
     iteration: int
@@ -35,19 +36,19 @@ class StepInfo(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The result of a completed step.
+    """The result of a completed training step.
 
     Attributes
     ----------
     info : StepInfo
-        The facts of the step.
+        Description of the step.
     loss : float
         Loss of the mini-batch.
     correct : float or None
-        Number of correctly classified images. An image with several labels adds the fraction of
-        its correct labels. None if the loss has no classes.
+        Number of correctly classified images. An image with several labels counts as the
+        fraction of labels that are correct. None if the loss has no classes.
     images_per_second : float
-        Images of the mini-batch per second since the start of the step.
+        Images of the mini-batch divided by the seconds since the start of the step.
     """
 
     info: StepInfo
@@ -61,16 +62,16 @@ class StepResult(NamedTuple):
 
 
 def make_step(net, optimizer, options, world, datastore, queue_options, balancer, advice):
-    """Create the mini-batch queue and the step for the device of `world`.
+    """Create the mini-batch queue and the training step for the device of `world`.
 
     Parameters
     ----------
     queue_options : dict
         Arguments of `MinibatchQueue` other than datastore, batch size, seed, world and shuffling.
     balancer : LoadBalancer or None
-        Measures each rank's time per block.
+        Measures each rank's time per block of 16 images.
     advice : Callable[[float], str]
-        Returns advice for the user about a loss that is not finite, given the learning rate.
+        Function of the learning rate that advises the user about a loss that is not finite.
 
     Returns
     -------
@@ -116,7 +117,7 @@ def make_step(net, optimizer, options, world, datastore, queue_options, balancer
 
 
 class EagerStep:
-    """A step on the host. Each op runs as soon as it is called."""
+    """A training step on the host, where each op runs as soon as it is called."""
 
     def __init__(self, net, optimizer, loss, world, labels_per_image, balancer, advice):
         self.net, self.optimizer, self.world = net, optimizer, world
@@ -154,7 +155,7 @@ class EagerStep:
 
 
 class RecordedStep:
-    """A step on a GPU, recorded once as a program and replayed for every mini-batch."""
+    """A training step on a GPU, recorded once as a program and replayed for every mini-batch."""
 
     def __init__(self, net, optimizer, loss, world, labels_per_image, reader, advice, graphs: bool):
         from mpidl.training.gpu_step import StepProgram
@@ -170,9 +171,9 @@ class RecordedStep:
             raise
 
     def submit(self, images, targets, info: StepInfo) -> Iterator[StepResult]:
-        """Yield the results of steps that are due, then start the step of the mini-batch.
+        """Yield the results that are due, then start the training step of a mini-batch.
 
-        At most `STEPS_AHEAD` earlier steps stay without a result.
+        Results are due for all earlier steps except the last `STEPS_AHEAD`.
 
         Parameters
         ----------
@@ -181,7 +182,7 @@ class RecordedStep:
         targets : None
             Not used.
         info : StepInfo
-            The facts of the step.
+            Description of the step.
         """
         yield from self._results(STEPS_AHEAD)
         self.pending.append((self.program.start(images), info))
@@ -204,12 +205,12 @@ class RecordedStep:
 
 
 def checked_step(optimizer: Any, parameters: dict[str, Any], gradients: dict) -> dict[str, Any]:
-    """Apply an optimizer, and return the new parameters in the network's order.
+    """Apply an optimizer, and return the new parameters in the order of the old ones.
 
     Raises
     ------
     UserError
-        If a custom optimizer returns other names, shapes or types than it received.
+        If a custom optimizer changes the name, shape or type of a parameter.
     """
     stepped = optimizer(parameters, gradients)
     if isinstance(optimizer, Optimizer):

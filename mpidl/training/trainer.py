@@ -53,7 +53,7 @@ def train(
     facts: Mapping[str, Any] | None = None,
     signals: Signals | None = None,
 ) -> Result:
-    """Train a network. Its parameters and state are changed in place. Collective.
+    """Train a network, changing the parameters and the state in place. Collective.
 
     Parameters
     ----------
@@ -69,23 +69,23 @@ def train(
         Folder for metrics.jsonl, progress.png and the checkpoints. By default the folder of
         `resume`. If neither is given, no files are written.
     console : Console, optional
-        Prints progress. By default a new console that follows the options' `verbose` and
-        `verbose_every`.
+        The console that prints progress. By default a new console that follows the options
+        `verbose` and `verbose_every`.
     resume : path or (arrays, facts), optional
-        Folder of the run to resume, or its loaded checkpoint.
+        Folder of the run to resume, or the loaded checkpoint of that run.
     overwrite : bool
         Whether to replace another run in `out`.
     optimizer : optional
         A built-in optimizer such as `SGDM(0.05)`, or a custom object. A custom object needs
         `learning_rate`, `__call__(parameters, gradients)`, which returns new parameters, and
-        `state()` and `load_state(state)` for the arrays that checkpoints keep. On a GPU it also
-        needs the other methods of `Optimizer`. The optimizer replaces the options that describe
-        one, such as `solver`, `l2` and `gradient_threshold`. Schedules start from its learning
-        rate.
+        `state()` and `load_state(state)` for the arrays that checkpoints keep. On a GPU, a custom
+        object also needs the other methods of `Optimizer`. The argument replaces the options that
+        describe an optimizer, such as `solver`, `l2` and `gradient_threshold`. Schedules start from
+        the optimizer's learning rate.
     hooks : iterable
         Objects with some of the methods that `mpidl.training.hooks` describes.
     facts : mapping, optional
-        Further facts to store in the checkpoints.
+        Additional facts to store in the checkpoints.
     signals : Signals, optional
         An entered `Signals` object, for callers that also watch for signals before and after the
         training.
@@ -93,10 +93,10 @@ def train(
     Returns
     -------
     Result
-        The result. A run ends early after a signal USR1, TERM or INT on any rank, if a hook or an
-        output function requests a stop, or when validation_patience is exhausted; `stopped` then
-        names the reason. Such a run ends on all ranks after the current mini-batch, with a
-        checkpoint.
+        The result of the run. A run ends early if any rank receives the signal USR1, TERM or INT,
+        if a hook or an output function requests a stop, or if validation_patience is exhausted. The
+        attribute `stopped` then names the reason. Such a run writes a checkpoint and ends on all
+        ranks after the current mini-batch.
 
     Raises
     ------
@@ -108,9 +108,10 @@ def train(
 
     Notes
     -----
-    The options choose the final network: that of the last iteration or the one with the lowest
-    validation loss, with moving or population statistics of batch normalization. Checkpoints always
-    hold the network of the last iteration with moving statistics.
+    The options choose the final network, which is either the network of the last iteration or the
+    network with the lowest validation loss. The options also choose between moving and population
+    statistics of batch normalization. Checkpoints always hold the network of the last iteration
+    with moving statistics.
     """
     options = TrainingOptions() if options is None else options
     hooks = hook_classes.check_hooks(hooks)
@@ -169,21 +170,21 @@ class Trainer:
     Attributes
     ----------
     net, options, world, console, optimizer
-        The arguments of `train`, or the defaults in their place.
+        The arguments of `train`, with defaults filled in.
     datastore : NodeCache
         The training set with a cache of decoded images.
     queue : MinibatchQueue
-        Delivers the mini-batches.
+        The queue that delivers the mini-batches.
     step : EagerStep or RecordedStep
-        Computes the steps.
+        The object that computes the training steps.
     position : Position
-        How far the run has come.
+        The progress of the run, such as the current epoch and iteration.
     validation : Validation
         The validations and the best network so far.
     writer : RunWriter
-        Writes the files of the run.
+        The object that writes the files of the run.
     signals : Signals
-        The requests to stop.
+        The requests to stop the run.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class Trainer:
 
     @property
     def leaves_epoch(self) -> bool:
-        """Whether no further mini-batch of this epoch will be submitted."""
+        """Whether the run submits no more mini-batches of this epoch."""
         is_last = self.position.iteration >= self.max_iterations or self.at_epoch_end
         return is_last or not self._continues()
 
@@ -278,7 +279,7 @@ class Trainer:
         self.hooks.end(self)
         self.writer.close()
         self.datastore.close()
-        if self.signals.name == OUTPUT_FUNCTION:  # the caller may use its signals for another run
+        if self.signals.name == OUTPUT_FUNCTION:  # the caller may reuse `signals`
             self.signals.name, self.signals.agreed = None, False
         return Result(
             reason,
@@ -299,7 +300,7 @@ class Trainer:
             for images, targets in agreed(batches, self.world, self.signals):
                 info = self._next_step(images.batch.count)
                 self._report(self.step.submit(images, targets, info))
-                del images, targets  # so that the next mini-batch can reuse their memory
+                del images, targets  # free the memory for the next mini-batch
                 self.hooks.step(self)
                 if self.leaves_epoch:
                     break
@@ -319,9 +320,9 @@ class Trainer:
     def _report(self, results):
         """Add the results to the position, then pass them to the `iteration` hooks.
 
-        If `results` raises a Fault for a loss that is not finite, the hooks still receive the
-        results before it. A hook that calls `wait` or `save` causes a nested call. A nested call
-        only adds results to the position; the outermost call passes them to the hooks.
+        If `results` raises a Fault for a loss that is not finite, the hooks still receive all
+        results that precede the Fault. A hook that calls `wait` or `save` causes a nested call. A
+        nested call only adds results to the position; the outermost call passes them to the hooks.
         """
         is_outermost = not self._results
         try:
@@ -335,7 +336,7 @@ class Trainer:
                 self._results.popleft()
 
     def wait(self) -> None:
-        """Wait for the submitted steps and report them.
+        """Wait for the submitted training steps and report the results.
 
         On a GPU, the network is up to date only after this call.
         """
@@ -350,8 +351,8 @@ class Trainer:
         Parameters
         ----------
         announce : bool
-            Whether to print a line. At the end of an epoch this is not needed, because the epoch's
-            line includes the validation.
+            Whether to print a line about the validation. At the end of an epoch, the line about the
+            epoch already includes the validation.
         interruptible : bool
             Whether a signal may end the validation. A stop requested by a hook never ends it.
 
@@ -382,9 +383,10 @@ class Trainer:
             self.console.validation(position.iteration, evaluation)
 
     def _finish(self):
-        """Finalize the network, and return what ended the run early, or None.
+        """Finalize the network. Return the reason why the run ended early, or None.
 
-        This runs after the last checkpoint, so a resumed run continues as if it had never stopped.
+        This method runs after the last checkpoint, so a resumed run continues as if it had never
+        stopped.
         """
         signals = self.signals
         reason = stopped_by(signals, self.world)
@@ -398,9 +400,9 @@ class Trainer:
         return reason or stopped_by(signals, self.world)
 
     def _finalize_network(self, signals):
-        """Choose the best network and compute its population statistics, as the options ask.
+        """Choose the best network and compute its population statistics, as the options require.
 
-        A signal during the validation or the computation ends it, and the rest is skipped.
+        If a signal arrives during the validation or the computation, the rest is skipped.
         """
         position, options = self.position, self.options
         if (
@@ -415,7 +417,7 @@ class Trainer:
         if options.batchnorm_statistics == "population" and position.iteration:
             queue_options = {"prefetch": options.prefetch, **self.net.input_transform()}
             arguments = self.datastore, options.batch_size, options.seed, self.world, "never"
-            # this replaces the queue of training and frees its memory
+            # replace the training queue, which frees its memory
             self.queue = MinibatchQueue(*arguments, **queue_options)
             net = self.net.on(self.world.device)
             state = population_state(net, self.queue, self.world, signals)

@@ -9,7 +9,7 @@ from mpidl.blocks import LANES
 
 
 def _by_element(function, *arrays, scale=()):
-    """Return the result of an elementwise kernel for arrays of equal shape."""
+    """Apply an elementwise kernel to arrays of equal shape, and return the result."""
     y = arenas.empty(arrays[0].shape)
     function(*map(np.ascontiguousarray, arrays), y, *scale, y.size // LANES)
     return y
@@ -54,7 +54,7 @@ def sigmoid_dx(dy, y):
 
 
 def gelu(x, approximate):
-    # error at most 2.5 ulp, with the tanh approximation 3 ulp
+    # error at most 2.5 ulp, or 3 ulp with the tanh approximation
     exact = approximate == "none"
     return _by_element(kernels().gelu if exact else kernels().gelu_tanh, x)
 

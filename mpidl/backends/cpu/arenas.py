@@ -1,9 +1,9 @@
 """Allocate arrays in arenas: large regions of memory that training steps reuse.
 
-One arena holds all activations, another one the pixels that threads are reading, and each queue
-has an arena for its mini-batches. Every step allocates the same arrays in the same order.
-Therefore, after the first step, arrays get the same addresses again, and the system provides no
-more pages. Regions use huge pages if the system supports them. The memory of an array returns to
+One arena holds all activations, and another one holds the pixels that threads are reading. Each
+queue has an arena for its mini-batches. Every training step allocates the same arrays in the same
+order. Therefore, after the first step, arrays get the same addresses again, and the system provides
+no more pages. Regions use huge pages if the system supports them. The memory of an array returns to
 its arena when the last reference to the array is gone.
 """
 
@@ -25,22 +25,22 @@ LARGE = 32 << 20  # bytes; malloc returns larger freed blocks to the system
 class Arena:
     """A best-fit allocator that merges adjacent free blocks.
 
-    The gradients and the new values of the largest learnables reuse each other's memory. With first
-    fit, small arrays would fragment it. An arena releases its regions when it is deleted and no
-    array uses it any more.
+    The gradients and the updated values of the largest learnables reuse each other's memory. With
+    first fit, small arrays would fragment this memory. An arena releases its regions when it is
+    deleted and no array uses it any more.
 
     Parameters
     ----------
     region : callable, optional
-        region(nbytes) allocates a region and returns (owner, first address, bytes). By default,
-        regions come from the system.
+        region(nbytes) allocates a region and returns (owner, first address, size in bytes). By
+        default, regions come from the system.
     """
 
     def __init__(self, region=None):
         self.region = region or _of_the_system
         self.regions, self.free = [], []  # free: sorted [(address, bytes)]
         self.lock = threading.Lock()
-        # Finalizers append to this queue; they may run while the same thread holds the lock.
+        # Finalizers of arrays only append to this queue: the same thread may hold the lock.
         self.returned = collections.deque()
         self.bytes = 0
 
@@ -75,7 +75,7 @@ class Arena:
             ) from error
         self.regions.append(owner)
         self.bytes += size
-        self.free.append((address, size))  # last: take() uses it at once
+        self.free.append((address, size))  # unsorted: `take` removes this last entry at once
 
     def _give_back(self, address, size):
         i = bisect.bisect(self.free, (address, 0))
@@ -113,7 +113,10 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """Own the memory of an array. NumPy reads `__array_interface__` and keeps the owner alive."""
+    """The owner of an array's memory.
+
+    NumPy reads `__array_interface__` and keeps this object alive as long as the array.
+    """
 
     __slots__ = ("arena", "address", "size", "__array_interface__")
 
@@ -133,7 +136,7 @@ class _Place:
 def empty(shape, dtype=np.float32, arena=_arena):
     """Return an uninitialized array, aligned to 64 bytes.
 
-    Its memory returns to the arena when the last reference to the array is gone. NumPy allocates
+    The memory returns to the arena when the last reference to the array is gone. NumPy allocates
     arrays of less than SMALL bytes.
     """
     dtype = np.dtype(dtype)
@@ -148,7 +151,7 @@ def empty(shape, dtype=np.float32, arena=_arena):
 
 
 def to_read(shape, dtype):
-    """Return an uninitialized array for pixels that a thread reads, a few blocks at a time.
+    """Return an uninitialized array for the pixels that a thread reads, a few blocks at once.
 
     All threads share one arena, because malloc would reserve memory for each thread.
     """
@@ -157,5 +160,5 @@ def to_read(shape, dtype):
 
 
 def reserved():
-    """Return the size in bytes of the arena for activations, including free memory."""
+    """Return the size of the activations' arena in bytes, including free memory."""
     return _arena.bytes

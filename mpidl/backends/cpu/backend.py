@@ -1,4 +1,4 @@
-"""Collect the functions of this package into the Backend CPU; NumPy provides the others."""
+"""Collect this package's functions into the Backend CPU; the NumPy backend provides the rest."""
 
 from mpidl.backends.gather import families, gather
 from mpidl.backends.reference.backend import REFERENCE

@@ -10,7 +10,7 @@ from mpidl.fold import Counter, merge_moments
 
 
 def sizes(x):
-    """Return (blocks, channels, pixels) of an array (blocks, C, ..., 16)."""
+    """Return (blocks, channels, pixels) of an array (blocks, C, ..., 16), 16 images per block."""
     blocks, channels = x.shape[:2]
     return blocks, channels, int(np.prod(x.shape[2:])) // LANES
 

@@ -18,7 +18,7 @@ import numpy as np
 from mpidl.backends import settings
 from mpidl.errors import UserError
 
-# The builds, best first, and the CPU features that each needs, by their Linux names.
+# The Linux names of the CPU features that each build needs. The best build comes first.
 AVX2 = frozenset("avx2 fma bmi1 bmi2".split())
 AVX512 = AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 NEEDS = {"x86-64-v4": AVX512, "x86-64-v3": AVX2, "generic": frozenset(), "numpy": frozenset()}
@@ -30,11 +30,11 @@ ANY_THREAD = {
     *("images", "images_of_floats", "keyed_words", "planes", "planes_of_arrow"),
     *("warp", "warp_of_floats"),
 }
-_one_pass, _in_pass = threading.Lock(), None  # lock of a pass; id of its thread
+_one_pass, _in_pass = threading.Lock(), None  # lock held during a kernel call; id of the thread
 
 
 def _forked():
-    """Replace the lock in a forked child: a thread of the parent may have been in a pass."""
+    """Replace the lock in a forked child, because a thread of the parent may have held it."""
     global _one_pass, _in_pass
     _one_pass, _in_pass = threading.Lock(), None
 
@@ -53,7 +53,7 @@ TYPES = {
 
 @functools.cache
 def _pointer(name, const):
-    """Return a ctypes type that accepts C-contiguous arrays of the named C type; None is NULL."""
+    """Return a ctypes type that accepts C-contiguous arrays of the named C type or None (NULL)."""
     dtype = np.dtype({"float": "f4", "double": "f8"}.get(name, name.removesuffix("_t")))
 
     def from_param(array):
@@ -98,7 +98,7 @@ def declarations(header):
 
 
 def texts(header):
-    """Parse a header's functions and return {name: result and arguments as written}."""
+    """Parse a header's functions and return {name: result and arguments, without spaces}."""
     text = re.sub(r"/\*.*?\*/", "", header, flags=re.S)
     matches = re.findall(r"(\w+ \*?)mpidl_(\w+)\(((?:[^()]|\([^()]*\))*)\);", text)
     return {name: re.sub(r"\s+", "", result + arguments) for result, name, arguments in matches}
@@ -126,8 +126,8 @@ class Library:
     Raises
     ------
     UserError
-        If the file cannot be loaded. Also on access to a function whose declaration in the library
-        differs from the header, because the library was compiled from other sources.
+        If the file cannot be loaded, or on access to a function whose declaration in the library
+        differs from the header. Such a library was compiled from different sources.
     """
 
     def __init__(self, path, header, build):
@@ -186,14 +186,14 @@ def why_numpy():
     return f"none are compiled: {how_to_build()}"
 
 
-_progress = []  # the C callback in use, which must stay referenced, and the exception it raised
+_progress = []  # the C callback in use (kept alive), then the exception that it raised
 
 
 def watch(progress):
-    """Make the kernels call progress() on this thread about every millisecond; None stops this.
+    """Make kernels call progress() on this thread about every millisecond; None stops the calls.
 
-    The calls let MPI messages progress during a pass. If progress() raises an exception, the next
-    call of `watch` raises it.
+    The calls let MPI messages progress while a kernel runs. If progress() raises an exception, the
+    next call of `watch` raises it.
     """
     if running() == "numpy":
         return
@@ -203,18 +203,18 @@ def watch(progress):
         try:
             if len(_progress) == 1:
                 progress()
-        except BaseException as error:  # cannot pass through C: `watch` raises it later
+        except BaseException as error:  # exceptions cannot pass through C
             _progress.append(error)
 
     callback = None if progress is None else ctypes.CFUNCTYPE(None)(call)
-    kernels().set_hook(callback)  # before the old callback is released
+    kernels().set_hook(callback)  # must precede the release of the old callback
     _progress[:] = [] if callback is None else [callback]
     if raised:
         raise raised[0]
 
 
 def is_stale():
-    """Return whether the library was compiled from sources that differ from this checkout's."""
+    """Return whether the library was compiled from sources that differ from the checkout."""
     build_py = os.path.join(kernels_folder() or "", "build.py")
     library = kernels()
     if library is None or not os.path.isfile(build_py):
@@ -244,7 +244,7 @@ def kernels_folder():
 
 
 def path_of(build):
-    """Return the path of a build's library, in the folder MPIDL_KERNELS or else in kernels/lib."""
+    """Return the path of a build's library, in the folder $MPIDL_KERNELS or in kernels/lib."""
     lib = os.environ.get("MPIDL_KERNELS") or os.path.join(kernels_folder() or "", "lib")
     return os.path.join(lib, f"libmpidl-{build}.so")
 
@@ -299,7 +299,7 @@ def offered():
 
 
 def load(build):
-    """Return the Library of a build. Raises UserError if it is missing or cannot be loaded."""
+    """Return the Library of a build. Raise UserError if it is missing or cannot be loaded."""
     path = path_of(build)
     if build not in built():
         raise UserError(f"no {path}: {how_to_build()}")
@@ -312,10 +312,10 @@ def _load(path, build):
 
 
 def choose():
-    """Return the builds that this process could run, best first; the first one can be loaded.
+    """Return the builds that this process could run, starting with the best that can be loaded.
 
-    Libraries before it that cannot be loaded are skipped, for example those built for a newer libc.
-    If MPIDL_CPU names such a library, raise UserError.
+    Better builds whose libraries cannot be loaded, for example because they need a newer libc, are
+    skipped. If MPIDL_CPU names such a build, raise UserError.
     """
     names = offered()
     while names[0] != "numpy":
@@ -339,7 +339,7 @@ def running():
 
 
 def use(build):
-    """Make this process run a build; return its Library, or None for "numpy".
+    """Make this process run a build. Return the Library of the build, or None for "numpy".
 
     Raise UserError if the library is missing or cannot be loaded.
     """
@@ -368,9 +368,9 @@ def common(offers):
 def settle(world):
     """Make all ranks of a world run the best build that all of them support. Collective.
 
-    If a rank already runs a build, it offers only this build and those after it, because the ranks
-    of another world may run that build too. Raises UserError on all ranks if MPIDL_CPU is unusable
-    on one of them.
+    A rank that already runs a build offers only that build and the builds after it in the order,
+    because the ranks of another world may run that build too. If MPIDL_CPU is unusable on any rank,
+    all ranks raise UserError.
     """
     error, names = None, []
     try:

@@ -10,7 +10,7 @@ from mpidl.fold import Partial, Term, add
 
 @functools.lru_cache(maxsize=256)
 def tree_of(tree):
-    """Return a fold tree as an int64 array laid out as `struct tree` in kernels/cpu/fold.h."""
+    """Return a `fold.Tree` as an int64 array laid out as `struct tree` in kernels/cpu/fold.h."""
     return np.array([*tree.run, tree.leaves, tree.plain], np.int64)
 
 
@@ -25,17 +25,17 @@ def source_of(x):
 
 
 def per_channel(vector):
-    """Convert a vector to a C-ordered float32 array, as the kernels expect it; keep None."""
+    """Convert a vector to the C-ordered float32 array that the kernels expect; keep None."""
     return None if vector is None else np.ascontiguousarray(vector, np.float32)
 
 
 def nodes_of(tree):
-    """Return the number of tree nodes that this rank contributes."""
+    """Return the number of nodes of the reduction tree that this rank contributes."""
     return len(tree.nodes[tree.rank])
 
 
 def partial_of_rows(rows, tree, combine=add, shape=None):
-    """Create a Partial from folded rows. This rank's nodes are the first rows."""
+    """Create a Partial from folded rows, the first of which are this rank's tree nodes."""
     shape = rows.shape[1:] if shape is None else shape
     nodes = [row.reshape(shape) for row in rows[: nodes_of(tree)]]
     return Partial([Term(tree, nodes, combine, rows.dtype)], None, shape, rows.dtype)

@@ -18,13 +18,13 @@ FEW = 32  # with fewer channels, the forward convolution is computed as a direct
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """Return an int64 array laid out as `struct conv` in kernels/cpu/conv.h, and (K, P, Q)."""
+    """Return `struct conv` of kernels/cpu/conv.h as an int64 array, and the shape (K, P, Q)."""
     k, _, r, s = weight_shape
     _, p, q = shapes.conv2d_shape(x_shape, weight_shape, stride, padding, dilation)
     (top, bottom), (left, right) = padding
     c, h, w = x_shape
     for channels, size in ((c // groups, (h + top + bottom) * (w + left + right)), (k, p * q)):
-        if channels * (size + 64 * (h + w)) * LANES >= 1 << 31:  # offsets of taps are int32
+        if channels * (size + 64 * (h + w)) * LANES >= 1 << 31:  # the C kernels use int32 offsets
             raise ValueError(
                 f"conv2d: images {x_shape} or {(k, p, q)} with padding are too large: expected "
                 "at most 2^27 pixels over all channels of a group"
@@ -49,10 +49,10 @@ def winograd_tiles(weight_shape, stride, padding, dilation, output, policy):
     Notes
     -----
     The choice depends only on the policy and the arguments of the layer. Backward passes use
-    F(4x4), whose error is at most a few times that of the direct sum. In forward passes, an error
-    can flip a ReLU. Therefore "auto" uses F(2x2), from FEW channels on, and only "fast" uses
-    F(4x4). Sums are direct if transforms would cost more than they save: in gradients with fewer
-    than SAVING channels, and for outputs smaller than a tile.
+    F(4x4), whose error is at most a few times the error of a direct sum. In forward passes, an
+    error can flip a ReLU. Therefore "auto" uses F(2x2), for FEW or more channels, and only "fast"
+    uses F(4x4). Sums are direct where transforms would cost more than they save: in gradients with
+    fewer than SAVING channels, and for outputs smaller than a tile.
 
     References
     ----------

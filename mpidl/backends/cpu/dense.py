@@ -11,7 +11,7 @@ FEW = 16  # with at most this many outputs, one pass over x computes all gradien
 
 
 def _sizes(x):
-    """Return (features, channels) of an array (blocks, C, ..., 16)."""
+    """Return (features, channels) of an array (blocks, C, ..., 16), with 16 images per block."""
     return int(np.prod(x.shape[1:-1])), x.shape[1]
 
 
@@ -43,7 +43,7 @@ def dense_dweight(dy, x, tree):
 
 
 def _dense_dbias(dy, tree):
-    """Return the `channel_sums` of dy."""
+    """Return the gradient of the bias, the sums of dy over the images, as a Partial."""
     nodes = np.empty((nodes_of(tree), dy.shape[1]), np.float32)
     kernels().dense_dbias(dy, nodes, tree_of(tree), dy.shape[1])
     return partial_of_rows(nodes, tree)

@@ -1,7 +1,7 @@
 """Image preparation with the C kernels.
 
-Every function uses only the calling thread. Several threads may call these functions at once to
-read mini-batches ahead.
+Every function runs in the calling thread only. Several threads may call the functions at the same
+time, to prepare mini-batches ahead.
 """
 
 import functools
@@ -57,20 +57,20 @@ def planes(pixels, out=None):
     if pixels.strides[1:] != (stride, 1):
         raise ValueError(f"expected contiguous pixels, got strides {pixels.strides}")
     shape, out = _planes(height, width, stride, pixels.strides[0], out)
-    # pass the rows as one run of bytes; `shape` has the distance between rows
+    # Pass the rows as one array of bytes; `shape` contains the distance between rows.
     run = np.lib.stride_tricks.as_strided(pixels, (height * width * stride,), (1,))
     kernels().planes(run, shape, out)
     return out
 
 
 def planes_of_arrow(address, height, width, stride, out=None):
-    """Convert the rows in a struct ArrowArray to planes, as `planes` does for arrays.
+    """Convert the pixel rows in a struct ArrowArray to planes, as `planes` does for an array.
 
     Parameters
     ----------
     address : int
-        Address of the struct, which the Arrow C data interface defines. There are no gaps between
-        rows.
+        Address of the struct, which the Arrow C data interface defines. The rows must follow each
+        other without gaps.
     height, width, stride : int
         Height and width in pixels, and the number of bytes per pixel.
     out : (C, H, W) uint8, optional

@@ -1,4 +1,4 @@
-"""Addition, concatenation and splitting of values with the C kernels."""
+"""Add, concatenate and split per-image values with the C kernels."""
 
 import numpy as np
 

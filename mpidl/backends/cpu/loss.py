@@ -1,4 +1,4 @@
-"""Softmax, cross-entropy and error sums with the C kernels."""
+"""Compute softmax, cross-entropy and sums of errors with the C kernels."""
 
 import math
 
@@ -65,5 +65,5 @@ def _pair(y, target):
 
 
 def _elements(y):
-    """Return the number of blocks and the number of elements per image."""
+    """Return the number of 16-image blocks and the number of elements per image."""
     return len(y), math.prod(y.shape[1:-1])

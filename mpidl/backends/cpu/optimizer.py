@@ -1,4 +1,4 @@
-"""Optimizer steps and gradient clipping with the C kernels."""
+"""Optimizer updates and gradient clipping with the C kernels."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from mpidl.backends.cpu import arenas
 from mpidl.backends.cpu.builds import kernels
 from mpidl.backends.reference.optimizer import CHUNK, METHODS
 
-COLUMNS = 6  # struct parameter: floats, weight, gradient, new weight, two arrays of the state
+COLUMNS = 6  # of `struct parameter`: size, weight, gradient, new weight, two state arrays
 
 
 def _address(array):

@@ -1,1 +1,1 @@
-"""GPU backend: runs the CUDA kernels of kernels/cuda on arrays in device memory (`array`)."""
+"""GPU backend, which runs the kernels in kernels/cuda on Arrays in device memory (see `array`)."""

@@ -1,15 +1,16 @@
-"""Activations by kernels/cuda/activations.cu, and ReLU by kernels/cuda/batchnorm.cu."""
+"""Launch the activation kernels of activations.cu and the ReLU of batchnorm.cu."""
 
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.batchnorm import cotangent_like
 
-THREADS = 256  # threads per block, in both files
+THREADS = 256  # threads per CUDA block, as in both files
 
 
 def _by_element(name, *arrays, scale=()):
     """Launch the elementwise kernel activation_`name`, and return its output.
 
-    `scale` holds further numbers. Raises ValueError if the arrays differ in memory layout.
+    `scale` holds additional scalar arguments. Raise ValueError if the arrays differ in memory
+    layout.
     """
     x = arrays[-1]
     if any((a.dims, a.order) != (x.dims, x.order) for a in arrays):
@@ -45,7 +46,7 @@ def leaky_relu_dx(dy, y, scale):
 
 
 def tanh(x):
-    # at most 2 ulp off
+    # the error is at most 2 ulp
     return _by_element("tanh", x)
 
 
@@ -54,7 +55,7 @@ def tanh_dx(dy, y):
 
 
 def sigmoid(x):
-    # at most 2.5 ulp off
+    # the error is at most 2.5 ulp
     return _by_element("sigmoid", x)
 
 
@@ -63,7 +64,7 @@ def sigmoid_dx(dy, y):
 
 
 def gelu(x, approximate):
-    # at most 2.5 ulp off, or 3 ulp for the tanh approximation
+    # the error is at most 2.5 ulp, or 3 ulp for the tanh approximation
     return _by_element("gelu" if approximate == "none" else "gelu_tanh", x)
 
 

@@ -1,7 +1,8 @@
 """Create Arrays on a GPU, with the memory order that the kernels expect.
 
-The `shape` of an Array is the same in all backends. `dims` and `order` describe its order in
-memory, which only the GPU backend uses:
+Images are stored in blocks of 16; the slot of one image in a block is a lane. The `shape` of an
+Array is the same in all backends. `dims` and `order` describe the order of an Array in memory,
+which only the GPU backend uses:
 
     value            shape                 dims                   order in memory
     images           (blocks, C, H, W, 16) the same               blocks, 16, H, W, C  (NHWC)
@@ -22,11 +23,11 @@ from mpidl.blocks import LANES
 IMAGES = (0, 4, 2, 3, 1)  # memory order of the axes (blocks, C, H, W, 16)
 VALUES = (0, 2, 1)  # memory order of the axes (blocks, F, 16)
 FILTERS = (0, 2, 3, 1)  # memory order of the axes (K, C, R, S)
-PART = 64  # floats; arrays in one piece of memory begin at multiples of it
+PART = 64  # arrays in one piece of memory begin at multiples of this many floats
 
 
 def order_of_lanes(dims):
-    """Return the memory order of lanes with these dims, (blocks, *image_shape, 16)."""
+    """Return the memory order of lanes with dims (blocks, *image_shape, 16)."""
     return {5: IMAGES, 3: VALUES}.get(len(dims), (0, len(dims) - 1, *range(1, len(dims) - 1)))
 
 
@@ -36,14 +37,15 @@ class Bounds:
     Parameters
     ----------
     limits : (smallest, largest), optional
-        None while a step is being recorded, because each mini-batch has its own limits.
+        The limits, if they are known. None while a training step is recorded, because the limits
+        differ between mini-batches.
     """
 
     def __init__(self, limits=None):
         self.limits, self.checks = limits, []
 
     def hold(self, check):
-        """Call check(smallest, largest) now, or in each `say` if the limits are not known yet.
+        """Call check(smallest, largest) now, or in each call of `say` if the limits are unknown.
 
         `check` must raise an exception if the integers are invalid.
         """
@@ -53,7 +55,7 @@ class Bounds:
             check(*self.limits)
 
     def say(self, smallest, largest):
-        """Run all checks with the limits of a mini-batch."""
+        """Call all held checks with the limits of a mini-batch."""
         for check in self.checks:
             check(smallest, largest)
 
@@ -64,14 +66,14 @@ def in_memory(array, dims, order):
 
 
 def empty_lanes(shape, dtype=np.float32):
-    """Return uninitialized lanes of shape (blocks, *image_shape, 16), one value per image."""
+    """Return an uninitialized Array of lanes, with shape (blocks, *image_shape, 16)."""
     y = launching.empty(tuple(shape), dtype)
     y.order = order_of_lanes(y.dims)
     return y
 
 
 def lanes(array):
-    """Upload lanes, an array (blocks, *image_shape, 16) with one value per image."""
+    """Upload lanes, an array of shape (blocks, *image_shape, 16)."""
     array = np.asarray(array)
     if array.shape[-1] != LANES:
         raise ValueError(f"expected (blocks, ..., {LANES}) lanes, got {array.shape}")
@@ -109,7 +111,7 @@ def together(arrays, image_shapes):
     ----------
     arrays : {name: float32 array}
     image_shapes : {name: shape}
-        The `image_shape` of each weight, as in `filters`; names may be missing.
+        The `image_shape` of weights, as in `filters`. Arrays that need none may be missing.
 
     Returns
     -------

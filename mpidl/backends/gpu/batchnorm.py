@@ -12,7 +12,7 @@ from mpidl.fold import add, merge_moments
 
 THREADS = 256  # threads per block, as in batchnorm.cu
 CHANNELS = 128  # maximum number of channels per block of threads
-PIXELS = 32  # a leaf has at least this many pixels, or all images of a block
+PIXELS = 32  # a leaf (a partial sum) covers at least this many pixels, or a block of 16 images
 
 
 class Read(DeferredInput):
@@ -44,7 +44,7 @@ def activation(source):
 
 
 def _sizes(x):
-    """Return (images, pixels, channels)."""
+    """Return (images, pixels per image, channels), where images include unused ones."""
     _check(x)
     blocks, channels, *pixels, lanes = x.dims
     return blocks * lanes, math.prod(pixels), channels
@@ -56,9 +56,9 @@ def _check(x):
 
 
 def _tiles(channels):
-    """Return (number of tiles, threads across a tile) that cover the channels.
+    """Return the number of tiles that cover the channels, and the number of threads across a tile.
 
-    A thread has 4 channels if the number of channels is a multiple of 4, else 1.
+    A thread computes 4 channels if the number of channels is a multiple of 4, else 1.
     """
     columns = channels // 4 if channels % 4 == 0 else channels
     tiles = -(-channels // CHANNELS)
@@ -67,7 +67,7 @@ def _tiles(channels):
 
 
 def _leaf(pixels):
-    """Return the number of images of a leaf, which depends on the layer's shape alone."""
+    """Return the number of images per leaf, which depends only on the number of pixels."""
     images = 1
     while images < LANES and images * pixels < PIXELS:
         images *= 2
@@ -75,7 +75,7 @@ def _leaf(pixels):
 
 
 def _leaves(name, x, width, dtype, tree, *arguments, combine=add):
-    """Launch a kernel that computes the leaves of a sum; return the sum's Partial.
+    """Launch a kernel that computes the leaves of a sum, and return the sum as a Partial.
 
     The last arguments of the kernel are (leaves, images per leaf, pixels, channels, tile).
     """
@@ -113,7 +113,7 @@ def _products(dy, x, mean, scale, beta, tree):
 
 
 def cotangent_like(dy, x):
-    """Return dy. Raises ValueError if its size, channels or memory order differ from those of x."""
+    """Return dy; raise ValueError unless it has the size, channels and memory order of x."""
     if dy.size != x.size or dy.dims[1] != x.dims[1]:
         raise ValueError(f"expected a cotangent of {x}, got {dy}")
     _check(dy)
@@ -121,7 +121,7 @@ def cotangent_like(dy, x):
 
 
 def _grid(rows, channels):
-    """Return the grid, and the threads across a tile, for a kernel that runs over all rows."""
+    """Return the grid, and the number of threads across a tile, for a kernel over all rows."""
     tiles, tile = _tiles(channels)
     blocks = -(-rows // (4 * (THREADS // tile)))
     return (min(blocks, 16 * launching.device().processors), tiles), tile
@@ -169,7 +169,7 @@ def _vectors(channels, *kinds):
 
 
 def statistics(moments, gamma, epsilon):
-    # float64: count (1,), mean, rstd and variance; float32: shift and scale
+    # count (1,), mean, rstd and variance are float64; shift and scale are float32
     channels = gamma.size
     count, vectors = launching.empty((1,), "f8"), _vectors(channels, "f8", "f8", "f8", "f4", "f4")
     launching.launch(
@@ -179,7 +179,7 @@ def statistics(moments, gamma, epsilon):
 
 
 def batchnorm_factors(sums, gamma, statistics):
-    # computed in float64, returned as float32
+    # the kernel computes in float64 and writes float32
     channels, (count, _, rstd, *_) = gamma.size, statistics
     vectors = _vectors(channels, *5 * ("f4",))
     launching.launch(

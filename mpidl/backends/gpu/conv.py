@@ -1,9 +1,10 @@
 """Convolution on tensor cores by kernels/cuda/conv_gemm.cu and conv_dweight.cu.
 
 `conv_direct` computes the convolution instead if the GPU has no TF32 tensor cores, if
-`settings.direct` is set, or if the images are too large. The sizes of tiles and leaves depend on
-the layer's shape, the global mini-batch and the number of multiprocessors, never on this rank's
-share. Tile sizes do not change the bytes of the result anyway.
+`settings.direct` is set, or if the images are too large. The sizes of tiles and of leaves (partial
+sums over a few images) depend on the layer's shape, the global mini-batch and the number of
+multiprocessors, never on this rank's share of the mini-batch. Besides, tile sizes do not change the
+bytes of the result.
 """
 
 import functools
@@ -15,11 +16,14 @@ from mpidl.backends import settings
 from mpidl.backends.gpu import array, batchnorm, conv_direct, fold, launching
 from mpidl.blocks import LANES
 
-STEP = 32  # elements of k, or pixels, in shared memory per step: BK of both kernels
-LARGEST = 1 << 27  # elements; images this large use conv_direct: offsets in 16 images are int
-USUAL = 8  # blocks of a mini-batch, assumed if there is no tree
-COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: columns of a warp}
-PRODUCTS = {"fp32": 3, "tf32": 1}  # TF32 products per float32 product, by `settings.precision`
+# Depth of a tile in shared memory, BK of the kernels: elements of k, or pixels in conv_dweight.
+STEP = 32
+# An image with this many elements is too large, since offsets in a block of 16 images are int.
+LARGEST = 1 << 27
+USUAL = 8  # assumed number of blocks of 16 images in a mini-batch if there is no reduction tree
+COLUMNS = {16: 16, 24: 24, 32: 32, 48: 24, 64: 32}  # {columns of a tile: columns of each warp}
+# Number of TF32 multiplications per float32 multiplication, by `settings.precision`.
+PRODUCTS = {"fp32": 3, "tf32": 1}
 
 
 class Shape(NamedTuple):
@@ -50,7 +54,7 @@ class Shape(NamedTuple):
 
     @property
     def width_of_filter(self):
-        """Number of weights of a filter."""
+        """Number of weights in a filter."""
         return self.taps * self.channels // self.groups
 
     @property
@@ -58,7 +62,7 @@ class Shape(NamedTuple):
         return self.filters // self.groups
 
     def turned(self):
-        """Return the Shape of backward-data, whose input is this convolution's output."""
+        """Return the Shape for the gradient of the input, with input and output exchanged."""
         return self._replace(
             height=self.out_height,
             width=self.out_width,
@@ -155,7 +159,7 @@ def _forward(x, weight, bias, conv_args, tree=None):
 
 
 def dx_of(dy, x, weight, conv_args, tree, bias=None):
-    """Return the gradient with respect to x, plus `bias` if given. Of x, only the shape is used."""
+    """Return the gradient with respect to x, plus `bias` if given; only the shape of x is used."""
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
         dx = conv_direct.dx(dy, x, weight, conv_args)
@@ -187,10 +191,10 @@ def _product(shape, x, weight, bias, y, tree, backward=False):
 
 
 def leaves_of(dy, x, weight, conv_args, tree):
-    """Return the leaves of the gradient of the weights, and the number of leaves per block.
+    """Return the leaves of the weight gradient, and the number of leaves per block of 16 images.
 
-    Leaves are (leaves, weight.size) float32, in the memory order of the weights. Only the shape of
-    `weight` is used. `dy` must be zero in unused images.
+    The leaves are a (leaves, weight.size) float32 array, in the memory order of the weights. Only
+    the shape of `weight` is used. `dy` must be zero in unused images.
     """
     shape = _shape(x, weight, conv_args, dy)
     if _direct(shape):
@@ -213,7 +217,7 @@ def leaves_of(dy, x, weight, conv_args, tree):
 
 
 def _vector(channels, *arrays):
-    """Return the number of floats per copy: 4 if channels and addresses allow it, else 1."""
+    """Return the number of floats to copy at once: 4 if channels and addresses allow it, else 1."""
     return 4 if channels % 4 == 0 and all(a.offset % 16 == 0 for a in arrays) else 1
 
 
@@ -221,7 +225,8 @@ def definitions(tile, shape, device, **values):
     """Return the preprocessor definitions for compiling a convolution kernel.
 
     If the device compiles kernels for each layer (`specialize`), the shape is compiled in.
-    Otherwise the shape needs registers, and the kernel is compiled for fewer resident blocks.
+    Otherwise the shape occupies registers, and the kernel is compiled for fewer resident thread
+    blocks per multiprocessor.
     """
     defines = {**tile, **values, "PRECISION": PRODUCTS[settings.precision]}
     if getattr(device, "specialize", False):
@@ -232,7 +237,7 @@ def definitions(tile, shape, device, **values):
 
 
 def threads_of(tile):
-    """Return the number of threads of a block."""
+    """Return the number of threads in a thread block."""
     warps = tile["BM"] // tile["WM"] * (tile["BN"] // tile["WN"]) * tile.get("SPLIT", 1)
     return warps * 32
 
@@ -252,9 +257,10 @@ def _columns(filters):
 
 @functools.lru_cache(maxsize=256)
 def gemm_tile(shape, rows, processors):
-    """Return BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for a total of `rows` pixels.
+    """Return BM, BN, WM, WN, STAGES and MIN_BLOCKS of conv_gemm for `rows` pixels in total.
 
-    A tile has 128 rows, or 64 if 128 would give multiprocessors fewer than two blocks each.
+    A tile has 128 rows, or 64 if 128 rows would give each multiprocessor fewer than two thread
+    blocks.
     """
     columns = _columns(shape.filters_of_group)
     blocks = -(-rows // 128) * columns_of(shape, columns) * shape.groups
@@ -275,8 +281,8 @@ def gemm_tile(shape, rows, processors):
 def dweight_tile(shape):
     """Return BM, BN, WM, WN, SPLIT, STAGES and MIN_BLOCKS of conv_dweight.
 
-    A block has at least four warps. If the tile is too small for four, SPLIT groups of warps share
-    the pixels of a step.
+    A thread block has at least four warps. If the tile is too small for four warps, SPLIT groups of
+    warps share the pixels in shared memory.
     """
     columns = _columns(shape.filters_of_group)
     across = columns // COLUMNS[columns]

@@ -1,7 +1,8 @@
-"""Convolution in plain float32, for any GPU, by kernels/cuda/conv_direct.cu.
+"""Convolution in float32 without tensor cores, by kernels/cuda/conv_direct.cu.
 
-GPUs without TF32 tensor cores use these kernels; on other GPUs they are the reference.
-`conv_args` is (stride, padding, dilation, groups).
+These kernels run on any GPU. `conv` uses them if the GPU has no TF32 tensor cores, if
+`settings.direct` is set, or if the images are too large. They are the reference for the kernels on
+tensor cores. `conv_args` is (stride, padding, dilation, groups).
 """
 
 import functools
@@ -13,13 +14,14 @@ from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import LANES
 
-ROWS, COLUMNS, THREADS = 64, 32, 256  # tile size and threads per block, as in conv_direct.cu
-LARGEST = 1 << 31  # offsets within an image and within the weights are int
+# Tile size and threads per CTA (thread block), as in conv_direct.cu.
+ROWS, COLUMNS, THREADS = 64, 32, 256
+LARGEST = 1 << 31  # offsets within an image or the weights are C ints
 
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, weight_shape, stride, padding, dilation, groups):
-    """Return the numbers that are arguments of all three kernels, and (K, P, Q).
+    """Return the integer arguments that all three kernels share, and (K, P, Q).
 
     Raises ValueError if the images or weights are too large.
     """
@@ -37,7 +39,7 @@ def _tiles(size, tile):
 
 
 def forward(x, weight, bias, conv_args):
-    """Return the convolution of x with the weights, plus bias if given: (blocks, K, P, Q, 16)."""
+    """Return the convolution of x, plus the bias if it is not None, (blocks, K, P, Q, 16)."""
     blocks, *image, lanes = x.dims
     numbers, (k, p, q) = _geometry(tuple(image), weight.dims, *conv_args)
     y = array.empty_lanes((blocks, k, p, q, lanes))
@@ -48,7 +50,7 @@ def forward(x, weight, bias, conv_args):
 
 
 def dx(dy, x, weight, conv_args):
-    """Return the gradient with respect to x. Of x, only the shape is used."""
+    """Return the gradient with respect to x. Only the shape of `x` is used."""
     blocks, c, h, w, lanes = x.dims
     numbers, _ = _geometry((c, h, w), weight.dims, *conv_args)
     gradient = array.empty_like(x)
@@ -59,23 +61,24 @@ def dx(dy, x, weight, conv_args):
 
 
 def with_bias(y, bias):
-    """Add a bias to each channel of y, by batch normalization with mean 0 and scale 1."""
+    """Add a bias to each channel of y by a batch normalization with mean 0 and scale 1."""
     zeros = np.zeros(bias.size, np.float32)
     return batchnorm.batchnorm(y, launching.constant(zeros), launching.constant(zeros + 1), bias)
 
 
 def images_per_leaf(tiles, tree):
-    """Return the number of images per leaf of the gradient of the weights: 1, 2, 4, 8 or 16.
+    """Return the number of images per leaf of the weight gradient: 1, 2, 4, 8 or 16.
 
-    Fewer images give more CTAs, but more leaves to write and to fold. The result is the largest
-    number that would give each multiprocessor two CTAs if all images were on this GPU, or else 1.
+    A leaf is the sum of the gradients of consecutive images. Fewer images per leaf give more CTAs
+    (thread blocks), but more leaves to write and to fold. The result is the largest number that
+    would give each multiprocessor two CTAs if all images were on this GPU, or 1 if none does.
 
     Parameters
     ----------
     tiles : int
         Number of CTAs per leaf.
     tree : Tree
-        The tree over the global mini-batch.
+        The reduction tree over the global mini-batch, in blocks of 16 images.
     """
     images = LANES
     while images > 1 and LANES // images * tree.leaves * tiles < 2 * launching.device().processors:
@@ -84,11 +87,11 @@ def images_per_leaf(tiles, tree):
 
 
 def dweight_leaves(dy, x, weight, conv_args, tree):
-    """Return the leaves of the gradient of the weights, and the number of leaves per block.
+    """Return the leaves of the weight gradient, and the number of leaves per block of 16 images.
 
-    Leaves are (leaves, weight.size) float32, in the memory order of the weights. A leaf sums 1, 2,
-    4, 8 or 16 consecutive images. Only the shape of `weight` is used. `dy` must be zero in unused
-    images.
+    The leaves are float32 (leaves, weight.size), in the memory order of the weights. A leaf is the
+    sum of the gradients of 1, 2, 4, 8 or 16 consecutive images. Only the shape of `weight` is used.
+    `dy` must be zero in the unused lanes (image slots) of a block.
     """
     blocks, *image, lanes = x.dims
     numbers, (k, _, _) = _geometry(tuple(image), weight.dims, *conv_args)

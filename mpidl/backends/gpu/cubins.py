@@ -1,7 +1,7 @@
-"""Cache compiled kernels in files, so that only one process of a node compiles each kernel.
+"""Cache compiled kernels in files, so that only one process of a host compiles each kernel.
 
-The name of a file contains a hash of everything its contents depend on. The file ends with a hash
-of its contents, so a truncated file is detected and compiled again. Files are written under a
+The name of a file contains a hash of everything that the contents depend on. The file ends with a
+hash of its contents, so a truncated file is detected and compiled again. Files are written under a
 temporary name and renamed when they are complete.
 """
 
@@ -15,9 +15,9 @@ import tempfile
 import time
 import warnings
 
-SIZES = struct.Struct("<QQ")  # bytes of the cubin and of the log, stored before the hash
-HASH = 32  # bytes
-DAYS = 90  # files this old are removed, and compiled again if needed
+SIZES = struct.Struct("<QQ")  # sizes of the cubin and of the log in bytes, stored before the hash
+HASH = 32  # size of the hash in bytes
+DAYS = 90  # older files are removed; the kernels are compiled again if needed
 
 _warned = False
 
@@ -25,7 +25,7 @@ _warned = False
 def folder():
     """Return the folder of the cache: in MPIDL_CACHE if it is set, else in the temporary folder.
 
-    The temporary folder is local to the node, whereas home folders of clusters are shared and slow.
+    The temporary folder is local to the host, whereas home folders of clusters are shared and slow.
     """
     cache = os.environ.get("MPIDL_CACHE")
     if cache:
@@ -36,7 +36,7 @@ def folder():
 def cached(name, make):
     """Return (cubin, log) from the file `name`; if it is missing, call make() and write the file.
 
-    While one process of the node runs make(), the others wait. If that process dies, they continue.
+    While one process of the host runs make(), the others wait. If that process dies, they continue.
     If the files cannot be written, each process warns and runs make() itself.
     """
     place = folder()
@@ -110,7 +110,7 @@ def _is_ours(place):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Hold the lock of a file, which the system releases if the process dies."""
+    """Hold the lock of a file, which the operating system releases if the process dies."""
     path, file = f"{path}.lock", None
     try:
         file = open(path, "w")
@@ -121,7 +121,7 @@ def _locked(path):
         yield
     finally:
         if file is not None:
-            # processes that wait for this lock file, and later ones, find the cached file
+            # processes that wait for this lock file, and later processes, find the cached file
             with contextlib.suppress(OSError):
                 os.unlink(path)
             file.close()

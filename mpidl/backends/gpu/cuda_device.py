@@ -26,7 +26,7 @@ OUT_OF_MEMORY = 2
 NOT_FOUND = 500
 NOT_READY = 600
 
-UPLOADING = 16 << 20  # bytes of copies of host memory that pending uploads may still read
+UPLOADING = 16 << 20  # maximum total bytes of host copies that pending uploads may read
 
 
 class Memory:
@@ -67,10 +67,11 @@ class Graph:
 
 
 class CudaDevice:
-    """The visible GPU number `index`, with one stream for computing and one for copies.
+    """A visible GPU, selected by its index, with one stream for computing and one for copies.
 
-    Only one thread may call its methods; other threads may call `stage`. During `capture`, methods
-    that allocate, wait, or copy memory that is not pinned raise RuntimeError.
+    Only the thread that created the object may call its methods, except for `stage`, which any
+    thread may call. During `capture`, methods that allocate, wait, or copy memory that is not
+    pinned raise RuntimeError.
 
     Attributes
     ----------
@@ -79,11 +80,11 @@ class CudaDevice:
     processors : int
         Number of streaming multiprocessors.
     shared : int
-        Most bytes of shared memory that a block may use.
+        Maximum number of bytes of shared memory that a thread block may use.
     memory : int
-        Bytes of device memory.
+        Size of the device memory in bytes.
     identity : str
-        Identifies the physical device; the same in all processes.
+        Identifier of the physical device, which is the same in all processes.
     stream : int
         The stream for computing, a cudaStream_t.
 
@@ -94,7 +95,8 @@ class CudaDevice:
     """
 
     specialize = True  # compile convolution kernels with the layer's shape as constants
-    until = None  # set if other ranks may delay this GPU: until(ready, name) waits for ready()
+    # A function until(ready, name) that waits for ready(), if other ranks may delay this GPU.
+    until = None
     sharers = 1  # number of ranks that compute on this GPU; `comm.devices` sets it
 
     def __init__(self, index=0):
@@ -111,7 +113,7 @@ class CudaDevice:
         )
         self._threads, self._thread = threading.local(), threading.get_ident()
         self._capturing, self._late = False, []  # to be freed later: (free, handle)
-        self._pinned, self._modules = {}, []  # {address: bytes}, handles
+        self._pinned, self._modules = {}, []  # {address: size in bytes}; module handles
         self._uploading, self._uploading_bytes = [], 0  # arrays that uploads may still read
         try:
             self._bind()
@@ -135,7 +137,7 @@ class CudaDevice:
         return Memory(self, self._take(lambda: self.runtime.malloc(size), nbytes), size)
 
     def pinned(self, nbytes):
-        """Return pinned host memory, (nbytes,) uint8; kernels access it at the host's address."""
+        """Return pinned host memory, a uint8 array (nbytes,) that kernels access at its address."""
         self._refuse("allocating", f"{nbytes} bytes of pinned memory")
         runtime, size = self.runtime, max(nbytes, 1)
         flags = runtime.hostAllocPortable | runtime.hostAllocMapped
@@ -150,7 +152,7 @@ class CudaDevice:
         self.give_back(self.runtime.freeHost, address)
 
     def _take(self, take, nbytes, kind="memory"):
-        """Return the address from take(); if memory is short, collect garbage and try once more.
+        """Return the address from take(); if memory runs out, collect garbage and try once more.
 
         Raises MemoryError if the second attempt fails too.
         """
@@ -170,9 +172,9 @@ class CudaDevice:
         )
 
     def give_back(self, free, handle):
-        """Call free(handle), or defer the call during a capture and from another thread."""
+        """Call free(handle), but defer the call during a capture or in another thread."""
         if sys.is_finalizing():
-            return  # the end of the process frees it
+            return  # the memory is freed when the process ends
         if self._capturing or threading.get_ident() != self._thread:
             self._late.append((free, handle))  # another thread may have selected another device
         else:
@@ -186,14 +188,16 @@ class CudaDevice:
     # copies
 
     def upload(self, address, array):
-        """Copy a C-contiguous array to device memory, in the order of the stream.
+        """Copy a C-contiguous array to device memory, in stream order.
 
-        The caller may change the array at once, or, if it is pinned, after the copy has finished.
+        The caller may change the array immediately after this call. A pinned array may be changed
+        only after the copy has finished.
         """
         self._copy_pinned("uploading", array)
         kind, pinned = self.runtime.memcpyHostToDevice, self._is_pinned(array)
         if not pinned and array.nbytes <= UPLOADING:
-            # CUDA may read it late: GPUs that can access all host memory read it in stream order
+            # GPUs that can access all host memory read the array in stream order, so possibly after
+            # this call.
             if self._uploading_bytes + array.nbytes > UPLOADING:
                 self.synchronize()
             array = array.copy()
@@ -204,7 +208,7 @@ class CudaDevice:
             self.synchronize()
 
     def download(self, array, address):
-        """Copy device memory into a C-contiguous array, in the order of the stream.
+        """Copy device memory into a C-contiguous array, in stream order.
 
         The contents of the array are valid after the next wait for the device.
         """
@@ -213,11 +217,11 @@ class CudaDevice:
         self._copy(array.ctypes.data, address, array.nbytes, runtime.memcpyDeviceToHost)
 
     def copy(self, destination, source, nbytes):
-        """Copy within device memory, in the order of the stream."""
+        """Copy within device memory, in stream order."""
         self._copy(destination, source, nbytes, self.runtime.memcpyDeviceToDevice)
 
     def stage(self, address, array):
-        """Copy pinned memory to the device during computations; return a token for `after`."""
+        """Copy pinned memory to the device while it computes; return a token for `after`."""
         if not self._is_pinned(array):
             raise ValueError("stage: expected pinned memory, which can be copied asynchronously")
         if threading.get_ident() == self._thread:
@@ -256,7 +260,7 @@ class CudaDevice:
     # kernels
 
     def load(self, unit):
-        """Load a `kernels.Unit`, compiled if the cache lacks it; return {kernel: cuFunction}."""
+        """Load a `kernels.Unit`, compiling it if it is not cached; return {kernel: cuFunction}."""
         self._refuse("loading", f"{unit.family}.cu")
         driver, image = self.driver, nvrtc.cubin(unit, self.architecture)
         try:
@@ -272,10 +276,10 @@ class CudaDevice:
             try:
                 functions[name] = driver.moduleGetFunction(module, name)
             except RuntimeError as error:
-                if getattr(error, "status", None) != NOT_FOUND:  # the definitions exclude it
+                if getattr(error, "status", None) != NOT_FOUND:  # the unit excludes this kernel
                     raise
         for kernel in functions.values():
-            # by default a block gets at most 48 KiB, even if the device has more
+            # by default a thread block gets at most 48 KiB of shared memory
             static = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel)
             dynamic = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.funcSetAttribute(kernel, dynamic, self.shared - static)
@@ -316,7 +320,7 @@ class CudaDevice:
         if self.until is not None:
             query = self.runtime.eventQuery
             self.until(lambda: query(token.event) != NOT_READY, "the work of all ranks' GPUs")
-        self.runtime.eventSynchronize(token.event)  # returns at once; raises the launches' errors
+        self.runtime.eventSynchronize(token.event)  # also raises errors of the launches
 
     def elapsed(self, first, second):
         """Wait for two marks made with timed=True; return the milliseconds between them."""
@@ -389,7 +393,7 @@ class CudaDevice:
 def _refusing(base):
     """Return a hook that raises RuntimeError if CuPy's memory pool allocates during a capture.
 
-    The pool could give that memory to others before the graph is launched.
+    The pool could hand out that memory again before the graph is launched.
     """
 
     def refuse(hook, **facts):

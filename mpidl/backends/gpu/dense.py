@@ -1,8 +1,8 @@
 """Fully connected layers by kernels/cuda/dense.cu, in plain float32.
 
-Each sum is computed in one fixed order. A value per image (blocks, F, 16) is stored as a matrix
-(images, F), and weights (K, F) as (outputs, F). The features of both have the same order, whatever
-shape the images had before flattening.
+Each sum is computed in one fixed order. Images come in blocks of 16. An array (blocks, F, 16) with
+F features per image is stored as a matrix (images, F), and weights (K, F) as a matrix (outputs, F).
+The features have the same order in both matrices, whatever shape the images had before flattening.
 """
 
 import math
@@ -16,12 +16,13 @@ from mpidl.blocks import LANES, DeferredInput
 from mpidl.fold import Partial, Term, add
 
 THREADS = 128  # threads per block, as in dense.cu
-TILE = 64  # images of a tile, and its outputs or features
-LARGE = 2 * TILE  # images of a large tile
+TILE = 64  # number of images in a tile, and number of outputs or features
+LARGE = 2 * TILE  # number of images in a large tile
 FEW = 16  # layers with at most 16 outputs use kernels with tiles of 16 outputs
 CHUNKS = 128  # approximate number of CTAs per tile of images, so that a small product fills a GPU
 SHORTEST = 128  # minimum number of features that a CTA sums
-# Kernels of the weights' gradient: outputs and features of a tile, most blocks of a range.
+# For each kernel of the weights' gradient: number of outputs and of features in a tile, and largest
+# number of blocks (of 16 images) in a range.
 FOLDS = {
     "dense_dweight_few": (FEW, 64, 64),
     "dense_dweight_short": (64, 64, 16),
@@ -31,9 +32,10 @@ SHORTEST_RANGE = 8  # blocks; longer ranges are halved if that is needed to fill
 
 
 def rows_of(value, name):
-    """Return (images, K) of a value (blocks, K, 16) that is stored as a matrix of this shape.
+    """Return the shape (images, K) of the matrix that stores an array (blocks, K, 16).
 
-    Raises ValueError for images with several pixels and channels, whose memory order differs.
+    Raises ValueError for images with several pixels and several channels, whose memory order
+    differs.
     """
     if sum(size != 1 for size in value.dims[1:-1]) > 1:
         raise ValueError(f"{name}: expected (blocks, K, 16), got images {value.dims}")
@@ -72,14 +74,14 @@ def chunk_of(outputs, features):
 def _large(images, across):
     """Return whether large tiles, which read less memory, are enough to fill the GPU.
 
-    `across` is the number of tiles that share the same images. The sum of an element does not
-    depend on its tile.
+    `across` is the number of tiles that share the same images. An element of the result does not
+    depend on the size of the tile.
     """
     return images > TILE and -(-images // LARGE) * across >= launching.device().processors
 
 
 def dense_dx(dy, weight):
-    # the features of dx have the order of the weights' features
+    # the features of dx have the same order as the weights' features
     images, outputs = rows_of(dy, "dense_dx")
     features = math.prod(weight.dims[1:])
     dx = array.empty_lanes((dy.dims[0], *weight.dims[1:], LANES))
@@ -92,8 +94,9 @@ def dense_dx(dy, weight):
 
 
 def dense_dweight(dy, x, tree):
-    # The leaves, one per block, are folded in registers and never stored. How blocks are cut into
-    # ranges does not change the bytes, so it may depend on this rank's share.
+    # The leaves of the reduction tree, one per block of 16 images, are folded in registers and
+    # never stored. The ranges into which blocks are cut do not change the bytes of the result, so
+    # the ranges may depend on this rank's share.
     x = read(x)
     _, outputs = rows_of(dy, "dense_dweight")
     features = math.prod(x.dims[1:-1])
@@ -112,12 +115,12 @@ def dense_dweight(dy, x, tree):
 
 
 def _cut(nodes, outputs, features, plain):
-    """Cut nodes into ranges of blocks that fill the GPU; return (kernel, ranges, ends).
+    """Cut tree nodes into ranges of blocks that fill the GPU; return (kernel, ranges, ends).
 
-    `kernel` is the name of the kernel that folds each range, a pair (first block, number of
-    blocks). `ends` lists the parts of each node as a pair (first range, number of ranges); they
-    are folded afterwards. All parts but the last have a power of two of blocks, so each part is a
-    node of the tree itself. The nodes of a plain sum are not cut.
+    `kernel` is the name of the kernel that folds the ranges. Each range is a pair (first block,
+    number of blocks). `ends` has a pair (first range, number of ranges) for each node; the ranges
+    of a node are folded afterwards. In all ranges of a node but the last, the number of blocks is a
+    power of two, so each range is itself a node of the tree. The nodes of a plain sum are not cut.
     """
     longest = max((stop - start for start, stop in nodes), default=0)
     kernel = "dense_dweight_few" if outputs <= FEW else "dense_dweight_short"
@@ -167,7 +170,7 @@ def _aligned(pitch, *arrays):
 
 
 def _partial(matrix, tree, like):
-    """Return the Partial of a sum from the matrix of this rank's nodes, (nodes, width)."""
+    """Return the Partial of a sum whose nodes on this rank are the rows of `matrix`."""
     rows = [
         Array(row.buffer, row.dtype, like.shape, like.dims, like.order, row.offset)
         for row in map(matrix.row, range(len(matrix)))

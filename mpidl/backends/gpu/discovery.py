@@ -1,4 +1,7 @@
-"""Find the GPUs that this process may use, or the reason if there are none. Opens no GPU."""
+"""Find the GPUs that this process may use, or the reason if there are none.
+
+The module does not open a GPU.
+"""
 
 import contextlib
 import ctypes
@@ -13,8 +16,8 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 class Gpu(NamedTuple):
     """Properties of a GPU that this process may use."""
 
-    index: int  # CUDA's number of this GPU among the visible ones
-    identity: str  # identifies the physical device or its part (MIG); the same in all processes
+    index: int  # CUDA's index of this GPU among the visible GPUs
+    identity: str  # identifies the physical GPU or its MIG part; the same in all processes
     name: str  # "NVIDIA H200"
     architecture: str  # "sm_90"
     processors: int  # number of streaming multiprocessors
@@ -33,8 +36,8 @@ class Versions(NamedTuple):
     """Versions of CuPy and CUDA as strings such as "13.2"."""
 
     cupy: str
-    can_run: str  # the newest CUDA that the driver can run
-    made_for: str  # the CUDA that CuPy is made for
+    can_run: str  # the newest CUDA version that the driver can run
+    made_for: str  # the CUDA version that CuPy is built for
 
 
 def visible():
@@ -93,7 +96,7 @@ def _ask_driver():
 
 
 def driver_version():
-    """Return the newest CUDA that the driver can run, 13020 for 13.2, or 0 without a driver."""
+    """Return the newest CUDA version that the driver can run (13020 is 13.2), or 0 if no driver."""
     with contextlib.suppress(OSError):
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -132,7 +135,7 @@ def in_words(number):
 
 def _describe(runtime, index):
     facts = runtime.getDeviceProperties(index)
-    # CuPy cuts the UUID at its first zero byte, so the PCI bus number is added
+    # CuPy cuts the UUID off at the first zero byte, so the PCI bus ID is added
     identity = f"{runtime.deviceGetPCIBusId(index)} {bytes(facts.get('uuid', b'')).hex()}"
     return Gpu(
         index,

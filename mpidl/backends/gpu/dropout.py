@@ -1,4 +1,4 @@
-"""Dropout by kernels/cuda/dropout.cu."""
+"""Compute dropout with the CUDA kernel in kernels/cuda/dropout.cu."""
 
 import math
 
@@ -11,7 +11,7 @@ THREADS = 256
 def dropout(x, threshold, scale, key, epoch, samples):
     blocks, channels, *pixels, lanes = x.dims
     pixels = math.prod(pixels)
-    if pixels == 1:  # features, which are stored one after the other
+    if pixels == 1:  # the channels are features, which are stored contiguously
         channels, pixels = 1, channels
     parts = -(-channels * -(-pixels // GROUP) // THREADS)
     y = array.empty_like(x)

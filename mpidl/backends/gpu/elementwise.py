@@ -1,4 +1,4 @@
-"""Scale whole Arrays, and copy many pieces of Arrays, each in one launch."""
+"""Scale an Array in one kernel launch, and copy many pieces of Arrays in one launch."""
 
 import numpy as np
 
@@ -8,7 +8,10 @@ from mpidl.fold import Late
 
 
 def scaled(x, factor):
-    """Return x * factor. `factor`, a number or a `fold.Late`, is rounded to the type of x first."""
+    """Return x * factor.
+
+    The factor is a scalar or a `fold.Late`. It is rounded to the dtype of x before multiplying.
+    """
     number, late = (factor.factor, factor.array) if isinstance(factor, Late) else (factor, None)
     y, blocks = array.empty_like(x), launching.blocks_of_threads(x.size)
     name = f"scaled_{launching.kind_of(x)}"
@@ -19,7 +22,7 @@ def scaled(x, factor):
 def pack(matrices, rows, dtype=np.float32):
     """Join matrices (rows, width) side by side; return (rows, sum of widths).
 
-    Raises ValueError if a matrix has another number of rows or another type.
+    Raise a ValueError if a matrix does not have this number of rows or this dtype.
     """
     packed = launching.empty((rows, sum(m.shape[1] for m in matrices)), dtype)
     pieces, column = [], 0
@@ -34,7 +37,7 @@ def pack(matrices, rows, dtype=np.float32):
 
 
 def _pitch(matrix):
-    """Return the distance between rows of a matrix, in words of 4 bytes."""
+    """Return the distance between the rows of a matrix, in words of 4 bytes."""
     return matrix.shape[1] * matrix.dtype.itemsize // WORD
 
 
@@ -44,7 +47,8 @@ def copy(pieces):
     Parameters
     ----------
     pieces : list of (source, destination, rows, words, source pitch, destination pitch)
-        A row has `words` words of 4 bytes. A pitch is the distance between rows, in words.
+        Each piece consists of `rows` rows of `words` words of 4 bytes. A pitch is the distance
+        between rows, in words.
     """
     pieces = [piece for piece in pieces if piece[2] and piece[3]]
     if not pieces:

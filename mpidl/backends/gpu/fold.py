@@ -1,8 +1,10 @@
-"""Sums over images on the GPU, by the tree of `mpidl.fold`, with the same bytes as on the host.
+"""Compute sums over images on the GPU, with the same bytes as on the host.
 
-Leaves may be smaller than a block of 16 images. A block then has a power of two of leaves, which
-refines the tree without changing it. How threads divide the work does not change the bytes, so the
-division may depend on this rank's share.
+`mpidl.fold` defines the reduction tree. Leaves are sums over a block of 16 images, nodes are sums
+of leaves, and the root is the total. On the GPU, a leaf may also be the sum over a part of a block.
+The number of leaves per block is then a power of two, so that the tree above the blocks does not
+change. The bytes do not depend on how threads divide the work, so the division may depend on the
+number of images of this rank.
 """
 
 import numpy as np
@@ -12,13 +14,14 @@ from mpidl.backends.gpu.array import Array
 from mpidl.device_array import OnDevice
 from mpidl.fold import Partial, Term, add, merge_moments
 
-LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}  # maximum per node and launch
+# Maximum number of leaves of a node that one launch can fold, for each kind of sum.
+LEAVES = {"float": 1 << 16, "double": 1 << 16, "moments": 1 << 10}
 BLOCKS = 1 << 16  # maximum number of blocks of a mini-batch that `fold_all` accepts
 KINDS = {add: {"f4": "float", "f8": "double"}, merge_moments: {"f8": "moments"}}
 
 
 class Nodes(list, OnDevice):
-    """A list of this rank's nodes of a sum, which are Arrays on the rows of `matrix`.
+    """A list of this rank's nodes of a sum. Each node is an Array that views a row of `matrix`.
 
     `matrix` is an Array (nodes, width). `like` is an Array with the memory layout of the sum, or
     None if the sum is in C order.
@@ -30,14 +33,14 @@ class Nodes(list, OnDevice):
 
 
 def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=None):
-    """Fold the leaves of a sum, and return its Partial. The leaves may be overwritten.
+    """Fold this rank's leaves into nodes, and return a Partial. The leaves may be overwritten.
 
     Parameters
     ----------
     values : (blocks * per_block, width) Array
         The leaves of this rank's blocks.
     tree : Tree
-        A plain tree has one node per rank, which is folded like a mini-batch of these leaves.
+        The reduction tree. In a plain tree, all leaves of a rank are folded into one node.
     per_block : int
         Number of leaves per block, a power of two.
     combine : function
@@ -45,7 +48,8 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
     shape : tuple, optional
         Shape of the sum; (width,) by default.
     like : Array, optional
-        The sum gets the shape and memory layout of this Array, such as the weights of a gradient.
+        Array whose shape and memory layout the sum gets, such as the weights if the sum is their
+        gradient.
     """
     start, stop = tree.run
     rows = (stop - start) * per_block
@@ -66,10 +70,10 @@ def partial_of_leaves(values, tree, per_block, combine=add, shape=None, like=Non
 
 
 def fold_rows(values, ranges, combine=add):
-    """Fold each range of rows of a matrix in C order; return (len(ranges), width).
+    """Fold each range of rows of a C-ordered matrix; return an Array (len(ranges), width).
 
-    A range is (first row, number of rows >= 1), and is folded by the tree over its rows. Returns
-    `values` itself if there is nothing to combine.
+    A range is (first row, number of rows >= 1). The rows of a range are the leaves of a separate
+    tree. Return `values` itself if there are no rows to combine.
     """
     if all(count == 1 for _, count in ranges) and len(ranges) == len(values):
         return values
@@ -91,10 +95,10 @@ def fold_rows(values, ranges, combine=add):
 
 
 def spread(width, leaves, kind):
-    """Return (columns, rows, chunk): how a block of threads folds a node of up to `leaves` leaves.
+    """Return (columns, rows, chunk): how a thread block folds up to `leaves` leaves into a node.
 
-    The block folds `columns` columns. `rows` threads share a column, and each folds up to `chunk`
-    leaves.
+    The thread block folds `columns` columns. A column is shared by `rows` threads, each of which
+    folds up to `chunk` leaves.
     """
     if kind == "moments":
         columns, threads = 4, 1024
@@ -107,10 +111,10 @@ def spread(width, leaves, kind):
 
 
 def fold_all(matrix, tree, combine=add, shape=None, like=None):
-    """Fold the nodes of all ranks and return the root, with the bytes of `mpidl.fold.fold_nodes`.
+    """Fold the nodes of all ranks and return the root, with the same bytes as `fold.fold_nodes`.
 
-    `matrix` is (nodes of all ranks, width), in the order of the ranks. The root is (width,), or has
-    the shape and layout of `shape` and `like`, as in `partial_of_leaves`.
+    `matrix` has one row per node, in the order of the ranks. The shape of the root is (width,)
+    unless `shape` or `like` is given; see `partial_of_leaves`.
     """
     nodes = [node for nodes_of_rank in tree.nodes for node in nodes_of_rank]
     if len(nodes) != len(matrix):
@@ -139,7 +143,7 @@ def _kind(values, combine):
 
 
 def _width(values, combine):
-    """Return the number of columns, one per thread; the columns of moments are channels."""
+    """Return the number of columns, one per thread; for moments, the number of channels."""
     return values.shape[1] // 2 if combine is merge_moments else values.shape[1]
 
 

@@ -1,4 +1,7 @@
-"""Gather the images and targets of a mini-batch into lanes, by kernels/cuda/images.cu."""
+"""Gather the images and targets of a mini-batch into lanes, with kernels/cuda/images.cu.
+
+Images are stored in blocks of 16, and a lane is the slot of one image in a block.
+"""
 
 import math
 
@@ -8,7 +11,7 @@ from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.array import Array
 from mpidl.blocks import LANES, blocks_of
 
-THREADS, PER_THREAD = 256, 4  # threads per block; elements per thread
+THREADS, PER_THREAD = 256, 4  # threads per CUDA thread block; elements per thread
 
 
 def images(
@@ -28,17 +31,18 @@ def images(
 ):
     """Return normalized lanes of images, as `Backend.images` does, or gather them from a data set.
 
-    `mirrored`, `top` and `left` are int32 Arrays with one number for each image of the share.
+    `mirrored`, `top` and `left` are int32 Arrays with one element for each image of the rank's
+    share.
 
     Parameters
     ----------
     indices : (share,) int32 Array, optional
         The index in `pixels` of each image of the share. `pixels` is then the whole data set.
     counts : (1,) int32 Array, optional
-        How many of the images in `indices` or `pixels` are used, from the first on. The others
-        become zero, and nothing is read for them.
+        Number of images in `indices` or `pixels` that are used, counted from the first image. The
+        lanes of the other images become zero, and these images are not read.
     blocks : int, optional
-        The number of blocks B; by default the number that the images need.
+        The number of blocks B. By default, as many as the images need.
     """
     if pixels.ndim != 4 or pixels.order != (0, 1, 2, 3):
         raise ValueError(f"expected pixels (n, C, H, W) in that order, got {pixels.shape}")
@@ -57,14 +61,14 @@ def images(
 
 
 def targets(table, *, indices=None, counts=None, blocks=None):
-    """Return lanes (B, *shape, 16) of the targets of images: labels, numbers, maps or images.
+    """Return lanes (B, *shape, 16) of targets: class labels, numbers, label maps or images.
 
     Parameters
     ----------
     table : (n, *shape) float32 or int32 Array
-        The targets of n images, in the order of the data set's files.
+        The targets of n images, in the order of the data set.
     indices, counts, blocks : optional
-        As in `images`. Unused lanes are zero, and nothing is read for them.
+        As in `images`. Unused lanes are zero, and no targets are read for these lanes.
     """
     if table.dtype not in (np.float32, np.int32):
         raise TypeError(f"targets: expected float32 or int32, got {table.dtype}")
@@ -72,7 +76,7 @@ def targets(table, *, indices=None, counts=None, blocks=None):
     count = count if indices is None else len(indices)
     blocks = blocks_of(count) if blocks is None else blocks
     lanes = array.empty_lanes((blocks, *shape, LANES), table.dtype)
-    channels = shape[0] if len(shape) == 3 else 1  # images, which become NHWC
+    channels = shape[0] if len(shape) == 3 else 1  # targets that are images become NHWC
     parts = _parts(math.prod(shape))
     arrays = _words(table), indices, counts, _words(lanes)
     numbers = channels, math.prod(shape) // channels, count, parts
@@ -81,10 +85,10 @@ def targets(table, *, indices=None, counts=None, blocks=None):
 
 
 def _words(values):
-    """Return an int32 Array on the same memory, for kernels that only move 4-byte values."""
+    """Return an int32 Array that shares the memory, for kernels that only move 4-byte elements."""
     return Array(values.buffer, np.int32, values.shape, offset=values.offset)
 
 
 def _parts(size):
-    """Return the number of blocks of threads for an image of `size` elements."""
+    """Return the number of CUDA thread blocks for an image of `size` elements."""
     return -(-size // (THREADS * PER_THREAD))

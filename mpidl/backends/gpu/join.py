@@ -1,4 +1,4 @@
-"""Concatenate and split values by kernels/cuda/concat.cu, and add them."""
+"""Concatenate and split arrays of images by kernels/cuda/concat.cu, and add arrays."""
 
 import math
 
@@ -8,9 +8,9 @@ from mpidl.backends.gpu.launching import THREADS
 
 
 def rows_and_channels(name, x):
-    """Return (rows, channels): the number of pixels in all images, and the channels per pixel.
+    """Return the number of pixels in all images (rows), and the number of channels per pixel.
 
-    Raises ValueError for flattened images, whose features are not stored in their order.
+    Raises ValueError for flattened images, since their order in memory is not the feature order.
     """
     blocks, channels, *pixels, lanes = x.dims
     if len(x.shape) < len(x.dims) and math.prod(pixels) > 1:
@@ -22,7 +22,7 @@ def rows_and_channels(name, x):
 
 
 def _move(name, part, joined, first):
-    """Launch the kernel `name`, concat or split, for the part that begins at channel `first`."""
+    """Launch the kernel `name` ("concat" or "split") for the part from channel `first` on."""
     rows, words = rows_and_channels(name, part)
     _, pitch = rows_and_channels(name, joined)
     blocks = launching.blocks_of_threads(part.size, per_thread=4)
@@ -30,7 +30,7 @@ def _move(name, part, joined, first):
 
 
 def concat(arrays):
-    # raises ValueError for flattened images
+    # `_move` raises ValueError for flattened images
     parts = [read(a) for a in arrays]
     blocks, _, *rest = parts[0].shape
     y, first = array.empty_lanes((blocks, sum(p.shape[1] for p in parts), *rest)), 0

@@ -1,8 +1,9 @@
 """Read the sources and parameters of the CUDA kernels, and check the arguments of launches.
 
-The sources are in kernels/cuda, one .cu file per family. Each is compiled with the text of
-common.cuh prepended. A kernel has the name of its function. Its parameters are read from the
-declaration, as `builds` reads mpidl.h, so an array of the wrong type is an error.
+The sources are in kernels/cuda, one .cu file per family of kernels. Each file is compiled with the
+text of common.cuh prepended. A kernel is named after its function. Its parameters are parsed from
+the declaration, so an array of the wrong type is an error. The module `builds` parses mpidl.h in
+the same way.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ ELEMENTS = {
     "long long": "i8",
     "unsigned char": "u1",
 }
-NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # {family: oldest architecture}
+NEEDS = {"conv_dweight": 80, "conv_gemm": 80}  # {family: oldest GPU architecture that can run it}
 KERNEL = re.compile(
     r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(([^)]*)\)', re.S
 )
@@ -42,12 +43,12 @@ class Unit(NamedTuple):
 
     @property
     def text(self):
-        """The text of common.cuh, then of the family. These files include no other of ours."""
+        """The texts of common.cuh and the family's file, which include no other file of mpidl."""
         return source("common.cuh") + f'#line 1 "{self.family}.cu"\n' + source(f"{self.family}.cu")
 
 
 class Argument(NamedTuple):
-    """A parameter of a kernel: an array with elements of type `element`, or a number `ctype`."""
+    """A parameter of a kernel: an array of type `element`, or a number of type `ctype`."""
 
     name: str
     element: Any = None  # a NumPy dtype
@@ -62,7 +63,7 @@ class Launch(NamedTuple):
     grid: tuple
     block: tuple
     shared: int  # bytes of dynamic shared memory
-    arguments: tuple  # Arrays, Tables, numbers and None
+    arguments: tuple  # each an Array, a Table, a number or None
     parameters: tuple  # an Argument for each argument
 
     def values(self):
@@ -94,7 +95,7 @@ def source(name):
 
 
 def signatures(text):
-    """Parse the declarations of all kernels in a source; return {kernel: (Argument, ...)}."""
+    """Parse the kernel declarations in a source text, and return {kernel: (Argument, ...)}."""
     kernels = {}
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     for name, inside in KERNEL.findall(text):
@@ -128,7 +129,7 @@ def _index():
 def make(name, grid, block, arguments, shared=0, defines=None):
     """Check the arguments of a kernel against its declaration, and return its Launch.
 
-    Raises TypeError if they do not match.
+    Raises TypeError if the arguments do not match the declaration.
     """
     family, parameters = _index()[name]
     if len(arguments) != len(parameters):

@@ -26,7 +26,7 @@ _sink = None  # the current launch sink: Eager or a Recorder
 
 
 class Block:
-    """Device memory that is given back when its last Array is deleted.
+    """A piece of device memory that is given back when its last Array is deleted.
 
     `owner`, if given, is an object that keeps the memory allocated until then.
     """
@@ -46,12 +46,12 @@ class Array(DeviceArray):
     Attributes
     ----------
     buffer : Block or Planned
-        Owns the memory. The `address` of a Planned is None while a program is being recorded.
+        Owner of the memory. The `address` of a Planned is None while a program is being recorded.
     offset : int
-        Bytes from the start of the buffer.
+        Position of the first element in the buffer, in bytes.
     shape, dims, order : tuple
-        `shape` is the shape that every backend uses. Memory holds an array of shape `dims`, whose
-        axes are stored in the order `order`, the slowest axis first.
+        `shape` is the shape that every backend uses. In memory, the array has the shape `dims`;
+        `order` lists the axes of `dims` from the slowest to the fastest.
     bounds : array.Bounds or None
         The smallest and the largest label, if the Array holds labels.
     """
@@ -63,7 +63,7 @@ class Array(DeviceArray):
         self.shape = tuple(shape)
         self.dims = self.shape if dims is None else tuple(dims)
         self.order = tuple(range(len(self.dims))) if order is None else tuple(order)
-        self.bounds = None  # a Bounds, for labels
+        self.bounds = None  # a Bounds if the Array holds labels
 
     @property
     def address(self):
@@ -101,12 +101,15 @@ class Array(DeviceArray):
         return Array(self.buffer, self.dtype, shape, offset=self.offset + i * step)
 
     def part(self, start, shape):
-        """Return the elements from number `start` on as an Array of `shape`; needs C order."""
+        """Return the elements from index `start` on as an Array of `shape`.
+
+        This Array must be in C order.
+        """
         offset = self.offset + start * self.dtype.itemsize
         return Array(self.buffer, self.dtype, shape, offset=offset)
 
     def numpy(self):
-        """Return a copy in host memory, in C order; waits for the device."""
+        """Wait for the device, and return a copy in host memory in C order."""
         raw = download(self)
         inverse = np.argsort(self.order)
         raw = raw.reshape([self.dims[axis] for axis in self.order]).transpose(inverse)
@@ -119,7 +122,7 @@ class Array(DeviceArray):
         return float(self.numpy().reshape(()))
 
     def astype(self, dtype):
-        """Return this Array if it has the type already, else round from float64 to float32.
+        """Return this Array if it has the dtype already; else round float64 to float32.
 
         Raises TypeError for all other conversions.
         """
@@ -150,7 +153,7 @@ class Array(DeviceArray):
         launch("zero_words", blocks_of_threads(words), THREADS, zeros, words)
         return Array(zeros.buffer, self.dtype, self.shape, self.dims, self.order)
 
-    __array_ufunc__ = None  # NumPy's arithmetic would silently copy it to the host
+    __array_ufunc__ = None  # NumPy's arithmetic would silently copy the Array to the host
 
     def __repr__(self):
         return f"gpu.Array(shape={self.shape}, {self.dtype})"
@@ -159,8 +162,8 @@ class Array(DeviceArray):
 class Table:
     """A table of addresses and integers in device memory, for kernels that process many arrays.
 
-    `rows` is a list of equally long lists of Arrays and integers. Device memory holds the table as
-    (rows, columns) int64, with the addresses of the Arrays.
+    `rows` is a list of equally long lists of Arrays and integers. Device memory holds an int64
+    array (rows, columns), with the address of each Array in its place.
     """
 
     dtype = np.dtype("i8")
@@ -188,8 +191,8 @@ class Table:
 class Eager:
     """The launch sink that runs kernels at once, on the stream that the device computes on.
 
-    Memory comes from an arena and returns to it when its last reference is deleted. It can be
-    reused at once because the stream runs the launches in order.
+    Memory comes from an arena. When the last reference to the memory is deleted, the arena can
+    reuse it at once, because the stream runs the launches in order.
     """
 
     def __init__(self, device):
@@ -217,12 +220,15 @@ class Eager:
         return y
 
     def exchange(self, world, tree, matrix, combine):
-        """Return the root (width,) of all ranks' nodes; `matrix` (nodes, width) has this rank's."""
+        """Fold the tree nodes of all ranks; return the root (the total) as an Array (width,).
+
+        `matrix` (nodes, width) holds the nodes of this rank.
+        """
         nodes = download(matrix).reshape(matrix.shape)
         return self._uploaded(np.ascontiguousarray(world.exchange(tree, nodes, combine)))
 
     def between(self, mover, source, target):
-        """Gather the rows of all ranks' `source` in `target`, directly between GPUs."""
+        """Gather the rows of `source` from all ranks in `target`, directly between GPUs."""
         mover.allgather(source, target)
 
     def table(self, rows):
@@ -282,7 +288,7 @@ def blocks_of_threads(elements, per_thread=1):
 
 
 def kind_of(x):
-    """Return the type of x in the names of kernels: "float" or "double"."""
+    """Return the type of x as the kernel names spell it: "float" or "double"."""
     kind = KINDS.get(x.dtype.str[1:])
     if kind is None:
         raise TypeError(f"expected float32 or float64, got {x}")
@@ -296,14 +302,14 @@ def launch(name, grid, block, *arguments, shared=0, defines=None):
     dynamic shared memory in bytes. `defines` are the preprocessor definitions, {name: value}.
     """
     kernel_launch = kernels.make(name, grid, block, arguments, shared, defines)
-    if 0 not in kernel_launch.grid:  # a grid is empty if the rank's share is
+    if 0 not in kernel_launch.grid:  # the grid is empty if this rank has no images
         _sink.launch(kernel_launch)
 
 
 def scalar(name, value, dtype=np.float32):
-    """Return one or more numbers that may change from step to step, as an Array (n,).
+    """Return one or more scalars that may change between training steps, as an Array (n,).
 
-    In a recorded program, each replay can set new numbers under this name.
+    Each replay of a recorded program can set new scalars under this name.
     """
     return _sink.scalar(name, value, np.dtype(dtype))
 
@@ -347,7 +353,7 @@ def persistent(shape, dtype=np.float32):
     words = zeros.nbytes // WORD
     if words < LARGE:
         words = 0
-    else:  # a kernel saves the host the upload of zeros as large as a data set
+    else:  # a kernel avoids a large upload of zeros from the host
         as_words = Array(zeros.buffer, np.int32, (words,))
         clearing = kernels.make("zero_words", 32 * device().processors, 256, (as_words, words))
         device().launch(load(clearing), clearing)

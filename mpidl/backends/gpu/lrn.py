@@ -1,18 +1,18 @@
-"""Cross-channel (local response) normalization by kernels/cuda/lrn.cu."""
+"""Cross-channel (local response) normalization with the kernels of kernels/cuda/lrn.cu."""
 
 from mpidl import shapes
 from mpidl.backends.gpu import array, launching
 from mpidl.backends.gpu.join import rows_and_channels
 from mpidl.backends.gpu.launching import THREADS
 
-SHARED = 48 << 10  # bytes of shared memory that a block may have on every GPU
+SHARED = 48 << 10  # bytes of shared memory that a thread block may use on any GPU
 
 
 def _norm(x, window, alpha, k):
-    """Return the numbers that are arguments of both kernels.
+    """Return the scalar arguments that both kernels share.
 
-    These are rows, channels, the channels before and after a channel in its window, alpha / window
-    and k.
+    They are the rows, the channels, the channels before and after the centre of the window,
+    alpha / window, and k.
     """
     rows, channels = rows_and_channels("cross_channel_norm", x)
     channels_before, channels_after = (

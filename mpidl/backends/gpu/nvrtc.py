@@ -1,8 +1,8 @@
-"""Compile CUDA C to cubins with NVRTC, NVIDIA's compiler library.
+"""Compile CUDA C to cubins (GPU binaries) with NVRTC, NVIDIA's compiler library.
 
 NVRTC needs no GPU, driver or toolkit. It is installed as a pip package (nvidia-cuda-nvrtc for CUDA
 13, nvidia-cuda-nvrtc-cu12 for CUDA 12) or with a CUDA toolkit. CUDA 13 compiles for sm_75 and
-later, CUDA 12 also for sm_70. `cubins` caches the results.
+later, CUDA 12 also for sm_70. The module `cubins` caches the cubins.
 """
 
 import contextlib
@@ -28,12 +28,13 @@ TOOLKITS = ("lib64", "lib", "targets/*/lib")
 class Nvrtc:
     """An NVRTC library.
 
-    `version` is a tuple such as (13, 0). `architectures` are those it compiles for, (75, ...).
+    `version` is a tuple such as (13, 0). `architectures` lists the GPU architectures that the
+    library compiles for, such as 75 for sm_75.
     """
 
     def __init__(self, path):
         self.path = path
-        # Up to CUDA 13.0, NVRTC finds its builtins library only if it is loaded already.
+        # Up to CUDA 13.0, NVRTC finds its builtins library only if that library is already loaded.
         for builtins in glob.glob(os.path.join(os.path.dirname(path), "libnvrtc-builtins.so*")):
             with contextlib.suppress(OSError):
                 ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
@@ -54,7 +55,7 @@ class Nvrtc:
             raise RuntimeError(f"{self.path}: {name}: {text}")
 
     def compile(self, text, options, name):
-        """Compile CUDA C; return (cubin, log). Raises UserError with the compiler's errors."""
+        """Compile CUDA C and return (cubin, log); raise UserError with the compiler's errors."""
         program = ctypes.c_void_p()
         source, file = text.encode(), name.encode()
         self._call("nvrtcCreateProgram", byref(program), source, file, 0, None, None)
@@ -85,14 +86,14 @@ class Nvrtc:
 def cubin(unit, architecture):
     """Return the cubin (bytes) of a `kernels.Unit` for an architecture such as "sm_90".
 
-    The cubin comes from the cache if it is there. Raises UserError if there is no NVRTC, or if the
+    A cached cubin is returned if there is one. Raises UserError if no NVRTC is found, or if the
     unit does not compile.
     """
     return compiled(unit, architecture)[0]
 
 
 def compiled(unit, architecture):
-    """Return (cubin, log), as `cubin` does but with the compiler's log."""
+    """Return (cubin, log): the result of `cubin` and the compiler's log."""
     nvrtc = find(architecture)
     text, defines = unit.text, unit.defines
     parts = [repr(nvrtc.version), architecture, repr(OPTIONS), repr(tuple(defines)), text]
@@ -116,8 +117,8 @@ def compile(text, architecture, defines=(), name="kernels.cu"):
 def find(architecture):
     """Return the newest Nvrtc that compiles for an architecture such as "sm_90".
 
-    If there is a driver, it must be able to run the cubins. Raises UserError if no Nvrtc meets
-    these conditions.
+    If a GPU driver is installed, the Nvrtc must produce cubins that the driver can run. Raises
+    UserError if no Nvrtc meets these conditions.
     """
     return _find(int(re.sub(r"\D", "", architecture)), discovery.driver_version() // 1000)
 
@@ -155,15 +156,15 @@ def _find(architecture, driver):
 def installed():
     """Return one Nvrtc for each installed version.
 
-    If MPIDL_NVRTC is set, only that library is used. Otherwise pip's packages, the toolkits of
-    CUDA_PATH, CUDA_HOME and /usr/local/cuda, and the system's libraries are searched.
+    If MPIDL_NVRTC names a library, only that library is used. Otherwise the pip packages, the
+    toolkits in CUDA_PATH, CUDA_HOME and /usr/local/cuda, and the system's libraries are searched.
     """
     by_version = {}
     for path in _paths():
         try:
             nvrtc = Nvrtc(path)
         except (OSError, AttributeError, RuntimeError):
-            continue  # made for another system, or not NVRTC
+            continue  # the library is for another system, or is not NVRTC
         by_version.setdefault(nvrtc.version, nvrtc)
     return tuple(by_version.values())
 

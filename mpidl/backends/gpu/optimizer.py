@@ -1,4 +1,4 @@
-"""Optimizer steps and gradient clipping by kernels/cuda/optimizer.cu and clip.cu.
+"""Optimizer steps and gradient clipping with the kernels in kernels/cuda/{optimizer,clip}.cu.
 
 One launch processes all parameters. Arrays are float32, and all arrays of a parameter have the same
 memory layout.
@@ -15,13 +15,13 @@ from mpidl.backends.gpu.array import Array
 
 ALIGNED = 64  # floats: 256 bytes, the alignment of device memory
 THREADS = 256  # threads per block
-SMALL = 1 << 22  # floats; up to this total size, a block of threads has the smaller chunk
+SMALL = 1 << 22  # floats; up to this total size, a block of threads processes a smaller chunk
 CHUNKS = 4 * THREADS, 32 * THREADS  # floats per block of threads: smaller and larger chunk
 
 
 @functools.lru_cache(maxsize=16)
 def places(sizes):
-    """Place arrays of these sizes, each aligned, side by side in one array.
+    """Compute aligned places, side by side in one array, for arrays of the given sizes.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def step_number(name, value):
 
 
 def _on_device(value):
-    """Return a number as an Array (1,), which kernels read from memory.
+    """Return a scalar as an Array (1,), because kernels read the scalar from memory.
 
     `value` is a Python number or already an Array from `step_number`.
     """
@@ -68,7 +68,7 @@ def optimizer_step(formula, weights, gradients, state, numbers, decays, factors=
     """Return the new weights, side by side in one array, at the indices that `places` returns.
 
     The kernel has the name of the formula. If the old weights are side by side too, the new array
-    may use the same memory: the kernel reads each number before it writes the new one.
+    may use the same memory: the kernel reads each old weight before it writes the new one.
     """
     factors = [1.0] * len(weights) if factors is None else factors
     _check(formula, weights, gradient=gradients)
@@ -128,7 +128,7 @@ def clip(weights, gradients, decays, method, threshold):
 def _check(name, weights, **arrays_by_kind):
     """Check that all arrays of a parameter are float32 and have the same layout.
 
-    Raises ValueError or TypeError if they are not.
+    Raises ValueError if layouts differ, and TypeError if an array is not float32.
     """
     for kind, arrays in arrays_by_kind.items():
         for w, other in zip(weights, arrays, strict=True):
@@ -158,5 +158,5 @@ def _table(*columns):
 
 
 def _layout(value):
-    """Return the extents of an Array in memory order, without those that are 1."""
+    """Return the extents of an Array in memory order, without extents of 1."""
     return tuple(value.dims[axis] for axis in value.order if value.dims[axis] != 1)

@@ -1,4 +1,4 @@
-"""Max and average pooling by kernels/cuda/pool.cu."""
+"""Max and average pooling with the kernels in kernels/cuda/pool.cu."""
 
 import functools
 from typing import Any
@@ -9,21 +9,22 @@ from mpidl import shapes
 from mpidl.backends.gpu import array, batchnorm, launching
 from mpidl.blocks import DeferredInput
 
-WARP, MAX_THREADS = 32, 256  # a CTA has the threads that a row needs, at most MAX_THREADS
+WARP, MAX_THREADS = 32, 256  # a CTA has as many threads as a row needs, at most MAX_THREADS
 
 
 @functools.lru_cache(maxsize=256)
 def _geometry(x_shape, size, stride, padding):
-    """Return the numbers that are arguments of all kernels, and (C, P, Q)."""
+    """Return the integer arguments that all kernels have, and the output shape (C, P, Q)."""
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
     return (*x_shape, *output[1:], *size, *stride, top, left), output
 
 
 def _launch(name, rows, row, arrays, numbers):
-    """Launch one CTA per row of `row` numbers.
+    """Launch one CTA (block of threads) for each of `rows` rows of `row` elements.
 
-    A thread has four channels if the number of channels is a multiple of four, else one.
+    A thread computes four channels if the number of channels is a multiple of four, else one
+    channel.
     """
     width = 4 if numbers[0] % 4 == 0 else 1
     threads = min(MAX_THREADS, -(-row // (width * WARP)) * WARP)
@@ -41,8 +42,9 @@ def _forward(name, x, windows, with_argmax):
 
 
 def _backward(name, arrays, x, windows, tree):
-    """Launch a backward pass; return dx, and its activation sums if x is a DeferredInput.
+    """Launch a backward pass; return (dx, activation sums of dx).
 
+    The sums are None unless x is a DeferredInput.
     `arrays` is (dy, argmax) for max pooling and (dy,) for average pooling.
     """
     like: Any = x.x if isinstance(x, DeferredInput) else x

@@ -1,18 +1,18 @@
 """Record the launches of a training step, and plan the memory of all its arrays in advance.
 
-While the Python code of the step runs once, a `Recorder` is the launch sink (`launching.through`).
-It computes nothing: it records every launch with its arrays. `finish` then
+While the Python code of a training step runs once, a `Recorder` is the launch sink (see
+`launching.through`). It computes nothing: it records every launch with its arrays. `finish` then
 
-- assigns each array that the step created a place in one slab of memory; arrays that are needed at
-  different times may share memory;
-- collects the numbers that change from step to step (number of images, their indices, learning
-  rate) in `controls`, which the first kernel of a step fills from a row of pinned memory that the
-  host has written;
+- assigns an address in one slab of memory to each array that the training step created; arrays that
+  are needed at different times may share memory;
+- collects the scalars that change between training steps (number of images, indices of images,
+  learning rate) in `controls`; the first kernel of a training step fills `controls` from a row of
+  pinned memory that the host has written;
 - splits the launches into segments where the ranks exchange sums through host memory, and captures
   each segment as one CUDA graph.
 
 A replay allocates no device memory and costs the host one launch per segment. The host waits only
-for an exchange, or if too many steps are in progress.
+for an exchange, or if too many training steps are in progress.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ from mpidl.backends.gpu.program import ROWS, Between, Copy, Exchange, Kernel, Pr
 
 
 class Planned:
-    """Memory that a step needs from its launch number `first` to its launch number `last`."""
+    """A buffer that is needed from operation `first` to operation `last` of a training step."""
 
     def __init__(self, nbytes):
         self.nbytes = -(-max(nbytes, 1) // launching.ALIGNED) * launching.ALIGNED
@@ -31,14 +31,14 @@ class Planned:
 
 
 class Recorder:
-    """A launch sink that records the launches of one step."""
+    """A launch sink that records the operations of one training step."""
 
     def __init__(self, device):
         self.device = device
         self.steps, self.planned, self.tables, self.carried = [], [], [], []
-        self.controls = Planned(0)  # its size is known only in `finish`
+        self.controls = Planned(0)  # `finish` allocates it, when the size is known
         self.slots, self.words = {}, 0  # {name: (Array, initial value)}
-        self.touched = {}  # {id(buffer): (first step, last step)} for memory outside the slab
+        self.touched = {}  # outside the slab: {id(buffer): (first, last operation)}
 
     # interface of a launch sink
 
@@ -57,7 +57,7 @@ class Recorder:
     def scalar(self, name, value, dtype):
         value = np.atleast_1d(np.asarray(value, dtype))
         if name not in self.slots:
-            word = -(-self.words // 2) * 2  # 8-byte numbers are aligned to 8 bytes
+            word = -(-self.words // 2) * 2  # 8-byte scalars are aligned to 8 bytes
             self.words = word + -(-value.nbytes // 4)
             array = Array(self.controls, dtype, value.shape, offset=4 * word)
             self.slots[name] = (array, value)
@@ -73,10 +73,13 @@ class Recorder:
         self.tables.append(table)
         return table
 
-    # steps other than kernels
+    # operations other than kernels
 
     def exchange(self, world, tree, matrix, combine):
-        """Return the root (width,) of all ranks' nodes; `matrix` (nodes, width) has this rank's."""
+        """Combine the nodes of the reduction tree on all ranks, and return the root (the total).
+
+        `matrix` (nodes, width) has the nodes of this rank. The root has the shape (width,).
+        """
         target = launching.empty(matrix.shape[1:], matrix.dtype)
         self._step(Exchange(self.device, world, tree, matrix, combine, target), [matrix, target])
         return target
@@ -86,7 +89,7 @@ class Recorder:
         self._step(Between(mover, source, target), [source, target])
 
     def carry(self, new, old):
-        """Let the next step read the value of `new` where this step read `old`."""
+        """Let the next training step read the value of `new` where this one reads `old`."""
         self.carried.append((new, old))
 
     def _step(self, step, arrays):
@@ -109,7 +112,7 @@ class Recorder:
         Parameters
         ----------
         outputs : {name: Array () float64}
-            Numbers that the host receives after each step.
+            Scalars that the host receives after each training step.
         graphs : bool
             If True, capture the segments as CUDA graphs.
         """
@@ -137,10 +140,10 @@ class Recorder:
         return Program(self.device, segments, *memory, graphs)
 
     def _carry(self):
-        """Store new arrays in the memory of the old ones, or copy them there at the end of a step.
+        """Store each new array in the memory of the old one, or copy it there at the step's end.
 
-        The new arrays in one buffer move together or not at all: a single one would overwrite a
-        neighbour that stays (a frozen weight).
+        The new arrays in one buffer move together or not at all. Otherwise, an array that moves
+        could overwrite a neighbour that stays, such as a frozen weight.
         """
         pieces = {}
         for new, old in self.carried:
@@ -152,10 +155,11 @@ class Recorder:
                 self._step(Copy(old, new), [new, old])
 
     def _take_place(self, pairs):
-        """Move the buffer of the new arrays to the address of the old ones' buffer, if possible.
+        """Move the buffer of the new arrays to the address of the old arrays' buffer, if possible.
 
-        The new buffer must hold no other arrays, and each new array must have the offset and size
-        of its old one. No launch may use the old buffer after the new one is first used.
+        The new buffer must hold no other arrays. Each new array must have the same offset and size
+        as the old array that it replaces. No operation may use the old buffer after the first use
+        of the new buffer.
         """
         buffer, old_buffer = pairs[0][0].buffer, pairs[0][1].buffer
         if not isinstance(buffer, Planned) or buffer.address is not None:
@@ -171,11 +175,12 @@ class Recorder:
             buffer.address = old_buffer.address
 
     def _plan(self):
-        """Assign every planned buffer an address in one slab; return the slab and its bytes.
+        """Assign every planned buffer an address in one slab; return the slab and its size.
 
         The algorithm is greedy by size (Pisarchyk and Lee, "Efficient memory management for deep
-        neural net inference", 2020, section 5.3). It places the largest buffer first, and each at
-        the lowest address that does not overlap a buffer needed at the same time.
+        neural net inference", 2020, section 5.3). It places buffers from the largest to the
+        smallest. Each gets the lowest address at which it does not overlap a buffer that is needed
+        at the same time.
         """
         todo = [b for b in self.planned if b.address is None and b.first is not None]
         todo.sort(key=lambda b: (-b.nbytes, b.first))
@@ -209,7 +214,10 @@ def _as_device_array(pinned, dtype):
 
 
 def _segments(steps):
-    """Split the steps into segments: runs of steps that can be captured, and single other steps."""
+    """Split operations into segments.
+
+    A segment is a sequence of operations that a CUDA graph can capture, or one other operation.
+    """
     segments = []
     for step in steps:
         if step.captured and segments and segments[-1][0].captured:

@@ -1,8 +1,9 @@
-"""Sum over the ranks if the terms are on GPUs: the GPU part of `World.gplus`.
+"""Sum terms on GPUs over all ranks: the GPU part of `World.gplus`.
 
-Each rank has folded its share to its maximal nodes; a single rank has the root already. Several
-ranks exchange nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to
-GPU. Both ways combine the same operands in the same order, and so give the same bytes.
+Sums follow a reduction tree, whose root is the total. Each rank has already folded (summed) its
+share of the images to a few nodes of the tree, and a single rank has the root. Several ranks
+exchange nodes through pinned host memory and MPI or, with a mover (`comm.nccl`), from GPU to GPU.
+Both ways combine the same operands in the same order, and therefore give the same bytes.
 """
 
 import functools
@@ -15,12 +16,12 @@ from mpidl.blocks import LANES
 from mpidl.fold import Late
 
 # Maximum bytes of nodes that a GPU gathers from all ranks. Larger nodes are exchanged through host
-# memory, where each rank sums a part of them (`comm.exchange`).
+# memory, where each rank sums a part of each node (`comm.exchange`).
 GATHERED = 1 << 28
 
 
 class Counts:
-    """Provide the numbers of a mini-batch to ops on a GPU, as the `device` of a `blocks.Batch`.
+    """Provide sizes and indices of a mini-batch to GPU ops, as the `device` of a `blocks.Batch`.
 
     `count` is the number of images of the mini-batch whose results are being read. If it is None,
     the count of the Batch is used.
@@ -35,9 +36,9 @@ class Counts:
         return launching.scalar("valid", last - first, np.int32)
 
     def samples(self, batch):
-        """Return the epoch (1,) and the sample numbers (blocks * 16,), both int32.
+        """Return the epoch (1,) and the sample indices (blocks * 16,), both int32.
 
-        The numbers of unused images are 0.
+        Each block has room for 16 images. The indices of unused places are 0.
         """
         samples = np.zeros(batch.blocks * LANES, np.int32)
         samples[: len(batch.indices)] = batch.indices
@@ -45,13 +46,13 @@ class Counts:
         return epoch, launching.scalar("samples", samples, np.int32)
 
     def per_image(self, batch):
-        """Return 1 / (number of images in the mini-batch) as a Late."""
+        """Return 1 / (number of images in the mini-batch) as a Late, a deferred factor."""
         number = launching.scalar("per_image", 1.0 / batch.count, np.float64)
         return Late(lambda: 1.0 / (self.count or batch.count), number)
 
 
 class Pending:
-    """A folded number that is still on the device. float() waits for it."""
+    """A scalar sum that is still on the GPU. float() waits for the sum and returns its value."""
 
     shape, dtype = (), np.dtype(np.float64)
 
@@ -59,7 +60,7 @@ class Pending:
         self.partial, self.roots = partial, roots
 
     def finish(self, roots):
-        """Return the number, given the values of the roots."""
+        """Return the sum as a float, given the values of the roots."""
         return float(self.partial.finish([np.float64(root) for root in roots]))
 
     def __float__(self):
@@ -67,7 +68,7 @@ class Pending:
 
 
 def gplus(partials, world):
-    """Sum Partials over all ranks, {name: Partial}; return {name: sum}. Collective.
+    """Sum each Partial of {name: Partial} over all ranks; return {name: sum}. Collective.
 
     A sum is a Pending if its shape is (), else an Array.
     """
@@ -95,7 +96,7 @@ def gplus(partials, world):
 
 
 def _exchange(world, tree, matrix, combine):
-    """Exchange nodes with all ranks, and return the root; `matrix` holds this rank's nodes."""
+    """Exchange nodes with all ranks, and return the root. `matrix` holds this rank's nodes."""
     counts, width = [len(nodes) for nodes in tree.nodes], matrix.shape[1]
     rows, words = max(counts), width * matrix.dtype.itemsize // elementwise.WORD
     if world.mover is None or len(counts) * rows * words * elementwise.WORD > GATHERED:
@@ -117,7 +118,7 @@ def _exchange(world, tree, matrix, combine):
 
 
 def _finish(name, partial, roots):
-    """Compute `Partial.finish` on the device."""
+    """Compute `Partial.finish` on the GPU."""
     if partial.shape == ():
         return Pending(partial, roots)
     if not partial.terms:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-# Nodes (n + 1/2) / 2 of the trapezoidal rule for the normal distribution, and its weights.
+# Nodes (n + 1/2) / 2 and weights of the trapezoidal rule for the normal distribution.
 NODES = np.arange(0.25, 6.5, 0.5)
 NODE_WEIGHTS = np.exp(-(NODES**2))
 
@@ -46,8 +46,9 @@ def sigmoid_dx(dy, y):
 def _upper_tail(t):
     """Return Phi(-t) in float64 for 0 <= t <= 40; Phi is the normal distribution function.
 
-    The method is the trapezoidal rule for erfc(z), z = t / sqrt(2), with the correction for its
-    pole (Matta and Reichel 1971). All terms are positive, so the relative error is small.
+    The method is the trapezoidal rule for erfc(z), z = t / sqrt(2), with a correction for the
+    integrand's pole (Matta and Reichel 1971). All terms are positive, so the relative error is
+    small.
     """
     z = t / math.sqrt(2)
     weights = sum(w / (t * t / 2 + n * n) for n, w in zip(NODES, NODE_WEIGHTS, strict=True))
@@ -62,7 +63,7 @@ def _with_magnitude(x):
 
 
 def _tanh_argument(t):
-    """Return w and its derivative at t = |x|; the tanh approximation is x / (1 + exp(-w))."""
+    """Return w and its derivative at t = |x|; tanh-approximated GELU is x / (1 + exp(-w))."""
     b = math.sqrt(8 / math.pi)
     return b * t * (1 + 0.044715 * t * t), b * (1 + 3 * 0.044715 * t * t)
 

@@ -14,7 +14,7 @@ def channel_sums(x, tree):
 
 
 def moments(x, counts, tree):
-    # M2 is computed about the rounded mean, and then corrected for the rounding of the mean
+    # M2 (the sum of squared deviations) is computed about the rounded mean and then corrected
     channels = x.shape[1]
     counter = Counter(tree, merge_moments)
     for block, valid in zip(x, counts, strict=True):

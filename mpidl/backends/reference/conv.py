@@ -1,4 +1,4 @@
-"""Convolution in NumPy: blocks are unfolded into matrices, with one product per group."""
+"""Convolution in NumPy: unfold blocks of 16 images, and compute a matrix product per group."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class _Columns:
         ]
 
     def groups(self, matrix, groups):
-        """Return the matrix as (groups, C/groups*R*S, P*Q*16)."""
+        """Return an unfolded matrix as an array (groups, C/groups*R*S, P*Q*16)."""
         c, taps, pixels = self.rows
         return matrix.reshape(groups, c // groups * taps, pixels)
 
@@ -46,7 +46,7 @@ class _Columns:
         return self.columns
 
     def fold_back(self, out):
-        """Add each element of `columns` to the pixel that it came from."""
+        """Add each element of `columns` to its pixel of the block, and write the block to `out`."""
         self.padded[...] = 0
         for i, j, down, across in self.taps:
             self.padded[:, down, across] += self.columns[:, i, j]
@@ -83,7 +83,7 @@ def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
 
 
 def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
-    """Return the gradient with respect to weight; only the shape and dtype of weight are used."""
+    """Return the gradient with respect to weight, of which only the shape and dtype are used."""
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     counter = Counter(tree)
     for b in range(len(x)):

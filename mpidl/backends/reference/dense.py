@@ -1,4 +1,4 @@
-"""Fully connected layers in NumPy, with one matrix product per block."""
+"""Fully connected layers in NumPy, with one matrix product per block of 16 images."""
 
 import numpy as np
 
@@ -34,5 +34,5 @@ def dense_backward(dy, x, weight, tree, needs):
         dense_dx(dy, weight) if needs[0] else None,
         dense_dweight(dy, x, tree) if needs[1] else None,
         channel_sums(dy, tree) if needs[2] else None,
-        None,  # no `activation_sums`, as in conv2d_backward
+        None,  # no `activation_sums`: this backend has no DeferredInput
     )

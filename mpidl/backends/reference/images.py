@@ -39,7 +39,7 @@ def images(
     else:
         centre, divisor = (v.reshape(c, *v.shape[1:] or (1, 1), 1) for v in (centre, divisor))
     for b in range(len(lanes)):
-        # Transpose before the conversion to float, so that the division runs along memory.
+        # Transpose before the conversion to float, so that the division reads contiguous memory.
         block = np.ascontiguousarray(np.moveaxis(pixels[b * LANES : (b + 1) * LANES], 0, -1))
         block = block.astype(np.float32)
         np.divide(block - centre, divisor, out=lanes[b, ..., : block.shape[-1]])

@@ -1,4 +1,4 @@
-"""Addition, concatenation and splitting of values in NumPy."""
+"""Addition, concatenation and splitting of arrays of images in NumPy."""
 
 import numpy as np
 

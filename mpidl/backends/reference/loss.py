@@ -68,5 +68,5 @@ def image_sums(x, counts, tree):
 
 
 def _of_images(values):
-    """Sum the values (..., 16) of each image: (16,)."""
+    """Sum `values` (..., 16) for each of the 16 images of a block; return an array (16,)."""
     return values.reshape(-1, values.shape[-1]).sum(axis=0)

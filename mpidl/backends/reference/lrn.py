@@ -8,7 +8,7 @@ from mpidl import shapes
 def _over(x, channels_before, channels_after):
     """For each channel of x (C, ..., 16), sum x over the channel and its neighbours.
 
-    The neighbours are `channels_before` channels before and `channels_after` channels after it.
+    The neighbours are the `channels_before` preceding and the `channels_after` following channels.
     Channels out of range are left out.
     """
     total = np.zeros_like(x)

@@ -6,10 +6,11 @@ from mpidl import shapes
 
 
 def _places(x_shape, size, stride, padding):
-    """Yield (number, windows, pixels) for each place in the window, row by row.
+    """Yield (number, windows, pixels) for each position in a window; positions count row by row.
 
-    `windows` indexes (C, P, Q, 16) and selects the windows whose pixel at this place is inside the
-    image. `pixels` indexes (C, H, W, 16) and selects these pixels.
+    `windows` indexes an array (C, P, Q, 16), a block of 16 images. It selects the windows whose
+    pixel at this position is inside the image. `pixels` indexes (C, H, W, 16) and selects these
+    pixels.
     """
 
     def axis(place, pixels, outputs, step, before):
@@ -32,7 +33,7 @@ def max_pool2d(x, size, stride, padding):
     shape = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
     y = np.empty((len(x), *shape, x.shape[-1]), x.dtype)
     argmax = np.empty(y.shape, np.uint8)
-    # the first pixel of each window that is not padding
+    # position of the first pixel in each window that is not padding
     down, across = (
         np.maximum(0, before - np.arange(n) * step)
         for n, step, (before, _) in zip(shape[1:], stride, padding, strict=True)

@@ -1,6 +1,6 @@
 """Data formats that `--data` accepts: one module per format, and the tables of all formats.
 
-To add a format, write a module that defines a `FORMAT`, and add it to FILES or FOLDERS below.
+To add a format, write a module that defines `FORMAT`, and add this `FORMAT` to FILES or FOLDERS.
 """
 
 from mpidl.data.formats import cifar, digits, folder, hdf5, idx, mat, npz, packed
@@ -23,7 +23,7 @@ FOLDERS = (
     folder.TRAIN_AND_TEST,
     folder.CLASS_FOLDERS,
 )
-KEYWORDS = (digits.FORMAT,)  # selected by their name instead of a path
+KEYWORDS = (digits.FORMAT,)  # formats that `--data` selects by name, not by path
 FORMATS = (*KEYWORDS, *FILES, *FOLDERS)
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Read CIFAR-10 and CIFAR-100 in their binary version.
+"""Read CIFAR-10 and CIFAR-100 in the binary version.
 
 A record consists of one label (CIFAR-10) or two labels (CIFAR-100), and 3 x 32 x 32 bytes of
 pixels. Source: Alex Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The
@@ -23,7 +23,7 @@ from mpidl.text import printable
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
-# Files of the Python version, which are pickles and are never read.
+# Names of the files of the Python version. These files are pickles and are never read.
 PICKLED = ("data_batch_1", "test_batch", "batches.meta", "train", "test", "meta")
 
 
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     name : str
         "CIFAR-10" or "CIFAR-100".
     folder : str
-        Name of the folder that the archive contains.
+        Name of the folder in the downloaded archive.
     train, test : tuple of str
         Names of the files with training and test images.
     labels : dict
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
     @property
     def record_bytes(self) -> int:
-        """Size of a record, an image with its labels, in bytes."""
+        """Size in bytes of a record, which is an image with its labels."""
         return len(self.labels) + PIXELS
 
 
@@ -76,14 +76,14 @@ KINDS = (
 def find_files(
     folder: str, part: str | None = None
 ) -> tuple[str, Kind, dict[str, list[str]]] | None:
-    """Find CIFAR's binary files in a folder, or in the sub-folder that the archive contains.
+    """Find CIFAR's binary files in a folder, or in its sub-folder named as in the archive.
 
     Parameters
     ----------
     folder : str
         Folder to search.
     part : {"train", "test"}, optional
-        Part that must exist. By default, one of the parts must exist.
+        Part that must exist. By default, at least one part must exist.
 
     Returns
     -------
@@ -140,8 +140,8 @@ def cifar_folder(
     labels : {"fine", "coarse"}
         Kind of labels to use. Only CIFAR-100 has coarse labels.
     classes : sequence of str, optional
-        Class names to which the labels are mapped. By default, those of the file of class names, or
-        numbers if there is no such file.
+        Class names to which the labels are mapped. By default, the names in the file of class
+        names, or "0", "1", ... if there is no such file.
 
     Raises
     ------

@@ -1,15 +1,16 @@
 """Define the type faces of the embedded digit set as skeleton strokes, so that no font is needed.
 
-A glyph is a path of commands in a box 100 units high, with y pointing down:
+A glyph is a path of commands in a box that is 100 units high. The y axis points down:
 
     M x y                move to            L x y            line to
     h x y                quarter of an ellipse to (x, y), leaving horizontally
     v x y                quarter of an ellipse to (x, y), leaving vertically
     C x1 y1 x2 y2 x y    cubic Bezier curve to (x, y)
 
-A face also has a slant (x per y), a pen and a roundness. The pen is its width and height relative
-to the stroke: a flat pen draws thick stems and thin bars. The roundness is the relative length of
-the control arms of a quarter: 0.55 gives an ellipse, and larger values give squarer curves.
+A face also has a slant (x per y), a pen and a roundness. The pen is given by its width and height
+relative to the stroke width: a flat pen draws thick stems and thin bars. The roundness is the
+length of the control arms of a quarter ellipse relative to the semi-axes: 0.55 approximates an
+ellipse, and larger roundness gives squarer curves.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ FACES = {
         slant=0.2,
         pen=(1.15, 0.85),
     ),
-    # Straight lines only, corners cut, 1 with a foot.
+    # Straight lines only, with cut corners, 1 with a foot.
     "octagon": Face(
         (
             "M 16 0 L 40 0 L 56 18 L 56 82 L 40 100 L 16 100 L 0 82 L 0 18 L 16 0",
@@ -176,7 +177,7 @@ def segments(face: Face, digit: int) -> np.ndarray:
 
     Notes
     -----
-    Only float64 sums, products and quotients are used, so the bits are the same on every machine.
+    Only float64 sums, products and quotients are used, so every machine computes the same bits.
     """
     pairs = []
     tokens = face.glyphs[digit].split()

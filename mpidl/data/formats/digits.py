@@ -1,20 +1,23 @@
-"""Draw the embedded digit set: 10,000 gray images of 28 x 28, 1,000 per class, white on black.
+"""Draw the embedded digit set: 10,000 gray 28 x 28 images, 1,000 per class, white on black.
 
 The images use the eight type faces of `digit_glyphs`. Each digit is rotated by up to 30 degrees,
-shifted, scaled and sheared. The width and brightness of its stroke vary, and noise is added.
+shifted, scaled and sheared. The width and brightness of the stroke vary, and noise is added.
 Every random number is keyed by the image's index. Pixels are computed with float64 sums, products,
 quotients and square roots only, which IEEE 754 defines to the last bit. No font, drawing library or
-sine is used. Therefore every machine draws the same bytes, whose digest is SHA256.
+sine is used. Therefore every machine draws the same bytes. The constant SHA256 is the digest of
+these bytes.
 
-The table lists test accuracies after a seeded split into 9,000 training and 1,000 test images. Each
-row gives the lowest and highest accuracy over the seeds 0 to 5 (0 to 4 for the network):
+The following table lists test accuracies after a seeded split into 9,000 training and 1,000 test
+images. Each row gives the lowest and highest accuracy over the seeds 0 to 5 (0 to 4 for the
+network):
 
     nearest class mean              0.62 to 0.65
     linear softmax                  0.88 to 0.90
     1-nearest neighbour             0.978 to 0.990
     the digits network, 20 epochs   0.9990 to 1.0000
 
-The set must never change, because published figures and hashes of weights depend on these bytes.
+The set must never change, because published accuracies and hashes of weights depend on these
+bytes.
 """
 
 from __future__ import annotations
@@ -43,11 +46,11 @@ CLASSES = 10
 PER_CLASS = 1000
 SEED = 0
 
-# Variation between the images of one glyph; each value is uniform in its range.
+# Variation between the images of one glyph; each value is drawn uniformly from its range.
 TURN = (-0.27, 0.27)  # tangent of half the rotation angle: -30 to 30 degrees
 HEIGHT = (13.5, 15)  # height of a digit in pixels
-WIDEN = (0.95, 1.05)  # width relative to that of the face
-SHEAR = (-0.05, 0.05)  # x per y, added to the face's slant
+WIDEN = (0.95, 1.05)  # factor that multiplies the width of the face
+SHEAR = (-0.05, 0.05)  # shift of x per unit of y, added to the slant of the type face
 SHIFT = (1.5, 2)  # distance from the centre in pixels, in a random direction
 STROKE = (1.6, 2.1)  # width of the stroke in pixels
 WHITE = (200, 255)  # gray level of the stroke
@@ -62,7 +65,7 @@ class Digits(ImageFolder):
 
 
 def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> Digits:
-    """Open the digit set as a folder of PNG files, drawn on first use. Collective.
+    """Open the digit set, a folder of PNG files that is drawn on first use. Collective.
 
     Parameters
     ----------
@@ -79,7 +82,8 @@ def digits(world: World = None, cache: str | os.PathLike[str] | None = None) -> 
 
     Notes
     -----
-    Several jobs may draw the set at the same time: each draws to a temporary folder and renames it.
+    Several jobs may draw the set at the same time: each job draws to a temporary folder
+    and then renames this folder.
     """
     folder = on_rank_0(world, lambda: _drawn(cache))
     if world is not None:
@@ -219,7 +223,7 @@ def _rename(written, folder):
     except OSError:
         if not os.path.isdir(folder):
             raise
-        # Another job was faster and drew the same images.
+        # Another job has stored the same images first.
 
 
 def _unseen(folder, host):
@@ -235,7 +239,7 @@ def _open_part(text: str, part: str, world: World, options: OpenOptions) -> Digi
     Raises
     ------
     UserError
-        The training set has other classes than the ten digits.
+        The classes of the training set are not the ten digits.
     """
     store = digits(world)
     if options.classes is not None and list(options.classes) != store.classes:

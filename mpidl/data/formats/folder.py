@@ -1,4 +1,4 @@
-"""Read folders of image files with one sub-folder per class, also under train/ and test/."""
+"""Read folders of image files, with one sub-folder per class, or with train/ and test/."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class ImageFolder(Datastore):
     world : World, optional
         The ranks that open the folder.
     classes : sequence of str, optional
-        Class names of the training set, whose order determines the labels. By default the sorted
-        names of the sub-folders.
+        Class names of the training set, whose order determines the labels. The default is the
+        sorted names of the sub-folders.
     labelled : bool
         Whether labels are required. If False, images may lie outside the class sub-folders, and
         sub-folders need not be classes. In these cases, the labels are None.
     preprocess : Preprocess or None
-        Conversion to apply to the images; for a trained network, ``net.preprocess``. With None,
-        images are not converted, and all must have the size and colour of the first.
+        Conversion to apply to the images. For a trained network, pass ``net.preprocess``. With
+        None, images are not converted, and all must have the size and colour of the first image.
 
     Attributes
     ----------
     files : list of str
         Paths of the images relative to `folder`.
     sizes, written : ndarray
-        Size of each file in bytes, and the time of its last change in nanoseconds.
+        Size of each file in bytes, and time of the last change to each file in nanoseconds.
     unlabelled : str or None
         The reason why there are no labels. None if there are labels, or if no image is in a
         sub-folder.
@@ -57,19 +57,20 @@ class ImageFolder(Datastore):
     Raises
     ------
     UserError
-        There are no images, or the labels cannot be determined. `read` raises it if a file was
-        removed or changed after it was listed.
+        If there are no images, or the labels cannot be determined. `read` raises UserError if a
+        file was removed or changed after the folder was listed.
 
     Notes
     -----
     PNG, JPEG, BMP and TIFF files are recognized by their names (.png, .jpg, .jpeg, .bmp, .tif,
     .tiff) and decoded according to their content. Only the first page of a TIFF file is read.
-    Hidden files and other files are ignored. Files are sorted by the bytes of their relative paths,
-    and classes by the bytes of their names.
+    Hidden files and all other files are ignored. Files are sorted by the bytes of the relative
+    path, and classes by the bytes of the name.
 
-    Gray images, gray images with alpha, and black-and-white images become gray (C = 1). Of 16-bit
-    pixels, the high 8 bits are kept. RGB (with or without alpha), palette, CMYK and YCbCr images
-    become RGB (C = 3). Alpha is dropped, and the orientation stored by a camera is not applied.
+    Gray images, gray images with alpha, and black-and-white images become gray (C = 1). Only the
+    high 8 bits of 16-bit pixels are kept. RGB (with or without alpha), palette, CMYK and YCbCr
+    images become RGB (C = 3). Alpha is dropped, and the orientation stored by a camera is not
+    applied.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class ImageFolder(Datastore):
         return len(self.files)
 
     def read(self, indices: Indices) -> np.ndarray:
-        # Memory from the arena: clearing new pages would add a fifth to the time of decoding.
+        # Use memory from the arena: clearing new pages would add a fifth to the decoding time.
         images = arenas.to_read((len(indices), *self.image_shape), np.uint8)
         for image, i in zip(images, indices, strict=True):
             path = os.path.join(self.folder, self.files[i])
@@ -117,16 +118,16 @@ class ImageFolder(Datastore):
         return f"{printable(self.folder)}: {counted(self)}"
 
     def fingerprint(self) -> str:
-        # Relative paths, so that a copy of the folder has the same fingerprint.
+        # Hash relative paths, so that a copy of the folder has the same fingerprint.
         files_digest = digest(super().fingerprint(), *self.files, self.sizes)
         if self.conversion == AS_IT_IS:
             return files_digest
         return digest(files_digest, self.conversion)
 
     def preprocessed(self, preprocess: Preprocess) -> Datastore:
-        """Return a datastore of these files that applies a `Preprocess` as it decodes them.
+        """Return a datastore of the same files that applies a `Preprocess` while decoding.
 
-        The images may then differ in size. See `mpidl.data.preprocessed`.
+        The images in the files may then differ in size; see `mpidl.data.preprocessed`.
         """
         if self.preprocess is not None:
             return Preprocessed(self, preprocess)
@@ -136,7 +137,7 @@ class ImageFolder(Datastore):
         return store
 
     def _shape_error(self, path, shape):
-        """Return the error message for an image whose shape differs from that of the first."""
+        """Return the error message for an image whose shape differs from the first image."""
         expected, actual = (
             f"{shape[2]}x{shape[1]} {KINDS[shape[0]]}" for shape in (self.image_shape, shape)
         )
@@ -165,7 +166,7 @@ def list_images(
     Raises
     ------
     UserError
-        There are no images, or `labelled` is True and the labels cannot be determined.
+        If there are no images, or `labelled` is True and the labels cannot be determined.
     """
     needs = f"expected sub-folders named by class, with {', '.join(SUFFIXES)} files in them"
     check_folder(folder)
@@ -216,12 +217,12 @@ def images_below(
     prefix : str
         Path of `folder` relative to the folder where the search started.
     ancestors : tuple
-        (device, inode) of the folders above, which detects cycles of links.
+        (device, inode) of each folder that contains `folder`, to detect cycles of links.
 
     Raises
     ------
     UserError
-        A folder cannot be read, or a link leads to a missing file.
+        If a folder cannot be read, or a link leads to a missing file.
     """
     try:
         status = os.stat(folder)
@@ -286,13 +287,13 @@ def is_image_file(entry: os.DirEntry) -> bool:
 def _is_split(path: str, head: bytes, option: str) -> bool:
     """Return whether a folder has train/ and test/ with class sub-folders.
 
-    A class may be called "train". So the folder must have no sub-folders other than train/ and
-    those of `TEST_FOLDERS`, and train/ must have sub-folders and no images.
+    A class may be called "train", so the folder must have no sub-folders other than train/ and the
+    `TEST_FOLDERS`, and train/ must have sub-folders and no images.
 
     Raises
     ------
     UserError
-        The folder has train/ but no test/.
+        If the folder has train/ but no test/.
     """
     names = sub_folders(path)
     if "train" not in names or not set(names) <= {"train", *TEST_FOLDERS}:

@@ -1,4 +1,4 @@
-"""Define the interface of data formats: how to recognize a path and how to open its sets."""
+"""Define the interface of data formats: recognize a path, and open its training and test set."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ HEAD_BYTES = 8  # number of leading bytes of a file by which formats recognize i
 
 
 class OpenOptions(NamedTuple):
-    """Options for opening a set.
+    """Options for opening a training or test set.
 
     Attributes
     ----------
     option : str
         Command-line option that named the path, for messages.
     classes : sequence of str or None
-        Class names of the training set, to which labels are mapped. None uses those of the data.
+        Class names of the training set, to which labels are mapped. If None, the class names in the
+        data are used.
     labelled : bool
         Whether labels are required.
     preprocess : Preprocess
-        Conversion for formats that can apply it as they decode images. Other formats ignore it.
+        Conversion of the images. A format that cannot convert images while it decodes them ignores
+        this option.
     """
 
     option: str = "--data"
@@ -53,7 +55,8 @@ class Format(NamedTuple):
         ``open_test_data(path, world, options)`` returns one set for testing or prediction: the test
         part if there is one, and all of the data otherwise. Collective.
     noun : str
-        Name of such a file in messages ("an HDF5 file"). If empty, messages omit the format.
+        Name of a file of this format in messages ("an HDF5 file"). If empty, messages omit the
+        format.
     suffixes : tuple of str
         File name suffixes of the training file and the test file in a folder.
     """

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import h5py
 
 # For each layout of a dataset, the permutation of its dimensions that gives (n, C, H, W), or
-# (n, H, W) if gray. MATLAB's H x W x C x N and H x W x N appear in HDF5 as the last two layouts.
+# (n, H, W) for gray images. In HDF5 files, MATLAB's arrays H x W x C x N and H x W x N have the
+# last two layouts.
 LAYOUTS = {
     "NCHW": (0, 1, 2, 3),
     "NHWC": (0, 3, 1, 2),
@@ -45,7 +46,7 @@ class Rows(NamedTuple):
     name : str
         Name of the dataset in the file.
     shape : tuple of int
-        Shape of a row that `read_rows` returns.
+        Shape of each row that `read_rows` returns.
     dtype : dtype
         Type of the rows that `read_rows` returns.
     layout : str or None
@@ -84,17 +85,18 @@ class HDF5Datastore(Datastore):
     world : World, optional
         The ranks that open the file.
     images : str
-        Name of the dataset of images: uint8 (pixels 0 to 255) or floats, (n, H, W, C),
-        (n, C, H, W), or (n, H, W) if gray.
+        Name of the dataset of images. The dataset holds uint8 (pixels 0 to 255) or floats, and has
+        shape (n, H, W, C), (n, C, H, W), or (n, H, W) for gray images.
     labels : str
-        Name of the dataset of labels, n whole numbers from 0. An attribute `classes` of this
-        dataset or of the file may list the class names.
+        Name of the dataset of labels, which are n whole numbers from 0. An attribute `classes` of
+        this dataset or of the file may list the class names.
     targets : str
-        Name of a dataset with one array per image, which is used if there are no labels.
+        Name of the dataset of targets, one array per image. Targets are used if there are no
+        labels.
     layout : {"NHWC", "NCHW", "NHW"}, optional
-        Order of the dimensions of `images`. By default it is read from the attribute `layout` of
-        the dataset or the file. Without this attribute, the order that gives 1 or 3 channels is
-        used.
+        Order of the dimensions of `images`. By default, the order is read from the attribute
+        `layout` of the dataset or the file. Without this attribute, the order that gives 1 or 3
+        channels is used.
     classes : sequence of str, optional
         Class names of the training set, to which the labels are mapped.
     labelled : bool
@@ -103,14 +105,14 @@ class HDF5Datastore(Datastore):
     Raises
     ------
     UserError
-        The file is damaged, a dataset is missing, or a dataset has an unsuitable type or shape.
-        `read` raises it if the file has changed since it was opened.
+        If the file is damaged, a dataset is missing, or a dataset has an unsuitable type or shape.
+        `read` also raises UserError if the file has changed since construction.
 
     Notes
     -----
-    Each rank opens the file, without a lock, at its first read. It reads chunks in the order of the
-    file. A chunk is decoded again for each mini-batch that needs one of its images, so chunks
-    should hold one or few images.
+    Each rank opens the file, without a lock, at the first read. Chunks are read in their order in
+    the file. A chunk is decoded again for each mini-batch that needs one of its images, so chunks
+    should hold one or a few images.
     """
 
     def __init__(
@@ -154,8 +156,8 @@ class HDF5Datastore(Datastore):
             return read_rows(self._opened()[rows.name], rows, indices)
 
     def _opened(self):
-        """Return the open file; raise UserError if it has changed."""
-        with self._lock:  # several threads may read first
+        """Return the open file; raise UserError if the file has changed since construction."""
+        with self._lock:  # several threads may read at once
             if self._file is None:
                 import h5py
 
@@ -172,7 +174,8 @@ class HDF5Datastore(Datastore):
         return f"{printable(self.path)}: {counted(self)}"
 
     def fingerprint(self) -> str:
-        # The size reveals most changes. The time is left out: it differs between copies of a file.
+        # The size of the file reveals most changes. The modification time is left out, because
+        # it differs between copies of a file.
         return digest(super().fingerprint(), self.contents.stamp.size, self.contents.images.layout)
 
 
@@ -239,7 +242,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
     Raises
     ------
     UserError
-        The file cannot be opened or read.
+        If the file cannot be opened or read.
     """
     import h5py
 
@@ -264,8 +267,8 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
     Raises
     ------
     UserError
-        There is no such dataset, it does not hold numbers, or its values are stored in another
-        file or incompletely.
+        If there is no such dataset, or if the dataset does not hold numbers, stores them in another
+        file, or is incomplete.
     """
     import h5py
 
@@ -306,8 +309,9 @@ def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
     name : str
         Name of the dataset.
     layout : str, optional
-        The layout that the caller chose. By default the attribute `layout` of the dataset or the
-        file, else the only layout that gives 1 or 3 channels.
+        The layout that the caller chose. By default, the attribute `layout` of the dataset or the
+        file gives the layout. Without this attribute, the only layout that gives 1 or 3 channels is
+        returned.
 
     Returns
     -------
@@ -317,7 +321,7 @@ def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
     Raises
     ------
     UserError
-        The layout contradicts the number of dimensions, or two layouts are possible.
+        If the layout contradicts the number of dimensions, or two layouts are possible.
     """
     stored = dataset(file, name)
     source = f"{printable(file.filename)}: {name}"
@@ -350,12 +354,12 @@ def layout_of(file: h5py.File, name: str, layout: Any = None) -> str:
 
 
 def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
-    """Describe a dataset of images, or of targets if `layout` is None, as Rows.
+    """Return the Rows that describe a dataset of images, or of targets if `layout` is None.
 
     Raises
     ------
     UserError
-        The dataset is empty, its type is unsuitable, or its chunks are too large.
+        If the dataset is empty, its type is unsuitable, or its chunks are too large.
     """
     source = f"{printable(stored.file.filename)}: {name}"
     if not stored.ndim or (layout and not stored.size):
@@ -387,7 +391,7 @@ def rows_of(stored: h5py.Dataset, name: str, layout: str | None) -> Rows:
 
 
 def read_rows(stored: h5py.Dataset, rows: Rows, indices: np.ndarray) -> np.ndarray:
-    """Read rows by index and return them as (n, *rows.shape) of rows.dtype.
+    """Read rows by index; return an array (n, *rows.shape) of dtype `rows.dtype`.
 
     The rows are read in the order of the file and returned in the order of `indices`.
     """
@@ -415,7 +419,7 @@ def attribute(holder: h5py.Group | h5py.Dataset, name: str) -> Any:
     Raises
     ------
     UserError
-        The attribute is larger than 64 MiB.
+        If the attribute is larger than 64 MiB.
     """
     if name not in holder.attrs:
         return None

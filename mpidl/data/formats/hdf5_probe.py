@@ -1,12 +1,12 @@
 """Test HDF5 files in a helper process before the main process reads them.
 
-The HDF5 library trusts the structure of a file. On a damaged file, it may crash or never return,
-and no exception handler can catch this. Therefore a helper process, which runs this module, reads
+The HDF5 library trusts the structure of a file. On a damaged file, a call may crash or never end,
+and no exception handler can catch this. Therefore a helper process runs this module: it reads the
 attributes and the first, middle and last rows of datasets in advance. If the helper crashes or does
 not finish, the file is rejected.
 
 Only rank 0 starts the helper, when it opens its first HDF5 file. The helper ends when it has been
-idle for `IDLE` seconds. It imports h5py and NumPy, and no module of mpidl.
+idle for `IDLE` seconds. It imports h5py and NumPy, but no module of mpidl.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SECONDS = 60.0  # time limit per file
 IDLE = 3.0  # seconds without work after which the helper ends
 OBJECTS = 2000  # largest number of objects that the helper reads per file
 MAX_BYTES = 64 << 20  # largest attribute, row, or complete dataset that the helper reads
-# Prefixes of the environment variables of MPI launchers. The helper does not inherit them: if h5py
-# loads MPI, they would make the helper act as a rank.
+# Prefixes of the environment variables that MPI launchers set. The helper does not inherit these
+# variables: if h5py loads MPI, they would make the helper act as a rank.
 LAUNCHERS = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_", "SLURM_")
 
 _helper = None
@@ -56,7 +56,7 @@ def _ask(path):
     """Send a path to the helper and wait for its answer; return the problem or None."""
     global _helper
     request = os.fsencode(path).hex().encode() + b"\n"
-    for _ in range(2):  # an idle helper may end at this moment
+    for _ in range(2):  # second attempt: an idle helper may end at this moment
         if _helper is None or _helper.poll() is not None:
             try:
                 _helper = _start()
@@ -95,7 +95,7 @@ def _start():
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # Ctrl-C in a terminal should reach only the ranks
+        start_new_session=True,  # Ctrl-C in a terminal then reaches only the ranks
     )
 
 
@@ -115,8 +115,8 @@ def _end():
 def main(idle):
     """Read hexadecimal paths from stdin, one per line, and read the file of each path.
 
-    After each file, a byte is written to stdout. The function returns after `idle` seconds without
-    a path, or when stdin is closed.
+    The helper writes a byte to stdout after each file. The function returns when no path has
+    arrived for `idle` seconds, or when stdin is closed.
     """
     import h5py
 
@@ -132,7 +132,7 @@ def main(idle):
         try:
             with h5py.File(os.fsdecode(bytes.fromhex(line.decode())), "r", locking=False) as file:
                 _walk(file)
-        except Exception:  # the main process will raise and report it as well
+        except Exception:  # the main process will raise and report the same error
             pass
         os.write(1, b".")
 

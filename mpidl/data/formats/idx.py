@@ -1,4 +1,4 @@
-"""Read IDX files, the format of MNIST, Fashion-MNIST and similar sets, plain or as .gz."""
+"""Read IDX files, plain or .gz: the format of MNIST, Fashion-MNIST and similar data sets."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Parameters
     ----------
     path : path-like
-        The file. It consists of a magic number (bytes 0, 0, type, number of dimensions), the sizes
-        and the values.
+        The file. It consists of a magic number (the bytes 0, 0, data type, number of dimensions),
+        the size of each dimension, and the elements of the array.
 
     Returns
     -------
     ndarray
-        The values in the byte order of this machine.
+        The array, in the byte order of this machine.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def _header(head, path):
-    """Parse the first bytes of an IDX file and return (dtype, sizes, offset of the values)."""
+    """Parse the first bytes of an IDX file and return (dtype, sizes, offset of the elements)."""
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in TYPES or not head[3]:
         raise UserError(
             f"{printable(path)}: expected an IDX file, which begins with bytes 0, 0, type, "
@@ -99,8 +99,8 @@ def _length_error(path, expected, sizes, size, problem):
 def find_file(folder: str, part: str, kind: str) -> str | None:
     """Return the path of the images or labels of a part, or None if there is no such file.
 
-    An example of a name is train-images-idx3-ubyte. A dot may replace the dash before "idx", and
-    the name may end with ".gz".
+    A file name is, for example, train-images-idx3-ubyte. A dot may replace the dash before "idx",
+    and the name may end with ".gz".
     """
     dimensions = {"images": 3, "labels": 1}[kind]
     for separator in "-.":
@@ -134,13 +134,14 @@ def idx_folder(
     folder : path-like
         Folder that contains the files.
     part : {"train", "test"}
-        Part to open: the files train-* for "train", t10k-* for "test".
+        Part to open: "train" for the files train-*, "test" for the files t10k-*.
     world : World, optional
         The ranks that open the files. The ranks of a node share one copy of the pixels.
     classes : sequence of str, optional
         Class names in the order of the labels, by default "0", "1", ... up to the highest label.
     labelled : bool
-        Whether labels are required. If False and there is no file of labels, the labels are None.
+        Whether a file of labels is required. If False and there is no such file, the datastore has
+        no labels.
 
     Raises
     ------

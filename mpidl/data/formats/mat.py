@@ -1,9 +1,9 @@
-"""Read H x W x C x N images, with labels or targets, from MATLAB's .mat files (version 7.3 or 5).
+"""Read H x W x C x N images, with labels or targets, from MATLAB .mat files (version 7.3 or 5).
 
-A file of version 7.3 is an HDF5 file and is read one mini-batch at a time. A file of version 5
-(save -v7, -v6; see `mat5`) is loaded completely, once per node. Only numbers are read, and class
-names if they are a cell array of character vectors. Objects, function handles and categorical
-arrays are never interpreted.
+A version 7.3 file is an HDF5 file and is read one mini-batch at a time. A version 5 file (save -v7
+or save -v6; see `mat5`) is loaded completely, once per host. The module reads numeric arrays, and
+class names stored as a cell array of character vectors. It never interprets objects, function
+handles or categorical arrays.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mpidl.text import printable
 if TYPE_CHECKING:
     import h5py
 
-# Default names of the variables of images, in order of preference, ignoring case. LABELS lists the
-# names of the label variables that belong to each name.
+# Default names of the image variable, in order of preference; case is ignored. For each of these
+# names, LABELS lists the default names of the label variable.
 IMAGES = {"train": ("xtrain", "images", "x"), "test": ("xtest",)}
 LABELS = {
     "xtrain": ("ytrain", "ttrain", "labelstrain"),
@@ -46,7 +46,7 @@ MAX_NAME = 4096  # largest number of characters in a class name
 
 
 class Selection(NamedTuple):
-    """The selected variables of images, labels and class names, and the number of images.
+    """The variables selected for images, labels and class names, and the number of images.
 
     `labels` and `classes` are None if the file has no such variable.
     """
@@ -58,7 +58,7 @@ class Selection(NamedTuple):
 
 
 class Mat73(HDF5Datastore):
-    """A datastore of the images in a .mat file of version 7.3."""
+    """A datastore of the images in a version 7.3 .mat file."""
 
     def __init__(self, path: str, contents: hdf5.Contents):
         self.path = path
@@ -75,22 +75,23 @@ def mat_file(
     classes: Sequence[str] | None = None,
     labelled: bool = True,
 ) -> Datastore:
-    """Open the images of a .mat file. With a world, the call is collective.
+    """Open the images of a .mat file. Collective if a world is given.
 
     Parameters
     ----------
     path : path-like
     world : World, optional
+        The ranks that open the file together.
     part : {"train", "test"}
         Part to open, which determines the default names of the variables.
     images : str, optional
-        Name of the variable of images: uint8, single or double, H x W x C x N, or H x W x N if
-        gray.
+        Name of the image variable: uint8, single or double, of size H x W x C x N, or H x W x N for
+        gray images.
     labels : str, optional
-        Name of the variable of the N labels or the targets.
+        Name of the variable that holds the N labels or the targets.
     classes : sequence of str, optional
-        Class names of the training set, to which the labels are mapped. Empty if the training set
-        has targets.
+        Class names of the training set, to which the labels are mapped. The sequence is empty if
+        the training set has targets.
     labelled : bool
         Whether labels are required.
 
@@ -101,14 +102,15 @@ def mat_file(
     Raises
     ------
     UserError
-        The file is damaged, the variables of images and labels cannot be determined, or the
-        meaning of a label is unclear.
+        The file is damaged, the image and label variables cannot be determined, or the meaning of a
+        label is unclear.
 
     Notes
     -----
     For the training part, the default names are XTrain with YTrain or TTrain, then images with
     labels, then X with Y. For the test part they are XTest with YTest or TTest. If the training
-    part uses none of these names, the one variable of suitable type and size is used for each.
+    part uses none of these names, images and labels are each read from the only variable of
+    suitable type and size.
 
     Labels start at 0 or 1. Without class names, each class is named by its number. A cell array
     `classes` (or classNames, categories, labelNames) of character vectors names the classes. Its
@@ -185,20 +187,24 @@ def _images_of(pixels):
 
 
 def _are_targets(values, selection, classes):
-    """Return whether labels are targets: fractions, several per image, or as in training."""
+    """Return whether label values are targets instead of class labels.
+
+    The values are targets if any value is a fraction, if there are several values per image, or if
+    the training set has targets.
+    """
     fractions = values.dtype.kind == "f" and bool((values != np.rint(values)).any())
     return fractions or values.size != selection.count or (classes is not None and not len(classes))
 
 
 def _numbers(values, selection):
-    """Convert a row, column or N x R matrix of MATLAB to float32 targets (n,) or (n, R)."""
+    """Convert a MATLAB row, column or N x R matrix to float32 targets (n,) or (n, R)."""
     with np.errstate(over="ignore"):
         values = values.astype(np.float32)
     return values.reshape(-1) if values.size == selection.count else values
 
 
 def version(path: str) -> str:
-    """Return the version of a .mat file, "7.3" or "5", from its first 128 bytes.
+    """Read the version of a .mat file, "7.3" or "5", from the first 128 bytes of the file.
 
     Raises
     ------
@@ -238,18 +244,18 @@ def select_variables(
     names: tuple[str | None, str | None],
     labelled: bool,
 ) -> Selection:
-    """Select the variables of images, labels and class names in a file.
+    """Select the variables that hold images, labels and class names in a file.
 
     Parameters
     ----------
     path : str
-        The file, for messages.
+        Path of the file, used in messages.
     variables : list of Variable
         All variables of the file.
     part : {"train", "test"}
         Part to open, which determines the default names.
     names : tuple
-        Names of the variables of images and labels; None for the default names.
+        Names of the image variable and the label variable; None for the default names.
     labelled : bool
         Whether labels are required.
 
@@ -313,7 +319,7 @@ def _find(path, variables, name):
 
 
 def _images(path, variables, part):
-    """Find the variable of images by its default name, or else by its type and size."""
+    """Find the image variable by its default name, or else by its type and size."""
     by_name = {variable.name.lower(): variable for variable in variables}
     for name in IMAGES[part]:
         if name in by_name:
@@ -329,9 +335,9 @@ def _images(path, variables, part):
 
 
 def _labels_of(path, variables, images, count, labelled):
-    """Find the variable of labels by its default name, or else by its type and size.
+    """Find the label variable by its default name, or else by its type and size.
 
-    Return None if there is none and `labelled` is False.
+    Return None if there is no such variable and `labelled` is False.
     """
     by_name = {variable.name.lower(): variable for variable in variables}
     for name in LABELS.get(images.name.lower(), ()):
@@ -354,7 +360,7 @@ def _labels_of(path, variables, images, count, labelled):
             f"{printable(path)}: expected one variable of {count} labels for {images}, found "
             f"{_listing(fits or variables)}"
         )
-    return unusable[0] if unusable and labelled else None  # the caller's error names it
+    return unusable[0] if unusable and labelled else None  # the caller reports this variable
 
 
 def _listing(variables):
@@ -364,7 +370,7 @@ def _listing(variables):
 
 
 def _labels(path, selection, values, names, classes):
-    """Convert labels of MATLAB; return (labels from 0, class names)."""
+    """Convert MATLAB labels; return (labels from 0, class names)."""
     source = f"{printable(path)}: {printable(selection.labels.name)}"
     codes = integer_labels(values, selection.count, source)
     low, high = int(codes.min()), int(codes.max())
@@ -396,7 +402,7 @@ def _labels(path, selection, values, names, classes):
 
 
 def variables_73(file: h5py.File) -> list[Variable]:
-    """List the variables of an open file of version 7.3."""
+    """List the variables of an open version 7.3 file."""
     import h5py
 
     variables = []
@@ -413,7 +419,7 @@ def variables_73(file: h5py.File) -> list[Variable]:
 
 
 def names_73(file: h5py.File, path: str, variable: Variable) -> list[str]:
-    """Return the class names in a cell array of an open file of version 7.3.
+    """Return the class names in a cell array of an open version 7.3 file.
 
     Each cell is a reference to a dataset of UTF-16 characters.
     """

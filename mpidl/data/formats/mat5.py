@@ -1,4 +1,4 @@
-"""Read MATLAB's .mat files of version 5 (save -v7, -v6) element by element.
+"""Read version 5 MATLAB .mat files (save -v7, -v6) element by element.
 
 SciPy reads these files too, but it crashes on some damaged files, and it allocates cell arrays of
 any size that a file claims. This module limits allocations by the size of the file. The format is
@@ -27,16 +27,16 @@ MAX_TEXTS = 1 << 24  # largest size of a cell array in bytes
 MOST_DIMENSIONS = 8
 HEAD = 1 << 12  # bytes at the start of a matrix that contain its class, size and name
 Order = Literal["little", "big"]
-MATRIX, COMPRESSED = 14, 15  # types of elements; NUMBERS lists the types of numbers
+MATRIX, COMPRESSED = 14, 15  # element types; NUMBERS lists the numeric element types
 NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8"}
 NUMBERS |= {13: "u8"}
-# Classes of matrices by number. Numbers may be stored in a smaller type that holds their values.
+# Names of matrix classes, by class number. A matrix may be stored in a smaller type than its class.
 CLASSES = ["", "cell", "struct", "object", "char", "sparse", "double", "single", "int8", "uint8"]
 CLASSES += ["int16", "uint16", "int32", "uint32", "int64", "uint64", "function", "opaque"]
 
 
 class Variable(NamedTuple):
-    """A variable of a .mat file: its name, its size in MATLAB's order and its class."""
+    """A variable of a .mat file: its name, its dimensions in MATLAB's order and its class."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ def load(path: str | os.PathLike, numeric: Sequence[Variable]) -> dict[str, np.n
     Raises
     ------
     UserError
-        The file does not hold a variable of this name, size and class, or the file is damaged.
+        The file has no variable with the given name, size and class, or the file is damaged.
     """
     return {variable.name: _read(path, variable, _numbers) for variable in numeric}
 
@@ -112,7 +112,7 @@ def _top(path):
 
 
 def _value(path, element, max_bytes):
-    """Return the first `max_bytes` bytes of a matrix, and whether the matrix is complete.
+    """Return the first `max_bytes` bytes of a matrix, and whether they are the whole matrix.
 
     A compressed matrix is decompressed.
     """
@@ -194,7 +194,7 @@ def _matrix(data, order):
     Raises
     ------
     ValueError
-        The bytes are not those of a matrix.
+        The bytes do not encode a matrix.
     """
     elements = _elements(data, order)
     first = [bytes(value) for _, value in itertools.islice(elements, 3)]
@@ -202,7 +202,7 @@ def _matrix(data, order):
         raise ValueError("cut short")
     flags = int.from_bytes(first[0][:4], order)
     kind = CLASSES[flags & 0xFF] if flags & 0xFF < len(CLASSES) else "unknown"
-    if kind == "opaque":  # its second element is a name instead of sizes
+    if kind == "opaque":  # the second element of an opaque matrix holds a name
         return Variable(_name(first[1]), (), kind), elements
     if len(first[1]) % 4 or not 8 <= len(first[1]) <= 4 * MOST_DIMENSIONS:
         raise ValueError("too many dimensions")
@@ -218,7 +218,7 @@ def _name(data):
 
 
 def _numbers(data, order):
-    """Convert the bytes of a numeric matrix to an array; raise ValueError if the length differs."""
+    """Convert the bytes of a numeric matrix to an array; raise ValueError for a wrong length."""
     variable, rest = _matrix(data, order)
     coding, value = next(rest, (0, b""))
     stored = np.dtype(NUMBERS[coding]).newbyteorder(order[0])
@@ -236,7 +236,7 @@ def _texts(data, order):
     Raises
     ------
     ValueError
-        The bytes are not those of a cell array of characters.
+        The bytes do not encode a cell array of character vectors.
     """
     variable, cells = _matrix(data, order)
     if variable.kind != "cell":
@@ -248,7 +248,7 @@ def _texts(data, order):
 
 
 def _text(data, order):
-    """Convert the bytes of a matrix of characters to a string."""
+    """Convert the bytes of a character matrix to a string."""
     variable, rest = _matrix(data, order)
     if variable.kind != "char":
         raise ValueError("no characters")

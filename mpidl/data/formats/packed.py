@@ -1,11 +1,11 @@
-"""Read packed sets: HDF5 files with contiguous images, which are read at their offsets.
+"""Read packed sets: HDF5 files with contiguous images, which are read without the HDF5 library.
 
 The file has a group `train` and an optional group `test`. Each group contains these datasets:
 
     images      (n, C, H, W) uint8 or float32, contiguous
     labels      (n,) int64, optional
     targets     (n, ...) float32 or int32, contiguous, optional
-    checksums   (chunks, 32) uint8: SHA-256 of the images of each chunk, followed by its targets
+    checksums   (chunks, 32) uint8: SHA-256 of each chunk's images followed by its targets
     names       uint8, the concatenated names of the images, optional
     name_ends   (n,) int64, the end of each name in `names`, optional
 
@@ -15,9 +15,9 @@ Each group also has these attributes:
     chunk_images  number of images per chunk
     preprocess    the `Preprocess` applied to the images, as JSON, if there is one
 
-The attributes of the root are format, format_version, classes and sha256. sha256 is a digest of
-everything except images and targets, for which the checksums serve. `mpidl.data.formats.packing`
-writes these files.
+The attributes of the root group are format, format_version, classes and sha256. The attribute
+sha256 is a digest of everything except the images and targets, which the checksums cover.
+`mpidl.data.formats.packing` writes these files.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Contents(NamedTuple):
     rows : dict
         The Rows of "images", and of "targets" if there are any.
     names : tuple or None
-        Offset of the names in the file, and an array of the end of each name relative to it.
+        File offset of the names, and an array with the end of each name relative to that offset.
     """
 
     stamp: Stamp
@@ -87,19 +87,19 @@ class Contents(NamedTuple):
 
 
 class PackedDatastore(Datastore):
-    """A datastore of one part of a file that `python -m mpidl.pack` wrote.
+    """A datastore that reads one part of a file written by `python -m mpidl.pack`.
 
-    Images, labels and fingerprint are those of the set that was packed, so training on either gives
-    the same weights. With a world, construction is collective: rank 0 checks everything except
-    images and targets, and broadcasts the contents.
+    The images, labels and fingerprint equal those of the set that was packed, so training on either
+    set gives the same weights. With a world, construction is collective: rank 0 checks everything
+    except images and targets, and broadcasts the contents.
 
     Parameters
     ----------
     path : path-like
         The file.
     world : World, optional
-        The ranks that open the file. Each rank opens the file at its first read, and reads only
-        the images that it needs.
+        The ranks that open the file. Each rank opens the file when it first reads images, and reads
+        only the images that it needs.
     part : {"train", "test"}
         Part of the file to open.
     classes : sequence of str, optional
@@ -110,8 +110,8 @@ class PackedDatastore(Datastore):
     Raises
     ------
     UserError
-        The file is damaged or does not have the part. `read` raises it if the file has changed
-        since it was opened.
+        If the file is damaged or does not have the part. `read` also raises UserError if the file
+        has changed since it was opened.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class PackedDatastore(Datastore):
         if rows.nbytes:
             edges = [0, *(np.nonzero(np.diff(indices) != 1)[0] + 1), len(indices)]
             for first, last in zip(edges[:-1], edges[1:], strict=True):
-                if first < last:  # one read for consecutive images
+                if first < last:  # consecutive images are read together
                     offset = rows.offset + int(indices[first]) * rows.nbytes
                     self._file.read_into(result[first:last], offset)
         return result
@@ -185,7 +185,7 @@ class PackedDatastore(Datastore):
         Raises
         ------
         UserError
-            A checksum differs.
+            If a checksum differs.
         """
         step = self.contents.chunk_images
         for number, expected in enumerate(self.contents.checksums):
@@ -223,7 +223,7 @@ def parts_of(path: str) -> list[str]:
 
 
 def check_format(file: h5py.File) -> None:
-    """Raise UserError if an open HDF5 file is not a packed set, or its checksum differs."""
+    """Raise UserError if an open HDF5 file is not a packed set, or if its checksum differs."""
     source = printable(file.filename)
     if text_of(hdf5.attribute(file, "format")) != FORMAT_NAME:
         raise UserError(
@@ -299,7 +299,7 @@ def _rows(file, part, name, now):
     Raises
     ------
     UserError
-        The values are not contiguous, have another type, or exceed the file.
+        If the dataset is not contiguous, has another type, or extends past the end of the file.
     """
     stored = hdf5.dataset(file, f"{part}/{name}")
     offset = stored.id.get_offset()

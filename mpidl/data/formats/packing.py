@@ -1,10 +1,10 @@
-"""Write packed sets for `python -m mpidl.pack`. The module `packed` describes their format.
+"""Write packed files for `python -m mpidl.pack`. The module `packed` describes the file format.
 
-The unfinished file has the name `.NAME.part`. First, HDF5 writes labels and names, and allocates
-the images, so that every image has an offset before any image is read. Then each chunk of images is
-read and written to its offset, followed by its checksum. If packing is interrupted, the next call
-continues it and keeps all chunks whose checksums match. At the end, the file is flushed to disk and
-renamed.
+While packing the file NAME, this module writes to `.NAME.part`. First, HDF5 writes labels and
+names, and allocates the images, so that every image has an offset before any image is read. Then
+each chunk of images is read and written to its offset; the checksum of the chunk is written last.
+If packing is interrupted, the next call continues it and keeps all chunks whose checksums match. At
+the end, the file is flushed to disk and renamed to NAME.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def pack(
     parts : mapping
         The datastores "train" and optionally "test", with the same classes.
     path : path-like
-        The file to write, which must not exist. An unfinished file of an earlier call is continued.
+        The file to write, which must not exist. If an earlier call was interrupted, this call
+        continues the unfinished file.
     threads : int
         Number of threads that read images.
     progress : callable, optional
-        Function that is called after each chunk with the number of its images.
+        Function that is called after each chunk with the number of images in the chunk.
     stop : callable, optional
         Function that is called after each chunk. If it returns True, packing stops.
 
@@ -107,9 +108,9 @@ def _locked(path):
 
 
 def _plan(parts):
-    """Describe the sets to pack, as JSON values.
+    """Describe the datastores to pack, as JSON values.
 
-    An unfinished file is continued only if it has the same plan.
+    An unfinished file is continued only if it stores the same plan.
     """
     plan = {}
     for part, store in parts.items():
@@ -126,7 +127,7 @@ def _plan(parts):
 
 
 def _tables(store):
-    """Return {name: (shape, dtype)} of the entries of the datasets "images" and "targets"."""
+    """Return {name: (shape, dtype)} of one entry in the datasets "images" and "targets"."""
     tables = {"images": (store.image_shape, store.dtype)}
     if store.targets_shape is not None:
         tables["targets"] = store.targets_shape, store.targets_dtype
@@ -176,14 +177,14 @@ def _lay_out(path, parts, plan):
                 group.create_dataset("name_ends", data=ends, track_times=False)
             zeros = np.zeros((-(-count // step), 32), np.uint8)
             group.create_dataset("checksums", data=zeros, track_times=False)
-            for name, (shape, dtype) in _tables(store).items():  # `_fill` writes the values
+            for name, (shape, dtype) in _tables(store).items():  # `_fill` writes the entries
                 space = h5py.h5s.create_simple((count, *shape))
                 h5py.h5d.create(group.id, name.encode(), h5py.h5t.py_create(dtype), space, creation)
         file.attrs["plan"] = json.dumps(plan)
 
 
 def _offsets(path, plan):
-    """Return {part: {dataset: offset}} of the unfinished file; None if its plan differs."""
+    """Return {part: {dataset: offset}} of the unfinished file; None if it has another plan."""
     try:
         with hdf5.opened(path) as file:
             if packed.text_of(hdf5.attribute(file, "plan")) != json.dumps(plan):

@@ -17,9 +17,9 @@ GIB = 1 << 30
 class NodeCache(Derived):
     """A datastore that reads each image of another datastore once per node and caches it.
 
-    The cache holds as many of the first images as fit into the budget, with their targets if the
-    set has any. Other images are read each time. A datastore that is already in memory is not
-    cached. Creating a cache is collective over `world`.
+    The cache holds the first images of the datastore, as many as fit into the budget, with targets
+    if the datastore has any. The remaining images are read each time. A datastore that is already
+    in memory is not cached. Creating a cache is collective over `world`.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class NodeCache(Derived):
 class _Table:
     """A cache of the first `capacity` images, or the first targets, of a datastore.
 
-    `read` is the function that reads them, `read_images` or `read_targets`.
+    `read` is the function that reads the images or targets: `read_images` or `read_targets`.
     """
 
     def __init__(self, datastore, read, shape, dtype, capacity, world):
@@ -102,8 +102,8 @@ class _Table:
             rows[~hits] = misses
             del misses  # limits memory to two copies of the rows
             rows[hits] = _take_rows(self.cache, indices[hits])
-        # Two ranks or threads may fill a row at the same time. That is harmless, because both write
-        # the same bytes. Readers test the flag, which is written after the pixels.
+        # Two ranks or threads may fill a row at the same time, but both write the same bytes.
+        # Readers test the flag of a row, which is written after the pixels.
         fresh = cacheable[~hits[cacheable]]
         for i in fresh:
             self.cache[indices[i]] = rows[i]
@@ -114,8 +114,8 @@ class _Table:
     def _order_memory(self):
         """Prevent the processor from reordering memory accesses across this call.
 
-        ARM and POWER may reorder them. Releasing and acquiring a lock is a memory fence, and Python
-        offers no other.
+        ARM and POWER processors may reorder memory accesses. Releasing and acquiring a lock is the
+        only memory fence that Python offers.
         """
         with self._fence:
             pass

@@ -1,4 +1,4 @@
-"""Deliver mini-batches to a recorded step on a GPU, which reads them from device memory."""
+"""Deliver mini-batches to a recorded training step, which reads images from GPU memory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from mpidl.data.datastore import Datastore
 from mpidl.data.loading.feed import Feed, FeedBuilder, label_bounds
 from mpidl.data.queue import MinibatchQueue
 
-MOVES = ("mirrored", "top", "left")  # moves with one value per image of a step
+MOVES = ("mirrored", "top", "left")  # augmentations given by one integer per image
 RESIDENT = 0.5  # share of a device's memory that its ranks may use for resident data sets
 UPLOADED = 64 << 20  # bytes of a data set that are read and uploaded at a time
 
 
 class DeviceQueue(MinibatchQueue):
-    """A MinibatchQueue for recorded steps, which delivers (Feed, None).
+    """A MinibatchQueue that delivers pairs (Feed, None) to a recorded training step.
 
-    A Feed holds the sample numbers of a mini-batch. It also holds pixels, and labels or targets, if
-    the data set is not resident.
+    A Feed holds the sample numbers of a mini-batch. If the data set is not resident, the Feed also
+    holds pixels, and labels or targets.
 
-    A smaller last mini-batch is divided at the same block boundaries as a full one, because a
-    recorded step expects its images in the same places. For the parameters see `MinibatchQueue`.
+    A smaller last mini-batch is divided among the ranks at the same block boundaries as a full
+    mini-batch, because a recorded step always reads the same blocks. `MinibatchQueue` describes the
+    parameters.
 
     Attributes
     ----------
     resident : bool
-        Whether device memory holds the whole data set. It does if the set is small enough and the
-        host does not compute new pixels.
+        Whether device memory holds the whole data set. A data set is resident if it is small enough
+        and the host does not change pixels.
     full_batch : Batch
         This rank's Batch of a full mini-batch.
     image_bytes : int
-        Size of an image with its label or target in bytes.
+        Size in bytes of an image with its label or target.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class DeviceQueue(MinibatchQueue):
         )
 
     def epoch(self, epoch, start=0):
-        """Generate (Feed, None) for each mini-batch of an epoch, starting at number `start`."""
-        self.device = None  # the base class must not upload: `Reader.values` does
+        """Generate (Feed, None) for each mini-batch of an epoch, from index `start` on."""
+        self.device = None  # `Reader.values` uploads, not the base class
         return super().epoch(epoch, start)
 
     def _shares(self, count):
@@ -84,11 +85,11 @@ class DeviceQueue(MinibatchQueue):
 
 
 class Table:
-    """An array in device memory with one entry per image, such as its pixels or its label.
+    """An array in device memory with one entry per image, such as the pixels or the label.
 
-    It holds the entries of the whole data set if the set is resident, and otherwise those of the
-    mini-batches in progress. In the second case, the host writes a mini-batch of up to `size`
-    images to pinned memory, and a second stream uploads it.
+    If the data set is resident, the array holds the entries of all images. Otherwise, the array
+    holds the entries of up to ROWS mini-batches in progress. The host then writes each mini-batch
+    of up to `size` images to pinned memory, and a second stream uploads this memory.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ class Table:
             self.staged = device.pinned(nbytes).view(dtype).reshape(ROWS, size, *shape)
 
     def put(self, start: int, values: np.ndarray) -> None:
-        """Upload the entries of consecutive images of the data set, the first being `start`."""
+        """Upload the entries of consecutive images of the data set, from index `start` on."""
         offset = start * int(np.prod(values.shape[1:], dtype=np.int64))
         launching.upload(self.values.part(offset, values.shape), np.ascontiguousarray(values))
         bounds, earlier = label_bounds(values), self.bounds.limits
@@ -123,21 +124,21 @@ class Table:
             self.bounds.limits = min(low, bounds[0]), max(high, bounds[1])
 
     def stage(self, row: int, values: np.ndarray) -> None:
-        """Upload the entries of a mini-batch to place `row`.
+        """Upload the entries of a mini-batch to part `row` of the array, 0..ROWS-1.
 
         Kernels that are launched after this call wait for the upload.
         """
         staged = self.staged[row, : len(values)]
         staged[...] = values
-        target = self.values.row(row * self.size)  # the first image of the place
+        target = self.values.row(row * self.size)  # the first image of the part
         self.device.after(self.device.stage(target.address, staged))
 
 
 class Reader:
-    """Provides a recorded step with its images and labels, and with the numbers of a mini-batch.
+    """Provides images, labels and other arguments to a recorded training step.
 
-    Device memory holds the whole data set in the order of the datastore if it is resident, and
-    otherwise the mini-batches in progress.
+    If the data set is resident, device memory holds all images in the order of the datastore.
+    Otherwise, device memory holds only the mini-batches in progress.
     """
 
     def __init__(self, queue: DeviceQueue):
@@ -161,14 +162,14 @@ class Reader:
             self.pixels.put(start, pixels)
             if self.labels is not None:
                 self.labels.put(start, labels)
-            self.device.synchronize()  # before the host arrays are freed
+            self.device.synchronize()  # finish before the host arrays are freed
 
     def read(self) -> tuple[Blocked, Blocked | None]:
-        """Return (images, labels) for the step being recorded; labels may be None."""
+        """Return (images, labels or None) for the training step that is being recorded."""
         batch, normalization = self.full_batch, self.pipeline.normalization
         zeros = np.zeros(batch.blocks * LANES, np.int32)
         samples = launching.scalar("samples", zeros, np.int32)
-        launching.scalar("epoch", 0, np.int32)  # used together with "samples" by `Batch.samples`
+        launching.scalar("epoch", 0, np.int32)  # for `Batch.samples`, like "samples"
         places = samples if self.resident else launching.scalar("places", zeros, np.int32)
         layout = {"indices": places, "counts": batch.counts(), "blocks": batch.blocks}
         options = self.pipeline.moves(zeros, 0, 0)
@@ -185,19 +186,20 @@ class Reader:
         return Blocked(lanes, batch), labels
 
     def values(self, feed: Feed, row: int) -> dict[str, Any]:
-        """Return the keyword arguments of `Program.run` for a Feed; upload its pixels and labels.
+        """Upload the pixels and labels of a Feed; return the keyword arguments of `Program.run`.
 
         Parameters
         ----------
         feed : Feed
             The mini-batch.
         row : int
-            Number of the place to upload to, 0..ROWS-1. No unfinished step may read from it.
+            Index of the part of each Table to upload to, 0..ROWS-1. No unfinished training step may
+            read from this part.
 
         Raises
         ------
         ValueError
-            If an op of the recorded step rejects the labels.
+            If an op of the recorded training step rejects the labels.
         """
         count = len(feed.indices)
         numbers = {"samples": feed.indices}

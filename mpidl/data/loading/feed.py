@@ -24,10 +24,10 @@ class Feed(NamedTuple):
     indices : np.ndarray
         Sample indices of this rank's images, (n,).
     pixels, labels : np.ndarray or None
-        The result of `Pipeline.read`: (n, C, H, W) and (n, *labels_shape). Both are None if they
-        are already on the device. `labels` is also None if the set has none.
+        The result of `Pipeline.read`: (n, C, H, W) and (n, *labels_shape). Both are None if the
+        images are already on the device. `labels` is also None if the dataset has no labels.
     bounds : tuple of int or None
-        (least, largest) label. None if there are no labels or they are not whole numbers.
+        (smallest, largest) label; None if there are no labels or the labels are floats.
     moves : dict
         The result of `Pipeline.moves`.
     """
@@ -41,7 +41,7 @@ class Feed(NamedTuple):
 
 
 class FeedBuilder:
-    """Builds a Feed with the tasks of a Job.
+    """Builds a Feed in a Job, whose tasks run in worker threads.
 
     Parameters
     ----------
@@ -52,13 +52,13 @@ class FeedBuilder:
     indices : np.ndarray
         Sample indices of this rank's images.
     read : bool
-        Whether to read pixels and labels; False if they are already on the device.
+        Whether to read pixels and labels; False if both are already on the device.
     """
 
     def __init__(self, pipeline: Pipeline, batch: Batch, indices: np.ndarray, read: bool = True):
         self.pipeline, self.batch, self.indices = pipeline, batch, indices
         self.pixels = self.labels = None
-        self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each run of blocks
+        self.run_bounds: list[tuple[int, int] | None] = []  # label bounds of each `_read`
         self.moves: dict = {}
         self.blocks = blocks_of(len(indices)) if read else 0
         if read:
@@ -68,7 +68,7 @@ class FeedBuilder:
                 self.labels = np.empty((n, *p.labels_shape), p.labels_dtype)
 
     def job(self, workers: int) -> Job:
-        """Return a Job for `workers` threads whose item is (Feed, None)."""
+        """Return a Job for `workers` threads. The result of the Job is (Feed, None)."""
         return Job(
             [self._plan, *self.pipeline.tasks(self._read, self.blocks, workers)], self._result
         )
@@ -78,7 +78,7 @@ class FeedBuilder:
         self.moves = self.pipeline.moves(self.indices, batch.epoch, batch.seed)
 
     def _read(self, first, stop):
-        """Read the pixels and labels of blocks first..stop-1."""
+        """Read the pixels and labels of the 16-image blocks first..stop-1."""
         batch, run = self.batch, slice(first * LANES, stop * LANES)
         pixels, labels = self.pipeline.read(self.indices[run], batch.epoch, batch.seed)
         self.pixels[run] = pixels
@@ -93,7 +93,7 @@ class FeedBuilder:
 
 
 def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
-    """Return the (least, largest) integer label; None for floats, None or an empty array."""
+    """Return (smallest, largest) of integer labels; None for floats, None or an empty array."""
     if labels is None or labels.dtype.kind == "f" or not labels.size:
         return None
     return int(labels.min()), int(labels.max())
@@ -102,15 +102,15 @@ def label_bounds(labels: np.ndarray | None) -> tuple[int, int] | None:
 def upload_feeds(
     feeds: Generator[tuple[Feed, None]], pipeline: Pipeline
 ) -> Generator[tuple[Blocked, Blocked | None]]:
-    """Upload each (Feed, None) in the calling thread, and generate (images, labels) on the GPU."""
+    """Upload each (Feed, None) in the calling thread; yield its (images, labels) on the GPU."""
     with contextlib.closing(feeds):
-        # map() keeps no reference, so the next mini-batch can reuse the memory of this one.
+        # map() keeps no reference to a Feed, so the next mini-batch can reuse its memory.
         yield from map(functools.partial(_upload, pipeline.normalization.arrays()), feeds)
 
 
 def _upload(statistics, item):
     """Upload one (Feed, None), normalize it, and return (images, labels) on the GPU."""
-    # Imported here, so that only ranks with a GPU import its backend.
+    # These imports are here so that only ranks with a GPU import the GPU backend.
     from mpidl.backends.gpu import array
     from mpidl.backends.gpu import images as gpu_images
 

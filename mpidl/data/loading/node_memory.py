@@ -1,4 +1,4 @@
-"""Load arrays into shared memory, with one copy per node."""
+"""Load images into shared memory, with one copy per host."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mpidl.text import printable
 def once_per_node(
     world: Any, load: Callable[[], tuple[np.ndarray, Any]], path: str
 ) -> tuple[np.ndarray, Any]:
-    """Load images into memory that the ranks of a node share. Collective.
+    """Load images into memory that the ranks of a host share.
 
-    The first rank of each host loads the images. If rank 0's images need more than half of the free
-    shared memory, each rank loads its own copy instead.
+    The function is collective. The first rank of each host loads the images. If rank 0's images
+    need more than half of the free shared memory, each rank loads its own copy instead.
 
     Parameters
     ----------
     world : World or None
-        The ranks; None for this rank alone.
+        The ranks; None if there is only this rank.
     load : callable
         Function that returns a tuple (images, rest). The images are uint8, or floats that are
         converted to float32. `rest` is any other data, such as labels.
@@ -41,14 +41,14 @@ def once_per_node(
     Raises
     ------
     UserError
-        If `load` raises it on any rank, or two nodes load images of different shapes. All ranks
-        raise it.
+        If `load` raises UserError on any rank, or if two hosts load images of different shapes. All
+        ranks raise the error.
     """
 
     def load_pixels():
         images, rest = load()
         dtype = np.uint8 if images.dtype == np.uint8 else np.float32
-        with np.errstate(over="ignore"):  # `read_images` later reports infinities by image
+        with np.errstate(over="ignore"):  # `read_images` reports infinite pixels later
             return np.ascontiguousarray(images, dtype), rest
 
     if world is None:
@@ -83,7 +83,7 @@ def once_per_node(
 
     first = world.hosts.index(world.host) == world.rank
     call_together(world, fill if first else lambda: None)
-    # If two nodes have the same host name, the second node has not loaded yet. All its ranks now
-    # load and write the same bytes.
+    # If two machines have the same host name, the second machine has not loaded the images yet. All
+    # ranks of that machine now load the images and write the same bytes.
     call_together(world, fill)
     return images, rest

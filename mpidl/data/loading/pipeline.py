@@ -1,4 +1,4 @@
-"""Turn images of a datastore into mini-batches: read, augment and call the user's function."""
+"""Prepare a datastore's images for mini-batches: read, augment, apply the user's function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPAN = 1 << 20  # minimum number of bytes that a task reads, unless the rank's s
 
 
 class SampleKeys(NamedTuple):
-    """Keys of the images that a user's function receives.
+    """Keys of the images that are passed to the user's function.
 
     A function that uses random numbers must derive them from these keys (see `mpidl.keyed`).
 
@@ -51,21 +51,21 @@ class Pipeline:
     crop : tuple of int, optional
         Size (P, Q) of a window cut from the centre of images. Ignored if there is an augmenter.
     function, classes
-        See `MinibatchQueue`.
+        The arguments of `MinibatchQueue` with the same names.
 
     Attributes
     ----------
     image_shape, dtype
         Shape (C, P, Q) and type of the images before normalization.
     labels_shape, labels_dtype
-        Shape and type of each image's label or target; both None if there are neither.
+        Shape and type of each image's label or target. Both are None if images have neither.
 
     Raises
     ------
     UserError
-        If the crop is larger than the images, the statistics have another shape, or the function
-        returns an invalid result for image 0. Also if there is an augmenter and the targets are
-        arrays, because an augmenter does not move targets.
+        If the crop is larger than the images, the statistics of the normalization do not match the
+        images, or the function returns an invalid result for image 0. The error is also raised if
+        there is an augmenter and the targets are arrays, which an augmenter does not move.
     TypeError
         If `normalization` is not a Normalization.
     """
@@ -133,13 +133,14 @@ class Pipeline:
             )
 
     def moves(self, indices: np.ndarray, epoch: int, seed: int) -> dict:
-        """Return keyword arguments of `backends.images` that crop and move the pixels of `read`.
+        """Return keyword arguments for `Backend.images` that crop and move the pixels from `read`.
 
         Returns
         -------
         dict
-            Some of size, mirrored, top, left and fill. Empty if `changes_pixels` is True, since
-            `read` then augments and crops, or if there is nothing to crop or move.
+            Some of the keys size, mirrored, top, left and fill. The dict is empty if
+            `changes_pixels` is True, because `read` then augments and crops, or if there is nothing
+            to crop or move.
         """
         if self.changes_pixels:
             return {}
@@ -157,9 +158,10 @@ class Pipeline:
     def tasks(
         self, read: Callable[[int, int], None], blocks: int, workers: int
     ) -> list[Callable[[], None]]:
-        """Divide `blocks` blocks into runs; return a task per run that calls ``read(first, stop)``.
+        """Return tasks that together read all blocks of 16 images.
 
-        `workers` is the number of threads that share the tasks.
+        Each task calls ``read(first, stop)`` for a range of blocks. `blocks` is the number of
+        blocks, and `workers` is the number of threads that share the tasks.
         """
         block_bytes = int(np.prod(self.datastore.image_shape)) * self.dtype.itemsize * LANES
         span = blocks_per_task(block_bytes, blocks, workers)
@@ -207,7 +209,7 @@ class Pipeline:
             top, left = centred(pixels.shape[1:], self.crop)
             pixels = pixels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
         outputs = []
-        # Call it per block, because its input must not depend on how tasks divide the images.
+        # Call the function once per block of 16 images, so its input does not depend on the tasks.
         for first in range(0, len(indices), LANES):
             block = slice(first, first + LANES)
             block_labels = None if labels is None else labels[block]
@@ -273,7 +275,7 @@ def blocks_per_task(block_bytes: int, blocks: int, workers: int) -> int:
     block_bytes : int
         Bytes of pixels in a block.
     blocks, workers : int
-        Numbers of the rank's blocks and threads.
+        Number of the rank's blocks, and number of its threads.
     """
     share = blocks if workers == 1 else -(-blocks // workers)
     return max(1, min(share, -(-SPAN // max(block_bytes, 1))))
@@ -284,7 +286,8 @@ def fill_blocks(
 ) -> None:
     """Move and normalize pixels (n, C, H, W), and write them to `lanes`; zero unused lanes.
 
-    `moves` are those of `Pipeline.moves`, and `statistics` those of `Normalization.arrays`.
+    A lane is the slot of one image in a block of 16. `moves` is the result of `Pipeline.moves`, and
+    `statistics` is the result of `Normalization.arrays`.
     """
     backends.of_type(np.float32).images(pixels, **moves, **statistics, out=lanes)
 

@@ -1,4 +1,4 @@
-"""Prepare items such as mini-batches in threads, in advance of their use.
+"""Prepare items, such as mini-batches, in threads before the items are needed.
 
 Threads suffice, because decoders and kernels release the GIL while they work. No function of this
 module calls MPI.
@@ -18,7 +18,7 @@ class Job:
     """The tasks that prepare one item.
 
     A Job drops its reference to a task when the task starts, and to the result function when the
-    item is delivered. So the consumer of the item can free its memory.
+    item is delivered. Therefore the consumer can free the memory of the item.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Job:
         self.result: Any = result
 
     def run(self, number: int) -> None:
-        """Call the task with the given number."""
+        """Call the task with the given index."""
         task, self.tasks[number] = self.tasks[number], None
         task()
 
@@ -67,7 +67,7 @@ def prefetch_items(jobs: Iterable[Job], prefetch: int, workers: int = 1) -> Gene
     prefetch : int
         Largest number of items prepared in advance.
     workers : int
-        Number of threads. They run tasks in the order of the jobs.
+        Number of threads. The threads start tasks in the order of the jobs.
     """
     iterator = iter(jobs)
     started: collections.deque[tuple[Any, list[Future]]] = collections.deque()
@@ -129,7 +129,7 @@ class _DaemonPool:
             del task, future, function  # no reference may outlive the delivery of the item
 
     def close(self):
-        """Discard tasks that have not started, and wait for the others and the threads to end."""
+        """Discard tasks that have not started; wait until the running tasks and the threads end."""
         try:
             while True:
                 self.tasks.get_nowait()

@@ -16,7 +16,7 @@ from mpidl import backends
 from mpidl.errors import UserError
 from mpidl.text import did_you_mean
 
-PURPOSE = "augment"  # purpose in the keys of the random numbers
+PURPOSE = "augment"  # purpose that is part of the keys of the random numbers
 DRAWS = 12  # random numbers drawn per image, whether used or not
 # Option names of MATLAB's imageDataAugmenter.
 MATLAB = {
@@ -33,11 +33,11 @@ MATLAB = {
     "RandYTranslation": "translate_y",
 }
 DEGREE = 0.017453292519943295
-_TERMS = 11  # terms of the sine and cosine series; up to 45 degrees, further terms change no bit
+_TERMS = 11  # terms of the sine and cosine series; more terms change no bit up to 45 degrees
 
 
 class TransformParameters(NamedTuple):
-    """Parameters of the transformations of n images, as arrays (n,). See `Augmenter`."""
+    """Parameters of the transformations of n images, as arrays (n,); `Augmenter` describes them."""
 
     reflect_x: np.ndarray  # bool
     reflect_y: np.ndarray
@@ -60,8 +60,8 @@ class Augmenter:
     """Random transformations of images, similar to MATLAB's imageDataAugmenter.
 
     Reflection, rotation, scaling, shear and translation are applied in this order about the image's
-    centre, followed by the crop. x points right and y points down. Values are drawn uniformly from
-    their range (low, high), and translations from the whole numbers in it. A number r instead of a
+    centre, followed by the crop. x points right and y points down. Each parameter is drawn
+    uniformly from its range (low, high); translations are whole numbers. A single number r for a
     range of degrees or pixels means (-r, r).
 
     Parameters
@@ -82,7 +82,7 @@ class Augmenter:
         Range of the shift in whole pixels, to the right and down.
     crop : (int, int), optional
         (height, width) of a window cut at a random position. Images that are not augmented, such as
-        those for validation, are cropped in the centre.
+        validation images, are cropped in the centre.
     fill : float or tuple of float
         Value of pixels outside the image (0 to 255 for uint8), a single number or one per channel.
 
@@ -220,7 +220,7 @@ class Augmenter:
         )
 
     def fill_values(self, shape: Sequence[int], dtype: np.dtype | type) -> np.ndarray:
-        """Return `fill` as an array (C,) of the pixels' type, for images of `shape` (C, H, W).
+        """Return `fill` as an array (C,) of type `dtype`, for images of `shape` (C, H, W).
 
         Raises
         ------
@@ -241,7 +241,7 @@ class Augmenter:
     def moves(
         self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return keyword arguments of `backends.images` that augment images by whole pixels.
+        """Return keyword arguments for `Backend.images` that mirror, shift and crop images.
 
         Call this method only if `warps` is False.
 
@@ -262,13 +262,13 @@ class Augmenter:
     def affine_maps(
         self, seed: int, epoch: int, indices: np.ndarray, shape: Sequence[int]
     ) -> np.ndarray:
-        """Return each image's affine map, float64 (n, 6), for `backends.warp`.
+        """Return each image's affine map, float64 (n, 6), for `Backend.warp`.
 
         A map converts coordinates in the result to coordinates in the image.
         """
         d = self.draw(seed, epoch, indices, shape)
         # Forward map, with (x, y) measured from the centre: shear * scale * rotation * reflection,
-        # then the shift. Sine and cosine use products and sums, which round alike everywhere.
+        # then the shift. Sine and cosine use basic arithmetic only, which rounds alike everywhere.
         sine, cosine = _sine_cosine(d.rotation)
         across, down = _tangent(d.shear_x), _tangent(d.shear_y)
         fx, fy = 1.0 - 2.0 * d.reflect_x, 1.0 - 2.0 * d.reflect_y
@@ -310,12 +310,12 @@ class Augmenter:
         shape = images.shape[1:]
         size = self.image_shape(shape)[1:]
         fill = self.fill_values(shape, images.dtype)
-        maps = self.affine_maps(seed, epoch, indices, shape)  # moves by whole pixels are exact
+        maps = self.affine_maps(seed, epoch, indices, shape)  # exact for shifts by whole pixels
         return backends.of_type(np.float32).warp(images, maps, size, fill)
 
 
 def centred(shape: Sequence[int], crop: Sequence[int]) -> tuple[int, int]:
-    """Return (top, left) of a window `crop` (P, Q) centred in images of `shape` (C, H, W)."""
+    """Return (top, left) of a centred window of size `crop` (P, Q) in images (C, H, W)."""
     return (shape[1] - crop[0]) // 2, (shape[2] - crop[1]) // 2
 
 

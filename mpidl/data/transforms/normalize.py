@@ -1,6 +1,6 @@
 """Normalize pixels, with statistics computed in one pass over the training set.
 
-The names of the normalizations are those of MATLAB's image input layer.
+The normalizations have the same names as in MATLAB's image input layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpidl.errors import UserError
 from mpidl.files import call_together
 
 USUAL = "rescale-zero-one"
-# The first two never need statistics; "rescale-symmetric" needs them for floats.
+# The first two names never need statistics; "rescale-symmetric" needs them for floats.
 Name = Literal[
     "none", "rescale-zero-one", "rescale-symmetric", "zerocenter", "zerocenter-element", "zscore"
 ]
@@ -30,7 +30,7 @@ FLAT = 1e-12  # a channel is treated as constant if variance / mean**2 is at mos
 
 @dataclass(frozen=True, eq=False)
 class Normalization:
-    """The float32 map (pixel - centre) / divisor, which is applied to every image of a network.
+    """The float32 map (pixel - centre) / divisor that a network applies to every image.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Normalization:
         return {"centre": self.centre, "divisor": self.divisor}
 
     def window(self, size: Sequence[int]) -> Normalization:
-        """Return the normalization for windows of `size` (P, Q) cut from the centre of images."""
+        """Return the normalization for windows of `size` (P, Q) cut from the image centre."""
         if self.centre is None or self.centre.ndim == 1 or self.centre.shape[1:] == tuple(size):
             return self
         top, left = ((n - m) // 2 for n, m in zip(self.centre.shape[1:], size, strict=True))
@@ -70,7 +70,7 @@ class Normalization:
         return (images - centre) / divisor
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise UserError if the statistics are not those of images of `shape` (C, H, W)."""
+        """Raise UserError if the statistics do not fit images of `shape` (C, H, W)."""
         if self.centre is not None and self.centre.shape not in (tuple(shape), tuple(shape[:1])):
             raise UserError(
                 f"normalization {self.name}: expected statistics for images of shape "
@@ -79,7 +79,7 @@ class Normalization:
 
 
 def read(name: str, arrays: dict[str, np.ndarray], channels: int) -> Normalization:
-    """Restore a Normalization from its name and the arrays of a file.
+    """Restore a Normalization from its name and the arrays read from a file.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
     datastore : Datastore
         The training set.
     world : World, optional
-        The ranks that share the pass over the set, by default this rank alone.
+        The ranks that share the pass over the set. The default is this rank alone.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def normalization(name: str, datastore: Datastore, world: Any = None) -> Normali
 
 
 def no_normalization(channels: int) -> Normalization:
-    """Return the Normalization "none", which leaves the pixels of `channels` channels unchanged."""
+    """Return the Normalization "none", which leaves images of `channels` channels unchanged."""
     ones = np.ones(channels, np.float32)
     return Normalization("none", 0 * ones, ones)
 
@@ -203,14 +203,14 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
     """Compute the statistics of all images of a set. Collective.
 
     Each image is read once, by one rank. The result does not depend on the number of ranks: sums of
-    uint8 pixels are exact integers, and floats are added by `mpidl.fold` over blocks of 16 images.
+    uint8 pixels are exact integers, and `mpidl.fold` adds floats in blocks of 16 images.
 
     Parameters
     ----------
     datastore : Datastore
         The images.
     world : World, optional
-        The ranks that share the images, by default this rank alone.
+        The ranks that share the images. The default is this rank alone.
 
     Raises
     ------
@@ -232,7 +232,7 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
         mean_image = sums / n
         total, pixels = sums.sum(axis=(1, 2)), n * shape[1] * shape[2]
         mean = total / pixels
-        # Python integers do not overflow, so the only rounding is that of the division.
+        # Python integers do not overflow, so only the division rounds.
         variance = np.array(
             [
                 (pixels * int(s) - int(t) ** 2) / pixels**2
@@ -251,7 +251,7 @@ def statistics(datastore: Datastore, world: Any = None) -> Statistics:
 
 
 class _LocalSums:
-    """The sums of one rank over its images: integers for uint8, moments in a fold for floats."""
+    """Statistics of one rank's images: integer sums for uint8, folded moments for floats."""
 
     def __init__(self, tree, datastore):
         channels = datastore.image_shape[0]
@@ -262,7 +262,7 @@ class _LocalSums:
         self.counter = fold.Counter(tree, fold.merge_moments)
 
     def read(self, datastore, first, stop):
-        """Read images first..stop-1 and add them to the sums."""
+        """Read images `first` to ``stop - 1`` and update the statistics."""
         size = int(np.prod(datastore.image_shape)) * datastore.dtype.itemsize
         step = max(1, CHUNK // max(1, size * LANES)) * LANES
         for start in range(first, stop, step):
@@ -271,7 +271,7 @@ class _LocalSums:
             self.high = np.maximum(self.high, images.max(axis=(0, 2, 3)))
             if images.dtype == np.uint8:
                 self.sums += images.sum(axis=0, dtype=np.int64)
-                for c in range(len(self.squares)):  # from the histogram of the 256 values
+                for c in range(len(self.squares)):  # sum squares by a histogram of the pixels
                     histogram = np.bincount(images[:, c].ravel(), minlength=256)
                     self.squares[c] += int(histogram @ np.arange(256, dtype=np.int64) ** 2)
             else:
@@ -280,7 +280,10 @@ class _LocalSums:
 
 
 def _moments(block):
-    """Return [count, mean, M2] of each pixel over a block (n <= 16, C, H, W), float64."""
+    """Return [count, mean, M2] of each pixel over a block (n <= 16, C, H, W), float64.
+
+    M2 is the sum of squared deviations from the mean.
+    """
     flat = block.reshape(len(block), -1)
     mean = flat.sum(axis=0) / len(flat)
     return np.concatenate([[float(len(flat))], mean, ((flat - mean) ** 2).sum(axis=0)])

@@ -1,8 +1,8 @@
-"""Preprocess images: convert their colour and size to those that a network expects.
+"""Preprocess images: convert them to the colour and the size that a network expects.
 
 Images from files and from arrays are both resized by Pillow's bilinear filter. When an image
-shrinks, the filter is widened so that it covers all pixels merged into one. Pillow uses integer
-arithmetic for uint8 and float32 for floats.
+shrinks, the filter is widened so that it covers all pixels that are merged into one. Pillow uses
+integer arithmetic for uint8 images and float32 arithmetic for float32 images.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ class Preprocess:
     Parameters
     ----------
     size : (int, int), optional
-        (height, width) of the resized images. Their proportions change unless `cover` is True.
+        (height, width) of the resized images. The aspect ratio changes unless `cover` is True.
     colour : {"gray", "rgb"}, optional
-        Colour of the images. RGB is converted to gray as 0.299 R + 0.587 G + 0.114 B, and gray to
+        Colour of the result. RGB is converted to gray as 0.299 R + 0.587 G + 0.114 B, and gray to
         RGB by repeating the channel. None keeps the channels.
     cover : bool
-        Whether to keep the proportions of each image and resize it to the least size that covers
-        `size`.
+        Whether to keep the aspect ratio of each image, and resize the image to the smallest size
+        that covers `size`.
     crop : (int, int), optional
-        (height, width) of a window cut from the centre. It must not exceed the resized images.
+        (height, width) of a window cut from the centre. The window must not exceed the resized
+        images.
 
     Raises
     ------
@@ -105,7 +106,7 @@ class Preprocess:
         return max(down, (height * across + width // 2) // width), across
 
     def of_picture(self, picture: Pillow.Image, out: np.ndarray | None = None) -> np.ndarray:
-        """Preprocess a Pillow image of mode "L" or "RGB", and return it as uint8 (C, P, Q).
+        """Preprocess a Pillow image of mode "L" or "RGB", and return a uint8 array (C, P, Q).
 
         If `out` is given, the result is written to it.
         """
@@ -163,7 +164,7 @@ AS_IT_IS = Preprocess()
 
 
 class Preprocessed(Derived):
-    """A datastore that preprocesses the images of another. Labels and targets are unchanged."""
+    """A datastore with the preprocessed images and the labels or targets of another datastore."""
 
     def __init__(self, datastore: Datastore, preprocess: Preprocess):
         super().__init__(datastore)
@@ -190,7 +191,8 @@ def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
     Parameters
     ----------
     datastore : Datastore
-        The images. If the datastore defines a method ``preprocessed(preprocess)``, it is used.
+        The images. If the datastore has a method ``preprocessed(preprocess)``, the result of
+        that method is returned.
     preprocess : Preprocess
         The conversion to apply.
 
@@ -211,13 +213,13 @@ def preprocessed(datastore: Datastore, preprocess: Preprocess) -> Datastore:
 def planes_of(picture: Pillow.Image, out: np.ndarray | None = None) -> np.ndarray:
     """Convert a Pillow image of mode "L" (C = 1) or "RGB" (C = 3) to uint8 (C, H, W).
 
-    If `out` is given, the result is written to it. If Pillow exposes its memory, pixels are copied
-    only once.
+    If `out` is given, the result is written to it. If Pillow exposes the memory of the picture, the
+    pixels are copied only once.
     """
     if builds.kernels() is not None:
         picture.load()
         try:
-            capsule = picture.im.__arrow_c_array__()  # owns the memory
+            capsule = picture.im.__arrow_c_array__()  # the capsule owns the memory
         except (AttributeError, ValueError):  # an older Pillow, or an image in several pieces
             pass
         else:

@@ -1,7 +1,7 @@
-"""Layers, one file per family. To add a layer, list it only in the `__all__` of its file.
+"""Layers, with one file per family. A new layer is listed only in the `__all__` of its file.
 
 A layer object holds only its arguments. `build` returns the learnables and the state that the layer
-needs for a given input shape, and `forward` applies its op. The network stores the arrays.
+needs for a given input shape, and `forward` applies the layer's op. The network stores the arrays.
 """
 
 from mpidl.nn.layers.activation import *

@@ -65,7 +65,7 @@ class Sigmoid(Layer):
 
 @dataclass
 class GELU(Layer):
-    """Gaussian error linear unit, x * Phi(x); see `ops.gelu`.
+    """Gaussian error linear unit, x * Phi(x) with the normal distribution function Phi.
 
     Parameters
     ----------

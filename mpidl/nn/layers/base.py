@@ -1,4 +1,4 @@
-"""Base classes of layers, and their initial weights."""
+"""Base classes of layers, and the initial weights of layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpidl import keyed
 from mpidl.autodiff import Var
 from mpidl.blocks import Blocked
 
-Value: TypeAlias = Blocked | Var  # Var: a Blocked value that is being differentiated
+Value: TypeAlias = Blocked | Var  # a Var holds a Blocked value that is being differentiated
 Shape: TypeAlias = tuple[int, ...]
 Initial: TypeAlias = float | Callable[[int, str, Shape], np.ndarray]  # f(seed, key, shape)
 
@@ -36,7 +36,7 @@ class Built:
 
 
 class LayerContext:
-    """The arrays and the mode with which a layer's `forward` runs.
+    """The arrays and settings that a layer's `forward` uses.
 
     `context["weight"]` is the layer's learnable named "weight".
 
@@ -51,7 +51,7 @@ class LayerContext:
     training
         Whether the layer is being trained. False in prediction and for a frozen layer.
     batchnorm
-        "global" or "local": the scope of batch normalization.
+        "global" or "local": whether statistics are computed over all ranks or over this rank only.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LayerContext:
         self.training, self.batchnorm = training, batchnorm
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Return the layer's learnable `name`, as a Var while it is differentiated."""
+        """Return the layer's learnable `name`. During differentiation, it is a Var."""
         return self.parameters[f"{self.name}.{name}"]
 
 
@@ -80,11 +80,12 @@ class Layer:
     ----------
     after
         The name of the layer whose output this layer reads, or "images" for the input of the
-        network. By default the layer before it in the list. A layer with several inputs instead has
-        a field `inputs`, a tuple of names, and its `build` and `forward` receive tuples.
+        network. The default is the preceding layer in the list. A layer with several inputs instead
+        has a field `inputs`, a tuple of names, and its `build` and `forward` receive tuples.
     trainable
-        False freezes the layer. Its learnables are not differentiated, and it runs as in
-        prediction: a frozen batch normalization uses its running state, which does not change.
+        False freezes the layer. The learnables of a frozen layer are not differentiated, and the
+        layer runs as in prediction. A frozen batch normalization uses its running statistics, which
+        do not change.
     """
 
     name = None  # type: str | None  # each class declares it as its last positional field
@@ -95,8 +96,8 @@ class Layer:
     def spec(self) -> dict[str, Any]:
         """Return the type and the arguments of the layer, for the JSON in model files.
 
-        Keyword-only arguments that have their default value are left out. New arguments therefore
-        do not change the files of networks that do not use them.
+        Keyword-only arguments equal to the default are left out. New arguments therefore do not
+        change the files of networks that do not use them.
         """
         arguments = {"type": type(self).__name__}
         for f in fields(self):
@@ -126,10 +127,10 @@ class Layer:
         Parameters
         ----------
         x
-            A Blocked value or a Var of a Blocked value. A tuple of them for a layer with several
-            inputs.
+            A Blocked value, a Var that holds one, or, for a layer with several inputs, a tuple of
+            these.
         context
-            The layer's arrays and the mode.
+            The layer's arrays and settings.
         """
         raise TypeError(f"layer {type(self).__name__} has no forward method")
 
@@ -145,7 +146,7 @@ class Layer:
     def multiply_adds(self, shape: Shape, output_shape: Shape) -> int:
         """Return the number of multiply-adds in the forward pass for one image.
 
-        Other arithmetic is not counted.
+        No other arithmetic is counted.
 
         Parameters
         ----------
@@ -162,8 +163,8 @@ def glorot_uniform(fan_in: int, fan_out: int) -> Initial:
 
     Notes
     -----
-    Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks",
-    2010, equation 16.
+    The range is equation 16 of Glorot and Bengio, "Understanding the difficulty of training deep
+    feedforward neural networks", 2010.
     """
     bound = np.sqrt(6.0 / (fan_in + fan_out))
 
@@ -181,10 +182,10 @@ class Weighted(Layer):
     Parameters
     ----------
     bias
-        Whether the layer has a bias. A bias before a batch normalization has no effect.
+        Whether the layer has a bias. A bias directly before a batch normalization has no effect.
     weight_learn_rate_factor, bias_learn_rate_factor
-        Factors by which the optimizer's learning rate is multiplied. A learnable with the factor 0
-        is not differentiated.
+        Factors by which the optimizer's learning rate is multiplied. A learnable with factor 0 is
+        not differentiated.
     weight_l2_factor, bias_l2_factor
         Factors by which the optimizer's L2 regularization is multiplied.
     """

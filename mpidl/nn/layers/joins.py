@@ -12,12 +12,12 @@ __all__ = ["Add", "Concat"]
 
 @dataclass
 class Add(Layer):
-    """Add the outputs of two or more layers with equal shapes.
+    """Add the outputs of two or more layers, which must have equal shapes.
 
     Parameters
     ----------
     inputs
-        The names of these layers.
+        The names of the layers whose outputs are added.
     """
 
     inputs: tuple[str, ...] = ()
@@ -42,7 +42,8 @@ class Concat(Layer):
     Parameters
     ----------
     inputs
-        The names of these layers. Their shapes may only differ in the number of channels.
+        The names of the layers whose outputs are concatenated. The shapes of the outputs may differ
+        only in the number of channels.
     """
 
     inputs: tuple[str, ...] = ()

@@ -19,8 +19,8 @@ __all__ = ["BatchNorm", "CrossChannelNorm"]
 class BatchNorm(Layer):
     """Batch normalization; see `ops.batchnorm`.
 
-    In training, each channel is normalized by the statistics of the mini-batch, and in prediction
-    by the running mean and variance.
+    In training, each channel is normalized by the mean and variance of the mini-batch. In
+    prediction, it is normalized by the running mean and variance.
 
     Parameters
     ----------
@@ -31,9 +31,9 @@ class BatchNorm(Layer):
     scale_learn_rate_factor, offset_learn_rate_factor
         Factors by which the optimizer's learning rate is multiplied for gamma (the scale) and beta
         (the offset). A learnable with the factor 0 is not differentiated, but the layer still uses
-        the statistics of the mini-batch.
+        the mean and variance of the mini-batch.
     scale_l2_factor, offset_l2_factor
-        Factors by which the optimizer's L2 regularization is multiplied.
+        Factors by which the optimizer's L2 regularization is multiplied for gamma and beta.
     """
 
     epsilon: float = 1e-5
@@ -69,7 +69,7 @@ class BatchNorm(Layer):
         return context.state[mean], context.state[variance]
 
     def recorder(self, context: LayerContext) -> Callable[[np.ndarray, np.ndarray], None]:
-        """Return a function that updates the running state by a mini-batch's mean and variance."""
+        """Return a function that updates the running state with a batch's mean and variance."""
 
         def record(*statistics):
             keys = self._keys()
@@ -101,7 +101,7 @@ class CrossChannelNorm(Layer):
     Parameters
     ----------
     window
-        Number of neighbouring channels over which squares are summed.
+        Number of neighbouring channels whose squares are summed.
     alpha, beta, k
         Constants of the formula in `ops.cross_channel_norm`.
     """

@@ -1,6 +1,7 @@
-"""Predefined networks, each with a recipe: the options with which it is trained.
+"""Predefined networks, each with a recipe (the options for training the network).
 
-`matlab` has the networks of MATLAB's examples, and `torchvision` those of the package torchvision.
+`matlab` contains the networks of MATLAB's examples. `torchvision` contains networks of the package
+torchvision.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Networks of MATLAB's examples, each with a recipe: the options with which it is trained."""
+"""Networks from MATLAB's examples, and a recipe (training options) for each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: in
     """Return a small network with three convolutions, for images of digits.
 
     Batch normalization and ReLU follow each convolution; a fully connected layer ends the network.
-    It has 123,090 learnables for 28x28 gray images of 10 classes.
+    The network has 123,090 learnables for 28x28 gray images of 10 classes.
 
     Notes
     -----
@@ -38,19 +38,19 @@ def digits(input_shape: Sequence[int] = (1, 28, 28), classes: int = 10, seed: in
 
 
 def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
-    """Return a network with twelve convolutions, for images such as those of CIFAR-10.
+    """Return a network with twelve convolutions, for small images such as CIFAR-10.
 
-    It has three stages and a fully connected layer. Each stage repeats 3x3 convolution, batch
-    normalization and ReLU four times and ends with pooling. The stages have 32, 64 and 128 filters.
-    The first two end with max pooling by 2, and the last one with average pooling by 8. The network
-    has 677,610 learnables for 32x32 colour images of 10 classes.
+    The network has three stages and a fully connected layer. Each stage repeats 3x3 convolution,
+    batch normalization and ReLU four times and ends with pooling. The stages have 32, 64 and 128
+    filters. The first two end with max pooling by 2, and the last one with average pooling by 8.
+    There are 677,610 learnables for 32x32 colour images of 10 classes.
 
     Notes
     -----
     The network and its recipe come from MATLAB's documentation on training with several GPUs. In
     training, images are mirrored at random and shifted by up to 4 pixels. MATLAB's network has 43
     layers: the 40 layers here and layers for image input, softmax and classification output. In
-    mpidl, the mini-batch queue and the loss replace these three.
+    mpidl, the mini-batch queue and the loss replace these three layers.
     """
     layers: list[Layer] = []
     for filters, pool in ((32, MaxPool2D(2)), (64, MaxPool2D(2)), (128, AveragePool2D(8))):
@@ -63,17 +63,17 @@ def cifar(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int
 def resnet(input_shape: Sequence[int] = (3, 32, 32), classes: int = 10, seed: int = 0) -> Network:
     """Return a residual network with 20 layers for small images.
 
-    It has 273,258 learnables for 32x32 colour images of 10 classes. Three stages follow a 3x3
-    convolution. Each stage has three blocks, and each block has two 3x3 convolutions. The stages
-    have 16, 32 and 64 filters; the second and the third stage halve the rows and columns. Global
-    average pooling and a fully connected layer end the network. If a block changes the shape, a 1x1
-    convolution with batch normalization converts the block's input (the paper's option B).
-    Convolutions have biases, and initial weights are Glorot uniform.
+    The network consists of a 3x3 convolution, three stages, global average pooling and a fully
+    connected layer. Each stage has three residual blocks, and each block has two 3x3 convolutions.
+    The stages have 16, 32 and 64 filters; the second and third stages halve the rows and columns.
+    If a block changes the shape, a 1x1 convolution with batch normalization converts the block's
+    input (the paper's option B). Convolutions have biases, and initial weights are Glorot uniform.
+    There are 273,258 learnables for 32x32 colour images of 10 classes.
 
     Notes
     -----
-    He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, section 4.2. The
-    recipe comes from MATLAB's "Train Residual Network for Image Classification". In training,
+    See He, Zhang, Ren and Sun, "Deep residual learning for image recognition", 2016, section 4.2.
+    The recipe comes from MATLAB's "Train Residual Network for Image Classification". In training,
     images are mirrored at random and shifted by up to 4 pixels.
     """
     layers: list[Layer] = [
@@ -115,18 +115,18 @@ def alexnet(
 ) -> Network:
     """Return AlexNet, with 60,965,224 learnables for 227x227 colour images of 1000 classes.
 
-    It has five convolutions; the second, fourth and fifth have two groups. Cross-channel
+    AlexNet has five convolutions; the second, fourth and fifth have two groups. Cross-channel
     normalization follows the first two convolutions, and overlapping max pooling follows the first
-    two and the last. Three fully connected layers with dropout between them end the network.
+    two and the last one. Three fully connected layers with dropout between them end the network.
     Initial weights are Glorot uniform, and biases are zero.
 
     Notes
     -----
-    Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
+    See Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural
     networks", 2012. The layer names and k = 1 in the normalization are those of MATLAB's and
     Caffe's models; the paper uses k = 2. The recipe comes from MATLAB's "Deep Learning with MATLAB
-    and Multiple GPUs", which starts from a pretrained AlexNet. Its learning rate is low for a
-    network without pretraining.
+    and Multiple GPUs", which starts from a pretrained AlexNet. The recipe's learning
+    rate is low for a network without pretraining.
     """
     layers: list[Layer] = [
         Conv2D(11, 96, stride=4, name="conv1"),

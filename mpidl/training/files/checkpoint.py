@@ -1,9 +1,9 @@
 """Save and load checkpoints: the current checkpoint.h5 and checkpoint-previous.h5.
 
-Each is a complete HDF5 file (see `model_file`) with everything that a run needs to resume, on any
-number of ranks. At least one of them can be loaded at any time: `save` writes and flushes the new
-file under a temporary name, renames the current file to the previous one, then renames the new
-file to the current one.
+Each checkpoint is a complete HDF5 file (see `model_file`) with everything that a run needs to
+resume on any number of ranks. At least one of the two files can be loaded at any time. For this,
+`save` writes and flushes the new file under a temporary name, renames checkpoint.h5 to
+checkpoint-previous.h5, and then renames the new file to checkpoint.h5.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIONAL_DESCRIPTION = ("crop", "preprocess")
 def save(
     folder: str, arrays: Mapping[str, Mapping[str, np.ndarray]], facts: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint, and keep the current one as the previous one.
+    """Write a new checkpoint, and keep the current checkpoint as the previous one.
 
     Parameters
     ----------
@@ -37,13 +37,14 @@ def save(
     arrays : dict
         {"learnables": {"conv1.weight": array, ...}, "state": {...}, "optimizer": {...}, ...}
     facts : dict
-        Values for JSON, such as position and options. "network" (the list of layers), "classes",
-        "input_shape" and "normalization" are required. Floats are stored exactly.
+        Values that are stored as JSON, such as the position in the run and the options. "network"
+        (the list of layers), "classes", "input_shape" and "normalization" are required. Floats are
+        stored exactly.
 
     Raises
     ------
     UserError
-        If the file cannot be written. The existing checkpoints are not changed then.
+        If the file cannot be written. In this case, the existing checkpoints are unchanged.
     """
     optional = {name: facts.get(name) for name in OPTIONAL_DESCRIPTION}
     attributes = model_file.describe(*(facts[name] for name in DESCRIPTION), **optional)
@@ -51,7 +52,7 @@ def save(
     remaining_facts = {name: value for name, value in facts.items() if name not in described}
     attributes["facts"] = json.dumps(remaining_facts, default=_python_number)
     current = os.path.join(folder, CURRENT)
-    # If a crash left a damaged checkpoint.h5, it must not replace a complete previous one.
+    # A checkpoint.h5 that a crash damaged must not replace a complete previous checkpoint.
     previous = os.path.join(folder, PREVIOUS) if _is_whole(current) else None
     write_whole(current, model_file.pack(arrays, attributes), previous)
 
@@ -66,13 +67,13 @@ def load(
     folder : path
         The folder of the run.
     warn : callable, optional
-        Called with a line of text if checkpoint.h5 is missing or damaged and the previous
-        checkpoint is loaded. By default the line is printed on stderr.
+        Function that is called with a one-line warning if the previous checkpoint is loaded because
+        checkpoint.h5 is missing or damaged. By default, the line is printed on stderr.
 
     Returns
     -------
     arrays, facts : dict
-        The arguments of `save`.
+        The arrays and facts that were passed to `save`.
 
     Raises
     ------
@@ -103,7 +104,7 @@ def exists(folder: str) -> bool:
 
 
 def _is_whole(path):
-    # Reading a whole file takes less time than writing and flushing the new one.
+    # This reads the whole file, which is faster than writing and flushing the new file.
     try:
         model_file.read(path)
     except model_file.Torn:

@@ -1,9 +1,10 @@
-"""Read and write model files, and the HDF5 format that they share with checkpoints.
+"""Read and write model files in the HDF5 format that checkpoints also use.
 
-A file holds tables of arrays, `<table>/<layer>/<name>`, in a fixed order, and root attributes. Its
-attribute `sha256` is a checksum of both. `pack` builds the bytes in memory and `write_whole` writes
-them, so a file exists completely or not at all, and a full disk raises an ordinary error. Files are
-read through a Python file object, because some clusters' file systems reject HDF5's file locks.
+A file holds root attributes and tables of arrays, `<table>/<layer>/<name>`, in a fixed order. The
+attribute `sha256` is a checksum of the arrays and the other attributes. `pack` builds the bytes of
+a file in memory, and `write_whole` writes them. A file therefore exists completely or not at all,
+and a full disk raises an ordinary error. Files are read through a Python file object, because some
+clusters' file systems reject HDF5's file locks.
 Nothing is ever unpickled.
 """
 
@@ -37,7 +38,7 @@ class _Description(TypedDict):
 
 
 class Description(_Description, total=False):
-    """The root attributes of a model file: the network and the preprocessing of its images."""
+    """The root attributes of a model file: the network and the preprocessing of input images."""
 
     crop: tuple[int, ...]
     preprocess: Preprocess
@@ -62,7 +63,7 @@ def pack(
     import h5py
 
     buffer = io.BytesIO()
-    # The format of HDF5 1.8 checksums its metadata and allows attributes larger than 64 KiB.
+    # The HDF5 1.8 format adds checksums to metadata and allows attributes larger than 64 KiB.
     with h5py.File(buffer, "w", libver=("v108", "v108"), track_order=True) as file:
         for table, arrays in tables.items():
             group = file.create_group(table, track_order=True)
@@ -121,7 +122,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, dict[str, np.ndarray]]
 
 
 def _content(file):
-    """Return the tables and attributes of an open file, except its checksum."""
+    """Return the tables and attributes of an open file, without the checksum."""
     tables = {table: dict(_arrays(group, "")) for table, group in file.items()}
     attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "sha256"}
     return tables, attributes
@@ -193,14 +194,14 @@ def network_of(
     normalization: dict[str, np.ndarray],
     layer_types: Iterable[type[Layer]] = (),
 ) -> Network:
-    """Create the network that a file describes, with learnables and state of 0.
+    """Create the network that a file describes, with all learnables and state set to 0.
 
     Parameters
     ----------
     description : dict
         The result of `described`.
     normalization : dict
-        The arrays of the normalization, `Normalization.arrays`.
+        The arrays of the normalization, as returned by `Normalization.arrays`.
     layer_types : iterable of Layer classes
         The custom layer classes in the network.
 
@@ -295,8 +296,8 @@ def load_model(
     net : Network
         The network, with its class names and the preprocessing of images used in training.
     description : dict
-        "network" (the list of layers), "classes", "input_shape" and "normalization", and "crop"
-        and "preprocess" if the file has them.
+        The keys are "network" (the list of layers), "classes", "input_shape" and "normalization",
+        and "crop" and "preprocess" if the file has these attributes.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Prepare the folder of a run, and write its metrics.jsonl, checkpoints and progress.png."""
+"""Prepare a run's folder, and write metrics.jsonl, checkpoints and progress.png into it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ RESULTS = (
     "progress.png",
     "summary.json",
 )
-PLOT_SECONDS = 10.0  # minimum time between two plots, because training waits for each
-# The arguments that set the folder, resume a run and replace one, for error messages.
+PLOT_SECONDS = 10.0  # minimum time between two plots, because training waits for a plot
+# Arguments that set the folder, resume a run and replace a run, as error messages write them.
 COMMAND_WORDS = ("--out {}", "--resume {}", "--overwrite")
 PYTHON_WORDS = ("out={}", "resume={}", "overwrite=True")
 
@@ -49,8 +49,8 @@ def refuse_a_run(
     resumed : path, optional
         The folder of the resumed run.
     words : tuple of str
-        Templates of the arguments that the error message names: for the folder, to resume and to
-        replace a run.
+        Templates of the arguments that set the folder, resume a run and replace a run, for the
+        error message.
     """
     if not checkpoint.exists(out) or _is_same_folder(out, resumed):
         return
@@ -84,7 +84,9 @@ def _is_same_folder(out, resumed):
 
 
 class RunFolder:
-    """The folder that `dl.train` writes to, and the checkpoint that it resumes. Collective.
+    """The folder that `dl.train` writes to, and the checkpoint from which it resumes.
+
+    The constructor is collective.
 
     Parameters
     ----------
@@ -132,7 +134,7 @@ class RunFolder:
             raise UserError(f"{self.out}: cannot be created: {reason(error)}") from error
 
     def advice(self, learning_rate: float) -> str:
-        """Return advice for the user, as part of an error message, if numbers are not finite."""
+        """Return advice to the user, for an error message about NaN or infinite values."""
         has_checkpoint = self.out and checkpoint.exists(self.out)
         return f"lower --learning-rate (now {learning_rate:g}) or check the images" + (
             f"; the last checkpoint is in {self.out}" if has_checkpoint else ""
@@ -143,7 +145,7 @@ class RunWriter:
     """Writes the files of a run on rank 0, or nothing if the run has no folder.
 
     `save`, `plot` and the constructor are collective. If rank 0 cannot write, all ranks raise
-    UserError. If `record` cannot write, they raise it at the next checkpoint.
+    UserError. If `record` cannot write, all ranks raise UserError at the next checkpoint.
 
     Parameters
     ----------
@@ -152,7 +154,8 @@ class RunWriter:
     world : World
         The ranks.
     last_iteration : int, optional
-        Iteration of the resumed checkpoint. Later records in metrics.jsonl are removed.
+        Iteration of the resumed checkpoint. Records of later iterations are removed from
+        metrics.jsonl.
     """
 
     def __init__(self, folder: RunFolder, world: World, last_iteration: int | None = None) -> None:
@@ -193,17 +196,17 @@ class RunWriter:
         tables : mapping
             {"learnables": {"conv1.weight": array, ...}, ...}
         position : Position
-            How far the run has come.
+            The progress of the run.
         facts : mapping
-            Further values for JSON; see `checkpoint.save`.
+            Values to store as JSON; see `checkpoint.save`.
         learning_rate : float
             The current learning rate, for the error message.
 
         Raises
         ------
         Fault
-            If the ranks' arrays differ or are not finite. No run could continue from them, so the
-            previous checkpoint is kept.
+            If the ranks' arrays differ or are not finite. A run could not continue from such
+            arrays, so the previous checkpoint is kept.
         UserError
             If the checkpoint or an earlier record cannot be written.
         """
@@ -221,7 +224,7 @@ class RunWriter:
         self._on_rank_0(write)
 
     def plot(self, end: bool = False) -> None:
-        """Draw progress.png; until the end of the run, at most once per PLOT_SECONDS."""
+        """Draw progress.png, at most once per PLOT_SECONDS before the end of the run."""
 
         def draw():
             if end or time.monotonic() - self.plot_time >= PLOT_SECONDS:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def collect(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables and facts of a checkpoint; `RunWriter.save` adds the position."""
+    """Return (tables, facts) of a checkpoint: arrays by table, and JSON values.
+
+    `RunWriter.save` adds the position.
+    """
     net, options, validation = trainer.net, trainer.options, trainer.validation
     tables = {
         "learnables": {name: np.asarray(a) for name, a in net.parameters.items()},

@@ -1,7 +1,8 @@
-"""Optimizers, which are chains of small transforms that also work alone.
+"""Optimizers, which are chains of gradient transforms that can also be used individually.
 
-`SOLVERS` is the only list of the optimizers that the option `solver` selects. The choices and the
-help text of `--solver`, solver-dependent defaults and the options page are derived from it.
+`SOLVERS` is the only list of the optimizers that the option `solver` can select. The choices
+and the help text of `--solver`, the solver-dependent defaults and the options page of the
+documentation are derived from this list.
 """
 
 from __future__ import annotations

@@ -21,16 +21,17 @@ from mpidl.training.optimizers.transforms import (
 
 
 class AdamMoments(Transform):
-    """Divide the moving mean of the gradient by the square root of the moving mean of its square.
+    """Divide the gradient's moving mean by the root of the squared gradient's moving mean.
 
         m <- gradient_decay * m + (1 - gradient_decay) * g
         v <- square_decay * v + (1 - square_decay) * g^2
         direction = correction * m / (sqrt(v) + epsilon)
 
-    with correction = sqrt(1 - square_decay^t) / (1 - gradient_decay^t) in step t. This is algorithm
-    1 of Kingma and Ba, "Adam: a method for stochastic optimization", 2015, in the order of
-    computation that the end of its section 2 describes. MATLAB does the same. PyTorch adds epsilon
-    after it corrects v; the results agree if epsilon is much smaller than sqrt(v).
+    where correction = sqrt(1 - square_decay^t) / (1 - gradient_decay^t) in training step t, counted
+    from 1. The formulas are algorithm 1 of Kingma and Ba, "Adam: a method for stochastic
+    optimization", 2015, in the order of computation given at the end of section 2 of that paper.
+    MATLAB uses the same formulas. PyTorch adds epsilon after correcting v; the results agree if
+    epsilon is much smaller than sqrt(v).
     """
 
     tables = ("mean", "square")
@@ -43,7 +44,7 @@ class AdamMoments(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def correction(self, rate: float, step: int) -> float:
-        """Return rate * correction for a step."""
+        """Return rate * correction for a training step, counted from 1."""
         mean = 1 - power(self.gradient_decay, step)
         square = 1 - power(self.square_decay, step)
         return rate * math.sqrt(square) / mean
@@ -68,16 +69,16 @@ class CorrectedAdamMoments(AdamMoments):
 
         direction = m_hat / (sqrt(v_hat) + epsilon)
 
-    with m_hat = m / (1 - gradient_decay^t) and v_hat = v / (1 - square_decay^t) in step t. This is
-    algorithm 1 of Kingma and Ba. It equals `AdamMoments` with the epsilon of step t replaced by
-    epsilon * sqrt(1 - square_decay^t).
+    where m_hat = m / (1 - gradient_decay^t) and v_hat = v / (1 - square_decay^t) in training step
+    t. This formula is algorithm 1 of Kingma and Ba. `AdamMoments` computes the same
+    direction if its epsilon is replaced by epsilon * sqrt(1 - square_decay^t).
     """
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
         return {"correction": self.correction(-1.0, step), "epsilon": self.step_epsilon(step)}
 
     def step_epsilon(self, step: int) -> float:
-        """Return the number that a step adds to the uncorrected root, sqrt(v)."""
+        """Return the epsilon that a training step adds to the uncorrected root, sqrt(v)."""
         return self.epsilon * math.sqrt(1 - power(self.square_decay, step))
 
     def apply(
@@ -89,7 +90,7 @@ class CorrectedAdamMoments(AdamMoments):
 
 @fuses(AdamMoments, Rate)
 class _AdamRate(FusedTail):
-    """Compute Adam's step with one kernel."""
+    """Update the weights by Adam with one kernel."""
 
     formula = "adam"
     tables = AdamMoments.tables
@@ -106,7 +107,7 @@ class _AdamRate(FusedTail):
 
 @fuses(CorrectedAdamMoments, WeightDecay, Rate)
 class _AdamWRate(FusedTail):
-    """Compute AdamW's step with one kernel."""
+    """Update the weights by AdamW with one kernel."""
 
     formula = "adamw"
     tables = CorrectedAdamMoments.tables
@@ -124,7 +125,8 @@ class _AdamWRate(FusedTail):
         return [*numbers, values["epsilon"], values["correction"]]
 
     def step(self, updates, state_arrays, values):
-        self.decay.apply(updates, [], {})  # after the decays that go to the gradients
+        # add earlier decays to the gradients, then set the decay for the kernel
+        self.decay.apply(updates, [], {})
         return super().step(updates, state_arrays, values)
 
 
@@ -170,22 +172,22 @@ class AdamW(Solver):
 
         w <- w - learning_rate * (m_hat / (sqrt(v_hat) + epsilon) + l2 * factor * w)
 
-    The other parameters are those of `Adam`.
+    `Adam` describes the other parameters.
 
     Parameters
     ----------
     l2 : float, optional
-        The weight decay, called `weight_decay` in PyTorch. By default 0.01. It does not enter the
-        moments and is not clipped.
+        The weight decay, called `weight_decay` in PyTorch. By default 0.01. The decay does not
+        enter the moments and is not clipped.
     l2_factors : dict, optional
-        {name: factor} by which the decay is multiplied. By default the factor is 1 for names that
-        end in ".weight" and 0 for others.
+        {name: factor}: the factor of the decay for each parameter. By default the factor is 1 for
+        names that end in ".weight" and 0 for other names.
 
     Notes
     -----
-    Loshchilov and Hutter, "Decoupled weight decay regularization", 2019, in the form of
-    torch.optim.AdamW. The learning rate of the step also multiplies the decay. In algorithm 2 of
-    the paper, only the schedule multiplies it, so the paper's lambda is l2 times the initial
+    The method is described in Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
+    As in torch.optim.AdamW, the current learning rate also multiplies the decay. In algorithm 2 of
+    the paper, only the schedule multiplies the decay, so the paper's lambda is l2 times the initial
     learning rate.
     """
 
@@ -221,7 +223,7 @@ class AdamW(Solver):
 def power(base: float, exponent: int) -> float:
     """Return base ** exponent, computed by multiplications only.
 
-    C libraries round pow() differently, so its result would depend on the machine.
+    C libraries round pow() differently, so the result of pow() would depend on the machine.
     """
     result = 1.0
     while exponent:

@@ -21,7 +21,7 @@ class CustomOptimizer(Protocol):
     def __call__(
         self, parameters: dict[str, np.ndarray], gradients: dict[str, np.ndarray], /
     ) -> Mapping[str, np.ndarray]:
-        """Return the parameters after a step, with the same names, shapes and types."""
+        """Return the updated parameters, with the same names, shapes and types."""
 
     def state(self) -> Mapping[str, np.ndarray]:
         """Return the arrays that checkpoints store."""
@@ -53,9 +53,9 @@ def check_optimizer(optimizer: Any, net: Network) -> None:
 
 
 def optimizer_spec(optimizer: Any) -> list[Any]:
-    """Return the optimizer's class name and its spec, [] if it has none.
+    """Return [class name, spec] of an optimizer; the spec is [] if the optimizer has none.
 
-    A resumed run compares them with those in the checkpoint.
+    A resumed run compares this list with the list in the checkpoint.
     """
     spec = optimizer.spec() if hasattr(optimizer, "spec") else []
     return [type(optimizer).__qualname__, spec]

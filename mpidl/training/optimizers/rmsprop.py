@@ -1,4 +1,4 @@
-"""RMSProp: transform, fused step and solver."""
+"""Define the transform, the fused kernel and the solver of RMSProp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpidl.training.optimizers.transforms import (
 
 
 class RMSPropMoment(Transform):
-    """Divide the gradient by the square root of the moving mean of its square.
+    """Divide the gradient g by sqrt(v), where v is the moving mean of g^2.
 
         v <- square_decay * v + (1 - square_decay) * g^2
         direction = g / (sqrt(v) + epsilon)
@@ -37,7 +37,7 @@ class RMSPropMoment(Transform):
         self.epsilon: float = check("epsilon", epsilon)
 
     def arguments(self, rate: float) -> list[float]:
-        """Return the arguments of the backends' formula "rmsprop" for a learning rate."""
+        """Return the arguments of the formula "rmsprop" in the backends for a learning rate."""
         return [rate, self.square_decay, 1 - self.square_decay, self.epsilon]
 
     def apply(
@@ -48,7 +48,7 @@ class RMSPropMoment(Transform):
 
 @fuses(RMSPropMoment, Rate)
 class _RMSPropRate(FusedTail):
-    """Compute RMSProp's step with one kernel."""
+    """Compute the RMSProp update of the weights with one kernel."""
 
     formula = "rmsprop"
     tables = RMSPropMoment.tables
@@ -68,7 +68,8 @@ class RMSProp(Solver):
 
         w <- w - learning_rate * g / (sqrt(v) + epsilon)
 
-    v decays by `squared_gradient_decay_factor`. `SGDM` describes the other parameters.
+    Here g is the gradient, and v is the moving mean of g^2, which decays by
+    `squared_gradient_decay_factor` per training step. `SGDM` describes the other parameters.
     """
 
     solver = "rmsprop"

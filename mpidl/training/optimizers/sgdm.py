@@ -58,7 +58,7 @@ class NesterovMomentum(Momentum):
 @fuses(Rate, Momentum)
 @fuses(Rate, NesterovMomentum)
 class _RateMomentum(FusedTail):
-    """Compute the step of SGD with momentum or with Nesterov's momentum with one kernel.
+    """Compute an SGD step, with momentum or Nesterov's momentum, in one kernel.
 
     The step is v <- momentum * v - rate * g, then w <- w + v or, for Nesterov's momentum,
     w <- w + momentum * v - rate * g.
@@ -84,7 +84,7 @@ class SGDM(Solver):
     Parameters
     ----------
     learning_rate : float, optional
-        By default 0.01.
+        Learning rate; by default 0.01.
     momentum : float
         Fraction of the previous step that is added to the current one.
     l2 : float
@@ -96,14 +96,14 @@ class SGDM(Solver):
     gradient_threshold, gradient_threshold_method
         See `Clip`. The gradient that is clipped includes the L2 term.
     nesterov : bool
-        Whether to step by w <- w + momentum * v - learning_rate * g with the new v; see
-        `NesterovMomentum`.
+        Whether to use Nesterov's momentum: w <- w + momentum * v - learning_rate * g, with the new
+        v. See `NesterovMomentum`.
 
     Notes
     -----
     PyTorch computes v <- momentum * v + g, w <- w - learning_rate * v. At a constant learning rate,
-    both forms give the same steps. If the rate changes, earlier steps in v keep the old rate here,
-    whereas PyTorch scales them by the new rate at once.
+    both forms give the same steps. If the rate changes, the earlier steps in v keep the old rate in
+    this solver, whereas PyTorch immediately scales them by the new rate.
     """
 
     solver = "sgdm"

@@ -1,9 +1,10 @@
 """Transforms of gradients, from which optimizers are built.
 
-A transform changes the updates of one step in place. `WeightDecay` and `Clip` change gradients;
-`Rate` turns directions into steps. The transforms that turn gradients into directions are defined
-with their solvers: `Momentum` (sgdm), `AdamMoments` (adam) and `RMSPropMoment` (rmsprop). Each
-transform also works alone: `Clip(1.0)(parameters, gradients)` returns the clipped gradients.
+A transform changes the updates of one training step in place. `WeightDecay` and `Clip` change
+gradients, and `Rate` turns directions into weight changes. The transforms that turn gradients into
+directions are defined with the solvers: `Momentum` (sgdm), `AdamMoments` (adam) and `RMSPropMoment`
+(rmsprop). Each transform also works alone: `Clip(1.0)(parameters, gradients)` returns the clipped
+gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mpidl.training.options.option_types import (
 
 Tables = dict[str, dict[str, np.ndarray]]  # {table: {parameter: array}}
 
-# Valid arguments of transforms and solvers, and of the training options with the same names.
+# Rules for the arguments of transforms and solvers, and for training options of the same names.
 RULES: dict[str, Rule] = {
     "learning_rate": positive(),
     "momentum": fraction(),
@@ -45,21 +46,20 @@ def check(name: str, value: object) -> Any:
 
 
 class Updates:
-    """The updates of one step, which the transforms turn from gradients into steps.
+    """The updates of one training step, which transforms turn from gradients into weight changes.
 
     Attributes
     ----------
     backend : Backend
-        The backend of the parameters, which computes the step.
+        The backend of the parameters, which computes the updates.
     names, weights : list
-        The names and values of the parameters that the step changes.
+        The names and values of the parameters that the training step changes.
     arrays : list
-        The updates: gradients before the first transform, steps after the last one.
+        The updates: gradients before the first transform, weight changes after the last one.
     decays : list of float
-        For each array, a number whose product with the weight is still to be added to the array.
-        The next kernel adds it.
+        For each array, a pending weight decay d. The next kernel adds d * weight to the array.
     rate_factors : list of float
-        Factors by which the learning rate of each parameter is multiplied.
+        For each parameter, a factor that multiplies the learning rate.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Updates:
     def stepped_zeros(
         self, formula: str, state_arrays: list[list], numbers: Sequence[Any], factors=None
     ) -> list:
-        """Return the change of the weights by a formula, computed as a step from zero weights.
+        """Return the weight changes that a formula computes, by applying it to zero weights.
 
         Parameters
         ----------
@@ -99,9 +99,9 @@ class Updates:
         state_arrays : list of list
             The arrays of each table, which the formula updates.
         numbers : sequence
-            Arguments of the formula.
+            Scalar arguments of the formula.
         factors : list of float, optional
-            Factors of the learning rate for each parameter. By default 1.
+            Factor of the learning rate for each parameter. By default all factors are 1.
         """
         self.add_decays()
         factors = [1.0] * len(self.names) if factors is None else factors
@@ -122,19 +122,16 @@ class Updates:
 class Transform:
     """Base class of transforms.
 
-    A transform that keeps arrays between steps lists the names of their tables in `tables`. If its
-    numbers change from step to step, it returns them from `numbers`, so that a recorded step can be
-    replayed with new numbers.
+    A transform that keeps arrays between training steps lists the names of the tables of these
+    arrays in `tables`. If scalars of a transform change from step to step, its method `numbers`
+    returns them, so that a recorded training step can be replayed with new scalars.
     """
 
     tables: tuple[str, ...] = ()
     counts_steps = True  # whether `numbers` depends on the step count, which checkpoints then store
 
     def numbers(self, learning_rate: float, step: int) -> dict[str, float]:
-        """Return the numbers of a step that change from step to step.
-
-        Steps are counted from 1.
-        """
+        """Return the scalars of training step `step`, counted from 1."""
         return {}
 
     def apply(
@@ -145,18 +142,18 @@ class Transform:
         Parameters
         ----------
         updates : Updates
-            The updates of the step.
+            The updates of the training step.
         state_arrays : list of list
-            For each table, one array per parameter. They are changed in place.
+            For each table, a list of one array per parameter. The arrays are changed in place.
         numbers : dict
-            The `numbers` of the step.
+            The result of the method `numbers` for the training step.
         """
         raise TypeError(f"{type(self).__name__} does not define apply")
 
     def __call__(
         self, parameters: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the changed gradients. State arrays are zero, as before a first step."""
+        """Return the changed gradients. State arrays start at zero, as in a first training step."""
         names = list(gradients)
         weights = [parameters[name] for name in names]
         arrays = [gradients[name] for name in names]
@@ -232,7 +229,7 @@ class Clip(Transform):
 
 
 class Rate(Transform):
-    """Turn directions into steps, -learning_rate * factor * direction."""
+    """Turn directions into weight changes, -learning_rate * factor * direction."""
 
     counts_steps = False
 

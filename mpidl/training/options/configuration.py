@@ -1,7 +1,7 @@
 """Merge the sources of a run's options, record the result and check changes on resume.
 
 The sources, from highest to lowest precedence: the command line, --config FILE.toml, the resumed
-run, the network's recipe, and the defaults (those of MATLAB's trainingOptions).
+run, the network's recipe, and the defaults, which are the same as in MATLAB's trainingOptions.
 """
 
 import json
@@ -93,7 +93,7 @@ def resolve(
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     if resumed is not None:
-        # Checkpoints of dl.train have no "run"; those of the command do.
+        # Checkpoints of the command have "run"; checkpoints of dl.train do not.
         layers.append(("resumed run", {**resumed["options"], **resumed.get("run", {})}))
     network = next((table["network"] for _, table in layers if "network" in table), RUN["network"])
     merged = {name: value for _, table in reversed(layers) for name, value in table.items()}
@@ -107,7 +107,7 @@ def resolve(
         if source.startswith("config "):
             spelled = f"{config}: {name}"
         values[name], sources[name] = table[name], source
-        if source != "default":  # a default may be None, for the solver's own default
+        if source != "default":  # a default may be None: the solver then sets the value
             values[name] = check_value(RULES[name], table[name], spelled)
     _refuse_two_batch_sizes(values, sources, [source for source, _ in layers])
     run = {name: values.pop(name) for name in RUN}
@@ -115,9 +115,10 @@ def resolve(
 
 
 def _refuse_two_batch_sizes(values, sources, order):
-    """Raise UserError if a batch size would silently lose to a batch size per rank.
+    """Raise UserError if a batch size per rank would silently override the user's batch size.
 
-    It would if its source, the command line or a config file, has at least the same precedence.
+    This is the case if the batch size comes from the command line or a config file, and the batch
+    size per rank from a source of the same or lower precedence.
     """
     size, per_rank = sources["batch_size"], sources["batch_per_rank"]
     by_user = size == "command line" or size.startswith("config ")
@@ -135,8 +136,9 @@ def _refuse_two_batch_sizes(values, sources, order):
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read options and inputs of a run from a TOML file.
 
-    Options are at the top level or in the table [options], inputs in [run]. The options.toml of an
-    earlier run is a valid file; its tables [sources] and [versions] are ignored.
+    Options are at the top level or in the table [options]; inputs are in the table [run]. The
+    options.toml file of an earlier run is valid, and its tables [sources] and [versions] are
+    ignored.
 
     Parameters
     ----------
@@ -155,7 +157,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10
+    except ModuleNotFoundError:  # Python 3.10 has no tomllib
         import tomli as tomllib
     try:
         with open(path, "rb") as file:
@@ -256,7 +258,7 @@ def resumable(
 
 
 def shares(options: TrainingOptions, ranks: int) -> dict[str, Any]:
-    """Return {"ranks": ..., "load": ...}, which determine the partitions of the training set."""
+    """Return {"ranks": ..., "load": ...}, the facts that determine each rank's part of the data."""
     load = options.load(ranks)
     return {"ranks": ranks, "load": None if load is None else list(load)}
 
@@ -271,7 +273,7 @@ def changed_on_resume(
     Parameters
     ----------
     saved : mapping
-        The facts of the checkpoint.
+        The facts that the checkpoint stores.
     now : mapping
         The facts of the resumed run, from `resumable`.
     run_name : str
@@ -283,7 +285,7 @@ def changed_on_resume(
         If a change is not allowed. The message lists all of them.
     """
     refused = []
-    # Options that the checkpoint lacks, because they are newer, have their defaults.
+    # Options that are newer than the checkpoint have their default values in `saved`.
     defaults = TrainingOptions(solver=saved["options"].get("solver", "sgdm")).as_dict()
     saved_options = defaults | saved["options"]
     for name, declared in OPTIONS.items():

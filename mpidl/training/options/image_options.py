@@ -1,4 +1,4 @@
-"""Options for the images of training: order, normalization, augmentation and reading.
+"""Options for training images: order, normalization, augmentation and reading.
 
 This module does not import annotations from `__future__`, so help() shows the annotations as types.
 """
@@ -20,7 +20,7 @@ from mpidl.training.options.option_types import (
 
 @options_class
 class ImageOptions:
-    """The options of `TrainingOptions` for images."""
+    """The image options of `TrainingOptions`."""
 
     shuffle: Literal["never", "once", "every-epoch"] = choice(
         "When to shuffle the training set",

@@ -21,7 +21,7 @@ else:
 
 Options = TypeVar("Options")
 
-ON_OFF = ("on", "off")  # options with these choices also accept True and False in Python and TOML
+ON_OFF = ("on", "off")  # such options also accept True and False in Python and TOML
 Size: TypeAlias = str | int | Sequence[int] | None  # "224x192", 224 or (224, 192)
 
 
@@ -37,16 +37,16 @@ class Rule(NamedTuple):
     low, high : float
         Lowest and highest valid number.
     exclude_low, exclude_high : bool
-        Whether the bound itself is invalid.
+        Whether `low` or `high` itself is invalid.
     choices : tuple of str
         The valid names.
     pattern : str
-        Regular expression for other valid strings; "" if only the choices are valid.
+        Regular expression for valid strings that are not among `choices`, or "".
     metavar : str
         Placeholder in --help for a string that matches the pattern.
     separator : str
-        The separator between the numbers of a list, or "". In Python and TOML, such a list may
-        also be a sequence of numbers.
+        The separator between the numbers of a list such as "2,4"; "" if the value is no list. In
+        Python and TOML, a list may also be a sequence of numbers.
     optional : bool
         Whether None is valid. TOML files and the command line write None as "none".
     allow_inf : bool
@@ -137,8 +137,8 @@ def option(
     text : str
         Help text.
     default : object
-        The value if no source gives one. It is a keyword because type checkers and editors look
-        for the keyword `default`.
+        The value if no source, such as the command line, sets the option. Type checkers and
+        editors look for the keyword `default`, so it must be passed as a keyword.
     resume : {"free", "fixed", "up"}
         Whether a resumed run may change the option, must keep it, or may only increase it.
     matlab : str
@@ -163,12 +163,12 @@ def rule_of(declared: Field) -> Rule:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, choice))
 def options_class(cls: type[Options]) -> type[Options]:
-    """Make a class with declared options a frozen dataclass with keyword-only arguments."""
+    """Turn a class that declares options into a frozen dataclass with keyword-only arguments."""
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
 def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> Any:
-    """Check a value by a rule and convert it to the rule's type.
+    """Check a value against a rule, and return it converted to the rule's type.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def check_value(rule: Rule, value: object, spelled: str, text: bool = False) -> 
     spelled : str
         The option as the user wrote it, for the error message.
     text : bool
-        Whether the value comes from text, such as a command line. Then "12" is a number.
+        Whether the value comes from text, such as a command line. If so, "12" is a number.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def _fits(rule, converted):
     return finite and low and high
 
 
-# Option names in MATLAB and other libraries (lower case, no dashes or underscores) and in mpidl.
+# {option name in MATLAB or another library, lower case, no dashes or underscores: name in mpidl}
 SYNONYMS = {
     "checkpointfrequency": "checkpoint_every",
     "checkpointpath": "out",

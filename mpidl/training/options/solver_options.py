@@ -1,6 +1,6 @@
 """Options for the length of training, loss, solver, learning rate and gradient clipping.
 
-This module does not import annotations from `__future__`, so help() shows the annotations as types.
+This module does not import `annotations` from `__future__`, so that help() shows the types.
 """
 
 import math
@@ -35,13 +35,13 @@ def _takers(option: str) -> str:
 
 
 def _decoupled() -> str:
-    """Return a remark for help texts on solvers with decoupled weight decay, or ""."""
+    """Return a remark for help texts that names the solvers with decoupled weight decay, or ""."""
     names = ", ".join(name for name, cls in SOLVERS.items() if cls.decouples_decay)
     return f" ({names}: decoupled weight decay, which is not clipped)" if names else ""
 
 
 def _titles() -> str:
-    """Return the titles of the solvers, such as "SGD with momentum, Adam or RMSProp"."""
+    """Return the titles of all solvers as text, such as "SGD with momentum, Adam or RMSProp"."""
     *titles, last = (cls.title for cls in SOLVERS.values())
     return f"{', '.join(titles)} or {last}"
 
