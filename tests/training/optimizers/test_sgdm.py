@@ -163,7 +163,7 @@ def test_a_restored_state_gives_the_same_bytes(nesterov):
 def test_a_new_optimizer_has_no_state():
     assert SGDM().state() == {}
     SGDM().load_state({})
-    with pytest.raises(ValueError, match="found conv1.weight"):
+    with pytest.raises(ValueError, match="unknown array conv1.weight; expected arrays of velocity"):
         SGDM().load_state(tables(0))
 
 
