@@ -118,6 +118,9 @@ def finish(job, input=None):
     except pytest.fail.Exception as error:
         expired = error
         job.print_stacks()
+        # mpirun passes the stacks on and ends; ended sooner, it may lose some.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.communicate(timeout=5)
     finally:
         kill(job)
     if expired:
