@@ -46,7 +46,7 @@ def measure_parts(options: argparse.Namespace) -> dict | None:
     subject.print_head(options, f"{text}{options.iterations} steps", notes)
     rows = [["", "ms", "min", "max"]]
     for name, part in ms.items():
-        title = "  of which wait" if name == "wait" else name
+        title = "  part spent waiting" if name == "wait" else name
         rows.append([title, *(f"{part[key]:.3f}" for key in ("median", "min", "max"))])
     report.print_table(rows)
     print(f"{images:.0f} images/s; peak memory {peak_mib:.1f} MiB per rank, on top of that before")

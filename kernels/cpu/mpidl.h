@@ -26,7 +26,7 @@ void mpidl_set_hook(void (*function)(void));
 
 /* peak.c */
 /* Adds products in registers, `iterations` times; returns the number of operations, two per
- * product. result: 32 floats, of which the first 16 hold the factor, the others the term. */
+ * product. result: 32 floats; the first 16 hold the factor and the last 16 the term. */
 int64_t mpidl_fma_peak(int64_t iterations, float *result);
 void mpidl_copy(const float *from, float *to, int64_t floats);
 

@@ -7,8 +7,8 @@
 // decays and factors: one number for each parameter. The numbers of a formula are read from memory,
 // so that a replay of a recorded step may change them.
 
-// Calls step.take(weight, gradient, kept) for each number of a block of threads. `take` changes the
-// weight, and the numbers of the kept arrays. step.decay and step.rate are those of the parameter.
+// Calls step.take(weight, gradient, state) for each number of a block of threads. `take` changes the
+// weight, and the numbers of the state arrays. step.decay and step.rate are those of the parameter.
 template <int ARRAYS, typename Step>
 __device__ __forceinline__ void each_number(Step step, const long long* parameters,
                                             const int* places, const float* decays,
@@ -19,12 +19,12 @@ __device__ __forceinline__ void each_number(Step step, const long long* paramete
     const float* w = (const float*)own[1] + first;
     const float* g = (const float*)own[2] + first;
     float* stepped = (float*)own[3] + first;
-    float* kept[ARRAYS];
+    float* state[ARRAYS];
     long long addresses = (long long)w | (long long)g | (long long)stepped;
 #pragma unroll
     for (int k = 0; k < ARRAYS; k++) {
-        kept[k] = (float*)own[4 + k] + first;
-        addresses |= (long long)kept[k];
+        state[k] = (float*)own[4 + k] + first;
+        addresses |= (long long)state[k];
     }
     step.decay = decays[parameter];
     step.rate = learning_rate * factors[parameter];
@@ -36,7 +36,7 @@ __device__ __forceinline__ void each_number(Step step, const long long* paramete
             const float4 gradient = *(const float4*)(g + i);
             float4 old[ARRAYS];
 #pragma unroll
-            for (int k = 0; k < ARRAYS; k++) old[k] = *(const float4*)(kept[k] + i);
+            for (int k = 0; k < ARRAYS; k++) old[k] = *(const float4*)(state[k] + i);
             float x[ARRAYS], y[ARRAYS], z[ARRAYS], u[ARRAYS];
 #pragma unroll
             for (int k = 0; k < ARRAYS; k++)
@@ -47,17 +47,17 @@ __device__ __forceinline__ void each_number(Step step, const long long* paramete
             step.take(weight.w, gradient.w, u);
 #pragma unroll
             for (int k = 0; k < ARRAYS; k++)
-                *(float4*)(kept[k] + i) = make_float4(x[k], y[k], z[k], u[k]);
+                *(float4*)(state[k] + i) = make_float4(x[k], y[k], z[k], u[k]);
             *(float4*)(stepped + i) = weight;
         }
     }
     for (int i = rest + threadIdx.x; i < count; i += 256) {
         float weight = w[i], old[ARRAYS];
 #pragma unroll
-        for (int k = 0; k < ARRAYS; k++) old[k] = kept[k][i];
+        for (int k = 0; k < ARRAYS; k++) old[k] = state[k][i];
         step.take(weight, g[i], old);
 #pragma unroll
-        for (int k = 0; k < ARRAYS; k++) kept[k][i] = old[k];
+        for (int k = 0; k < ARRAYS; k++) state[k][i] = old[k];
         stepped[i] = weight;
     }
 }
@@ -65,10 +65,10 @@ __device__ __forceinline__ void each_number(Step step, const long long* paramete
 struct Sgdm {
     float momentum, decay, rate;
 
-    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+    __device__ __forceinline__ void take(float& w, float g, float* state) const {
         if (decay != 0.0f) g = g + decay * w;
-        const float v = momentum * kept[0] - rate * g;
-        kept[0] = v;
+        const float v = momentum * state[0] - rate * g;
+        state[0] = v;
         w = w + v;
     }
 };
@@ -84,10 +84,10 @@ extern "C" __global__ void __launch_bounds__(256)
 struct Nesterov {
     float momentum, decay, rate;
 
-    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+    __device__ __forceinline__ void take(float& w, float g, float* state) const {
         if (decay != 0.0f) g = g + decay * w;
-        const float change = rate * g, v = momentum * kept[0] - change;
-        kept[0] = v;
+        const float change = rate * g, v = momentum * state[0] - change;
+        state[0] = v;
         w = w + (momentum * v - change);
     }
 };
@@ -104,11 +104,11 @@ extern "C" __global__ void __launch_bounds__(256)
 struct Adam {
     float mean_decay, mean_share, square_decay, square_share, epsilon, decay, rate;
 
-    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+    __device__ __forceinline__ void take(float& w, float g, float* state) const {
         if (decay != 0.0f) g = g + decay * w;
-        kept[0] = mean_decay * kept[0] + mean_share * g;
-        kept[1] = square_decay * kept[1] + square_share * (g * g);
-        w = w - rate * (kept[0] / (__fsqrt_rn(kept[1]) + epsilon));
+        state[0] = mean_decay * state[0] + mean_share * g;
+        state[1] = square_decay * state[1] + square_share * (g * g);
+        w = w - rate * (state[0] / (__fsqrt_rn(state[1]) + epsilon));
     }
 };
 
@@ -125,10 +125,10 @@ extern "C" __global__ void __launch_bounds__(256)
 struct AdamW {
     float mean_decay, mean_share, square_decay, square_share, epsilon, correction, decay, rate;
 
-    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
-        kept[0] = mean_decay * kept[0] + mean_share * g;
-        kept[1] = square_decay * kept[1] + square_share * (g * g);
-        float direction = correction * (kept[0] / (__fsqrt_rn(kept[1]) + epsilon));
+    __device__ __forceinline__ void take(float& w, float g, float* state) const {
+        state[0] = mean_decay * state[0] + mean_share * g;
+        state[1] = square_decay * state[1] + square_share * (g * g);
+        float direction = correction * (state[0] / (__fsqrt_rn(state[1]) + epsilon));
         if (decay != 0.0f) direction = direction + decay * w;
         w = w - rate * direction;
     }
@@ -149,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(256)
 struct RmsProp {
     float square_decay, square_share, epsilon, decay, rate;
 
-    __device__ __forceinline__ void take(float& w, float g, float* kept) const {
+    __device__ __forceinline__ void take(float& w, float g, float* state) const {
         if (decay != 0.0f) g = g + decay * w;
-        kept[0] = square_decay * kept[0] + square_share * (g * g);
-        w = w - rate * (g / (__fsqrt_rn(kept[0]) + epsilon));
+        state[0] = square_decay * state[0] + square_share * (g * g);
+        w = w - rate * (g / (__fsqrt_rn(state[0]) + epsilon));
     }
 };
 

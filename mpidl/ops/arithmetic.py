@@ -37,7 +37,7 @@ Replicated = TypeVar("Replicated", bound=Var | np.ndarray)
 
 
 class Elementwise(Protocol):
-    """Type of a function of two values, of which one may be a replicated array or a scalar."""
+    """Type of a function of two values. One of them may be a replicated array or a scalar."""
 
     __name__: str
 

@@ -118,7 +118,7 @@ def test_a_confusion_matrix_is_saved_as_a_picture(classes, tmp_path):
 
 
 def test_the_title_of_a_picture_counts_labels(monkeypatch, tmp_path):
-    """A picture counts labels, of which an image may have many."""
+    """The picture counts labels, not images: an image may have several labels."""
     pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     from matplotlib.axes import Axes
 

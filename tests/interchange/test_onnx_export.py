@@ -192,8 +192,8 @@ def test_arrays_of_other_types(tmp_path):
     restored = dl.load_onnx(path)
     assert {value.dtype for value in restored.parameters.values()} == {np.dtype(np.float32)}
     for tensor in proto.graph.initializer:
-        whole = (10 * onnx.numpy_helper.to_array(tensor)).astype(np.int8)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(whole, tensor.name))
+        integers = (10 * onnx.numpy_helper.to_array(tensor)).astype(np.int8)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(integers, tensor.name))
     path.write_bytes(proto.SerializeToString())
     assert {value.dtype for value in dl.load_onnx(path).state.values()} == {np.dtype(np.float32)}
 

@@ -38,7 +38,7 @@ TORCH = {
 
 def torch_arrays(net):
     arrays = net.parameters | net.state
-    renamed = {theirs: arrays[ours] for theirs, ours in TORCH.items()}
+    renamed = {name: arrays[ours] for name, ours in TORCH.items()}
     return {**renamed, "features.1.num_batches_tracked": np.int64(7)}
 
 

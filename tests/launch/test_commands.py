@@ -249,8 +249,8 @@ def test_pictures_are_drawn(model, pictures, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     out, confusion = tmp_path / "run", tmp_path / "a.png"
     words = jobs.command("train", *SHORT, data=pictures, out=out)[2:]
-    others = ["--model", model, "--confusion", confusion, "--data", pictures]
-    arguments = [list(map(str, each)) for each in (words, others)]
+    drawing = ["--model", model, "--confusion", confusion, "--data", pictures]
+    arguments = [list(map(str, command)) for command in (words, drawing)]
     mpirun(1, "-c", TWO_COMMANDS, json.dumps(arguments), check=0)
     for path in (out / "progress.png", confusion):
         assert path.read_bytes().startswith(b"\x89PNG")

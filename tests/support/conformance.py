@@ -225,8 +225,8 @@ def arguments(case, backend, owned, double=False, change=None, stored=False):
             if not isinstance(draw, Draw):
                 places.append(draw)
                 continue
-            whole = drawn(f"{case} {name} {i}", draw, owned.blocks, owned.last)
-            value = part(draw, whole, owned)
+            array_of_batch = drawn(f"{case} {name} {i}", draw, owned.blocks, owned.last)
+            value = part(draw, array_of_batch, owned)
             if backend is GPU and name == "labels":
                 fill_unused(value, owned.counts, 1 << 30)  # invalid: a kernel must not read it
             if change is not None and not name.startswith("state"):

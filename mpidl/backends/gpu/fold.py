@@ -97,7 +97,7 @@ def fold_rows(values, ranges, combine=add):
 def spread(width, leaves, kind):
     """Return (columns, rows, chunk): how a thread block folds up to `leaves` leaves into a node.
 
-    The thread block folds `columns` columns. A column is shared by `rows` threads, each of which
+    The thread block folds `columns` columns. Each column is shared by `rows` threads. A thread
     folds up to `chunk` leaves.
     """
     if kind == "moments":

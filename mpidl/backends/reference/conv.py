@@ -83,7 +83,7 @@ def conv2d_dx(dy, x, weight, stride, padding, dilation, groups):
 
 
 def conv2d_dweight(dy, x, weight, stride, padding, dilation, groups, tree):
-    """Return the gradient with respect to weight, of which only the shape and dtype are used."""
+    """Return the gradient with respect to weight, using only the shape and dtype of weight."""
     columns = _Columns(x, weight.shape, stride, padding, dilation)
     counter = Counter(tree)
     for b in range(len(x)):

@@ -35,10 +35,10 @@ SHAPE = (3, 224, 224)
 
 def _sequential(prefix: str, layers: Iterable[Layer]) -> list[Layer]:
     """Name layers by their numbers, as torch.nn.Sequential does: features_0, features_1, ..."""
-    named: list[Any] = list(layers)
-    for i, layer in enumerate(named):
+    copies: list[Any] = list(layers)
+    for i, layer in enumerate(copies):
         layer.name = f"{prefix}_{i}"
-    return named
+    return copies
 
 
 def alexnet_torchvision(

@@ -151,8 +151,8 @@ FAULTS = [
         (0, 0, 0),
         edits={
             "a product and a sum are rounded once": (
-                "v = momentum * kept[0] - rate * g;",
-                "v = fmaf(momentum, kept[0], -(rate * g));",
+                "v = momentum * state[0] - rate * g;",
+                "v = fmaf(momentum, state[0], -(rate * g));",
             ),
             "the remainder of groups of four is skipped": (
                 "int i = rest + threadIdx.x; i < count;",
@@ -218,8 +218,8 @@ FAULTS = [
     Fault(
         *("optimizer", "Nesterov's step uses the old velocity"),
         *(
-            "kept[0] = v;\n        w = w + (momentum * v - change);",
-            "w = w + (momentum * kept[0] - change);\n        kept[0] = v;",
+            "state[0] = v;\n        w = w + (momentum * v - change);",
+            "w = w + (momentum * state[0] - change);\n        state[0] = v;",
         ),
         *(check_on_gpu, ("optimizer_step, nesterov",)),
     ),
@@ -229,9 +229,9 @@ FAULTS = [
         "optimizer_step, adamw",
         edits={
             "a decoupled decay is added to the gradient": (
-                "kept[0] = mean_decay * kept[0] + mean_share * g;",
+                "state[0] = mean_decay * state[0] + mean_share * g;",
                 "if (decay != 0.0f) g = g + decay * w;\n"
-                "        kept[0] = mean_decay * kept[0] + mean_share * g;",
+                "        state[0] = mean_decay * state[0] + mean_share * g;",
             ),
             "the decay is missing from the direction": (
                 "if (decay != 0.0f) direction = direction + decay * w;",
@@ -242,8 +242,8 @@ FAULTS = [
     Fault(
         *("optimizer", "the gradient is not squared"),
         *(
-            "kept[1] = square_decay * kept[1] + square_share * (g * g)",
-            "kept[1] = square_decay * kept[1] + square_share * g",
+            "state[1] = square_decay * state[1] + square_share * (g * g)",
+            "state[1] = square_decay * state[1] + square_share * g",
         ),
         *(check_on_gpu, ("optimizer_step, adam",)),
     ),
