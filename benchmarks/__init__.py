@@ -13,6 +13,7 @@ from benchmarks import (
     compare,
     fold,
     input,
+    interchange,
     kernels,
     machine,
     optimizers,
@@ -34,6 +35,7 @@ COMMANDS = {
     "against": against.main,
     "input": input.main,
     "optimizers": optimizers.main,
+    "interchange": interchange.main,
     "gpu": speed.main,
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from mpidl.cli.arguments import Parser, count, rank_counts
 from mpidl.errors import UserError
+from mpidl.nn import zoo
 from mpidl.training.options import training_options
 
 BENCHMARKS = {
@@ -18,6 +19,7 @@ BENCHMARKS = {
     "against": "the training step against that of another checkout of mpidl",
     "input": "reading, decoding and augmenting images, alone and during a training step",
     "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
+    "interchange": "the scores of exported networks against onnxruntime's and PyTorch's",
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
@@ -60,6 +62,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
     add = {
         "input": _add_input,
         "optimizers": _add_optimizers,
+        "interchange": _add_interchange,
         "gpu": _add_gpu,
         "against": _add_against,
     }
@@ -143,6 +146,15 @@ def _add_against(parser, command):
 
 def _add_optimizers(parser, command):
     _add_counts(parser, ("floats", 10_000_000, "learnables"), ("threads", 1, "threads"), ROUNDS)
+
+
+def _add_interchange(parser, command):
+    networks = list(zoo.NETWORKS)
+    text = f"networks to write and read ({','.join(networks)})"
+    parser.text(
+        "--networks", "NAME,...", text, default=networks, type=_names("--networks", networks)
+    )
+    parser.add_options("seed")
 
 
 def _add_compare(parser):

@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Iterable
 
+import numpy as np
+
 from mpidl.errors import UserError
 from mpidl.interchange import onnx_export, onnx_import, weights
 from mpidl.nn import Layer, Network
@@ -58,10 +60,11 @@ def load(
             f"{printable(path)}: the file contains only arrays and no description of the network; "
             "specify the network with --network NAME"
         )
-    scaling = {
-        name.rpartition(".")[2]: arrays[name] for name in arrays.keys() & weights.NORMALIZATION
-    }
     try:
+        scaling = {
+            key: np.array(numbers, np.float32)
+            for key, numbers in json.loads(metadata.get("normalization", "{}")).items()
+        }
         description = model_file.described(json.loads(metadata["description"]))
         net = model_file.network_of(description, scaling, layers)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, UserError) as error:

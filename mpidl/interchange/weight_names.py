@@ -112,6 +112,12 @@ def rename(names: Names, net: Network) -> Rename:
     return of_library
 
 
+def torchvision_counters(net: Network) -> list[str]:
+    """Return the names of the counters that PyTorch's batch normalization layers have."""
+    names = [layer.name for layer in net.layers if isinstance(layer, BatchNorm)]
+    return [f"{name.replace('_', '.')}.{COUNTER}" for name in names]
+
+
 def torchvision_name(name: str, net: Network) -> str:
     """Return torchvision's name of an array: "layer1.0.bn1.weight" for "layer1_0_bn1.gamma"."""
     layer, _, array = name.rpartition(".")

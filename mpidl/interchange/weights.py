@@ -23,8 +23,6 @@ from mpidl.nn import Network
 from mpidl.text import printable
 from mpidl.training.files import model_file
 
-# Arrays that `save_weights` adds for the normalization of the images.
-NORMALIZATION = ("normalization.centre", "normalization.divisor")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
 TO_SAFETENSORS = (
     'python -c "import sys, torch; from safetensors.torch import save_file; save_file({{k: '
@@ -99,7 +97,8 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
 def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl") -> None:
     """Write the learnables and the state of a network to a safetensors file.
 
-    The file also describes the network and the preprocessing of its images, as a model file does.
+    The metadata of the file describe the network and the preprocessing of its images, as a model
+    file does. With torchvision's names, the arrays are exactly those of the module's state_dict.
 
     Parameters
     ----------
@@ -127,10 +126,16 @@ def save_weights(net: Network, path: str | os.PathLike[str], names: str = "mpidl
         if new_name in arrays:
             raise UserError(f"{printable(path)}: two arrays would have the name {new_name}")
         arrays[new_name] = np.ascontiguousarray(array)
-    if net.normalization is not None:
-        arrays |= {f"normalization.{key}": a for key, a in net.normalization.arrays().items()}
-    description = json.dumps(model_file.description_of(net))
-    write_whole(path, safetensors.save(arrays, {"format": "mpidl", "description": description}))
+    if names == "torchvision":
+        counters = weight_names.torchvision_counters(net)
+        arrays |= dict.fromkeys(counters, np.zeros((), np.int64))
+    scaling = {} if net.normalization is None else net.normalization.arrays()
+    metadata = {
+        "format": "mpidl",
+        "description": json.dumps(model_file.description_of(net)),
+        "normalization": json.dumps({key: array.tolist() for key, array in scaling.items()}),
+    }
+    write_whole(path, safetensors.save(arrays, metadata))
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -197,7 +202,7 @@ def _renamed(net, arrays, names, path) -> dict[str, tuple[str, np.ndarray]]:
     renamed: dict[str, tuple[str, np.ndarray]] = {}
     for name, array in arrays.items():
         new_name = rename(name)
-        if new_name is None or name in NORMALIZATION:
+        if new_name is None:
             continue
         if new_name in renamed:
             raise UserError(

@@ -377,7 +377,7 @@ def test_many_nodes_take_no_quadratic_time(tmp_path):
 
 def test_a_network_that_pytorch_exports(tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    import torch_networks
+    from benchmarks import torch_networks
 
     oracle, path = torch_networks.create("resnet18", 10), tmp_path / "a.onnx"
     images = torch.tensor(pixels_of(0, 3, 3, 64, 64) / np.float32(255))

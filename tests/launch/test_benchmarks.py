@@ -108,6 +108,14 @@ def test_fold_on_the_ranks_that_mpirun_started(bench):
 
 
 @pytest.mark.slow("jobs")
+def test_interchange(bench):
+    stdout, record = bench("interchange", "--networks", "digits")
+    figures = record["difference"]["digits"]
+    assert figures["bytes"] == 0 and 0 <= figures["import"] <= 1e-5 and figures["export"] <= 1e-5
+    assert "the same" in stdout
+
+
+@pytest.mark.slow("jobs")
 def test_accuracy(bench):
     _, record = bench("accuracy", *SMALL, "--batch-size", 24, "--seeds", 2)
     assert record["zero_gradients"] == ["conv1.bias"]
