@@ -42,7 +42,8 @@ def pad2d(x: Blocked, padding: check.PaddingArgument, *, value: float = 0.0) -> 
     check_value("pad2d", value)
     backend = backends.of(x)
     y = backend.pad2d(x.lanes, sides, value)
-    negated = tuple((-before, -after) for before, after in sides)
+    (top, bottom), (left, right) = sides
+    negated = (-top, -bottom), (-left, -right)
 
     def vjp(dy, needs):
         return (x.like(backend.pad2d(dy.lanes, negated, 0.0)), None)[: len(needs)]

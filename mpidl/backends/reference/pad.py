@@ -8,12 +8,9 @@ def pad2d(x, padding, value):
     blocks, channels, height, width, lanes = x.shape
     shape = (blocks, channels, height + top + bottom, width + left + right, lanes)
     y = np.full(shape, value, x.dtype)
-    rows, columns = (
-        (
-            slice(max(0, before), n + before + min(0, after)),
-            slice(max(0, -before), n + min(0, after)),
-        )
-        for n, (before, after) in zip((height, width), padding, strict=True)
-    )
-    y[:, :, rows[0], columns[0]] = x[:, :, rows[1], columns[1]]
+    inside, pixels = [], []
+    for n, (before, after) in zip((height, width), padding, strict=True):
+        inside.append(slice(max(0, before), before + n + min(0, after)))
+        pixels.append(slice(max(0, -before), n + min(0, after)))
+    y[:, :, *inside] = x[:, :, *pixels]
     return y
