@@ -190,11 +190,13 @@ def build_module(net: Network, inplace: bool = True):
 
 def named_learnables(module) -> list[tuple]:
     """Return pairs (mpidl's name, parameter) for all parameters of a `build_module` module."""
+    from torch.nn import PReLU
     from torch.nn.modules.batchnorm import _BatchNorm
 
     pairs = []
     for part in module.parts:
         names = {"weight": "gamma", "bias": "beta"} if isinstance(part, _BatchNorm) else {}
+        names = {"weight": "slope"} if isinstance(part, PReLU) else names
         for name, value in part.named_parameters():
             name = name.rpartition(".")[2]
             pairs.append((f"{part.mpidl_name}.{names.get(name, name)}", value))

@@ -63,8 +63,13 @@ class AveragePool2D(Layer):
         return Built(windows(self.name, shape, self.size, self.stride, self.padding).shape)
 
     def forward(self, x: Value, context: LayerContext) -> Value:
-        options = {"padding": self.padding, "count_padding": self.count_padding}
-        return ops.average_pool2d(x, self.size, stride=self.stride, **options)
+        return ops.average_pool2d(
+            x,
+            self.size,
+            stride=self.stride,
+            padding=self.padding,
+            count_padding=self.count_padding,
+        )
 
 
 @dataclass
