@@ -45,7 +45,9 @@ def _with_zeros_before(builder, x, padding, limits=(float("inf"),) * 2):
     if any(side >= limit for sides, limit in zip(sums, limits, strict=True) for side in sides):
         return x, padding
     before = builder.remove(x, nn.Pad2D)
-    return (x, padding) if before is None else (before, sums)
+    if before is None:
+        return x, padding
+    return x._replace(layer=before.layer, shape=before.shape), sums
 
 
 @operator("Conv")
