@@ -102,8 +102,9 @@ NETWORKS = {
     "resnet18": (3, 64, 64),
     "resnet50": (3, 64, 64),
     "squeezenet1_1": (3, 60, 47),
+    "mobilenet_v2": (3, 33, 33),
 }
-SLOW = ("alexnet", "alexnet_torchvision", "vgg11_bn", "resnet18", "resnet50")
+SLOW = ("alexnet", "alexnet_torchvision", "vgg11_bn", "resnet18", "resnet50", "mobilenet_v2")
 ZOO = [pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name in SLOW)) for name in NETWORKS]
 
 
