@@ -16,6 +16,7 @@ from benchmarks import (
     kernels,
     machine,
     optimizers,
+    pretrained,
     report,
     step,
     turns,
@@ -35,6 +36,7 @@ COMMANDS = {
     "input": input.main,
     "optimizers": optimizers.main,
     "gpu": speed.main,
+    "pretrained": pretrained.main,
 }
 
 

@@ -19,6 +19,7 @@ BENCHMARKS = {
     "input": "reading, decoding and augmenting images, alone and during a training step",
     "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
+    "pretrained": "the scores with published weights against PyTorch's",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -62,6 +63,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "optimizers": _add_optimizers,
         "gpu": _add_gpu,
         "against": _add_against,
+        "pretrained": lambda parser, command: None,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")

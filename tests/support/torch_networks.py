@@ -6,6 +6,8 @@ The oracle of `mpidl.nn.zoo.torchvision`: PyTorch has no CPU build of torchvisio
 import torch
 from torch import nn
 
+from benchmarks.torch_mobilenet import MobileNetV2
+
 
 def sequential(*modules):
     return nn.Sequential(*modules)
@@ -137,46 +139,6 @@ class SqueezeNet(nn.Module):
 
     def forward(self, x):
         return torch.flatten(self.classifier(self.features(x)), 1)
-
-
-def conv_norm(channels, filters, size=1, stride=1, groups=1):
-    """Return torchvision's Conv2dNormActivation with ReLU6."""
-    conv = nn.Conv2d(channels, filters, size, stride, size // 2, groups=groups, bias=False)
-    return sequential(conv, nn.BatchNorm2d(filters), nn.ReLU6())
-
-
-class InvertedResidual(nn.Module):
-    def __init__(self, channels, filters, stride, expansion):
-        super().__init__()
-        hidden = channels * expansion
-        self.is_residual = stride == 1 and channels == filters
-        self.conv = sequential(
-            *([conv_norm(channels, hidden)] if expansion > 1 else []),
-            conv_norm(hidden, hidden, 3, stride, hidden),
-            *(nn.Conv2d(hidden, filters, 1, bias=False), nn.BatchNorm2d(filters)),
-        )
-
-    def forward(self, x):
-        return x + self.conv(x) if self.is_residual else self.conv(x)
-
-
-class MobileNetV2(nn.Module):
-    def __init__(self, classes):
-        super().__init__()
-        blocks, channels = [conv_norm(3, 32, 3, 2)], 32
-        for filters, count, stride in (
-            *((16, 1, 1), (24, 2, 2), (32, 3, 2), (64, 4, 2), (96, 3, 1), (160, 3, 2), (320, 1, 1)),
-        ):
-            for i in range(count):
-                expansion = 1 if filters == 16 else 6
-                step = stride if i == 0 else 1
-                blocks.append(InvertedResidual(channels, filters, step, expansion))
-                channels = filters
-        self.features = sequential(*blocks, conv_norm(320, 1280))
-        self.classifier = sequential(nn.Dropout(0.2), nn.Linear(1280, classes))
-
-    def forward(self, x):
-        return self.classifier(self.features(x).mean((2, 3)))
 
 
 def create(name, classes=1000):
