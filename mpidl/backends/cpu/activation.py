@@ -1,5 +1,7 @@
 """Activation functions and their gradients with the C kernels."""
 
+import math
+
 import numpy as np
 
 from mpidl.backends.cpu import arenas
@@ -116,5 +118,5 @@ def _slopes(slope):
 def prelu_dslope(dy, x, slopes, tree):
     products = _by_element(kernels().prelu_products, dy, x)
     if slopes == 1:
-        products = products.reshape(len(x), 1, x[:1].size // LANES, LANES)
+        products = products.reshape(len(x), 1, math.prod(x.shape[1:-1]), LANES)
     return channel_sums(products, tree)

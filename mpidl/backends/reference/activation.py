@@ -142,5 +142,5 @@ def prelu_dx(dy, x, slope):
 def prelu_dslope(dy, x, slopes, tree):
     products = np.where(x > 0, 0, dy * x)
     if slopes == 1:
-        products = products.reshape(len(x), 1, -1, x.shape[-1])
+        products = products.reshape(len(x), 1, math.prod(x.shape[1:-1]), x.shape[-1])
     return channel_sums(products, tree)
