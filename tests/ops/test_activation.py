@@ -115,7 +115,8 @@ def test_gelu_against_pytorch(world, approximate):
     y = dl.gelu(leaf, approximate)
     result = all_images(world, y.value)
     dx = tape.backward(y, blocked(world, dy, batch=leaf.value.batch))[leaf]
-    np.testing.assert_allclose(result, expected.detach().numpy(), rtol=1e-10)
+    # PyTorch's tanh approximation cancels where the result is small
+    np.testing.assert_allclose(result, expected.detach().numpy(), rtol=1e-10, atol=1e-15)
     np.testing.assert_allclose(all_images(world, dx), variable.grad.numpy(), rtol=1e-9, atol=1e-13)
 
 
@@ -143,7 +144,10 @@ def test_newer_activations_against_pytorch(world, name):
     result = all_images(world, y.value)
     dx = tape.backward(y, blocked(world, dy, batch=leaf.value.batch))[leaf]
     np.testing.assert_allclose(result, expected.detach().numpy(), rtol=1e-10)
-    np.testing.assert_allclose(all_images(world, dx), variable.grad.numpy(), rtol=1e-9, atol=1e-13)
+    # PyTorch's hardsigmoid multiplies gradients by 1 / 6 in float32
+    tolerance = 1e-7 if name == "hard_sigmoid" else 1e-9
+    dx, expected = all_images(world, dx), variable.grad.numpy()
+    np.testing.assert_allclose(dx, expected, rtol=tolerance, atol=1e-13)
 
 
 @pytest.mark.parametrize("slopes", [1, 5])

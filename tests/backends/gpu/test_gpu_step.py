@@ -247,3 +247,20 @@ def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):
         assert np.array_equal(launched[name], replayed[name])
         assert abs(launched[name] - weights).max() <= 1e-4 * max(abs(weights).max(), 0.1)
     assert abs(reseeded["dense2.weight"] - expected["dense2.weight"]).max() > 1e-3
+
+
+def test_a_network_from_onnx_is_trained_as_on_the_cpu(world, tmp_path):
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    from onnx_models import imported_network
+
+    store = pictures(70, side=6)
+    options = {"learning_rate": 0.05, "normalization": "zscore"}
+    nets = [
+        trained(rank, store, imported_network(tmp_path), **options)
+        for rank in (world, dl.World(threads=1))
+    ]
+    start = imported_network(tmp_path).parameters
+    for name, expected in nets[1].parameters.items():
+        difference = abs(nets[0].parameters[name] - expected).max()
+        assert difference <= 1e-4 * max(abs(expected).max(), 0.1), name
+        assert not np.array_equal(start[name], expected), name

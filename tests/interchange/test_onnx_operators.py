@@ -5,10 +5,12 @@ import onnx
 import pytest
 from image_sets import refusal
 from onnx import helper
-from onnx_models import difference, node, saved, scores, session_scores
+from onnx_models import difference, imported_network, node, saved, scores, session_scores
+from short_training import trained
 from single_rank import numbers
 
 import mpidl as dl
+from mpidl.training.files.model_file import weights_sha256
 
 SHAPE = (4, 7, 6)
 
@@ -273,3 +275,29 @@ def test_a_sigmoid_that_others_read_stays(tmp_path):
     nodes = [node("Sigmoid", "x", "s"), node("Mul", "x s", "m"), node("Add", "m s", "y")]
     text = refusal(dl.load_onnx, saved(tmp_path / "a.onnx", nodes, {}, SHAPE))
     assert "Mul m" in text and "it combines two values" in text
+
+
+def hash_of_training(world, net):
+    return weights_sha256(trained(world, net, normalization="zscore")[0])
+
+
+def test_imported_networks_train_alike_on_any_number_of_ranks(world, tmp_path):
+    mpi = pytest.importorskip("mpi4py.MPI", reason="no mpi4py")
+    alone = dl.World(mpi.COMM_SELF, threads=1)
+    before, expected = (
+        imported_network(tmp_path),
+        hash_of_training(alone, imported_network(tmp_path)),
+    )
+    assert hash_of_training(world, imported_network(tmp_path)) == expected
+    assert expected != weights_sha256(before)
+    separate = imported_network(tmp_path)
+    separate.fuse = False
+    assert len(before.stored_layers()) < len(separate.stored_layers())
+    assert hash_of_training(world, separate) == expected
+    frozen = imported_network(tmp_path)
+    kept = frozen.layer_names[: frozen.layer_names.index("conv2") + 3]
+    frozen.freeze(*kept)
+    net, _ = trained(world, frozen, normalization="zscore")
+    for name, value in net.parameters.items():
+        is_kept = name.rpartition(".")[0] in kept
+        assert np.array_equal(value, before.parameters[name]) == is_kept, name
