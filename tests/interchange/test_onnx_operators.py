@@ -301,3 +301,38 @@ def test_imported_networks_train_alike_on_any_number_of_ranks(world, tmp_path):
     for name, value in net.parameters.items():
         is_kept = name.rpartition(".")[0] in kept
         assert np.array_equal(value, before.parameters[name]) == is_kept, name
+
+
+def test_modules_that_pytorch_exports(tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    nn = torch.nn
+
+    class Exported(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                *(nn.ConstantPad2d((1, 0, 2, 1), 0.0), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)),
+                *(nn.ReLU6(), nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False)),
+                *(nn.Conv2d(6, 6, 1), nn.PReLU(6), nn.Conv2d(6, 6, 1), nn.PReLU(), nn.SiLU()),
+                *(nn.Hardswish(), nn.ConstantPad2d(1, 0.5), nn.Hardsigmoid(), nn.MaxPool2d(2)),
+            )
+            self.last = nn.Linear(36, 5)
+
+        def forward(self, x):
+            x = self.layers(x)
+            x = x.permute(0, 2, 3, 1).reshape(x.shape[0], x.shape[1] * x.shape[2] * x.shape[3])
+            x = self.last(x)
+            return nn.functional.log_softmax(x.view(x.size(0), -1).clamp(min=-0.4, max=0.5), 1)
+
+    torch.manual_seed(1)
+    oracle, path = Exported().eval(), tmp_path / "a.onnx"
+    images = torch.tensor(array("images", 21, *SHAPE, low=-3, high=3))
+    with torch.no_grad():
+        expected = oracle(images).exp().numpy()
+    for opset in (11, 17, 20):
+        dynamic = {"dynamic_axes": {"x": {0: "N"}}, "input_names": ["x"]}
+        torch.onnx.export(
+            oracle, (images,), str(path), dynamo=False, opset_version=opset, **dynamic
+        )
+        actual = scores(dl.load_onnx(path), images.numpy())
+        assert abs(actual - expected).max() <= 1e-5 * abs(expected).max()
