@@ -362,7 +362,8 @@ def pooling(label, shape, size, stride, padding):
         arguments, adds_up = {"x": x, "dy": dy}, x.kind == "deferred"
         options = {"tolerance": 1e-6 if adds_up else 0, "numbers_only": not adds_up}
         yield Case("max_pool2d_dx", label + suffix, arguments, call=maximum, **options)
-        for count_padding in (True, False) if padding != NO_PADDING else (True,):
+        is_padded = padding != NO_PADDING and suffix != ", not finite"
+        for count_padding in (True, False) if is_padded else (True,):
             counting = arguments | {"count_padding": count_padding}
             name = label + suffix + (not count_padding) * ", pixels of the image"
             yield Case("average_pool2d_dx", name, counting, call=average, **options)

@@ -17,6 +17,7 @@ def test_published_weights_give_the_scores_of_pytorch(tmp_path):
     assert len(differences) == 3 and max(differences.values()) <= 1e-5 < pretrained.LIMIT
 
 
+@pytest.mark.slow("jobs")
 def test_pictures_differ_and_do_not_depend_on_anything():
     images = pretrained.pictures()
     assert images.shape == (16, 3, 224, 224) and len({image.tobytes() for image in images}) == 16

@@ -249,6 +249,7 @@ def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):
     assert abs(reseeded["dense2.weight"] - expected["dense2.weight"]).max() > 1e-3
 
 
+@pytest.mark.slow("gpu")
 def test_a_network_from_onnx_is_trained_as_on_the_cpu(world, tmp_path):
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     from onnx_models import imported_network
