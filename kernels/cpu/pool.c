@@ -309,11 +309,13 @@ static void pool_dx_tile(void *argument, int64_t tile, float *own) {
     if (apart && !tiled) /* some pixels are in no window */
         memset(dx, 0, (size_t)(pixels * LANES) * sizeof *dx);
     if (!argmax) {
-        for (int64_t i = 0; i < w->P * w->Q; i++) {
-            vec count = splat(divisor_of(w, i / w->Q, i % w->Q));
-            for (int64_t at = i * LANES; at < (i + 1) * LANES; at += WIDTH)
-                store(own + at, load(dy + at) / count);
-        }
+        float *part = own;
+        for (int64_t p = 0; p < w->P; p++)
+            for (int64_t q = 0; q < w->Q; q++) {
+                vec count = splat(divisor_of(w, p, q));
+                for (int64_t stop = LANES; stop; stop -= WIDTH, part += WIDTH, dy += WIDTH)
+                    store(part, load(dy) / count);
+            }
         dy = own;
     }
     for (int64_t part = 0; part < LANES; part += WIDTH) {

@@ -89,7 +89,8 @@ __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char
                 }
             }
         }
-        for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] /= divisor(rows, columns, R * S, count_padding);
+        const float count = divisor(rows, columns, R * S, count_padding);
+        for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] /= count;
         store(y + row + at, result);
         if (MAX) *reinterpret_cast<Places*>(argmax + row + at) = place;
     }
@@ -147,17 +148,14 @@ extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
 // Shapes and grid: see max_pool2d.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d(
     const float* __restrict__ x, float* __restrict__ y, int C, int H, int W, int P, int Q, int R,
-    int S, int stride_h, int stride_w, int top, int left,
-    int count_padding) {
-    pool_row<false>(x, y, 0, C, H, W, P, Q, R, S, stride_h, stride_w, top, left,
-                    count_padding);
+    int S, int stride_h, int stride_w, int top, int left, int count_padding) {
+    pool_row<false>(x, y, 0, C, H, W, P, Q, R, S, stride_h, stride_w, top, left, count_padding);
 }
 
 // Shapes and grid: see max_pool2d_dx.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d_dx(
     const float* __restrict__ dy, float* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
-    int S, int stride_h, int stride_w, int top, int left,
-    int count_padding) {
+    int S, int stride_h, int stride_w, int top, int left, int count_padding) {
     pool_row_dx<false>(dy, 0, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left,
-                    count_padding);
+                       count_padding);
 }
