@@ -17,6 +17,7 @@ from benchmarks import (
     kernels,
     machine,
     optimizers,
+    pretrained,
     report,
     step,
     turns,
@@ -37,6 +38,7 @@ COMMANDS = {
     "optimizers": optimizers.main,
     "interchange": interchange.main,
     "gpu": speed.main,
+    "pretrained": pretrained.main,
 }
 
 

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "optimizers": "the optimizers' steps against PyTorch's, in turns on the same core",
     "interchange": "the scores of exported networks against onnxruntime's and PyTorch's",
     "gpu": "the training step against PyTorch's on a GPU, and the time of each kernel",
+    "pretrained": "the scores with published weights against PyTorch's",
 }
 ROUNDS = ("rounds", 9, "number of rounds; results are medians over them")
 VARIANTS = ["eager", "channels_last", "compile", "compile+channels_last"]
@@ -65,6 +66,7 @@ def parse(argv: Sequence[str] | None = None, quiet: bool = False) -> argparse.Na
         "interchange": _add_interchange,
         "gpu": _add_gpu,
         "against": _add_against,
+        "pretrained": lambda parser, command: None,
     }
     add.get(command, _add_subject)(parser, command)
     parser.add_argument("--json", metavar="FILE", help="write the results to FILE")

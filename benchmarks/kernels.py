@@ -283,7 +283,7 @@ def _max_pool(backend, layer, x, dy, weights, batch):
 
 
 def _average_pool(backend, layer, x, dy, weights, batch):
-    args = subject.pool_args(layer, x.shape[1:4])
+    args = *subject.pool_args(layer, x.shape[1:4]), layer.count_padding
     moved = x.nbytes + dy.nbytes
     yield "forward", lambda: backend.average_pool2d(x, *args), 0, moved
     yield "dx", lambda: backend.average_pool2d_dx(dy, x, *args, batch.tree), 0, moved

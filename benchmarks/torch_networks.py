@@ -6,6 +6,8 @@ The oracle of `mpidl.nn.zoo.torchvision`: PyTorch has no CPU build of torchvisio
 import torch
 from torch import nn
 
+from benchmarks.torch_mobilenet import MobileNetV2
+
 
 def sequential(*modules):
     return nn.Sequential(*modules)
@@ -148,6 +150,7 @@ def create(name, classes=1000):
         net = ResNet(counts, 4 if name == "resnet50" else 1, classes)
     else:
         makers = {"alexnet_torchvision": alexnet_torchvision, "squeezenet1_1": SqueezeNet}
+        makers["mobilenet_v2"] = MobileNetV2
         net = makers[name](classes)
     generator = torch.Generator().manual_seed(1)
     for module in net.modules():

@@ -190,11 +190,13 @@ def build_module(net: Network, inplace: bool = True):
 
 def named_learnables(module) -> list[tuple]:
     """Return pairs (mpidl's name, parameter) for all parameters of a `build_module` module."""
+    from torch.nn import PReLU
     from torch.nn.modules.batchnorm import _BatchNorm
 
     pairs = []
     for part in module.parts:
         names = {"weight": "gamma", "bias": "beta"} if isinstance(part, _BatchNorm) else {}
+        names = {"weight": "slope"} if isinstance(part, PReLU) else names
         for name, value in part.named_parameters():
             name = name.rpartition(".")[2]
             pairs.append((f"{part.mpidl_name}.{names.get(name, name)}", value))
@@ -233,6 +235,10 @@ def _part(net, layer, shape, inplace):
         "Tanh": nn.Tanh,
         "Sigmoid": nn.Sigmoid,
         "GELU": lambda: nn.GELU(approximate=layer.approximate),
+        "PReLU": lambda: nn.PReLU(1 if layer.shared else shape[0], layer.initial),
+        "Clip": lambda: nn.Hardtanh(layer.low, layer.high),
+        "HardSwish": nn.Hardswish,
+        "Swish": nn.SiLU,
         "GlobalAveragePool2D": lambda: nn.AdaptiveAvgPool2d(1),
         "Dropout": lambda: nn.Dropout(layer.probability),
         "Flatten": nn.Flatten,
@@ -266,6 +272,12 @@ def _pool(layer, shape):
         kind, fill = nn.MaxPool2d, float("-inf")
     limits = tuple(n // 2 for n in size)  # PyTorch's pooling limits padding to half the kernel size
     pad_modules, padding = _padding(pads, fill, limits)
+    if kind is nn.AvgPool2d and not layer.count_padding:
+        if pad_modules:
+            raise UserError(
+                f"layer {layer.name}: PyTorch has no mean without padding for padding {pads}"
+            )
+        return kind(size, stride, padding, count_include_pad=False)
     return nn.Sequential(*pad_modules, kind(size, stride, padding))
 
 

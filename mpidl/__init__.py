@@ -73,6 +73,7 @@ from mpidl.ops.dense import *
 from mpidl.ops.dropout import *
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
+from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.transposed import *
 from mpidl.training.files.model_file import load_model as load_model

@@ -138,9 +138,10 @@ def attribute_program():
     classes = [(name, cls) for name, cls in public_objects() if isinstance(cls, type)]
     lines = ["from typing_extensions import reveal_type"]
     lines += [f"import {module}" for module in sorted({cls.__module__ for _, cls in classes})]
-    for name, cls in classes:
+    for i, (name, cls) in enumerate(classes):
         if attributes := attributes_of(cls):
-            lines.append(f"def check_{name}({name}: {cls.__module__}.{cls.__qualname__}) -> None:")
+            qualified = f"{cls.__module__}.{cls.__qualname__}"
+            lines.append(f"def check_{i}_{name}({name}: {qualified}) -> None:")
             lines += [f"    reveal_type({name}.{attribute})" for attribute in attributes]
     return "\n".join(lines) + "\n"
 

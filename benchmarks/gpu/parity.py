@@ -198,6 +198,7 @@ def _pool(layer, net, shape, output, batch):
             layer.name, "max_pool2d_dx", batch.count, (dy, Lanes(positions), x, *args, batch.tree)
         )
     else:
+        args = *args, layer.count_padding
         yield Case(layer.name, "average_pool2d", batch.count, (x, *args))
         yield Case(layer.name, "average_pool2d_dx", batch.count, (dy, x, *args, batch.tree))
 

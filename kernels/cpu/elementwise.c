@@ -9,8 +9,9 @@ enum { ROWS = 1024 }; /* rows of a tile; a row is the 16 lanes of a pixel */
 struct job {
     const float *x, *dy;
     struct source a, b;
-    float *out, scale;
-    int64_t rows, channels, pixels;
+    float *out, scale, offset, low, high;
+    const float *slope;
+    int64_t rows, channels, pixels, slopes;
 };
 
 /* ---- GELU, x Phi(x), where Phi is the normal distribution function ----
@@ -129,6 +130,27 @@ INLINE vec gelu_tanh_slope(vec x) {
     return choose(x >= 0, splat(1) - slope, slope);
 }
 
+/* Return x clipped to the range; NaN stays NaN. */
+INLINE vec clip(vec x, vec low, vec high) { return -larger(-high, -larger(low, x)); }
+
+INLINE vec hard_sigmoid(vec x, vec scale, vec offset) {
+    return clip(muladd(x, scale, offset), zero(), splat(1));
+}
+
+INLINE vec hard_swish_slope(vec x) {
+    vec slope = choose(x < 3, muladd(x, splat(1.0f / 3), splat(0.5f)), splat(1));
+    return keep(x > -3, slope);
+}
+
+/* Return x / (1 + e^-x), with an error of at most 3.5 ulp for x >= -87.3, else 0. */
+INLINE vec swish(vec x) { return keep(~(x < -87.3f), x * logistic(x)); }
+
+INLINE vec swish_slope(vec x) {
+    vec s = logistic(x);
+    vec slope = s * muladd(x, splat(1) - s, splat(1));
+    return choose(x < -87.3f, zero(), choose(x > 87.3f, splat(1), slope));
+}
+
 /* ---- tiles ---- */
 
 /* Define a tile function that sets `out` to an expression in x and, for gradients, dy. */
@@ -136,8 +158,9 @@ INLINE vec gelu_tanh_slope(vec x) {
     static void name(void *argument, int64_t tile, float *own) {                                   \
         const struct job *job = argument;                                                          \
         (void)own;                                                                                 \
-        vec scale = splat(job->scale);                                                             \
-        (void)scale;                                                                               \
+        vec scale = splat(job->scale), offset = splat(job->offset);                                \
+        vec low = splat(job->low), high = splat(job->high);                                        \
+        (void)scale, (void)offset, (void)low, (void)high;                                          \
         int64_t stop = least(job->rows, (tile + 1) * ROWS) * LANES;                                \
         for (int64_t i = tile * ROWS * LANES; i < stop; i += WIDTH) {                              \
             vec x = load(job->x + i);                                                              \
@@ -156,6 +179,15 @@ EACH_ELEMENT(gelu_tile, gelu(x))
 EACH_ELEMENT(gelu_dx_tile, DY * gelu_slope(x))
 EACH_ELEMENT(gelu_tanh_tile, gelu_tanh(x))
 EACH_ELEMENT(gelu_tanh_dx_tile, DY * gelu_tanh_slope(x))
+EACH_ELEMENT(swish_tile, swish(x))
+EACH_ELEMENT(swish_dx_tile, DY * swish_slope(x))
+EACH_ELEMENT(clip_tile, clip(x, low, high))
+EACH_ELEMENT(clip_dx_tile, keep((x > low) & (x < high), DY))
+EACH_ELEMENT(hard_sigmoid_tile, hard_sigmoid(x, scale, offset))
+EACH_ELEMENT(hard_sigmoid_dx_tile, keep((x > 0) & (x < 1), DY * scale))
+EACH_ELEMENT(hard_swish_tile, x * hard_sigmoid(x, splat(1.0f / 6), splat(0.5f)))
+EACH_ELEMENT(hard_swish_dx_tile, DY * hard_swish_slope(x))
+EACH_ELEMENT(prelu_products_tile, choose(x > 0, zero(), DY * x))
 
 static void each_row(tile_work *work, struct job job, int64_t rows) {
     job.rows = rows;
@@ -200,6 +232,77 @@ void mpidl_gelu_tanh(const float *x, float *y, int64_t rows) {
 
 void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows) {
     each_row(gelu_tanh_dx_tile, (struct job){.x = x, .dy = dy, .out = dx}, rows);
+}
+
+void mpidl_swish(const float *x, float *y, int64_t rows) {
+    each_row(swish_tile, (struct job){.x = x, .out = y}, rows);
+}
+
+void mpidl_swish_dx(const float *dy, const float *x, float *dx, int64_t rows) {
+    each_row(swish_dx_tile, (struct job){.x = x, .dy = dy, .out = dx}, rows);
+}
+
+void mpidl_clip_range(const float *x, float *y, float low, float high, int64_t rows) {
+    each_row(clip_tile, (struct job){.x = x, .out = y, .low = low, .high = high}, rows);
+}
+
+void mpidl_clip_range_dx(const float *dy, const float *y, float *dx, float low, float high,
+                         int64_t rows) {
+    struct job job = {.x = y, .dy = dy, .out = dx, .low = low, .high = high};
+    each_row(clip_dx_tile, job, rows);
+}
+
+void mpidl_hard_sigmoid(const float *x, float *y, float alpha, float beta, int64_t rows) {
+    each_row(hard_sigmoid_tile, (struct job){.x = x, .out = y, .scale = alpha, .offset = beta},
+             rows);
+}
+
+void mpidl_hard_sigmoid_dx(const float *dy, const float *y, float *dx, float alpha, int64_t rows) {
+    each_row(hard_sigmoid_dx_tile, (struct job){.x = y, .dy = dy, .out = dx, .scale = alpha}, rows);
+}
+
+void mpidl_hard_swish(const float *x, float *y, int64_t rows) {
+    each_row(hard_swish_tile, (struct job){.x = x, .out = y}, rows);
+}
+
+void mpidl_hard_swish_dx(const float *dy, const float *x, float *dx, int64_t rows) {
+    each_row(hard_swish_dx_tile, (struct job){.x = x, .dy = dy, .out = dx}, rows);
+}
+
+/* ---- PReLU: a tile is one channel of one block ---- */
+
+static void prelu_tile(void *argument, int64_t tile, float *own) {
+    const struct job *job = argument;
+    (void)own;
+    /* without a gradient, the slope multiplies x itself */
+    const float *positive = job->dy ? job->dy : job->x;
+    vec slope = splat(job->slope[tile % job->slopes]);
+    int64_t stop = (tile + 1) * job->pixels * LANES;
+    for (int64_t i = tile * job->pixels * LANES; i < stop; i += WIDTH) {
+        vec value = load(positive + i);
+        store(job->out + i, choose(load(job->x + i) > 0, value, value * slope));
+    }
+}
+
+static void each_channel(struct job job, int64_t blocks, int64_t channels) {
+    each_tile(blocks * channels, prelu_tile, &job, 0);
+}
+
+void mpidl_prelu(const float *x, const float *slope, int64_t slopes, float *y, int64_t blocks,
+                 int64_t channels, int64_t pixels) {
+    struct job job = {.x = x, .out = y, .slope = slope, .slopes = slopes, .pixels = pixels};
+    each_channel(job, blocks, channels);
+}
+
+void mpidl_prelu_dx(const float *dy, const float *x, const float *slope, int64_t slopes, float *dx,
+                    int64_t blocks, int64_t channels, int64_t pixels) {
+    struct job job = {
+        .x = x, .dy = dy, .out = dx, .slope = slope, .slopes = slopes, .pixels = pixels};
+    each_channel(job, blocks, channels);
+}
+
+void mpidl_prelu_products(const float *dy, const float *x, float *products, int64_t rows) {
+    each_row(prelu_products_tile, (struct job){.x = x, .dy = dy, .out = products}, rows);
 }
 
 /* ---- the sum of two values; each may be an activation that is not stored ---- */

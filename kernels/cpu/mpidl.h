@@ -59,6 +59,21 @@ void mpidl_gelu(const float *x, float *y, int64_t rows);
 void mpidl_gelu_dx(const float *dy, const float *x, float *dx, int64_t rows);
 void mpidl_gelu_tanh(const float *x, float *y, int64_t rows);
 void mpidl_gelu_tanh_dx(const float *dy, const float *x, float *dx, int64_t rows);
+void mpidl_swish(const float *x, float *y, int64_t rows);
+void mpidl_swish_dx(const float *dy, const float *x, float *dx, int64_t rows);
+void mpidl_clip_range(const float *x, float *y, float low, float high, int64_t rows);
+void mpidl_clip_range_dx(const float *dy, const float *y, float *dx, float low, float high,
+                         int64_t rows);
+void mpidl_hard_sigmoid(const float *x, float *y, float alpha, float beta, int64_t rows);
+void mpidl_hard_sigmoid_dx(const float *dy, const float *y, float *dx, float alpha, int64_t rows);
+void mpidl_hard_swish(const float *x, float *y, int64_t rows);
+void mpidl_hard_swish_dx(const float *dy, const float *x, float *dx, int64_t rows);
+/* slope has `slopes` elements: one per channel, or 1 */
+void mpidl_prelu(const float *x, const float *slope, int64_t slopes, float *y, int64_t blocks,
+                 int64_t channels, int64_t pixels);
+void mpidl_prelu_dx(const float *dy, const float *x, const float *slope, int64_t slopes, float *dx,
+                    int64_t blocks, int64_t channels, int64_t pixels);
+void mpidl_prelu_products(const float *dy, const float *x, float *products, int64_t rows);
 /* a and b are sources */
 void mpidl_add(const float *a, const float *a_mean, const float *a_scale, const float *a_beta,
                const float *b, const float *b_mean, const float *b_scale, const float *b_beta,
@@ -116,6 +131,9 @@ void mpidl_pool2d_plain(const float *x, float *y, uint8_t *argmax, int64_t block
                         const int64_t *shape);
 void mpidl_pool2d_dx_plain(const float *dy, const uint8_t *argmax, float *dx, int64_t blocks,
                            const int64_t *shape);
+
+/* pad.c: channels of all blocks; shape is struct geometry of pad.c */
+void mpidl_pad2d(const float *x, float *y, float value, int64_t channels, const int64_t *shape);
 
 /* winograd.c, winograd_dweight.c: one block, for tests. shape: inputs, outputs, rows, columns, m,
  * backward. y is (outputs, rows, columns, 16), x (inputs, rows, columns, 16), and dy (outputs,

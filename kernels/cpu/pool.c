@@ -5,9 +5,10 @@
 #include "mpidl.h"
 #include "team.h"
 
-/* The geometry of pooling; Python passes it as int64_t[11]. */
+/* The geometry of pooling; Python passes it as int64_t[12]. count_padding: whether the mean of a
+ * window counts padding as zeros. */
 struct windows {
-    int64_t C, H, W, P, Q, R, S, stride_h, stride_w, top, left;
+    int64_t C, H, W, P, Q, R, S, stride_h, stride_w, top, left, count_padding;
 };
 
 struct job {
@@ -29,6 +30,14 @@ INLINE struct span span_of(int64_t window, int64_t stride, int64_t before, int64
                            int64_t pixels) {
     int64_t start = window * stride - before;
     return (struct span){start, most(0, -start), least(size, pixels - start)};
+}
+
+/* Return the number by which the sum of a window is divided. */
+INLINE float divisor_of(const struct windows *w, int64_t p, int64_t q) {
+    if (w->count_padding) return (float)(w->R * w->S);
+    struct span row = span_of(p, w->stride_h, w->top, w->R, w->H),
+                column = span_of(q, w->stride_w, w->left, w->S, w->W);
+    return (float)((row.stop - row.first) * (column.stop - column.first));
 }
 
 /* ---- plain reference: one lane of one window at a time ---- */
@@ -55,7 +64,7 @@ static void plain_channel(const struct windows *w, const float *x, float *y, uin
                     sum += value;
                 }
                 int64_t at = (p * w->Q + q) * LANES + lane;
-                y[at] = argmax ? best : sum / (float)(w->R * w->S);
+                y[at] = argmax ? best : sum / divisor_of(w, p, q);
                 if (argmax) argmax[at] = (uint8_t)place;
             }
 }
@@ -68,7 +77,7 @@ static void plain_channel_dx(const struct windows *w, const float *dy, const uin
             for (int lane = 0; lane < LANES; lane++) {
                 int64_t at = (p * w->Q + q) * LANES + lane;
                 EACH_PLACE(w, p, q) {
-                    if (!argmax) dx[PIXEL(w)] += dy[at] / (float)(w->R * w->S);
+                    if (!argmax) dx[PIXEL(w)] += dy[at] / divisor_of(w, p, q);
                     if (argmax && argmax[at] == i * w->S + j) dx[PIXEL(w)] += dy[at];
                 }
             }
@@ -144,13 +153,12 @@ INLINE void max_channel(const struct windows *w, int64_t R, int64_t S, const str
 
 INLINE void average_channel(const struct windows *w, const struct channel *c, int deferred,
                             float *y) {
-    vec count = splat((float)(w->R * w->S));
     for (int64_t p = 0; p < w->P; p++)
         for (int64_t q = 0; q < w->Q; q++, y += LANES) {
             vec sum = zero();
             EACH_PLACE(w, p, q)
                 sum += pixel(c, (row.start + i) * w->W + column.start + j, deferred);
-            store(y, sum / count);
+            store(y, sum / splat(divisor_of(w, p, q)));
         }
 }
 
@@ -301,8 +309,13 @@ static void pool_dx_tile(void *argument, int64_t tile, float *own) {
     if (apart && !tiled) /* some pixels are in no window */
         memset(dx, 0, (size_t)(pixels * LANES) * sizeof *dx);
     if (!argmax) {
-        vec count = splat((float)(w->R * w->S));
-        for (int64_t i = 0; i < out; i += WIDTH) store(own + i, load(dy + i) / count);
+        float *part = own;
+        for (int64_t p = 0; p < w->P; p++)
+            for (int64_t q = 0; q < w->Q; q++) {
+                vec count = splat(divisor_of(w, p, q));
+                for (int64_t stop = LANES; stop; stop -= WIDTH, part += WIDTH, dy += WIDTH)
+                    store(part, load(dy) / count);
+            }
         dy = own;
     }
     for (int64_t part = 0; part < LANES; part += WIDTH) {

@@ -170,6 +170,44 @@ __device__ __forceinline__ float gelu_tanh_slope(float x) {
     return x >= 0.f ? 1.f - slope : slope;
 }
 
+__device__ __forceinline__ float clipped(float x, float low, float high) {
+    x = x < low ? low : x; // NaN stays NaN
+    return x > high ? high : x;
+}
+
+__device__ __forceinline__ float hard_sigmoid(float x, float alpha, float beta) {
+    return clipped(fmaf(x, alpha, beta), 0.f, 1.f);
+}
+
+__device__ __forceinline__ float hard_swish_slope(float x) {
+    return x > -3.f ? (x < 3.f ? fmaf(x, 1.0f / 3, 0.5f) : 1.f) : 0.f;
+}
+
+__device__ __forceinline__ float swish(float x) { return x < -87.3f ? 0.f : x * logistic(x); }
+
+__device__ __forceinline__ float swish_slope(float x) {
+    const float s = logistic(x), slope = s * fmaf(x, 1.f - s, 1.f);
+    return x < -87.3f ? 0.f : x > 87.3f ? 1.f : slope;
+}
+
+// Computes out[i] = x[i] > 0 ? v[i] : v[i] * slope of the channel, where v is dy or, without a
+// gradient, x. Channels are adjacent in memory; `slopes` is the number of channels, or 1.
+__device__ __forceinline__ void prelu(const float* v, const float* x, float* out,
+                                      const float* slope, int slopes, long long n) {
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; 4 * i < n; i += step) {
+        Four values = reinterpret_cast<const Four*>(v)[i];
+        const Four inputs = reinterpret_cast<const Four*>(x)[i];
+        int channel = (int)(4 * i % slopes);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            values.of[k] = inputs.of[k] > 0.f ? values.of[k] : values.of[k] * slope[channel];
+            channel = channel + 1 == slopes ? 0 : channel + 1;
+        }
+        reinterpret_cast<Four*>(out)[i] = values;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(256)
 activation_leaky(const float* __restrict__ x, float* __restrict__ y, float scale, long long n) {
     each(x, y, n, [=](float v) { return v > 0.f ? v : v * scale; });
@@ -223,4 +261,69 @@ extern "C" __global__ void __launch_bounds__(256)
 activation_gelu_tanh_dx(const float* __restrict__ dy, const float* __restrict__ x,
                         float* __restrict__ dx, long long n) {
     each(dy, x, dx, n, [](float g, float v) { return g * gelu_tanh_slope(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_swish(const float* __restrict__ x, float* __restrict__ y, long long n) {
+    each(x, y, n, [](float v) { return swish(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_swish_dx(const float* __restrict__ dy, const float* __restrict__ x,
+                    float* __restrict__ dx, long long n) {
+    each(dy, x, dx, n, [](float g, float v) { return g * swish_slope(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_clip(const float* __restrict__ x, float* __restrict__ y, float low, float high,
+                long long n) {
+    each(x, y, n, [=](float v) { return clipped(v, low, high); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_clip_dx(const float* __restrict__ dy, const float* __restrict__ y,
+                   float* __restrict__ dx, float low, float high, long long n) {
+    each(dy, y, dx, n, [=](float g, float v) { return v > low && v < high ? g : 0.f; });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_hard_sigmoid(const float* __restrict__ x, float* __restrict__ y, float alpha,
+                        float beta, long long n) {
+    each(x, y, n, [=](float v) { return hard_sigmoid(v, alpha, beta); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_hard_sigmoid_dx(const float* __restrict__ dy, const float* __restrict__ y,
+                           float* __restrict__ dx, float alpha, long long n) {
+    each(dy, y, dx, n, [=](float g, float v) { return v > 0.f && v < 1.f ? g * alpha : 0.f; });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_hard_swish(const float* __restrict__ x, float* __restrict__ y, long long n) {
+    each(x, y, n, [](float v) { return v * hard_sigmoid(v, 1.0f / 6, 0.5f); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_hard_swish_dx(const float* __restrict__ dy, const float* __restrict__ x,
+                         float* __restrict__ dx, long long n) {
+    each(dy, x, dx, n, [](float g, float v) { return g * hard_swish_slope(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_prelu(const float* __restrict__ x, float* __restrict__ y,
+                 const float* __restrict__ slope, int slopes, long long n) {
+    prelu(x, x, y, slope, slopes, n);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_prelu_dx(const float* __restrict__ dy, const float* __restrict__ x,
+                    float* __restrict__ dx, const float* __restrict__ slope, int slopes,
+                    long long n) {
+    prelu(dy, x, dx, slope, slopes, n);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+activation_prelu_products(const float* __restrict__ dy, const float* __restrict__ x,
+                          float* __restrict__ products, long long n) {
+    each(dy, x, products, n, [](float g, float v) { return v > 0.f ? 0.f : g * v; });
 }

@@ -37,6 +37,12 @@ __device__ __forceinline__ Span span_of(int window, int stride, int before, int 
     return {start, start < 0 ? -start : 0, pixels - start < size ? pixels - start : size};
 }
 
+// Returns the number by which the sum of a window is divided.
+__device__ __forceinline__ float divisor(Span rows, Span columns, int size, bool count_padding) {
+    if (count_padding) return (float)size;
+    return (float)((rows.stop - rows.first) * (columns.stop - columns.first));
+}
+
 // The windows that contain a pixel, along one axis. Window number `window` has the pixel at place
 // `place`, the window before it at place + stride, and so on, as far as places and windows exist.
 struct Containing {
@@ -53,11 +59,12 @@ __device__ __forceinline__ Containing containing(int pixel, int stride, int befo
 }
 
 // Computes a CTA's row of y. If MAX, y is the largest pixel of each window, and argmax its place;
-// else y is the mean of the window, including the zeros of the padding.
+// else y is the mean of the window, which counts padding as zeros if `count_padding`.
 template <bool MAX>
 __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char* argmax, int C,
                                          int H, int W, int P, int Q, int R, int S, int stride_h,
-                                         int stride_w, int top, int left) {
+                                         int stride_w, int top, int left,
+                                         bool count_padding = true) {
     const Span rows = span_of(blockIdx.x % P, stride_h, top, R, H);
     const float* image = x + (long long)(blockIdx.x / P) * H * W * C;
     const long long row = (long long)blockIdx.x * Q * C;
@@ -82,7 +89,8 @@ __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char
                 }
             }
         }
-        for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] /= (float)(R * S);
+        const float count = divisor(rows, columns, R * S, count_padding);
+        for (int v = 0; !MAX && v < POOL_WIDTH; v++) result.of[v] /= count;
         store(y + row + at, result);
         if (MAX) *reinterpret_cast<Places*>(argmax + row + at) = place;
     }
@@ -93,7 +101,8 @@ __device__ __forceinline__ void pool_row(const float* x, float* y, unsigned char
 template <bool MAX>
 __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char* argmax,
                                             float* dx, int C, int H, int W, int P, int Q, int R,
-                                            int S, int stride_h, int stride_w, int top, int left) {
+                                            int S, int stride_h, int stride_w, int top, int left,
+                                            bool count_padding = true) {
     const Containing rows = containing(blockIdx.x % H, stride_h, top, P);
     const long long image = (long long)(blockIdx.x / H) * P * Q * C;
     const long long row = (long long)blockIdx.x * W * C;
@@ -106,9 +115,11 @@ __device__ __forceinline__ void pool_row_dx(const float* dy, const unsigned char
                 Values part = load(dy + line + q * C);
                 Places place;
                 if (MAX) place = *reinterpret_cast<const Places*>(argmax + line + q * C);
+                const float count = divisor(span_of(p, stride_h, top, R, H),
+                                            span_of(q, stride_w, left, S, W), R * S, count_padding);
                 for (int v = 0; v < POOL_WIDTH; v++)
                     if (!MAX)
-                        sum.of[v] += part.of[v] / (float)(R * S);
+                        sum.of[v] += part.of[v] / count;
                     else if (place.of[v] == i * S + j)
                         sum.of[v] += part.of[v];
             }
@@ -137,13 +148,14 @@ extern "C" __global__ void __launch_bounds__(256) max_pool2d_dx(
 // Shapes and grid: see max_pool2d.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d(
     const float* __restrict__ x, float* __restrict__ y, int C, int H, int W, int P, int Q, int R,
-    int S, int stride_h, int stride_w, int top, int left) {
-    pool_row<false>(x, y, 0, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
+    int S, int stride_h, int stride_w, int top, int left, int count_padding) {
+    pool_row<false>(x, y, 0, C, H, W, P, Q, R, S, stride_h, stride_w, top, left, count_padding);
 }
 
 // Shapes and grid: see max_pool2d_dx.
 extern "C" __global__ void __launch_bounds__(256) average_pool2d_dx(
     const float* __restrict__ dy, float* __restrict__ dx, int C, int H, int W, int P, int Q, int R,
-    int S, int stride_h, int stride_w, int top, int left) {
-    pool_row_dx<false>(dy, 0, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left);
+    int S, int stride_h, int stride_w, int top, int left, int count_padding) {
+    pool_row_dx<false>(dy, 0, dx, C, H, W, P, Q, R, S, stride_h, stride_w, top, left,
+                       count_padding);
 }

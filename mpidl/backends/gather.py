@@ -19,8 +19,8 @@ FUNCTIONS = tuple(
 
 # The modules in each backend's package that define the backend's functions.
 FAMILIES = (
-    *("conv", "transposed", "dense", "batchnorm", "activation", "pool", "lrn", "dropout", "join"),
-    *("loss", "optimizer", "images"),
+    *("conv", "transposed", "dense", "batchnorm", "activation", "pool", "pad", "lrn", "dropout"),
+    *("join", "loss", "optimizer", "images"),
 )
 
 

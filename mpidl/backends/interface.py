@@ -284,6 +284,42 @@ class Backend(TrainingFunctions, Protocol):
     def gelu_dx(self, dy: Lanes, x: Lanes, approximate: str) -> Lanes:
         """Return dy times the derivative of `gelu` at x."""
 
+    def swish(self, x: Lanes) -> Lanes:
+        """Return x / (1 + exp(-x)); below -87.3 it is 0."""
+
+    def swish_dx(self, dy: Lanes, x: Lanes) -> Lanes:
+        """Return dy times the derivative of `swish` at x."""
+
+    def clip_range(self, x: Lanes, low: float, high: float) -> Lanes:
+        """Return min(max(x, low), high); NaN stays NaN. A bound may be infinite."""
+
+    def clip_range_dx(self, dy: Lanes, y: Lanes, low: float, high: float) -> Lanes:
+        """Return dy where low < y < high, else 0."""
+
+    def hard_sigmoid(self, x: Lanes, alpha: float, beta: float) -> Lanes:
+        """Return min(max(alpha * x + beta, 0), 1)."""
+
+    def hard_sigmoid_dx(self, dy: Lanes, y: Lanes, alpha: float) -> Lanes:
+        """Return alpha * dy where 0 < y < 1, else 0."""
+
+    def hard_swish(self, x: Lanes) -> Lanes:
+        """Return x * hard_sigmoid(x, 1 / 6, 1 / 2)."""
+
+    def hard_swish_dx(self, dy: Lanes, x: Lanes) -> Lanes:
+        """Return 0 where x <= -3, dy where x >= 3, else (x / 3 + 1 / 2) * dy."""
+
+    def prelu(self, x: Lanes, slope: Vector) -> Lanes:
+        """Return x where x > 0, else slope * x. The slopes are (C,), or (1,) for all channels."""
+
+    def prelu_dx(self, dy: Lanes, x: Lanes, slope: Vector) -> Lanes:
+        """Return dy where x > 0, else slope * dy."""
+
+    def prelu_dslope(self, dy: Lanes, x: Lanes, slopes: int, tree: Tree) -> Partial:
+        """Sum dy * min(x, 0) over images and pixels: (C,), or (1,) if `slopes` is 1.
+
+        dy must be zero in unused lanes.
+        """
+
     # pool
 
     def max_pool2d(
@@ -311,13 +347,30 @@ class Backend(TrainingFunctions, Protocol):
         If x is an array of lanes, only its shape and dtype are used.
         """
 
-    def average_pool2d(self, x: Readable, size: Pair, stride: Pair, padding: Pads) -> Lanes:
-        """Return the mean of each window, including padding as zeros."""
+    def average_pool2d(
+        self, x: Readable, size: Pair, stride: Pair, padding: Pads, count_padding: bool
+    ) -> Lanes:
+        """Return the mean of each window.
+
+        If `count_padding` is True, padding counts as zeros, else not at all.
+        """
 
     def average_pool2d_dx(
-        self, dy: Lanes, x: Readable, size: Pair, stride: Pair, padding: Pads, tree: Tree
+        self,
+        dy: Lanes,
+        x: Readable,
+        size: Pair,
+        stride: Pair,
+        padding: Pads,
+        count_padding: bool,
+        tree: Tree,
     ) -> tuple[Lanes, Partial | None]:
         """Return the gradient with respect to x, and the same sums as `max_pool2d_dx`."""
+
+    # pad
+
+    def pad2d(self, x: Lanes, padding: Pads, value: float) -> Lanes:
+        """Surround images (C, H, W) by pixels of a value; negative padding removes pixels."""
 
     # lrn
 

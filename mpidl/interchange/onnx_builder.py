@@ -1,14 +1,16 @@
 """Build the layers of a network from the nodes of an ONNX graph.
 
-`onnx_operators` has a function per ONNX operator, which reads a `Node` and adds layers to a
-`Builder`. Shapes are those of one image: they lack the first dimension, the mini-batch.
+A function per ONNX operator reads a `Node`, adds layers to a `Builder` and returns the Value that
+the node computes. It raises Unsupported if mpidl has no layers for the node. The functions are in
+`onnx_operators`, `onnx_elementwise` and `onnx_shapes`. Shapes are those of one image: they lack the
+first dimension, the mini-batch.
 """
 
 from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +28,56 @@ class Unsupported(Exception):
 
 
 class Value(NamedTuple):
-    """A value of the graph: the name of the layer that computes it, and its shape per image."""
+    """A value of the graph.
+
+    Attributes
+    ----------
+    layer, shape
+        The name of the layer that computes the value, and the shape of the layer's output.
+    order
+        The order of the graph's axes if it differs: (1, 2, 0) if the graph has the axes (H, W, C)
+        of a layer's output (C, H, W). Otherwise empty.
+    image
+        The shape before flattening, (C, H, W), if the value is a vector and `order` is not empty.
+    """
 
     layer: str
     shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    image: tuple[int, ...] = ()
+
+    def graph_shape(self) -> tuple[int, ...]:
+        """Return the shape of the value in the graph."""
+        return tuple(self.shape[i] for i in self.order) if self.is_permuted() else self.shape
+
+    def is_permuted(self) -> bool:
+        """Return whether the value is an image whose axes have another order in the graph."""
+        return bool(self.order) and not self.image
+
+    def axes(self, numbers: Sequence[int]) -> list[int]:
+        """Return axes of the layer's output, from 0, for the graph's axes (the mini-batch is 0).
+
+        Raise Unsupported for the axis of the mini-batch.
+        """
+        count = 1 + len(self.shape)
+        axes = [int(n) % count - 1 for n in numbers if -count <= n < count]
+        if len(axes) < len(numbers) or min(axes, default=0) < 0:
+            raise Unsupported(f"axes are {list(numbers)} of {('N', *self.graph_shape())}")
+        return [self.order[a] if self.is_permuted() else a for a in axes]
+
+    def to_layer(self, values: np.ndarray) -> np.ndarray:
+        """Reorder the last axes of an array, which fit the graph's value, as in the layer."""
+        if not self.order:
+            return values
+        inverse = [self.order.index(i) for i in range(3)]
+        if self.is_permuted():
+            lead = values.ndim - 3
+            return values.transpose(*range(lead), *(lead + i for i in inverse))
+        lead_shape = values.shape[:-1]
+        lead = len(lead_shape)
+        images = values.reshape(*lead_shape, *(self.image[i] for i in self.order))
+        images = images.transpose(*range(lead), *(lead + i for i in inverse))
+        return images.reshape(values.shape)
 
 
 class Node:
@@ -67,11 +115,16 @@ class Node:
         """Return an input, or None if the node has no such input."""
         return self.inputs[i] if i < len(self.inputs) else None
 
-    def value(self, i: int = 0) -> Value:
-        """Return an input; raise Unsupported unless it depends on the images."""
+    def value(self, i: int = 0, any_order: bool = False) -> Value:
+        """Return an input; raise Unsupported unless it depends on the images.
+
+        Unless `any_order` is True, its axes must also have the order (C, H, W).
+        """
         value = self.input(i)
         if not isinstance(value, Value):
             raise Unsupported(f"input {i} is constant")
+        if value.order and not any_order:
+            raise Unsupported(f"input {i} is transposed")
         return value
 
     def constant(self, i: int) -> np.ndarray:
@@ -104,20 +157,28 @@ class Builder:
     tensors
         {layer: names of the layer's output in the graph}. A node that computes nothing, such as
         Identity, adds a name.
+    reads
+        {layer: values that it reads}.
+    output
+        Name of the graph's output.
     """
 
     def __init__(self, model: onnx_file.Model) -> None:
         self.layers: list[Any] = []
         self.arrays: dict[str, np.ndarray] = {}
         self.scaling: tuple[np.ndarray, np.ndarray] | None = None
-        self.opset, self.batch = model.opset, model.batch
+        self.opset, self.batch, self.output = model.opset, model.batch, model.output
+        self.reads: dict[str, list[Value]] = {}
         self.tensors: dict[str, list[str]] = {graph.IMAGES: [model.images]}
         self._used_names, self._last_numbers = {graph.IMAGES}, collections.Counter[str]()
         self.readers = collections.Counter(n for node in model.nodes for n in node.input)
         self.readers[model.output] += 1
 
     def add(self, node: Node, layer: Any, reads: list[Value], **arrays: np.ndarray) -> Value:
-        """Add a layer with its arrays, and return its output."""
+        """Add a layer with its arrays, and return its output, with the order of the input.
+
+        The layer must keep the axes if the order of its input is not (C, H, W).
+        """
         layer.name = self._unique_name(node.name)
         if isinstance(layer, nn.Add | nn.Concat):
             layer.inputs = tuple(value.layer for value in reads)
@@ -133,7 +194,25 @@ class Builder:
                 raise Unsupported(f"its {name} has the shape {array.shape}, expected {shape}")
             self.arrays[f"{layer.name}.{name}"] = array
         self.layers.append(layer)
-        return Value(layer.name, built.output_shape)
+        self.reads[layer.name] = reads
+        return reads[0]._replace(layer=layer.name, shape=built.output_shape)
+
+    def remove(self, x: Value, *types: type[nn.Layer]) -> Value | None:
+        """Remove the layer that computes x, so that another layer takes its place.
+
+        Returns
+        -------
+        Value or None
+            What the layer reads. None, and the layer stays, if it is not the last one, if it is not
+            of these types, or if x is read more than once.
+        """
+        layer: Any = self.layers[-1] if self.layers else None
+        if layer is None or layer.name != x.layer or not self.is_read_once(x):
+            return None
+        if not isinstance(layer, types):
+            return None
+        self.layers.pop()
+        return self.reads.pop(layer.name)[0]
 
     def _unique_name(self, name):
         name = re.sub(r"[^0-9A-Za-z]+", "_", name).strip("_") or "layer"
@@ -153,11 +232,11 @@ class Builder:
         """
         channels = x.shape[0]
         if x.layer == graph.IMAGES and not self.layers and self.is_read_once(x):
-            scale, shift = (_broadcast(v, x.shape) for v in (scale, shift))
+            scale, shift = (_broadcast(v, x) for v in (scale, shift))
             centre, divisor = self.scaling or (np.zeros((1, 1, 1)), np.ones((1, 1, 1)))
             self.scaling = centre - shift * divisor / scale, divisor / scale
             return x
-        scale, shift = (_per_channel(v, x.shape) for v in (scale, shift))
+        scale, shift = (per_channel(v, x) for v in (scale, shift))
         layer = nn.BatchNorm(epsilon=UNIT_VARIANCE["epsilon"], trainable=False)
         zeros, ones = np.zeros(channels), np.ones(channels)
         variance = ones * UNIT_VARIANCE["variance"]
@@ -181,28 +260,45 @@ class Builder:
         if not isinstance(layer, nn.Weighted) or layer.bias:
             return None
         layer.bias = True
-        self.arrays[f"{layer.name}.bias"] = _per_channel(bias, x.shape).astype(np.float32)
+        self.arrays[f"{layer.name}.bias"] = per_channel(bias, x).astype(np.float32)
         return x
 
 
-def _broadcast(values, shape):
-    """Return constants, which must broadcast to (N, *shape), as float64 with len(shape) axes."""
-    values = np.asarray(values, np.float64)
+def _broadcast(values, x):
+    """Return constants, which must broadcast to x in the graph, in the order of the layer's axes.
+
+    The result is float64 and has as many axes as the layer's output.
+    """
+    values, shape = np.asarray(values, np.float64), x.graph_shape()
     sizes = (1,) * (1 + len(shape) - values.ndim) + values.shape
     fits = len(sizes) == 1 + len(shape) and sizes[0] == 1
     if not fits or any(n not in (1, m) for n, m in zip(sizes[1:], shape, strict=True)):
         raise Unsupported(f"constants of shape {values.shape} for a value of {('N', *shape)}")
     if (abs(values) >= -BATCH / 2).any():
         raise Unsupported("it computes with the number of images, or with enormous constants")
-    return values.reshape(sizes[1:])
+    values = values.reshape(sizes[1:])
+    return values if values.size == 1 else x.to_layer(values)
 
 
-def _per_channel(values, shape):
-    """Return constants, which must broadcast to (N, *shape), as one float64 per channel."""
-    numbers = _broadcast(values, shape)
+def per_channel(values: np.ndarray, x: Value) -> np.ndarray:
+    """Return constants, which must broadcast to x in the graph, as one float64 per channel."""
+    numbers = _broadcast(values, x)
     if numbers.size > 1 and numbers.size != len(numbers):
         raise Unsupported(
-            f"constants of shape {np.shape(values)} for a value of {('N', *shape)}: expected a "
-            "number per channel"
+            f"constants of shape {np.shape(values)} for a value of {('N', *x.graph_shape())}: "
+            "expected a number per channel"
         )
-    return np.array(np.broadcast_to(numbers.ravel(), shape[:1]))
+    return np.array(np.broadcast_to(numbers.ravel(), x.shape[:1]))
+
+
+OPERATORS: dict[str, Callable[[Node, Builder], Any]] = {}
+
+
+def operator(*names: str) -> Callable[[Callable[[Node, Builder], Any]], Any]:
+    """Return a decorator that registers a function for some operators."""
+
+    def register(function):
+        OPERATORS.update(dict.fromkeys(names, function))
+        return function
+
+    return register

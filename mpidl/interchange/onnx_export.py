@@ -27,7 +27,7 @@ from mpidl.training.files import model_file
 
 OPSET = 20  # the first operator set with Gelu
 KEY = "mpidl"  # key of the network's description in the metadata
-IMAGES, CENTRE, DIVISOR, RATIO = "images", "normalization.centre", "normalization.divisor", "ratio"
+IMAGES, CENTRE, DIVISOR = "images", "normalization.centre", "normalization.divisor"
 
 Shape = tuple[int, ...]
 
@@ -74,6 +74,10 @@ def _cross_channel_norm(layer, shape):
     return "LRN", {"size": layer.window, **{k: float(v) for k, v in constants.items()}}
 
 
+def _hard_sigmoid(layer, shape):
+    return "HardSigmoid", {"alpha": float(layer.alpha), "beta": float(layer.beta)}
+
+
 # {layer class: function(layer, shape of the layer's first input) -> (operator, attributes)}
 OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]]]] = {
     nn.Conv2D: _conv,
@@ -85,6 +89,11 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
     nn.CrossChannelNorm: _cross_channel_norm,
     nn.ReLU: lambda layer, shape: ("Relu", {}),
     nn.LeakyReLU: lambda layer, shape: ("LeakyRelu", {"alpha": float(layer.scale)}),
+    nn.PReLU: lambda layer, shape: ("PRelu", {}),
+    nn.Clip: lambda layer, shape: ("Clip", {}),
+    nn.HardSigmoid: _hard_sigmoid,
+    nn.HardSwish: lambda layer, shape: ("HardSwish", {}),
+    nn.Swish: lambda layer, shape: ("Mul", {}),  # of x and its sigmoid
     nn.Tanh: lambda layer, shape: ("Tanh", {}),
     nn.Sigmoid: lambda layer, shape: ("Sigmoid", {}),
     nn.GELU: lambda layer, shape: ("Gelu", {"approximate": layer.approximate}),
@@ -92,15 +101,37 @@ OPERATORS: dict[type[nn.Layer], Callable[[Any, Shape], tuple[str, dict[str, Any]
     nn.MaxPool2D: lambda layer, shape: ("MaxPool", _window(layer, shape)),
     nn.AveragePool2D: lambda layer, shape: (
         "AveragePool",
-        {**_window(layer, shape), "count_include_pad": 1},
+        {**_window(layer, shape), "count_include_pad": int(layer.count_padding)},
     ),
     nn.GlobalAveragePool2D: lambda layer, shape: ("GlobalAveragePool", {}),
     nn.Dropout: lambda layer, shape: ("Dropout", {}),
     nn.Flatten: lambda layer, shape: ("Flatten", {"axis": 1}),
+    nn.Pad2D: lambda layer, shape: ("Pad", {}),
     nn.Dense: lambda layer, shape: ("Gemm", {"transB": 1}),
     nn.Add: lambda layer, shape: ("Sum", {}),
     nn.Concat: lambda layer, shape: ("Concat", {"axis": 1}),
 }
+
+
+def _pads(layer):
+    top, left, bottom, right = _sides(check.pads(layer.name, layer.padding))
+    pads = np.array([0, 0, top, left, 0, 0, bottom, right])
+    return {"pads": pads, "value": np.float32(layer.value)}
+
+
+# {layer class: function(layer) -> {name: constant, the input of the operator after the images}}; a
+# constant that is not finite is left out
+CONSTANTS: dict[type[nn.Layer], Callable[[Any], dict[str, Any]]] = {
+    nn.Dropout: lambda layer: {"ratio": np.float32(layer.probability)},
+    nn.Clip: lambda layer: {"low": np.float32(layer.low), "high": np.float32(layer.high)},
+    nn.Pad2D: _pads,
+}
+
+
+def _constants(layer):
+    """Return {name: array or None} for a layer, with names that contain the layer's name."""
+    values = CONSTANTS.get(type(layer), lambda layer: {})(layer)
+    return {f"{layer.name}.{k}": v if np.isfinite(v).all() else None for k, v in values.items()}
 
 
 def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool = True) -> None:
@@ -137,14 +168,16 @@ def save_onnx(net: Network, path: str | os.PathLike[str], normalize_images: bool
     if unknown:
         raise UserError(f"{printable(path)}: ONNX has no operator for {', '.join(unknown)}")
     net = net.on(None)
-    arrays = net.parameters | net.state | (_scaling(net) if normalize_images else {})
+    arrays = _broadcastable(net, net.parameters) | net.state
+    arrays |= _scaling(net) if normalize_images else {}
     if sum(array.nbytes for array in arrays.values()) >= 1 << 31:
         raise UserError(f"{printable(path)}: expected a network of less than 2 GiB")
     tensors = [onnx.numpy_helper.from_array(np.ascontiguousarray(a), n) for n, a in arrays.items()]
     tensors += [
-        onnx.numpy_helper.from_array(np.float32(layer.probability), f"{layer.name}.{RATIO}")
+        onnx.numpy_helper.from_array(value, name)
         for layer in net.layers
-        if isinstance(layer, nn.Dropout)
+        for name, value in _constants(layer).items()
+        if value is not None
     ]
     float32 = onnx.TensorProto.FLOAT
     graph = onnx.helper.make_graph(
@@ -173,6 +206,17 @@ def _scaling(net):
     return {CENTRE: centre.reshape(shape), DIVISOR: divisor.reshape(shape)}
 
 
+def _broadcastable(net, arrays):
+    """Return learnables with slopes in the shape (C, 1, 1), in which ONNX broadcasts them."""
+    shapes, reshaped = dict(zip(net.layer_names, net.output_shapes, strict=True)), dict(arrays)
+    for layer in net.layers:
+        if isinstance(layer, nn.PReLU):
+            name = f"{layer.name}.slope"
+            axes_after = len(shapes[layer.name]) - 1
+            reshaped[name] = reshaped[name].reshape(-1, *(1,) * axes_after)
+    return reshaped
+
+
 def _nodes(onnx, net, normalize_images):
     """Return the nodes of the graph."""
     nodes, names = [], {IMAGES: IMAGES}
@@ -192,8 +236,10 @@ def _nodes(onnx, net, normalize_images):
         if isinstance(layer, nn.Dense) and len(shapes[reads[0]]) > 1:
             inputs = [add("Flatten", inputs, f"{layer.name}.images", axis=1)]
         inputs += [name for name in arrays if name.rpartition(".")[0] == layer.name]
-        if isinstance(layer, nn.Dropout):
-            inputs.append(f"{layer.name}.{RATIO}")
+        constants = _constants(layer)
+        inputs += ["" if constants[name] is None else name for name in constants]
+        if isinstance(layer, nn.Swish):
+            inputs.append(add("Sigmoid", inputs, f"{layer.name}.sigmoid"))
         operator, attributes = OPERATORS[type(layer)](layer, shapes[reads[0]])
         names[layer.name] = add(operator, inputs, layer.name, **attributes)
     return nodes
@@ -233,7 +279,13 @@ def restored(model: Model) -> Network | None:
         net = model_file.network_of(description, scaling)
         if net.input_shape != model.image_shape:
             return None
-        net.parameters = {name: _float32(arrays[name]) for name in net.parameters}
+        shapes = {k: v.shape for k, v in _broadcastable(net, net.parameters).items()}
+        if any(arrays[name].shape != shape for name, shape in shapes.items()):
+            return None
+        net.parameters = {
+            name: _float32(arrays[name]).reshape(value.shape)
+            for name, value in net.parameters.items()
+        }
         net.state = {name: _float32(arrays[name]) for name in net.state}
         expected = _nodes(library("onnx", "", "onnx"), net, is_normalized)
     except UNDESCRIBED:

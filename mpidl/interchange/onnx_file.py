@@ -7,6 +7,7 @@ Constants are computed only by operators whose result sizes are known in advance
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 from collections.abc import Iterable
@@ -23,10 +24,12 @@ OLDEST_OPSET = 7
 FLOAT = 1  # ONNX's code for the type float32
 LARGE = 1024  # elements; ONNX infers shapes from smaller constants, which can be sizes
 MAX_ELEMENTS = 1 << 28  # largest total size of all computed constants
+CHANNELS_LAST = (1, 2, 0)
+BEFORE_TRANSPOSE = ("Add", "Cast", "Div", "Identity", "Mul", "Pad", "Sub")
 FOLDABLE = frozenset(
     """
-    Add Cast Concat ConstantOfShape Div Gather Identity Mul Neg Reshape Slice Sqrt Squeeze Sub
-    Transpose Unsqueeze
+    Add Cast Ceil Concat ConstantOfShape Div Equal Expand Floor Gather Identity Max Min Mul Neg
+    ReduceProd Reshape Shape Size Slice Sqrt Squeeze Sub Transpose Unsqueeze Where
     """.split()
 )
 
@@ -44,6 +47,8 @@ class Model(NamedTuple):
         Name of the input.
     image_shape : tuple of int
         (C, H, W).
+    order : tuple of int
+        (1, 2, 0) if the input is (N, H, W, C) and the graph transposes it first, else empty.
     batch : int
         Number of images in a mini-batch if the file fixes this number, else 0.
     output : str
@@ -62,6 +67,7 @@ class Model(NamedTuple):
     constants: dict[str, np.ndarray]
     images: str
     image_shape: tuple[int, ...]
+    order: tuple[int, ...]
     batch: int
     output: str
     shapes: dict[str, str]
@@ -113,16 +119,19 @@ def read(path: str | os.PathLike[str], input_shape: tuple[int, ...] | None = Non
         raise
     except Exception as error:
         raise _not_onnx(path, error) from None
-    images, (batch, *image_shape) = _image_input(proto.graph, constants, input_shape, path)
     if len(proto.graph.output) != 1:
         names = ", ".join(printable(output.name) for output in proto.graph.output)
         raise UserError(f"{printable(path)}: expected a network with one output, found {names}")
     output = proto.graph.output[0].name
-    description = {entry.key: entry.value for entry in proto.metadata_props}
     nodes = _ancestors(proto.graph.node, output)
+    images, (batch, *image_shape), order = _image_input(
+        proto.graph, nodes, constants, input_shape, path
+    )
+    description = {entry.key: entry.value for entry in proto.metadata_props}
     shape = tuple(image_shape)
     return Model(
-        nodes, constants, images, shape, batch, output, shapes, opset, description, computed=[]
+        *(nodes, constants, images, shape, order, batch, output, shapes, opset, description),
+        computed=[],
     )
 
 
@@ -198,8 +207,11 @@ def _inferred_shapes(onnx, proto):
     return shapes
 
 
-def _image_input(graph, constants, input_shape, path):
-    """Return the name and the shape (N or 0, C, H, W) of the only input that is not a constant."""
+def _image_input(graph, nodes, constants, input_shape, path):
+    """Return the name and the shape (N or 0, C, H, W) of the only input that is not a constant.
+
+    The third result is the order of the input's axes, see `Model`.
+    """
     inputs = [value for value in graph.input if value.name not in constants]
     if len(inputs) != 1:
         names = ", ".join(printable(value.name) for value in inputs) or "none"
@@ -209,6 +221,9 @@ def _image_input(graph, constants, input_shape, path):
             f"{printable(path)}: expected an input of float32 images, found another type"
         )
     batch, *sizes = [dim.dim_value for dim in inputs[0].type.tensor_type.shape.dim] or [0]
+    order = CHANNELS_LAST if _is_transposed_first(nodes, inputs[0].name) else ()
+    if order and len(sizes) == 3:
+        sizes = [sizes[2], *sizes[:2]]
     if input_shape is not None:
         matches = len(sizes) == 3 and all(
             size in (0, expected) for size, expected in zip(sizes, input_shape, strict=False)
@@ -225,7 +240,24 @@ def _image_input(graph, constants, input_shape, path):
             f"{printable(inputs[0].name)} of shape ({', '.join(['N', *map(str, sizes)])}); "
             "input_shape=(C, H, W) sets sizes that the file leaves open"
         )
-    return inputs[0].name, (batch, *sizes)
+    return inputs[0].name, (batch, *sizes), order
+
+
+def _is_transposed_first(nodes, name):
+    """Return whether images (N, H, W, C) are transposed first, perhaps after a normalization."""
+    readers = collections.defaultdict(list)
+    for node in nodes:
+        for read in set(node.input):
+            readers[read].append(node)
+    steps = readers[name]
+    while len(steps) == 1 and steps[0].op_type in BEFORE_TRANSPOSE:
+        steps = readers[steps[0].output[0]]
+    permutations = [
+        [list(a.ints) for a in node.attribute if a.name == "perm"]
+        for node in steps
+        if node.op_type != "Shape"
+    ]
+    return bool(permutations) and all(p == [[0, 3, 1, 2]] for p in permutations)
 
 
 def compute_constant(node: Any, model: Model, path: str | os.PathLike[str]) -> bool:
@@ -290,7 +322,9 @@ def _size(node, arrays):
     """Return the largest number of elements that the result of a node can have."""
     if node.op_type == "ConstantOfShape":
         return math.prod(int(n) for n in arrays[0].ravel())
-    if node.op_type in ("Add", "Div", "Mul", "Sub"):
+    if node.op_type == "Expand":
+        return math.prod(np.broadcast_shapes(arrays[0].shape, tuple(map(int, arrays[1].ravel()))))
+    if node.op_type in ("Add", "Div", "Equal", "Max", "Min", "Mul", "Sub", "Where"):
         return math.prod(np.broadcast_shapes(*(array.shape for array in arrays)))
     if node.op_type == "Gather":
         return arrays[0].size * max(arrays[1].size, 1)

@@ -10,9 +10,11 @@ import numpy as np
 
 from mpidl.data.transforms.normalize import Normalization, no_normalization
 from mpidl.errors import UserError
+from mpidl.interchange import onnx_elementwise as onnx_elementwise
 from mpidl.interchange import onnx_export, onnx_file
-from mpidl.interchange.onnx_builder import Builder, Node, Unsupported, Value
-from mpidl.interchange.onnx_operators import OPERATORS
+from mpidl.interchange import onnx_operators as onnx_operators
+from mpidl.interchange import onnx_shapes as onnx_shapes
+from mpidl.interchange.onnx_builder import OPERATORS, Builder, Node, Unsupported, Value
 from mpidl.interchange.weights import library
 from mpidl.nn import Network, graph
 from mpidl.text import printable
@@ -36,7 +38,8 @@ def load_onnx(
     ----------
     path : path
         An .onnx file of opset 7 or later. Its input is a mini-batch of images (N, C, H, W), and it
-        has one output.
+        has one output. The input may also be (N, H, W, C) if the graph transposes it first; the
+        network nevertheless takes images (N, C, H, W).
     input_shape : (C, H, W), optional
         Shape of an image if the file does not fix it.
     graph_alone : bool
@@ -80,7 +83,8 @@ def load_onnx(
 def _build(model, path):
     """Return a Builder with all layers of the graph, and the Value that the graph returns."""
     onnx, builder = library("onnx", path, "onnx"), Builder(model)
-    values: dict[str, Any] = {model.images: Value(graph.IMAGES, model.image_shape)}
+    images = Value(graph.IMAGES, model.image_shape, model.order)
+    values: dict[str, Any] = {model.images: images}
     problems, unknown = [], set()
     for proto in model.nodes:
         if proto.domain in ("", "ai.onnx") and onnx_file.compute_constant(proto, model, path):
@@ -106,6 +110,9 @@ def _build(model, path):
             builder.tensors.setdefault(result.layer, []).append(proto.output[0])
     if problems:
         raise UserError(f"{printable(path)}: unsupported nodes: {'; '.join(problems)}")
-    if not isinstance(values.get(model.output), Value):
+    output = values.get(model.output)
+    if not isinstance(output, Value):
         raise UserError(f"{printable(path)}: expected an output that depends on the images")
-    return builder, values[model.output]
+    if output.image:
+        raise UserError(f"{printable(path)}: the output is a transposed image, flattened")
+    return builder, output

@@ -1,31 +1,15 @@
-"""Add the layers that compute ONNX operators: OPERATORS has a function per operator.
-
-A function reads a `Node`, adds layers to a `Builder` and returns the Value that the node computes.
-It raises Unsupported if mpidl has no layers for the node.
-"""
+"""Convolution, pooling, normalization, dense layers and joins from ONNX operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-from mpidl.interchange.onnx_builder import BATCH, Builder, Node, Unsupported, Value
+from mpidl.interchange.onnx_builder import Unsupported, Value, operator
+from mpidl.interchange.onnx_elementwise import same_order
+from mpidl.interchange.onnx_shapes import flat
 from mpidl.nn import layers as nn
+from mpidl.ops import check
 from mpidl.shapes import same_padding
-
-OPERATORS: dict[str, Callable[[Node, Builder], Any]] = {}
-
-
-def operator(*names: str) -> Callable[[Callable[[Node, Builder], Any]], Any]:
-    """Return a decorator that registers a function for some operators."""
-
-    def register(function):
-        OPERATORS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
 
 
 def _spatial(node, x, size, transposed=False):
@@ -45,10 +29,33 @@ def _spatial(node, x, size, transposed=False):
     return stride, padding, dilation
 
 
+def _with_zeros_before(builder, x, padding, limits=(float("inf"),) * 2):
+    """Return what a layer reads, and its padding together with that of a Pad2D layer before it.
+
+    The Pad2D layer stays if its value is not 0, if others read it, or if a side of the padding
+    would reach its limit, (down, across).
+    """
+    pad = builder.layers[-1] if builder.layers else None
+    if not isinstance(pad, nn.Pad2D) or pad.name != x.layer or pad.value != 0:
+        return x, padding
+    sums = tuple(
+        (own[0] + zeros[0], own[1] + zeros[1])
+        for own, zeros in zip(padding, check.pads(pad.name, pad.padding), strict=True)
+    )
+    if any(side >= limit for sides, limit in zip(sums, limits, strict=True) for side in sides):
+        return x, padding
+    before = builder.remove(x, nn.Pad2D)
+    if before is None:
+        return x, padding
+    return x._replace(layer=before.layer, shape=before.shape), sums
+
+
 @operator("Conv")
 def _conv(node, builder):
     x, weight, bias = node.value(), node.constant(1), node.input(2)
     stride, padding, dilation = _spatial(node, x, weight.shape[2:])
+    if node.get("auto_pad", "NOTSET") in ("NOTSET", "VALID"):
+        x, padding = _with_zeros_before(builder, x, padding)
     layer = nn.Conv2D(
         *(weight.shape[2:], len(weight), stride, padding, dilation, node.get("group", 1)),
         bias=bias is not None,
@@ -87,35 +94,6 @@ def _cross_channel_norm(node, builder):
     return builder.add(node, nn.CrossChannelNorm(node["size"], *constants), [node.value()])
 
 
-ACTIVATIONS = {"Relu": nn.ReLU, "Sigmoid": nn.Sigmoid, "Tanh": nn.Tanh}
-
-
-@operator(*ACTIVATIONS)
-def _activation(node, builder):
-    return builder.add(node, ACTIVATIONS[node.type](), [node.value()])
-
-
-@operator("LeakyRelu")
-def _leaky_relu(node, builder):
-    return builder.add(node, nn.LeakyReLU(node.get("alpha", 0.01)), [node.value()])
-
-
-@operator("Gelu")
-def _gelu(node, builder):
-    return builder.add(node, nn.GELU(node.get("approximate", "none")), [node.value()])
-
-
-@operator("Softmax")
-def _softmax(node, builder):
-    x = node.value()
-    axis = node.get("axis", -1 if builder.opset >= 13 else 1)
-    # before opset 13, the softmax is over this axis and all later axes together
-    is_vector = int(np.prod(x.shape)) == x.shape[0]
-    if axis % (1 + len(x.shape)) != 1 or (builder.opset < 13 and not is_vector):
-        raise Unsupported(f"axis is {axis}, expected the channels")
-    return builder.add(node, nn.Softmax(), [x])
-
-
 @operator("MaxPool")
 def _max_pool(node, builder):
     node.require(storage_order=0, dilations=[1, 1])
@@ -131,12 +109,24 @@ def _average_pool(node, builder):
     node.require(dilations=[1, 1])
     x, size = node.value(), tuple(node["kernel_shape"])
     stride, padding, _ = _spatial(node, x, size)
-    is_padded = any(side for sides in padding for side in sides)
-    if is_padded and not node.get("count_include_pad", 0):
-        raise Unsupported("count_include_pad is 0 and there is padding")
-    if _ceil(node, x, size, stride, padding) != padding:
-        raise Unsupported("ceil_mode is 1 and windows end outside the image")
-    return builder.add(node, nn.AveragePool2D(size, stride, padding), [x])
+    enlarged = _ceil(node, x, size, stride, padding)
+    counts, is_padded = node.get("count_include_pad", 0), _is_any(padding)
+    if enlarged != padding:  # windows never count what lies outside of the padded image
+        if counts and is_padded:
+            x = builder.add(node, nn.Pad2D(padding), [x])
+            enlarged = tuple(
+                (0, bottom - own) for (_, bottom), (_, own) in zip(enlarged, padding, strict=True)
+            )
+        counts, padding = False, enlarged
+    elif counts or not is_padded:
+        x, padding = _with_zeros_before(builder, x, padding, size)
+        counts = True
+    layer = nn.AveragePool2D(size, stride, padding, count_padding=bool(counts))
+    return builder.add(node, layer, [x])
+
+
+def _is_any(padding):
+    return any(side for sides in padding for side in sides)
 
 
 def _ceil(node, x, size, stride, padding):
@@ -161,73 +151,12 @@ def _global_average_pool(node, builder):
 
 @operator("ReduceMean")
 def _mean(node, builder):
-    x = node.value()
+    x = node.value(any_order=True)
     axes = node.get("axes", None) if node.input(1) is None else node.constant(1).tolist()
-    if axes is None or len(x.shape) != 3 or sorted(a % 4 for a in axes) != [2, 3]:
+    if axes is None or len(x.shape) != 3 or sorted(x.axes(axes)) != [1, 2]:
         raise Unsupported(f"axes are {axes}, expected rows and columns")
     y = builder.add(node, nn.GlobalAveragePool2D(), [x])
-    return y if node.get("keepdims", 1) else _flat(node, builder, y)
-
-
-@operator("Dropout")
-def _dropout(node, builder):
-    if node.input(2) is not None and node.constant(2).any():
-        raise Unsupported("training_mode is true")
-    ratio = node.get("ratio", 0.5) if node.input(1) is None else float(node.constant(1))
-    return builder.add(node, nn.Dropout(float(np.float32(ratio))), [node.value()])
-
-
-@operator("Identity")
-def _identity(node, builder):
-    return node.value()
-
-
-@operator("Cast")
-def _cast(node, builder):
-    if node["to"] != 1:
-        raise Unsupported("it casts to another type than float32")
-    return node.value()
-
-
-def _flat(node, builder, x):
-    return x if len(x.shape) == 1 else builder.add(node, nn.Flatten(), [x])
-
-
-@operator("Flatten")
-def _flatten(node, builder):
-    x = node.value()
-    if node.get("axis", 1) % (1 + len(x.shape)) != 1:
-        raise Unsupported(f"axis is {node.get('axis', 1)}, expected 1")
-    return _flat(node, builder, x)
-
-
-@operator("Squeeze")
-def _squeeze(node, builder):
-    x = node.value()
-    axes = node.get("axes", None) if node.input(1) is None else node.constant(1).tolist()
-    spatial = axes is not None and sorted(a % (1 + len(x.shape)) for a in axes) == [2, 3]
-    if not spatial or x.shape[1:] != (1, 1):
-        raise Unsupported(f"axes are {axes}")
-    return _flat(node, builder, x)
-
-
-@operator("Reshape")
-def _reshape(node, builder):
-    x, sizes = node.value(), [int(n) for n in node.constant(1).ravel()]
-    features = int(np.prod(x.shape))
-    counts = {BATCH, 0, -1} | ({builder.batch} if builder.batch else set())
-    is_batch = bool(sizes) and sizes[0] in counts
-    if len(sizes) == 2 and is_batch and sizes[1] in (features, -1) and sizes != [-1, -1]:
-        return _flat(node, builder, x)
-    if is_batch and tuple(sizes[1:]) == x.shape:
-        return x
-    raise Unsupported(f"it reshapes {('N', *x.shape)} to {sizes}")
-
-
-@operator("Shape")
-def _shape(node, builder):
-    start, end = node.get("start", 0), node.get("end", None)
-    return np.array([BATCH, *node.value().shape], np.int64)[start:end]
+    return y if node.get("keepdims", 1) else flat(node, builder, y)
 
 
 @operator("Gemm")
@@ -250,45 +179,20 @@ def _matmul(node, builder):
 
 
 def _dense(node, builder, weight, bias):
-    x = node.value()
+    x = node.value(any_order=True)
     if len(x.shape) != 1 or weight.ndim != 2:
         raise Unsupported(f"it multiplies {('N', *x.shape)} by {weight.shape[::-1]}")
     layer = nn.Dense(len(weight), bias=bias is not None)
     arrays = {} if bias is None else {"bias": bias}
+    if weight.shape[1:] == x.shape:
+        weight = x.to_layer(weight)
+    x = Value(x.layer, x.shape)
     return builder.add(node, layer, [x], weight=np.ascontiguousarray(weight), **arrays)
-
-
-@operator("Add", "Sum")
-def _add(node, builder):
-    values = [v for v in node.inputs if isinstance(v, Value)]
-    constants = [v for v in node.inputs if isinstance(v, np.ndarray)]
-    if not constants:
-        return values[0] if len(values) == 1 else builder.add(node, nn.Add(), values)
-    if len(values) == len(constants) == 1:
-        biased = builder.add_bias(values[0], constants[0])
-        return biased or builder.affine(node, values[0], np.ones(1), constants[0])
-    raise Unsupported("it adds constants to several values")
-
-
-@operator("Sub", "Mul", "Div")
-def _scale(node, builder):
-    if isinstance(node.input(1), Value):
-        if node.type != "Mul" or isinstance(node.input(0), Value):
-            raise Unsupported("it combines two values, or a constant with a value")
-        x, constant = node.value(1), node.constant(0)
-    else:
-        x, constant = node.value(0), node.constant(1)
-    constant = np.asarray(constant, np.float64)
-    if node.type == "Sub":
-        return builder.affine(node, x, np.ones(1), -constant)
-    if not (np.isfinite(constant).all() and constant.all()):
-        raise Unsupported("a factor is 0 or not finite")
-    return builder.affine(node, x, 1 / constant if node.type == "Div" else constant, np.zeros(1))
 
 
 @operator("Concat")
 def _concat(node, builder):
-    values = [node.value(i) for i in range(len(node.inputs))]
-    if node["axis"] % (1 + len(values[0].shape)) != 1:
+    values = same_order([node.value(i, any_order=True) for i in range(len(node.inputs))])
+    if values[0].axes([node["axis"]]) != [0] or values[0].image:
         raise Unsupported(f"axis is {node['axis']}, expected the channels")
     return values[0] if len(values) == 1 else builder.add(node, nn.Concat(), values)

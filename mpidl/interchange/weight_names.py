@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from mpidl.errors import UserError
 from mpidl.nn import Network
-from mpidl.nn.layers import BatchNorm
+from mpidl.nn.layers import BatchNorm, PReLU
 from mpidl.text import did_you_mean
 
 # A function from an array name in a file to the name in a network; None if it is no weight.
@@ -29,6 +29,7 @@ NORMALIZATION = {
     "running_var": "variance",
 }
 COUNTER = "num_batches_tracked"
+SLOPE = {"weight": "slope"}  # the array of PyTorch's PReLU
 
 Table: TypeAlias = Sequence[tuple[str, "str | Callable[[re.Match[str]], str]"]]
 
@@ -79,7 +80,7 @@ def rename(names: Names, net: Network) -> Rename:
         network}; or a function from the name in the file to the name in the network. The function
         returns None for an array that is no weight.
     net : Network
-        The network. Its batch normalization layers have other array names than PyTorch's.
+        The network. Its batch normalization and PReLU layers have other array names than PyTorch's.
 
     Raises
     ------
@@ -107,6 +108,8 @@ def rename(names: Names, net: Network) -> Rename:
             return None
         if f"{layer}.gamma" in net.parameters:
             array = NORMALIZATION.get(array, array)
+        elif f"{layer}.slope" in net.parameters:
+            array = SLOPE.get(array, array)
         return f"{layer}.{array}"
 
     return of_library
@@ -123,4 +126,6 @@ def torchvision_name(name: str, net: Network) -> str:
     layer, _, array = name.rpartition(".")
     if isinstance(net[layer], BatchNorm):
         array = next(key for key, value in NORMALIZATION.items() if value == array)
+    elif isinstance(net[layer], PReLU):
+        array = "weight"
     return f"{layer.replace('_', '.')}.{array}"

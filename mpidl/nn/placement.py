@@ -9,6 +9,7 @@ import numpy as np
 
 from mpidl.nn import graph
 from mpidl.nn.construction import layer_of
+from mpidl.nn.layers import PReLU
 
 if TYPE_CHECKING:
     from mpidl.nn.network import Network
@@ -33,10 +34,11 @@ def image_shapes(net: Network) -> dict[str, tuple[int, ...]]:
     """Return {learnable: shape of the images that its layer reads}.
 
     If a layer reads flattened images, the shape is the shape before flattening, because flattening
-    does not change the layout on a GPU. This also holds if layers without learnables lie between
-    the flattening and the layer.
+    does not change the layout on a GPU. This also holds if elementwise layers lie between the
+    flattening and the layer.
     """
     with_learnables = {layer_of(key) for key in net.parameters}
+    with_learnables -= {layer.name for layer in net.layers if isinstance(layer, PReLU)}
     shapes, inputs = {graph.IMAGES: net.input_shape}, {}
     for layer, reads, shape in zip(net.layers, net.reads, net.output_shapes, strict=True):
         before = inputs[layer.name] = shapes[reads[0]]

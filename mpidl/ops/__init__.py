@@ -15,5 +15,6 @@ from mpidl.ops.dropout import *
 from mpidl.ops.dropout import dropout_threshold as dropout_threshold
 from mpidl.ops.loss import *
 from mpidl.ops.lrn import *
+from mpidl.ops.pad import *
 from mpidl.ops.pool import *
 from mpidl.ops.transposed import *

@@ -6,11 +6,12 @@ import math
 from typing import Any, Literal
 
 from mpidl import backends
-from mpidl.autodiff.tape import WithVjp, op
+from mpidl.autodiff.tape import Array, WithVjp, op
 from mpidl.blocks import Blocked
 from mpidl.ops import check
 
-__all__ = ["gelu", "leaky_relu", "relu", "sigmoid", "softmax", "tanh"]
+__all__ = ["clip", "gelu", "hard_sigmoid", "hard_swish", "leaky_relu", "prelu"]
+__all__ += ["relu", "sigmoid", "softmax", "swish", "tanh"]
 
 
 @op(blocks=True)
@@ -111,6 +112,141 @@ def gelu(x: Blocked, approximate: Literal["none", "tanh"] = "none") -> WithVjp[B
 
     def vjp(dy, needs):
         return (x.like(backend.gelu_dx(dy.lanes, lanes, approximate)), None)[: len(needs)]
+
+    return x.like(y), vjp
+
+
+@op(blocks=True)
+def swish(x: Blocked) -> WithVjp[Blocked]:
+    """Return x * sigmoid(x), elementwise. PyTorch calls it SiLU.
+
+    Notes
+    -----
+    Ramachandran, Zoph and Le, "Searching for activation functions", 2017, arXiv:1710.05941.
+    """
+    check.images("swish", x)
+    backend, lanes = backends.of(x), x.lanes
+    y = backend.swish(lanes)
+    return x.like(y), lambda dy, needs: (x.like(backend.swish_dx(dy.lanes, lanes)),)
+
+
+def check_range(name: str, low: Any, high: Any) -> None:
+    """Raise a ValueError unless low < high are numbers, at least one of them finite."""
+    numbers = check.are_numbers(low, high) and low < high
+    if not numbers or (math.isinf(low) and math.isinf(high)):
+        raise ValueError(
+            f"{name}: expected numbers low < high, at least one of them finite, got {low!r} and "
+            f"{high!r}"
+        )
+
+
+@op(blocks=True)
+def clip(x: Blocked, low: float, high: float) -> WithVjp[Blocked]:
+    """Return min(max(x, low), high), elementwise.
+
+    Parameters
+    ----------
+    x
+        The input, of any shape (N, ...).
+    low, high
+        The range. One of the bounds may be infinite. The derivative is 1 strictly inside the range
+        and 0 elsewhere, as in PyTorch's hardtanh.
+
+    Raises
+    ------
+    ValueError
+        If low >= high, or if both are infinite.
+    """
+    check.images("clip", x)
+    check_range("clip", low, high)
+    backend = backends.of(x)
+    y = backend.clip_range(x.lanes, low, high)
+
+    def vjp(dy, needs):
+        return (x.like(backend.clip_range_dx(dy.lanes, y, low, high)), None, None)[: len(needs)]
+
+    return x.like(y), vjp
+
+
+def check_line(name: str, alpha: Any, beta: Any) -> None:
+    """Raise a ValueError unless alpha > 0 and beta are finite numbers."""
+    numbers = check.are_numbers(alpha, beta)
+    if not (numbers and 0 < alpha < math.inf and math.isfinite(beta)):
+        raise ValueError(
+            f"{name}: expected finite numbers alpha > 0 and beta, got {alpha!r} and {beta!r}"
+        )
+
+
+@op(blocks=True)
+def hard_sigmoid(x: Blocked, alpha: float = 1 / 6, beta: float = 0.5) -> WithVjp[Blocked]:
+    """Return min(max(alpha * x + beta, 0), 1), elementwise.
+
+    Parameters
+    ----------
+    x
+        The input, of any shape (N, ...).
+    alpha, beta
+        Slope, above 0, and offset of the line. The defaults are those of PyTorch. The derivative is
+        alpha where the result is strictly between 0 and 1, else 0.
+    """
+    check.images("hard_sigmoid", x)
+    check_line("hard_sigmoid", alpha, beta)
+    backend = backends.of(x)
+    y = backend.hard_sigmoid(x.lanes, alpha, beta)
+
+    def vjp(dy, needs):
+        return (x.like(backend.hard_sigmoid_dx(dy.lanes, y, alpha)), None, None)[: len(needs)]
+
+    return x.like(y), vjp
+
+
+@op(blocks=True)
+def hard_swish(x: Blocked) -> WithVjp[Blocked]:
+    """Return x * hard_sigmoid(x), elementwise. The derivative is 0 at -3 and 1 at 3.
+
+    Notes
+    -----
+    Howard et al., "Searching for MobileNetV3", 2019, arXiv:1905.02244, section 5.2.
+    """
+    check.images("hard_swish", x)
+    backend, lanes = backends.of(x), x.lanes
+    y = backend.hard_swish(lanes)
+    return x.like(y), lambda dy, needs: (x.like(backend.hard_swish_dx(dy.lanes, lanes)),)
+
+
+@op(blocks=True)
+def prelu(x: Blocked, slope: Array) -> WithVjp[Blocked]:
+    """Return x where x > 0 and slope * x elsewhere, with a learnable slope.
+
+    Parameters
+    ----------
+    x
+        The input, (N, C, ...).
+    slope
+        A slope per channel, (C,), or one for all channels, (1,). The derivative at 0 is the slope.
+
+    Raises
+    ------
+    ValueError
+        If `slope` has another shape.
+
+    Notes
+    -----
+    He, Zhang, Ren and Sun, "Delving deep into rectifiers", 2015, arXiv:1502.01852.
+    """
+    check.images("prelu", x)
+    if slope.shape not in ((1,), x.shape[1:2]):
+        raise ValueError(
+            f"prelu: expected slopes (1,) or {x.shape[1:2]} for x {x.shape}, got {slope.shape}"
+        )
+    backend, lanes = backends.of(x), x.lanes
+    y = backend.prelu(lanes, slope)
+
+    def vjp(dy, needs):
+        dx = x.like(backend.prelu_dx(dy.lanes, lanes, slope)) if needs[0] else None
+        if not needs[1]:
+            return dx, None
+        return dx, backend.prelu_dslope(dy.lanes, lanes, len(slope), x.batch.tree)
 
     return x.like(y), vjp
 

@@ -145,8 +145,9 @@ def average_pool2d(
     *,
     stride: check.PairArgument | None = None,
     padding: check.PaddingArgument = 0,
+    count_padding: bool = True,
 ) -> WithVjp[Blocked]:
-    """Return the mean of each window, including padding as zeros.
+    """Return the mean of each window.
 
     Parameters
     ----------
@@ -158,8 +159,11 @@ def average_pool2d(
         An integer or (down, across); by default the size. A stride below the size makes windows
         overlap.
     padding
-        As in `conv2d`, including "same"; it must be smaller than the size. The sum of a window is
-        divided by its full size, as with MATLAB's PaddingValue 0 and PyTorch's count_include_pad.
+        As in `conv2d`, including "same"; it must be smaller than the size.
+    count_padding
+        Whether padding counts as zeros: the sum of a window is divided by its full size, as with
+        MATLAB's PaddingValue 0 and PyTorch's count_include_pad. If False, the sum is divided by the
+        number of pixels of the image in the window, as with MATLAB's PaddingValue "mean".
 
     Returns
     -------
@@ -170,10 +174,12 @@ def average_pool2d(
     pools = windows("average_pool2d", x.image_shape, size, stride, padding)
     pool_args = pools.size, pools.stride, pools.padding
     backend = backends.of(x)
-    y = backend.average_pool2d(x.source, *pool_args)
+    y = backend.average_pool2d(x.source, *pool_args, count_padding)
 
     def vjp(dy, needs):
-        dx, sums = backend.average_pool2d_dx(dy.lanes, x.source, *pool_args, x.batch.tree)
+        dx, sums = backend.average_pool2d_dx(
+            dy.lanes, x.source, *pool_args, count_padding, x.batch.tree
+        )
         return (_cotangent(x, dx, sums), None)[: len(needs)]
 
     return x.like(y), vjp

@@ -276,7 +276,14 @@ def per_channel(c):
     yield Case("predict_scale", str(c), predict, 1e-7, typed=False)
 
 
-OF_RESULTS = {"leaky_relu": {"scale": 0.2}, "tanh": {}, "sigmoid": {}}
+# {activation: (arguments of the function, those of its gradient)}
+OF_RESULTS = {
+    "leaky_relu": ({"scale": 0.2}, {"scale": 0.2}),
+    "tanh": ({}, {}),
+    "sigmoid": ({}, {}),
+    "clip_range": ({"low": -0.3, "high": 0.5}, {"low": -0.3, "high": 0.5}),
+    "hard_sigmoid": ({"alpha": 0.7, "beta": 0.4}, {"alpha": 0.7}),
+}
 IMAGES = {
     "pixels": (5, 3, 7),
     "four channels at once": (8, 4, 4),
@@ -285,16 +292,30 @@ IMAGES = {
 }
 
 
-def activations(name, options):
+def activations(name, options, gradient_options):
     """An activation, and its gradient from the backend's own result."""
     for label, shape in IMAGES.items():
         yield Case(name, label, {"x": lanes(*shape)} | options)
         yield Case(
             *(f"{name}_dx", label, {"dy": cotangent(*shape), "x": lanes(*shape)}),
             call=lambda b, a: getattr(b, f"{name}_dx")(
-                a["dy"], getattr(b, name)(a["x"], **options), **options
+                a["dy"], getattr(b, name)(a["x"], **options), **gradient_options
             ),
         )
+
+
+def activations_of_inputs(shape):
+    """Activations whose gradient reads x. Large x reach all pieces of the functions."""
+    label, large = str(shape), lanes(*shape, low=-5, high=5)
+    for name in ("swish", "hard_swish"):
+        yield Case(name, label, {"x": large})
+        yield Case(f"{name}_dx", label, {"dy": cotangent(*shape), "x": large}, 5e-7)
+    for slopes in dict.fromkeys((shape[0], 1)):
+        arguments = {"x": lanes(*shape), "slope": vector(slopes)}
+        yield Case("prelu", f"{label}, {slopes}", arguments, 1e-7)
+        yield Case("prelu_dx", f"{label}, {slopes}", {"dy": cotangent(*shape)} | arguments, 1e-7)
+        sums = {"dy": cotangent(*shape), "x": lanes(*shape), "slopes": slopes}
+        yield Case("prelu_dslope", f"{label}, {slopes}", sums, 1e-6)
 
 
 # ---- pool: (C, H, W), size, stride, padding ----
@@ -330,8 +351,9 @@ def pooling(label, shape, size, stride, padding):
         return y, argmax, *with_sums(backend, outputs, a)
 
     def average(backend, a):
-        y = backend.average_pool2d(a["x"], **geometry)
-        outputs = backend.average_pool2d_dx(a["dy"], a["x"], **geometry, tree=a["tree"])
+        counting = geometry | {"count_padding": a["count_padding"]}
+        y = backend.average_pool2d(a["x"], **counting)
+        outputs = backend.average_pool2d_dx(a["dy"], a["x"], **counting, tree=a["tree"])
         return y, *with_sums(backend, outputs, a)
 
     values = {"": lanes(*shape, rounded=True), ", deferred": deferred(*shape)}
@@ -340,7 +362,23 @@ def pooling(label, shape, size, stride, padding):
         arguments, adds_up = {"x": x, "dy": dy}, x.kind == "deferred"
         options = {"tolerance": 1e-6 if adds_up else 0, "numbers_only": not adds_up}
         yield Case("max_pool2d_dx", label + suffix, arguments, call=maximum, **options)
-        yield Case("average_pool2d_dx", label + suffix, arguments, call=average, **options)
+        is_padded = padding != NO_PADDING and suffix != ", not finite"
+        for count_padding in (True, False) if is_padded else (True,):
+            counting = arguments | {"count_padding": count_padding}
+            name = label + suffix + (not count_padding) * ", pixels of the image"
+            yield Case("average_pool2d_dx", name, counting, call=average, **options)
+
+
+# (C, H, W), padding, value; negative padding removes pixels
+PADDINGS = {
+    "a border": ((3, 4, 5), ((1, 2), (0, 3)), 0.0),
+    "four channels at once": ((8, 3, 2), PADDING_1, -1.5),
+    "nothing": ((2, 3, 4), NO_PADDING, 1.0),
+    "one row": ((1, 1, 7), ((0, 0), (2, 0)), 0.25),
+    "cropped": ((5, 6, 7), ((-1, -2), (0, -3)), 0.0),
+    "cropped, four channels at once": ((4, 4, 4), ((-1, -1), (-2, 0)), 0.0),
+    "cropped and padded": ((2, 5, 4), ((-2, 1), (3, -1)), 2.0),
+}
 
 
 # ---- lrn, dropout, join ----
@@ -434,7 +472,9 @@ def table():
     running["values"] = [draw._replace(dtype=np.float64) for draw in running["olds"]]
     yield Case("running", "several", running, 1e-6)
     for name, options in OF_RESULTS.items():
-        yield from activations(name, options)
+        yield from activations(name, *options)
+    for shape in IMAGES.values():
+        yield from activations_of_inputs(shape)
     for approximate in ("none", "tanh"):
         for shape in IMAGES.values():
             label, x = f"{approximate}, {shape}", {"x": lanes(*shape), "approximate": approximate}
@@ -442,6 +482,8 @@ def table():
             yield Case("gelu_dx", label, {"dy": cotangent(*shape)} | x)
     for label, shape in POOLS.items():
         yield from pooling(label, *shape)
+    for label, (shape, padding, value) in PADDINGS.items():
+        yield Case("pad2d", label, {"x": lanes(*shape), "padding": padding, "value": value}, 0)
     for label, numbers in NORMS.items():
         yield from cross_channel(label, numbers, IMAGES["pixels"])
     for shape in (IMAGES["four channels at once"], IMAGES["features"], (1100,), (1, 2, 2)):

@@ -29,6 +29,11 @@ BRANCHES = [
     dl.Conv2D(1, 4, after="sum"),
     dl.Tanh(),
     dl.GELU(),
+    dl.Clip(-0.2, 0.2),
+    dl.HardSwish(),
+    dl.Swish(),
+    dl.AveragePool2D(3, 1, 1, count_padding=False),
+    dl.PReLU(shared=True),
     dl.Dropout(0.0),
     dl.MaxPool2D(3, stride=3, padding=((2, 1), (0, 2)), name="d"),
     dl.ReLU(after="sum"),  # the layer has other readers too
@@ -37,6 +42,7 @@ BRANCHES = [
     dl.Dense(16),
     dl.Sigmoid(),
     dl.GELU("tanh"),
+    dl.PReLU(),
     dl.Dense(10),
 ]
 

@@ -20,7 +20,12 @@ LAYERS = [
     dl.ReLU(name="a"),
     dl.CrossChannelNorm(5, alpha=1e-2),
     dl.LeakyReLU(0.1),
+    dl.PReLU(initial=0.3),
     dl.GELU(),
+    dl.Pad2D(((1, 0), (2, 1)), 0.5),
+    dl.HardSigmoid(0.3, 0.4),
+    dl.AveragePool2D((2, 5), 1, ((0, 0), (1, 0)), count_padding=False),
+    dl.HardSwish(),
     dl.Conv2D((2, 3), 8, padding="same", dilation=2, groups=2, bias=False),
     dl.Dropout(0.25, name="drop"),
     dl.Tanh(name="b"),
@@ -29,13 +34,20 @@ LAYERS = [
     dl.MaxPool2D(2, padding=((0, 1), (1, 0)), name="down"),
     dl.AveragePool2D((3, 2), stride=(1, 2), padding=1, name="means", after="up"),
     dl.Conv2D(1, 3, stride=(2, 1)),
+    dl.Swish(),
+    dl.Clip(-1, 2),
     dl.GELU("tanh"),
     dl.GlobalAveragePool2D(name="c"),
     dl.GlobalAveragePool2D(after="down", name="d"),
     dl.Concat(inputs=("c", "d"), name="both"),
     dl.Flatten(),
     dl.Dense(5, bias=False),
+    dl.PReLU(shared=True),
+    dl.Clip(-0.5, float("inf")),
     dl.Sigmoid(),
+    dl.Clip(-float("inf"), 0.9),
+    dl.Dense(4),
+    dl.PReLU(),
     dl.Dense(3),
     dl.Softmax(),
 ]
@@ -90,8 +102,9 @@ NETWORKS = {
     "resnet18": (3, 64, 64),
     "resnet50": (3, 64, 64),
     "squeezenet1_1": (3, 60, 47),
+    "mobilenet_v2": (3, 33, 33),
 }
-SLOW = ("alexnet", "alexnet_torchvision", "vgg11_bn", "resnet18", "resnet50")
+SLOW = ("alexnet", "alexnet_torchvision", "vgg11_bn", "resnet18", "resnet50", "mobilenet_v2")
 ZOO = [pytest.param(name, marks=[pytest.mark.slow("ranks")] * (name in SLOW)) for name in NETWORKS]
 
 

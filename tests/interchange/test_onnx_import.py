@@ -264,20 +264,19 @@ def test_an_imported_network_trains_and_fuses_on_any_ranks(world, tmp_path):
 
 def test_an_error_lists_all_unsupported_nodes(tmp_path):
     nodes = [
-        *(node("Selu", "x", "a"), node("Relu", "a", "b"), node("Pad", "b p", "c")),
+        *(node("Selu", "x", "a"), node("Relu", "a", "b"), node("Erf", "b", "c")),
         *(
-            node("AveragePool", "x", "d", kernel_shape=[3, 3], pads=[1] * 4),
+            node("AveragePool", "x", "d", kernel_shape=[2, 2], dilations=[2, 2]),
             node("Sub", "d e", "f"),
         ),
         node("Concat", "c d f", "y", axis=1),
     ]
-    constants = {"p": np.array([0] * 8), "e": array("e", 1, 4, 7, 6)}
-    path = saved(tmp_path / "a.onnx", nodes, constants, SHAPE)
+    path = saved(tmp_path / "a.onnx", nodes, {"e": array("e", 1, 4, 5, 4)}, SHAPE)
     lines = refusal(dl.load_onnx, path).split("; ")
     assert lines == [
         f"{path}: unsupported nodes: Selu a (N, 4, 7, 6): no layer of mpidl computes it",
-        "Pad c (N, 4, 7, 6): no layer of mpidl computes it",
-        "AveragePool d (N, 4, 7, 6): count_include_pad is 0 and there is padding",
+        "Erf c (N, 4, 7, 6): no layer of mpidl computes it",
+        "AveragePool d (N, 4, 5, 4): dilations is [2, 2], expected [1, 1]",
     ]
 
 

@@ -236,3 +236,13 @@ def test_training_starts_from_loaded_weights_on_any_ranks(world, tmp_path):
     net = dl.load_weights(network(), path)
     assert world.broadcast(weights_sha256(net)) == weights_sha256(network(seed=3))
     world.barrier()
+
+
+def test_slopes_have_the_name_of_pytorch(tmp_path):
+    layers = [dl.Conv2D(3, 4, name="features_0"), dl.PReLU(name="features_1"), dl.Dense(2)]
+    net, path = dl.Network(layers, (1, 5, 5), seed=1), tmp_path / "a.safetensors"
+    net.parameters = {**net.parameters, "features_1.slope": np.arange(4, dtype=np.float32)}
+    dl.save_weights(net, path, names="torchvision")
+    assert "features.1.weight" in safetensors.numpy.load_file(path)
+    again = dl.load_weights(dl.Network(layers, (1, 5, 5), seed=2), path, names="torchvision")
+    assert weights_sha256(again) == weights_sha256(net)

@@ -164,7 +164,8 @@ def rehash(path):
 
     It covers all learnables, then all state, layer by layer, as little-endian float32 in C order.
     """
-    tables = {"learnables": ("weight", "bias", "gamma", "beta"), "state": ("mean", "variance")}
+    learnables = "weight", "bias", "gamma", "beta", "slope"
+    tables = {"learnables": learnables, "state": ("mean", "variance")}
     digest, count = hashlib.sha256(), 0
     with h5py.File(path) as file:
         layers = [layer["name"] for layer in json.loads(file.attrs["network"])]

@@ -53,16 +53,17 @@ def windows(shape, size, stride=None, padding=0):
         yield output, slice(max(0, row), row + r), slice(max(0, column), column + s)
 
 
-def reference(kind, x, size, stride=None, padding=0):
+def reference(kind, x, size, stride=None, padding=0, count_padding=True):
     """Pool one window after the other."""
     pooled = {}
     for output, rows, columns in windows(x.shape, size, stride, padding):
         window = x[output[0], output[1], rows, columns].astype(np.float64)
-        pooled[output] = window.max() if kind == "max" else window.sum() / np.prod(as_pair(size))
+        count = np.prod(as_pair(size)) if count_padding else window.size
+        pooled[output] = window.max() if kind == "max" else window.sum() / count
     return np.array(list(pooled.values())).reshape([n + 1 for n in output])
 
 
-def gradient(kind, x, dy, size, stride=None, padding=0):
+def gradient(kind, x, dy, size, stride=None, padding=0, count_padding=True):
     """Return the cotangent of x, window by window; the first of equal pixels is the maximum."""
     dx = np.zeros(x.shape)
     for output, rows, columns in windows(x.shape, size, stride, padding):
@@ -73,7 +74,7 @@ def gradient(kind, x, dy, size, stride=None, padding=0):
         if kind == "max":
             into[np.unravel_index(window.argmax(), window.shape)] += dy[output]
         else:
-            into += dy[output] / np.prod(as_pair(size))
+            into += dy[output] / (np.prod(as_pair(size)) if count_padding else window.size)
     return dx
 
 
@@ -131,6 +132,23 @@ def test_against_loops(world, kind, window, dtype):
     shape, options = WINDOWS[window]
     x = numbers(window, 21, *shape, dtype=dtype)
     assert_equals_loops(world, kind, x, options, 1e-13 if dtype == "f8" else 1e-5)
+
+
+@pytest.mark.slow_on_ranks
+@pytest.mark.parametrize("window", ["padding", "asymmetric padding", "same, odd"])
+@pytest.mark.parametrize("dtype", ["f8", "f4"])
+def test_means_of_the_image_alone_against_loops(world, window, dtype):
+    shape, options = WINDOWS[window]
+    x = numbers(window, 21, *shape, dtype=dtype)
+    options = options | {"count_padding": False}
+    assert_equals_loops(world, "average", x, options, 1e-13 if dtype == "f8" else 1e-5)
+    ones = np.ones_like(x)
+    assert np.array_equal(pooled(world, "average", ones, options)[0][0].min(), 1)
+    layers = [dl.AveragePool2D(**options)]
+    net = dl.Network(layers, shape)
+    assert dl.Network.from_spec(net.spec(), shape).layers[0].count_padding is False
+    y = all_images(world, net(blocked(world, x)))
+    assert np.array_equal(y, pooled(world, "average", x, options)[0])
 
 
 @pytest.mark.slow_on_ranks

@@ -69,3 +69,17 @@ def without_description(path, target):
     del proto.metadata_props[:]
     target.write_bytes(proto.SerializeToString())
     return target
+
+
+def imported_network(folder):
+    """Return a network of 1x6x6 images and 3 classes from an ONNX file without our description."""
+    layers = [
+        *(dl.Pad2D(1, 0.5), dl.Conv2D(3, 4, stride=2), dl.BatchNorm(), dl.Clip(0, 6)),
+        *(dl.Conv2D(3, 4, padding=1, groups=4, bias=False), dl.BatchNorm(), dl.PReLU()),
+        *(dl.Conv2D(1, 6), dl.BatchNorm(), dl.ReLU(), dl.HardSwish()),
+        *(dl.AveragePool2D(3, 2, 1, count_padding=False), dl.Swish(), dl.HardSigmoid()),
+        *(dl.Dense(5), dl.PReLU(shared=True), dl.Dense(3), dl.Softmax()),
+    ]
+    path = folder / "described.onnx"
+    dl.save_onnx(dl.Network(layers, (1, 6, 6), seed=3), path)
+    return dl.load_onnx(without_description(path, folder / "imported.onnx"))

@@ -11,11 +11,11 @@ from mpidl.backends.cpu.call import partial_of_rows, source_of, tree_of
 
 
 @functools.lru_cache(maxsize=256)
-def _geometry(x_shape, size, stride, padding):
+def _geometry(x_shape, size, stride, padding, count_padding=True):
     """Return an int64 array laid out as `struct windows` in kernels/cpu/pool.c, and (C, P, Q)."""
     output = shapes.pool2d_shape(x_shape, size, stride, padding)
     (top, _), (left, _) = padding
-    shape = [*x_shape, *output[1:], *size, *stride, top, left]
+    shape = [*x_shape, *output[1:], *size, *stride, top, left, count_padding]
     return np.array(shape, np.int64), output
 
 
@@ -48,9 +48,9 @@ def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
     return _backward(dy, argmax, x, (size, stride, padding), tree)
 
 
-def average_pool2d(x, size, stride, padding):
-    return _forward(x, (size, stride, padding), False)[0]
+def average_pool2d(x, size, stride, padding, count_padding):
+    return _forward(x, (size, stride, padding, count_padding), False)[0]
 
 
-def average_pool2d_dx(dy, x, size, stride, padding, tree):
-    return _backward(dy, None, x, (size, stride, padding), tree)
+def average_pool2d_dx(dy, x, size, stride, padding, count_padding, tree):
+    return _backward(dy, None, x, (size, stride, padding, count_padding), tree)

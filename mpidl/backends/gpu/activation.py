@@ -1,7 +1,10 @@
 """Launch the activation kernels of activations.cu and the ReLU of batchnorm.cu."""
 
+import math
+
 from mpidl.backends.gpu import array, launching
-from mpidl.backends.gpu.batchnorm import cotangent_like
+from mpidl.backends.gpu.batchnorm import channel_sums, cotangent_like
+from mpidl.blocks import LANES
 
 THREADS = 256  # threads per CUDA block, as in both files
 
@@ -70,3 +73,63 @@ def gelu(x, approximate):
 
 def gelu_dx(dy, x, approximate):
     return _by_element("gelu_dx" if approximate == "none" else "gelu_tanh_dx", dy, x)
+
+
+def swish(x):
+    # the error is at most 3.5 ulp
+    return _by_element("swish", x)
+
+
+def swish_dx(dy, x):
+    return _by_element("swish_dx", dy, x)
+
+
+def clip_range(x, low, high):
+    return _by_element("clip", x, scale=(low, high))
+
+
+def clip_range_dx(dy, y, low, high):
+    return _by_element("clip_dx", dy, y, scale=(low, high))
+
+
+def hard_sigmoid(x, alpha, beta):
+    return _by_element("hard_sigmoid", x, scale=(alpha, beta))
+
+
+def hard_sigmoid_dx(dy, y, alpha):
+    return _by_element("hard_sigmoid_dx", dy, y, scale=(alpha,))
+
+
+def hard_swish(x):
+    return _by_element("hard_swish", x)
+
+
+def hard_swish_dx(dy, x):
+    return _by_element("hard_swish_dx", dy, x)
+
+
+def prelu(x, slope):
+    return _by_element("prelu", x, scale=_slopes(slope, x))
+
+
+def prelu_dx(dy, x, slope):
+    return _by_element("prelu_dx", dy, x, scale=_slopes(slope, x))
+
+
+def _slopes(slope, x):
+    """Return the kernel's arguments; raise ValueError unless x has as many channels in memory."""
+    if slope.size not in (1, x.dims[1]):
+        raise ValueError(
+            f"prelu: on a GPU expected a slope per channel of {x}, got {slope.size} slopes: apply "
+            "it before flattening"
+        )
+    return slope, slope.size
+
+
+def prelu_dslope(dy, x, slopes, tree):
+    products = _by_element("prelu_products", dy, x)
+    if slopes == 1:  # each image becomes one channel of pixels
+        products = products.reshape(products.shape)
+        products.dims = (len(x), 1, math.prod(x.dims[1:-1]), 1, LANES)
+        products.shape, products.order = products.dims, array.IMAGES
+    return channel_sums(products, tree)

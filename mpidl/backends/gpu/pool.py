@@ -31,27 +31,28 @@ def _launch(name, rows, row, arrays, numbers):
     launching.launch(name, rows, threads, *arrays, *numbers, defines={"POOL_WIDTH": width})
 
 
-def _forward(name, x, windows, with_argmax):
+def _forward(name, x, windows, with_argmax, *options):
     x = batchnorm.read(x)
     blocks, *image, lanes = x.dims
     numbers, (c, p, q) = _geometry(tuple(image), *windows)
     y = array.empty_lanes((blocks, c, p, q, lanes))
     outputs = (y, array.empty_like(y, np.uint8)) if with_argmax else (y,)
-    _launch(name, blocks * lanes * p, q * c, (x, *outputs), numbers)
+    _launch(name, blocks * lanes * p, q * c, (x, *outputs), (*numbers, *options))
     return outputs
 
 
-def _backward(name, arrays, x, windows, tree):
+def _backward(name, arrays, x, windows, tree, *options):
     """Launch a backward pass; return (dx, activation sums of dx).
 
     The sums are None unless x is a DeferredInput.
-    `arrays` is (dy, argmax) for max pooling and (dy,) for average pooling.
+    `arrays` is (dy, argmax) for max pooling and (dy,) for average pooling. `options` are the last
+    arguments of the kernel.
     """
     like: Any = x.x if isinstance(x, DeferredInput) else x
     blocks, c, h, w, lanes = like.dims
     numbers, _ = _geometry((c, h, w), *windows)
     dx = array.empty_like(like)
-    _launch(name, blocks * lanes * h, w * c, (*arrays, dx), numbers)
+    _launch(name, blocks * lanes * h, w * c, (*arrays, dx), (*numbers, *options))
     return dx, batchnorm.activation_sums(dx, x, tree) if isinstance(x, DeferredInput) else None
 
 
@@ -63,9 +64,10 @@ def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
     return _backward("max_pool2d_dx", (dy, argmax), x, (size, stride, padding), tree)
 
 
-def average_pool2d(x, size, stride, padding):
-    return _forward("average_pool2d", x, (size, stride, padding), False)[0]
+def average_pool2d(x, size, stride, padding, count_padding):
+    return _forward("average_pool2d", x, (size, stride, padding), False, int(count_padding))[0]
 
 
-def average_pool2d_dx(dy, x, size, stride, padding, tree):
-    return _backward("average_pool2d_dx", (dy,), x, (size, stride, padding), tree)
+def average_pool2d_dx(dy, x, size, stride, padding, count_padding, tree):
+    windows = size, stride, padding
+    return _backward("average_pool2d_dx", (dy,), x, windows, tree, int(count_padding))

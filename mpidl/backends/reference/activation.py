@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from mpidl.backends.reference.batchnorm import channel_sums
+
 # Nodes (n + 1/2) / 2 and weights of the trapezoidal rule for the normal distribution.
 NODES = np.arange(0.25, 6.5, 0.5)
 NODE_WEIGHTS = np.exp(-(NODES**2))
@@ -87,3 +89,58 @@ def gelu_dx(dy, x, approximate):
         e = np.exp(-w)
         slope = e / (1 + e) * (1 - t * dw / (1 + e))
     return (dy * np.where(signed >= 0, 1 - slope, slope)).astype(x.dtype)
+
+
+def swish(x):
+    return np.maximum(x, -700) * sigmoid(x)  # 0 at -inf
+
+
+def swish_dx(dy, x):
+    x = np.clip(x, -700, 700)
+    s = sigmoid(x)
+    return dy * (s * (1 + x * (1 - s)))
+
+
+def clip_range(x, low, high):
+    return np.clip(x, x.dtype.type(low), x.dtype.type(high))
+
+
+def clip_range_dx(dy, y, low, high):
+    return np.multiply(dy, (y > y.dtype.type(low)) & (y < y.dtype.type(high)))
+
+
+def hard_sigmoid(x, alpha, beta):
+    return np.clip(x * x.dtype.type(alpha) + x.dtype.type(beta), 0, 1)
+
+
+def hard_sigmoid_dx(dy, y, alpha):
+    return np.multiply(dy * dy.dtype.type(alpha), (y > 0) & (y < 1))
+
+
+def hard_swish(x):
+    return x * hard_sigmoid(x, 1 / 6, 0.5)
+
+
+def hard_swish_dx(dy, x):
+    slope = np.where(x < 3, x / x.dtype.type(3) + x.dtype.type(0.5), 1)
+    return dy * np.where(x > -3, slope, 0).astype(x.dtype)
+
+
+def _per_channel(slope, x):
+    """Return the slopes in a shape that broadcasts to x, (blocks, C, ..., 16)."""
+    return slope.reshape(-1, *(1,) * (x.ndim - 2))
+
+
+def prelu(x, slope):
+    return np.where(x > 0, x, x * _per_channel(slope, x))
+
+
+def prelu_dx(dy, x, slope):
+    return np.where(x > 0, dy, dy * _per_channel(slope, x))
+
+
+def prelu_dslope(dy, x, slopes, tree):
+    products = np.where(x > 0, 0, dy * x)
+    if slopes == 1:
+        products = products.reshape(len(x), 1, math.prod(x.shape[1:-1]), x.shape[-1])
+    return channel_sums(products, tree)

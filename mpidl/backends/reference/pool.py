@@ -58,20 +58,33 @@ def max_pool2d_dx(dy, argmax, x, size, stride, padding, tree):
     return dx, None
 
 
-def average_pool2d(x, size, stride, padding):
+def _counts(x, size, stride, padding, count_padding):
+    """Return the numbers by which windows (P, Q, 1) are divided, in the dtype of x."""
+    _, p, q = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
+    if count_padding:
+        return np.full((p, q, 1), size[0] * size[1], x.dtype)
+    counts = np.zeros((1, p, q, 1), x.dtype)
+    for _, windows, _ in _places(x.shape[1:-1], size, stride, padding):
+        counts[windows] += 1
+    return counts[0]
+
+
+def average_pool2d(x, size, stride, padding, count_padding):
     shape = shapes.pool2d_shape(x.shape[1:-1], size, stride, padding)
     y = np.zeros((len(x), *shape, x.shape[-1]), x.dtype)
+    counts = _counts(x, size, stride, padding, count_padding)
     for block, out in zip(x, y, strict=True):
         for _, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
             out[windows] += block[pixels]
-        out /= size[0] * size[1]
+        out /= counts
     return y
 
 
-def average_pool2d_dx(dy, x, size, stride, padding, tree):
+def average_pool2d_dx(dy, x, size, stride, padding, count_padding, tree):
     dx = np.zeros_like(x)
+    counts = _counts(x, size, stride, padding, count_padding)
     for grad, out in zip(dy, dx, strict=True):
-        part = grad / x.dtype.type(size[0] * size[1])
+        part = grad / counts
         for _, windows, pixels in _places(x.shape[1:-1], size, stride, padding):
             out[pixels] += part[windows]
     return dx, None

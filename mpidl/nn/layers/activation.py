@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
-from mpidl.ops.activation import check_approximate, check_scale
+from mpidl.ops import check
+from mpidl.ops.activation import check_approximate, check_line, check_range, check_scale
 
-__all__ = ["GELU", "LeakyReLU", "ReLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = ["Clip", "GELU", "HardSigmoid", "HardSwish", "LeakyReLU", "PReLU", "ReLU", "Sigmoid"]
+__all__ += ["Softmax", "Swish", "Tanh"]
 
 
 @dataclass
@@ -41,6 +43,101 @@ class LeakyReLU(Layer):
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.leaky_relu(x, self.scale)
+
+
+@dataclass
+class PReLU(Layer):
+    """Leaky rectified linear unit with learnable slopes: x if x > 0, else slope * x.
+
+    Parameters
+    ----------
+    shared
+        Whether all channels share one slope. By default, each channel has a slope.
+    initial
+        Slope before training.
+    slope_learn_rate_factor, slope_l2_factor
+        Factors by which the optimizer's learning rate and L2 regularization are multiplied.
+    """
+
+    shared: bool = False
+    initial: float = 0.25
+    name: str | None = None
+
+    slope_learn_rate_factor: float = field(default=1.0, kw_only=True)
+    slope_l2_factor: float = field(default=0.0, kw_only=True)
+
+    def build(self, shape: Shape) -> Built:
+        if not check.are_numbers(self.initial) or not abs(self.initial) < float("inf"):
+            raise ValueError(f"{self.name}: initial must be a finite number, got {self.initial!r}")
+        slopes = 1 if self.shared else shape[0]
+        return Built(shape, {"slope": ((slopes,), float(self.initial))})
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.prelu(x, context["slope"])
+
+
+@dataclass
+class Clip(Layer):
+    """Clip values to a range: min(max(x, low), high). `Clip(0, 6)` is ReLU6.
+
+    Parameters
+    ----------
+    low, high
+        The range. One of the bounds may be infinite.
+    """
+
+    low: float
+    high: float
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        check_range(self.name, self.low, self.high)
+        return Built(shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.clip(x, self.low, self.high)
+
+
+@dataclass
+class HardSigmoid(Layer):
+    """Piecewise linear sigmoid, min(max(alpha * x + beta, 0), 1).
+
+    Parameters
+    ----------
+    alpha, beta
+        Slope, above 0, and offset of the line.
+    """
+
+    alpha: float = 1 / 6
+    beta: float = 0.5
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        check_line(self.name, self.alpha, self.beta)
+        return Built(shape)
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.hard_sigmoid(x, self.alpha, self.beta)
+
+
+@dataclass
+class HardSwish(Layer):
+    """Piecewise form of swish, x * min(max(x / 6 + 1 / 2, 0), 1)."""
+
+    name: str | None = None
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.hard_swish(x)
+
+
+@dataclass
+class Swish(Layer):
+    """Swish or SiLU, x / (1 + exp(-x))."""
+
+    name: str | None = None
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.swish(x)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
@@ -38,7 +38,7 @@ class MaxPool2D(Layer):
 
 @dataclass
 class AveragePool2D(Layer):
-    """Average pooling: the mean of each window, with zeros for padding.
+    """Average pooling: the mean of each window.
 
     Parameters
     ----------
@@ -46,6 +46,8 @@ class AveragePool2D(Layer):
         Size of the windows, an integer or (rows, columns).
     stride, padding
         As in `ops.average_pool2d`. The default stride is the size.
+    count_padding
+        Whether padding counts as zeros. If False, the mean is over the pixels of the image.
     """
 
     size: int | tuple[int, int]
@@ -53,11 +55,21 @@ class AveragePool2D(Layer):
     padding: check.PaddingArgument = 0
     name: str | None = None
 
+    count_padding: bool = field(default=True, kw_only=True)
+
     def build(self, shape: Shape) -> Built:
+        if not isinstance(self.count_padding, bool):
+            raise ValueError(f"{self.name}: count_padding must be True or False")
         return Built(windows(self.name, shape, self.size, self.stride, self.padding).shape)
 
     def forward(self, x: Value, context: LayerContext) -> Value:
-        return ops.average_pool2d(x, self.size, stride=self.stride, padding=self.padding)
+        return ops.average_pool2d(
+            x,
+            self.size,
+            stride=self.stride,
+            padding=self.padding,
+            count_padding=self.count_padding,
+        )
 
 
 @dataclass

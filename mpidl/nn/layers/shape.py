@@ -8,8 +8,10 @@ import numpy as np
 
 from mpidl import ops
 from mpidl.nn.layers.base import Built, Layer, LayerContext, Shape, Value
+from mpidl.ops import check
+from mpidl.ops.pad import check_value
 
-__all__ = ["Flatten"]
+__all__ = ["Flatten", "Pad2D"]
 
 
 @dataclass
@@ -23,3 +25,30 @@ class Flatten(Layer):
 
     def forward(self, x: Value, context: LayerContext) -> Value:
         return ops.flatten(x)
+
+
+@dataclass
+class Pad2D(Layer):
+    """Surround images by pixels of a constant value.
+
+    Parameters
+    ----------
+    padding
+        An integer, (down, across) or ((top, bottom), (left, right)), in pixels.
+    value
+        Value of the new pixels.
+    """
+
+    padding: int | tuple[int, int] | tuple[tuple[int, int], tuple[int, int]]
+    value: float = 0.0
+    name: str | None = None
+
+    def build(self, shape: Shape) -> Built:
+        if len(shape) != 3:
+            raise ValueError(f"{self.name}: expected images (C, H, W), got {shape}")
+        check_value(str(self.name), self.value)
+        rows, columns = check.pads(str(self.name), self.padding)
+        return Built((shape[0], shape[1] + sum(rows), shape[2] + sum(columns)))
+
+    def forward(self, x: Value, context: LayerContext) -> Value:
+        return ops.pad2d(x, self.padding, value=self.value)

@@ -13,6 +13,7 @@ from mpidl.nn.zoo.matlab import cifar as cifar
 from mpidl.nn.zoo.matlab import digits as digits
 from mpidl.nn.zoo.matlab import resnet as resnet
 from mpidl.nn.zoo.torchvision import alexnet_torchvision as alexnet_torchvision
+from mpidl.nn.zoo.torchvision import mobilenet_v2 as mobilenet_v2
 from mpidl.nn.zoo.torchvision import resnet18 as resnet18
 from mpidl.nn.zoo.torchvision import resnet34 as resnet34
 from mpidl.nn.zoo.torchvision import resnet50 as resnet50

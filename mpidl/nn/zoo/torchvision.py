@@ -18,6 +18,7 @@ from typing import Any
 from mpidl.nn.layers import (
     Add,
     BatchNorm,
+    Clip,
     Concat,
     Conv2D,
     Dense,
@@ -239,16 +240,89 @@ def squeezenet1_1(
     return Network(layers, input_shape, seed=seed)
 
 
+# (expansion, filters, blocks, stride of the first block) of each stage of MobileNetV2
+MOBILENET_STAGES = (
+    *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
+    *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
+)
+
+
+def _conv_norm(
+    prefix: str, size: int, filters: int, stride: int = 1, groups: int = 1, norm: str = ""
+) -> list[Layer]:
+    """Return a convolution and its batch normalization, which has the name `norm` or prefix_1."""
+    conv = Conv2D(size, filters, stride, size // 2, groups=groups, bias=False)
+    conv.name = prefix if norm else f"{prefix}_0"
+    return [conv, BatchNorm(name=norm or f"{prefix}_1")]
+
+
+def _inverted_residual(
+    prefix: str, before: str, channels: int, expansion: int, filters: int, stride: int
+) -> list[Layer]:
+    """Return the layers of a block of MobileNetV2; the last one has the name `prefix`.
+
+    Parameters
+    ----------
+    prefix
+        Name of the block, and the start of the names of its layers.
+    before, channels
+        Name of the layer before the block, and its number of channels.
+    expansion, filters, stride
+        Factor of the number of channels inside the block, the block's number of channels, and the
+        stride of the convolution per channel.
+    """
+    hidden = channels * expansion
+    sizes = [(1, 1, 1)] * (expansion > 1) + [(3, stride, hidden)]  # (size, stride, groups)
+    layers: list[Layer] = []
+    for i, (size, step, groups) in enumerate(sizes):
+        layers += _conv_norm(f"{prefix}_conv_{i}", size, hidden, step, groups)
+        layers.append(Clip(0, 6, name=f"{prefix}_conv_{i}_2"))
+    i = len(sizes)
+    is_residual = stride == 1 and channels == filters
+    norm = f"{prefix}_conv_{i + 1}"
+    layers += _conv_norm(f"{prefix}_conv_{i}", 1, filters, norm=norm)
+    return [*layers, Add(inputs=(before, norm), name=prefix)] if is_residual else layers
+
+
+def mobilenet_v2(input_shape: Sequence[int] = SHAPE, classes: int = 1000, seed: int = 0) -> Network:
+    """Return MobileNetV2, with 3,504,872 learnables for 1000 classes.
+
+    It consists of inverted residual blocks: a 1x1 convolution expands the channels, a 3x3
+    convolution filters each channel, and another 1x1 convolution reduces them. Activations are
+    clipped to the range from 0 to 6.
+
+    Notes
+    -----
+    Sandler, Howard, Zhu, Zhmoginov and Chen, "MobileNetV2: Inverted residuals and linear
+    bottlenecks", 2018, table 2.
+    """
+    layers = [*_conv_norm("features_0", 3, 32, 2), Clip(0, 6, name="features_0_2")]
+    channels, number = 32, 1
+    for expansion, filters, blocks, stride in MOBILENET_STAGES:
+        for i in range(blocks):
+            before, step = str(layers[-1].name), 1 if i else stride
+            layers += _inverted_residual(
+                f"features_{number}", before, channels, expansion, filters, step
+            )
+            channels, number = filters, number + 1
+    layers += _conv_norm(f"features_{number}", 1, 1280)
+    layers += [
+        *(Clip(0, 6, name=f"features_{number}_2"), GlobalAveragePool2D(name="avgpool")),
+        *(Dropout(0.2, name="classifier_0"), Dense(classes, name="classifier_1")),
+    ]
+    return Network(layers, input_shape, seed=seed)
+
+
 NETWORKS: dict[str, Callable[..., Network]] = {
     create.__name__: create
     for create in (
         *(alexnet_torchvision, vgg11, vgg11_bn, vgg16, vgg16_bn, vgg19, vgg19_bn),
-        *(resnet18, resnet34, resnet50, squeezenet1_1),
+        *(resnet18, resnet34, resnet50, squeezenet1_1, mobilenet_v2),
     )
 }
 
 # Training options of torchvision's reference scripts: SGD with momentum, learning rate divided by
-# 10 every 30 epochs.
+# 10 every 30 epochs. MobileNetV2's learning rate drops by 2 % every epoch.
 _RECIPE: dict[str, Any] = {
     "learn_rate_schedule": "piecewise",
     "learn_rate_drop_factor": 0.1,
@@ -265,4 +339,11 @@ _RECIPE: dict[str, Any] = {
 RECIPES: dict[str, dict[str, Any]] = {
     name: _RECIPE | {"learning_rate": 0.1 if name.startswith("resnet") else 0.01}
     for name in NETWORKS
+}
+RECIPES["mobilenet_v2"] |= {
+    "learning_rate": 0.045,
+    "learn_rate_drop_factor": 0.98,
+    "learn_rate_drop_period": 1,
+    "l2": 4e-5,
+    "epochs": 300,
 }

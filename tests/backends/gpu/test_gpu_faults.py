@@ -26,7 +26,7 @@ FAULTS = [
     *CONVOLUTION_FAULTS,
     Fault(
         *("pool", "the last of equal pixels is the maximum"),
-        *("found.of[v] > best.of[v] ||", "found.of[v] >= best.of[v] ||"),
+        *("value > result.of[v] ||", "value >= result.of[v] ||"),
         *(check_on_gpu, ("max_pool2d_dx, 3x3 by 2",)),
     ),
     Fault(
@@ -38,6 +38,16 @@ FAULTS = [
         *("pool", "pixels after the last window have a gradient"),
         *("place += (window - (windows - 1)) * stride;", ""),
         *(check_on_gpu, ("max_pool2d_dx, 2x2, pixels left over",)),
+    ),
+    Fault(
+        *("pool", "padding counts in each mean"),
+        *("if (count_padding) return", "return"),
+        *(check_on_gpu, ("average_pool2d_dx, 3x3 by 2, padding, pixels of the image",)),
+    ),
+    Fault(
+        *("pad", "rows begin where columns do"),
+        *("(int)(row % P) - top", "(int)(row % P) - left"),
+        *(check_on_gpu, ("pad2d, a border",)),
     ),
     *faults(
         "batchnorm",
@@ -196,6 +206,11 @@ FAULTS = [
         *("activations", "exponents are not limited to those of floats"),
         *("x = x < -87.3f ? -87.3f : x;", ""),
         *(activation.test_rounding_is_at_most_two_and_a_half_ulps, ("sigmoid",)),
+    ),
+    Fault(
+        *("activations", "four channels have one slope"),
+        *("channel = channel + 1 == slopes ? 0 : channel + 1;", ""),
+        *(check_on_gpu, ("prelu, (5, 3, 7), 5",)),
     ),
     Fault(
         *("lrn", "no barrier before products are added"),

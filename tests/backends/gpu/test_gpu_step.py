@@ -201,7 +201,11 @@ ALL_LAYERS = [
     dl.ReLU(name="a"),
     dl.CrossChannelNorm(5),
     dl.LeakyReLU(),
+    dl.PReLU(),
     dl.GELU(),
+    dl.Pad2D(((0, 1), (1, 0))),
+    dl.HardSwish(),
+    dl.AveragePool2D(2, 1, count_padding=False),
     dl.Conv2D(3, 8, padding="same"),
     dl.Dropout(0.25),
     dl.Tanh(name="b"),
@@ -210,9 +214,13 @@ ALL_LAYERS = [
     dl.MaxPool2D(2, name="down"),
     dl.Concat(inputs=("sum", "down")),
     dl.Sigmoid(),
+    dl.HardSigmoid(),
     dl.Flatten(),
     dl.Tanh(),
+    dl.PReLU(shared=True),
     dl.GELU("tanh"),
+    dl.Swish(),
+    dl.Clip(-0.5, 6),
     dl.Dropout(0.1),
     dl.Dense(6),
     dl.Sigmoid(),
@@ -239,3 +247,21 @@ def test_a_network_of_all_layers_is_trained_as_on_the_cpu(world):
         assert np.array_equal(launched[name], replayed[name])
         assert abs(launched[name] - weights).max() <= 1e-4 * max(abs(weights).max(), 0.1)
     assert abs(reseeded["dense2.weight"] - expected["dense2.weight"]).max() > 1e-3
+
+
+@pytest.mark.slow("gpu")
+def test_a_network_from_onnx_is_trained_as_on_the_cpu(world, tmp_path):
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    from onnx_models import imported_network
+
+    store = pictures(70, side=6)
+    options = {"learning_rate": 0.05, "normalization": "zscore"}
+    nets = [
+        trained(rank, store, imported_network(tmp_path), **options)
+        for rank in (world, dl.World(threads=1))
+    ]
+    start = imported_network(tmp_path).parameters
+    for name, expected in nets[1].parameters.items():
+        difference = abs(nets[0].parameters[name] - expected).max()
+        assert difference <= 1e-4 * max(abs(expected).max(), 0.1), name
+        assert not np.array_equal(start[name], expected), name

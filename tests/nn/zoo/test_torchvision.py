@@ -22,6 +22,7 @@ LEARNABLES = {
     "resnet34": 21_797_672,
     "resnet50": 25_557_032,
     "squeezenet1_1": 1_235_496,
+    "mobilenet_v2": 3_504_872,
 }
 
 
@@ -48,6 +49,7 @@ def test_learnables_and_shapes(name, undrawn):
         "alexnet_torchvision": ("features_12", (256, 6, 6)),
         "resnet50": ("layer4_2_relu", (2048, 7, 7)),
         "squeezenet1_1": ("features_12", (512, 13, 13)),
+        "mobilenet_v2": ("features_17_conv_3", (320, 7, 7)),
     }
     if name in maps:
         layer, shape = maps[name]

@@ -1,0 +1,28 @@
+// Padding and cropping of NHWC images.
+
+struct alignas(16) Four {
+    float of[4];
+};
+
+// Writes y (images, P, Q, C) from x (images, H, W, C). Pixel (0, 0) of x is pixel (top, left) of y;
+// both may be negative. Pixels outside x have the value `outside`.
+template <class T>
+__device__ __forceinline__ void pad(const T* x, T* y, T outside, int C, int H, int W, int P, int Q,
+                                    int top, int left, long long images) {
+    EACH_INDEX(i, images * P * Q * C) {
+        const long long pixel = i / C, row = pixel / Q;
+        const int h = (int)(row % P) - top, w = (int)(pixel % Q) - left;
+        const bool inside = h >= 0 && h < H && w >= 0 && w < W;
+        y[i] = inside ? x[((row / P * H + h) * W + w) * C + i % C] : outside;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+pad2d(const float* __restrict__ x, float* __restrict__ y, float value, int C, int H, int W, int P,
+      int Q, int top, int left, long long images) {
+    if (C % 4 == 0)
+        pad(reinterpret_cast<const Four*>(x), reinterpret_cast<Four*>(y),
+            Four{{value, value, value, value}}, C / 4, H, W, P, Q, top, left, images);
+    else
+        pad(x, y, value, C, H, W, P, Q, top, left, images);
+}

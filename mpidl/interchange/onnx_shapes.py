@@ -1,0 +1,94 @@
+"""Flattening, padding and transposition from ONNX operators."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpidl.interchange.onnx_builder import BATCH, Builder, Node, Unsupported, Value, operator
+from mpidl.nn import layers as nn
+
+
+def flat(node: Node, builder: Builder, x: Value) -> Value:
+    """Flatten x, if it is an image, and return a vector."""
+    if len(x.shape) == 1:
+        return x
+    y = builder.add(node, nn.Flatten(), [Value(x.layer, x.shape)])
+    features = np.arange(y.shape[0])
+    vector = y._replace(order=x.order, image=x.shape if x.order else ())
+    return y if np.array_equal(vector.to_layer(features), features) else vector
+
+
+@operator("Flatten")
+def _flatten(node, builder):
+    x = node.value(any_order=True)
+    if node.get("axis", 1) % (1 + len(x.shape)) != 1:
+        raise Unsupported(f"axis is {node.get('axis', 1)}, expected 1")
+    return flat(node, builder, x)
+
+
+@operator("Squeeze")
+def _squeeze(node, builder):
+    x = node.value(any_order=True)
+    axes = node.get("axes", None) if node.input(1) is None else node.constant(1).tolist()
+    if axes is None or len(x.shape) != 3 or sorted(x.axes(axes)) != [1, 2] or x.shape[1:] != (1, 1):
+        raise Unsupported(f"axes are {axes}")
+    return flat(node, builder, x)
+
+
+@operator("Reshape")
+def _reshape(node, builder):
+    x, sizes = node.value(any_order=True), [int(n) for n in node.constant(1).ravel()]
+    features = int(np.prod(x.shape))
+    counts = {BATCH, 0, -1} | ({builder.batch} if builder.batch else set())
+    is_batch = bool(sizes) and sizes[0] in counts
+    if len(sizes) == 2 and is_batch and sizes[1] in (features, -1) and sizes != [-1, -1]:
+        return flat(node, builder, x)
+    if is_batch and tuple(sizes[1:]) == x.graph_shape():
+        return x
+    raise Unsupported(f"it reshapes {('N', *x.graph_shape())} to {sizes}")
+
+
+@operator("Shape")
+def _shape(node, builder):
+    shape = node.value(any_order=True).graph_shape()
+    start, end = node.get("start", 0), node.get("end", None)
+    return np.array([BATCH, *shape], np.int64)[start:end]
+
+
+@operator("Transpose")
+def _transpose(node, builder):
+    x = node.value(any_order=True)
+    permutation = list(node.get("perm", range(len(x.shape), -1, -1)))
+    if sorted(permutation) != list(range(1 + len(x.shape))) or permutation[0] != 0:
+        raise Unsupported(f"perm is {permutation}, expected the mini-batch first")
+    if len(x.shape) == 1:
+        return x
+    order = tuple((x.order or (0, 1, 2))[axis - 1] for axis in permutation[1:])
+    return x._replace(order=() if order == (0, 1, 2) else order)
+
+
+@operator("Pad")
+def _pad(node, builder):
+    node.require(mode="constant")
+    x = node.value(any_order=True)
+    if builder.opset < 11:
+        pads, value = list(node["pads"]), node.get("value", 0.0)
+    else:
+        pads = node.constant(1).ravel().tolist()
+        value = 0.0 if node.input(2) is None else float(node.constant(2).item())
+    count = 1 + len(x.shape)
+    axes = list(range(count)) if node.input(3) is None else node.constant(3).ravel().tolist()
+    if len(pads) != 2 * len(axes):
+        raise Unsupported(f"it has {len(pads)} pads for {len(axes)} axes")
+    sides = {}
+    for i, axis in enumerate(axes):
+        before, after = pads[i], pads[len(axes) + i]
+        if before or after:
+            (own_axis,) = x.axes([axis])
+            sides[own_axis] = int(before), int(after)
+    if not sides:
+        return x
+    if len(x.shape) != 3 or 0 in sides or min(n for pair in sides.values() for n in pair) < 0:
+        raise Unsupported(f"pads are {pads}, expected rows and columns to add")
+    layer = nn.Pad2D((sides.get(1, (0, 0)), sides.get(2, (0, 0))), value)
+    return builder.add(node, layer, [x])

@@ -1,0 +1,51 @@
+"""The padding op and its gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpidl import backends
+from mpidl.autodiff.tape import WithVjp, op
+from mpidl.blocks import Blocked
+from mpidl.ops import check
+
+__all__ = ["pad2d"]
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raise a ValueError unless the value of the padding is a finite number."""
+    if not (check.are_numbers(value) and math.isfinite(value)):
+        raise ValueError(f"{name}: value must be a finite number, got {value!r}")
+
+
+@op(blocks=True)
+def pad2d(x: Blocked, padding: check.PaddingArgument, *, value: float = 0.0) -> WithVjp[Blocked]:
+    """Surround images by pixels of a constant value.
+
+    Parameters
+    ----------
+    x
+        (N, C, H, W).
+    padding
+        An integer, (down, across) or ((top, bottom), (left, right)), in pixels.
+    value
+        Value of the new pixels.
+
+    Returns
+    -------
+    Blocked
+        (N, C, top + H + bottom, left + W + right).
+    """
+    check.images("pad2d", x, 4)
+    sides = check.pads("pad2d", padding)
+    check_value("pad2d", value)
+    backend = backends.of(x)
+    y = backend.pad2d(x.lanes, sides, value)
+    (top, bottom), (left, right) = sides
+    negated = (-top, -bottom), (-left, -right)
+
+    def vjp(dy, needs):
+        return (x.like(backend.pad2d(dy.lanes, negated, 0.0)), None)[: len(needs)]
+
+    return x.like(y), vjp
