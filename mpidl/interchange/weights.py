@@ -77,8 +77,14 @@ def load_weights(net: Network, path: str | os.PathLike[str], names: Names = "mpi
     """
     if net.on_device:
         raise TypeError("load_weights expects a network in host memory: net.to(None)")
-    arrays = read(path)[0]
-    renamed = _renamed(net, arrays, names, path)
+    return assign(net, read(path)[0], names, path)
+
+
+def assign(
+    net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
+) -> Network:
+    """Set the learnables and the state of a network to the arrays of a file; see `load_weights`."""
+    renamed = rename(net, arrays, names, path)
     errors = _differences(net, renamed)
     if errors:
         fitting = [
@@ -142,19 +148,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         If the file cannot be read, is damaged, or is a pickle.
     """
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    if suffix in PICKLES:
-        target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
-        recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
-        raise UserError(
-            f"{printable(path)}: mpidl reads no pickle, which can run any code; where PyTorch is "
-            f"installed, convert it: {recipe}"
-        )
+    refuse_pickle(path)
     if suffix == ".h5":
         try:
-            tables, _ = model_file.read(path)
+            tables, attributes = model_file.read(path)
         except model_file.Torn as error:
             raise UserError(f"{printable(path)}: not a model file: {error}") from error
-        return tables.get("learnables", {}) | tables.get("state", {}), {}
+        scaling = tables.get("normalization", {})
+        arrays = tables.get("learnables", {}) | tables.get("state", {})
+        arrays |= {f"normalization.{name}": array for name, array in scaling.items()}
+        return arrays, {"format": "mpidl", "description": json.dumps(attributes)}
     if suffix != ".safetensors":
         raise UserError(
             f"{printable(path)}: expected a weight file *.safetensors or *.h5, found {suffix!r}"
@@ -168,6 +171,17 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str,
         raise unreadable(path, error) from None
     except safetensors.SafetensorError as error:
         raise UserError(f"{printable(path)}: not a safetensors file: {error}") from None
+
+
+def refuse_pickle(path: str | os.PathLike[str]) -> None:
+    """Raise UserError if the name of a file is that of a pickle."""
+    if os.path.splitext(os.fspath(path))[1].lower() in PICKLES:
+        target = os.path.splitext(os.fspath(path))[0] + ".safetensors"
+        recipe = TO_SAFETENSORS.format(source=printable(path), target=printable(target))
+        raise UserError(
+            f"{printable(path)}: mpidl reads no pickle, which can run any code; where PyTorch is "
+            f"installed, convert it: {recipe}"
+        )
 
 
 def _array(file, name, path):
@@ -186,17 +200,25 @@ def fits(
 ) -> bool:
     """Return whether the arrays of a file fit a network if the file uses the given names."""
     try:
-        return not _differences(net, _renamed(net, arrays, names, path))
+        return not _differences(net, rename(net, arrays, names, path))
     except UserError:
         return False
 
 
-def _renamed(net, arrays, names, path) -> dict[str, tuple[str, np.ndarray]]:
-    """Return {name in the network: (name in the file, array)}."""
-    rename = weight_names.rename(names, net)
+def rename(
+    net: Network, arrays: Mapping[str, np.ndarray], names: Names, path: str | os.PathLike[str]
+) -> dict[str, tuple[str, np.ndarray]]:
+    """Return {name in the network: (name in the file, array)}; see `load_weights` for `names`.
+
+    Raises
+    ------
+    UserError
+        If two arrays have the same name in the network, or if the library is unknown.
+    """
+    translate = weight_names.rename(names, net)
     renamed: dict[str, tuple[str, np.ndarray]] = {}
     for name, array in arrays.items():
-        new_name = rename(name)
+        new_name = translate(name)
         if new_name is None or name in NORMALIZATION:
             continue
         if new_name in renamed:
