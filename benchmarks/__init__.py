@@ -18,6 +18,7 @@ from benchmarks import (
     optimizers,
     report,
     step,
+    transfer,
     turns,
 )
 from benchmarks.gpu import speed
@@ -34,6 +35,7 @@ COMMANDS = {
     "against": against.main,
     "input": input.main,
     "optimizers": optimizers.main,
+    "transfer": transfer.main,
     "gpu": speed.main,
 }
 

@@ -68,7 +68,7 @@ def load(
     if not _is_described(metadata):
         raise UserError(
             f"{printable(path)}: the file contains only arrays and no description of the network; "
-            "specify the network with --network NAME"
+            "--network NAME of mpidl.train and of mpidl.convert specifies it"
         )
     try:
         description = model_file.described(json.loads(metadata["description"]))
