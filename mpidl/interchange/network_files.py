@@ -20,6 +20,7 @@ from mpidl.training.files import model_file
 
 SUFFIXES = (".h5", ".onnx", ".safetensors")
 IMAGES = 4  # number of images whose scores are compared
+LARGEST = 1 << 16  # largest accepted height or width of an image
 LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
 
 # A function from (C, H, W) of an image and the number of outputs to a network.
@@ -114,7 +115,7 @@ def load_into(
             input_shape = tuple(map(int, description["input_shape"]))
         except DAMAGES as error:
             raise UserError(f"{printable(path)}: its description is damaged: {error}") from None
-    net = build(input_shape, outputs)
+    net = _built(path, build, input_shape, outputs)
 
     def renamed(names):
         try:
@@ -126,7 +127,7 @@ def load_into(
     names = max(weight_names.LIBRARIES, key=lambda names: len(renamed(names).keys() & expected))
     _, weight = renamed(names).get(f"{last_layer(net).name}.weight", (None, None))
     if weight is not None and weight.ndim and (len(weight),) != net.output_shape:
-        net = build(input_shape, len(weight))
+        net = _built(path, build, input_shape, len(weight))
     weights.assign(net, arrays, names, path)
     if description:
         try:
@@ -141,6 +142,18 @@ def load_into(
             net.classes = tuple(map(str, classes))
         net.crop, net.preprocess = description.get("crop"), description.get("preprocess")
     return net
+
+
+def _built(path, build, input_shape, outputs):
+    """Call `build`; raise UserError if it cannot build a network for the images of the file."""
+    try:
+        if len(input_shape) != 3 or not all(0 < size <= LARGEST for size in input_shape):
+            raise ValueError("expected a shape (C, H, W)")
+        return build(input_shape, outputs)
+    except (MemoryError, ValueError) as error:
+        raise UserError(
+            f"{printable(path)}: no network for images of shape {input_shape}: {error}"
+        ) from None
 
 
 # Exceptions that a damaged description causes.
