@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpidl import data
-from mpidl.cli import arguments, start, transfer
+from mpidl.cli import arguments, pretrained, start
 from mpidl.comm import World, failure
 from mpidl.data import gallery
 from mpidl.data.loading.pipeline import Pipeline
@@ -44,9 +44,9 @@ def _train(typed, world, signals):
 
     preprocess = start.preprocess(run)
     train_set, test_set = data.open_data(run["data"], world, preprocess=preprocess)
-    source = transfer.pretrained(resolved, resume, train_set, world)
+    source = pretrained.load(resolved, resume, train_set, world)
     if source is not None and not preprocess:
-        preprocess = transfer.conversion(source.net, train_set, settings)
+        preprocess = pretrained.conversion(source.net, train_set, settings)
         train_set, test_set = (
             images and data.preprocessed(images, preprocess) for images in (train_set, test_set)
         )
@@ -73,14 +73,14 @@ def _train(typed, world, signals):
     if source is None:
         net = start.network(run["network"], shape, start.outputs_of(train_set), settings.seed)
     else:
-        transfer.check_shape(source, train_set, settings)
-        net, settings, resolved = transfer.network(source, resolved, settings, train_set)
+        pretrained.check_shape(source, train_set, settings)
+        net, settings, resolved = pretrained.network(source, resolved, settings, train_set)
     input_pipeline.check(net, train_set, settings)
     if resume is not None:
         now = configuration.resumable(settings, net, train_set, world.size)
         # Check here, because trainer.train checks only after the output folder has changed.
         configuration.changed_on_resume(saved, now, f"the run in {typed['resume']}")
-    title = transfer.title(run)
+    title = pretrained.title(run)
     out = on_rank_0(world, lambda: start.output_folder(typed, title))
 
     console = Console(
@@ -101,7 +101,7 @@ def _train(typed, world, signals):
         console.line(line)
     hardware = f"{device}, {_threads(world.threads)}"
     sets = {"data": train_set, "validation": settings.validation, "test": test_set}
-    weights = {} if source is None else transfer.describe(source, run, net, train_set)
+    weights = {} if source is None else pretrained.describe(source, run, net, train_set)
     _announce(console, world, title, weights, sets, net, hardware, out)
     if saved is not None:
         position = saved["position"]

@@ -94,8 +94,8 @@ def test_frozen_layers():
     net = dl.transfer(network(), NAMES, freeze_up_to="conv2")
     frozen = [layer.name for layer in net.layers if not layer.trainable]
     assert frozen == ["conv1", "batchnorm1", "relu1", "dropout1", "conv2"]
-    again = dl.transfer(net, ["x", "y"])  # what is frozen stays frozen
-    assert [layer.name for layer in again.layers if not layer.trainable] == frozen
+    second = dl.transfer(net, ["x", "y"])  # what is frozen stays frozen
+    assert [layer.name for layer in second.layers if not layer.trainable] == frozen
     old = network().freeze("dense1")
     assert dl.transfer(old, NAMES)["dense1"].trainable
 
@@ -171,8 +171,8 @@ def test_frozen_layers_keep_their_bytes_in_training(world):
     before = table_of(net)
     trained(world, net, pictures(), batch_size=18, epochs=2)
     after = table_of(net)
-    kept = {name for name in after if after[name] == before[name]}
-    assert kept == {name for name in after if name.split(".")[0] in net.layer_names[:5]}
+    unchanged = {name for name in after if after[name] == before[name]}
+    assert unchanged == {name for name in after if name.split(".")[0] in net.layer_names[:5]}
 
 
 def test_the_weights_keep_their_normalization(world):

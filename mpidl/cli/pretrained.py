@@ -48,7 +48,7 @@ class Pretrained(NamedTuple):
     is_resumed: bool
 
 
-def pretrained(
+def load(
     resolved: Resolved,
     resume: tuple[Any, Any] | None,
     images: Datastore,
@@ -291,7 +291,9 @@ def describe(
 def _numbers(net):
     """Describe the numbers of a normalization by channel; "" if there are none."""
     centre, divisor = net.normalization.centre, net.normalization.divisor
-    if centre is None or centre.ndim != 1 or net.normalization.name == "none":
+    if net.normalization.name == "none":
+        return " (pixels from 0 to 255)"
+    if centre is None or centre.ndim != 1:
         return ""
     pair = (", ".join(f"{number:g}" for number in numbers) for numbers in (centre, divisor))
     return " (minus {}, divided by {})".format(*pair)
