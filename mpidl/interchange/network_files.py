@@ -12,6 +12,7 @@ import numpy as np
 from mpidl.blocks import OneRank, from_images, share
 from mpidl.data.transforms import normalize
 from mpidl.errors import UserError
+from mpidl.files import unreadable
 from mpidl.interchange import onnx_export, onnx_import, weight_names, weights
 from mpidl.nn import Layer, Network, Softmax, zoo
 from mpidl.nn.transfer import last_layer
@@ -20,6 +21,7 @@ from mpidl.training.files import model_file
 
 SUFFIXES = (".h5", ".onnx", ".safetensors")
 IMAGES = 4  # number of images whose scores are compared
+HDF5 = b"\x89HDF\r\n\x1a\n"  # the first bytes of a file
 LARGEST = 1 << 16  # largest accepted height or width of an image
 LIMIT = 1e-4  # largest accepted difference of scores, relative to the largest score
 
@@ -35,6 +37,17 @@ def suffix_of(path: str | os.PathLike[str]) -> str:
             f"{printable(path)}: expected a *.h5, *.onnx or *.safetensors file, found {suffix!r}"
         )
     return suffix
+
+
+def _is_hdf5(path):
+    """Return whether a file is in HDF5 format, whatever its name is."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(HDF5)) == HDF5
+    except IsADirectoryError as error:
+        raise unreadable(path, error) from None
+    except OSError:
+        return False
 
 
 def load(
@@ -60,7 +73,7 @@ def load(
         If the file cannot be read, or does not describe its network.
     """
     weights.refuse_pickle(path)
-    suffix = suffix_of(path)
+    suffix = ".h5" if _is_hdf5(path) else suffix_of(path)
     if suffix == ".h5":
         return model_file.load_model(path, layers)[0]
     if suffix == ".onnx":
