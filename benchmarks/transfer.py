@@ -46,7 +46,7 @@ def main(options: argparse.Namespace) -> dict:
         recipe = TrainingOptions.from_recipe(
             "digits", epochs=options.pretraining_epochs, seed=seed, **QUIET
         )
-        trainer.train(pretrained, first_half, recipe, world=world)
+        check_end(trainer.train(pretrained, first_half, recipe, world=world))
         for per_class in options.per_class:
             few, _ = images.split(per_class / np.bincount(images.labels).max(), seed=seed)
             for side in SIDES:
@@ -108,8 +108,14 @@ def accuracies(net, images, test, options, rate, seed, world):
         output_functions=[watch],
         **QUIET,
     )
-    trainer.train(net, images, settings, world=world)
+    check_end(trainer.train(net, images, settings, world=world))
     return curve
+
+
+def check_end(result):
+    """Raise UserError if a signal ended a training early."""
+    if result.stopped:
+        raise UserError(f"{result.stopped}: stopped")
 
 
 def summarize(curves, options, classes):

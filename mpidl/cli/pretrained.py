@@ -232,8 +232,9 @@ def network(
     """
     run, net = resolved.run, source.net
     origin = resolved.sources["normalization"]
-    if origin == "resumed run":
-        origin = source.file.get("normalization", origin)
+    if "normalization" in source.file:  # a resumed run
+        origin = source.file["normalization"]
+        net.normalization = net.normalization if origin == WEIGHTS else None
     elif origin == "command line" or origin.startswith("config "):
         net.normalization = None
     elif net.normalization is not None:

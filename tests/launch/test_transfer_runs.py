@@ -15,6 +15,7 @@ import mpidl as dl
 from mpidl.data.transforms.normalize import Normalization
 from mpidl.interchange import network_files
 
+LOCAL = ["--batchnorm", "local", "--epochs", 1]
 WORDS = ["--new-layer-factor", 5, "--freeze-up-to", "batchnorm1"]
 
 
@@ -59,6 +60,16 @@ def train(ranks, data, out, path, *options, **keywords):
 def test_one_hash_on_any_number_of_ranks(pictures, weights, expected, tmp_path, ranks, suffix):
     train(ranks, pictures, tmp_path / "run", weights[suffix], "--epochs", 2)
     jobs.assert_same_end(expected, tmp_path / "run")
+
+
+@pytest.mark.slow("ranks")
+def test_local_statistics_depend_on_the_ranks(pictures, weights, tmp_path):
+    """The negative control: mini-batch statistics of each rank alone."""
+    hashes = set()
+    for ranks in (1, 2):
+        train(ranks, pictures, tmp_path / f"{ranks}", weights["h5"], *LOCAL)
+        hashes.add(jobs.weights_hash(tmp_path / f"{ranks}"))
+    assert len(hashes) == 2
 
 
 def test_the_files_and_the_output_name_the_weights(pictures, weights, tmp_path):
@@ -131,6 +142,7 @@ def test_a_network_with_custom_layers_needs_the_file_again(pictures, tmp_path):
     net = dl.Network([dl.Conv2D(3, 4), dl.ReLU(), dl.Dense(7)], (1, 12, 12), seed=1)
     dl.save_model(path, net)
     out, words = tmp_path / "run", ["--weights", path, "--epochs", 1]
+    words += ["--normalization", "zscore"]  # that of the file is another one
     result = jobs.train(2, pictures, out, *words, "--max-iterations", 2, network=name)
     assert "New layer: dense1, 3 outputs instead of 7" in result.stdout
     jobs.train(1, pictures, tmp_path / "whole", *words, network=name)
